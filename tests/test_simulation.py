@@ -21,7 +21,7 @@ PACKAGE = Path(memsize.__file__).parent
 PATCHES = PACKAGE / "processes" / "patches.py"
 OWN_OBJECTS = {
     "analysis/serving/tensor_parallel.py": "the configuration of a copied model",
-    "cuda/flex_attention.py": "a mask that was copied for the run",
+    "kernels/flex_attention.py": "a mask that was copied for the run",
     "loading/hubs/huggingface.py": "a configuration that was read for the run",
     "precision/quantized.py": "a module of the model's copy",
     "workloads/drafts.py": "a copied model and its configuration",

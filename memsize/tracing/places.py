@@ -2,63 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from memsize.processes.simulation import current
 from memsize.torch_internals.meta import is_meta
 
 _CPU = torch.device("cpu")
 
 
-class Gpus(Protocol):
-    """The GPUs that a program may name by their numbers."""
+class Gpus:
+    """The GPUs that a program may name by their numbers. Here there is one, whatever number is named."""
 
     def named(self, number: int | None) -> int:
-        """The GPU that a device of this number, or of none, means; it may raise."""
-
-    def number_of(self, tensor: Tensor) -> int:
-        """The GPU that a stand-in is on; a number of its own for the host."""
-
-    def number_on_host(self, tensor: Tensor) -> int | None:
-        """The number of the host for what `tensor` is there, if that is a stand-in; None where it has memory."""
-
-
-class _OneGpu:
-    """Whatever number is named, there is one GPU."""
-
-    def named(self, number: int | None) -> int:
+        """Return the GPU that a device of this number, or of none, means; it may raise."""
         return 0
 
     def number_of(self, tensor: Tensor) -> int:
+        """Return the number of the GPU that a stand-in is on; the host has a number of its own."""
         return 0
 
     def number_on_host(self, tensor: Tensor) -> int | None:
+        """Return the host's number if a copy of `tensor` there is a stand-in, and `None` if it has memory."""
         return None
 
 
-_gpus: list[Gpus] = [_OneGpu()]
-"""The last ones are there."""
+_ONE_GPU: Final = Gpus()
 
 
-@contextmanager
-def there(gpus: Gpus) -> Iterator[None]:
-    """While open, the devices that are named are among `gpus`."""
-    _gpus.append(gpus)
-    try:
-        yield
-    finally:
-        _gpus.remove(gpus)
+def _gpus() -> Gpus:
+    simulation = current()
+    return (simulation and simulation.get(Gpus)) or _ONE_GPU
 
 
 def gpu_place(number: int | None) -> torch.device:
     """Where stand-ins for tensors on a GPU are. Tensors forget the number: it says which GPU is meant, and tells what
     is asked for here from the `meta` that a program names itself.
     """
-    return torch.device("meta", _gpus[-1].named(number))
+    return torch.device("meta", _gpus().named(number))
 
 
 def named_gpu(device: Any) -> torch.device | None:
@@ -74,7 +57,7 @@ def named_gpu(device: Any) -> torch.device | None:
 
 def place_of(tensor: Tensor) -> torch.device:
     """Where a stand-in is."""
-    return torch.device("meta", _gpus[-1].number_of(tensor))
+    return torch.device("meta", _gpus().number_of(tensor))
 
 
 def place_on(tensor: Tensor, device: Any) -> torch.device | None:
@@ -85,7 +68,7 @@ def place_on(tensor: Tensor, device: Any) -> torch.device | None:
 
 def host_place(tensor: Tensor) -> torch.device | None:
     """Where a stand-in for what `tensor` is on the host is; None where that has memory."""
-    number = _gpus[-1].number_on_host(tensor) if is_meta(tensor) else None
+    number = _gpus().number_on_host(tensor) if is_meta(tensor) else None
     return None if number is None else torch.device("meta", number)
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -18,8 +16,10 @@ from torch import Tensor
 
 from memsize.errors import InputError
 from memsize.model.tensor_storage import is_wrapper, plain_tensors
+from memsize.processes.simulation import running
 from memsize.records.world import World
 from memsize.torch_internals.meta import is_meta
+from memsize.tracing.places import Gpus
 from memsize.virtual.own_meta import is_own_meta
 
 HOST: Final = 127
@@ -31,14 +31,13 @@ _LARGE: Final = 2**20
 _CPU: Final = torch.device("cpu")
 
 
-class DeviceAssignment:
-    """GPU `index` of `count`, which is looked at; a process has one seat, as one region is open at a time."""
+class DeviceAssignment(Gpus):
+    """GPU `index` of `count`, whose memory is recorded. A launcher gives each process of `world` the GPU of its number
+    on its own machine.
+    """
 
-    def __init__(self) -> None:
-        self.take(World())
-
-    def take(self, world: World) -> None:
-        """Be where a launcher would put a process of `world`: each has the GPU of its number on its own machine."""
+    def __init__(self, world: World | None = None) -> None:
+        world = world or World()
         self.index = world.local_rank
         self.count = world.local_size
         self.drives_all = world.one_process
@@ -60,7 +59,7 @@ class DeviceAssignment:
 
     def choose(self, number: int) -> int:
         """Let this thread work on GPU `number` (below 0: where it is); returns the GPU that it worked on before."""
-        check_index(number)
+        self.check_index(number)
         before = self.current
         if number >= 0:
             self._thread.current = number
@@ -72,7 +71,7 @@ class DeviceAssignment:
             return self.current
         if number == HOST:
             return HOST
-        check_index(number)
+        self.check_index(number)
         return number
 
     @property
@@ -105,6 +104,18 @@ class DeviceAssignment:
         number = self.number_of(tensor)
         return _CPU if number == HOST else torch.device("cuda", number)
 
+    def check_index(self, device: int) -> None:
+        """Raise PyTorch's error for a device that does not exist (c10/cuda/CUDAFunctions.cpp), and `InputError` for the
+        GPU of another process.
+        """
+        if device >= self.count:
+            raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+        if device not in (self.index, -1) and not self.drives_all:
+            raise InputError(
+                f"cuda:{device} is the GPU of another process, this one has cuda:{self.index}: "
+                "memsize runs one of them (--one-process gives a single process all GPUs)"
+            )
+
     def put(self, tensor: Tensor, number: int) -> bool:
         """Say that a stand-in is on GPU `number`, or on the `HOST`; whether that was not known of its storage."""
         address = _address(tensor)
@@ -115,30 +126,10 @@ class DeviceAssignment:
         return is_new
 
 
-ASSIGNMENT: Final = DeviceAssignment()
-
-
-@contextmanager
-def seated(world: World) -> Iterator[None]:
-    """While open, this process has the GPU of a process of `world`."""
-    ASSIGNMENT.take(world)
-    try:
-        yield
-    finally:
-        ASSIGNMENT.take(World())
-
-
-def check_index(device: int) -> None:
-    """PyTorch's error for a device that isn't there (c10/cuda/CUDAFunctions.cpp), and `InputError` for those of
-    others.
-    """
-    if device >= ASSIGNMENT.count:
-        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
-    if device not in (ASSIGNMENT.index, -1) and not ASSIGNMENT.drives_all:
-        raise InputError(
-            f"cuda:{device} is the GPU of another process, this one has cuda:{ASSIGNMENT.index}: "
-            "memsize runs one of them (--one-process gives a single process all GPUs)"
-        )
+def devices() -> DeviceAssignment:
+    """Return the assignment of the simulation that is open in this process, for any of its threads."""
+    simulation = running()
+    return (simulation and simulation.get(DeviceAssignment)) or DeviceAssignment()
 
 
 def _address(tensor: Any) -> int:

@@ -10,21 +10,20 @@ c10/cuda/CUDACachingAllocator.cpp for a device that isn't there.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 
 from memsize.device.allocator_config import AllocatorConfig
+from memsize.processes.simulation import running
 from memsize.records.gpu import Card
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.virtual.allocator_state import DeviceMemory
-from memsize.virtual.device_assignment import ASSIGNMENT, check_index
+from memsize.virtual.device_assignment import DeviceAssignment, devices
 from memsize.virtual.stream_order import Moment, Queue, StreamOrder
 
 _TYPE: Final = 1
@@ -33,8 +32,6 @@ _TYPE: Final = 1
 
 _NCCL: Final = (2 << 32) | (27 << 16) | 5
 """The release of NCCL, 2.27.5, as PyTorch packs it."""
-_STREAMS: Final = 32
-"""How many streams a process really has beside the default one (c10/cuda/CUDAStream.cpp)."""
 _TYPES_THERE: Final = (
     torch.float64,
     torch.float32,
@@ -94,19 +91,25 @@ class Properties:
         raise AttributeError(f"memsize does not know the {name} of a {self.name}")
 
 
-class Stream:
-    """A CUDA stream: a number to compare by. Work is done at once; what would be queued is noted in `order`."""
+def _streams() -> StreamOrder:
+    """Return the streams of the simulation that is open in this process, for any of its threads."""
+    simulation = running()
+    return (simulation and simulation.get(StreamOrder)) or StreamOrder()
 
-    order: ClassVar[StreamOrder] = StreamOrder()
-    """Of the run: what streams and the program wait for."""
-    numbers: ClassVar[defaultdict[int, Iterator[int]]] = defaultdict(lambda: itertools.cycle(range(1, _STREAMS + 1)))
-    """Of new streams: each GPU has a pool of them, handed out in turn."""
+
+class Stream:
+    """A CUDA stream: a number to compare by. Work is done at once; the stream order notes what would be queued."""
 
     def __init__(self, device: Any = None, priority: int = 0, **known: Any) -> None:
-        self.device_index, self.device_type = ASSIGNMENT.named(known.get("device_index", _number(device))), _TYPE
+        self.device_index, self.device_type = (
+            devices().named(known.get("device_index", _number(device))),
+            _TYPE,
+        )
         self.device = torch.device("cuda", self.device_index)
         self.priority = priority
-        self.stream_id: int = known["stream_id"] if "stream_id" in known else next(self.numbers[self.device_index])
+        self.stream_id: int = (
+            known["stream_id"] if "stream_id" in known else next(_streams().numbers[self.device_index])
+        )
         self.cuda_stream = self.native_handle = self.stream_id
 
     def __eq__(self, other: object) -> bool:
@@ -137,13 +140,13 @@ class Stream:
         return False
 
     def synchronize(self) -> None:
-        self.order.synchronize(self.order.moment(self.queue))
+        _streams().synchronize(_streams().moment(self.queue))
 
     def wait_stream(self, stream: Any) -> None:
-        self.order.wait(self.queue, self.order.moment(stream.queue))
+        _streams().wait(self.queue, _streams().moment(stream.queue))
 
     def wait_event(self, event: Any) -> None:
-        self.order.wait(self.queue, event.moment)
+        _streams().wait(self.queue, event.moment)
 
     def record_event(self, event: Any = None) -> Any:
         event = event or Event()
@@ -160,14 +163,14 @@ class Event:
     """A CUDA event: the time on the host when it was recorded, and the `moment` at which it has come."""
 
     def __init__(self, device: Any = None, *args: Any, **kwargs: Any) -> None:
-        self.device = ASSIGNMENT.device
+        self.device = devices().device
         self.cuda_event = self.event_id = 0
         self._time = 0.0
         self.moment: Moment = {}
 
     def record(self, stream: Any = None) -> None:
         self._time = time.perf_counter()
-        self.moment = Stream.order.moment(_or_current(stream).queue)
+        self.moment = _streams().moment(_or_current(stream).queue)
 
     def elapsed_time(self, end: Event) -> float:
         return (end._time - self._time) * 1000
@@ -177,7 +180,7 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        Stream.order.synchronize(self.moment)
+        _streams().synchronize(self.moment)
 
     def wait(self, stream: Any = None) -> None:
         _or_current(stream).wait_event(self)
@@ -210,17 +213,17 @@ class Driver:
     _current: _Current = field(default_factory=_Current)
 
     def __post_init__(self) -> None:
+        self.devices = DeviceAssignment()
         self._elsewhere = DeviceMemory(self.card.bytes, 0, AllocatorConfig, (), {})
         """What this process holds on the GPUs of other processes: nothing."""
-        Stream.numbers.clear()
 
     @property
     def stream(self) -> int:
         """The stream that this thread works on; 0 is the default one."""
-        return self._stream_on(ASSIGNMENT.index)
+        return self._stream_on(self.devices.index)
 
     def _stream_on(self, device: int | None) -> int:
-        return self._current.streams.get(ASSIGNMENT.named(device), 0)
+        return self._current.streams.get(self.devices.named(device), 0)
 
     @property
     def properties(self) -> Properties:
@@ -232,14 +235,14 @@ class Driver:
         memory = self.memory
         arch = " ".join(f"sm_{major}{minor}" for major, minor in [self.card.capability])
         return {
-            "_cuda_getDeviceCount": _returning(ASSIGNMENT.count),
-            "_cuda_getDevice": lambda: ASSIGNMENT.current,
-            "_cuda_setDevice": ASSIGNMENT.choose,
-            "_cuda_exchangeDevice": ASSIGNMENT.choose,
-            "_cuda_maybeExchangeDevice": ASSIGNMENT.choose,
+            "_cuda_getDeviceCount": _returning(self.devices.count),
+            "_cuda_getDevice": lambda: self.devices.current,
+            "_cuda_setDevice": self.devices.choose,
+            "_cuda_exchangeDevice": self.devices.choose,
+            "_cuda_maybeExchangeDevice": self.devices.choose,
             "_cuda_isInBadFork": _returning(False),
             "_cuda_init": _returning(None),
-            "_cuda_synchronize": lambda *device: Stream.order.synchronize_all(),
+            "_cuda_synchronize": lambda *device: _streams().synchronize_all(),
             "_cuda_ipc_collect": _returning(None),
             "_cuda_sleep": _returning(None),
             "_cuda_getArchFlags": _returning(arch),
@@ -248,8 +251,8 @@ class Driver:
             "_cuda_isCurrentStreamCapturing": _returning(False),
             "_cuda_get_sync_debug_mode": _returning(0),
             "_cuda_set_sync_debug_mode": _returning(None),
-            "_cuda_getCurrentStream": lambda device: (self._stream_on(device), ASSIGNMENT.named(device), _TYPE),
-            "_cuda_getDefaultStream": lambda device: (0, ASSIGNMENT.named(device), _TYPE),
+            "_cuda_getCurrentStream": lambda device: (self._stream_on(device), self.devices.named(device), _TYPE),
+            "_cuda_getDefaultStream": lambda device: (0, self.devices.named(device), _TYPE),
             "_cuda_getCurrentRawStream": self._stream_on,
             "_cuda_setStream": self._set_stream,
             "_cuda_memoryStats": lambda device: self._memory_on(device).stats(),
@@ -268,17 +271,17 @@ class Driver:
             "_cuda_record_memory_history": _returning(None),
             "_cuda_record_memory_history_legacy": _returning(None),
             "_cuda_memorySnapshot": lambda *pool: self.snapshot(),
-            "_cuda_getStreamFromExternal": lambda pointer, device: (pointer, ASSIGNMENT.named(device), _TYPE),
+            "_cuda_getStreamFromExternal": lambda pointer, device: (pointer, self.devices.named(device), _TYPE),
             "_get_accelerator": _returning(torch.device("cuda")),
             "_accelerator_getAccelerator": _returning(torch.device("cuda")),
             "_accelerator_getDeviceCapability": lambda device: {"supported_dtypes": set(_TYPES_THERE)},
-            "_accelerator_getDeviceIndex": lambda: ASSIGNMENT.current,
-            "_accelerator_setDeviceIndex": ASSIGNMENT.choose,
-            "_accelerator_exchangeDevice": ASSIGNMENT.choose,
-            "_accelerator_maybeExchangeDevice": ASSIGNMENT.choose,
+            "_accelerator_getDeviceIndex": lambda: self.devices.current,
+            "_accelerator_setDeviceIndex": self.devices.choose,
+            "_accelerator_exchangeDevice": self.devices.choose,
+            "_accelerator_maybeExchangeDevice": self.devices.choose,
             "_accelerator_getStream": lambda device: Stream(device, stream_id=self._stream_on(device)),
             "_accelerator_setStream": lambda stream: self._set_stream(stream.stream_id, stream.device_index),
-            "_accelerator_synchronizeDevice": lambda device: Stream.order.synchronize_all(),
+            "_accelerator_synchronizeDevice": lambda device: _streams().synchronize_all(),
             "_accelerator_emptyCache": lambda *device: memory.empty_cache(),
             "_accelerator_getDeviceStats": lambda device: self._memory_on(device).stats(),
             "_accelerator_getMemoryInfo": self._memory_info,
@@ -289,17 +292,17 @@ class Driver:
 
     def _memory_on(self, device: int) -> DeviceMemory:
         """What this process holds on a device; raises PyTorch's error for one that isn't there."""
-        if not 0 <= device < ASSIGNMENT.count:
+        if not 0 <= device < self.devices.count:
             raise RuntimeError(f"Invalid device argument {device}: did you call init?")
-        return self.memory if device == ASSIGNMENT.index else self._elsewhere
+        return self.memory if device == self.devices.index else self._elsewhere
 
     def _memory_info(self, device: int) -> tuple[int, int]:
-        check_index(device)
+        self.devices.check_index(device)
         return self.memory.free, self.memory.total
 
     def _set_stream(self, stream_id: int, device_index: int = -1, device_type: int = _TYPE) -> None:
-        ASSIGNMENT.choose(device_index)
-        self._current.streams[ASSIGNMENT.current] = stream_id
+        self.devices.choose(device_index)
+        self._current.streams[self.devices.current] = stream_id
 
 
 def _returning(answer: Any) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ import torch
 
 from memsize.model.tensor_storage import plain_tensors
 from memsize.processes.patches import Patch
+from memsize.processes.simulation import open_simulation, running
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import tensors_in
 from memsize.units import format_bytes
@@ -30,7 +31,6 @@ _GONE: Final = {"os.remove": 0, "os.rmdir": 0, "os.truncate": 0, "os.rename": 0,
 _MOVES: Final = ("os.rename", "shutil.move")
 _WATCHED: Final = frozenset({"open", "os.mkdir", *_GONE})
 _PASSING: Final = ("__pycache__", "/dev/", "/proc/")
-_current: list[Files] = []
 
 
 class Files:
@@ -69,11 +69,10 @@ class Files:
         if not _hooked:
             sys.addaudithook(_audit)
             _hooked.append(True)
-        _current.append(self)
         try:
-            yield
+            with open_simulation() as simulation, simulation.with_part(Files, self):
+                yield
         finally:
-            _current.remove(self)
             for path in filter(os.path.isfile, self._empty):
                 if not os.path.getsize(path):
                     os.remove(path)
@@ -220,8 +219,9 @@ def _shown(path: Any) -> str:
 
 
 _hooked: list[bool] = []
+"""Whether the process has the hook: it cannot be removed, and does nothing where no program runs."""
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if _current and event in _WATCHED:
-        _current[-1].check(event, args)
+    if event in _WATCHED and (simulation := running()) and (files := simulation.get(Files)):
+        files.check(event, args)

@@ -40,7 +40,7 @@ from memsize.torch_internals.pytree import arguments_in
 from memsize.tracing.dispatch import has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.run_position import RunPosition
-from memsize.virtual.device_assignment import ASSIGNMENT, HOST
+from memsize.virtual.device_assignment import HOST, DeviceAssignment
 from memsize.virtual.host_memory import HostMemory
 from memsize.virtual.own_meta import any_own_meta, claim, is_own_meta, on_gpu, taken_to_gpu
 from memsize.virtual.several_gpus import gpu_of
@@ -105,6 +105,7 @@ class VirtualLedger(Ledger):
         self._turn = threading.RLock()
         """One op at a time is recorded, whichever thread runs it."""
         self.current_stream: Callable[[], int] = lambda: 0
+        self.devices = DeviceAssignment()
         self.streams: dict[int, int] = {}
         """The stream of each storage that is not on the default one."""
         self.order = StreamOrder(lambda: len(self.events))
@@ -134,7 +135,7 @@ class VirtualLedger(Ledger):
     def _run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = self._placed(func, types, args, kwargs)
         if self.order.waiting and host_waits(func, args, kwargs):
-            self.order.synchronize(self.order.moment((ASSIGNMENT.index, self.current_stream())))
+            self.order.synchronize(self.order.moment((self.devices.index, self.current_stream())))
         return result
 
     def _placed(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -142,15 +143,15 @@ class VirtualLedger(Ledger):
         device = kwargs.get("device")
         if not self._is_on_gpu(func, args, device):
             return self._off_gpu(func, args, kwargs, device)
-        gpu = ASSIGNMENT.index
+        gpu = self.devices.index
         if device is not None and _names_gpu(device):
-            gpu = ASSIGNMENT.named(device.index)
+            gpu = self.devices.named(device.index)
             kwargs = {**kwargs, "device": _META}
-        elif ASSIGNMENT.has_others:
+        elif self.devices.has_others:
             gpu = gpu_of(func, args)
         pins = bool(kwargs.get("pin_memory")) or (func is _TO_COPY and bool(kwargs.get("non_blocking")))
         kwargs = _unpinned(kwargs)
-        if self.absent or gpu != ASSIGNMENT.index:
+        if self.absent or gpu != self.devices.index:
             result = self._on_other(gpu, func, args, kwargs)
             return self.host_memory.pin(result) if pins and gpu == HOST else result
         with self._turn:
@@ -176,7 +177,7 @@ class VirtualLedger(Ledger):
                     args, kwargs = as_stand_ins((args, kwargs))
                 result = self.run_op(func, args, kwargs)
                 for tensor in arguments_in(result if isinstance(result, (tuple, list)) else (result,)):
-                    new = is_meta(tensor) and self.index_of(tensor) < 0 and ASSIGNMENT.put(tensor, gpu)
+                    new = is_meta(tensor) and self.index_of(tensor) < 0 and self.devices.put(tensor, gpu)
                     if new and gpu == HOST:
                         self.host_memory.copies.enter(tensor.untyped_storage())
                 return result
@@ -330,7 +331,7 @@ class VirtualLedger(Ledger):
     def _freed(self, index: int) -> None:
         """The next event frees the block of a storage."""
         if index in self.order.used:
-            self.order.free(index, (ASSIGNMENT.index, self.streams.get(index, 0)))
+            self.order.free(index, (self.devices.index, self.streams.get(index, 0)))
 
     def hand_over(self, tensor: torch.Tensor, stream: Any) -> None:
         """``tensor.record_stream(stream)``: once it is freed, its memory waits for that stream."""
@@ -376,7 +377,7 @@ class VirtualLedger(Ledger):
         """As the base class; nothing for what is `elsewhere`, on the host, or on a GPU that nobody looks at."""
         if not is_meta(tensor) and not tensor.is_quantized:
             return -1
-        if ASSIGNMENT.number_of(tensor) != ASSIGNMENT.index:
+        if self.devices.number_of(tensor) != self.devices.index:
             return -1
         if self._elsewhere and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._elsewhere:
             return -1
@@ -386,7 +387,7 @@ class VirtualLedger(Ledger):
         """Let `tensor`, which has memory on the CPU, be a stand-in on the host from here on."""
         with self._turn, self.aside():
             fresh = as_stand_ins(tensor.detach()).requires_grad_(tensor.requires_grad)
-        if ASSIGNMENT.put(fresh, HOST):
+        if self.devices.put(fresh, HOST):
             self.host_memory.copies.enter(fresh.untyped_storage())
         torch._C._swap_tensor_impl(tensor, fresh)
 

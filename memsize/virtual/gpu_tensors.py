@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memsize.known_values.values import CONSTANT
 from memsize.processes.patches import Patch
 from memsize.torch_internals.meta import is_meta
-from memsize.virtual.device_assignment import ASSIGNMENT, check_index
+from memsize.virtual.device_assignment import devices
 from memsize.virtual.gpu_ledger import VirtualLedger, below_autograd
 from memsize.virtual.own_meta import claim, is_own_meta, is_own_storage
 
@@ -49,7 +49,11 @@ def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     """What `Tensor` has to answer where a run is recorded in `ledger`."""
     host_memory = ledger.host_memory
     original_type = Tensor.type
-    yield Tensor, "device", property(lambda t: ASSIGNMENT.device_of(t) if is_stand_in(t) else _device.__get__(t))
+    yield (
+        Tensor,
+        "device",
+        property(lambda t: devices().device_of(t) if is_stand_in(t) else _device.__get__(t)),
+    )
     yield Tensor, "is_meta", property(lambda t: is_meta(t) and not is_stand_in(t))
     yield Tensor, "is_cuda", property(lambda t: _is_on_gpu(t) or _is_cuda.__get__(t))
     yield Tensor, "is_cpu", property(lambda t: not _is_on_gpu(t) if is_stand_in(t) else _is_cpu.__get__(t))
@@ -90,18 +94,18 @@ def is_stand_in(tensor: Tensor) -> bool:
 
 def _number(tensor: Tensor) -> int:
     """The number of the GPU that `tensor` is on."""
-    return ASSIGNMENT.number_of(tensor) if _is_on_gpu(tensor) else _base.get_device(tensor)
+    return devices().number_of(tensor) if _is_on_gpu(tensor) else _base.get_device(tensor)
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:
-    return is_stand_in(tensor) and not ASSIGNMENT.is_on_host(tensor)
+    return is_stand_in(tensor) and not devices().is_on_host(tensor)
 
 
 def _with_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     """An array of a stand-in on the host has memory: whoever asks for one reads it."""
 
     def array(tensor: Tensor, **options: Any) -> Any:
-        is_there = is_stand_in(tensor) and ASSIGNMENT.is_on_host(tensor)
+        is_there = is_stand_in(tensor) and devices().is_on_host(tensor)
         return original(_TO_COPY(tensor.detach(), device=_CPU) if is_there else tensor, **options)
 
     return array
@@ -249,7 +253,7 @@ def _give_on_host(ledger: VirtualLedger) -> Callable[[Tensor, Tensor | None], No
     def give(tensor: Tensor, gradient: Tensor | None) -> None:
         if gradient is not None and is_meta(tensor) != is_meta(gradient):
             standing, real = (tensor, gradient) if is_meta(tensor) else (gradient, tensor)
-            if ASSIGNMENT.is_on_host(standing) and _is_cpu.__get__(real):
+            if devices().is_on_host(standing) and _is_cpu.__get__(real):
                 ledger.stand_in(real)
         _grad.__set__(tensor, gradient)
 
@@ -290,7 +294,7 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
             place = "torch.cuda." if _is_on_gpu(tensor) else "torch."
             return name.replace("torch.meta.", place) if is_stand_in(tensor) else name
         kind = _old_type(dtype)
-        return original(tensor, dtype, **options) if kind is None else tensor.to(ASSIGNMENT.device, kind)
+        return original(tensor, dtype, **options) if kind is None else tensor.to(devices().device, kind)
 
     return answer
 
@@ -303,8 +307,8 @@ class _OldType(type):
     def __call__(cls, *args: Any) -> Tensor:
         sizes = len(args) == 1 and isinstance(args[0], torch.Size)
         if sizes or all(isinstance(size, int) for size in args):
-            return torch.empty(*args or (0,), dtype=cls.dtype, device=ASSIGNMENT.device)
-        return torch.as_tensor(args[0], dtype=cls.dtype).to(ASSIGNMENT.device)
+            return torch.empty(*args or (0,), dtype=cls.dtype, device=devices().device)
+        return torch.as_tensor(args[0], dtype=cls.dtype).to(devices().device)
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, Tensor) and value.is_cuda and value.dtype is cls.dtype
@@ -323,7 +327,7 @@ def _default_type(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
     def choose(named: Any) -> None:
         kind = _old_type(named)
-        torch.set_default_device(None if kind is None else ASSIGNMENT.device)
+        torch.set_default_device(None if kind is None else devices().device)
         if kind is None:
             original(named)
         elif kind.is_floating_point:
@@ -352,10 +356,10 @@ class Generator(torch._C.Generator):
         named = torch.device(device)
         made._on_gpu = named.type == "cuda"
         if made._on_gpu:
-            check_index(-1 if named.index is None else named.index)
+            devices().check_index(-1 if named.index is None else named.index)
         return made
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where its numbers are drawn."""
-        return ASSIGNMENT.device if self._on_gpu else torch.device("cpu")
+        return devices().device if self._on_gpu else torch.device("cpu")

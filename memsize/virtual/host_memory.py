@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from memsize.units import format_bytes
-from memsize.virtual.device_assignment import ASSIGNMENT
+from memsize.virtual.device_assignment import devices
 
 
 def pinned_block(size: int) -> int:
@@ -65,7 +65,7 @@ class HostMemory:
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Let the storage of `tensor`, which is on the CPU, be in pinned memory; returns it."""
-        if not ASSIGNMENT.is_on_host(tensor) or tensor.layout is not torch.strided:
+        if not devices().is_on_host(tensor) or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
         size, address = storage.nbytes(), storage._cdata

@@ -22,7 +22,7 @@ from memsize.records.timeline import AROUND
 from memsize.records.trace import InputTensor, StoredTensor
 from memsize.torch_internals.pytree import arguments_in, tensors_in
 from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord, kernel_size, module_type, version_of
-from memsize.virtual.device_assignment import ASSIGNMENT
+from memsize.virtual.device_assignment import devices
 from memsize.virtual.gpu_ledger import VirtualLedger
 
 
@@ -159,7 +159,7 @@ class ProgramCalls(ModuleCallRecorder):
         clock = self.ledger.clock
         self._compiler.forget()
         outer, start = clock.enter(index), self.ledger.count
-        is_open = not self.roots[self.root_of[index]].trained and ASSIGNMENT.current == ASSIGNMENT.index
+        is_open = not self.roots[self.root_of[index]].trained and devices().current == devices().index
         given = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs))] if is_open else []
         try:
             result = module._call_impl(*args, **kwargs)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memsize.processes.patches import Patch
-from memsize.virtual.device_assignment import check_index
+from memsize.virtual.device_assignment import devices
 from memsize.virtual.driver import Driver
 
 _SUCCESS = 0
@@ -30,7 +30,7 @@ class Runtime:
 
     def cudaMemGetInfo(self, device: int = 0) -> tuple[int, int]:  # noqa: N802
         """What is free on the card, and all it has."""
-        check_index(device)
+        devices().check_index(device)
         return self._memory.free, self._memory.total
 
     def __getattr__(self, name: str) -> Any:

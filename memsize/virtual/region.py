@@ -28,7 +28,7 @@ from memsize.ranks import group, peer_checks
 from memsize.records.world import World
 from memsize.tracing import overrides
 from memsize.tracing.functional import functional_transforms_allowed
-from memsize.tracing.places import there
+from memsize.tracing.places import Gpus
 from memsize.tracing.resizes import resizes_seen
 from memsize.tracing.run import gpu_semantics
 from memsize.tracing.saved_tensors import saving
@@ -42,9 +42,10 @@ from memsize.virtual import (
     torch_script,
     triton_kernels,
 )
-from memsize.virtual.device_assignment import ASSIGNMENT, seated
+from memsize.virtual.device_assignment import DeviceAssignment
 from memsize.virtual.driver import Driver, Event, Stream
 from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.stream_order import StreamOrder
 from memsize.virtual.threads import Threads
 
 _CUDA = "12.8"
@@ -78,19 +79,19 @@ def virtual_gpu(
     _refuse_second_gpu()
     with open_simulation() as simulation, ExitStack() as regions:
         _refuse_second_gpu()
-        regions.enter_context(simulation.with_part(Driver, driver))
         regions.callback(_forget_answers)
         ledger.alone = not group.is_joined()
         regions.enter_context(group.started(world))
-        regions.enter_context(seated(world or World()))
+        devices = ledger.devices = driver.devices = DeviceAssignment(world)
+        for kind, part in ((Driver, driver), (DeviceAssignment, devices), (Gpus, devices), (StreamOrder, ledger.order)):
+            regions.enter_context(simulation.with_part(kind, part))
         _forget_answers()
         hooks = saving(ledger.saved)
-        regions.enter_context(there(ASSIGNMENT))
         for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger):
             regions.enter_context(region)
         kernels = gpu_semantics(ledger, capability=driver.card.capability, release=driver.stack.release)
         semantics = regions.enter_context(kernels)
-        ledger.current_stream, Stream.order = lambda: driver.stream, ledger.order
+        ledger.current_stream = lambda: driver.stream
         threads = regions.enter_context(Threads(ledger, semantics))
         line = regions.enter_context(connected(world.rank)) if world is not None else None
         replaced = (threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
@@ -156,10 +157,10 @@ def _of_cuda(driver: Driver) -> Iterator[Patch]:
     yield cuda, "_cached_device_count", None
     yield cuda, "_is_in_bad_fork", lambda: False
     yield cuda, "_get_device_properties", lambda device: driver.properties
-    yield cuda, "current_device", lambda: ASSIGNMENT.current
+    yield cuda, "current_device", lambda: driver.devices.current
     yield cuda, "_exchange_device", driver.functions()["_cuda_exchangeDevice"]
     yield cuda, "_maybe_exchange_device", driver.functions()["_cuda_maybeExchangeDevice"]
-    yield cuda, "default_generators", (driver.seed,) * ASSIGNMENT.count
+    yield cuda, "default_generators", (driver.seed,) * driver.devices.count
     yield torch.storage, "_to", _storage_to(torch._utils._to)
     yield cuda.nvtx, "_nvtx", _Silent()
     for owner in (torch, cuda, cuda.streams):

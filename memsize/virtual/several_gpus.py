@@ -31,7 +31,7 @@ from memsize.processes.patches import Patch
 from memsize.records.roles import Role
 from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
-from memsize.virtual.device_assignment import ASSIGNMENT, HOST
+from memsize.virtual.device_assignment import HOST, devices
 
 _aten = torch.ops.aten
 _modules: Final[tuple[Any, ...]] = (
@@ -55,14 +55,14 @@ class Recorder(Protocol):
 
 def gpu_of(func: Any, args: Iterable[Any]) -> int:
     """The GPU of an op's arguments: that of the first. Raises PyTorch's error where they are on several."""
-    numbers = list(dict.fromkeys(ASSIGNMENT.number_of(each) for each in _stand_ins(args)))
+    numbers = list(dict.fromkeys(devices().number_of(each) for each in _stand_ins(args)))
     if len(numbers) > 1 and func not in _BETWEEN:
         found = " and ".join("cpu" if number == HOST else f"cuda:{number}" for number in numbers[:2])
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, {found}! (when "
             f"dispatching {func})"
         )
-    return numbers[0] if numbers else ASSIGNMENT.current
+    return numbers[0] if numbers else devices().current
 
 
 def _stand_ins(args: Iterable[Any]) -> Iterator[Tensor]:
@@ -140,7 +140,7 @@ class _Between:
 
     def broadcast(self, tensor: Tensor, devices: Sequence[int]) -> tuple[Tensor, ...]:
         """`tensor` on each of the devices; where it is, itself."""
-        own = ASSIGNMENT.number_of(tensor)
+        own = _number(tensor)
         self._recorder.sent("broadcast", tensor.nbytes, len(devices))
         return tuple(tensor if number == own else _like(tensor, number) for number in devices)
 
@@ -176,7 +176,7 @@ class _Between:
         """One tensor of all of them on one device; -1 is the CPU."""
         first, sizes = tensors[0], [each.shape[dim] for each in tensors]
         shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
-        place = torch.device("cpu") if destination == -1 else torch.device("cuda", ASSIGNMENT.named(destination))
+        place = torch.device("cpu") if destination == -1 else torch.device("cuda", devices().named(destination))
         layouts = {torch._prims_common.suggest_memory_format(each) for each in tensors}
         layout = layouts.pop() if len(layouts) == 1 else torch.contiguous_format
         gathered = torch.empty(shape, dtype=first.dtype, device=place, memory_format=layout)
@@ -197,6 +197,10 @@ class _Between:
             return original(inputs, *args, **options)
 
         return add
+
+
+def _number(tensor: Tensor) -> int:
+    return devices().number_of(tensor)
 
 
 def _like(tensor: Tensor, device: int) -> Tensor:

@@ -9,14 +9,15 @@ Source: PyTorch's c10/cuda/CUDACachingAllocator.cpp (recordStream, free, insert_
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from memsize.records.trace import DeferredFree
-from memsize.virtual.device_assignment import ASSIGNMENT
+from memsize.virtual.device_assignment import devices
 
 _aten = torch.ops.aten
 _READS = frozenset(
@@ -31,6 +32,8 @@ _READS = frozenset(
 )
 """Ops that return, or make as much as says, a number that the GPU computes."""
 
+_STREAMS: Final = 32
+"""How many streams a process really has beside the default one (c10/cuda/CUDAStream.cpp)."""
 Queue = tuple[int, int]
 """A stream of a GPU: the numbers of both."""
 Moment = Mapping[Queue, int]
@@ -48,6 +51,8 @@ class StreamOrder:
     """The streams of a run, what each waits for, and the blocks that were freed while other streams might use them."""
 
     def __init__(self, now: Callable[[], int] = lambda: 0) -> None:
+        self.numbers: defaultdict[int, Iterator[int]] = defaultdict(lambda: itertools.cycle(range(1, _STREAMS + 1)))
+        """The numbers of new streams: each GPU has a pool of them, handed out in turn."""
         self._now = now
         """How many events there are."""
         self.used: dict[int, set[Queue]] = {}
@@ -114,9 +119,9 @@ def host_waits(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """
     if func is _aten._to_copy.default:
         device = kwargs.get("device")
-        crosses = device is not None and (device.type == "cpu") != ASSIGNMENT.is_on_host(args[0])
+        crosses = device is not None and (device.type == "cpu") != devices().is_on_host(args[0])
         return crosses and not kwargs.get("non_blocking")
     if func is _aten.copy_.default:
-        crosses = ASSIGNMENT.is_on_host(args[0]) != ASSIGNMENT.is_on_host(args[1])
+        crosses = devices().is_on_host(args[0]) != devices().is_on_host(args[1])
         return crosses and not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-    return func in _READS and not ASSIGNMENT.is_on_host(args[0])
+    return func in _READS and not devices().is_on_host(args[0])

@@ -18,7 +18,7 @@ from memsize.spec.generation import Generation
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Run, Setup
-from memsize.virtual.device_assignment import ASSIGNMENT
+from memsize.virtual.device_assignment import devices
 from memsize.virtual.gpu_ledger import VirtualLedger
 from memsize.virtual.machine import VirtualMachine
 
@@ -89,7 +89,7 @@ def _marked(ledger: Ledger, layer: Any) -> list[int]:
 def _on_host(ledger: Ledger, layer: Any) -> Iterator[int]:
     """The bytes of each tensor that a layer of an offloaded cache has on the host."""
     if isinstance(ledger, VirtualLedger):
-        yield from (piece.untyped_storage().nbytes() for piece in _pieces(layer) if ASSIGNMENT.is_on_host(piece))
+        yield from (piece.untyped_storage().nbytes() for piece in _pieces(layer) if devices().is_on_host(piece))
 
 
 def _pieces(layer: Any) -> Iterator[torch.Tensor]:

@@ -19,7 +19,7 @@ from memsize.records.trace import Trace
 from memsize.records.world import World
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Run, Setup
-from memsize.virtual.device_assignment import ASSIGNMENT
+from memsize.virtual.device_assignment import devices
 from memsize.virtual.gpu_ledger import VirtualLedger
 from memsize.virtual.machine import VirtualMachine
 from memsize.workloads.optimizers import steps_watched
@@ -72,7 +72,7 @@ def run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[
         with ledger.clock.during("setup"), ledger.elsewhere(chain(model.parameters(), model.buffers())):
             if world.one_process:
                 for tensor in chain(model.parameters(), model.buffers(), tensors_in(setup.call)):
-                    ASSIGNMENT.put(tensor, 0)
+                    devices().put(tensor, 0)
             else:
                 torch.distributed.init_process_group(OURS)
             step = make(run)
