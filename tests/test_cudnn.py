@@ -22,7 +22,7 @@ from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.library_workspaces import is_estimated, requests, variants
 from memsize.device.replay import replay
 from memsize.errors import InputError
-from memsize.kernels.convolution import Convolutions, Kernels
+from memsize.kernels.convolution import ConvolutionSettings, ConvolutionWorkspaces
 from memsize.kernels.cudnn.backend import CudnnError
 from memsize.kernels.cudnn.library import OLDEST, Convolution, Library, Plan, installed
 from memsize.kernels.cudnn.workspaces import Plans, estimate
@@ -101,7 +101,7 @@ def asked(
     plans = Asked(gpu, [])
     module = module.to("meta", dtype)
     x = torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
-    with Ledger(workspaces=Workspaces(convolutions=Convolutions.on(plans))):  # type: ignore[arg-type]
+    with Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces.on(plans))):  # type: ignore[arg-type]
         if last:
             module, x = module.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
         y: Tensor = module(x)
@@ -123,7 +123,7 @@ def test_a_frozen_weight_or_input_asks_for_less() -> None:
     layer = nn.Conv2d(8, 8, 3).to("meta")
     layer.weight.requires_grad_(False)
     x = torch.empty(2, 8, 9, 9, device="meta", requires_grad=True)
-    with Ledger(workspaces=Workspaces(convolutions=Convolutions.on(plans))):  # type: ignore[arg-type]
+    with Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces.on(plans))):  # type: ignore[arg-type]
         layer(x).sum().backward()
     assert [each.operation for each in plans.convolutions] == ["forward", "data"]
 
@@ -147,7 +147,7 @@ def test_what_cudnn_does_not_take_is_unfolded(
     """A T4 has no bfloat16 in cuDNN: forward, and both gradients, unfold one sample at a time."""
     module = layer().to("meta", torch.bfloat16)
     x = torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    ledger = Ledger(workspaces=Workspaces(convolutions=Convolutions.on(Asked((7, 5), []))))  # type: ignore[arg-type]
+    ledger = Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces.on(Asked((7, 5), []))))  # type: ignore[arg-type]
     with ledger:
         y: Tensor = module(x)
         y.backward(torch.empty_like(y))
@@ -230,7 +230,7 @@ def test_what_cudnn_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_of_pytorch_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = Kernels.of(A100)
+    usual = ConvolutionSettings.of(A100)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", not usual.deterministic)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not usual.tf32)
     found = asked(nn.Conv2d(8, 8, 3), 2, 8, 9, 9)
@@ -244,7 +244,7 @@ def test_settings_of_pytorch_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> N
 
 def events_of(module: nn.Module, x: Tensor, plans: Any) -> list[tuple[str, int]]:
     """Role and bytes of each event of a forward and backward of `module`."""
-    ledger = Ledger(workspaces=Workspaces(convolutions=Convolutions.on(plans)))
+    ledger = Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces.on(plans)))
     with ledger:
         y = module(x)
         gradient = torch.empty_like(y)

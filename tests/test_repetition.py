@@ -12,7 +12,7 @@ from torch import nn
 
 import memsize
 from memsize.records.trace import Trace
-from memsize.tracing.repetition import Steps
+from memsize.tracing.repetition import StepRepetition
 
 
 def convolutional() -> nn.Module:
@@ -33,13 +33,13 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 def traced(model: nn.Module, size: tuple[int, ...], **options: Any) -> tuple[Trace, int]:
     """The trace of a training, and how many of its steps were repetitions."""
-    with mock.patch.object(Steps, "repeat", autospec=True, side_effect=Steps.repeat) as repeated:
+    with mock.patch.object(StepRepetition, "repeat", autospec=True, side_effect=StepRepetition.repeat) as repeated:
         trace = memsize.trace(model, torch.zeros(size), **{"optimizer": "adamw", **options}).trace
     return trace, repeated.call_count
 
 
 def all_run(model: nn.Module, size: tuple[int, ...], **options: Any) -> Trace:
-    with mock.patch.object(Steps, "repeat_themselves", False):
+    with mock.patch.object(StepRepetition, "repeat_themselves", False):
         trace, repeated = traced(model, size, **options)
     assert repeated == 0
     return trace

@@ -13,7 +13,7 @@ from torch import nn
 from memsize.device.cards import card
 from memsize.device.library_workspaces import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError
-from memsize.kernels.convolution import Convolutions
+from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.workspaces import Plans
 from memsize.loading.model_defined_step import own_step_of
 from memsize.model.input_tensors import ModelInputs
@@ -217,7 +217,7 @@ def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) 
     return Workspaces(
         cublas_workspace(gpu.capability, torch_version=version),
         cublaslt_workspace(torch_version=version),
-        Convolutions.on(plans) if plans else None,
+        ConvolutionWorkspaces.on(plans) if plans else None,
         keeps_cublaslt_workspace(version),
     )
 

@@ -255,7 +255,7 @@ def _is_valid(tensors: list[Any], causal: bool, semantics: Semantics) -> bool:
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask as what is added to the scores; other masks unchanged."""
+    """Return a boolean mask as numbers to add to the scores (0 and -inf); other masks unchanged."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=dtype, device=mask.device))

@@ -1,4 +1,4 @@
-"""The memory of attention's kernels: what they return and keep for their backward, and what they take for themselves.
+"""Attention's kernels: their results, the tensors that they save for backward, and their temporaries and workspaces.
 
 Source: aten/src/ATen/native/transformers/cuda/attention.cu, attention_backward.cu, flash_attn/flash_api.cpp and
 cudnn/MHA.cpp. Limit: of flash attention's first version, until PyTorch 2.1, only the forward is known.
@@ -94,7 +94,7 @@ def _efficient_backward_returns(
     _grad: Any, query: Any, key: Any, value: Any, bias: Any, _out: Any, _sums: Any, _seed: Any, _offset: Any,
     _dropout: float, mask: Any, _causal: bool = False, *, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    """Gradients by length. The bias's has rows of a multiple of 16, of which a part is returned."""
+    """Gradients by length. The rows of the bias's gradient are padded to a multiple of 16, and a slice is returned."""
     if not _fits(query, key, value) or not are_plain(bias):
         return NotImplemented
     wanted = bias is not None and mask[3]

@@ -1,5 +1,5 @@
-"""Convolutions: their results, what PyTorch asks cuDNN for, read from the arguments of ATen's ops, and what is copied
-first.
+"""Convolutions: their results, the copies that they make first, and the workspaces that cuDNN or PyTorch's own kernel
+takes.
 
 The output and the gradients are channels last where the input or the weight is.
 
@@ -41,8 +41,8 @@ def per_dimension(values: Sequence[int], rank: int) -> tuple[int, ...]:
 
 
 def forward_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """Positions of a kernel along one dimension: the kernel spans ``dilation·(kernel-1) + 1``, the first position takes
-    that much of the padded size, and each ``stride`` of what is left holds one more."""
+    """Return the positions of a kernel along one dimension. The kernel spans ``dilation·(kernel-1) + 1`` of the padded
+    size; each ``stride`` of the rest holds one more position."""
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
@@ -174,20 +174,20 @@ class Operands(NamedTuple):
     groups: int
 
 
-class Convolutions(NamedTuple):
-    """Bytes that cuDNN, or PyTorch's own kernel, takes from the allocator during each convolution of a run.
+class ConvolutionWorkspaces(NamedTuple):
+    """The bytes that cuDNN, or PyTorch's own kernel, takes from the allocator during each convolution of a run.
 
-    Those of cuDNN are `met` on the way.
+    `met` collects the convolutions that ran on cuDNN, with their workspaces.
     """
 
-    kernels: Kernels
+    settings: ConvolutionSettings
     plans: Plans
     met: dict[Convolution, int]
 
     @classmethod
-    def on(cls, plans: Plans) -> Convolutions:
+    def on(cls, plans: Plans) -> ConvolutionWorkspaces:
         """The convolutions on the GPU of `plans`, under PyTorch's present settings."""
-        return cls(Kernels.of(plans.capability), plans, {})
+        return cls(ConvolutionSettings.of(plans.capability), plans, {})
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -202,21 +202,20 @@ class Convolutions(NamedTuple):
         return self.plans.source(self.met)
 
     def forward(self, args: Sequence[Any], output: torch.Tensor) -> int:
-        """The bytes of the workspace of `aten::convolution`."""
+        """Return the bytes of the workspace of `aten::convolution`."""
+        convolution = self.settings.forward(args, output)
+        if convolution is not None:
+            return self._workspace(convolution)
         x, w, _, *settings = args
-        call = Operands(x, w, *settings)
-        if self.kernels.runs_on_cudnn(call):
-            return self._workspace(self.kernels.forward(args, output))
-        return self.kernels.columns(call, output.shape)
+        return self.settings.columns(Operands(x, w, *settings), output.shape)
 
     def backward(self, args: Sequence[Any]) -> tuple[int, int]:
-        """The bytes for `aten::convolution_backward`: for the gradient of the input, then for the weight's."""
-        grad, x, w, _, *settings, mask = args
-        call = Operands(x, w, *settings)
-        if self.kernels.runs_on_cudnn(call):
-            data, weight = self.kernels.backward(args)
+        """Return the bytes for `aten::convolution_backward`: for the gradient of the input, then for the weight's."""
+        data, weight = self.settings.backward(args)
+        if data is not None or weight is not None:
             return self._workspace(data), self._workspace(weight)
-        columns = self.kernels.columns(call, grad.shape)
+        grad, x, w, _, *settings, mask = args
+        columns = self.settings.columns(Operands(x, w, *settings), grad.shape)
         return (columns if mask[0] else 0, columns if mask[1] else 0)
 
     def _workspace(self, convolution: Convolution | None) -> int:
@@ -227,7 +226,7 @@ class Convolutions(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class ConvolutionSettings:
     """The settings that decide which kernels convolutions run on: the GPU, and PyTorch's own when the run begins."""
 
     capability: tuple[int, int]
@@ -236,7 +235,7 @@ class Kernels:
     tf32: bool = True
 
     @classmethod
-    def of(cls, capability: tuple[int, int]) -> Kernels:
+    def of(cls, capability: tuple[int, int]) -> ConvolutionSettings:
         """The kernels under the present settings of `torch.backends.cudnn`."""
         settings = torch.backends.cudnn
         return cls(capability, settings.enabled, settings.deterministic, settings.allow_tf32)

@@ -74,7 +74,7 @@ def _filled_with_chance(tensor: Any, *_: Any, **__: Any) -> Any:
 
 @shape_rule("aten::slice_backward", "aten::select_backward")
 def _padded_gradient(grad: Any, shape: Any, *_: Any) -> Any:
-    """Row-major zeros of the whole input, of which the gradient fills a part (FunctionsManual.cpp)."""
+    """Row-major zeros for the whole input, into a part of which the gradient is written (FunctionsManual.cpp)."""
     return empty(shape, grad.dtype) if are_plain(grad) else NotImplemented
 
 

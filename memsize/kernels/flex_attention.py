@@ -105,7 +105,7 @@ def fused(
 def compiled_mask(
     create: Callable[..., Any], unrecorded: Callable[[], AbstractContextManager[None]]
 ) -> Callable[..., Any]:
-    """`create_block_mask` as torch.compile makes it: what it returns is all that it holds."""
+    """Return `create_block_mask` as torch.compile makes it: without memory beside its result."""
 
     def created(*args: Any, **options: Any) -> Any:
         with unrecorded():

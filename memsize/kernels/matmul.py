@@ -155,8 +155,8 @@ def takes_cublas(args: Any) -> bool:
 
 @temporaries_of(_aten.mm.default, _aten.addmm.default, _aten._sparse_addmm.default)
 def _in_coordinates(*args: Any, **_: Any) -> Iterator[Temporary]:
-    """cuSPARSE wants row pointers and columns of 32 bits, and a result by columns, which is copied into that by rows
-    (sparse/cuda/SparseCUDATensorMath.cu). What it asks for itself beside is not known.
+    """cuSPARSE wants row pointers and columns of 32 bits, and writes a column-major result, which is then copied
+    (sparse/cuda/SparseCUDATensorMath.cu). Its own workspace is not known.
     """
     matrix, dense = args[-2:]
     if matrix.layout is torch.sparse_coo:

@@ -324,7 +324,7 @@ def _group_norm_backward(
     grad: Any, tensor: Any, _mean: Any, _rstd: Any, weight: Any, _batch: int, channels: int, _pixels: int, _groups: int,
     mask: Any,
 ) -> Any:  # fmt: skip
-    """Row-major too, where PyTorch's `meta` kernel fails for what is neither row-major nor channels last."""
+    """Row-major too, where PyTorch's `meta` kernel fails for strides neither row-major nor channels last."""
     if not _fits_channels(tensor, weight) or not are_plain(grad) or grad.shape != tensor.shape:
         return NotImplemented
     if weight is None and any(mask[1:]):

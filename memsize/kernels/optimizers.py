@@ -90,7 +90,7 @@ def _fused(parameters: Any, gradients: Any, *states: Any, **_: Any) -> Any:
 
 @shape_rule("aten::_amp_foreach_non_finite_check_and_unscale_")
 def _unscale(gradients: Any, found_inf: Any, inverse_scale: Any) -> Any:
-    """GradScaler's search for infinities: it divides in place and writes what it found."""
+    """GradScaler's search for infinities: divides in place and writes whether there are any."""
     values = (found_inf, inverse_scale)
     return None if _fit(gradients) and all(v.numel() == 1 and v.is_floating_point() for v in values) else NotImplemented
 

@@ -151,7 +151,7 @@ def same_dtype(operands: slice, *ops: Any) -> None:
 def refuse_mixed(func: Any, operands: Sequence[Any]) -> None:
     """Raise the RuntimeError that the op's CUDA kernel raises when the dtypes of its `operands` differ.
 
-    Without this check, a model of which only a part was cast would seem to run.
+    Without this check, a partly cast model would seem to run.
     """
     dtypes = [operand.dtype for operand in operands if isinstance(operand, torch.Tensor)]
     if any(dtype is not dtypes[0] for dtype in dtypes):

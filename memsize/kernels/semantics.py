@@ -1,4 +1,5 @@
-"""The dispatch key on which CUDA's decisions are made for tensors that stand for CUDA tensors.
+"""The GPU that a thread simulates, and the dispatch key on which CUDA's decisions are made for tensors that stand for
+CUDA tensors.
 
 A dispatch key is a place in PyTorch's dispatcher where a kernel may intercept a call before autograd records it.
 Nothing in PyTorch uses `AutocastIPU`; it sits where CUDA's autocast sits and sees every call, including those that

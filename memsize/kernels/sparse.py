@@ -183,8 +183,8 @@ def _shares(
     grad: Tensor, indices: Tensor, _offsets: Any, _places: Any, sizes: Tensor, _largest: Any, _rows: int,
     _by_frequency: bool, mode: int, sparse: bool, _weights: Any, padding: int = -1,
 ) -> Iterator[Temporary]:  # fmt: skip
-    """With padding, the gradient of each row before those of the padding are left out, what is left, and where. A mean
-    divides it by the size of each bag: the sizes, what they divide by, and that for each row."""
+    """With padding: the gradient of every row, a mask of the rows that are not padding, and their indices. For a mean:
+    the sizes of the bags, their reciprocals, and the reciprocal for each row."""
     rows = indices.numel()
     if sparse and padding != -1:
         yield Temporary((rows, grad.shape[1]), grad.dtype)

@@ -49,10 +49,10 @@ _MOST_READS = 10_000
 
 
 class Evaluator:
-    """Evaluates the ops of one run. The constants themselves are kept on the tensors.
+    """The evaluation of one run's ops. Constants are attributes of their tensors.
 
-    A `lenient` one answers every question about a value that is not known, as a whole script needs it, and leaves loops
-    that wait for one to its `observer`, which is told of every assumption that a decision rests on.
+    A `lenient` evaluator, for scripts, answers every question about an unknown value, and leaves loops that wait for
+    one to its `observer`, which it calls with each assumption behind a decision.
     """
 
     def __init__(self, lenient: bool = False) -> None:
@@ -188,9 +188,9 @@ class Evaluator:
         return with_parts(tensor, copied)
 
     def _pack(self, data: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
-        """PyTorch wants the lengths on the CPU. The run has put the caller's on `meta`, with everything else.
+        """Pack padded sequences. PyTorch wants the lengths on the CPU, but the run has put the caller's on `meta`.
 
-        What they ask for is made here: PyTorch's `meta` kernel concatenates steps in Python that imports torch._dynamo.
+        The result is made here: PyTorch's `meta` kernel concatenates steps in Python that imports torch._dynamo.
         Wrong lengths are left to it (aten/src/ATen/native/PackedSequence.cpp), as their checks come first.
         """
         if not is_meta(data):
@@ -257,7 +257,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 
 
 def as_stand_ins(value: Any) -> Any:
-    """`value` with tensors on `meta` in place of those with memory, of which they know small values."""
+    """Return `value` with its tensors on `meta`, where small ones keep their values as constants."""
     return map_tensors(lambda tensor: tensor if is_meta(tensor) else _to_meta_with_constant(tensor), value)
 
 

@@ -56,7 +56,7 @@ _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 def propagate(op: OpTraits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Keep the constants of `result` (or of what the op wrote to) beside it, where they follow from the arguments."""
+    """Keep the constants of `result`, or of the tensors that the op wrote to, where they follow from the arguments."""
     if op.between_ranks:
         return
     if op.mutates:
@@ -81,7 +81,7 @@ def propagate(op: OpTraits, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def carry_over(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """`result`, an alias of `source` with the same values (``detach``), with what is known of `source`."""
+    """Return `result`, an alias of `source` with the same values (``detach``), with the constant of `source`."""
     entry = entry_of(source)
     return result if entry is None else set_constant(result, *entry)
 
@@ -109,9 +109,9 @@ def middle_of_range(size: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _propagate_constants(op: OpTraits, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Keep the results of the op on its arguments' constants, where they are worth it, else what follows without them.
+    """Run the op on its arguments' constants too, and keep the results, or else diagonals, or a share of True.
 
-    From arguments of which some are data, only diagonals may follow, or what `_propagate_data` knows.
+    Where some argument is data, only diagonals may follow, or the facts of `_propagate_data`.
     """
     first = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(first, torch.Tensor) or not is_meta(first):
@@ -145,7 +145,7 @@ def _keep_values(result: Any, values: Iterable[torch.Tensor], state: ConstantSta
 
 
 def _share_memory(source: torch.Tensor, first: torch.Tensor, result: Any, state: ConstantState) -> None:
-    """Keep what is left of a constant whose view is too large for its values: of a mask, the share of True."""
+    """Keep the state of a constant beside a view that is too large for values; of a larger mask, the share of True."""
     if first.dtype is torch.bool and first.numel() > source.numel():
         _expand_share(source, first, state)
     else:
@@ -186,7 +186,7 @@ def _real_flat(args: Any, kwargs: Any) -> Any:
 
 
 def _state_for(op: OpTraits, func: Any, args: Any, kwargs: Any) -> ConstantState:
-    """That of the memory which the result shares, or a new one that assumes what the arguments do."""
+    """Return the state of the memory that the result shares, or a new one with the arguments' assumption."""
     lead = args[0] if args else None
     shared = state_of(lead) if op.aliases and isinstance(lead, torch.Tensor) else None
     if shared is not None:
@@ -249,7 +249,7 @@ def _expand_share(source: torch.Tensor, result: torch.Tensor, state: ConstantSta
 
 
 def _propagate_empty(result: torch.Tensor) -> None:
-    """Uninitialized memory reads as zeros, so that what a model makes of it is the same in every run."""
+    """Read uninitialized memory as zeros, so that every run gives the same result."""
     if is_meta(result) and result.numel() and is_small(result):
         set_constant(result, torch.zeros(result.shape, dtype=result.dtype, device="cpu"))
 
@@ -311,8 +311,8 @@ def _inform(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def tell_sign(op: OpTraits, args: Any, result: torch.Tensor) -> None:
-    """Let one number of the data be on the side of 0 on which it is where it is read, in a script, which is never
-    refused what it asks: a norm below 0 is one that is not finite to some.
+    """In scripts, fix the sign of a scalar that depends on data, so that branches such as ``if norm < 0`` take the
+    usual path: some read a negative norm as one that is not finite.
     """
     sign = compared_with_zero(str(op.comparison), args[1])
     if sign is not None and result.numel() == 1 and is_meta(result) and constant_of(result) is None:
@@ -329,7 +329,7 @@ def _share_state(source: Any, result: Any) -> None:
 
 
 def _pass_share_on(op: OpTraits, args: Any, result: torch.Tensor, share: float) -> None:
-    """Copies, counts and comparisons with 0 of a mask of which only the share of True is known."""
+    """Pass the `share` of True of a large mask on to its copies, counts and comparisons with 0."""
     state = state_of(args[0])
     assumption = None if state is None else state.assumption
     if op.counts:
@@ -342,7 +342,7 @@ def _pass_share_on(op: OpTraits, args: Any, result: torch.Tensor, share: float) 
 
 
 def _propagate_write(op: OpTraits, func: Any, args: Any, kwargs: Any) -> None:
-    """A write of constants to constants is done on both; any other makes data of what is written to."""
+    """Repeat a write of constants to constants on their values; any other write turns its target into data."""
     if func is _UNSCALE:
         # GradScaler's check writes only where it meets an infinity.
         for state in filter(None, map(state_of, args[1:2])):

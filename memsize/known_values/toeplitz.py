@@ -1,8 +1,8 @@
 """Matrices that are known by their diagonals, at any size: the masks of attention.
 
 `triu` and `tril` of one number make a matrix that is constant along each diagonal (a Toeplitz matrix), and elementwise
-ops make others of it. A causal mask of 4,096 positions has 16,777,216 elements and 8,191 diagonals. What is known are
-the last two dimensions; in all others, the matrix repeats.
+ops make others of it. A causal mask of 4,096 positions has 16,777,216 elements and 8,191 diagonals. The last two
+dimensions are the matrix; in all others, it repeats.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def set_diagonals(tensor: Tensor, diagonals: Tensor, state: ConstantState) -> Te
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype`, with what is known of it."""
+    """Return `tensor` in `dtype`, with its constant or its diagonals."""
     result = tensor.to(dtype)
     if result is tensor or not is_meta(tensor):
         return result
@@ -87,9 +87,7 @@ def diagonals_in(matrix: Tensor) -> Tensor | None:
 
 
 def follow(op: OpTraits, func: Any, args: Any, kwargs: Any, result: Any, state: ConstantState) -> bool:
-    """Keep what is known of `result`, whose arguments are known in full or by their diagonals; returns whether anything
-    is.
-    """
+    """Keep the diagonals of `result`, whose arguments have constants or diagonals; returns whether any follow."""
     if not isinstance(result, Tensor) or not is_meta(result):
         return False
     if op.name in _REDUCTIONS and len(args) == 1:
@@ -104,7 +102,7 @@ def follow(op: OpTraits, func: Any, args: Any, kwargs: Any, result: Any, state: 
 
 
 def write(op: OpTraits, func: Any, args: Any, kwargs: Any, state: ConstantState) -> bool:
-    """An elementwise write to a large tensor that is one number or known by its diagonals; returns whether it was one.
+    """Follow an elementwise write to a large tensor that is one number or has diagonals; returns whether it was such.
 
     `state` is that of the tensor's memory, of which nothing else is known from here on.
     """

@@ -39,8 +39,8 @@ class ConstantState:
     behind them, and whether they are one expanded number (`uniform`).
 
     A view of such a number can get values of its own, and then has a state of its own (`for_view`). Of boolean tensors
-    too large to keep, `true_share` is the share of True. `read_as` are the words for what is assumed where a number is
-    read of values that are not known, if they came from elsewhere than from data.
+    too large to keep, `true_share` is the share of True. `read_as` is the assumption, in words, behind a number
+    that is read from unknown values which did not come from data.
     """
 
     __slots__ = ("_base", "_views", "assumption", "read_as", "true_share", "uniform", "valid")
@@ -87,7 +87,7 @@ def set_constant(tensor: torch.Tensor, value: Any, state: ConstantState | None =
 
 
 def set_unknown(tensor: torch.Tensor, read_as: str) -> None:
-    """Record that something other than data was written to the meta `tensor`, and what is assumed where it is read."""
+    """Record that something other than data was written to the meta `tensor`; `read_as` is assumed where it is read."""
     state = state_of(tensor) or ConstantState()
     state.invalidate()
     if is_small(tensor):

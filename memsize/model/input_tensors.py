@@ -32,7 +32,7 @@ class ModelInputs:
     """The inputs of one call. `make(batch)` gives fresh `meta` arguments for a batch size.
 
     `resizable` says whether the batch size can be chosen; where it can't, `make` is only called with `batch_size`.
-    `note` is what a reader must know about these inputs. `typed` lists the arguments, by position or name, whose dtype
+    `note` is a remark for the reader of a report. `typed` lists the arguments, by position or name, whose dtype
     the user chose; None stands for all of them.
     """
 

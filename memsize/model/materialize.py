@@ -50,8 +50,8 @@ def real_copy(model: nn.Module) -> nn.Module:
 
 
 class _ResultsCopied(TorchFunctionMode):
-    """While open, `copy.deepcopy` also copies what PyTorch refuses to copy: buffers without a shape yet, and what an op
-    returned (a pruned weight, an output that was kept), of which it takes the values. Its history is the original's.
+    """While open, `copy.deepcopy` also copies tensors that PyTorch refuses to copy: buffers without a shape yet, and
+    results of ops (a pruned weight, an output on an attribute), whose values it takes without their history.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

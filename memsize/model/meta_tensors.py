@@ -52,8 +52,8 @@ class MetaTensors:
     """One copying pass over tensors. The memo is that of `copy.deepcopy`, so each tensor has one copy however it is
     reached.
 
-    `copy_attribute` copies what is attached to a tensor as an attribute. `plain` holds what earlier passes over the
-    same tensors found out, and is extended by this one.
+    `copy_attribute` copies the Python attributes of a tensor. `plain` holds the facts that earlier passes over the same
+    tensors collected, and is extended by this one.
     """
 
     def __init__(self, memo: dict[int, Any], copy_attribute: Callable[[Any], Any], plain: dict[int, Plain]) -> None:

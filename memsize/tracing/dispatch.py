@@ -36,7 +36,7 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
-class Op:
+class OpFacts:
     """The facts about one overload, collected once in a run: each look-up by an overload calls its hash, in Python."""
 
     def __init__(self, func: Any) -> None:
@@ -66,9 +66,9 @@ def _is_composite(name: str) -> bool:
     return has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
 
 
-class _OpTable(dict[Any, Op]):
-    def __missing__(self, func: Any) -> Op:
-        op = self[func] = Op(func)
+class _OpTable(dict[Any, OpFacts]):
+    def __missing__(self, func: Any) -> OpFacts:
+        op = self[func] = OpFacts(func)
         return op
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memsize.kernels.convolution import Convolutions
+from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.matmul import takes_cublas, takes_cublaslt
 from memsize.kernels.registry import Temporary
 from memsize.known_values.propagation import carry_over
@@ -24,7 +24,7 @@ from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.sparse_tensors import PARTS, parts_of
-from memsize.tracing.dispatch import DETACH, MetaDispatchMode, Op, has_own_dispatch
+from memsize.tracing.dispatch import DETACH, MetaDispatchMode, OpFacts, has_own_dispatch
 from memsize.tracing.multiply_adds import FLOPS_OF_ONE
 from memsize.tracing.run_position import RunPosition
 from memsize.tracing.saved_tensors import SavedTensor, without_graph
@@ -73,7 +73,7 @@ class Workspaces(NamedTuple):
 
     blas: int = 0
     lt: int = 0
-    convolutions: Convolutions | None = None
+    convolutions: ConvolutionWorkspaces | None = None
     keeps_lt: bool = False
 
 
@@ -167,9 +167,9 @@ class Ledger(MetaDispatchMode):
             for item in result:
                 self._note(item, op)
 
-    def _note_kernel(self, op: Op, args: Any, kwargs: Any, result: Any) -> None:
-        """Record what a kernel allocates, in its order: copies of arguments, held until its end, its result, and what
-        it takes and gives back.
+    def _note_kernel(self, op: OpFacts, args: Any, kwargs: Any, result: Any) -> None:
+        """Record the allocations of a kernel in order: copies of arguments, freed at its end, its result, and
+        workspaces and temporaries.
         """
         copies: Sequence[tuple[int, int]] = ()
         if op.copies is not None and not op.result_first:
@@ -203,7 +203,7 @@ class Ledger(MetaDispatchMode):
         sizes = [(tensor, tensor.numel() * tensor.element_size()) for tensor, _ in copied if tensor.numel()]
         return [(self._open("temporary", size, op, tensor.dtype, shape_of(tensor)), size) for tensor, size in sizes]
 
-    def _note_convolution(self, op: Op, args: Any, result: Any) -> None:
+    def _note_convolution(self, op: OpFacts, args: Any, result: Any) -> None:
         """Each result is made, then its workspace is taken and given back."""
         convolutions, name = self.workspaces.convolutions, op.name
         if op.is_forward:

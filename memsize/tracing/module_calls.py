@@ -138,7 +138,7 @@ class ModuleCallRecorder:
         return self._call(index, module)
 
     def _model_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call of the model itself is the forward; what is alive when the first one returns is kept for
+        """Return the call of the model itself: the forward. Storages alive when the first one returns are saved for
         backward.
         """
 

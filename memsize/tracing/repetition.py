@@ -1,7 +1,7 @@
 """Steps that would only repeat the one before, recorded without being run.
 
-A training step starts from what the last one left. Once a step has left what the one before it left, and made what
-that one made, the next differs from it in nothing but its number: its events follow.
+A training step starts from the storages that the last one left. Once a step leaves and allocates the same as the one
+before it, the next step differs in nothing but its number: its events follow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _End(NamedTuple):
     alive: dict[int, Row]
 
 
-class Steps:
+class StepRepetition:
     """The steps of one run, as its ledger has them."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -38,8 +38,8 @@ class Steps:
 
     @property
     def repeat_themselves(self) -> bool:
-        """Whether the last two steps left the same and made the same, in order: what stays from the earlier one on (an
-        optimizer's state, the libraries' workspaces) is not made again.
+        """Whether the last two steps left the same storages and made the same allocations, in order; storages that stay
+        from the earlier one on (an optimizer's state, the libraries' workspaces) are not made again.
         """
         if len(self._ends) < 3:
             return False
@@ -51,8 +51,8 @@ class Steps:
     def repeat(self) -> None:
         """Record another step like the last one; `repeat_themselves` has to hold.
 
-        What the last step made is made again. Where the last step let go of what the step before had left, this one
-        lets go of what the last one left in its place, whose role then changes as that one's did.
+        The last step's storages are made again. Where the last step freed a storage of the step before, this one frees
+        the storage that the last step left in its place, whose role changes in the same way.
         """
         before, last = self._ends[-2:]
         ledger = self.ledger
@@ -84,7 +84,7 @@ class Steps:
                 yield event.delta, event.layer, event.op, row.dtype, row.shape
 
     def _followed(self, before: _End, last: _End) -> Iterator[tuple[int, int]]:
-        """Each storage that the last step let go of, with that which it left in its place."""
+        """Yield each storage that the last step freed, with the one that it left in its place."""
         left: dict[Row, list[int]] = {}
         for index in sorted(last.alive.keys() - before.alive.keys(), reverse=True):
             left.setdefault(last.alive[index], []).append(index)

@@ -197,7 +197,7 @@ class Run:
         return self.ledger.multiply_adds if any(seen.calls for seen in self.calls.seen) or self.calls.failed else None
 
     def enter_inputs(self) -> None:
-        """Record what is there before the run: what the model stores, and its inputs."""
+        """Record the storages that exist before the run: the model's and its inputs'."""
         ledger, sizes = self.ledger, self.setup.precision.sizes
         there = set(map(id, self.setup.model.modules()))
         for index, seen in enumerate(self.calls.seen):
@@ -219,8 +219,8 @@ class Run:
                 ledger.enter(piece, "input")
 
     def _with_use(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors, completed by what the run showed: whether an op read them, and whether a gradient reaches
-        them.
+        """Return the stored tensors with two facts from the run: whether an op read them, and whether a gradient
+        reaches them.
         """
         ledger = self.ledger
         tensors: dict[str, torch.Tensor] = {}

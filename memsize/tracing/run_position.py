@@ -56,7 +56,7 @@ class RunPosition:
 
     @property
     def inside(self) -> bool:
-        """Whether a module or a backward is running: what is called now is no forward of its own."""
+        """Whether a module or a backward is running: a module called now is part of it."""
         if self.backward:
             return True
         self._settle()

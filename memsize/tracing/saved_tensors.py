@@ -19,7 +19,8 @@ class SavedTensor:
     """A handle that autograd holds in the place of a tensor that it saves for backward, and releases with its graph.
 
     `tensor` is the saved one without its graph: a graph that held its own result would never be freed. `storages` are
-    the indexes of what it keeps alive, parameters and buffers apart, and `layer` and `line` are where that was saved.
+    the indexes of the storages that it keeps alive, without parameters and buffers, and `layer` and `line` are where it
+    was saved.
     """
 
     __slots__ = ("__weakref__", "layer", "line", "storages", "tensor")

@@ -21,7 +21,7 @@ from memsize.records.trace import Trace
 from memsize.spec.training import USUAL_STEPS, Training
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
-from memsize.tracing.repetition import Steps
+from memsize.tracing.repetition import StepRepetition
 from memsize.tracing.run import Run, Setup
 from memsize.workloads import Inference
 from memsize.workloads.losses import Losses
@@ -40,7 +40,7 @@ class TrainingSteps:
         run = Run(setup)
         with run.recording(), _as_trained(run):
             body = Loop(setup, run.ledger, self.options)
-            steps = Steps(run.ledger)
+            steps = StepRepetition(run.ledger)
             for number in range(1, self.options.steps + 1):
                 run.ledger.clock.step = number
                 if self._repeats and steps.repeat_themselves:

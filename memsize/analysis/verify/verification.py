@@ -16,7 +16,7 @@ from memsize.analysis.verify.measure import SEED, MeasurementPlan, materialized_
 from memsize.analysis.verify.prediction import predict
 from memsize.device.library_workspaces import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import InputError
-from memsize.kernels.convolution import Convolutions
+from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.library import Convolution, installed
 from memsize.kernels.cudnn.workspaces import Plans
 from memsize.kernels.semantics import CUDNN
@@ -115,7 +115,9 @@ def workspaces(stack: SoftwareStack, plans: Plans | None = None) -> Workspaces:
     """The workspaces of cuBLAS, cuBLASLt and cuDNN with the release and the settings of `stack`."""
     blas = cublas_workspace(stack.capability, config=stack.cublas_config, torch_version=stack.torch)
     lt = cublaslt_workspace(torch_version=stack.torch)
-    return Workspaces(blas, lt, Convolutions.on(plans) if plans else None, keeps_cublaslt_workspace(stack.torch))
+    return Workspaces(
+        blas, lt, ConvolutionWorkspaces.on(plans) if plans else None, keeps_cublaslt_workspace(stack.torch)
+    )
 
 
 def _asked(plans: Plans) -> tuple[ConvolutionWorkspace, ...]:
