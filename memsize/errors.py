@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree: catch `MemsizeError` to catch all of it.
+"""The tree of errors: catch `MemsizeError` to catch all of them.
 
     MemsizeError
     ├── TargetError      the target could not be found, imported or built
@@ -16,15 +16,17 @@ caused it, where there is one, is kept as `__cause__`.
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 from memsize.printable import LONGEST, printable_lines
-from memsize.suggestions import nearest, suggestion
 
 _LONGEST_QUOTED: Final = 80
+_MOST_LISTED: Final = 100
+_SHOWN_OF_MORE: Final = 8
 _NO_MEMORY: Final = re.compile("DefaultCPUAllocator: .*you tried to allocate ([0-9]+) bytes")
 
 
@@ -61,16 +63,17 @@ class BudgetError(MemsizeError):
 
 
 class UnknownValueError(MemsizeError):
-    """A name that is none of the known ones; also an error of what it was to name, such as `ScenarioError`.
+    """An unknown name. Its subclasses are also errors of the kind of thing named, such as `ScenarioError`.
 
-    `kind` is what it was to name, `value` the name, `nearest` those that may have been meant, which the message ends
-    with: all that are `known` where none is near. It begins with `problem`, or "no", the kind and the value.
+    `kind` is that kind of thing, `value` the unknown name, and `nearest` the names that may have been meant. The
+    message begins with `problem`, or "no", the kind and the value. It ends with `nearest`, or with all `names` if there
+    are none near.
     """
 
     def __init__(
-        self, kind: str, value: str, known: Iterable[str], *, near: Iterable[str] | None = None, problem: str = ""
+        self, kind: str, value: str, names: Iterable[str], *, near: Iterable[str] | None = None, problem: str = ""
     ) -> None:
-        names = tuple(known)
+        names = tuple(names)
         self.kind = kind
         self.value = value
         self.nearest = nearest(value, names) if near is None else tuple(near)
@@ -105,12 +108,12 @@ class ForwardError(MemsizeError):
 
 
 def quoted(text: str) -> str:
-    """`text` in quotes, as a message shows what it was given: of a long one its beginning."""
+    """`text` in quotes for a message; a long one is cut."""
     return repr(text if len(text) <= _LONGEST_QUOTED else f"{text[:_LONGEST_QUOTED]}…")
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says: nothing where saying it fails too, and in plain words where PyTorch found no memory."""
+    """The text of an exception: empty where `str` fails, and in plain words where PyTorch found no memory."""
     try:
         text = str(error)
     except Exception:
@@ -120,10 +123,8 @@ def message_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException | str) -> str:
-    """What went wrong, without where and with what: the first line that is not blank, without its full stop or colon;
-    with the next one where it ends in a colon.
-
-    The name of the exception's type where it says nothing.
+    """The first line of a message that is not blank, without its full stop or colon; with the next line if it ends in a
+    colon. Without a message, the name of the exception's type.
     """
     text = error if isinstance(error, str) else message_of(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -141,6 +142,35 @@ def in_one_line(error: BaseException) -> str:
         return f"{type(error).__name__}: {error.msg}"
     message = " ".join(message_of(error).split())
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def nearest(name: str, names: Iterable[str], most: int = 3) -> tuple[str, ...]:
+    """The at most `most` of `names` that are near to `name`, without regard to case.
+
+    Names of which one begins with the other come first, then names that are spelt alike. A mapping gives the spelling
+    of each name, and the name.
+    """
+    spelt = names if isinstance(names, Mapping) else {option.lower(): option for option in reversed(tuple(names))}
+    key = name.lower()
+    # A single letter begins too many names.
+    long_enough = [option for option in spelt if min(len(key), len(option)) > 1]
+    begun = [option for option in long_enough if option.startswith(key) or key.startswith(option)]
+    begun.sort(key=lambda option: abs(len(option) - len(key)))
+    alike = difflib.get_close_matches(key, spelt, n=most, cutoff=0.5)
+    return tuple(dict.fromkeys(spelt[option] for option in (*begun, *alike)))[:most]
+
+
+def suggestion(name: str, names: Iterable[str], near: Iterable[str] | None = None) -> str:
+    """``"did you mean int64?"`` if some of `names` are near to `name`, else all of them: ``"known: …"``.
+
+    `near` are the near names, if they are known already. Of more than a hundred names the first few are shown.
+    """
+    names = tuple(names)
+    if likely := ", ".join(nearest(name, names) if near is None else near):
+        return f"did you mean {likely}?"
+    if len(names) > _MOST_LISTED:
+        return f"known: {', '.join(names[:_SHOWN_OF_MORE])} and {len(names) - _SHOWN_OF_MORE:,} more"
+    return f"known: {', '.join(names)}" if names else "there is none"
 
 
 class DataDependentError(RuntimeError):

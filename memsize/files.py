@@ -34,7 +34,7 @@ _LONGEST_VALUE: Final = 64
 
 
 Content = str | bytes | Iterable[str]
-"""What a file gets: a text also piece by piece, each made when those before it are written."""
+"""The content of a file. Texts may come piece by piece, and are written as they come."""
 
 
 def write(path: str | os.PathLike[str], content: Content, *, overwrite: bool = False) -> None:
@@ -61,7 +61,7 @@ def write(path: str | os.PathLike[str], content: Content, *, overwrite: bool = F
 
 
 def check_writable(path: Path, *, overwrite: bool = False) -> None:
-    """Raise the `OutputError` that writing to `path` would end in, as far as that shows before the work is done."""
+    """Raise the `OutputError` of writing to `path` before the work for its content is done, if it shows by then."""
     try:
         if path.is_dir():
             raise OutputError(f"{path} is a folder: name a file in it")
@@ -148,7 +148,7 @@ def _unwritable(path: Path, error: OSError) -> OutputError:
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """The file at `path` while it is open to be read. Raises OSError, also for what is no file: a device has no end."""
+    """Open the file at `path` for reading. Raises OSError, also for a device, which has no end, or a pipe."""
     # Not blocking, so that a pipe which nobody writes to is refused and not waited for.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:

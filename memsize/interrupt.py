@@ -3,7 +3,7 @@
 Python's own way, an exception, is wrong nearly everywhere in a command: it shows a traceback while modules are
 imported, aborts the process where C++ had called Python code, and may be caught by the user's code.
 
-Where parts of an answer have been found, `Interrupted` carries them to whoever shows them.
+`Interrupted` carries the finished parts of an answer to the code that shows them.
 
 The command runs this before it imports anything that takes time. Before that, Python itself decides.
 """
@@ -28,7 +28,7 @@ _process: list[int] = []
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C ended the work on an `answer` when parts of it were there: `answer` has them, and says what is missing."""
+    """Ctrl-C ended the work on an answer. `answer` has the parts that were finished, and says which are missing."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__("what was found until then is the `answer` of this exception")
@@ -36,7 +36,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def ends_the_process() -> None:
-    """From now on Ctrl-C ends this process, unless it was started with Ctrl-C ignored."""
+    """Let Ctrl-C end this process from now on, unless it was started with Ctrl-C ignored."""
     if getsignal(SIGINT) is default_int_handler:
         _process[:] = [os.getpid()]
         signal(SIGINT, end)
@@ -54,7 +54,7 @@ def end(*_: object) -> None:
 
 
 def _end_children() -> None:
-    """Those that `multiprocessing` started would wait for work for ever."""
+    """Kill the children of `multiprocessing`, which would wait for work for ever."""
     multiprocessing: Any = sys.modules.get("multiprocessing")
     if multiprocessing is not None:
         for child in multiprocessing.active_children():

@@ -1,7 +1,7 @@
-"""Text that comes from elsewhere, such as names in a checkpoint or an exception's message, made safe to show.
+"""Text from elsewhere, such as names in a checkpoint or an exception's message, made safe to show.
 
-Everything that memsize shows a person goes through here: what a terminal would obey, or what changes the order in which
-text is read, is written as an escape.
+Everything that memsize shows a person goes through here: characters that a terminal would obey, or that change the
+order in which text is read, become escapes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LONGEST: Final = 2000
 
 
 def printable(text: str, longest: int | None = None) -> str:
-    """`text` in one line, with what a terminal would obey or not show written as escapes, cut after `longest`."""
+    """`text` in one line, with escapes for characters that a terminal would obey or not show, cut after `longest`."""
     text = shortened(text, longest)
     return text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
 

@@ -28,8 +28,8 @@ class Bytes(int):
 def format_bytes(count: int, unit: str = "MiB") -> str:
     """`count` bytes as text in `unit` (a key of `UNITS` or `DECIMAL`): ``format_bytes(36895604) == "35.19 MiB"``.
 
-    Less than a tenth of the unit is told in a smaller one, as in ``format_bytes(9640) == "9.41 KiB"``: two decimals of
-    the unit would say little of it.
+    Less than a tenth of the unit is written in a smaller one, as in ``format_bytes(9640) == "9.41 KiB"``, where two
+    decimals show more of it.
     """
     unit = telling_unit(count, unit)
     return f"{amount_in(count, unit)} {unit}"
@@ -54,7 +54,7 @@ def amount_in(count: int, unit: str) -> str:
 
 
 def signed_share(before: int, after: int) -> str:
-    """By what share of `before` a figure changed: ``signed_share(100, 71) == "−29.0%"``."""
+    """The change of a figure as a share of `before`: ``signed_share(100, 71) == "−29.0%"``."""
     return f"{(after - before) / before:+.1%}".replace("-", "−") if before else "from nothing"
 
 

@@ -1,4 +1,4 @@
-"""The version of memsize: what `pyproject.toml`, the command line and saved runs say."""
+"""The version of memsize, for `pyproject.toml`, the command line and saved runs."""
 
 from __future__ import annotations
 

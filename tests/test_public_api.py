@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 import memsize
-from memsize.errors import first_line
+from memsize.errors import first_line, nearest, suggestion
 from memsize.records.layout import Audit, LayoutReport, Run
 from memsize.render import render
 from memsize.spec.inputs import parse_input
-from memsize.suggestions import nearest, suggestion
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "python.md"

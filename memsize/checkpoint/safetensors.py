@@ -15,9 +15,9 @@ from memsize.checkpoint.dtypes import SAFETENSORS
 from memsize.checkpoint.limits import LONGEST_HEADER, MOST_DIMENSIONS
 from memsize.checkpoint.source import Claims, Source, printable
 from memsize.checkpoint.storage_index import Piece, check_apart, file_contents
+from memsize.errors import suggestion
 from memsize.files import MOST_VALUES, parse_json
 from memsize.records.trace import TensorSpec
-from memsize.suggestions import suggestion
 
 _METADATA = "__metadata__"
 

@@ -14,14 +14,13 @@ from typing import Any, Literal
 from memsize import files
 from memsize.cli.messages import say
 from memsize.cli.working import interrupts_raised
-from memsize.errors import OutputError, UnknownOutputError
+from memsize.errors import OutputError, UnknownOutputError, suggestion
 from memsize.interrupt import Interrupted
 from memsize.records.answer import Renderable, Saveable
 from memsize.records.run_file import check_writable
 from memsize.render import FORMATS, IMAGES, check_images, format_of, image, pieces
 from memsize.render.screen import Screen
 from memsize.render.unit import USUAL
-from memsize.suggestions import suggestion
 
 
 @dataclass(frozen=True, slots=True)

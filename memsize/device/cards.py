@@ -13,9 +13,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from memsize.errors import UnknownInputError, quoted
+from memsize.errors import UnknownInputError, nearest, quoted
 from memsize.records.gpu import Card
-from memsize.suggestions import nearest
 from memsize.units import GiB, MiB
 
 _MESSAGES: Final = "PyTorch's out-of-memory messages in public repositories"

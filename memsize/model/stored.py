@@ -1,8 +1,8 @@
-"""What a model really stores: every tensor it holds, in bytes, each byte counted once.
+"""The bytes that a model really stores: those of every tensor that it holds, each byte counted once.
 
 Each tensor is taken apart (`memsize.model.tensor_storage`); a packed object of a quantized module counts as the tensors
-that it unpacks to. The memory that the pieces cover is then assigned in registration order, so that views, ties and
-expanded tensors add nothing twice.
+that it unpacks to. Their bytes are then assigned in registration order (`memsize.records.byte_ownership`), so that
+views, ties and expanded tensors add nothing twice.
 
 Known limits: a packed object is counted as the tensors it unpacks to, not in the padded form that the CPU kernels keep;
 tensors that only a closure or an object other than a module, list, tuple or dict holds are not found.
@@ -86,7 +86,7 @@ def _shares(tensors: Sequence[_NamedTensor]) -> list[_Shares]:
 
 
 class _NamedTensor(NamedTuple):
-    """One tensor as a module holds it. `packed` names the object it came out of."""
+    """A tensor with its name in the model. `packed` names the packed object that it was unpacked from."""
 
     name: str
     kind: Kind
@@ -164,10 +164,10 @@ def _attributes(modules: _Modules) -> Iterator[_NamedTensor]:
 def _unregistered(module: nn.Module, prefix: str, layer: str, seen: set[int]) -> Iterator[_NamedTensor]:
     for name, value in list(vars(module).items()):
         if name not in _MODULE_STATE and _may_hold(value):
-            yield from _found(value, prefix + name, layer, seen)
+            yield from _tensors_in(value, prefix + name, layer, seen)
 
 
-def _found(value: Any, name: str, layer: str, seen: set[int]) -> Iterator[_NamedTensor]:
+def _tensors_in(value: Any, name: str, layer: str, seen: set[int]) -> Iterator[_NamedTensor]:
     if not _may_hold(value) or id(value) in seen:
         return
     seen.add(id(value))
@@ -177,10 +177,10 @@ def _found(value: Any, name: str, layer: str, seen: set[int]) -> Iterator[_Named
         yield from _loose_module(value, name, layer, seen)
     elif isinstance(value, dict):
         for key, item in list(dict.items(value)):
-            yield from _found(item, f"{name}[{key!r}]", layer, seen)
+            yield from _tensors_in(item, f"{name}[{key!r}]", layer, seen)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _found(item, f"{name}[{index}]", layer, seen)
+            yield from _tensors_in(item, f"{name}[{index}]", layer, seen)
     else:
         yield from (_NamedTensor(f"{name}.{key}", "attribute", layer, item) for key, item in _matmul_state(value))
 
@@ -207,12 +207,12 @@ def _loose_module(module: nn.Module, name: str, layer: str, seen: set[int]) -> I
         if inner is not module and id(inner) in seen:
             continue
         seen.add(id(inner))
-        for held in _own(inner, f"{path}.", layer):
-            if held.kind == "packed":
-                yield held
-            elif id(held.tensor) not in seen:
-                seen.add(id(held.tensor))
-                yield _NamedTensor(held.name, "attribute", layer, held.tensor)
+        for entry in _own(inner, f"{path}.", layer):
+            if entry.kind == "packed":
+                yield entry
+            elif id(entry.tensor) not in seen:
+                seen.add(id(entry.tensor))
+                yield _NamedTensor(entry.name, "attribute", layer, entry.tensor)
         yield from _unregistered(inner, f"{path}.", layer, seen)
 
 
@@ -247,7 +247,7 @@ def _packed_objects(module: nn.Module) -> Iterator[tuple[str, torch.ScriptObject
 
 
 def _packed(packed: torch.ScriptObject, attribute: str, layer: str, prefix: str) -> Iterator[_NamedTensor]:
-    """What a packed object unpacks to, shown under the module that the user sees, not under torch.ao's holder in it.
+    """The tensors of a packed object, shown under the module that the user sees, not under torch.ao's holder in it.
 
     ``fc._packed_params._packed_params`` gives ``fc.weight`` and ``fc.bias``.
     """

@@ -1,4 +1,4 @@
-"""One tensor and what it is made of: its plain pieces, the memory that they touch, its name as the record writes it.
+"""One tensor taken apart: its plain pieces, and the bytes that they span.
 
 A tensor is taken apart until plain memory is left: a wrapper subclass into its inner tensors, a sparse tensor into
 indices and values, a quantized one into data, scales and zero points.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memsize.errors import InputError
-from memsize.suggestions import suggestion
+from memsize.errors import InputError, suggestion
 
 
 @dataclass(frozen=True, slots=True)
