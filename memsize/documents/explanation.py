@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import MOST_SENTENCES, Document, findings_data
 from memsize.documents.sections import Section, Table, Title, listed
-from memsize.records.cells import Cell, Share, Signed
-from memsize.records.explanation import Alive, Explanation, Place, category_noun
+from memsize.records.cells import Share, Signed
+from memsize.records.explanation import ALIVE_FIELDS, PLACE_FIELDS, Explanation
 from memsize.records.fields import Column
 from memsize.records.finding import Finding
 from memsize.units import Bytes
@@ -20,13 +21,6 @@ _MOMENTS: Final = {
     "out of memory": "when memory ran out",
     "peak": "at the peak of the history",
     "end": "when the snapshot was taken",
-}
-_HOW: Final = {
-    "recorded": "the snapshot says so",
-    "stack": "inferred from the stack",
-    "lifetime": "inferred from stack and lifetime",
-    "size": "inferred from the size",
-    "unknown": "",
 }
 
 
@@ -78,71 +72,25 @@ def _title(found: Explanation) -> Title:
 
 
 def _alive_table(found: Explanation) -> Table:
-    columns = (
-        Column("category", "alive", "text", 100, "what the blocks are for"),
-        Column("bytes", "holds", "bytes", 99, "live bytes at that moment"),
-        Column("share", "% of all", "share", 80, "part of all live bytes"),
-        Column("blocks", "blocks", "count", 70, "how many blocks"),
-        Column("predicted", "predicted", "bytes", 95, "live bytes at the peak that memsize predicts"),
-        Column("difference", "difference", "bytes", 90, "found beyond the prediction"),
-        Column("how", "known by", "text", 60, "how the category is known"),
-    )
-    rows = tuple(_alive_cells(each, found) for each in found.alive)
+    fields = ALIVE_FIELDS.only("category", "bytes", "share", "blocks", "predicted", "difference", "how")
     predicted = Bytes(found.predicted.requested) if found.predicted else None
     off = Signed(found.requested - found.predicted.requested) if found.predicted else None
     blocks = sum(each.blocks for each in found.alive)
-    total: tuple[Cell, ...] = ("total", Bytes(found.requested), Share(1.0), blocks, predicted, off, None)
-    table = Table("alive", "Alive", columns, rows, total, caption=f"What was alive {_MOMENTS[found.moment]}")
+    total = ("total", Bytes(found.requested), Share(1.0), blocks, predicted, off, None)
+    caption = f"What was alive {_MOMENTS[found.moment]}"
+    table = Table.of("alive", "Alive", fields, found.alive, found, total=total, caption=caption)
     return table if found.predicted else table.without("predicted", "difference")
 
 
-def _alive_cells(each: Alive, found: Explanation) -> tuple[Cell, ...]:
-    predicted = None if each.predicted is None else Bytes(each.predicted)
-    difference = None if each.predicted is None else Signed(each.bytes - each.predicted)
-    share = Share(each.bytes / found.requested) if found.requested else None
-    noun = category_noun(each.category)
-    return (noun, Bytes(each.bytes), share, each.blocks, predicted, difference, _HOW[each.how] or None)
-
-
 def _place_table(found: Explanation) -> Table:
-    columns = (
-        Column("bytes", "holds", "bytes", 100, "live bytes of all its blocks"),
-        Column("blocks", "blocks", "count", 90, "how many blocks"),
-        Column("largest", "largest", "bytes", 70, "the largest of them"),
-        Column("category", "as", "text", 95, "what they are for", alone="role"),
-        Column("line", "made at", "text", 99, "the line above PyTorch that allocates"),
-        Column(
-            "function",
-            "in",
-            "text",
-            85,
-            "the function that the line is in; of backward the autograd node",
-            alone="function",
-        ),
-        Column("called_from", "called from", "text", 80, "the program's own line, where that is another one"),
-    )
-    shown, rest = found.places[:MOST_PLACES], found.places[MOST_PLACES:]
-    more = sum(place.bytes for place in rest)
+    rest = found.places[MOST_PLACES:]
     hint = "JSON and CSV have every place, with its stack."
-    rows = tuple(map(_place_cells, shown))
+    caption = "Where the largest of it was made"
+    table = Table.of("places", "Places", PLACE_FIELDS, found.places[:MOST_PLACES], caption=caption, hint=hint)
     if rest:
-        rows += (
-            (Bytes(more), sum(place.blocks for place in rest), None, f"{len(rest)} more places", None, None, None),
-        )
-    table = Table("places", "Places", columns, rows, caption="Where the largest of it was made", hint=hint)
+        sums = (Bytes(sum(place.bytes for place in rest)), sum(place.blocks for place in rest))
+        table = replace(table, rows=(*table.rows, (*sums, None, f"{len(rest)} more places", None, None, None)))
     return table.without_empty("line", "function", "called_from")
-
-
-def _place_cells(place: Place) -> tuple[Cell, ...]:
-    return (
-        Bytes(place.bytes),
-        place.blocks,
-        Bytes(place.largest),
-        category_noun(place.category),
-        place.line,
-        place.function or None,
-        place.called_from,
-    )
 
 
 def _reserved_table(found: Explanation) -> Table:

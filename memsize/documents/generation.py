@@ -21,15 +21,19 @@ from memsize.documents.sections import (
     said_once,
 )
 from memsize.documents.versions import versions
-from memsize.records.cells import Cell, Label
-from memsize.records.fields import Column
+from memsize.records.cells import Label
 from memsize.records.fit import Remedied
-from memsize.records.generation import GenerationReport, GenerationRow
+from memsize.records.generation import (
+    CACHE_FIELDS,
+    GENERATION_FIELDS,
+    GENERATION_TABLE,
+    CachedRow,
+    GenerationReport,
+    GenerationRow,
+)
 from memsize.records.roles import TITLES, in_order
-from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.generation/1"
-_HOSTED: Final = Column("hosted", "on the host", "bytes", 94, "what of the cache is on the host at the end")
 
 
 class GenerationDocument(Document[GenerationReport]):
@@ -139,65 +143,20 @@ def title(report: GenerationReport) -> Title:
 
 def row_table(report: GenerationReport) -> Table:
     """One row per scenario, batch and prompt."""
-    offloaded = any(row.hosted for row in report.generation_rows)
-    columns = (
-        Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
-        Column("batch", "batch", "count", 99, "sequences at once"),
-        Column("prompt", "prompt", "count", 98, "tokens of each prompt"),
-        Column("new", "new", "count", 60, "tokens that are generated after it", alone="new tokens"),
-        Column("weights", "weights", "bytes", 90, "parameters and buffers"),
-        Column("kv_cache", "KV cache", "bytes", 95, "the cache of all sequences at the end"),
-        Column("per_token", "bytes per token", "count", 85, "what one more token of one sequence adds to it"),
-        *((_HOSTED,) if offloaded else ()),
-        Column("prefill", "prefill", "bytes", 92, "the most that is alive while the prompt is read"),
-        Column("decode", "decode", "bytes", 91, "the most that is alive in the steps after it"),
-        Column("transient", "for a moment", "bytes", 70, "what a decode step needs beyond what stays"),
-        Column("reserved", "reserved", "bytes", 88, "the allocator's segments at their peak"),
-        Column("device_low", "device from", "bytes", 75, "what nvidia-smi would show, at least"),
-        Column("device_high", "to", "bytes", 75, "and at most", beside="device_low"),
-        Column("fits", "fits", "text", 97, f"whether it fits {report.card.name}"),
-    )
-    rows = tuple(_cells(row, offloaded) for row in report.generation_rows)
+    fields = GENERATION_FIELDS.only(*GENERATION_TABLE).hinted(fits=f"whether it fits {report.card.name}")
+    if not any(row.hosted for row in report.generation_rows):
+        fields = fields.without("kv_on_host")
     remarks = said_once(
         Remark(row.scenario, "unavailable", row.reason) for row in report.generation_rows if row.reason is not None
     )
-    return Table("rows", "Generation", columns, rows, remarks=remarks)
-
-
-def _cells(row: GenerationRow, offloaded: bool) -> tuple[Cell, ...]:
-    named: tuple[Cell, ...] = (Label(row.scenario, hint=row.title), row.batch, row.prompt, row.new)
-    peak = row.estimate
-    if peak is None:
-        return (*named, *[None] * (11 if offloaded else 10))
-    return (
-        *named,
-        Bytes(row.weights),
-        Bytes(row.cache),
-        row.per_token // row.batch,
-        *((Bytes(row.hosted),) if offloaded else ()),
-        Bytes(row.prefill.peak),
-        Bytes(row.decode.peak),
-        Bytes(row.transient),
-        Bytes(peak.reserved),
-        Bytes(peak.device.low),
-        Bytes(peak.device.high),
-        "yes" if row.fits else "no",
-    )
+    return Table.of("rows", "Generation", fields, report.generation_rows, remarks=remarks)
 
 
 def cache_table(report: GenerationReport) -> Table:
     """What the cache of one sequence is made of, for each prompt of the first scenario that keeps one."""
-    columns = (
-        Column("prompt", "prompt", "count", 90, "tokens of the prompt"),
-        Column("kind", "layers of", "text", 100, "what the layer keeps of past tokens"),
-        Column("layers", "layers", "count", 95, "how many such layers there are"),
-        Column("bytes", "hold", "bytes", 98, "bytes for one sequence at the end"),
-        Column("per_token", "bytes per token", "count", 97, "what one more token adds"),
-    )
     first = next(row for row in report.ran if row.layers)
     shown = [row for row in report.ran if (row.scenario, row.batch) == (first.scenario, first.batch)]
-    rows = tuple(
-        (row.prompt, kind.kind, kind.layers, Bytes(kind.bytes), kind.per_token) for row in shown for kind in row.layers
-    )
+    rows = (CachedRow(row, cached) for row in shown for cached in row.layers)
+    fields = CACHE_FIELDS.without("scenario", "batch")
     caption = f"The KV cache of one sequence, under {first.scenario}"
-    return Table("cache", "KV cache", columns, rows, caption=caption)
+    return Table.of("cache", "KV cache", fields, rows, caption=caption)

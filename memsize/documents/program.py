@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -24,15 +23,11 @@ from memsize.documents.sections import (
 from memsize.documents.streams import stream_tables
 from memsize.documents.timeline import alive_table, course_table
 from memsize.documents.versions import versions
-from memsize.records.cells import Cell, Label, Path, Specs
-from memsize.records.fields import Column, role_fields
+from memsize.records.fields import role_fields
 from memsize.records.finding import Finding
-from memsize.records.peak_by_module import ModuleShare, peak_by_module
-from memsize.records.program import Assumed, LiveTensor, ProgramRun
-from memsize.records.roles import Role, in_order, noun
+from memsize.records.peak_by_module import MODULE_FIELDS, peak_by_module
+from memsize.records.program import TENSOR_FIELDS, Assumed, ProgramRun
 from memsize.records.timeline import Timeline, step_courses
-from memsize.records.trace import TensorSpec
-from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.program/1"
 _LINES: Final = 5
@@ -153,48 +148,14 @@ def program_title(run: ProgramRun) -> Title:
 def module_table(run: ProgramRun) -> Table:
     """One row for each module, or group of modules, at the peak. Rows add up to it."""
     shares = peak_by_module(run.trace)
-    roles = in_order(role for share in shares for role in share.roles)
-    columns = (
-        Column("module", "module", "name", 100, "a module with all that is below it"),
-        Column("type", "type", "text", 50, "its class"),
-        Column("total", "at the peak", "bytes", 99, "what it holds at the peak of the run"),
-        Column("most", "at most", "bytes", 70, "the most that it holds at any moment"),
-        *role_fields([share.roles for share in shares]),
-    )
-    rows = tuple(_module_cells(share, roles) for share in shares)
-    return Table("modules", "Modules", columns, rows, caption="Alive at the peak of the run, by module")
-
-
-def _module_cells(share: ModuleShare, roles: Sequence[Role]) -> tuple[Cell, ...]:
-    name = Label("outside of modules") if share.path is None else Path(share.path)
-    sizes = (Bytes(share.roles.get(role, 0)) for role in roles)
-    return (name, share.type or None, Bytes(sum(share.roles.values())), Bytes(share.most), *sizes)
+    fields = MODULE_FIELDS.plus(*role_fields([share.roles for share in shares]))
+    return Table.of("modules", "Modules", fields, shares, caption="Alive at the peak of the run, by module")
 
 
 def tensor_table(run: ProgramRun) -> Table:
     """One row for each of the largest storages alive at the peak."""
-    columns = (
-        Column("bytes", "holds", "bytes", 100, "what it takes"),
-        Column("role", "as", "text", 98, "what it is for", alone="role"),
-        Column("spec", "tensor", "specs", 70, "its first tensor"),
-        Column("line", "made at", "text", 99, "the line of the program that made it"),
-        Column("layer", "in", "name", 90, "the module that was running", alone="module"),
-        Column("op", "by", "text", 80, "the op that made it", alone="op"),
-        Column("phase", "phase", "text", 60, "when it was made"),
-    )
-    return Table("tensors", "Tensors", columns, tuple(map(_cells, run.tensors)), caption="Largest at the peak")
-
-
-def _cells(tensor: LiveTensor) -> tuple[Cell, ...]:
-    return (
-        Bytes(tensor.bytes),
-        noun(tensor.role),
-        Specs((TensorSpec(tensor.dtype, tensor.shape),)),
-        tensor.line,
-        None if tensor.layer is None else Path(tensor.layer),
-        tensor.op,
-        tensor.phase,
-    )
+    fields = TENSOR_FIELDS.only("bytes", "role", "spec", "line", "layer", "op", "phase")
+    return Table.of("tensors", "Tensors", fields, run.tensors, caption="Largest at the peak")
 
 
 def _assumed(assumed: Assumed) -> str:

@@ -18,12 +18,11 @@ from memsize.documents.sections import (
     Title,
     role_part,
 )
-from memsize.records.cells import Cell, Label, Path
-from memsize.records.fields import Column, role_fields
+from memsize.records.cells import Label
+from memsize.records.fields import role_fields
 from memsize.records.finding import Finding
-from memsize.records.ranks import RankGroup, RankRuns, spans
+from memsize.records.ranks import GROUP_FIELDS, RankGroup, RankRuns, spans
 from memsize.records.roles import in_order
-from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.ranks/1"
 _TOLD_OF_ALL: Final = ("run-out-of-memory", "run-fits")
@@ -96,41 +95,15 @@ def ranks_title(runs: RankRuns) -> Title:
 
 def rank_table(runs: RankRuns) -> Table:
     """One row for each kind of rank."""
-    roles = in_order(role for group in runs.groups for role in group.run.peak.roles)
-    columns = (
-        Column("ranks", f"{runs.noun}s", "name", 100, "those that hold the same"),
-        Column("ran", "run", "text", 60, "those of them that were run"),
-        Column("requested", "tensors", "bytes", 98, "live bytes at the peak"),
-        Column("reserved", "reserved", "bytes", 97, "the allocator's segments at their peak"),
-        Column("device", "GPU, at most", "bytes", 99, "what the GPU shows at the peak, at most"),
-        Column("phase", "in", "text", 96, "when the peak is", alone="phase"),
-        Column("layer", "at", "name", 70, "the layer that runs then", alone="layer"),
-        *role_fields([group.run.peak.roles for group in runs.groups]),
-    )
-    rows = tuple(_cells(group, roles) for group in runs.groups)
+    roles = role_fields([group.run.peak.roles for group in runs.groups], of="run.peak.roles")
     below = Remark(runs.named(runs.worst), "shown below", f"no {runs.noun} needs more")
-    return Table(
+    return Table.of(
         "ranks",
         _title(f"{runs.noun}s"),
-        columns,
-        rows,
+        GROUP_FIELDS.titled(ranks=f"{runs.noun}s").plus(*roles),
+        runs.groups,
         caption=f"{_title(runs.noun)}s beside one another, each at its own peak",
         remarks=(below,) if len(runs.groups) > 1 else (),
-    )
-
-
-def _cells(group: RankGroup, roles: list[Any]) -> tuple[Cell, ...]:
-    peak = group.run.peak
-    sizes = (Bytes(peak.roles.get(role, 0)) for role in roles)
-    return (
-        Label(spans(group.ranks)),
-        spans(group.ran),
-        Bytes(peak.requested),
-        Bytes(peak.reserved),
-        Bytes(peak.device.high),
-        f"{peak.peak_phase} {peak.peak_step}" if peak.peak_step else peak.peak_phase,
-        Path(peak.peak_layer) if peak.peak_layer else None,
-        *sizes,
     )
 
 

@@ -9,11 +9,9 @@ from memsize.documents import Document, findings_data, plain
 from memsize.documents.fit import remedy_table
 from memsize.documents.sections import Bars, Limit, Part, Phrase, Remark, Section, Table, Title, listed, said_once
 from memsize.documents.versions import versions
-from memsize.records.cells import Cell, Label
-from memsize.records.fields import Column
+from memsize.records.cells import Label
 from memsize.records.fit import Remedied
-from memsize.records.serving import ServingReport, ServingRow
-from memsize.units import Bytes
+from memsize.records.serving import GROUP_FIELDS, SERVING_FIELDS, ServingReport, ServingRow
 
 SCHEMA: Final = "memsize.serving/1"
 
@@ -115,43 +113,13 @@ def title(report: ServingReport) -> Title:
 
 def row_table(report: ServingReport) -> Table:
     """One row per scenario."""
-    columns = (
-        Column("scenario", "scenario", "name", 100, "how the model is stored and run"),
-        Column("weights", "weights", "bytes", 98, "parameters and buffers"),
-        Column("profile", "step", "bytes", 97, "what the largest step needs beyond them"),
-        Column("kv_cache", "KV cache from", "bytes", 96, "what is left for the cache, at least"),
-        Column("kv_cache_high", "to", "bytes", 96, "and at most", beside="kv_cache"),
-        Column("blocks", "blocks from", "count", 80, "blocks of the cache, at least"),
-        Column("blocks_high", "to", "count", 80, "and at most", beside="blocks"),
-        Column("tokens", "tokens from", "count", 95, "tokens that they hold, at least"),
-        Column("tokens_high", "to", "count", 95, "and at most", beside="tokens"),
-        Column("concurrency", "requests from", "count", 93, "requests of the whole context at once, at least"),
-        Column("concurrency_high", "to", "count", 93, "and at most", beside="concurrency"),
-    )
-    rows = tuple(map(_cells, report.serving_rows))
     remarks = said_once(
         Remark(row.scenario, "unavailable", row.reason) for row in report.serving_rows if row.reason is not None
     )
     caption = f"Requests of {report.asked['context']:,} tokens"
-    return Table("rows", "Serving", columns, rows, caption=caption, remarks=remarks)
-
-
-def _cells(row: ServingRow) -> tuple[Cell, ...]:
-    label = Label(row.scenario, hint=row.title)
-    if row.reason is not None:
-        return (label, *[None] * 10)
-    taken = (label, Bytes(row.weights), Bytes(row.profile))
-    paged = row.paged
-    if paged is None:
-        return (*taken, Bytes(0), Bytes(0), *[0] * 4, "0", "0")
-    return (*taken, *map(Bytes, paged.available), *paged.blocks, *paged.tokens, *paged.concurrency.texts())
+    return Table.of("rows", "Serving", SERVING_FIELDS, report.serving_rows, caption=caption, remarks=remarks)
 
 
 def group_table(report: ServingReport) -> Table:
     """The layers that share a table of blocks."""
-    columns = (
-        Column("kind", "layers of", "text", 100, "what a layer keeps of past tokens"),
-        Column("layers", "layers", "count", 99, "how many share a table of blocks"),
-        Column("window", "window", "count", 98, "the tokens that a sliding window keeps"),
-    )
-    return Table("groups", "Groups", columns, tuple(map(tuple, report.groups)), caption="Layers that share blocks")
+    return Table.of("groups", "Groups", GROUP_FIELDS, report.groups, caption="Layers that share blocks")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from memsize.documents import Document
 from memsize.documents.collectives import collective_tables
 from memsize.documents.sections import Chart, Phrase, Section, Table, Title, listed
 from memsize.documents.streams import stream_tables
 from memsize.documents.versions import versions
-from memsize.records.cells import Cell, Path, Words
-from memsize.records.fields import Column, role_fields
+from memsize.records.fields import role_fields
 from memsize.records.finding import Finding, Moment
-from memsize.records.roles import in_order, noun
-from memsize.records.timeline import PhaseSummary, Timeline, courses, to_data
+from memsize.records.roles import noun
+from memsize.records.timeline import PHASE_FIELDS, PhaseSummary, Timeline, courses, to_data
 from memsize.units import Bytes
 
 
@@ -84,49 +83,15 @@ def peak_finding(found: Timeline) -> Finding:
     return Finding("peak", peak.bytes, (), template, values, moment=Moment(found.scenario, peak.event))
 
 
-def course_table(told: Sequence[PhaseSummary]) -> Table:
+def course_table(summaries: Sequence[PhaseSummary]) -> Table:
     """One row per phase: what it starts with, and when and where it is highest."""
-    columns = (
-        *_PHASE,
-        Column("before", "starts with", "bytes", 90, "live bytes before its first event"),
-        Column("peak", "at most", "bytes", 98, "live bytes at its highest moment"),
-        Column("allocated", "allocated", "bytes", 70, "the allocator's blocks at that moment"),
-        Column("reserved", "reserved", "bytes", 72, "the allocator's segments at that moment"),
-        Column("layer", "at", "name", 95, "the layer that runs at that moment", alone="layer"),
-        Column("op", "op", "text", 85, "the op that runs at that moment"),
-    )
-    rows = tuple(map(_course_cells, told))
-    table = Table("phases", "Phases", columns, rows, caption="Live bytes, phase by phase")
+    table = Table.of("phases", "Phases", PHASE_FIELDS, summaries, caption="Live bytes, phase by phase")
     return table.without_empty("steps")
 
 
-def _course_cells(course: PhaseSummary) -> tuple[Cell, ...]:
-    summit = course.summit
-    return (
-        *_phase_cells(course),
-        Bytes(course.before),
-        Bytes(summit.bytes),
-        Bytes(course.allocated),
-        Bytes(course.reserved),
-        None if summit.layer is None else Path(summit.layer),
-        summit.op or None,
-    )
-
-
-def alive_table(told: Sequence[PhaseSummary]) -> Table:
+def alive_table(summaries: Sequence[PhaseSummary]) -> Table:
     """One row per phase: what is alive by role at its highest moment. Roles add up to what is live then."""
-    roles = in_order(role for course in told for role in course.summit.roles)
-    columns = (*_PHASE, *role_fields([course.summit.roles for course in told]))
-    rows = tuple((*_phase_cells(c), *(Bytes(c.summit.roles.get(role, 0)) for role in roles)) for c in told)
-    table = Table("alive", "Alive", columns, rows, caption="Alive at the highest moment of each phase")
+    roles = role_fields([each.summit.roles for each in summaries], of="summit.roles")
+    fields = PHASE_FIELDS.only("name", "steps").plus(*roles)
+    table = Table.of("alive", "Alive", fields, summaries, caption="Alive at the highest moment of each phase")
     return table.without_empty("steps")
-
-
-_PHASE: Final = (
-    Column("phase", "phase", "words", 100, "what the step is doing"),
-    Column("steps", "step", "words", 99, "the steps in which it runs just so"),
-)
-
-
-def _phase_cells(course: PhaseSummary) -> tuple[Cell, ...]:
-    return Words((course.name,)), Words(str(step) for step in course.steps if step)

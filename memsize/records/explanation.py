@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
-from memsize.records.fields import FlatTable
+from memsize.records.cells import share_of
+from memsize.records.fields import BYTES, COUNT, SHARE, SIGNED, TEXT, Fields, FlatTable, field, shown
 from memsize.records.finding import Finding
 from memsize.records.roles import TITLES
 
@@ -101,6 +102,61 @@ class Predicted(NamedTuple):
     reserved: int
 
 
+HOW: Final[Mapping[How, str]] = {
+    "recorded": "the snapshot says so",
+    "stack": "inferred from the stack",
+    "lifetime": "inferred from stack and lifetime",
+    "size": "inferred from the size",
+    "unknown": "",
+}
+"""What `How` is called in tables."""
+
+ALIVE_FIELDS: Final = Fields[Alive](
+    field("category", "alive", TEXT, 100, "what the blocks are for", cell=lambda row, _: category_noun(row.category)),
+    field("bytes", "holds", BYTES, 99, "live bytes at that moment"),
+    shown(
+        "share",
+        "% of all",
+        SHARE,
+        80,
+        "part of all live bytes",
+        cell=lambda row, found: share_of(row.bytes, found.requested) if found.requested else None,
+    ),
+    field("blocks", "blocks", COUNT, 70, "how many blocks"),
+    field("how", "known by", TEXT, 60, "how the category is known", cell=lambda row, _: HOW[row.how] or None),
+    field("predicted", "predicted", BYTES, 95, "live bytes at the peak that memsize predicts"),
+    shown(
+        "difference",
+        "difference",
+        SIGNED,
+        90,
+        "found beyond the prediction",
+        get=lambda row: None if row.predicted is None else row.bytes - row.predicted,
+    ),
+)
+
+PLACE_FIELDS: Final = Fields[Place](
+    field("bytes", "holds", BYTES, 100, "live bytes of all its blocks"),
+    field("blocks", "blocks", COUNT, 90, "how many blocks"),
+    field("largest", "largest", BYTES, 70, "the largest of them"),
+    field(
+        "category", "as", TEXT, 95, "what they are for", cell=lambda row, _: category_noun(row.category), alone="role"
+    ),
+    field("line", "made at", TEXT, 99, "the line above PyTorch that allocates"),
+    field(
+        "function",
+        "in",
+        TEXT,
+        85,
+        "the function that the line is in; of backward the autograd node",
+        cell=lambda row, _: row.function or None,
+        alone="function",
+    ),
+    field("called_from", "called from", TEXT, 80, "the program's own line, where that is another one"),
+    field("calls", get=lambda row: "; ".join(row.calls)),
+)
+
+
 @dataclass(frozen=True, repr=False)
 class Explanation(Answer):
     """What was alive on `device` at one `moment`, by category and by place; the bytes of `alive` add up to `requested`.
@@ -128,8 +184,7 @@ class Explanation(Answer):
 
     def tables(self) -> dict[str, FlatTable]:
         """`places`: one row for each stack whose blocks are alive; `alive`: one row for each category."""
-        places = ((*place[:-1], "; ".join(place.calls)) for place in self.places)
         return {
-            "places": FlatTable(Place._fields, places, ("largest",)),
-            "alive": FlatTable(Alive._fields, self.alive, ("predicted",)),
+            "places": PLACE_FIELDS.flat(self.places),
+            "alive": ALIVE_FIELDS.flat(self.alive),
         }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as attribute
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Answer
-from memsize.records.fields import FlatTable
+from memsize.records.fields import BYTES, COUNT, SCENARIO, TEXT, Fields, FlatTable, field
 from memsize.records.finding import Finding
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, GpuEstimate
@@ -83,6 +84,132 @@ class GenerationRow:
         return None if self.estimate is None else self.estimate.shortage is None
 
 
+def _device_low(row: GenerationRow) -> int | None:
+    return row.estimate.device.low if row.estimate else None
+
+
+def _device_high(row: GenerationRow) -> int | None:
+    return row.estimate.device.high if row.estimate else None
+
+
+def _per_token(row: GenerationRow, _: object) -> int | None:
+    return None if row.estimate is None else row.per_token // row.batch
+
+
+def _fits(row: GenerationRow, _: object) -> str | None:
+    return None if row.fits is None else "yes" if row.fits else "no"
+
+
+GENERATION_FIELDS: Final = Fields[GenerationRow](
+    SCENARIO,
+    field("batch", "batch", COUNT, 99, "sequences at once", is_key=True),
+    field("prompt", "prompt", COUNT, 98, "tokens of each prompt", is_key=True),
+    field("new", "new", COUNT, 60, "tokens that are generated after it", is_key=True, alone="new tokens"),
+    field("weights", "weights", BYTES, 90, "parameters and buffers"),
+    field("assistant_weights", kind=BYTES, get=lambda row: row.assistant),
+    field(
+        "prefill_peak",
+        "prefill",
+        BYTES,
+        92,
+        "the most that is alive while the prompt is read",
+        get=lambda row: row.prefill.peak,
+        key="prefill",
+    ),
+    field("after_prefill", kind=BYTES, get=lambda row: row.prefill.end),
+    field(
+        "decode_peak",
+        "decode",
+        BYTES,
+        91,
+        "the most that is alive in the steps after it",
+        get=lambda row: row.decode.peak,
+        key="decode",
+    ),
+    field("after_decode", kind=BYTES, get=lambda row: row.decode.end),
+    field("kv_cache", "KV cache", BYTES, 95, "the cache of all sequences at the end", get=lambda row: row.cache),
+    field(
+        "kv_per_token",
+        "bytes per token",
+        BYTES,
+        85,
+        "what one more token of one sequence adds to it",
+        get=lambda row: row.per_token,
+        cell=_per_token,
+        key="per_token",
+        drawn=COUNT,
+    ),
+    field("kv_per_sequence", kind=BYTES, get=lambda row: row.per_sequence),
+    field(
+        "kv_on_host",
+        "on the host",
+        BYTES,
+        94,
+        "what of the cache is on the host at the end",
+        get=lambda row: row.hosted,
+        key="hosted",
+    ),
+    field("pinned", kind=BYTES),
+    field("transient", "for a moment", BYTES, 70, "what a decode step needs beyond what stays"),
+    field("requested", kind=BYTES, get=lambda row: row.estimate and row.estimate.requested),
+    field("allocated", kind=BYTES, get=lambda row: row.estimate and row.estimate.allocated),
+    field(
+        "reserved",
+        "reserved",
+        BYTES,
+        88,
+        "the allocator's segments at their peak",
+        get=lambda row: row.estimate and row.estimate.reserved,
+    ),
+    field(
+        "device_from",
+        "device from",
+        BYTES,
+        75,
+        "what nvidia-smi would show, at least",
+        get=_device_low,
+        key="device_low",
+    ),
+    field("device_to", "to", BYTES, 75, "and at most", get=_device_high, key="device_high", beside="device_low"),
+    field("fits", "fits", TEXT, 97, "whether it fits the GPU", cell=_fits),
+    field("exact"),
+    field("reason"),
+    lacks=lambda row: row.estimate is None,
+)
+
+GENERATION_TABLE: Final = (
+    *("scenario", "batch", "prompt", "new", "weights", "kv_cache", "kv_per_token", "kv_on_host", "prefill_peak"),
+    *("decode_peak", "transient", "reserved", "device_from", "device_to", "fits"),
+)
+"""The fields of the table that documents show, in their order."""
+
+
+class CachedRow(NamedTuple):
+    """One kind of layer in the cache of a row."""
+
+    row: GenerationRow
+    cached: CachedLayers
+
+
+CACHE_FIELDS: Final = Fields[CachedRow](
+    field("scenario", get=lambda each: each.row.scenario),
+    field("batch", kind=COUNT, get=lambda each: each.row.batch),
+    field("prompt", "prompt", COUNT, 90, "tokens of the prompt", get=lambda each: each.row.prompt),
+    field("kind", "layers of", TEXT, 100, "what the layer keeps of past tokens", get=lambda each: each.cached.kind),
+    field("layers", "layers", COUNT, 95, "how many such layers there are", get=lambda each: each.cached.layers),
+    field("bytes", "hold", BYTES, 98, "bytes for one sequence at the end", get=lambda each: each.cached.bytes),
+    field(
+        "per_token",
+        "bytes per token",
+        BYTES,
+        97,
+        "what one more token adds",
+        get=lambda each: each.cached.per_token,
+        drawn=COUNT,
+    ),
+)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class GenerationReport(Answer):
     """What generating tokens holds: one row per scenario, batch and prompt, and the run behind the largest of them."""
@@ -99,7 +226,7 @@ class GenerationReport(Answer):
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
-    asked: Mapping[str, object] = field(default_factory=dict)
+    asked: Mapping[str, object] = attribute(default_factory=dict)
     """What `generate` was called with."""
     allocator: str = ""
     """The settings of the caching allocator as JSON data; empty where they are PyTorch's."""
@@ -113,17 +240,8 @@ class GenerationReport(Answer):
 
     def tables(self) -> dict[str, FlatTable]:
         """`rows`, and `cache`: the kinds of layers in each row's cache."""
-        return {
-            "rows": FlatTable.of(map(_record, self.generation_rows), _SIZES),
-            "cache": FlatTable.of(
-                (
-                    {"scenario": row.scenario, "batch": row.batch, "prompt": row.prompt} | kind._asdict()
-                    for row in self.generation_rows
-                    for kind in row.layers
-                ),
-                ("per_token",),
-            ),
-        }
+        layers = (CachedRow(row, kind) for row in self.generation_rows for kind in row.layers)
+        return {"rows": GENERATION_FIELDS.flat(self.generation_rows), "cache": CACHE_FIELDS.flat(layers)}
 
     @property
     def rows(self) -> DataFrame:
@@ -134,40 +252,3 @@ class GenerationReport(Answer):
     def cache(self) -> DataFrame:
         """One row per kind of layer in each row's cache: bytes for one sequence."""
         return self.tables()["cache"].frame()
-
-
-_SIZES: Final = (
-    *("weights", "assistant_weights", "prefill_peak", "after_prefill", "decode_peak", "after_decode"),
-    *("kv_cache", "kv_per_token", "kv_per_sequence", "kv_on_host", "pinned", "transient"),
-    *("requested", "allocated", "reserved", "device_from", "device_to"),
-)
-
-
-def _record(row: GenerationRow) -> dict[str, object]:
-    peak = row.estimate
-    return {
-        "scenario": row.scenario,
-        "batch": row.batch,
-        "prompt": row.prompt,
-        "new": row.new,
-        "weights": row.weights,
-        "assistant_weights": row.assistant,
-        "prefill_peak": row.prefill.peak,
-        "after_prefill": row.prefill.end,
-        "decode_peak": row.decode.peak,
-        "after_decode": row.decode.end,
-        "kv_cache": row.cache,
-        "kv_per_token": row.per_token,
-        "kv_per_sequence": row.per_sequence,
-        "kv_on_host": row.hosted,
-        "pinned": row.pinned,
-        "transient": row.transient,
-        "requested": peak.requested if peak else None,
-        "allocated": peak.allocated if peak else None,
-        "reserved": peak.reserved if peak else None,
-        "device_from": peak.device.low if peak else None,
-        "device_to": peak.device.high if peak else None,
-        "fits": row.fits,
-        "exact": row.exact,
-        "reason": row.reason,
-    }

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from memsize.records.aggregates import alive, live_bytes
+from memsize.records.cells import Label, Path
+from memsize.records.fields import BYTES, NAME, TEXT, Fields, field
 from memsize.records.roles import Role
 from memsize.records.trace import Trace
 
@@ -23,6 +25,29 @@ class ModuleShare(NamedTuple):
     type: str
     roles: Mapping[Role, int]
     most: int
+
+
+MODULE_FIELDS: Final = Fields[ModuleShare](
+    field(
+        "path",
+        "module",
+        NAME,
+        100,
+        "a module with all that is below it",
+        cell=lambda share, _: Label("outside of modules") if share.path is None else Path(share.path),
+        key="module",
+    ),
+    field("type", "type", TEXT, 50, "its class", get=lambda share: share.type or None),
+    field(
+        "total",
+        "at the peak",
+        BYTES,
+        99,
+        "what it holds at the peak of the run",
+        get=lambda share: sum(share.roles.values()),
+    ),
+    field("most", "at most", BYTES, 70, "the most that it holds at any moment"),
+)
 
 
 def peak_by_module(trace: Trace, most_rows: int = MOST_ROWS) -> tuple[ModuleShare, ...]:

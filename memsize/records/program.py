@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from dataclasses import dataclass
+from dataclasses import field as attribute
+from typing import ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
-from memsize.records.fields import FlatTable
+from memsize.records.fields import BYTES, PATH, ROLE, SPECS, TEXT, Fields, FlatTable, field, shown
 from memsize.records.finding import Finding
 from memsize.records.gpu import Card, GpuEstimate, Interval
 from memsize.records.roles import Role
-from memsize.records.trace import Trace
+from memsize.records.trace import TensorSpec, Trace
 
 
 class LiveTensor(NamedTuple):
@@ -24,6 +25,19 @@ class LiveTensor(NamedTuple):
     op: str
     phase: str
     line: str | None
+
+
+TENSOR_FIELDS: Final = Fields[LiveTensor](
+    field("bytes", "holds", BYTES, 100, "what it takes"),
+    field("role", "as", TEXT, 98, "what it is for", drawn=ROLE, alone="role"),
+    shown("spec", "tensor", SPECS, 70, "its first tensor", get=lambda row: [TensorSpec(row.dtype, row.shape)]),
+    field("dtype"),
+    field("shape", get=lambda row: ",".join(map(str, row.shape))),
+    field("layer", "in", PATH, 90, "the module that was running", alone="module"),
+    field("op", "by", TEXT, 80, "the op that made it", alone="op"),
+    field("phase", "phase", TEXT, 60, "when it was made"),
+    field("line", "made at", TEXT, 99, "the line of the program that made it"),
+)
 
 
 class Refused(NamedTuple):
@@ -129,7 +143,7 @@ class ProgramRun(Answer):
     needs_gpu: NeedsGpu | None = None
     allocator: str = ""
     went_on: WentOn | None = None
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[Finding, ...] = attribute(default=())
 
     @property
     def ran_out(self) -> bool:
@@ -138,8 +152,4 @@ class ProgramRun(Answer):
 
     def tables(self) -> dict[str, FlatTable]:
         """`tensors`: the largest storages alive at the peak, one row for each."""
-        rows = (
-            (t.bytes, t.role, t.dtype, ",".join(map(str, t.shape)), t.layer, t.op, t.phase, t.line)
-            for t in self.tensors
-        )
-        return {"tensors": FlatTable(LiveTensor._fields, rows)}
+        return {"tensors": TENSOR_FIELDS.flat(self.tensors)}

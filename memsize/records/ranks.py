@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import ClassVar, Literal
+from operator import itemgetter
+from typing import ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
-from memsize.records.fields import FlatTable
+from memsize.records.cells import Label
+from memsize.records.fields import BYTES, COUNT, NAME, PATH, TEXT, Fields, FlatTable, field, role_fields
 from memsize.records.finding import Finding
+from memsize.records.gpu import GpuEstimate
 from memsize.records.program import ProgramRun
-from memsize.records.roles import in_order
 
 Which = Literal["all", "distinct"]
 """Which ranks are run: all, or those by which it shows that the others are the same."""
@@ -29,6 +31,67 @@ class RankGroup:
     def ranks(self) -> tuple[int, ...]:
         """All of them in order."""
         return tuple(sorted((*self.ran, *self.between)))
+
+
+class RankRow(NamedTuple):
+    """One rank, the machine that it is on, and the group that shows what it holds."""
+
+    rank: int
+    node: int
+    group: RankGroup
+
+    @property
+    def peak(self) -> GpuEstimate:
+        """Its peak."""
+        return self.group.run.peak
+
+
+RANK_FIELDS: Final = Fields[RankRow](
+    field("rank", kind=COUNT),
+    field("node", kind=COUNT),
+    field("ran", get=lambda row: row.rank in row.group.ran),
+    field("requested", kind=BYTES, get=lambda row: row.peak.requested),
+    field("allocated", kind=BYTES, get=lambda row: row.peak.allocated),
+    field("reserved", kind=BYTES, get=lambda row: row.peak.reserved),
+    field("device_low", kind=BYTES, get=lambda row: row.peak.device.low),
+    field("device_high", kind=BYTES, get=lambda row: row.peak.device.high),
+)
+
+GROUP_FIELDS: Final = Fields[RankGroup](
+    field("ranks", "ranks", NAME, 100, "those that hold the same", cell=lambda group, _: Label(spans(group.ranks))),
+    field("ran", "run", TEXT, 60, "those of them that were run", get=lambda group: spans(group.ran)),
+    field("requested", "tensors", BYTES, 98, "live bytes at the peak", get=lambda group: group.run.peak.requested),
+    field(
+        "reserved",
+        "reserved",
+        BYTES,
+        97,
+        "the allocator's segments at their peak",
+        get=lambda group: group.run.peak.reserved,
+    ),
+    field(
+        "device",
+        "GPU, at most",
+        BYTES,
+        99,
+        "what the GPU shows at the peak, at most",
+        get=lambda group: group.run.peak.device.high,
+    ),
+    field("phase", "in", TEXT, 96, "when the peak is", get=lambda group: _phase(group.run.peak), alone="phase"),
+    field(
+        "layer",
+        "at",
+        PATH,
+        70,
+        "the layer that runs then",
+        get=lambda group: group.run.peak.peak_layer or None,
+        alone="layer",
+    ),
+)
+
+
+def _phase(peak: GpuEstimate) -> str:
+    return f"{peak.peak_phase} {peak.peak_step}" if peak.peak_step else peak.peak_phase
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,17 +141,12 @@ class RankRuns(Answer):
 
     def tables(self) -> dict[str, FlatTable]:
         """`ranks`: one row for each rank; `tensors`: the largest alive at the peak of the worst."""
-        roles = in_order(role for group in self.groups for role in group.run.peak.roles)
-        sizes = ("requested", "allocated", "reserved", "device_low", "device_high", *roles)
-        rows = sorted(self._row(group, rank, roles) for group in self.groups for rank in group.ranks)
-        return {"ranks": FlatTable(("rank", "node", "ran", *sizes), rows, sizes), **self.worst.run.tables()}
-
-    def _row(self, group: RankGroup, rank: int, roles: Iterable[str]) -> tuple[object, ...]:
-        peak = group.run.peak
-        node = rank // (self.size // self.nodes)
-        sizes = (peak.roles.get(role, 0) for role in roles)
-        totals = (peak.requested, peak.allocated, peak.reserved, *peak.device)
-        return (rank, node, rank in group.ran, *totals, *sizes)
+        runs = [(rank, group) for group in self.groups for rank in group.ranks]
+        rows = [
+            RankRow(rank, rank // (self.size // self.nodes), group) for rank, group in sorted(runs, key=itemgetter(0))
+        ]
+        roles = role_fields([group.run.peak.roles for group in self.groups], of="peak.roles")
+        return {"ranks": RANK_FIELDS.plus(*roles).flat(rows), **self.worst.run.tables()}
 
 
 def _need(group: RankGroup) -> tuple[bool, int, int]:

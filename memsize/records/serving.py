@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from dataclasses import field as attribute
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Answer
-from memsize.records.fields import FlatTable
+from memsize.records.cells import Cell
+from memsize.records.fields import BYTES, COUNT, SCENARIO, TEXT, Field, Fields, FlatTable, Kind, field
 from memsize.records.finding import Finding
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, Interval
+from memsize.units import Bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -73,6 +76,62 @@ class ServingRow:
     reason: str | None = None
 
 
+_NO_CACHE: Final = Paged(_NOTHING, 0, 0, _NOTHING, _NOTHING, Concurrency(0, 0))
+
+
+def _paged(read: Callable[[Paged], Any], draw: Callable[[Paged], Cell]) -> dict[str, Any]:
+    """The getters of a figure of the paged cache; without one files have None, documents 0."""
+    return {
+        "get": lambda row: None if row.paged is None else read(row.paged),
+        "cell": lambda row, _: None if row.reason is not None else draw(row.paged or _NO_CACHE),
+    }
+
+
+_FROM: Final = {
+    "kv_cache": _paged(lambda paged: paged.available.low, lambda paged: Bytes(paged.available.low)),
+    "blocks": _paged(lambda paged: paged.blocks.low, lambda paged: paged.blocks.low),
+    "tokens": _paged(lambda paged: paged.tokens.low, lambda paged: paged.tokens.low),
+    "concurrency": _paged(lambda paged: paged.concurrency.low, lambda paged: paged.concurrency.texts()[0]),
+}
+_TO: Final = {
+    "kv_cache": _paged(lambda paged: paged.available.high, lambda paged: Bytes(paged.available.high)),
+    "blocks": _paged(lambda paged: paged.blocks.high, lambda paged: paged.blocks.high),
+    "tokens": _paged(lambda paged: paged.tokens.high, lambda paged: paged.tokens.high),
+    "concurrency": _paged(lambda paged: paged.concurrency.high, lambda paged: paged.concurrency.texts()[1]),
+}
+
+
+def _interval(key: str, title: str, kind: Kind, weight: int, hint: str) -> tuple[Field[ServingRow], Field[ServingRow]]:
+    """Both ends of an interval, beside one another."""
+    return (
+        field(f"{key}_from", title, kind, weight, hint, key=key, **_FROM[key]),
+        field(f"{key}_to", "to", kind, weight, "and at most", key=f"{key}_high", beside=key, **_TO[key]),
+    )
+
+
+SERVING_FIELDS: Final = Fields[ServingRow](
+    SCENARIO,
+    field("weights", "weights", BYTES, 98, "parameters and buffers"),
+    field("profile", "step", BYTES, 97, "what the largest step needs beyond them"),
+    field("non_torch_from", kind=BYTES, get=lambda row: row.non_torch.low),
+    field("non_torch_to", kind=BYTES, get=lambda row: row.non_torch.high),
+    *_interval("kv_cache", "KV cache from", BYTES, 96, "what is left for the cache, at least"),
+    field("block_bytes", kind=BYTES, get=lambda row: row.paged and row.paged.block_bytes),
+    *_interval("blocks", "blocks from", COUNT, 80, "blocks of the cache, at least"),
+    *_interval("tokens", "tokens from", COUNT, 95, "tokens that they hold, at least"),
+    *_interval("concurrency", "requests from", COUNT, 93, "requests of the whole context at once, at least"),
+    field("shortage", kind=BYTES),
+    field("reason"),
+    lacks=lambda row: row.reason is not None,
+)
+
+GROUP_FIELDS: Final = Fields[LayerGroup](
+    field("kind", "layers of", TEXT, 100, "what a layer keeps of past tokens"),
+    field("layers", "layers", COUNT, 99, "how many share a table of blocks"),
+    field("window", "window", COUNT, 98, "the tokens that a sliding window keeps"),
+)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class ServingReport(Answer):
     """What a paged server holds: one row per scenario. All bytes are those of one card."""
@@ -91,7 +150,7 @@ class ServingReport(Answer):
     """Where the first scenario has no room for one request: what would make room, `peak` being what it needs."""
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
-    assumptions: tuple[str, ...] = field(default=())
+    assumptions: tuple[str, ...] = attribute(default=())
 
     @property
     def ran(self) -> tuple[ServingRow, ...]:
@@ -101,36 +160,11 @@ class ServingReport(Answer):
     def tables(self) -> dict[str, FlatTable]:
         """`rows`, and `groups`: the layers that share a table of blocks."""
         return {
-            "rows": FlatTable.of(map(_record, self.serving_rows), _SIZES),
-            "groups": FlatTable.of(group._asdict() for group in self.groups),
+            "rows": SERVING_FIELDS.flat(self.serving_rows),
+            "groups": GROUP_FIELDS.flat(self.groups),
         }
 
     @property
     def rows(self) -> DataFrame:
         """One row per scenario; all sizes in bytes."""
         return self.tables()["rows"].frame()
-
-
-_SIZES: Final = ("weights", "profile", "non_torch_from", "non_torch_to", "kv_cache_from", "kv_cache_to", "shortage")
-
-
-def _record(row: ServingRow) -> dict[str, object]:
-    paged = row.paged
-    return {
-        "scenario": row.scenario,
-        "weights": row.weights,
-        "profile": row.profile,
-        "non_torch_from": row.non_torch.low,
-        "non_torch_to": row.non_torch.high,
-        "kv_cache_from": paged and paged.available.low,
-        "kv_cache_to": paged and paged.available.high,
-        "block_bytes": paged and paged.block_bytes,
-        "blocks_from": paged and paged.blocks.low,
-        "blocks_to": paged and paged.blocks.high,
-        "tokens_from": paged and paged.tokens.low,
-        "tokens_to": paged and paged.tokens.high,
-        "concurrency_from": paged and paged.concurrency.low,
-        "concurrency_to": paged and paged.concurrency.high,
-        "shortage": row.shortage,
-        "reason": row.reason,
-    }
