@@ -1,7 +1,8 @@
-# make demo | test | bench | docs | page-libraries: each sets up its own virtual environment first, and again when the requirements change.
+# make demo | test | fuzz | bench | docs | page-libraries: each sets up its own virtual environment first, and again when the requirements change.
 #
 # PYTHON=…          the interpreter to build it with (the first of the list below that is 3.11 or newer)
 # TORCH_INDEX=…     the index to get PyTorch and torchvision from: that of their small CPU builds, say
+# SECONDS_OF_FUZZ=… how long `make fuzz` goes on with commands that nobody would give (300)
 # THOROUGH=1        run the tests too that are left out to keep `make test` short, as CI does
 # CUDNN=1           install cuDNN too (1 GB), for the tests that ask it; they are skipped without
 
@@ -21,7 +22,7 @@ BUILDS := $(shell grep -E '^(torch|torchvision)==' constraints.txt)
 # pip shows how far it is; its warnings and errors are shown where it fails.
 OR_EXPLAIN = 2>$(LOG) || { cat $(LOG) >&2; exit 1; }
 
-.PHONY: demo test bench docs format page-libraries clean
+.PHONY: demo test fuzz bench docs format page-libraries clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -36,6 +37,14 @@ test: $(STAMP) $(if $(CUDNN),$(CUDNN_STAMP))
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m compileall -q memsize tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal $(if $(THOROUGH),-m "not slow")
+
+# Other examples each time: Hypothesis keeps those that fail in .hypothesis and begins with them, the fuzzer keeps its runs.
+FUZZED := build/fuzz
+SECONDS_OF_FUZZ ?= 300
+
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal --hypothesis-profile fuzz -m hypothesis
+	$(BIN)/python -m benchmarks.fuzz --seconds $(SECONDS_OF_FUZZ) --seed "$$(date +%s)" --keep $(FUZZED)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

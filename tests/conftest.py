@@ -14,6 +14,7 @@ from typing import get_type_hints
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from benchmarks.zoo.operators import declare
 from memsize.kernels.cudnn.library import Library, installed
@@ -33,6 +34,14 @@ settings.register_profile(
     "memsize", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("memsize")
+# `make fuzz` looks for other examples each time, at more than 100 where a test doesn't say how many.
+settings.register_profile(
+    "fuzz",
+    settings.get_profile("memsize"),
+    derandomize=False,
+    max_examples=400,
+    database=DirectoryBasedExampleDatabase(ROOT / ".hypothesis" / "examples"),
+)
 # Of any sizes and ranks few are a world.
 st.register_type_strategy(World, st.builds(lambda nodes: World(6 * nodes, 6 * nodes - 1, nodes), st.integers(1, 9)))
 # Storages and events may be any sequences, and come back from a file as tuples.
