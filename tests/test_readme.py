@@ -7,7 +7,7 @@ blocks, in their order, in one interpreter. A ``text`` block shows what the ``py
 for any number of lines. ``sh`` and ``py`` blocks are not run, because they need a network, a GPU or a model of the
 reader's, but every `memsize` command in them is parsed.
 
-The README runs with the thorough tests, the other pages with ``-m slow``.
+The pages run with the thorough tests, but for the examples in `SLOW`, which run with ``-m slow``.
 `MEMSIZE_GOLDEN=write pytest tests/test_readme.py -m ""` writes the output into the pages; review the difference.
 """
 
@@ -81,8 +81,8 @@ def examples(page: Path) -> Iterator[Example]:
             yield Example(kind, text, output if following == "text" else None)
 
 
-def printed(page: Path, folder: Path) -> dict[Example, str]:
-    """What each example of a page prints; the commands run first, because a script may read what a command wrote."""
+def printed(page: Path, found: list[Example], folder: Path, python: list[str]) -> dict[Example, str]:
+    """What each of a page's examples prints; the commands run first, because a script may read what a command wrote."""
     for name in ("notebooks/model.py", "notebooks/train.py", "notebooks/train_fsdp.py", "benchmarks/resnet.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
@@ -90,19 +90,23 @@ def printed(page: Path, folder: Path) -> dict[Example, str]:
     for kind, text in blocks(page):
         if kind in ("python", "toml") and (name := FILE.match(text)):
             (folder / name[1]).write_text(text, encoding="utf-8")
-    found = list(examples(page))
     height = HEIGHT if page == README else TALL
+    (folder / "bin").mkdir()
+    command = folder / "bin" / "memsize"
+    command.write_text(f'#!/bin/sh\nexec {shlex.join(python)} -m memsize "$@"\n', encoding="utf-8")
+    command.chmod(0o755)
     outputs = {example: in_terminal(example.code, folder, height) for example in found if example.kind == "console"}
-    python = [example for example in found if example.kind == "python"]
-    code = f"\nprint({MARK!r})\n".join(example.code for example in python)
-    return outputs | dict(zip(python, in_python(code, folder).split(f"{MARK}\n"), strict=True) if python else {})
+    scripts = [example for example in found if example.kind == "python"]
+    code = f"\nprint({MARK!r})\n".join(example.code for example in scripts)
+    shown = in_python(code, folder, python).split(f"{MARK}\n") if scripts else []
+    return outputs | dict(zip(scripts, shown, strict=True))
 
 
 def in_terminal(command: str, folder: Path, height: int) -> str:
     """What a shell command prints to a terminal, then what it says on stderr."""
     pty = pytest.importorskip("pty")
     reader, writer = pty.openpty()
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     size = {"COLUMNS": str(WIDTH), "LINES": str(height)}
     environment = os.environ | size | {"PATH": path, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
     with subprocess.Popen(
@@ -132,9 +136,9 @@ def chunks(reader: int) -> Iterator[bytes]:
         yield chunk
 
 
-def in_python(code: str, folder: Path) -> str:
+def in_python(code: str, folder: Path, python: list[str]) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, "-W", "error", "-c", code]
+    command = [*python, "-W", "error", "-c", code]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -162,23 +166,38 @@ def agrees(shown: str, output: str) -> bool:
     return shown == output or re.fullmatch(pattern, output, re.DOTALL) is not None
 
 
-RUN = [
-    pytest.param(page, marks=() if page == README else pytest.mark.slow, id=page.name)
-    for page in PAGES
-    if any(examples(page))
-]
+RUN = [page for page in PAGES if any(examples(page))]
+SLOW = (
+    "memsize fit hf:",
+    "memsize fit benchmarks/resnet.py:ResNet50",
+    "memsize generate hf:",
+    "memsize run --gpus 8",
+    "memsize serve hf:",
+    "memsize sweep sweep.toml",
+)
+"""How commands begin that take more than a second, without what a process takes to start."""
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("page", RUN)
-def test_prints_what_is_shown(page: Path, tmp_path: Path) -> None:
-    outputs = printed(page, tmp_path)
+def check(page: Path, found: list[Example], folder: Path, python: list[str]) -> None:
+    outputs = printed(page, found, folder, python)
     if WRITE:
         write(page, outputs)
-    shown = {example.code: trimmed(example.shown) for example in examples(page) if example.shown is not None}
+    shown = {example.code: trimmed(example.shown) for example in found if example.shown is not None}
     real = {example.code: trimmed(output) for example, output in outputs.items()}
     wrong = [code for code, text in shown.items() if not agrees(text, real[code])]
     assert {code: real[code] for code in wrong} == {code: shown[code] for code in wrong}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_prints_what_is_shown(page: Path, tmp_path: Path, warm: list[str]) -> None:
+    check(page, [example for example in examples(page) if not example.code.startswith(SLOW)], tmp_path, warm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_slow_examples_print_what_is_shown(page: Path, tmp_path: Path, warm: list[str]) -> None:
+    check(page, [example for example in examples(page) if example.code.startswith(SLOW)], tmp_path, warm)
 
 
 def test_there_is_something_to_run() -> None:
@@ -186,6 +205,8 @@ def test_there_is_something_to_run() -> None:
     assert kinds.count("console") >= 3 and kinds.count("python") >= 2
     assert next(examples(README)).code == "memsize report notebooks/model.py:Test --input 3,64,64"
     assert len(RUN) >= 8
+    code = [example.code for page in RUN for example in examples(page)]
+    assert all(any(text.startswith(begin) for text in code) for begin in SLOW)
 
 
 def commands() -> Iterator[tuple[str, str]]:
