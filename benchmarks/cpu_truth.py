@@ -34,8 +34,7 @@ from benchmarks.truth.standin import STACK, StandIn
 from benchmarks.truth.suite import NETS, Build
 from memsize.analysis.verify.alignment import align
 from memsize.analysis.verify.measure import measure
-from memsize.analysis.verify.prediction import predict
-from memsize.analysis.verify.verification import Experiment
+from memsize.analysis.verify.verification import Experiment, predict
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.autocast_region import cuda_semantics
 from memsize.kernels import rules

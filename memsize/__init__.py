@@ -30,8 +30,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from memsize.analysis.guard import Guard
-    from memsize.analysis.step import StepTrace
+    from memsize.analysis.step import Guard, StepTrace
     from memsize.api import (
         audit_layout,
         check,
@@ -174,8 +173,7 @@ _HOMES = {
     "memsize.records.layout": ("LayoutReport",),
     "memsize.records.serving": ("ServingReport",),
     "memsize.records.sweep": ("Sweep",),
-    "memsize.analysis.guard": ("Guard",),
-    "memsize.analysis.step": ("StepTrace",),
+    "memsize.analysis.step": ("Guard", "StepTrace"),
     "memsize.spec.stack": ("Stack",),
     "memsize.records.world": ("World",),
     "memsize.spec.training": ("Training",),

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from memsize.analysis.guard import Guard
+from memsize.analysis.step import Guard
 from memsize.api.guarding import OnExcess, guard
 from memsize.errors import MemsizeError
 

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from memsize import api
-from memsize.analysis.guard import Guard
+from memsize.analysis.step import Guard
 from memsize.api.guarding import OnExcess, budget_of, remade, warn_or_stop
 from memsize.errors import BudgetError, MemsizeError
 from memsize.loading.model_defined_step import LightningStep

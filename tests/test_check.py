@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 
 import memsize
-from memsize.analysis.findings import report
-from memsize.analysis.findings.severity import SEVERITY
+from memsize.analysis.findings import report_rules
+from memsize.analysis.findings.report_rules import SEVERITY
 from memsize.cli import run
 from memsize.documents import document
 from memsize.errors import InputError, MemsizeError, OutputError
@@ -201,7 +201,7 @@ def test_findings(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_finding_of_a_report_has_a_severity() -> None:
-    assert set(report.RULES.codes) <= set(SEVERITY)
+    assert set(report_rules.RULES.codes) <= set(SEVERITY)
     assert {SEVERITY[code] for code in ("over-limit", "grew", "does-not-fit", "out-of-memory")} == {"error"}
 
 

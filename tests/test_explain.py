@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import memsize
 from memsize.analysis.explain.history import History
-from memsize.analysis.explain.reading import MOST_RECORDS, read_snapshot
+from memsize.analysis.explain.snapshot_file import MOST_RECORDS, read_snapshot
 from memsize.analysis.explain.stacks import told
 from memsize.analysis.snapshot import pickled
 from memsize.cli import run
@@ -374,12 +374,12 @@ def test_entries_without_end_are_refused(tmp_path: Path) -> None:
 
 def test_a_history_that_is_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "s.pickle", trained(2))
-    monkeypatch.setattr("memsize.analysis.explain.reading.MOST_WORK", 6_000)
+    monkeypatch.setattr("memsize.analysis.explain.snapshot_file.MOST_WORK", 6_000)
     found = memsize.explain(path)
     assert found.moment == "end" and found.entries == 0
     assert bytes_of(found) == AT_THE_PEAK
     assert "longer than memsize reads" in found.notes[0]
-    monkeypatch.setattr("memsize.analysis.explain.reading.MOST_WORK", 100)
+    monkeypatch.setattr("memsize.analysis.explain.snapshot_file.MOST_WORK", 100)
     with pytest.raises(memsize.InputError, match="more objects than memsize reads"):
         memsize.explain(path)
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from memsize.analysis.crossover import Crossover
-from memsize.analysis.findings import layout, omissions, precision, structure, training
+from memsize.analysis.findings import layout, precision, structure, training
 from memsize.analysis.findings.evidence import Evidence
-from memsize.analysis.findings.report import RULES
+from memsize.analysis.findings.report_rules import RULES
 from memsize.records.finding import Finding
 from memsize.records.gpu import GpuEstimate, Interval, Shortage
 from memsize.records.layout import Audit, Copy, LayerFormats, Loss, Run
@@ -307,7 +307,7 @@ def test_little_that_functions_keep_is_not_told() -> None:
 @pytest.mark.parametrize(("elements", "told"), [(127, False), (128, True)])
 def test_integer_buffers_are_told_from_1024_bytes(elements: int, told: bool) -> None:
     given = trace(stored("a.index", "int64", elements, kind="buffer"))
-    found = list(omissions.what_halving_cannot_halve(Evidence(given)))
+    found = list(structure.what_halving_cannot_halve(Evidence(given)))
     assert bool(found) == told
     if told:
         assert (found[0].bytes, found[0].layers) == (1024, ("a",))
@@ -320,12 +320,12 @@ def test_halving_leaves_integer_inputs() -> None:
     table = stored("a.index", "int64", 128, kind="buffer")
     floating = stored("a.mean", "float32", 1024, kind="buffer")
     weight = stored("a.weight", "int64", 1024)
-    finding = one(omissions.what_halving_cannot_halve, Evidence(trace(table, floating, weight, inputs=(ids, image))))
+    finding = one(structure.what_halving_cannot_halve, Evidence(trace(table, floating, weight, inputs=(ids, image))))
     assert finding.bytes == 1024 + 40
     assert finding.text("B") == (
         "Halving cannot halve integer buffers (1,024 B) and inputs that are not floating (40 B: ids int64[1,5])."
     )
-    assert not list(omissions.what_halving_cannot_halve(Evidence(trace(floating, inputs=(image,)))))
+    assert not list(structure.what_halving_cannot_halve(Evidence(trace(floating, inputs=(image,)))))
 
 
 def test_apex_o2_holds_master_weights() -> None:
@@ -337,12 +337,12 @@ def test_apex_o2_holds_master_weights() -> None:
         stored("norm.mean", "float32", 8, kind="buffer"),
         stored("x.table", "float32", 50, kind="attribute"),
     )
-    finding = one(omissions.norms_kept_in_fp32, Evidence(run, {"apex-O2": run}))
+    finding = one(structure.norms_kept_in_fp32, Evidence(run, {"apex-O2": run}))
     assert (finding.bytes, finding.layers, finding.values["kept"]) == (400, ("norm",), 64)
     assert finding.text("B").endswith("400 B of float32 master weights as well, and batch norms stay float32 (64 B).")
     bare = trace(stored("a.weight", "float16", 100))
-    assert one(omissions.norms_kept_in_fp32, Evidence(bare, {"apex-O2": bare})).text("B").endswith("as well.")
-    assert not list(omissions.norms_kept_in_fp32(Evidence(run, {"apex-O1": run})))
+    assert one(structure.norms_kept_in_fp32, Evidence(bare, {"apex-O2": bare})).text("B").endswith("as well.")
+    assert not list(structure.norms_kept_in_fp32(Evidence(run, {"apex-O1": run})))
 
 
 # --- the peak of a step
@@ -552,12 +552,12 @@ def test_parameters_out_of_reach_of_gradients() -> None:
 def test_buffers_are_told_from_a_hundredth_of_the_parameters(parameters: int, told: bool) -> None:
     # 25 elements are 100 B; of 2,500 elements (10,000 B) that is a hundredth
     given = trace(stored("a.weight", "float32", parameters), stored("a.mean", "float32", 25, kind="buffer"))
-    found = list(omissions.buffers(Evidence(given)))
+    found = list(structure.buffers(Evidence(given)))
     assert [(finding.bytes, finding.layers) for finding in found] == ([(100, ("a",))] if told else [])
 
 
 def test_no_buffers_are_no_finding() -> None:
-    assert not list(omissions.buffers(Evidence(trace())))
+    assert not list(structure.buffers(Evidence(trace())))
 
 
 @pytest.mark.parametrize(
@@ -574,7 +574,7 @@ def test_no_buffers_are_no_finding() -> None:
 )
 def test_why_another_summary_counts_differently(tensors: tuple[StoredTensor, ...], reason: str) -> None:
     evidence = Evidence(trace(*tensors), readings=(ToolReport("torchinfo", 7, 28), ToolReport("Lightning", 10, 40)))
-    finding = one(omissions.torchinfo_counts_differently, evidence)
+    finding = one(structure.torchinfo_counts_differently, evidence)
     assert finding.text().startswith("torchinfo counts 7 parameters where 10 are stored:")
     assert reason in finding.text()
     assert finding.bytes is None

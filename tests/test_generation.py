@@ -593,7 +593,7 @@ def test_uneven_prompts_run_as_padded_ones(config: Callable[..., str]) -> None:
         model = generator.runner.model
         inputs = {"input_ids": torch.ones(3, 64, dtype=torch.int64), "attention_mask": mask}
         with generator_of(model, **inputs) as padded:
-            runner = padded.runner.given(padded.prompts(64), 3)
+            runner = padded.runner.with_inputs(padded.prompts(64), 3)
             given = runner.run(GenerationSteps(Generation(64, 4)), scenario_named("as-given"))
     assert [event.delta for event in uneven.events if uneven.phases[event.phase] == "prefill"] == [
         event.delta for event in given.events if given.phases[event.phase] == "prefill"

@@ -34,7 +34,7 @@ from benchmarks.truth.lanes import LaneError, Lanes
 from benchmarks.truth.outcomes import FOLDER, Outcome, Truth, outcome_of, path_of, paths, read, write
 from benchmarks.truth.suite import NETS, SUITE
 from benchmarks.truth.table import NOT_YET, table
-from memsize.analysis.verify.prediction import predict
+from memsize.analysis.verify.verification import predict
 from memsize.errors import InputError
 from memsize.loading.weightless import Weightless
 from memsize.records.gpu import Interval

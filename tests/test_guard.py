@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memsize
-from memsize.analysis.guard import ALLOCATED, RESERVED
+from memsize.analysis.step import ALLOCATED, RESERVED
 
 
 def net() -> nn.Module:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import memsize
-from memsize.analysis.findings.out_of_memory import out_of_memory
+from memsize.analysis.findings.unfinished_runs import out_of_memory
 from memsize.analysis.program import run_program
 from memsize.analysis.timeline import timeline
 from memsize.cli import run

@@ -31,7 +31,7 @@ import torch
 
 from memsize import cli
 from memsize.analysis import compare
-from memsize.analysis.findings import fit, generation, layout, program, ranks, report, serving, snapshot, sweep
+from memsize.analysis.findings import explanation, fit, generation, layout, program, ranks, report_rules, serving, sweep
 from memsize.checkpoint import findings as checkpoint
 from memsize.cli.session import Session
 from memsize.documents.report import layer_table
@@ -290,11 +290,11 @@ def test_every_finding_is_documented() -> None:
     assert quoted(rows("sweep.md", "Findings"), 0) == [*sweep.RULES.codes]
     assert quoted(rows("run.md", "Findings"), 0) == [*program.RULES.codes]
     assert quoted(rows("run.md", "Several GPUs"), 0) == [*ranks.RULES.codes]
-    assert quoted(rows("explain.md", "Findings"), 0) == [*snapshot.RULES.codes]
+    assert quoted(rows("explain.md", "Findings"), 0) == [*explanation.RULES.codes]
     page = text_of(DOCS / "findings.md")
     # A page that says "in this order" means it. What a comparison finds as a report does is told once.
-    of_two = [code for code in compare.RULES.codes if code not in report.RULES.codes]
-    assert re.findall(r"^### `(.+)`$", page, re.MULTILINE) == [*report.RULES.codes, *of_two]
+    of_two = [code for code in compare.RULES.codes if code not in report_rules.RULES.codes]
+    assert re.findall(r"^### `(.+)`$", page, re.MULTILINE) == [*report_rules.RULES.codes, *of_two]
     assert quoted(rows("findings.md", "Fits"), 0) == [*fit.RULES.codes]
     assert set(quoted(rows("findings.md", "Checkpoints"), 0)) == set(checkpoint.RULES.codes)
 

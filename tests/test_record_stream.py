@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memsize
-from memsize.analysis.findings.out_of_memory import lagging
+from memsize.analysis.findings.unfinished_runs import lagging
 from memsize.analysis.program import program_run
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import AllocatorConfig

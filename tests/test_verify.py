@@ -23,9 +23,10 @@ from memsize.analysis.snapshot import snapshot
 from memsize.analysis.verify import cuda_memory
 from memsize.analysis.verify.cuda_memory import AllocationEvent, CudaMemory, allocation_events
 from memsize.analysis.verify.measure import OpSpan, located, measure
-from memsize.analysis.verify.prediction import convolves, predict
 from memsize.analysis.verify.verification import (
     Experiment,
+    convolves,
+    predict,
     verification_of,
     verify_measurements,
     verify_step,

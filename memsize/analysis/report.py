@@ -11,8 +11,8 @@ from torch import nn
 
 from memsize.analysis.crossover import Crossover, find_crossover
 from memsize.analysis.findings.evidence import Evidence
-from memsize.analysis.findings.interruption import interrupted
-from memsize.analysis.findings.report import RULES
+from memsize.analysis.findings.report_rules import RULES
+from memsize.analysis.findings.unfinished_runs import interrupted
 from memsize.analysis.runner import Runner, is_float32, own_autocast
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.device.allocator_config import AllocatorConfig

@@ -1,4 +1,4 @@
-"""`StepTrace`: one trace of a run and its GPU estimate, as a value for notebooks and scripts."""
+"""`StepTrace`: one trace of a run and its GPU estimate; `Guard`: that estimate against a budget, and beside CUDA's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from memsize import files
-from memsize.analysis.findings.out_of_memory import lagging, out_of_memory
+from memsize.analysis.findings.unfinished_runs import lagging, out_of_memory
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
@@ -22,6 +22,7 @@ from memsize.records.codec import decode, encode
 from memsize.records.fields import FlatTable
 from memsize.records.finding import moment_in_words
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
+from memsize.records.roles import noun
 from memsize.records.trace import Trace
 from memsize.units import amount_in, format_bytes
 
@@ -144,3 +145,44 @@ class StepTrace(Saveable):
 def _in_mib(size: int) -> str:
     """A size of a list, which has one unit."""
     return f"{amount_in(size, 'MiB')} MiB"
+
+
+ALLOCATED: Final = "allocated_bytes.all.peak"
+RESERVED: Final = "reserved_bytes.all.peak"
+"""The peaks' names in `torch.cuda.memory_stats`."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """The predicted `step`, and the bytes that PyTorch's allocator may take (None: nobody knows)."""
+
+    step: StepTrace
+    budget: int | None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the predicted reserved memory is within the budget; None without one."""
+        return None if self.budget is None else self.step.peak.reserved <= self.budget
+
+    @property
+    def predicted(self) -> dict[str, int]:
+        """The predicted peaks in bytes, by their names in `torch.cuda.memory_stats`."""
+        return {ALLOCATED: self.step.peak.allocated, RESERVED: self.step.peak.reserved}
+
+    def measured(self) -> dict[str, int] | None:
+        """The peaks that CUDA measured so far, by the same names; None without CUDA."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        stats = torch.cuda.memory_stats()
+        return {name: stats.get(name, 0) for name in (ALLOCATED, RESERVED)}
+
+    def text(self) -> str:
+        """The prediction in a sentence: what it needs, what is there, and what most of it is."""
+        peak = self.step.peak
+        role, size = max(peak.roles.items(), key=lambda item: item[1], default=("activation", 0))
+        where = moment_in_words(peak.peak_phase, peak.peak_layer)
+        needs = f"{self.step.trace.model} needs {format_bytes(peak.reserved)} at its peak, in {where}"
+        there = "" if self.budget is None else f"; {format_bytes(self.budget)} are there"
+        return f"{needs}{there}. The most are {noun(role)}, {format_bytes(size)}."

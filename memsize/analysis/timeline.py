@@ -11,7 +11,7 @@ from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import Final
 
-from memsize.analysis.findings.out_of_memory import lagging, out_of_memory
+from memsize.analysis.findings.unfinished_runs import lagging, out_of_memory
 from memsize.device.allocation_events import flow_of
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import Replays, lag, replay_on, stream_shares

@@ -78,7 +78,7 @@ class _Rules:
 
     @classmethod
     def of(cls, project: Project, select: tuple[str, ...], ignore: tuple[str, ...]) -> _Rules:
-        from memsize.analysis.findings.severity import SEVERITY
+        from memsize.analysis.findings.report_rules import SEVERITY
 
         chosen, ignored = {*project.select, *select}, {*project.ignore, *ignore}
         for code in (*chosen, *ignored, *project.severity):
@@ -89,7 +89,7 @@ class _Rules:
 
     def problems(self, findings: Iterable[tuple[Finding, str | None]]) -> Iterator[Problem]:
         """The problems among `findings`, each with the case that it is about, the most serious first."""
-        from memsize.analysis.findings.severity import OWN
+        from memsize.analysis.findings.report_rules import OWN
 
         told = [(self.severity[f.code], f, case) for f, case in findings if f.code not in self.ignored]
         kept = [each for each in told if each[0] != "note" or each[1].code in OWN or each[1].code in self.chosen]

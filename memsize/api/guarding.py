@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from memsize.analysis.guard import Guard
+from memsize.analysis.step import Guard
 from memsize.api.models import trace
 from memsize.errors import BudgetError
 from memsize.units import parse_bytes

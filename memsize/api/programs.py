@@ -94,8 +94,7 @@ def run(
     several ranks it says in the answer which failed.
     """
     from memsize.analysis.findings.program import CAUSES
-    from memsize.analysis.ranks import others_asked, run_as_rank, run_ranks
-    from memsize.analysis.script_imports import import_packages
+    from memsize.analysis.ranks import import_packages, others_asked, run_as_rank, run_ranks
     from memsize.device.allocator_config import AllocatorConfig
     from memsize.device.cards import card
     from memsize.errors import ForwardError
@@ -104,7 +103,7 @@ def run(
     from memsize.spec.stack import Stack
 
     where, software = card(gpu or DEFAULT_GPU), Stack.of(stack)
-    settings = AllocatorConfig.given(config, software.release)
+    settings = AllocatorConfig.parse_optional(config, software.release)
     world = asked_world(gpus, nodes, rank, one_process)
     path = os.fspath(script)
     run_rank = partial(
@@ -159,7 +158,7 @@ def fit_script(
     from memsize.spec.stack import Stack
 
     varied = VariedScript.of(os.fspath(script), tuple(arguments), vary)
-    settings = AllocatorConfig.given(config)
+    settings = AllocatorConfig.parse_optional(config)
     fraction = (settings or AllocatorConfig.of_environment(os.environ)).memory_fraction
     capacities = budgets(gpu, budget, margin, Stack.of(None), fraction)
     from memsize.analysis.fit.script_search import fit_script as fitted
@@ -192,5 +191,5 @@ def virtual_gpu(
     from memsize.records.gpu import DEFAULT_GPU
 
     where = card(gpu or DEFAULT_GPU)
-    settings = AllocatorConfig.given(config)
+    settings = AllocatorConfig.parse_optional(config)
     return program.virtual_gpu(where, settings, steps=steps, allow_writes=allow_writes, world=world)

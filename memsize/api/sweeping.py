@@ -133,8 +133,8 @@ class _Rows:
 
     def answer(self) -> Sweep:
         """The rows in the order of the cells; where some are missing, with a word on how to get them."""
-        from memsize.analysis.findings.interruption import sweep_interrupted
         from memsize.analysis.findings.sweep import RULES
+        from memsize.analysis.findings.unfinished_runs import sweep_interrupted
 
         rows = tuple(self.found[place] for place in sorted(self.found))
         varied = varying([cell.settings for cell in self._cells])

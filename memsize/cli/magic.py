@@ -29,7 +29,7 @@ from memsize.records.program import ProgramRun
 @steps_option
 @writes_option
 def _options(gpu: str | None, allocator: str | None, steps: int, allow_writes: bool) -> dict[str, Any]:
-    where, config = card(gpu or DEFAULT_GPU), AllocatorConfig.given(allocator)
+    where, config = card(gpu or DEFAULT_GPU), AllocatorConfig.parse_optional(allocator)
     return {"card": where, "config": config, "steps": steps, "allow_writes": allow_writes}
 
 

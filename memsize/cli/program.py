@@ -113,7 +113,7 @@ def run(
     own. It is stopped after a few optimizer steps. PROGRAM may also be a saved run.
     """
     where, software, which = card(gpu or DEFAULT_GPU), Stack.of(stack), parse_rank(rank)
-    config = AllocatorConfig.given(allocator, software.release)
+    config = AllocatorConfig.parse_optional(allocator, software.release)
     world = asked_world(gpus, nodes, which, one_process)
     if not module and is_saved(program):
         if arguments:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from memsize.analysis.explain.history import EARLIER, History, Life
-from memsize.analysis.explain.reading import Stack
+from memsize.analysis.explain.snapshot_file import Stack
 from memsize.analysis.explain.stacks import Stage
 from memsize.records.explanation import How
 from memsize.records.roles import ROLES, Role

@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from memsize.analysis.explain.categories import Category, categories
 from memsize.analysis.explain.history import History, Life
-from memsize.analysis.explain.reading import Segment, Snapshot, read_snapshot
+from memsize.analysis.explain.snapshot_file import Segment, Snapshot, read_snapshot
 from memsize.analysis.explain.stacks import python_calls
-from memsize.analysis.findings.snapshot import RULES
+from memsize.analysis.findings.explanation import RULES
 from memsize.analysis.step import StepTrace
 from memsize.errors import InputError
 from memsize.records.explanation import UNKNOWN, Alive, Explanation, FailedRequest, How, Moment, Place, Predicted

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from memsize.analysis.explain.reading import Block, Entry, Segment, Stack
+from memsize.analysis.explain.snapshot_file import Block, Entry, Segment, Stack
 from memsize.analysis.explain.stacks import StackSummary, Stage, told
 
 EARLIER: Final = -1

@@ -10,7 +10,7 @@ import re
 from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
-from memsize.analysis.explain.reading import Frame, Stack
+from memsize.analysis.explain.snapshot_file import Frame, Stack
 
 Stage = Literal[
     "model", "data", "forward", "recomputation", "backward", "optimizer", "buckets", "workspace", "other", "unrecorded"

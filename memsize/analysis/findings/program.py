@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from memsize.analysis.findings.out_of_memory import lagging
+from memsize.analysis.findings.unfinished_runs import lagging
 from memsize.device.allocator_config import config_of
 from memsize.known_values.assumptions import UNCOMPILED
 from memsize.ranks.group import environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from memsize.analysis.findings.evidence import Evidence, bytes_of
-from memsize.analysis.findings.out_of_memory import moment, out_of_memory
+from memsize.analysis.findings.unfinished_runs import moment, out_of_memory
 from memsize.records.aggregates import summit
 from memsize.records.finding import Finding, Moment, Rules, optimizer_in_words
 from memsize.records.gpu import GpuEstimate

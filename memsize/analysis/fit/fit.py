@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from memsize.analysis.findings.fit import RULES, FitEvidence, answer_in_words
-from memsize.analysis.findings.interruption import interrupted
+from memsize.analysis.findings.unfinished_runs import interrupted
 from memsize.analysis.fit.crossovers import crossings
 from memsize.analysis.fit.fit_rows import likely_size, row_of_search, row_of_size
 from memsize.analysis.fit.generation_runs import MOST_SEQUENCES

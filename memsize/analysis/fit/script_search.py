@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Final, TypeAlias
 
 from memsize.analysis.findings.fit import RULES, FitEvidence, answer_in_words
-from memsize.analysis.findings.interruption import interrupted
+from memsize.analysis.findings.unfinished_runs import interrupted
 from memsize.analysis.fit.fit_rows import row_of_search
 from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.analysis.program import run_program
-from memsize.analysis.script_imports import import_packages
+from memsize.analysis.ranks import import_packages
 from memsize.device.allocator_config import AllocatorConfig, config_of
 from memsize.errors import ForwardError, InputError, first_line
 from memsize.processes.ctrl_c import found_kept

@@ -206,7 +206,7 @@ class Generator:
                 edits = (*edits, partial(on_gpu_with_host, self.runner.gpu))
             workload = GenerationSteps(generation, steps, partial(_put, cached), edits, self.loop)
             try:
-                trace = self.runner.given(self.prompts(generation.prompt), batch).run(workload, self.scenario)
+                trace = self.runner.with_inputs(self.prompts(generation.prompt), batch).run(workload, self.scenario)
             except ForwardError as error:
                 most, tokens = positions(self.runner.model), generation.prompt + generation.new
                 if most and most < tokens and _OUT_OF_RANGE in str(error):

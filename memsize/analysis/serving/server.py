@@ -133,7 +133,7 @@ class Server:
         self.say(f"{scenario.name}: the cache of one token")
         steps: dict[int, tuple[CachedLayer, ...]] = {}
         workload = GenerationSteps(Generation(_LOOKED, 2), None, steps.__setitem__)
-        trace = self.runner.given(self.prompts(_LOOKED), 1).run(workload, scenario)
+        trace = self.runner.with_inputs(self.prompts(_LOOKED), 1).run(workload, scenario)
         own = _width(trace)
         width = own if self.serving.kv_dtype is None else KV_BYTES[self.serving.kv_dtype]
         _check_states(config, steps[1], self.runner.name)
@@ -166,7 +166,7 @@ class Server:
         serving = self.serving
         length = serving.batched_tokens // serving.rows
         texts = -(-serving.batched_tokens // length)
-        runner = self.runner.given(self.prompts(length), texts)
+        runner = self.runner.with_inputs(self.prompts(length), texts)
         trace = runner.run(ProfileRun(serving.rows, serving.tp), scenario)
         weights = sum(storage.bytes for storage in trace.storages if storage.role in _WEIGHTS)
         return weights, estimate_gpu(trace, runner.gpu).allocated - weights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -13,21 +13,37 @@ from memsize.analysis.runner import Runner
 from memsize.analysis.verify.alignment import align
 from memsize.analysis.verify.cuda_memory import DeviceMemory
 from memsize.analysis.verify.measure import SEED, MeasurementPlan, materialized_setup, measure
-from memsize.analysis.verify.prediction import predict
-from memsize.device.library_workspaces import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
+from memsize.device.allocation_events import AllocationEvents
+from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.context import context
+from memsize.device.library_workspaces import (
+    CONVOLUTIONS,
+    cublas_workspace,
+    cublaslt_workspace,
+    dispensable,
+    keeps_cublaslt_workspace,
+    requests,
+    variants,
+)
+from memsize.device.replay import replay_within
 from memsize.errors import InputError
 from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.library import Convolution, installed
 from memsize.kernels.cudnn.workspaces import Plans
 from memsize.kernels.semantics import CUDNN
 from memsize.model.input_tensors import ModelInputs, input_tensors
-from memsize.records.gpu import Card
+from memsize.records.aggregates import live_bytes, split_phase
+from memsize.records.gpu import Card, Interval
 from memsize.records.measurement import (
+    AllocationLog,
     ConvolutionWorkspace,
     MeasuredWorkload,
     Measurement,
+    OpLocation,
+    Peaks,
     SavedMeasurements,
     SoftwareStack,
+    log_of,
 )
 from memsize.records.trace import Trace
 from memsize.records.verification import Prediction, Verification, VerifiedRun
@@ -38,6 +54,79 @@ from memsize.tracing.ledger import Workspaces
 from memsize.tracing.run import GpuSetup
 from memsize.units import dotted_cudnn
 from memsize.workloads.training import step_workload
+
+
+def predict(
+    trace: Trace,
+    stack: SoftwareStack,
+    workspaces: tuple[ConvolutionWorkspace, ...] = (),
+    *,
+    greediest: Trace | None = None,
+) -> Prediction:
+    """What a GPU with the software `stack` would show for `trace`; `workspaces` are those that cuDNN named for
+    convolutions.
+
+    `greediest` is the same run with the most that `torch.backends.cudnn.benchmark` may allocate for each convolution:
+    which plan the benchmark chooses depends on timing.
+    """
+    config = AllocatorConfig.parse(stack.allocator)
+    possible = variants(trace) if greediest is None else [requests(trace, 0), requests(greediest)]
+    outside = context(stack.cuda, stack.module_loading)
+    peaks = [found for each in possible for found in _peaks(each, config, trace, stack.total, outside)]
+    least, most = Peaks.least(peaks), Peaks.most(peaks)
+    first = _last_step(trace)
+    return Prediction(
+        least,
+        most,
+        Interval(least.reserved + outside.low, most.reserved + outside.high),
+        max(list(live_bytes(trace.events))[max(first - 1, 0) :], default=0),
+        _log(trace, first),
+        convolves(trace),
+        workspaces,
+        trace.assumptions,
+        trace.notes,
+    )
+
+
+def convolves(trace: Trace) -> bool:
+    """Whether the run contains a convolution."""
+    return any(event.op in CONVOLUTIONS for event in trace.events)
+
+
+def _peaks(
+    events: AllocationEvents, config: AllocatorConfig, trace: Trace, total: int, outside: Interval
+) -> Iterator[Peaks]:
+    """The peaks on a card of `total` bytes, beside the least and the most that is taken `outside` the allocator."""
+    optional = dispensable(trace)
+    bounded = replay_within(events, config, total, outside, streams=events.streams, optional=optional)
+    for each in (bounded.with_least_overhead, bounded.with_most_overhead):
+        yield Peaks(each.requested.bytes, each.allocated.bytes, each.reserved.bytes)
+
+
+def _last_step(trace: Trace) -> int:
+    """The first event of the last step; of a run without steps, the first after what was there before it."""
+    phases = [split_phase(phase) for phase in trace.phases]
+    last = max((step for _, step in phases), default=0)
+    if last:
+        return next((i for i, e in enumerate(trace.events) if phases[e.phase][1] == last), len(trace.events))
+    return next((i for i, e in enumerate(trace.events) if phases[e.phase][0] != "setup"), len(trace.events))
+
+
+def _log(trace: Trace, first: int) -> AllocationLog:
+    """The events from `first` on. What was there before is below 0."""
+    names = [split_phase(phase)[0] for phase in trace.phases]
+    begun: set[int] = set()
+
+    def events() -> Iterator[tuple[int, int, OpLocation]]:
+        for event in trace.events[first:]:
+            if event.delta > 0:
+                begun.add(event.storage)
+            layer = trace.layers[event.layer].path if event.layer >= 0 else None
+            storage = event.storage if event.storage in begun else -1 - event.storage
+            yield storage, event.delta, OpLocation(names[event.phase], layer, event.op)
+
+    return log_of(events())
+
 
 _NOT_COMPARED = ("model", "seed", "benchmark")
 """Fields of a workload that may differ between a file and the command: the target may have another path here."""

@@ -1,12 +1,14 @@
-"""How serious each finding of a report is to a check, and those of the check itself."""
+"""The rules of a report, most important first, and how serious each of their findings is to a check."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
-from memsize.analysis.findings.report import RULES
+from memsize.analysis.findings import precision, structure, training
 from memsize.records.check import Severity
+
+RULES = precision.RULES + training.RULES + structure.RULES
 
 OWN: Final[Mapping[str, Severity]] = {
     "over-limit": "error",
