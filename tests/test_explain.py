@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import memsize
 from memsize.analysis.explain.history import History
 from memsize.analysis.explain.snapshot_file import MOST_RECORDS, read_snapshot
-from memsize.analysis.explain.stacks import told
+from memsize.analysis.explain.stacks import summarize
 from memsize.analysis.snapshot import pickled
 from memsize.cli import run
 from memsize.records.aggregates import live_bytes
@@ -234,7 +234,7 @@ def test_stages(calls: tuple[str, ...], stage: str, tmp_path: Path) -> None:
     gpu = Recorder()
     gpu.alloc(MiB, frames(*calls))
     [segment] = read_snapshot(written(tmp_path / "s.pickle", gpu)).segments
-    assert told(segment.blocks[0].stack).stage == stage
+    assert summarize(segment.blocks[0].stack).stage == stage
 
 
 def test_the_line_is_that_above_pytorch_and_the_programs_own(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_low_bits_in_wide_containers() -> None:
     packed = replace(named, parts=(StoredPart("qdata", spec("uint8", 64, 32), 2048),))
     assert not list(structure.low_bits_in_wide_containers(Evidence(trace(packed))))
     runs = {"torchao:X": trace(named), "fp32": trace(named)}
-    evidence = Evidence(trace(wide), runs, left={"torchao:X": {}, "torchao:Y": {}})
+    evidence = Evidence(trace(wide), runs, skipped_layers={"torchao:X": {}, "torchao:Y": {}})
     assert one(structure.low_bits_in_wide_containers, evidence).values["name"] == "torchao:X"
 
 
@@ -243,15 +243,15 @@ def test_what_a_quantization_leaves() -> None:
     buffer = stored("c.mean", "float32", 8, kind="buffer")
     run = trace(done, packed, kept, also, buffer, stored("d.weight", "float16", 10, 10, tied_to="b.weight"))
     left = {"b": "too small", "c": "too small", "e": "no Linear"}
-    finding = one(structure.quantization_leaves_layers, Evidence(run, {"int8": run}, left={"int8": left}))
+    finding = one(structure.quantization_leaves_layers, Evidence(run, {"int8": run}, skipped_layers={"int8": left}))
     assert (finding.bytes, finding.layers) == (200 + 120, ("b", "c", "e"))
     assert finding.values["done"] == ("a", "p")
     assert finding.values["small"] == 4096 + 100
     assert finding.values["dtypes"] == ("float16", "float32")
     assert finding.values["reason"] == "too small; no Linear"
     for evidence in (
-        Evidence(run, {"int8": run}, left={"int8": {}}),
-        Evidence(run, {"int8": trace(kept)}, left={"int8": left}),
+        Evidence(run, {"int8": run}, skipped_layers={"int8": {}}),
+        Evidence(run, {"int8": trace(kept)}, skipped_layers={"int8": left}),
     ):
         assert not list(structure.quantization_leaves_layers(evidence))
 
@@ -271,7 +271,7 @@ def test_copies_of_quantized_weights_that_are_kept() -> None:
     )
     layers = (layer("", "Net", leaf=False), layer("a", "Linear"), layer("b", "Linear"))
     run = replace(trace(weight, stored("b.weight", "float32", 64, 64), layers=layers), storages=copies)
-    finding = one(structure.quantized_weights_unpacked, Evidence(run, {"int8": run}, left={"int8": {}}))
+    finding = one(structure.quantized_weights_unpacked, Evidence(run, {"int8": run}, skipped_layers={"int8": {}}))
     assert (finding.bytes, finding.layers, finding.values["dtypes"]) == (16_384, ("a",), ("float32",))
     assert finding.text("B").startswith("int8 unpacks the weights of a to float32 before it multiplies")
     for evidence in (Evidence(run), Evidence(run, {"int8": run}), Evidence(run, {"int8": trace(weight)}, {"int8": {}})):

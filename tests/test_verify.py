@@ -518,7 +518,7 @@ def test_the_memory_of_a_gpu(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cuda_memory, "_driver", lambda: "580.159.04")
     memory = CudaMemory()
     assert memory.device == torch.device("cuda", 0)
-    assert (memory.count(), memory.held(), memory.peaks()) == (17, 0, Peaks(4096, 4096, 4096))
+    assert (memory.count(), memory.live_bytes(), memory.peaks()) == (17, 0, Peaks(4096, 4096, 4096))
     memory.reset()
     memory.settle()
     assert cuda.calls.count("reset") == cuda.calls.count("empty_cache") == 1

@@ -55,7 +55,7 @@ class StandIn:
         self._ledger.close()
 
     def settle(self) -> None:
-        if self.held():
+        if self.live_bytes():
             gc.collect()
         if not self._listening:
             self._ledger.leave_out(
@@ -64,7 +64,7 @@ class StandIn:
             self._ledger.__enter__()
             self._listening = True
 
-    def held(self) -> int:
+    def live_bytes(self) -> int:
         return sum(event.delta for event in self._ledger.events)
 
     def reset(self) -> None:

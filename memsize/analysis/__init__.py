@@ -1,1 +1,1 @@
-"""What follows from traces: findings, fits, layouts, verifications, timelines, comparisons."""
+"""Reports, findings, fits, layouts, verifications, timelines and comparisons, made from traces."""

@@ -36,10 +36,10 @@ class Measured:
     @property
     def result(self) -> ScenarioResult | None:
         """The scenario; None where the model was not run, so that only what it stores is known."""
-        found = next((each for each in self.report.scenario_results if each.name == self.scenario), None)
-        if found is not None and found.trace is None:
-            raise InputError(f"the scenario {self.scenario} does not apply: {found.reason}")
-        return found
+        result = next((result for result in self.report.scenario_results if result.name == self.scenario), None)
+        if result is not None and result.trace is None:
+            raise InputError(f"the scenario {self.scenario} does not apply: {result.reason}")
+        return result
 
     @property
     def trace(self) -> Trace:
@@ -52,12 +52,12 @@ class Measured:
         result = self.result
         if result is None:
             raise InputError('its peaks need an input: name one, such as input = "3,64,64"')
-        found = result.inference if of == "inference" else result.training
-        if of == "either" and found is None and not result.untrained:
-            found = result.inference
-        if found is None:
+        estimate = result.inference if of == "inference" else result.training
+        if of == "either" and estimate is None and not result.untrained:
+            estimate = result.inference
+        if estimate is None:
             raise InputError(result.untrained or f"the model cannot be run for {of}")
-        return found
+        return estimate
 
     def value(self, bound: Bound) -> int:
         """The figure that `bound` limits, in its unit."""
@@ -70,18 +70,18 @@ class Measured:
 
     def figures(self) -> dict[str, int]:
         """The figures that are no peaks."""
-        found = totals(self.trace)
+        sums = totals(self.trace)
         return {
-            "parameters": found.parameters,
-            "parameter_bytes": found.parameter_bytes,
-            "trainable": found.trainable,
-            "buffers": found.buffer_bytes,
-            "stored": found.stored,
-            "activations": found.saved_bytes,
+            "parameters": sums.parameters,
+            "parameter_bytes": sums.parameter_bytes,
+            "trainable": sums.trainable,
+            "buffers": sums.buffer_bytes,
+            "stored": sums.stored,
+            "activations": sums.saved_bytes,
         }
 
     def baseline(self, settings: Mapping[str, str]) -> Baseline:
-        """What a baseline holds of it."""
+        """The figures and layers that a baseline stores."""
         figures = self.figures()
         result = self.result
         peaks = {"inference": result.inference, "training": result.training} if result else {}
@@ -91,12 +91,12 @@ class Measured:
         return Baseline(settings, {name: figures[name] for name in COMPARED if name in figures}, self.layers())
 
     def layers(self) -> dict[str, LayerFigures]:
-        """What each layer stores and keeps for backward, those that do either."""
+        """The bytes that each layer stores and keeps for backward; layers without either are left out."""
         stored: Counter[str] = Counter()
         for tensor in self.trace.tensors:
             stored[tensor.layer] += tensor.bytes if tensor.kind != "master" else 0
-        found = {layer.path: LayerFigures(stored[layer.path], layer.saved_bytes) for layer in self.trace.layers}
-        return {path: figures for path, figures in found.items() if any(figures)}
+        figures = {layer.path: LayerFigures(stored[layer.path], layer.saved_bytes) for layer in self.trace.layers}
+        return {path: each_layer for path, each_layer in figures.items() if any(each_layer)}
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -221,8 +221,8 @@ def _grown(name: str, now: Baseline, before: Baseline, sign: int) -> dict[str, i
     sizes: Counter[str] = Counter()
     for path in {**before.layers, **now.layers}:
         old, new = before.layers.get(path, nothing), now.layers.get(path, nothing)
-        stored, kept = new.stored - old.stored, new.kept - old.kept
-        change = {"activations": kept, "parameters": stored, "stored": stored}.get(name, stored + kept)
+        stored, saved = new.stored - old.stored, new.kept - old.kept
+        change = {"activations": saved, "parameters": stored, "stored": stored}.get(name, stored + saved)
         if change * sign > 0:
             sizes[path] = change * sign
     return dict(sizes.most_common(_BLAMED))

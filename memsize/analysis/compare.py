@@ -20,7 +20,7 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
 class Models(NamedTuple):
-    """What the rules look at: the traces of two models, their tensors side by side, and their figures.
+    """The evidence of the rules: the traces of two models, their tensors side by side, and their figures.
 
     `converted` says that the second has the layers of the first: what differs is how they are stored.
     """
@@ -46,7 +46,7 @@ def compare_sides(before: Side, after: Side) -> Comparison:
     pairs = paired_tensors(before.trace, after.trace, layers)
     changes, figures = layer_changes(layers), figure_changes(before, after)
     peak, living = living_changes(before, after, layers)
-    converted = not (before.file or after.file or any(_is_structural(each.how) for each in changes))
+    converted = not (before.file or after.file or any(_is_structural(change.how) for change in changes))
     appeared, gone = new_findings(before.findings, after.findings, layers)
     return Comparison(
         before.trace,
@@ -72,7 +72,7 @@ def _is_structural(how: tuple[str, ...]) -> bool:
 
 @RULES.rule("stored-changed", "stored-unchanged")
 def what_is_stored(models: Models) -> Iterator[Finding]:
-    """What both models store in total."""
+    """The bytes that both models store in total."""
     first, second = totals(models.before), totals(models.after)
     same = first.stored == second.stored
     text = (
@@ -95,25 +95,29 @@ def what_is_stored(models: Models) -> Iterator[Finding]:
 
 @RULES.rule("kept-for-backward-changed")
 def what_is_kept(models: Models) -> Iterator[Finding]:
-    """What both models keep for backward, where both were run."""
-    kept = (totals(models.before).saved_bytes, totals(models.after).saved_bytes)
-    if all(kept) and kept[0] != kept[1]:
+    """The bytes that both models keep for backward, if both were run."""
+    saved = (totals(models.before).saved_bytes, totals(models.after).saved_bytes)
+    if all(saved) and saved[0] != saved[1]:
         yield Finding(
             "kept-for-backward-changed",
-            kept[1] - kept[0],
+            saved[1] - saved[0],
             (),
             "What is kept for backward went from {before} to {after} ({share}).",
-            {"before": Bytes(kept[0]), "after": Bytes(kept[1]), "share": signed_share(*kept)},
+            {"before": Bytes(saved[0]), "after": Bytes(saved[1]), "share": signed_share(*saved)},
         )
 
 
 @RULES.rule("peak-changed")
 def peaks(models: Models) -> Iterator[Finding]:
     """The largest change of what the allocator needs at the peak: of training where there is one, else of inference."""
-    found = [each for each in models.figures if each.name == "allocated" and each.before and each.after]
-    of = "training peak" if any(each.of == "training peak" for each in found) else "inference peak"
-    moved = [(each.after - each.before, each) for each in found if each.of == of and each.before and each.after]
-    change, figure = max(moved, key=lambda each: abs(each[0]), default=(0, None))
+    changed = [figure for figure in models.figures if figure.name == "allocated" and figure.before and figure.after]
+    of = "training peak" if any(figure.of == "training peak" for figure in changed) else "inference peak"
+    moved = [
+        (figure.after - figure.before, figure)
+        for figure in changed
+        if figure.of == of and figure.before and figure.after
+    ]
+    change, figure = max(moved, key=lambda figure: abs(figure[0]), default=(0, None))
     if figure is not None and change:
         yield Finding(
             "peak-changed",
@@ -218,9 +222,9 @@ def in_one_only(models: Models) -> Iterator[Finding]:
 
 @RULES.rule("mixed-dtypes", "batch-norm-kept-fp32", "wrapper-misreports")
 def odd_afterwards(models: Models) -> Iterator[Finding]:
-    """What a report would say of the dtypes of a model that was converted."""
+    """The findings of a report on the dtypes of a converted model."""
     if models.converted:
-        evidence = Evidence(given=models.after)
+        evidence = Evidence(as_given=models.after)
         yield from mixed_dtypes(evidence)
         yield from wrappers_that_misreport(evidence)
 

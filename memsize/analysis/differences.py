@@ -1,4 +1,4 @@
-"""What differs between two sides: tensors, layers, figures, what is alive at a peak, and findings."""
+"""Differences between two sides: tensors, layers, figures, live storages at a peak, and findings."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def paired_tensors(before: Trace, after: Trace, layers: Iterable[Pair]) -> tuple
 
     A packed module holds its weight under another name than the module it was converted from.
     """
-    held = {tensor.name: tensor for tensor in after.tensors}
+    unpaired = {tensor.name: tensor for tensor in after.tensors}
     renamed = dict(_renamed_tensors(layers))
     moved = set(renamed.values())
     pairs = []
     for tensor in before.tensors:
         name = renamed.get(tensor.name) or (tensor.name if tensor.name not in moved else None)
-        other = held.pop(name, None) if name else None
+        other = unpaired.pop(name, None) if name else None
         pairs.append(Change(other.name if other else tensor.name, tensor, other))
-    return (*pairs, *(Change(name, None, tensor) for name, tensor in held.items()))
+    return (*pairs, *(Change(name, None, tensor) for name, tensor in unpaired.items()))
 
 
 def _renamed_tensors(layers: Iterable[Pair]) -> Iterator[tuple[str, str]]:
@@ -89,7 +89,7 @@ def _how(pair: Pair, parents: Mapping[Node, Node], partners: Mapping[Node, Node]
 
 
 def _stored(node: Node, exact: bool) -> set[object]:
-    """What a layer stores itself: the shapes of its tensors, or all that says how they are stored."""
+    """The tensors of a layer itself: their names and shapes, and if `exact` also how they are stored."""
     return {
         (local_name(tensor), tensor.spec.shape, *((tensor.spec.dtype, tensor.bytes, tensor.parts) if exact else ()))
         for tensor in node.tensors
@@ -125,25 +125,25 @@ def figure_changes(before: Side, after: Side) -> tuple[FigureChange, ...]:
 
     Where each side has one scenario, these are compared, whatever they are called.
     """
-    found = [dict(_figures(side)) for side in (before, after)]
-    names = [list(dict.fromkeys(scenario for scenario, _ in each)) for each in found]
-    if [len(each) for each in names] == [1, 1] and names[0] != names[1]:
+    figures = [dict(_figures(side)) for side in (before, after)]
+    names = [list(dict.fromkeys(scenario for scenario, _ in side)) for side in figures]
+    if [len(side) for side in names] == [1, 1] and names[0] != names[1]:
         both = f"{names[0][0]} → {names[1][0]}"
-        found = [{(both, of): figures for (_, of), figures in each.items()} for each in found]
-    places = list(dict.fromkeys(place for each in found for place in each))
-    order = {scenario: number for number, scenario in enumerate(dict.fromkeys(scenario for scenario, _ in places))}
+        figures = [{(both, of): of_run for (_, of), of_run in side.items()} for side in figures]
+    keys = list(dict.fromkeys(key for side in figures for key in side))
+    order = {scenario: number for number, scenario in enumerate(dict.fromkeys(scenario for scenario, _ in keys))}
     return tuple(
-        FigureChange(*place, name, *(_figure(each, place, name) for each in found))
-        for place in sorted(places, key=lambda place: order[place[0]])
-        for name in dict.fromkeys(name for each in found for name in each.get(place, ()))
+        FigureChange(*key, name, *(_figure(side, key, name) for side in figures))
+        for key in sorted(keys, key=lambda key: order[key[0]])
+        for name in dict.fromkeys(name for side in figures for name in side.get(key, ()))
     )
 
 
-def _figure(found: Mapping[_Place, Mapping[str, int]], place: _Place, name: str) -> int | None:
-    figures = found.get(place)
-    if figures is None:
+def _figure(figures: Mapping[_Place, Mapping[str, int]], key: _Place, name: str) -> int | None:
+    of_run = figures.get(key)
+    if of_run is None:
         return None
-    return figures.get(name, None if name in FIGURES else 0)
+    return of_run.get(name, None if name in FIGURES else 0)
 
 
 def _figures(side: Side) -> Iterator[tuple[_Place, Mapping[str, int]]]:
@@ -151,8 +151,8 @@ def _figures(side: Side) -> Iterator[tuple[_Place, Mapping[str, int]]]:
         yield (side.trace.scenario, "file"), side.file
         return
     for scenario, trace in side.runs or ((side.trace.scenario, side.trace),):
-        found = totals(trace)
-        yield (scenario, "run"), {name: getattr(found, name) for name in (FIGURES if trace.ran else _OF_STORED)}
+        sums = totals(trace)
+        yield (scenario, "run"), {name: getattr(sums, name) for name in (FIGURES if trace.ran else _OF_STORED)}
     for scenario, of, peak in side.peaks:
         sizes = {name: getattr(peak, name) for name in _OF_PEAKS} | {"device": peak.device.high}
         yield (scenario, of), sizes | {role: peak.roles[role] for role in in_order(peak.roles)}
@@ -174,7 +174,7 @@ def living_changes(before: Side, after: Side, layers: Iterable[Pair]) -> tuple[s
     ]
     if not shared:
         return "", ()
-    of, scenario, first, second = max(shared, key=lambda each: each[0] == "training peak")
+    of, scenario, first, second = max(shared, key=lambda peaks: peaks[0] == "training peak")
     now = {old.layer.path: new.layer.path for old, new in layers if old and new}
     return f"{of} of {scenario}", tuple(_living(first.storages, second.storages, now))
 
@@ -182,12 +182,12 @@ def living_changes(before: Side, after: Side, layers: Iterable[Pair]) -> tuple[s
 def _living(
     before: Sequence[LiveStorage], after: Sequence[LiveStorage], now: Mapping[str, str]
 ) -> Iterator[LivingChange]:
-    least = [min((living.bytes for living in each), default=0) for each in (before, after)]
+    least = [min((living.bytes for living in storages), default=0) for storages in (before, after)]
     groups: dict[tuple[object, ...], tuple[list[LiveStorage], list[LiveStorage]]] = defaultdict(lambda: ([], []))
-    for place, storages in enumerate((before, after)):
+    for side, storages in enumerate((before, after)):
         for living in storages:
-            path = now.get(living.layer, living.layer) if place == 0 and living.layer is not None else living.layer
-            groups[living.role, path, living.op, split_phase(living.phase)[0]][place].append(living)
+            path = now.get(living.layer, living.layer) if side == 0 and living.layer is not None else living.layer
+            groups[living.role, path, living.op, split_phase(living.phase)[0]][side].append(living)
     for olds, news in groups.values():
         for old, new in zip_longest(olds, news):
             if old is None or new is None:

@@ -66,12 +66,12 @@ def convert(model: nn.Module) -> int:
 
 def convert_call(call: Call) -> tuple[Call, int]:
     """The same arguments with floating images and volumes in channels last, and how many those are."""
-    found = [tensor for tensor in tensors_in(call) if tensor.is_floating_point() and _is_convertible(tensor)]
-    if not found:
+    images = [tensor for tensor in tensors_in(call) if tensor.is_floating_point() and _is_convertible(tensor)]
+    if not images:
         return call, 0
-    chosen = {id(tensor) for tensor in found}
+    chosen = {id(tensor) for tensor in images}
     args, kwargs = map_tensors(lambda tensor: _rearranged(tensor) if id(tensor) in chosen else tensor, call)
-    return (args, kwargs), len(found)
+    return (args, kwargs), len(images)
 
 
 def _is_convertible(tensor: torch.Tensor) -> bool:
@@ -151,12 +151,12 @@ class FormatLedger(Ledger):
     def _copied(self, func: Any, source: torch.Tensor, after: Format, hidden: bool, size: int | None = None) -> None:
         before: Format = format_of(source) or ("row-major" if source.is_contiguous() else "other")
         nbytes = source.numel() * source.element_size() if size is None else size
-        copy = Copy("", _name(func), spec_of(source), before, after, nbytes, hidden, _place())
+        copy = Copy("", _name(func), spec_of(source), before, after, nbytes, hidden, _running_line())
         self.copies.append((self.clock.layer, copy))
 
     def _lost(self, func: Any, tensor: torch.Tensor) -> None:
         after = format_of(tensor) or "row-major"
-        self.losses.append((self.clock.layer, Loss("", _name(func), spec_of(tensor), after, _place())))
+        self.losses.append((self.clock.layer, Loss("", _name(func), spec_of(tensor), after, _running_line())))
 
 
 def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -171,12 +171,12 @@ class FormatCalls(ModuleCallRecorder):
 
     def __init__(self, model: nn.Module, ledger: Ledger) -> None:
         super().__init__(model, ledger)
-        self.given: dict[int, list[Format]] = {}
+        self.received: dict[int, list[Format]] = {}
         self.returned: dict[int, list[Format]] = {}
 
-    def _returned(self, index: int, result: Any, start: int, given: list[tuple[torch.Tensor, int]]) -> None:
-        super()._returned(index, result, start, given)
-        self.given.setdefault(index, []).extend(_formats(tensor for tensor, _ in given))
+    def _returned(self, index: int, result: Any, start: int, arguments: list[tuple[torch.Tensor, int]]) -> None:
+        super()._returned(index, result, start, arguments)
+        self.received.setdefault(index, []).extend(_formats(tensor for tensor, _ in arguments))
         self.returned.setdefault(index, []).extend(_formats(tensors_in(result)))
 
 
@@ -193,8 +193,8 @@ class FormatRun(Run):
         self.calls = FormatCalls(setup.model, self.ledger)
         self.enter_inputs()
 
-    def found(self) -> FormatsRun:
-        """What was seen."""
+    def formats(self) -> FormatsRun:
+        """The formats, copies and losses that the run recorded."""
         seen = self.calls.seen
         paths = [entry.path for entry in seen]
         path: Callable[[int], str] = lambda index: paths[index] if index >= 0 else ""  # noqa: E731
@@ -213,7 +213,7 @@ class FormatRun(Run):
             leaf=seen.leaf,
             calls=seen.calls,
             parameters=tuple(_formats(seen.module.parameters(recurse=False))),
-            inputs=tuple(self.calls.given.get(index, ())),
+            inputs=tuple(self.calls.received.get(index, ())),
             outputs=tuple(self.calls.returned.get(index, ())),
             specs=tuple(output.spec for output in seen.outputs),
         )
@@ -224,9 +224,9 @@ def run_formats(setup: Setup) -> FormatsRun:
     run = FormatRun(setup)
     with run.recording(), torch.enable_grad(), setup.precision.autocast():
         run.result = setup.model(*setup.call[0], **setup.call[1])
-    found = run.found()
+    formats = run.formats()
     run.ledger.close()
-    return found
+    return formats
 
 
 def audit(prepared: Callable[[], Setup]) -> Audit:
@@ -248,7 +248,7 @@ def _at(event: _Event, path: str) -> _Event:
 
 
 def _formats(tensors: Any) -> Iterator[Format]:
-    return (found for found in map(format_of, tensors) if found is not None)
+    return (format_ for format_ in map(format_of, tensors) if format_ is not None)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -263,6 +263,6 @@ def _name(func: Any) -> str:
     return str(func._overloadpacket.__name__)
 
 
-def _place() -> str:
+def _running_line() -> str:
     """The innermost line of the model's own code: what asked for the op that is running."""
     return running_line(run_formats.__code__)

@@ -1,4 +1,4 @@
-"""Which layer of one model is which layer of another: those that stayed, were renamed, moved or changed.
+"""Match the layers of two models: layers that stayed, were renamed, moved or changed.
 
 The trees of modules are gone through from the top. The children of two modules that are the same are paired by the
 first of these that holds, each time in the order of the models:
@@ -34,7 +34,7 @@ class Node:
     layer: Layer
     tensors: tuple[StoredTensor, ...]
     children: tuple[Node, ...]
-    place: int
+    position: int
     alike: int
     elements: int
 
@@ -87,15 +87,15 @@ class _Pairs:
     def _by(self, key: Key, olds: list[Node], news: list[Node]) -> tuple[list[Node], list[Node]]:
         waiting: dict[Hashable, deque[Node]] = defaultdict(deque)
         for node in news:
-            if (found := key(node)) is not None:
-                waiting[found].append(node)
+            if (value := key(node)) is not None:
+                waiting[value].append(node)
         rest, taken = [], set()
         for node in olds:
-            found = key(node)
-            if found is None or not waiting[found]:
+            value = key(node)
+            if value is None or not waiting[value]:
                 rest.append(node)
                 continue
-            other = waiting[found].popleft()
+            other = waiting[value].popleft()
             taken.add(other)
             self.of[node] = other
             self.descend(node.children, other.children)
@@ -127,7 +127,7 @@ class _Pairs:
                 if taken.isdisjoint(other.walk()) and self.of.keys().isdisjoint(node.walk()):
                     both = tuple(zip(node.walk(), other.walk(), strict=True))
                     self.of.update(both)
-                    taken.update(each for _, each in both)
+                    taken.update(node for _, node in both)
                     break
 
 
@@ -168,22 +168,22 @@ def _forest(trace: Trace, kinds: dict[Hashable, int], typed: bool) -> tuple[Node
     below: dict[str, list[int]] = defaultdict(list)
     paths = {layer.path for layer in trace.layers}
     tops: list[int] = []
-    for place, layer in enumerate(trace.layers):
+    for position, layer in enumerate(trace.layers):
         parent = layer.path.rpartition(".")[0]
         while parent and parent not in paths:
             parent = parent.rpartition(".")[0]
-        (below[parent] if layer.path and parent in paths else tops).append(place)
-    held: dict[str, list[StoredTensor]] = defaultdict(list)
+        (below[parent] if layer.path and parent in paths else tops).append(position)
+    tensors_of: dict[str, list[StoredTensor]] = defaultdict(list)
     for tensor in trace.tensors:
-        held[tensor.layer].append(tensor)
+        tensors_of[tensor.layer].append(tensor)
 
-    def node(place: int) -> Node:
-        layer = trace.layers[place]
-        tensors, children = tuple(held[layer.path]), tuple(map(node, below[layer.path]))
+    def node(position: int) -> Node:
+        layer = trace.layers[position]
+        tensors, children = tuple(tensors_of[layer.path]), tuple(map(node, below[layer.path]))
         own = tuple(sorted((local_name(tensor), tensor.spec.shape) for tensor in tensors))
         kind = layer.type if typed else "", own, tuple((child.name, child.alike) for child in children)
         elements = sum(tensor.elements for tensor in tensors) + sum(child.elements for child in children)
-        return Node(layer, tensors, children, place, kinds.setdefault(kind, len(kinds)), elements)
+        return Node(layer, tensors, children, position, kinds.setdefault(kind, len(kinds)), elements)
 
     return tuple(map(node, tops))
 

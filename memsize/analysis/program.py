@@ -58,12 +58,12 @@ def run_program(
     world: World | None = None,
     bounded: bool = True,
     stack: Stack = INSTALLED,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[ProgramRun, BaseException | None]:
-    """Run a script (or a module) with its own arguments, as one process of `world` if it is named; `say` is called with
-    what it is doing. Where it is not `bounded`, nothing is too large for the card, whose software is `stack`.
+    """Run a script (or a module) with its own arguments and return its run, with the error that ended it, if any.
 
-    The error that it ended with, if any, comes with the run.
+    The program is one process of `world` (None: alone) on a card whose software is `stack`; unless the card is
+    `bounded`, nothing is too large for it. `progress` is called with what the program is doing.
     """
     files = Files(allow_writes)
     taken = workspaces(card, plans_of(card), stack)
@@ -71,18 +71,18 @@ def run_program(
     if not module and not Path(path).is_file():
         raise InputError(f"no such script: {path}")
     name = Path(path).name
-    program.steps.say = lambda stage: say(f"{name}: {stage}")
-    say(f"{name}: starting")
+    program.steps.progress = lambda stage: progress(f"{name}: {stage}")
+    progress(f"{name}: starting")
     with isolated():
         error = program.run(path, arguments, module)
     if module and isinstance(error, ImportError) and _is_runpys(error):
         raise InputError(f"cannot run the module {path}: {error}") from error
-    say(f"{name}: adding up what it held")
+    progress(f"{name}: adding up what it held")
     return program_run(program, " ".join((path, *arguments)), error), error
 
 
 def _is_runpys(error: ImportError) -> bool:
-    """Whether it is raised by what looks for the module, and not by code of its package."""
+    """Return whether `error` comes from the search for the module, and not from code of its package."""
     *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
     return innermost.f_code.co_filename == runpy.run_module.__code__.co_filename
 
@@ -95,7 +95,7 @@ class VirtualGpu:
 
     @property
     def run(self) -> ProgramRun:
-        """What ran in the region; raises `InputError` while it is open."""
+        """The run of the program in the region; raises `InputError` while it is open."""
         if self._run is None:
             raise InputError("the virtual GPU is still in use: ask after the with block")
         return self._run
@@ -126,9 +126,9 @@ def virtual_gpu(
     program = Program(name, card, workspaces(card, plans_of(card)), config, steps, files, snapshot, world)
     region = VirtualGpu()
     error: BaseException | None = None
-    kept = Kept()
+    restore = Kept()
     try:
-        with default_device_kept(), kept.restored(), program.open(kept.replacements()):
+        with default_device_kept(), restore.restored(), program.open(restore.replacements()):
             yield region
     except StopProgram:
         pass
@@ -143,7 +143,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
     """The record of what `program` showed."""
     trace = program.trace(error)
     peak = estimate_gpu(trace, program.card, config=program.memory.config)
-    found = ProgramRun(
+    run = ProgramRun(
         program=command,
         trace=trace,
         card=program.card,
@@ -163,7 +163,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         needs_gpu=needs_gpu(error),
         allocator=json.dumps(plain(program.memory.config)),
     )
-    return replace(found, findings=RULES.findings(found))
+    return replace(run, findings=RULES.findings(run))
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
@@ -174,14 +174,14 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _went_on(program: Program, trace: Trace) -> WentOn | None:
-    """What followed the last request that the card refused."""
-    place = program.last_refused
-    if place is None:
+    """How the program went on after the last request that the card refused."""
+    refusal = program.last_refused
+    if refusal is None:
         return None
-    if not any(event.delta > 0 for event in trace.events[place:]):
+    if not any(event.delta > 0 for event in trace.events[refusal:]):
         return WentOn(0, None)
-    device = device_since(trace, program.card, program.memory.config, place)
-    return WentOn(sum(end > place for end in program.steps.ends), device)
+    device = device_since(trace, program.card, program.memory.config, refusal)
+    return WentOn(sum(end > refusal for end in program.steps.ends), device)
 
 
 def _capacity(memory: DeviceMemory) -> int:
@@ -190,7 +190,7 @@ def _capacity(memory: DeviceMemory) -> int:
 
 
 def _largest(trace: Trace) -> tuple[LiveTensor, ...]:
-    """What is alive at the peak of requested bytes, the largest first."""
+    """The storages alive at the peak of requested bytes, the largest first."""
     levels = live_bytes(trace.events)
     if not levels:
         return ()
@@ -207,7 +207,7 @@ def _tensor(trace: Trace, index: int, size: int, phase: str) -> LiveTensor:
 
 
 def _growth(program: Program, trace: Trace) -> Growth | None:
-    """What every step leaves behind: made at lines of which more storages are alive at the end of each step."""
+    """The bytes that every step leaves behind: storages of lines that have more of them alive after each step."""
     at_ends = [_by_line(trace, end - 1) for end in program.steps.ends]
     if len(at_ends) < _ENOUGH:
         return None
@@ -216,31 +216,31 @@ def _growth(program: Program, trace: Trace) -> Growth | None:
     sizes = {line: sum(trace.storages[index].bytes for index in last[line] - before[line]) for line in grown}
     if not sum(sizes.values()):
         return None
-    kept = frozenset(index for line in grown for index in last[line])
+    grown_storages = frozenset(index for line in grown for index in last[line])
     most = max(sizes, key=sizes.__getitem__)
-    return Growth(sum(sizes.values()), most or None, _holder(program.held, kept, trace))
+    return Growth(sum(sizes.values()), most or None, _holder(program.held, grown_storages, trace))
 
 
-def _by_line(trace: Trace, place: int) -> defaultdict[str, set[int]]:
-    """The storages alive after event `place` that have no reason to stay, by the line that made them.
+def _by_line(trace: Trace, last: int) -> defaultdict[str, set[int]]:
+    """The storages alive after event `last` that have no reason to stay, by the line that made them.
 
     What an optimizer works with is let go of when its step is over, of which the last step's events may end short.
     """
-    found = defaultdict[str, set[int]](set)
-    phases = {event.storage: trace.phases[event.phase] for event in trace.events[: place + 1] if event.delta > 0}
-    for index in alive(trace, place):
+    storages = defaultdict[str, set[int]](set)
+    phases = {event.storage: trace.phases[event.phase] for event in trace.events[: last + 1] if event.delta > 0}
+    for index in alive(trace, last):
         if trace.storages[index].role not in _OWN and split_phase(phases[index])[0] != "optimizer":
-            found[trace.line_of(index) or ""].add(index)
-    return found
+            storages[trace.line_of(index) or ""].add(index)
+    return storages
 
 
-def _holder(held: Iterable[Held], storages: frozenset[int], trace: Trace) -> Holder | None:
+def _holder(holders: Iterable[Held], storages: frozenset[int], trace: Trace) -> Holder | None:
     """The variable that keeps most of `storages` alive, and least beside them."""
 
-    def kept(each: Held) -> tuple[int, int]:
-        return sum(trace.storages[index].bytes for index in each.storages & storages), -len(each.storages)
+    def rank(candidate: Held) -> tuple[int, int]:
+        return sum(trace.storages[index].bytes for index in candidate.storages & storages), -len(candidate.storages)
 
-    most = max(held, key=kept, default=None)
+    most = max(holders, key=rank, default=None)
     return most.holder if most is not None and most.storages & storages else None
 
 
@@ -251,22 +251,24 @@ def _kept_gradients(trace: Trace, zeroed: Sequence[Zeroed]) -> KeptGradients | N
     It begins with the first storage that it makes: FSDP1 lets go of gradients that were set to None at its beginning.
     """
     phases = [*_phases(trace)]
-    made = (place for place, event in enumerate(trace.events) if event.delta > 0 and phases[place] == ("forward", 2))
-    start = next(made, None)
+    first_storages = (
+        index for index, event in enumerate(trace.events) if event.delta > 0 and phases[index] == ("forward", 2)
+    )
+    start = next(first_storages, None)
     if start is None:
         return None
-    found = defaultdict[tuple[Literal["kept", "late", "none"], str], set[int]](set)
+    causes = defaultdict[tuple[Literal["kept", "late", "none"], str], set[int]](set)
     live = alive(trace, start)
     left = _gradients_of_backward(trace, phases) & live.keys()
-    found["none", ""] = left.difference(*(each.gradients for each in zeroed if each.kept or each.event > start))
+    causes["none", ""] = left.difference(*(call.gradients for call in zeroed if call.kept or call.event > start))
     untouched = _untouched(trace, start, phases)
-    for each in zeroed:
-        if each.kept or each.event > start:
-            freed = left & (each.gradients if each.kept else each.freed)
-            found["kept" if each.kept else "late", each.line].update(
-                index for index in freed if each.event in untouched(trace.storages[index].layer)
+    for call in zeroed:
+        if call.kept or call.event > start:
+            freed = left & (call.gradients if call.kept else call.freed)
+            causes["kept" if call.kept else "late", call.line].update(
+                index for index in freed if call.event in untouched(trace.storages[index].layer)
             )
-    sizes = {cause: sum(live[index] for index in storages) for cause, storages in found.items()}
+    sizes = {cause: sum(live[index] for index in storages) for cause, storages in causes.items()}
     reason, line = max(sizes, key=sizes.__getitem__)
     return KeptGradients(sizes[reason, line], reason, line or None) if sizes[reason, line] else None
 
@@ -274,8 +276,8 @@ def _kept_gradients(trace: Trace, zeroed: Sequence[Zeroed]) -> KeptGradients | N
 def _gradients_of_backward(trace: Trace, phases: Sequence[tuple[str, int]]) -> set[int]:
     """The gradients that a backward made: the buckets that DDP makes for gradients to be views of stay for good."""
     at = zip(trace.events, phases, strict=True)
-    made = (event.storage for event, (phase, _) in at if event.delta > 0 and phase == "backward")
-    return {index for index in made if trace.storages[index].role == "gradient"}
+    allocated = (event.storage for event, (phase, _) in at if event.delta > 0 and phase == "backward")
+    return {index for index in allocated if trace.storages[index].role == "gradient"}
 
 
 def _untouched(trace: Trace, start: int, phases: Sequence[tuple[str, int]]) -> Callable[[int], range]:
@@ -284,13 +286,13 @@ def _untouched(trace: Trace, start: int, phases: Sequence[tuple[str, int]]) -> C
     A zero_grad beyond them is wanted where it is: a GAN's discriminator gets gradients from its generator's loss too.
     """
     before, after = dict[int, int](), dict[int, int]()
-    for place, event in enumerate(trace.events):
-        if event.delta > 0 and phases[place][0] == "backward":
+    for index, event in enumerate(trace.events):
+        if event.delta > 0 and phases[index][0] == "backward":
             layer = trace.storages[event.storage].layer
-            if place < start:
-                before[layer] = place
+            if index < start:
+                before[layer] = index
             else:
-                after.setdefault(layer, place)
+                after.setdefault(layer, index)
     return lambda layer: range(before.get(layer, -1) + 1, after.get(layer, len(phases)) + 1)
 
 

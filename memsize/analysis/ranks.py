@@ -41,28 +41,28 @@ class RankProcesses:
     """The ranks of a program, each run once: `jobs` of them side by side."""
 
     def __init__(
-        self, run_rank: Callable[[World], ProgramRun], world: World, jobs: int, say: Callable[[str], None]
+        self, run_rank: Callable[[World], ProgramRun], world: World, jobs: int, progress: Callable[[str], None]
     ) -> None:
         self._run_rank = run_rank
         self._world = world
         self.size = world.size
-        self.made: dict[int, ProgramRun] = {}
+        self.runs: dict[int, ProgramRun] = {}
         self._jobs = jobs
-        self._say = say
+        self._progress = progress
 
     def run(self, ranks: Sequence[int]) -> None:
         """Run those of `ranks` that were not run yet."""
-        waiting = [rank for rank in dict.fromkeys(ranks) if rank not in self.made]
+        waiting = [rank for rank in dict.fromkeys(ranks) if rank not in self.runs]
         for start in range(0, len(waiting), self._jobs):
             batch = waiting[start : start + self._jobs]
-            self._say(f"running {_named(batch)} of {self.size}, {len(self.made)} done")
-            self.made |= zip(batch, self._side_by_side(batch), strict=True)
+            self._progress(f"running {_named(batch)} of {self.size}, {len(self.runs)} done")
+            self.runs |= zip(batch, self._side_by_side(batch), strict=True)
 
     def _side_by_side(self, ranks: Sequence[int]) -> list[ProgramRun]:
         """The runs of as many ranks as there are processes, so that each has one to itself."""
         if not can_fork():
             return [self.rank(rank) for rank in ranks]
-        with side_by_side(len(ranks)), Workers(self, self._say) as workers:
+        with side_by_side(len(ranks)), Workers(self, self._progress) as workers:
             if len(ranks) == 1:
                 return [workers.apart(("rank", ranks[0]))]
             return workers.each([("rank", rank) for rank in ranks])
@@ -81,21 +81,21 @@ def run_ranks(
     world: World,
     which: Which,
     jobs: int | None,
-    say: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> RankRuns:
     """All ranks of a program that is run as one of `world`, or as many as it takes to know what each holds; `run_rank`
     runs one of them.
 
     `jobs` are run side by side; None: one for each core.
     """
-    processes = RankProcesses(run_rank, world, cores() if jobs is None else jobs, say or (lambda _: None))
+    processes = RankProcesses(run_rank, world, cores() if jobs is None else jobs, progress or (lambda _: None))
     if which == "all":
         processes.run(range(world.size))
         between: dict[int, int] = {}
     else:
         between = distinct(processes)
-    found = RankRuns(world.size, world.nodes, tuple(_groups(processes.made, between)))
-    return replace(found, findings=RULES.findings(found))
+    runs = RankRuns(world.size, world.nodes, tuple(_groups(processes.runs, between)))
+    return replace(runs, findings=RULES.findings(runs))
 
 
 def run_as_rank(
@@ -106,7 +106,7 @@ def run_as_rank(
     *,
     module: bool,
     world: World | None,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> tuple[ProgramRun, BaseException | None]:
     """`run_program` with the same arguments, for which other ranks run too where this one waits for what they send."""
@@ -116,8 +116,8 @@ def run_as_rank(
         if not module:
             import_packages(path, card, config)
 
-    with others_asked(lambda each: run(world=each), world, imports):
-        return run(world=world, say=say)
+    with others_asked(lambda other_world: run(world=other_world), world, imports):
+        return run(world=world, progress=progress)
 
 
 @contextmanager
@@ -136,31 +136,31 @@ def others_asked(
 
 def distinct(processes: RankProcesses) -> dict[int, int]:
     """Run the ranks by which the others are known: for each of these, one that was run and is the same."""
-    known: dict[int, int] = {}
-    made, parts = processes.made, [(0, processes.size - 1)]
+    represented: dict[int, int] = {}
+    runs, parts = processes.runs, [(0, processes.size - 1)]
     processes.run(parts[0])
     while parts:
-        if any(_is_stage(run) for run in made.values()):
+        if any(_is_stage(run) for run in runs.values()):
             processes.run(range(processes.size))
             return {}
         cut: list[tuple[int, int]] = []
         for low, high in parts:
-            if _same(made[low], made[high]):
-                known |= dict.fromkeys(range(low + 1, high), low)
+            if _same(runs[low], runs[high]):
+                represented |= dict.fromkeys(range(low + 1, high), low)
             elif high - low > 1:
                 middle = (low + high + 1) // 2 if low else 1
                 cut += [(low, middle), (middle, high)]
         processes.run([rank for part in cut for rank in part])
         parts = cut
-    return known
+    return represented
 
 
-def _groups(made: dict[int, ProgramRun], between: dict[int, int]) -> Iterator[RankGroup]:
+def _groups(runs: dict[int, ProgramRun], between: dict[int, int]) -> Iterator[RankGroup]:
     """Ranks that hold the same, in the order of their first."""
-    waiting = sorted(made)
+    waiting = sorted(runs)
     while waiting:
-        run = made[waiting[0]]
-        ran = tuple(rank for rank in waiting if _same(run, made[rank]))
+        run = runs[waiting[0]]
+        ran = tuple(rank for rank in waiting if _same(run, runs[rank]))
         yield RankGroup(ran, run, tuple(rank for rank, like in between.items() if like in ran))
         waiting = [rank for rank in waiting if rank not in ran]
 
@@ -177,7 +177,7 @@ def _on_gpu(trace: Trace) -> Trace:
 
 
 def _is_stage(run: ProgramRun) -> bool:
-    return any(each.kind in _MESSAGES for each in run.trace.collectives)
+    return any(collective.kind in _MESSAGES for collective in run.trace.collectives)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What a program needs a real GPU for, by the error that it ended with.
+"""The part of a program that needs a real GPU, identified from the error that ended it.
 
 Kernels that PyTorch does not know run where there are values. Packages of such kernels often cannot even be imported
 without CUDA, or are not installed on a machine without a GPU.
@@ -55,12 +55,12 @@ _NATIVE: Final = re.compile(r"(must be|is not|[Ee]xpected)( to be)?( an?)? CUDA 
 
 
 def needs_gpu(error: BaseException | None) -> NeedsGpu | None:
-    """What `error` says that the program needs a real GPU for; None where it says nothing of the kind."""
+    """The part of the program that needs a real GPU, as `error` shows; None if the error has another cause."""
     while error is not None:
         if isinstance(error, _RAISED) and not isinstance(error, torch.OutOfMemoryError):
-            found = _needed(error)
-            if found is not None:
-                return found
+            needed = _needed(error)
+            if needed is not None:
+                return needed
         error = error.__cause__
     return None
 
@@ -81,8 +81,8 @@ def _needed(error: BaseException) -> NeedsGpu | None:
 
 def _op(text: str) -> str | None:
     """The op that has no shape rule, as its schema names it."""
-    found = _WITHOUT_RULE.search(text)
-    return next(filter(None, found.groups())).replace(".", "::") if found else None
+    match = _WITHOUT_RULE.search(text)
+    return next(filter(None, match.groups())).replace(".", "::") if match else None
 
 
 def _package(error: BaseException, op: str | None, frames: list[FrameType]) -> str | None:
@@ -113,7 +113,7 @@ def _root(frame: FrameType) -> str:
 
 def _line(error: BaseException) -> str | None:
     """The innermost line of the program's own, of a library where there is none."""
-    places = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
-    outside = [place for place in places if is_outside(place[0])]
-    own = [place for place in outside if not is_library(place[0])]
+    calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    outside = [call for call in calls if is_outside(call[0])]
+    own = [call for call in outside if not is_library(call[0])]
     return line_of(*(own or outside)[-1]) if outside else None

@@ -48,28 +48,28 @@ _OWN, _FP32 = SCENARIOS["as-given"], SCENARIOS["fp32"]
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What the runs of a scenario showed; `left` are the layers that it left unquantized, as the `Runner` has them, and
-    `told` is what only the run on several GPUs could say.
+    """The results of one scenario's runs. `skipped_layers` are the layers that it left unquantized, as the `Runner` has
+    them, and `notes` those that only the run on several GPUs could make.
     """
 
     results: tuple[ScenarioResult, ...]
-    left: dict[str, dict[str, str]] = field(default_factory=dict)
-    told: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    skipped_layers: dict[str, dict[str, str]] = field(default_factory=dict)
+    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What the model as it is showed: the results that follow, its trace, and what torchinfo says of it."""
+    """The results of the model as it is, and of fp32 if that is the same; its trace, and torchinfo's reading of it."""
 
     results: tuple[ScenarioResult, ...]
     trace: Trace
     readings: tuple[ToolReport, ...]
-    told: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass
 class _Parts:
-    """What has been found so far, in whatever order."""
+    """The parts of a report that are finished, in any order."""
 
     own: _Own | None = None
     shown: list[_Shown] = field(default_factory=list)
@@ -92,33 +92,38 @@ class _Parts:
         return {name: result.trace for name, result in self.results.items() if result.trace}
 
     @property
-    def left(self) -> dict[str, dict[str, str]]:
+    def skipped_layers(self) -> dict[str, dict[str, str]]:
         """The layers that quantized scenarios left as they are."""
-        return {name: layers for part in self.shown for name, layers in part.left.items()}
+        return {name: layers for part in self.shown for name, layers in part.skipped_layers.items()}
 
     @property
-    def told(self) -> dict[str, tuple[str, ...]]:
+    def notes(self) -> dict[str, tuple[str, ...]]:
         """By scenario: what only the run on several GPUs could say."""
-        return {name: notes for part in (*self.shown, self.own) if part for name, notes in part.told.items()}
+        return {
+            name: scenario_notes
+            for part in (*self.shown, self.own)
+            if part
+            for name, scenario_notes in part.notes.items()
+        }
 
 
-def numbered(say: Callable[[str], None], names: Set[str]) -> Callable[[str], None]:
-    """`say` with a count behind each of `names` as they are begun, whatever their order: ``fp16, 3 of 7``."""
+def numbered(progress: Callable[[str], None], names: Set[str]) -> Callable[[str], None]:
+    """`progress` with a count behind each of `names` as they are begun, whatever their order: ``fp16, 3 of 7``."""
     begun: dict[str, int] = {}
 
-    def told(text: str) -> None:
+    def counted(text: str) -> None:
         if text in names:
             text = f"{text}, {begun.setdefault(text, len(begun) + 1)} of {len(names)}"
-        say(text)
+        progress(text)
 
-    return told
+    return counted
 
 
 class ReportBuilder:
     """The runs of a report. Each is made when it is first needed, and kept.
 
     `training` asks for training steps, which `parallel` spreads over several GPUs, `peaks` for the GPU estimate of each
-    scenario, with the allocator set by `config`. `say` is called with progress messages.
+    scenario, with the allocator set by `config`. `progress` is called with progress messages.
     """
 
     def __init__(
@@ -129,84 +134,88 @@ class ReportBuilder:
         parallel: Parallel | None = None,
         peaks: bool = False,
         config: AllocatorConfig | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.runner = runner
         self.training = training
         self.parallel = parallel
         self.peaks = peaks or training is not None
         self.config = config
-        self.say = say
-        self.found: Callable[[_Own | _Shown], None] = lambda _: None
+        self.progress = progress
+        self.add_part: Callable[[_Own | _Shown], None] = lambda _: None
         self._traces: dict[str, Trace] = {}
         self._replays = Replays(config)
         self._untrained: dict[str, str] = {}
         """By scenario: why its training steps fail although a forward runs."""
-        self._told: dict[str, tuple[str, ...]] = {}
+        self._spread_notes: dict[str, tuple[str, ...]] = {}
         self._readable: nn.Module | None = None
 
-    def build(self, asked: Sequence[Scenario], *, default: bool, notes: Sequence[str] = ()) -> Report:
-        """The report over the scenarios `asked`; `default` leaves out `as-given` where it is what fp32 is.
+    def build(self, scenarios: Sequence[Scenario], *, default: bool, notes: Sequence[str] = ()) -> Report:
+        """The report over `scenarios`; `default` leaves out `as-given` where it is what fp32 is.
 
         Raises `Interrupted` with what was found, once the model as it is was run.
         """
-        names = {_OWN.name, *(scenario.name for scenario in asked)} - {_FP32.name}
+        names = {_OWN.name, *(scenario.name for scenario in scenarios)} - {_FP32.name}
         parts = _Parts()
         with (
-            found_kept(lambda: self._so_far(asked, notes, parts)),
+            found_kept(lambda: self._so_far(scenarios, notes, parts)),
             collector_paused(),
-            Workers(self, numbered(self.say, names), parts.add) as workers,
+            Workers(self, numbered(self.progress, names), parts.add) as workers,
         ):
-            self.say, self.found = workers.say, workers.found
-            self._run_all(asked, default, parts, workers)
+            self.progress, self.add_part = workers.say, workers.found
+            self._run_all(scenarios, default, parts, workers)
             amp = next((name for name in _AMP if name in parts.runs), None)
             crossover = self._crossover(parts.runs, amp, workers) if amp and "fp32" in parts.runs else None
-            return self._report(asked, notes, parts, crossover)
+            return self._report(scenarios, notes, parts, crossover)
 
-    def _run_all(self, asked: Sequence[Scenario], default: bool, parts: _Parts, workers: Workers) -> None:
+    def _run_all(self, scenarios: Sequence[Scenario], default: bool, parts: _Parts, workers: Workers) -> None:
         """Run every scenario, `fp32` in any case."""
-        others = [("shown", scenario) for scenario in asked if scenario not in (_OWN, _FP32)]
+        others = [("shown", scenario) for scenario in scenarios if scenario not in (_OWN, _FP32)]
         # In float32, the model's own runs are those of fp32 too, and show both.
         likely = floating_dtype(self.runner.model) in (torch.float32, None) and not own_autocast(self.runner.model)
-        workers.each([("own", asked, default), *others, *([] if likely else [("shown", _FP32)])])
+        workers.each([("own", scenarios, default), *others, *([] if likely else [("shown", _FP32)])])
         if "fp32" not in parts.results:
             self.shown(_FP32)
 
-    def _so_far(self, asked: Sequence[Scenario], notes: Sequence[str], parts: _Parts) -> Report | None:
+    def _so_far(self, scenarios: Sequence[Scenario], notes: Sequence[str], parts: _Parts) -> Report | None:
         """The report over what has been run; None where not even the model as it is was."""
         if parts.own is None:
             return None
-        missing = tuple(each.name for each in asked if each is not _OWN and each.name not in parts.results)
-        return self._report(asked, notes, parts, None, missing or ("findings",))
+        missing = tuple(
+            scenario.name for scenario in scenarios if scenario is not _OWN and scenario.name not in parts.results
+        )
+        return self._report(scenarios, notes, parts, None, missing or ("findings",))
 
     def _report(
         self,
-        asked: Sequence[Scenario],
+        scenarios: Sequence[Scenario],
         notes: Sequence[str],
         parts: _Parts,
         crossover: Crossover | None,
         missing: tuple[str, ...] = (),
     ) -> Report:
         assert parts.own is not None
-        found, given = parts.results, parts.own.trace
-        self.runner.left |= parts.left
-        results = tuple(found[scenario.name] for scenario in asked if scenario.name in found)
-        fp32 = found.get("fp32")
-        evidence = self._evidence(parts.own, results, fp32, crossover)
+        results_by_name, as_given = parts.results, parts.own.trace
+        self.runner.skipped_layers |= parts.skipped_layers
+        shown_results = tuple(
+            results_by_name[scenario.name] for scenario in scenarios if scenario.name in results_by_name
+        )
+        fp32 = results_by_name.get("fp32")
+        evidence = self._evidence(parts.own, shown_results, fp32, crossover)
         return Report(
             model=self.runner.name,
-            trace=given,
-            scenario_results=results,
+            trace=as_given,
+            scenario_results=shown_results,
             findings=(*interrupted(missing), *RULES.findings(evidence)),
-            notes=(*notes, *self._how(asked, parts.told)),
-            baseline=_as_float32(fp32.totals, given) if fp32 else None,
+            notes=(*notes, *self._how(scenarios, parts.notes)),
+            baseline=_as_float32(fp32.totals, as_given) if fp32 else None,
             gpu=self.runner.gpu.name if self.peaks else "",
             optimizer=self._optimizer(),
             allocator=json.dumps(plain(self.config)) if self.config else "",
             missing=missing,
         )
 
-    def own(self, asked: Sequence[Scenario], default: bool) -> None:
+    def own(self, scenarios: Sequence[Scenario], default: bool) -> None:
         """Find what the model shows as it is, and for fp32 where that is the same. Raises what its run raises."""
         trace = self.trace(_OWN)
         as_fp32 = is_float32(self.runner.model, trace)
@@ -216,14 +225,14 @@ class ReportBuilder:
                 self._untrained["fp32"] = self._untrained[_OWN.name]
             if not any(tensor.kind == "attribute" for tensor in trace.tensors):  # a module may cast those itself
                 self.runner.same_stored(_FP32, _OWN)
-        wanted = [*([_OWN] if _OWN in asked and not (default and as_fp32) else []), *([_FP32] if as_fp32 else [])]
-        self.found(_Own(tuple(map(self.result, wanted)), trace, self.readings(), self._told))
+        wanted = [*([_OWN] if _OWN in scenarios and not (default and as_fp32) else []), *([_FP32] if as_fp32 else [])]
+        self.add_part(_Own(tuple(map(self.result, wanted)), trace, self.readings(), self._spread_notes))
 
     def shown(self, scenario: Scenario) -> None:
         """Find what the runs of one scenario show."""
-        result, left = self.result(scenario), self.runner.left.get(scenario.name)
-        told = {name: notes for name, notes in self._told.items() if name == scenario.name}
-        self.found(_Shown((result,), {} if left is None else {scenario.name: left}, told))
+        result, left = self.result(scenario), self.runner.skipped_layers.get(scenario.name)
+        spread_notes = {name: notes for name, notes in self._spread_notes.items() if name == scenario.name}
+        self.add_part(_Shown((result,), {} if left is None else {scenario.name: left}, spread_notes))
 
     def result(self, scenario: Scenario) -> ScenarioResult:
         """The figures of one scenario, or why it does not apply."""
@@ -250,26 +259,26 @@ class ReportBuilder:
         if self.training is None or scenario.name in self._untrained or scenario.is_modelled:
             return None
         if self.parallel is not None:
-            given = trace
+            single_gpu = trace
             try:
                 trace = self.runner.run(ParallelSteps(self.training, self.parallel, self.runner.gpu), scenario)
             except (ScenarioError, ForwardError, InputError) as error:
                 self._untrained[scenario.name] = _one_line(error)
                 return None
-            known = {*given.notes, *how(self.runner.model, self.parallel, scenario)}
-            self._told[scenario.name] = tuple(note for note in trace.notes if note not in known)
+            single_gpu_notes = {*single_gpu.notes, *how(self.runner.model, self.parallel, scenario)}
+            self._spread_notes[scenario.name] = tuple(note for note in trace.notes if note not in single_gpu_notes)
         return estimate_gpu(trace, self.runner.gpu, replays=self._replays)
 
-    def _how(self, asked: Sequence[Scenario], told: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-        """What a reader must know about how the training is spread; `told` is what its runs said besides."""
+    def _how(self, scenarios: Sequence[Scenario], spread_notes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+        """Notes on how the training is spread; `spread_notes` are those that its runs made."""
         if self.parallel is None:
             return ()
-        able = [scenario for scenario in asked if not self.parallel.refuses(scenario)]
-        before = dict.fromkeys(note for each in able for note in how(self.runner.model, self.parallel, each))
-        names = [scenario.name for scenario in able if scenario.name in told]
+        able = [scenario for scenario in scenarios if not self.parallel.refuses(scenario)]
+        before = dict.fromkeys(note for scenario in able for note in how(self.runner.model, self.parallel, scenario))
+        names = [scenario.name for scenario in able if scenario.name in spread_notes]
         return (
             *before,
-            *_said_once({name: told[name] for name in names}),
+            *_once({name: spread_notes[name] for name in names}),
             f"layers are shown whole, as on one GPU, and so is inference; the training is {self.parallel}",
         )
 
@@ -292,7 +301,7 @@ class ReportBuilder:
     def trace(self, scenario: Scenario) -> Trace:
         """The run under a scenario; raises `ScenarioError` or `ForwardError` when there can be none."""
         if scenario.name not in self._traces:
-            self.say(scenario.name)
+            self.progress(scenario.name)
             self._traces[scenario.name] = self._run(scenario)
         return self._traces[scenario.name]
 
@@ -321,13 +330,13 @@ class ReportBuilder:
     def _evidence(
         self, own: _Own, results: Sequence[ScenarioResult], fp32: ScenarioResult | None, crossover: Crossover | None
     ) -> Evidence:
-        """What was found of the scenarios that were asked for; beside them fp32 is but what they are compared with."""
+        """The evidence of the requested scenarios. fp32 is part of it only as the run to compare with."""
         runs = {result.name: result.trace for result in (*results, *filter(None, [fp32])) if result.trace}
         amp = next((name for name in _AMP if name in runs), None)
         return Evidence(
-            given=own.trace,
+            as_given=own.trace,
             runs=runs,
-            left={name: left for name, left in self.runner.left.items() if name in runs},
+            skipped_layers={name: left for name, left in self.runner.skipped_layers.items() if name in runs},
             readings=own.readings,
             peaks={result.name: result.training for result in results if result.training},
             inference={result.name: result.inference for result in results if result.inference},
@@ -343,7 +352,7 @@ class ReportBuilder:
 
     def readings(self) -> tuple[ToolReport, ...]:
         """torchinfo's reading of the model, where it has one."""
-        self.say("torchinfo's reading")
+        self.progress("torchinfo's reading")
         if self._readable is not None:
             reading = torchinfo_reading(self._readable, ((), {}))
         else:
@@ -355,29 +364,29 @@ class ReportBuilder:
         """Where `amp` begins to keep less than fp32; None where the batch cannot be changed."""
         names = ("fp32", amp)
 
-        def kept(batch_size: int) -> tuple[int, int]:
+        def saved(batch_size: int) -> tuple[int, int]:
             if batch_size == self.runner.inputs.batch_size:
                 fp32, lower = (totals(runs[name]).saved_bytes for name in names)
             else:
-                fp32, lower = workers.each([("kept", SCENARIOS[name], batch_size) for name in names])
+                fp32, lower = workers.each([("saved_bytes", SCENARIOS[name], batch_size) for name in names])
             return fp32, lower
 
         if not self.runner.inputs.resizable:
             return None
         try:
-            return find_crossover(kept, self.runner.inputs.batch_size)
+            return find_crossover(saved, self.runner.inputs.batch_size)
         except ForwardError:
             # The model does not run at some batch size on the way.
             return None
 
-    def kept(self, scenario: Scenario, batch_size: int) -> int:
-        """What a forward keeps for backward at a batch size."""
-        self.say(f"{scenario.name}, batch {batch_size}")
+    def saved_bytes(self, scenario: Scenario, batch_size: int) -> int:
+        """The bytes that a forward keeps for backward at a batch size."""
+        self.progress(f"{scenario.name}, batch {batch_size}")
         return self.runner.kept_for_backward(scenario, batch_size)
 
 
 def stored_report(name: str, model: nn.Module, notes: Sequence[str] = ()) -> Report:
-    """What a model stores, where there is no input to run it with, and what one would add."""
+    """The report on what a model stores, when there is no input to run it with, and what an input would add."""
     missing = (
         "no input was given, so this is what the model stores; with one, the report adds outputs, what is kept for "
         f"backward, and all scenarios: {wanted_inputs(model)}"
@@ -385,18 +394,18 @@ def stored_report(name: str, model: nn.Module, notes: Sequence[str] = ()) -> Rep
     return Report(name, stored_only(name, model), notes=(*notes, missing))
 
 
-def _as_float32(baseline: Totals | None, given: Trace) -> Totals | None:
+def _as_float32(baseline: Totals | None, trace: Trace) -> Totals | None:
     """The baseline of percentages. Casting does not undo quantization: those weights' float32 size is arithmetic."""
-    if baseline is None or not any(t.wrapper or t.parts or t.kind == "packed" for t in given.tensors):
+    if baseline is None or not any(t.wrapper or t.parts or t.kind == "packed" for t in trace.tensors):
         return baseline
     return replace(baseline, parameter_bytes=4 * baseline.parameters)
 
 
-def _said_once(told: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """What was told of each scenario, by its name; what holds for all of them without."""
-    for note in dict.fromkeys(note for notes in told.values() for note in notes):
-        of = tuple(name for name, notes in told.items() if note in notes)
-        yield note if len(of) == len(told) else f"{join_names(of)}: {note}"
+def _once(notes_by_scenario: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """The notes of all scenarios, each once, with the names of its scenarios unless it holds for all."""
+    for note in dict.fromkeys(note for own in notes_by_scenario.values() for note in own):
+        of = tuple(name for name, own in notes_by_scenario.items() if note in own)
+        yield note if len(of) == len(notes_by_scenario) else f"{join_names(of)}: {note}"
 
 
 def _one_line(error: Exception) -> str:

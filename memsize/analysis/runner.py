@@ -40,7 +40,7 @@ _LATE = "the forward registers {}: the model is shown as it is after a first for
 _SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
-_HeldAs = tuple[str | None, bool]
+_StorageKey = tuple[str | None, bool]
 """How a scenario holds the parameters, unless it quantizes them: their dtype, and whether norms stay as they are."""
 
 
@@ -72,12 +72,12 @@ class Runner:
         self.execute = execute
         self.plans = plans
         self.stack = stack
-        self.left: dict[str, dict[str, str]] = {}
+        self.skipped_layers: dict[str, dict[str, str]] = {}
         """By scenario: the layers that it left unquantized, and why."""
         self.late: tuple[str, ...] = ()
         """The parameters and buffers that the forward was found to register."""
         self._copier = MetaCopier(model)
-        self._stored: dict[_HeldAs, tuple[StoredTensor, ...]] = {}
+        self._stored: dict[_StorageKey, tuple[StoredTensor, ...]] = {}
 
     def run(
         self, workload: Workload, scenario: Scenario, *, listener: Callable[[ModuleCallRecorder], None] = lambda _: None
@@ -95,7 +95,7 @@ class Runner:
     def _run(self, workload: Workload, scenario: Scenario, listener: Callable[[ModuleCallRecorder], None]) -> Trace:
         setup = replace(self.setup(scenario), listener=listener)
         if scenario.recipe != "quantized" and not self.late:
-            setup = replace(setup, stored=partial(self._stored_tensors, _held_as(scenario)))
+            setup = replace(setup, stored=partial(self._stored_tensors, _storage_key(scenario)))
         before = _registered(setup.model)
         failed: ForwardError | None = None
         try:
@@ -110,7 +110,7 @@ class Runner:
             raise failed
         return trace
 
-    def given(self, inputs: ModelInputs, batch_size: int) -> Runner:
+    def with_inputs(self, inputs: ModelInputs, batch_size: int) -> Runner:
         """A runner of the same model with other inputs, of which it makes `batch_size`."""
         other = copy(self)
         other.inputs = replace(inputs, batch_size=batch_size)
@@ -127,13 +127,13 @@ class Runner:
 
     def same_stored(self, scenario: Scenario, other: Scenario) -> None:
         """Reuse what `other` was found to store for what `scenario` stores."""
-        self._stored[_held_as(scenario)] = self._stored[_held_as(other)]
+        self._stored[_storage_key(scenario)] = self._stored[_storage_key(other)]
 
-    def _stored_tensors(self, held: _HeldAs, copied: nn.Module) -> tuple[StoredTensor, ...]:
-        """What a copy stores that is held so; all such copies store the same."""
-        if held not in self._stored:
-            self._stored[held] = stored_tensors(copied)
-        return self._stored[held]
+    def _stored_tensors(self, storage: _StorageKey, copied: nn.Module) -> tuple[StoredTensor, ...]:
+        """The stored tensors of a copy; all copies with one `storage` key store the same."""
+        if storage not in self._stored:
+            self._stored[storage] = stored_tensors(copied)
+        return self._stored[storage]
 
     def setup(self, scenario: Scenario, batch_size: int | None = None) -> Setup:
         """A fresh copy, ready to run under the scenario; `batch_size` overrides that of the inputs."""
@@ -148,7 +148,7 @@ class Runner:
             )
         recipe = apply_scenario(copied, scenario)
         if recipe.quantized:
-            self.left[scenario.name] = dict(recipe.quantized.left)
+            self.skipped_layers[scenario.name] = dict(recipe.quantized.left)
         call = self.call(scenario, recipe.floating, batch_size)
         if self.execute:
             with undisturbed():
@@ -205,7 +205,7 @@ class Runner:
 
 
 def plans_of(card: Card) -> Plans:
-    """What cuDNN takes on a card, by this machine's cuDNN where it has one."""
+    """The convolution workspaces on a card, by this machine's cuDNN if it has one."""
     from memsize.kernels.cudnn.library import installed
 
     return Plans(card.capability, installed)
@@ -232,13 +232,13 @@ def is_float32(model: nn.Module, trace: Trace) -> bool:
     """Whether `model`, of which `trace` is a run as it is, in float32 would store and run on just the same."""
     if own_autocast(model):
         return False
-    held = [t for t in trace.tensors if t.kind != "attribute"]
-    floats = {t.spec.dtype for t in held if getattr(torch, t.spec.dtype).is_floating_point}
-    plain = not any(tensor.parts or tensor.wrapper or tensor.kind == "packed" for tensor in held)
+    registered = [t for t in trace.tensors if t.kind != "attribute"]
+    floats = {t.spec.dtype for t in registered if getattr(torch, t.spec.dtype).is_floating_point}
+    plain = not any(tensor.parts or tensor.wrapper or tensor.kind == "packed" for tensor in registered)
     return plain and floats <= {"float32"}
 
 
-def _held_as(scenario: Scenario) -> _HeldAs:
+def _storage_key(scenario: Scenario) -> _StorageKey:
     return scenario.dtype, scenario.keep_norms
 
 
@@ -255,9 +255,9 @@ def _registered(model: nn.Module) -> list[str]:
     met: set[int] = set()
     names: tuple[list[str], list[str]] = ([], [])
     for path, module in model.named_modules():
-        for found, own in zip(names, (module._parameters, module._buffers), strict=True):
+        for collected, own in zip(names, (module._parameters, module._buffers), strict=True):
             for name, tensor in own.items():
                 if tensor is not None and id(tensor) not in met:
                     met.add(id(tensor))
-                    found.append(f"{path}.{name}" if path else name)
+                    collected.append(f"{path}.{name}" if path else name)
     return [*names[0], *names[1]]

@@ -88,10 +88,12 @@ class _History:
         self._modules: dict[int, list[Fields]] = {}
 
     def add(self, index: int, event: Event, address: int, reserved: int) -> None:
-        """What the allocator does in `event`, which leaves `reserved` bytes; `address` is the block's."""
+        """Add the entries that the allocator makes for `event`, which leaves `reserved` bytes; `address` is that of its
+        block.
+        """
         frames = self._frames_of(event)
-        held = self._live.pop(event.storage, None)
-        left = event.delta if held is None else held.bytes + event.delta
+        freed = self._live.pop(event.storage, None)
+        left = event.delta if freed is None else freed.bytes + event.delta
         stream = self.trace.storages[event.storage].stream
         if reserved > self._reserved:
             self._grow(index, address, reserved - self._reserved, frames)
@@ -99,9 +101,9 @@ class _History:
         if left:
             self._live[event.storage] = _Live(address, left, frames)
             self._write("alloc", address, left, stream, index, frames, **self._about(event))
-        if held is not None:
-            self._write("free_requested", held.address, held.bytes, stream, index, frames)
-            self._write("free_completed", held.address, held.bytes, stream, index, frames)
+        if freed is not None:
+            self._write("free_requested", freed.address, freed.bytes, stream, index, frames)
+            self._write("free_completed", freed.address, freed.bytes, stream, index, frames)
 
     def _grow(self, index: int, address: int, size: int, frames: list[Fields]) -> None:
         """A new segment, or more of an expandable one: `size` bytes at the end of what it has so far."""
@@ -138,8 +140,10 @@ class _History:
             return []
         if not self._modules:
             types = {layer.path: layer.type for layer in self.trace.layers}
-            for place, layer in enumerate(self.trace.layers):
-                self._modules[place] = [_frame(path or "(model)", types[path]) for path in _ancestry(layer.path, types)]
+            for index_of_layer, layer in enumerate(self.trace.layers):
+                self._modules[index_of_layer] = [
+                    _frame(path or "(model)", types[path]) for path in _ancestry(layer.path, types)
+                ]
         return self._modules[index]
 
     def segments(self) -> Iterator[Fields]:
@@ -174,17 +178,17 @@ class _History:
         }
 
 
-def _ancestry(path: str, known: Iterable[str]) -> Iterator[str]:
+def _ancestry(path: str, paths: Iterable[str]) -> Iterator[str]:
     """A module's path and those of the modules around it, innermost first, the model itself last."""
     while path:
-        if path in known:
+        if path in paths:
             yield path
         path = path.rpartition(".")[0]
     yield ""
 
 
-def _frame(place: str, name: str) -> Fields:
-    return {"filename": place, "line": 0, "name": name}
+def _frame(filename: str, name: str) -> Fields:
+    return {"filename": filename, "line": 0, "name": name}
 
 
 def _taken(events: int) -> Fields:
@@ -197,7 +201,7 @@ def _taken(events: int) -> Fields:
 
 
 def _settings(config: AllocatorConfig) -> Fields:
-    divisions = {str(1 << place): count for place, count in enumerate(config.roundup_divisions)}
+    divisions = {str(1 << power): count for power, count in enumerate(config.roundup_divisions)}
     return {
         "PYTORCH_CUDA_ALLOC_CONF": "",
         "max_split_size": _NO_LIMIT if config.max_split_size is None else config.max_split_size,

@@ -51,7 +51,7 @@ class StepTrace(Saveable):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What was assumed where the run met a value that only real data has."""
+        """The values assumed where the run met a value that only real data has."""
         return self.trace.assumptions
 
     @property
@@ -83,11 +83,11 @@ class StepTrace(Saveable):
 
         `bytes` is the whole of what is gathered, scattered or reduced each time. Empty for a process that is alone.
         """
-        found = Counter(
-            (split_phase(self.trace.phases[each.phase])[1], each.kind, each.ranks, each.bytes)
-            for each in self.trace.collectives
+        counts = Counter(
+            (split_phase(self.trace.phases[collective.phase])[1], collective.kind, collective.ranks, collective.bytes)
+            for collective in self.trace.collectives
         )
-        rows = [(*key[:3], count, key[3]) for key, count in found.items()]
+        rows = [(*key[:3], count, key[3]) for key, count in counts.items()]
         return FlatTable(("step", "kind", "ranks", "count", "bytes"), rows).frame()
 
     def plot(self, unit: str | None = None) -> Figure:
@@ -130,10 +130,10 @@ class StepTrace(Saveable):
         width = max(map(len, ("optimizer state", *peak.roles)))
         lines += [f"    {role:<{width}}  {_in_mib(size)}" for role, size in peak.roles.items()]
         if peak.collectives:
-            kinds = (f"{each.count} × {each.kind} of {format_bytes(each.bytes)}" for each in peak.collectives)
+            kinds = (f"{item.count} × {item.kind} of {format_bytes(item.bytes)}" for item in peak.collectives)
             lines.append(f"  in a step  {', '.join(kinds)} together")
         if peak.streams:
-            parts = (f"{each.name} {format_bytes(each.reserved)}" for each in peak.streams)
+            parts = (f"{item.name} {format_bytes(item.reserved)}" for item in peak.streams)
             lines.append(f"  streams    {', '.join(parts)} reserved")
         if peak.lag:
             lines.append(lagging(peak.lag, peak.reserved).text())

@@ -15,7 +15,7 @@ from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord
 
 
 def torchinfo_reading(model: nn.Module, call: Call) -> ToolReport | None:
-    """What `torchinfo.summary` says of a meta copy (it is run, hooked and left to the caller); None if it fails.
+    """The totals of `torchinfo.summary` for a meta copy, which it runs and hooks; None if it fails.
 
     torchinfo walks anything that PyTorch runs, so it runs here as everything does: on `meta`, answered by shape rules.
     Without arguments it does not run it, and adds up what is registered.

@@ -93,7 +93,7 @@ def report(
         where = card(gpu) if gpu else None
         plans = plans_of(where or card(DEFAULT_GPU)) if where or trained else None
         runner = Runner(*found.run, gpu=where, execute=execute, plans=plans, stack=software)
-        builder = ReportBuilder(runner, trained, parallel=spread, peaks=where is not None, config=config, say=say)
+        builder = ReportBuilder(runner, trained, parallel=spread, peaks=where is not None, config=config, progress=say)
         return builder.build(asked, default=scenarios is None, notes=found.notes)
 
 

@@ -122,7 +122,7 @@ def run(
             import_packages(path, where, settings)
         with others_asked(lambda each: run_rank(world=each), world):
             return run_ranks(lambda each: run_rank(world=each)[0], world, rank, jobs, progress)
-    found, error = run_rank(world=world, say=progress or (lambda _: None))
+    found, error = run_rank(world=world, progress=progress or (lambda _: None))
     if error is not None and not found.ran_out:
         causes = "".join(f"\n{each.text()}" for each in found.findings if each.code in CAUSES)
         raise ForwardError(f"{script} failed: {type(error).__name__}: {error}{causes}", found.trace) from error

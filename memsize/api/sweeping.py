@@ -139,7 +139,7 @@ class _Rows:
         rows = tuple(self.found[place] for place in sorted(self.found))
         varied = varying([cell.settings for cell in self._cells])
         missing = tuple(phrase_of(cell.settings, varied) for cell in self.missing.values())
-        ended = sweep_interrupted(missing, len(self._cells), kept=self._file is not None)
+        ended = sweep_interrupted(missing, len(self._cells), saved=self._file is not None)
         return Sweep(self._name, rows, (*ended, *RULES.findings(rows)), self._reused, missing)
 
 

@@ -163,7 +163,7 @@ def _run_one(
         from memsize.analysis.ranks import run_as_rank
 
         with interrupts_raised(), Progress(beside=(sys.stdout, sys.stderr)) as progress:
-            found, error = run_as_rank(program, arguments, where, config, say=progress, **options)
+            found, error = run_as_rank(program, arguments, where, config, progress=progress, **options)
     if isinstance(error, KeyboardInterrupt) and not found.trace.events:
         raise error
     if isinstance(error, InputError) and not found.steps:

@@ -1,4 +1,5 @@
-"""What a GPU reports for a run: the caching allocator's blocks and segments, library workspaces, and the CUDA context.
+"""The memory that a GPU reports for a run: the caching allocator's blocks and segments, library workspaces, and the
+CUDA context.
 
     requested ≤ allocated (blocks) ≤ reserved (segments) ≤ device (reserved + context)
 

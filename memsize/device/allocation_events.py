@@ -38,20 +38,20 @@ class AllocationEvents:
 
     @cached_property
     def digest(self) -> object:
-        """What is equal for runs that the allocator serves alike."""
-        found = blake2b(self.storages.tobytes())
-        found.update(self.deltas.tobytes())
-        return found.digest(), tuple(self.streams.items()), self.emptied, tuple(self.deferred.items())
+        """A key that is equal for runs that the allocator serves alike."""
+        digest = blake2b(self.storages.tobytes())
+        digest.update(self.deltas.tobytes())
+        return digest.digest(), tuple(self.streams.items()), self.emptied, tuple(self.deferred.items())
 
     def alive(self, event: int) -> dict[int, int]:
         """The bytes of each storage that is alive after an event."""
         import numpy as np
 
         storages, deltas = self.storages[: event + 1], self.deltas[: event + 1]
-        held = np.zeros(int(storages.max(initial=-1)) + 1, dtype=np.int64)
-        np.add.at(held, storages, deltas)
-        alive = np.flatnonzero(held)
-        return dict(zip(alive.tolist(), held[alive].tolist(), strict=True))
+        live_bytes = np.zeros(int(storages.max(initial=-1)) + 1, dtype=np.int64)
+        np.add.at(live_bytes, storages, deltas)
+        alive = np.flatnonzero(live_bytes)
+        return dict(zip(alive.tolist(), live_bytes[alive].tolist(), strict=True))
 
     def born(self, storage: int) -> int:
         """The last event that gave a storage bytes."""
@@ -71,5 +71,5 @@ def flow_of(trace: Trace) -> AllocationEvents:
         numbers(trace.events, "delta").astype(np.int64, copy=False),
         dict(zip(elsewhere.tolist(), streams[elsewhere].tolist(), strict=True)),
         trace.emptied,
-        {each.event: len(trace.events) if each.until < 0 else each.until for each in trace.deferred},
+        {block.event: len(trace.events) if block.until < 0 else block.until for block in trace.deferred},
     )

@@ -93,17 +93,19 @@ class AllocatorConfig:
         entries = dict(_entries(text))
         for key in entries:
             if release is not None and release < _SINCE.get(key, OLDEST):
-                since, asked = (".".join(map(str, version)) for version in (_SINCE[key], release))
-                raise InputError(f"PyTorch {asked} has no allocator setting {key}: it came with {since}")
+                since, requested = (".".join(map(str, version)) for version in (_SINCE[key], release))
+                raise InputError(f"PyTorch {requested} has no allocator setting {key}: it came with {since}")
         return _config(entries)
 
     @classmethod
-    def of(cls, given: AllocatorConfig | str | None, release: Release | None = None) -> AllocatorConfig:
+    def of(cls, settings: AllocatorConfig | str | None, release: Release | None = None) -> AllocatorConfig:
         """The settings that are given as a value or as a text; None is PyTorch's defaults."""
-        return given if isinstance(given, AllocatorConfig) else cls.parse(given or "", release)
+        return settings if isinstance(settings, AllocatorConfig) else cls.parse(settings or "", release)
 
     @classmethod
-    def given(cls, settings: AllocatorConfig | str | None, release: Release | None = None) -> AllocatorConfig | None:
+    def parse_optional(
+        cls, settings: AllocatorConfig | str | None, release: Release | None = None
+    ) -> AllocatorConfig | None:
         """The settings that are given as a value or as a text; None where none are."""
         return None if settings is None else cls.of(settings, release)
 
@@ -167,8 +169,8 @@ def _entries(text: str) -> list[tuple[str, str]]:
 def _entry(entry: str) -> tuple[str, str]:
     key, colon, value = entry.partition(":")
     if key not in _READERS and key not in IGNORED:
-        known = ", ".join(sorted([*_READERS, *IGNORED]))
-        raise InputError(f"no allocator setting {key!r}: known are {known}")
+        names = ", ".join(sorted([*_READERS, *IGNORED]))
+        raise InputError(f"no allocator setting {key!r}: known are {names}")
     if not colon or not value:
         raise InputError(f"the allocator setting {key} needs a value: write {key}:VALUE")
     return key, value

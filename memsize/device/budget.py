@@ -1,4 +1,4 @@
-"""How much memory there is: a card or a number of bytes, less the CUDA context and a margin."""
+"""The memory budget of a run: a card or a number of bytes, less the CUDA context and a margin."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def budgets(
     """
     parts = gpu.split(",") if isinstance(gpu, str) else gpu or (DEFAULT_GPU,)
     names = [name.strip() for name in parts if name.strip()]
-    found = [local_card() if name.lower() == LOCAL else card(name) for name in names]
-    cards = tuple({each.name: each for each in found}.values())
+    named = [local_card() if name.lower() == LOCAL else card(name) for name in names]
+    cards = tuple({card.name: card for card in named}.values())
     if budget is None:
-        return tuple(_budget(where.name, where, where.bytes, margin, stack, fraction) for where in cards)
+        return tuple(_budget(gpu.name, gpu, gpu.bytes, margin, stack, fraction) for gpu in cards)
     if len(cards) != 1:
         raise InputError("a budget is that of one GPU: name one, or leave the budget out")
     device = parse_bytes(budget) if isinstance(budget, str) else budget
@@ -53,19 +53,26 @@ def budget_of(where: Card, stack: Stack = INSTALLED, fraction: float = 1.0) -> B
 
 def larger_budgets(than: Budget, stack: Stack = INSTALLED) -> tuple[Budget, ...]:
     """The budgets of the cards that have more memory, ascending: of those whose kernels are known."""
-    cards = sorted(CARDS.values(), key=lambda each: each.bytes)
-    larger = [each for each in cards if each.bytes > than.device and each.platform == "CUDA"]
-    return tuple(_budget(each.name, each, each.bytes, than.margin, stack, than.fraction) for each in larger)
+    cards = sorted(CARDS.values(), key=lambda card: card.bytes)
+    larger = [card for card in cards if card.bytes > than.device and card.platform == "CUDA"]
+    return tuple(_budget(card.name, card, card.bytes, than.margin, stack, than.fraction) for card in larger)
 
 
 def spread_over(budgets: Iterable[Budget], parallels: Sequence[Parallel | None]) -> tuple[Budget, ...]:
     """The budgets of one GPU each, where a training is spread over several such GPUs in some ways: by one strategy on
     several numbers of them, or by several strategies, which the budgets' names then tell apart.
     """
-    spread = [each for each in parallels if each is not None]
-    kinds, sizes = {(each.kind, each.offload, each.views) for each in spread}, {each.size for each in spread}
+    spread = [parallel for parallel in parallels if parallel is not None]
+    kinds, sizes = (
+        {(parallel.kind, parallel.offload, parallel.views) for parallel in spread},
+        {parallel.size for parallel in spread},
+    )
     named = len(kinds) > 1 or len(sizes) < len(spread)
-    return tuple(budget if each is None else _several(budget, each, named) for budget in budgets for each in parallels)
+    return tuple(
+        budget if parallel is None else _several(budget, parallel, named)
+        for budget in budgets
+        for parallel in parallels
+    )
 
 
 def _several(budget: Budget, parallel: Parallel, named: bool) -> Budget:

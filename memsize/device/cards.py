@@ -202,5 +202,5 @@ def card(name: str) -> Card:
     key = _key(name)
     if key in _BY_KEY:
         return _BY_KEY[key]
-    near = nearest(key, {known: found.name for known, found in _BY_KEY.items()}, most=4)
+    near = nearest(key, {key: gpu.name for key, gpu in _BY_KEY.items()}, most=4)
     raise UnknownInputError("GPU", name, CARDS, near=near, problem=f"no GPU {quoted(name)} in the table")

@@ -1,5 +1,5 @@
-"""What a process holds on the GPU outside the caching allocator: the CUDA context, loaded kernels, library handles, and
-NCCL's buffers where it is one of many.
+"""The memory of a process outside the caching allocator: the CUDA context, loaded kernels, library handles, and NCCL's
+buffers if it is one of many.
 
 It depends on the software stack, the card and how cards are connected, not on the model, and cannot be derived offline:
 it is an interval.
@@ -88,16 +88,16 @@ class Groups(NamedTuple):
     @classmethod
     def of(cls, collectives: Sequence[Collective]) -> Groups:
         """The groups in which a process takes part."""
-        among = [each for each in collectives if each.group >= 0]
-        several = {each.group for each in among if each.ranks > 1}
-        all_to_all = {each.group for each in among if each.kind == "all-to-all"} & several
-        return cls(len(several), len(all_to_all), len({each.group for each in among} - several))
+        among = [collective for collective in collectives if collective.group >= 0]
+        several = {collective.group for collective in among if collective.ranks > 1}
+        all_to_all = {collective.group for collective in among if collective.kind == "all-to-all"} & several
+        return cls(len(several), len(all_to_all), len({collective.group for collective in among} - several))
 
     @property
     def taken(self) -> Interval:
         """Bytes that NCCL takes for them."""
         ends = zip(COMMUNICATOR, ALL_TO_ALL, ALONE, strict=True)
-        low, high = (sum(count * each for count, each in zip(self, end, strict=True)) for end in ends)
+        low, high = (sum(count * collective for count, collective in zip(self, end, strict=True)) for end in ends)
         return Interval(low, high)
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ class Replays:
     def __init__(self, config: AllocatorConfig | None = None, *, timeline: bool = False) -> None:
         self.config = config or AllocatorConfig()
         self._timeline = timeline
-        self._made: dict[object, BoundedReplay] = {}
+        self._replays: dict[object, BoundedReplay] = {}
 
     def of(self, trace: Trace, events: AllocationEvents, where: Card | None, *, lags: bool = False) -> BoundedReplay:
         """`events` of the trace, or of one like it, on a card (None: one whose memory never ends), whose streams have
@@ -32,9 +32,9 @@ class Replays:
         """
         optional, card = dispensable(trace), None if where is None else (where.bytes, _outside(trace, where))
         key = events.digest, optional, card, lags
-        if key not in self._made:
-            self._made[key] = self._replayed(events, optional, card, lags)
-        return self._made[key]
+        if key not in self._replays:
+            self._replays[key] = self._replayed(events, optional, card, lags)
+        return self._replays[key]
 
     def _replayed(
         self, events: AllocationEvents, optional: Set[int], card: tuple[int, Interval] | None, lags: bool
@@ -91,11 +91,11 @@ def estimate_gpu(
 
 
 def lag(trace: Trace, where: Card | None, replays: Replays) -> RecordStreamCost | None:
-    """How much more is reserved where the GPU lags behind the program; None where that makes no difference."""
+    """The additional bytes reserved if the GPU lags behind the program; None if that makes no difference."""
     flow = flow_of(trace)
     if not flow.deferred:
         return None
-    prompt, late = (replays.of(trace, flow, where, lags=each) for each in (False, True))
+    prompt, late = (replays.of(trace, flow, where, lags=is_late) for is_late in (False, True))
     reserved, most = prompt.with_least_overhead.reserved.bytes, late.with_least_overhead.reserved.bytes
     runs_out = late.failure is not None and prompt.failure is None
     return RecordStreamCost(len(flow.deferred), max(reserved, most), runs_out) if most > reserved or runs_out else None
@@ -114,12 +114,12 @@ def replay_on(
 def _on_card(
     trace: Trace, flow: AllocationEvents, where: Card | None, replays: Replays
 ) -> tuple[Replay, Shortage | None]:
-    found = replays.of(trace, flow, where)
-    return found.with_least_overhead, _shortage(trace, where, found) if where else None
+    bounded = replays.of(trace, flow, where)
+    return bounded.with_least_overhead, _shortage(trace, where, bounded) if where else None
 
 
 def _outside(trace: Trace, where: Card | None) -> Interval:
-    """What is taken outside the allocator: by the CUDA context, and by NCCL where the run is one process of many."""
+    """The bytes taken outside the allocator: by the CUDA context, and by NCCL if the run is one process of many."""
     cuda = Stack.parse(trace.stack).cuda
     alone = context(cuda) if where is None else context_on(where, cuda)
     among = nccl(trace.collectives) or Interval(0, 0)
@@ -140,34 +140,34 @@ def _device(trace: Trace, where: Card | None, replays: Replays, *, bounded: bool
     outside = _outside(trace, where)
     flows = [requests(trace, factor) for factor in factors(trace)]
     cases = [*((flow, False) for flow in flows), *((flow, True) for flow in flows if flow.deferred)]
-    found = [replays.of(trace, flow, where, lags=lags) for flow, lags in cases]
+    replays_of_cases = [replays.of(trace, flow, where, lags=lags) for flow, lags in cases]
     reserved = [
-        int(each.timeline.reserved[since:].max()) if since and each.timeline else each.reserved.bytes
-        for bounded in found
-        for each in (bounded.with_least_overhead, bounded.with_most_overhead)
+        int(replayed.timeline.reserved[since:].max()) if since and replayed.timeline else replayed.reserved.bytes
+        for bounded in replays_of_cases
+        for replayed in (bounded.with_least_overhead, bounded.with_most_overhead)
     ]
     high = max(reserved) + outside.high
     return Interval(min(reserved) + outside.low, min(high, where.bytes) if where and bounded else high)
 
 
-def _shortage(trace: Trace, where: Card, found: BoundedReplay) -> Shortage | None:
-    if found.failure is None:
+def _shortage(trace: Trace, where: Card, bounded: BoundedReplay) -> Shortage | None:
+    if bounded.failure is None:
         return None
-    event, held = trace.events[found.failure.event], found.failure.levels
+    event, levels = trace.events[bounded.failure.event], bounded.failure.levels
     phase, step = split_phase(trace.phases[event.phase])
     return Shortage(
-        request=found.failure.request,
-        tried=found.failure.segment,
+        request=bounded.failure.request,
+        tried=bounded.failure.segment,
         total=where.bytes,
-        free=max(where.bytes - _outside(trace, where).high - held.reserved, 0),
-        allocated=held.allocated,
-        reserved=held.reserved,
+        free=max(where.bytes - _outside(trace, where).high - levels.reserved, 0),
+        allocated=levels.allocated,
+        reserved=levels.reserved,
         phase=phase,
         step=step,
         layer=trace.layers[event.layer].path if event.layer >= 0 else "",
         op=event.op,
-        certain=found.certain,
-        event=found.failure.event,
+        certain=bounded.certain,
+        event=bounded.failure.event,
         nccl=among.high if (among := nccl(trace.collectives)) else 0,
     )
 
@@ -229,5 +229,5 @@ def _largest(trace: Trace, flow: AllocationEvents, live: Mapping[int, int], coun
 def _live_storage(trace: Trace, index: int, size: int, born: int) -> LiveStorage:
     storage = trace.storages[index]
     layer = trace.layers[storage.layer].path if storage.layer >= 0 else None
-    made = storage.op, trace.phases[trace.events[born].phase], storage.dtype, storage.shape
-    return LiveStorage(size, storage.role, layer, *made, trace.line_of(index))
+    origin = storage.op, trace.phases[trace.events[born].phase], storage.dtype, storage.shape
+    return LiveStorage(size, storage.role, layer, *origin, trace.line_of(index))

@@ -297,7 +297,7 @@ class ExpandablePool(Pool):
         return start
 
     def _room(self, start: int, size: int) -> int:
-        """How much free and unmapped space follows `start` without a gap, counted up to `size`."""
+        """The free and unmapped space that follows `start` without a gap, counted up to `size`."""
         end = start
         while end - start < size:
             if end in self.holes:

@@ -63,7 +63,7 @@ class ProgramSteps:
 
     def __init__(self, ledger: VirtualLedger, wanted: int, begun: Callable[[], None], line: Callable[[], str]) -> None:
         self.wanted = wanted
-        self.say: Callable[[str], None] = lambda stage: None
+        self.progress: Callable[[str], None] = lambda stage: None
         """Called with the step that begins."""
         self.zeroed: list[Zeroed] = []
         self._ledger = ledger
@@ -161,7 +161,7 @@ class ProgramSteps:
         self._ends.append(_End(len(self._ledger.events), len(self._ledger.collectives), leads))
         if leads:
             self._ledger.begin_step(self.done + 1)
-            self.say(f"step {self.done + 1}" + f" of {self.wanted}" * (self.wanted > self.done))
+            self.progress(f"step {self.done + 1}" + f" of {self.wanted}" * (self.wanted > self.done))
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What each block of a snapshot is for, as far as its stack, its lifetime and its size tell."""
+"""The category of each block of a snapshot, from its stack, its lifetime and its size."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class Category(NamedTuple):
 
 def categories(history: History) -> tuple[Category, ...]:
     """The category of each of the history's lives, in their order."""
-    found = [_category(history, life) for life in history.lives]
-    weights = _weights(history.lives, found)
-    for place, (life, category) in enumerate(zip(history.lives, found, strict=True)):
+    names = [_category(history, life) for life in history.lives]
+    weights = _weights(history.lives, names)
+    for index, (life, category) in enumerate(zip(history.lives, names, strict=True)):
         if category.name == "earlier" and weights[life.bytes] > 0:
             weights[life.bytes] -= 1
-            found[place] = Category("parameter", "size")
-    return tuple(found)
+            names[index] = Category("parameter", "size")
+    return tuple(names)
 
 
 def _category(history: History, life: Life) -> Category:
     if life.category in _RECORDED:
         return Category(_RECORDED[life.category], "recorded")
-    stage = history.told(life.stack).stage if life.born == EARLIER else history.stage(life.stack)
+    stage = history.summary(life.stack).stage if life.born == EARLIER else history.stage(life.stack)
     if stage == "unrecorded":
         return Category("earlier" if life.born == EARLIER and history.recorded else "elsewhere", "unknown")
     if stage in _BY_STACK:
@@ -87,13 +87,15 @@ def _computes(life: Life) -> bool:
     return any(frame.name.startswith(("_multi_tensor_", "_single_tensor_", "_fused_")) for frame in life.stack)
 
 
-def _weights(lives: Sequence[Life], found: Sequence[Category]) -> Counter[int]:
+def _weights(lives: Sequence[Life], categories: Sequence[Category]) -> Counter[int]:
     """The sizes that trained parameters have: those of their gradients, or of one line's optimizer state."""
-    gradients = Counter(life.bytes for life, category in zip(lives, found, strict=True) if category.name == "gradient")
+    gradients = Counter(
+        life.bytes for life, category in zip(lives, categories, strict=True) if category.name == "gradient"
+    )
     if gradients:
         return gradients
     lines: dict[Stack, Counter[int]] = {}
-    for life, category in zip(lives, found, strict=True):
+    for life, category in zip(lives, categories, strict=True):
         if category.name == "optimizer state":
             lines.setdefault(life.stack, Counter())[life.bytes] += 1
     return max(lines.values(), key=Counter.total, default=Counter())

@@ -36,8 +36,8 @@ def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None
     history = _history(snapshot, number)
     if not history.segments and not history.entries:
         raise InputError(f"{snapshot.name} has nothing on GPU {number}")
-    found = _explained(snapshot, number, history, prediction)
-    return replace(found, findings=RULES.findings(found))
+    explanation = _explained(snapshot, number, history, prediction)
+    return replace(explanation, findings=RULES.findings(explanation))
 
 
 def _history(snapshot: Snapshot, device: int) -> History:
@@ -50,10 +50,10 @@ def _chosen(snapshot: Snapshot) -> int:
     for number, entries in enumerate(snapshot.histories):
         if any(entry.action == "oom" for entry in entries):
             return number
-    held: dict[int, int] = {0: 0}
+    reserved: dict[int, int] = {0: 0}
     for segment in snapshot.segments:
-        held[segment.device] = held.get(segment.device, 0) + segment.size
-    return max(held, key=held.__getitem__)
+        reserved[segment.device] = reserved.get(segment.device, 0) + segment.size
+    return max(reserved, key=reserved.__getitem__)
 
 
 class _Moment(NamedTuple):
@@ -96,7 +96,7 @@ def _explained(snapshot: Snapshot, number: int, history: History, prediction: _P
 
 
 def _line_at(history: History, entry: int) -> str | None:
-    return history.told(history.entries[entry].stack).line
+    return history.summary(history.entries[entry].stack).line
 
 
 def _failed(history: History) -> FailedRequest | None:
@@ -105,21 +105,23 @@ def _failed(history: History) -> FailedRequest | None:
     last = history.entries[history.failures[-1]]
     # PyTorch records the request as it was rounded up, and writes what is free where an address stands otherwise.
     free = last.free or last.address
-    found = history.told(last.stack)
-    return FailedRequest(last.size, free, found.line, found.function, history.stage(last.stack), len(history.failures))
+    summary = history.summary(last.stack)
+    return FailedRequest(
+        last.size, free, summary.line, summary.function, history.stage(last.stack), len(history.failures)
+    )
 
 
 def _alive(live: Iterable[tuple[Life, Category]], estimate: GpuEstimate | None) -> list[Alive]:
     """The categories, roles in their order and what is unknown after them."""
-    found: dict[str, Alive] = {}
+    categories: dict[str, Alive] = {}
     for life, (name, how) in live:
-        known = found.get(name, Alive(name, 0, 0, how))
-        weakest = max(known.how, how, key=_CERTAINTY.index)
-        found[name] = known._replace(bytes=known.bytes + life.bytes, blocks=known.blocks + 1, how=weakest)
+        total = categories.get(name, Alive(name, 0, 0, how))
+        weakest = max(total.how, how, key=_CERTAINTY.index)
+        categories[name] = total._replace(bytes=total.bytes + life.bytes, blocks=total.blocks + 1, how=weakest)
     if estimate is not None:
         for role, size in estimate.roles.items():
-            found[role] = found.get(role, Alive(role, 0, 0, "unknown"))._replace(predicted=size)
-    return [found[name] for name in (*ROLES, *UNKNOWN) if name in found]
+            categories[role] = categories.get(role, Alive(role, 0, 0, "unknown"))._replace(predicted=size)
+    return [categories[name] for name in (*ROLES, *UNKNOWN) if name in categories]
 
 
 _CERTAINTY: Final[tuple[How, ...]] = ("recorded", "stack", "lifetime", "size", "unknown")
@@ -130,23 +132,25 @@ def _places(history: History, live: Iterable[tuple[Life, Category]]) -> list[Pla
     groups: dict[tuple[str, int], list[Life]] = {}
     for life, category in live:
         groups.setdefault((category.name, id(life.stack) if life.stack else 0), []).append(life)
-    found: dict[tuple[str, str, tuple[str, ...]], Place] = {}
+    joined: dict[tuple[str, str, tuple[str, ...]], Place] = {}
     for (name, _), lives in groups.items():
-        told = history.told(lives[0].stack)
+        summary = history.summary(lives[0].stack)
         calls = tuple(map(str, python_calls(lives[0].stack)[:_MOST_CALLS]))
         sizes = [life.bytes for life in lives]
-        here = Place(sum(sizes), len(sizes), max(sizes), name, told.line, told.function, told.called_from, calls)
-        key = (name, here.function, calls)
-        found[key] = _joined(found.get(key), here)
-    return sorted(found.values(), key=lambda place: -place.bytes)
+        stack_place = Place(
+            sum(sizes), len(sizes), max(sizes), name, summary.line, summary.function, summary.called_from, calls
+        )
+        key = (name, stack_place.function, calls)
+        joined[key] = _joined(joined.get(key), stack_place)
+    return sorted(joined.values(), key=lambda stack_place: -stack_place.bytes)
 
 
-def _joined(known: Place | None, more: Place) -> Place:
+def _joined(former: Place | None, more: Place) -> Place:
     """Blocks whose stacks differ in C++ alone are one place."""
-    if known is None:
+    if former is None:
         return more
     return more._replace(
-        bytes=known.bytes + more.bytes, blocks=known.blocks + more.blocks, largest=max(known.largest, more.largest)
+        bytes=former.bytes + more.bytes, blocks=former.blocks + more.blocks, largest=max(former.largest, more.largest)
     )
 
 
@@ -157,9 +161,9 @@ def _reserved(segments: Iterable[Segment]) -> ReservedBytes:
         used = [block for block in segment.blocks if block.state == "active_allocated"]
         requested += sum(block.requested for block in used)
         rounding += sum(block.size - block.requested for block in used)
-        held = segment.size - sum(free) - sum(block.size for block in used)
-        waiting += held
-        if used or held:
+        pending = segment.size - sum(free) - sum(block.size for block in used)
+        waiting += pending
+        if used or pending:
             pieces += sum(free)
         else:
             cached += sum(free)
@@ -188,20 +192,20 @@ class _Prediction(NamedTuple):
     estimate: GpuEstimate
 
 
-def predicted(found: Any) -> _Prediction:
+def predicted(answer: Any) -> _Prediction:
     """The peak that a saved run predicts; raises `InputError` for a run that predicts none."""
-    match found:
+    match answer:
         case StepTrace():
-            return _prediction(found.trace.model, found.trace.scenario, found.peak)
+            return _prediction(answer.trace.model, answer.trace.scenario, answer.peak)
         case ProgramRun():
-            return _prediction(found.program, "as-given", found.peak)
+            return _prediction(answer.program, "as-given", answer.peak)
         case Report():
-            for result in found.scenario_results:
+            for result in answer.scenario_results:
                 estimate = result.training or result.inference
                 if estimate is not None:
-                    return _prediction(found.model, result.name, estimate)
+                    return _prediction(answer.model, result.name, estimate)
     raise InputError(
-        f"this saved {getattr(found, 'kind', 'run')} predicts no peak: save memsize run, memsize timeline, or "
+        f"this saved {getattr(answer, 'kind', 'run')} predicts no peak: save memsize run, memsize timeline, or "
         "memsize report --train"
     )
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 from memsize.analysis.explain.snapshot_file import Block, Entry, Segment, Stack
-from memsize.analysis.explain.stacks import StackSummary, Stage, told
+from memsize.analysis.explain.stacks import StackSummary, Stage, summarize
 
 EARLIER: Final = -1
 """When a block was made that is older than the history."""
@@ -31,24 +31,24 @@ class Life(NamedTuple):
     category: str
 
     def alive_at(self, entry: int) -> bool:
-        """Whether it is alive after that entry."""
+        """Return whether the block is alive after `entry`."""
         return self.born <= entry and (self.died is None or self.died > entry)
 
 
 @dataclass(frozen=True)
 class History:
-    """What happened on one device: the allocator's entries, and its segments at the end."""
+    """The history of one device: the allocator's entries, and its segments at the end."""
 
     entries: tuple[Entry, ...]
     segments: tuple[Segment, ...]
-    _told: dict[int, StackSummary] = field(default_factory=dict)
+    _summaries: dict[int, StackSummary] = field(default_factory=dict)
 
-    def told(self, stack: Stack) -> StackSummary:
-        """What a stack tells; many blocks have the same."""
-        found = self._told.get(id(stack))
-        if found is None:
-            found = self._told[id(stack)] = told(stack)
-        return found
+    def summary(self, stack: Stack) -> StackSummary:
+        """Summarize a stack. Many blocks share one, so the results are cached."""
+        summary = self._summaries.get(id(stack))
+        if summary is None:
+            summary = self._summaries[id(stack)] = summarize(stack)
+        return summary
 
     @cached_property
     def lives(self) -> tuple[Life, ...]:
@@ -65,13 +65,13 @@ class History:
                 older.append(Life(entry.size, EARLIER, index, (), ""))
         left = {block.address: block for block in self._blocks() if block.state == _ALIVE}
         lasting = {index for address, index in opened.items() if address in left}
-        made = [
+        allocated = [
             Life(entry.size, index, deaths.get(index), entry.stack, entry.category)
             for index, entry in enumerate(self.entries)
             if entry.action == "alloc" and (index in deaths or index in lasting)
         ]
-        kept = [Life(b.requested, EARLIER, None, b.stack, "") for a, b in left.items() if a not in opened]
-        return (*older, *kept, *made)
+        older_and_alive = [Life(b.requested, EARLIER, None, b.stack, "") for a, b in left.items() if a not in opened]
+        return (*older, *older_and_alive, *allocated)
 
     @cached_property
     def recorded(self) -> bool:
@@ -94,9 +94,9 @@ class History:
     def reserved_at(self, entry: int) -> int:
         """The bytes of all segments after an entry: those at the end, and what happened to them since."""
         later = self.entries[entry + 1 :]
-        taken = sum(each.size for each in later if each.action in ("segment_alloc", "segment_map"))
-        given = sum(each.size for each in later if each.action in ("segment_free", "segment_unmap"))
-        return sum(segment.size for segment in self.segments) - taken + given
+        taken = sum(change.size for change in later if change.action in ("segment_alloc", "segment_map"))
+        returned = sum(change.size for change in later if change.action in ("segment_free", "segment_unmap"))
+        return sum(segment.size for segment in self.segments) - taken + returned
 
     @property
     def waiting(self) -> int:
@@ -120,7 +120,7 @@ class History:
 
     def stage(self, stack: Stack) -> Stage:
         """At which stage of the run a stack of the history is."""
-        stage = self.told(stack).stage
+        stage = self.summary(stack).stage
         return "backward" if stage == "unrecorded" and self._python_only else stage
 
     @cached_property
@@ -134,9 +134,9 @@ class History:
 
     def next_of(self, stages: Sequence[Stage], entry: int) -> int | None:
         """The first entry after `entry` in which a block is made at one of `stages`."""
-        found = []
+        entries = []
         for stage in stages:
             starts = self._starts.get(stage, [])
-            place = bisect_right(starts, entry)
-            found += starts[place : place + 1]
-        return min(found, default=None)
+            position = bisect_right(starts, entry)
+            entries += starts[position : position + 1]
+        return min(entries, default=None)

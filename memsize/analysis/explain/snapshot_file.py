@@ -143,18 +143,18 @@ class _Unpickler(Unpickler):
         """Push what a run of references stands for. A stack is a list of frames that were there before, and the same
         stacks come again and again: such runs are most of a snapshot.
         """
-        found = _REFERENCES.match(self._ahead.peek())
-        rest = found[0] if found else b""
+        match = _REFERENCES.match(self._ahead.peek())
+        rest = match[0] if match else b""
         if rest:
             self._ahead.seek(len(rest), os.SEEK_CUR)
         run = first + rest
-        known = self._runs.get(run)
-        if known is None:
+        values = self._runs.get(run)
+        if values is None:
             numbers = [int.from_bytes(reference[1:], "little") for reference in _REFERENCE.findall(run)]
-            known = self._runs[run] = tuple(map(self.memo.__getitem__, numbers))
-            self.budget.pickle -= 3 * len(known)
-        self.budget.pickle -= len(known)
-        self.stack += known
+            values = self._runs[run] = tuple(map(self.memo.__getitem__, numbers))
+            self.budget.pickle -= 3 * len(values)
+        self.budget.pickle -= len(values)
+        self.stack += values
 
     def load_stack(self) -> None:
         """APPENDS: more of a list. The frames of a stack are kept once: a tuple that is the only item of its lists."""
@@ -222,19 +222,19 @@ class _Reader:
         if "segments" not in fields:
             raise _no_snapshot(self._source.name, "it has no segments")
         try:
-            segments = tuple(self._segment(_fields(each)) for each in _items(fields["segments"]))
+            segments = tuple(self._segment(_fields(item)) for item in _items(fields["segments"]))
             traces = _items(fields.get("device_traces", []))
-            histories = tuple(tuple(self._entry(each) for each in self._counted(trace)) for trace in traces)
+            histories = tuple(tuple(self._entry(item) for item in self._counted(trace)) for trace in traces)
         except ValueError as error:
             raise _no_snapshot(self._source.name, f"it has {error}") from None
         return Snapshot(self._source.name, segments, histories, whole)
 
     def _counted(self, value: Any) -> list[Any]:
-        found = _items(value)
-        self._left -= len(found)
+        items = _items(value)
+        self._left -= len(items)
         if self._left < 0:
             raise ValueError("more entries than memsize reads in a file of this size")
-        return found
+        return items
 
     def _segment(self, fields: dict[str, Any]) -> Segment:
         address, size = _number(fields.get("address", 0)), _number(fields.get("total_size"))
@@ -264,24 +264,24 @@ class _Reader:
 
     def _shared(self, value: Any) -> str:
         """A text that many entries have."""
-        found = self._texts.get(id(value))
-        if found is None:
-            found = self._texts[id(value)] = _text(value)
-        return found
+        text = self._texts.get(id(value))
+        if text is None:
+            text = self._texts[id(value)] = _text(value)
+        return text
 
     def _stack(self, value: Any) -> Stack:
         if value is None or value == []:
             return ()
         frames = value[0] if isinstance(_items(value)[0], tuple) else value
-        found = self._stacks.get(id(frames))
-        if found is None:
-            found = self._stacks[id(frames)] = tuple(map(self._frame, frames[:_DEEPEST]))
-        return found
+        stack = self._stacks.get(id(frames))
+        if stack is None:
+            stack = self._stacks[id(frames)] = tuple(map(self._frame, frames[:_DEEPEST]))
+        return stack
 
     def _frame(self, value: Any) -> Frame:
-        found = self._frames.get(id(value))
-        if found is None:
+        frame = self._frames.get(id(value))
+        if frame is None:
             fields = _fields(value)
             name, line = self._shared(fields.get("name")), _number(fields.get("line", 0))
-            found = self._frames[id(value)] = Frame(self._shared(fields.get("filename")), line, name)
-        return found
+            frame = self._frames[id(value)] = Frame(self._shared(fields.get("filename")), line, name)
+        return frame

@@ -1,7 +1,7 @@
-"""What the stack of an allocation tells: at which stage of a run it was made, and which line of the program made it.
+"""The stage of a run at which a stack allocates, and the line of the program that leads there.
 
-A stack tells where a block was made and not what it is for: roles follow from it together with how long the block lives
-(`memsize.analysis.explain.history`). Every rule is a name in PyTorch or in a library that trains with it.
+A stack shows where a block was allocated, not its purpose: roles follow from the stack together with the lifetime of
+the block (`memsize.analysis.explain.categories`). Every rule is a name in PyTorch or in a library that trains with it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _LIBRARY: Final = re.compile(r"(^|/)(site-packages|dist-packages|lib/python3\.\d
 
 
 class StackSummary(NamedTuple):
-    """What a stack tells: the stage, the line above PyTorch that allocates (``"modeling_llama.py:216"``), the function
-    that it is in, and the program's own line that led to it, where that is another one.
+    """The stage of a stack, the line above PyTorch that allocates (``"modeling_llama.py:216"``), the function of that
+    line, and the program's own line that led to it, if that is another one.
     """
 
     stage: Stage
@@ -53,8 +53,8 @@ class StackSummary(NamedTuple):
     called_from: str | None = None
 
 
-def told(stack: Stack) -> StackSummary:
-    """What `stack` tells. Without a call of Python, as in backward, the function is that of autograd."""
+def summarize(stack: Stack) -> StackSummary:
+    """Summarize `stack`. In backward there may be no Python call: the function is then autograd's node."""
     if not stack:
         return StackSummary("unrecorded", None, "")
     calls = python_calls(stack)
@@ -77,8 +77,8 @@ def line_of(frame: Frame) -> str:
 
 
 class _Call(NamedTuple):
-    """What a frame tells by itself: the stage of a rule that knows it, whether it recomputes a forward, and whether it
-    is a call of Python, inside PyTorch, inside any library.
+    """The stage of the rule that matches a frame (None: no rule does), whether the frame recomputes a forward, and
+    whether it is a call of Python, inside PyTorch, inside any library.
     """
 
     stage: Stage | None
@@ -90,7 +90,7 @@ class _Call(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def _call(frame: Frame) -> _Call:
-    """What `frame` tells. A snapshot has some hundred different frames, in ten thousands of stacks."""
+    """Classify `frame`. Cached: a snapshot has some hundred different frames, in ten thousands of stacks."""
     path = _path(frame)
     call = f"{path}:{frame.name}"
     match = _STAGES.search(call)
@@ -106,13 +106,13 @@ def _path(frame: Frame) -> str:
 
 
 def _stage(stack: Stack) -> Stage:
-    found: Stage = "other"
+    stage: Stage = "other"
     for call in map(_call, stack):
-        if found == "forward":
+        if stage == "forward":
             if call.recomputes:
                 return "recomputation"
         elif call.stage is not None:
-            found = call.stage
-            if found != "forward":
-                return found
-    return found
+            stage = call.stage
+            if stage != "forward":
+                return stage
+    return stage

@@ -1,4 +1,4 @@
-"""What the rules of a report look at: the runs of one model, and what other tools say of it. Numbers only."""
+"""The evidence of a report's rules: the runs of one model, and the results of other tools. Numbers only."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from memsize.spec.parallel import Parallel
 
 @dataclass(frozen=True)
 class Evidence:
-    """`given` is the run of the model as it is; `runs` the scenarios that apply, by name.
+    """`as_given` is the run of the model as it is; `runs` the scenarios that apply, by name.
 
-    `left` says for each quantized scenario which modules it leaves alone and why. `crossover` compares what fp32
-    (first) and `amp` (second) keep from one batch size to the next. `buckets` is what the gradient buckets of
-    distributed training take (None without it), and whether the gradients lie in them. `peaks` are those of
-    training, `inference` those of one forward, by scenario, both on `gpu`; `untrained` says why a scenario has no
+    `skipped_layers` maps each quantized scenario to the modules that it leaves alone, with the reasons. `crossover`
+    compares what fp32 (first) and `amp` (second) keep from one batch size to the next. `buckets` are the bytes of the
+    gradient buckets of distributed training (None without it), and whether the gradients lie in them. `peaks` are those
+    of training, `inference` those of one forward, by scenario, both on `gpu`; `untrained` says why a scenario has no
     training. Where the training is `spread` over several GPUs, its steps are not in `runs`.
     """
 
-    given: Trace
+    as_given: Trace
     runs: Mapping[str, Trace] = field(default_factory=dict)
-    left: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    skipped_layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     readings: tuple[ToolReport, ...] = ()
     crossover: Crossover | None = None
     peaks: Mapping[str, GpuEstimate] = field(default_factory=dict)
@@ -45,12 +45,12 @@ class Evidence:
     @property
     def stored(self) -> Totals:
         """The totals of the model as it is."""
-        return totals(self.given)
+        return totals(self.as_given)
 
     @property
     def parameters(self) -> tuple[StoredTensor, ...]:
         """The registered parameters and packed weights of the model as it is."""
-        return tuple(tensor for tensor in self.given.tensors if tensor.kind in ("parameter", "packed"))
+        return tuple(tensor for tensor in self.as_given.tensors if tensor.kind in ("parameter", "packed"))
 
 
 def layers_of(tensors: Iterable[StoredTensor]) -> tuple[str, ...]:
@@ -59,5 +59,5 @@ def layers_of(tensors: Iterable[StoredTensor]) -> tuple[str, ...]:
 
 
 def bytes_of(tensors: Iterable[StoredTensor]) -> int:
-    """What tensors take together."""
+    """The bytes of all `tensors` together."""
     return sum(tensor.bytes for tensor in tensors)

@@ -1,4 +1,4 @@
-"""What a snapshot says: why the memory ran out, what most of it was, and whether fragmentation is to blame."""
+"""Rules about a memory snapshot: why memory ran out, what most of it was, and whether it was fragmented."""
 
 from __future__ import annotations
 
@@ -15,86 +15,90 @@ _WORTH_TELLING: Final = 0.05
 
 
 @RULES.rule("snapshot-out-of-memory", "snapshot-peak", "snapshot-end")
-def _moment(found: Explanation) -> Iterator[Finding]:
-    held = {"requested": Bytes(found.requested), "reserved": Bytes(found.reserved_then), "line": found.line}
-    if found.failed is not None:
-        failed = found.failed
+def _moment(explanation: Explanation) -> Iterator[Finding]:
+    levels = {
+        "requested": Bytes(explanation.requested),
+        "reserved": Bytes(explanation.reserved_then),
+        "line": explanation.line,
+    }
+    if explanation.failed is not None:
+        failed = explanation.failed
         template = (
             "Out of memory{at}: PyTorch asked for {bytes} where {free} were free on the GPU. Tensors held {requested} "
             "of the {reserved} that PyTorch had reserved."
         )
         if failed.times > 1:
             template += " It is the last of {times} requests that failed."
-        values = held | {
+        values = levels | {
             "at": f" at {failed.line}" if failed.line else "",
             "bytes": Bytes(failed.bytes),
             "free": Bytes(failed.free),
             "times": failed.times,
         }
         yield Finding("snapshot-out-of-memory", failed.bytes, (), template, values)
-    elif found.moment == "peak":
-        left = Bytes(found.reserved.requested)
+    elif explanation.moment == "peak":
+        left = Bytes(explanation.reserved.requested)
         template = "The peak of the recorded history was {requested}{at}; {left} were alive at the end."
-        at = f", at {found.line}" if found.line else ""
-        yield Finding("snapshot-peak", found.requested, (), template, held | {"at": at, "left": left})
+        at = f", at {explanation.line}" if explanation.line else ""
+        yield Finding("snapshot-peak", explanation.requested, (), template, levels | {"at": at, "left": left})
     else:
         template = "Tensors held {requested} of {reserved} reserved when the snapshot was taken, and no more before."
-        if not found.entries:
+        if not explanation.entries:
             template = "Tensors held {requested} of {reserved} reserved when the snapshot was taken."
-        yield Finding("snapshot-end", found.requested, (), template, held)
+        yield Finding("snapshot-end", explanation.requested, (), template, levels)
 
 
 @RULES.rule("snapshot-mostly")
-def _mostly(found: Explanation) -> Iterator[Finding]:
-    known = [each for each in found.alive if each.category not in UNKNOWN and each.blocks]
-    most = max(known, key=lambda each: each.bytes, default=None)
-    if most is None or most.bytes < found.requested * _WORTH_TELLING:
+def _mostly(explanation: Explanation) -> Iterator[Finding]:
+    categories = [category for category in explanation.alive if category.category not in UNKNOWN and category.blocks]
+    most = max(categories, key=lambda category: category.bytes, default=None)
+    if most is None or most.bytes < explanation.requested * _WORTH_TELLING:
         return
     template = "The most bytes are in {noun}: {bytes} ({share:.0%}) in {blocks} blocks"
-    place = next(each for each in found.places if each.category == most.category)
-    if place.line is not None:
+    stack = next(category for category in explanation.places if category.category == most.category)
+    if stack.line is not None:
         template += "; {here} of them were made at {line}, in {function}"
     values = {
         "noun": category_noun(most.category),
         "bytes": Bytes(most.bytes),
-        "share": most.bytes / found.requested,
+        "share": most.bytes / explanation.requested,
         "blocks": most.blocks,
-        "here": Bytes(place.bytes),
-        "line": place.line,
-        "function": place.function,
+        "here": Bytes(stack.bytes),
+        "line": stack.line,
+        "function": stack.function,
     }
     yield Finding("snapshot-mostly", most.bytes, (), template + ".", values)
 
 
 @RULES.rule("snapshot-fragmented", "snapshot-not-fragmented")
-def _fragmentation(found: Explanation) -> Iterator[Finding]:
-    held = found.reserved
-    free = held.pieces + held.cached
-    values = {"free": Bytes(free), "largest": Bytes(held.largest), "reserved": Bytes(held.bytes)}
-    if found.failed is not None:
-        wanted = found.failed.bytes
+def _fragmentation(explanation: Explanation) -> Iterator[Finding]:
+    reserved = explanation.reserved
+    free = reserved.pieces + reserved.cached
+    values = {"free": Bytes(free), "largest": Bytes(reserved.largest), "reserved": Bytes(reserved.bytes)}
+    if explanation.failed is not None:
+        wanted = explanation.failed.bytes
         values |= {"wanted": Bytes(wanted)}
-        if held.largest < wanted <= free + found.failed.free:
+        if reserved.largest < wanted <= free + explanation.failed.free:
             template = (
                 "Fragmentation is to blame: {free} lie free inside of reserved segments, the largest block has "
                 "{largest}, and {wanted} were wanted in one piece. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
                 "lets PyTorch use them."
             )
             yield Finding("snapshot-fragmented", free, (), template, values)
-        elif free + found.failed.free < wanted:
+        elif free + explanation.failed.free < wanted:
             template = "Fragmentation is not to blame: {free} lie free inside of reserved segments, too little for it."
             yield Finding("snapshot-not-fragmented", free, (), template, values)
-    elif held.bytes and held.pieces >= held.bytes * _WORTH_TELLING:
+    elif reserved.bytes and reserved.pieces >= reserved.bytes * _WORTH_TELLING:
         template = (
             "{pieces} of {reserved} reserved lie free between blocks in use; the largest free block has {largest}."
         )
-        yield Finding("snapshot-fragmented", held.pieces, (), template, values | {"pieces": Bytes(held.pieces)})
+        yield Finding("snapshot-fragmented", reserved.pieces, (), template, values | {"pieces": Bytes(reserved.pieces)})
 
 
 @RULES.rule("snapshot-untold")
-def _untold(found: Explanation) -> Iterator[Finding]:
-    earlier = next((each for each in found.alive if each.category == "earlier"), None)
-    if earlier is None or earlier.bytes < found.requested * _WORTH_TELLING:
+def _untold(explanation: Explanation) -> Iterator[Finding]:
+    earlier = next((category for category in explanation.alive if category.category == "earlier"), None)
+    if earlier is None or earlier.bytes < explanation.requested * _WORTH_TELLING:
         return
     template = (
         "{bytes} were made before the history begins, so their stacks are not known: they are parameters as a rule. "
@@ -104,16 +108,16 @@ def _untold(found: Explanation) -> Iterator[Finding]:
 
 
 @RULES.rule("snapshot-predicted")
-def _predicted(found: Explanation) -> Iterator[Finding]:
-    if found.predicted is None or not found.requested:
+def _predicted(explanation: Explanation) -> Iterator[Finding]:
+    if explanation.predicted is None or not explanation.requested:
         return
-    off = found.predicted.requested - found.requested
-    gaps = [each for each in found.alive if each.predicted is not None]
-    widest = max(gaps, key=lambda each: abs(each.bytes - (each.predicted or 0)), default=None)
+    off = explanation.predicted.requested - explanation.requested
+    gaps = [category for category in explanation.alive if category.predicted is not None]
+    widest = max(gaps, key=lambda category: abs(category.bytes - (category.predicted or 0)), default=None)
     template = "The prediction for {model} is {predicted}, {share} of what is here"
-    values = {"predicted": Bytes(found.predicted.requested), "model": found.predicted.model}
-    values |= {"share": signed_share(found.requested, found.predicted.requested)}
-    if widest is not None and abs(off) >= found.requested * _WORTH_TELLING:
+    values = {"predicted": Bytes(explanation.predicted.requested), "model": explanation.predicted.model}
+    values |= {"share": signed_share(explanation.requested, explanation.predicted.requested)}
+    if widest is not None and abs(off) >= explanation.requested * _WORTH_TELLING:
         template += "; the widest gap is in {noun}, {there} predicted and {here} found"
         values |= {"noun": category_noun(widest.category), "there": Bytes(widest.predicted or 0)}
         values |= {"here": Bytes(widest.bytes)}

@@ -15,7 +15,7 @@ from memsize.units import Bytes
 
 
 class FitEvidence(NamedTuple):
-    """What the rules look at."""
+    """The evidence of the rules about a fit."""
 
     rows: tuple[FitRow, ...]
     budgets: tuple[Budget, ...]
@@ -38,20 +38,20 @@ class FitEvidence(NamedTuple):
         """For each scenario, the row of the fewest GPUs on which something fits, where numbers of them are compared; of
         several strategies on as many, that with the largest size.
         """
-        found: dict[str, FitRow] = {}
+        rows: dict[str, FitRow] = {}
         for (scenario, _), row in sorted(self.fewest_of_cards.items(), key=lambda item: self._gpus(item[1])):
-            found.setdefault(scenario, row)
-        return [found[name] for name in dict.fromkeys(row.scenario for row in self.rows) if name in found]
+            rows.setdefault(scenario, row)
+        return [rows[name] for name in dict.fromkeys(row.scenario for row in self.rows) if name in rows]
 
     @property
     def fewest_of_cards(self) -> dict[tuple[str, str], FitRow]:
         """The same for each scenario and card."""
         cards = {budget.name: budget.one for budget in self.budgets}
-        found: dict[tuple[str, str], FitRow] = {}
+        rows: dict[tuple[str, str], FitRow] = {}
         for row in sorted(self.rows, key=lambda row: (self._gpus(row), -(row.size or 0))) if self.counts else ():
             if row.status in ANSWERED:
-                found.setdefault((row.scenario, cards[row.gpu]), row)
-        return found
+                rows.setdefault((row.scenario, cards[row.gpu]), row)
+        return rows
 
     @property
     def counts(self) -> bool:
@@ -117,7 +117,7 @@ _NONE: Final = "nothing fits on {gpus}"
 
 
 def answer_in_words(row: FitRow, vary: str, *, several: bool) -> Finding:
-    """What a row that could be run says; with its GPU where it is one of `several`."""
+    """Describe the result of a row that could be run, with its GPU if it is one of `several`."""
     values: dict[str, object] = {
         "scenario": row.name,
         "gpu": row.gpu,
@@ -141,14 +141,14 @@ def answer_in_words(row: FitRow, vary: str, *, several: bool) -> Finding:
 
 @RULES.rule(*(f"fit-{status}" for status in _ANSWERS))
 def what_fits(evidence: FitEvidence) -> Iterator[Finding]:
-    """What the first row says."""
+    """The result of the first row."""
     if evidence.first is not None:
         yield answer_in_words(evidence.first, evidence.vary, several=len(evidence.budgets) > 1)
 
 
 @RULES.rule("fit-cards")
 def what_fits_on_the_others(evidence: FitEvidence) -> Iterator[Finding]:
-    """What the first scenario's rows for the other cards say, where several were compared."""
+    """The results of the first scenario on the other cards, if several were compared."""
     first = evidence.first
     if first is None or evidence.fewest:
         return
@@ -192,7 +192,7 @@ def what_more_sequences_leave(evidence: FitEvidence) -> Iterator[Finding]:
 
 @RULES.rule("fit-binds")
 def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
-    """What stops the next size, or the size asked about where that does not fit."""
+    """The limit that stops the next size, or a requested size that does not fit."""
     row, vary = evidence.first, evidence.vary
     if row is None or row.bind is None or row.status not in ("found", "open", "none", "exceeds"):
         return
@@ -277,7 +277,7 @@ def fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
 
 @RULES.rule("fit-most")
 def most(evidence: FitEvidence) -> Iterator[Finding]:
-    """Which scenario fits most on the first GPU."""
+    """The scenario that fits the largest size on the first GPU."""
     first, vary = evidence.first, evidence.vary
     if first is None:
         return
@@ -383,13 +383,13 @@ def crossings(evidence: FitEvidence) -> Iterator[Finding]:
 
 @RULES.rule("budget")
 def budgets(evidence: FitEvidence) -> Iterator[Finding]:
-    """How much memory the budgets have."""
+    """The memory of each budget, and how much of it the allocator gets."""
     of_one: dict[tuple[object, ...], Budget] = {}
     before = " before NCCL's buffers (--margin leaves room for them)" if any(map(_takes_nccl, evidence.budgets)) else ""
     for budget in evidence.budgets:  # several numbers of one card have one budget each, the same
         of_one.setdefault((budget.card, budget.device) if budget.parallel else (budget.name,), budget)
     for budget in of_one.values():
-        each = "each " if budget.parallel else ""
+        per_gpu = "each " if budget.parallel else ""
         taken = ["the CUDA context may take {context}"] if budget.context else []
         taken += ["the allocator may take {fraction}"] if budget.fraction < 1 else []
         taken += ["the margin is {margin}"] if budget.margin else []
@@ -398,7 +398,7 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
             "budget",
             budget.allocator,
             (),
-            f"The allocator gets {{allocator}}{before}: {each}{{name}} has {{device}}{less}.",
+            f"The allocator gets {{allocator}}{before}: {per_gpu}{{name}} has {{device}}{less}.",
             {
                 "allocator": Bytes(budget.allocator),
                 "name": budget.one,
@@ -411,5 +411,5 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
 
 
 def _takes_nccl(budget: Budget) -> bool:
-    """Whether it is that of one process of several."""
+    """Return whether NCCL takes memory from the budget: one process of several, each with one GPU."""
     return budget.gpus > 1 and not budget.parallel.startswith("dp=")

@@ -31,7 +31,7 @@ def what_fits(evidence: Evidence) -> Iterator[Finding]:
     """How the first scenario's rows compare with the card."""
     first = [row for row in _ran(evidence.rows) if row.scenario == _ran(evidence.rows)[0].scenario]
     short = next((row for row in first if not row.fits), None)
-    row = short or max(first, key=lambda each: _estimate(each).requested)
+    row = short or max(first, key=lambda row: _estimate(row).requested)
     peak = _estimate(row)
     values = {
         "scenario": row.scenario,
@@ -57,15 +57,15 @@ def what_fits(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
 def what_would_make_it_fit(evidence: Evidence) -> Iterator[Finding]:
-    """What is enough for a row that doesn't fit."""
+    """The remedies that are enough for a row that doesn't fit."""
     if evidence.remedied:
         yield from what_is_enough(evidence.remedied, "batch")
 
 
 @RULES.rule("kv-cache")
 def what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
-    """What the KV cache holds, and how it grows."""
-    row = max(_ran(evidence.rows), key=lambda each: each.cache)
+    """The bytes of the KV cache, and how it grows."""
+    row = max(_ran(evidence.rows), key=lambda row: row.cache)
     if not row.cache:
         text = "The model keeps no KV cache."
         yield Finding("kv-cache", 0, (), text, brief=text)
@@ -92,10 +92,10 @@ def what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("proposed-tokens")
 def what_proposes(evidence: Evidence) -> Iterator[Finding]:
-    """What proposes tokens before each step, and what it holds."""
+    """The source of the tokens that are proposed before each step, and its memory."""
     if evidence.draft is None:
         return
-    row = max(_ran(evidence.rows), key=lambda each: each.assistant)
+    row = max(_ran(evidence.rows), key=lambda row: row.assistant)
     cache = sum(kind.bytes for kind in row.layers if kind.kind.endswith(OF_ASSISTANT))
     values = {
         "assistant": evidence.draft.assistant,
@@ -115,8 +115,8 @@ def what_proposes(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("decode-transient")
 def what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
-    """What a decode step needs for a moment."""
-    row = max(_ran(evidence.rows), key=lambda each: each.transient)
+    """The temporaries of a decode step."""
+    row = max(_ran(evidence.rows), key=lambda row: row.transient)
     if row.transient * 100 < row.decode.peak:
         return
     text = "A decode step needs {transient} for a moment beyond what stays, at batch {batch} under {scenario}."
@@ -126,8 +126,8 @@ def what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("prefill-transient")
 def what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
-    """What the prefill needs for a moment, where that is what decides."""
-    row = max(_ran(evidence.rows), key=lambda each: each.prefill.peak - each.decode.peak)
+    """The temporaries of the prefill, if they decide the peak."""
+    row = max(_ran(evidence.rows), key=lambda row: row.prefill.peak - row.decode.peak)
     beyond = row.prefill.peak - max(row.decode.peak, row.prefill.end)
     if beyond * 20 < row.prefill.peak:
         return

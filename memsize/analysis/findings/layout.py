@@ -58,14 +58,14 @@ def lost(audit: Audit) -> Iterator[Finding]:
     groups: dict[tuple[str, str], list[Loss]] = {}
     for loss in audit.last.losses:
         groups.setdefault((loss.op, loss.place), []).append(loss)
-    for (op, place), losses in groups.items():
+    for (op, line), losses in groups.items():
         layers = tuple(dict.fromkeys(loss.layer for loss in losses))
         what = "a copy to row-major (contiguous, reshape or flatten)" if op in _COPYING else f"{op}, which is row-major"
-        where = f" at {place}" if place else ""
+        where = f" at {line}" if line else ""
         text = "Channels last is lost in {layers}{where}: {what}."
         values = {"layers": layers, "where": where, "what": what}
         copied = sum(
-            copy.bytes for copy in audit.last.copies if (copy.op, copy.place) == (op, place) and copy.layer in layers
+            copy.bytes for copy in audit.last.copies if (copy.op, copy.place) == (op, line) and copy.layer in layers
         )
         yield Finding("format-lost", copied or None, layers, text, values)
 

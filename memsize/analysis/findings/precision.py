@@ -24,7 +24,7 @@ def mixed_dtypes(evidence: Evidence) -> Iterator[Finding]:
         return
     widest = max(floats, key=_FLOATS.index)
     layers = layers_of(floats[widest])
-    types = {layer.path: layer.type for layer in evidence.given.layers}
+    types = {layer.path: layer.type for layer in evidence.as_given.layers}
     norms = all("BatchNorm" in types.get(layer, "") for layer in layers)
     shares = ", ".join(f"{dtype} {{{dtype}}}" for dtype in floats)
     yield Finding(

@@ -1,4 +1,4 @@
-"""What a program's run on a virtual GPU says: whether it fits, where it runs out, and what grows."""
+"""Rules about a program on a virtual GPU: whether it fits, where it runs out of memory, and what grows."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
 
 
 def eagerly(run: ProgramRun) -> str:
-    """What to say of a program that is too large as it runs eagerly and that would be compiled."""
+    """The words to add for a program that is too large in eager mode, but would be compiled."""
     return " without torch.compile" if UNCOMPILED in run.trace.notes else ""
 
 
 def _follows(after: WentOn, trains: bool) -> tuple[str, dict[str, object]]:
-    """What a program does that goes on without the memory that it asked for, and the values of that."""
+    """Describe how a program goes on after a request was refused: the sentence and its values."""
     if after.device is None:
         return "nothing more is put on the GPU", {}
-    made = ("one step, " if after.steps == 1 else "{steps} steps, ") if after.steps else "no step, " if trains else ""
+    steps = ("one step, " if after.steps == 1 else "{steps} steps, ") if after.steps else "no step, " if trains else ""
     values: dict[str, object] = {"steps": after.steps, "low": Bytes(after.device.low), "high": Bytes(after.device.high)}
-    return f"what follows fits ({made}{{low}} to {{high}} of {{total}} at the peak)", values
+    return f"what follows fits ({steps}{{low}} to {{high}} of {{total}} at the peak)", values
 
 
 @RULES.rule("run-needs-gpu")
@@ -97,9 +97,9 @@ def _needs_launcher(run: ProgramRun) -> Iterator[Finding]:
 
 @RULES.rule("run-divides-heads")
 def _divides_heads(run: ProgramRun) -> Iterator[Finding]:
-    found = undivided(run.failure or "", run.trace, run.trace.world.size)
-    if found is not None:
-        template, shape = found
+    problem = undivided(run.failure or "", run.trace, run.trace.world.size)
+    if problem is not None:
+        template, shape = problem
         yield Finding("run-divides-heads", None, (), template, {"shape": shape})
 
 
@@ -193,8 +193,8 @@ def _lags(run: ProgramRun) -> Iterator[Finding]:
 
 @RULES.rule("run-gradients-kept")
 def _gradients(run: ProgramRun) -> Iterator[Finding]:
-    kept = run.kept_gradients
-    if kept is None:
+    gradients = run.kept_gradients
+    if gradients is None:
         return
     templates = {
         "kept": (
@@ -207,13 +207,13 @@ def _gradients(run: ProgramRun) -> Iterator[Finding]:
         ),
         "none": ("{bytes} of gradients are alive while the next step's forward runs: no zero_grad frees them", ""),
     }
-    brief, remedy = templates[kept.reason]
-    values = {"bytes": Bytes(kept.bytes), "line": kept.line or "a line of a library"}
-    yield Finding("run-gradients-kept", kept.bytes, (), f"{brief}{remedy}.", values, f"{brief}.")
+    brief, remedy = templates[gradients.reason]
+    values = {"bytes": Bytes(gradients.bytes), "line": gradients.line or "a line of a library"}
+    yield Finding("run-gradients-kept", gradients.bytes, (), f"{brief}{remedy}.", values, f"{brief}.")
 
 
 def _allowed(run: ProgramRun) -> dict[str, Bytes]:
-    """What the allocator may take of the card, where that is not all of it."""
+    """The bytes that the allocator may take of the card; empty if it may take the whole card."""
     allowed = config_of(run).allowed(run.card.bytes)
     return {} if allowed is None else {"allowed": Bytes(allowed)}
 

@@ -1,4 +1,4 @@
-"""What several ranks of one program say: whether all fit, which needs most, and what differs between them."""
+"""Rules about several ranks of one program: whether all fit, which needs most, and how they differ."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _refused(runs: RankRuns) -> Iterator[Finding]:
 def _fit(runs: RankRuns) -> Iterator[Finding]:
     group = runs.worst
     run, peak = group.run, group.run.peak
-    if run.refused or not run.trace.events or any(each.run.failure for each in runs.groups):
+    if run.refused or not run.trace.events or any(other.run.failure for other in runs.groups):
         return
     most = "{ranks} needs most," if len(runs.neediest) == 1 else "{ranks} need most,"
     template = "All {size} {noun} fit on {card}: " + ("each takes" if len(runs.neediest) == runs.size else most)

@@ -21,7 +21,7 @@ RULES = Rules[Evidence]()
 
 @RULES.rule("serves", "serves-none")
 def what_is_served(evidence: Evidence) -> Iterator[Finding]:
-    """What the first scenario leaves for the cache."""
+    """The memory that the first scenario leaves for the cache."""
     rows, serving, card, budget, _ = evidence
     row = next(row for row in rows if row.reason is None)
     cards = card.name if serving.tp == 1 else f"each of {serving.tp} {card.name}"
@@ -70,7 +70,7 @@ def what_is_too_long(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("serves-with")
 def what_makes_room(evidence: Evidence) -> Iterator[Finding]:
-    """What is enough by itself to serve one request, where there is no room for it."""
+    """The remedies of which each is enough to serve one request, if there is no room for it."""
     remedied = evidence[-1]
     if remedied is None:
         return
@@ -96,7 +96,7 @@ def what_serves_more(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("step-transient")
 def what_a_step_takes(evidence: Evidence) -> Iterator[Finding]:
-    """What is kept free for the largest step, where that is a twentieth of the cache or more."""
+    """The memory kept free for the largest step, if it is a twentieth of the cache or more."""
     rows, serving, _, _, _ = evidence
     row = next(row for row in rows if row.reason is None)
     if row.paged is not None and row.profile * 20 < row.paged.available.low:

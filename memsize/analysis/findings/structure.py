@@ -24,27 +24,27 @@ _LINES: Final = 3
 
 @RULES.rule("quantization-leaves-layers")
 def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
-    """Which layers a quantization does not touch, and what they keep."""
-    for name, left in evidence.left.items():
+    """The layers that a quantization skips, and the bytes that they still store."""
+    for name, skipped in evidence.skipped_layers.items():
         trace = evidence.runs[name]
-        kept = [t for t in trace.tensors if t.kind == "parameter" and not t.parts and t.bytes]
-        size = bytes_of(kept)
+        unquantized = [t for t in trace.tensors if t.kind == "parameter" and not t.parts and t.bytes]
+        size = bytes_of(unquantized)
         done = [t for t in trace.tensors if t.kind == "packed" or (t.parts and t.kind == "parameter")]
-        if not done or not left:
+        if not done or not skipped:
             continue
         yield Finding(
             "quantization-leaves-layers",
             size,
-            tuple(left),
+            tuple(skipped),
             "{name} shrinks {done} to {small} and leaves {left} alone ({reason}): {size} stay {dtypes}.",
             {
                 "name": name,
                 "done": layers_of(done),
                 "small": Bytes(bytes_of(done)),
-                "left": tuple(left),
-                "reason": "; ".join(dict.fromkeys(left.values())),
+                "left": tuple(skipped),
+                "reason": "; ".join(dict.fromkeys(skipped.values())),
                 "size": Bytes(size),
-                "dtypes": stored_dtypes(kept),
+                "dtypes": stored_dtypes(unquantized),
             },
             brief="{name} leaves {left} alone: {size} stay {dtypes}.",
         )
@@ -53,11 +53,11 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
 @RULES.rule("quantized-weights-unpacked")
 def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
     """Copies of quantized weights that a layer multiplies by, and that autograd keeps."""
-    for name in evidence.left:
+    for name in evidence.skipped_layers:
         trace = evidence.runs[name]
         weights = {(t.layer, t.spec.shape) for t in trace.tensors if t.kind == "parameter" and t.parts}
-        kept = [s for s in trace.storages if s.op == "_to_copy" and s.saved_by >= 0 and s.layer >= 0]
-        copies = [s for s in kept if (trace.layers[s.layer].path, s.shape) in weights]
+        saved = [s for s in trace.storages if s.op == "_to_copy" and s.saved_by >= 0 and s.layer >= 0]
+        copies = [s for s in saved if (trace.layers[s.layer].path, s.shape) in weights]
         size = sum(copy.bytes for copy in copies)
         if size:
             layers = tuple(dict.fromkeys(trace.layers[copy.layer].path for copy in copies))
@@ -79,8 +79,8 @@ def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
 @RULES.rule("low-bits-in-wide-containers")
 def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
     """Weights quantized to fewer bits than each of them takes in memory."""
-    for name in ("as-given", *evidence.left):
-        trace = evidence.given if name == "as-given" else evidence.runs.get(name)
+    for name in ("as-given", *evidence.skipped_layers):
+        trace = evidence.as_given if name == "as-given" else evidence.runs.get(name)
         wide = [t for t in (trace.tensors if trace else ()) if _wide(t)]
         if wide:
             yield Finding(
@@ -105,40 +105,40 @@ def _wide(tensor: StoredTensor) -> bool:
 
 @RULES.rule("kept-by-functions")
 def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
-    """What is kept for backward in no layer of its own but between layers: by `F.relu`, by `+`, by attention."""
-    trace = evidence.given
-    kept = [s for s in trace.storages if s.saved_by >= 0]
-    between = [s for s in kept if s.saved_at >= 0 and not trace.layers[s.saved_by].leaf]
+    """Tensors kept for backward between layers rather than in one: by `F.relu`, by `+`, by attention."""
+    trace = evidence.as_given
+    saved = [s for s in trace.storages if s.saved_by >= 0]
+    between = [s for s in saved if s.saved_at >= 0 and not trace.layers[s.saved_by].leaf]
     size = sum(s.bytes for s in between)
-    if not size or size < _TOLD_FROM * sum(s.bytes for s in kept):
+    if not size or size < _TOLD_FROM * sum(s.bytes for s in saved):
         return
     by_line = Counter[int]()
     for storage in between:
         by_line[storage.saved_at] += storage.bytes
     lines = by_line.most_common(_LINES)
-    named = {f"line{place}": _with_ops(between, line, trace.lines[line]) for place, (line, _) in enumerate(lines)}
-    told = ", ".join(f"{{bytes{place}}} at {{line{place}}}" for place in range(len(lines)))
+    named = {f"line{number}": _with_ops(between, line, trace.lines[line]) for number, (line, _) in enumerate(lines)}
+    shares = ", ".join(f"{{bytes{number}}} at {{line{number}}}" for number in range(len(lines)))
     layers = tuple(dict.fromkeys(trace.layers[s.saved_by].path for s in between))
     yield Finding(
         "kept-by-functions",
         size,
         layers,
         "Functions keep {size} of {all} for backward; the table counts that in the modules that call them, {layers}: "
-        + told
+        + shares
         + (f" and the rest at {len(by_line) - _LINES} more lines." if len(by_line) > _LINES else "."),
         {
             "size": Bytes(size),
-            "all": Bytes(sum(s.bytes for s in kept)),
+            "all": Bytes(sum(s.bytes for s in saved)),
             "layers": layers,
             **named,
-            **{f"bytes{place}": Bytes(held) for place, (_, held) in enumerate(lines)},
+            **{f"bytes{number}": Bytes(line_bytes) for number, (_, line_bytes) in enumerate(lines)},
         },
     )
 
 
-def _with_ops(kept: Iterable[Storage], line: int, name: str) -> str:
+def _with_ops(storages: Iterable[Storage], line: int, name: str) -> str:
     """A line's name, and which ops made what it keeps."""
-    ops = dict.fromkeys(storage.op for storage in kept if storage.saved_at == line and storage.op)
+    ops = dict.fromkeys(storage.op for storage in storages if storage.saved_at == line and storage.op)
     return f"{name} (results of {join_names(tuple(ops))})" if ops else name
 
 
@@ -147,7 +147,7 @@ def unregistered(evidence: Evidence) -> Iterator[Finding]:
     """Tensors in plain attributes and modules in Python lists, which `parameters()`, `.to()` and `.half()` do not
     reach.
     """
-    hidden = [t for t in evidence.given.tensors if t.kind == "attribute" and t.bytes and not _computed(t, evidence)]
+    hidden = [t for t in evidence.as_given.tensors if t.kind == "attribute" and t.bytes and not _computed(t, evidence)]
     if hidden:
         yield Finding(
             "unregistered-tensors",
@@ -162,11 +162,11 @@ def unregistered(evidence: Evidence) -> Iterator[Finding]:
 @RULES.rule("pruned-parameters-grow")
 def pruned(evidence: Evidence) -> Iterator[Finding]:
     """`torch.nn.utils.prune`: a mask and a computed weight come on top of the original."""
-    names = {tensor.name for tensor in evidence.given.tensors}
+    names = {tensor.name for tensor in evidence.as_given.tensors}
     masked = {name.removesuffix("_orig") + "_mask" for name in names if name.endswith("_orig")}
-    masks = [t for t in evidence.given.tensors if t.name in masked]
+    masks = [t for t in evidence.as_given.tensors if t.name in masked]
     if masks:
-        computed = [t for t in evidence.given.tensors if _computed(t, evidence)]
+        computed = [t for t in evidence.as_given.tensors if _computed(t, evidence)]
         extra = bytes_of(masks) + bytes_of(computed)
         yield Finding(
             "pruned-parameters-grow",
@@ -180,7 +180,7 @@ def pruned(evidence: Evidence) -> Iterator[Finding]:
 
 def _computed(tensor: StoredTensor, evidence: Evidence) -> bool:
     """Whether a plain attribute is a weight that a pruning or a weight norm computes from registered ones."""
-    names = {other.name for other in evidence.given.tensors}
+    names = {other.name for other in evidence.as_given.tensors}
     return tensor.kind == "attribute" and bool({f"{tensor.name}_orig", f"{tensor.name}_v"} & names)
 
 
@@ -236,9 +236,9 @@ def unused(evidence: Evidence) -> Iterator[Finding]:
 def what_halving_cannot_halve(evidence: Evidence) -> Iterator[Finding]:
     """Integer buffers and inputs, which `.half()` leaves as they are, and tensors that it does not reach."""
     fixed = [
-        t for t in evidence.given.tensors if t.kind == "buffer" and "float" not in t.spec.dtype and t.bytes >= 1024
+        t for t in evidence.as_given.tensors if t.kind == "buffer" and "float" not in t.spec.dtype and t.bytes >= 1024
     ]
-    inputs = [i for i in evidence.given.inputs if "float" not in i.spec.dtype]
+    inputs = [i for i in evidence.as_given.inputs if "float" not in i.spec.dtype]
     parts = []
     if fixed:
         parts.append("integer buffers ({buffers})")
@@ -264,28 +264,28 @@ def norms_kept_in_fp32(evidence: Evidence) -> Iterator[Finding]:
     trace = evidence.runs.get("apex-O2")
     if trace is None:
         return
-    kept = [t for t in trace.tensors if t.spec.dtype == "float32" and t.kind in ("parameter", "buffer")]
+    float32 = [t for t in trace.tensors if t.spec.dtype == "float32" and t.kind in ("parameter", "buffer")]
     half = sum(t.elements for t in trace.tensors if t.spec.dtype == "float16" and t.trainable and not t.tied_to)
     yield Finding(
         "apex-o2-keeps-master-weights",
         half * 4,
-        layers_of(kept),
+        layers_of(float32),
         "apex O2 stores float16 weights but its optimizer holds {master} of float32 master weights as well"
-        + (", and batch norms stay float32 ({kept})." if kept else "."),
-        {"master": Bytes(half * 4), "kept": Bytes(bytes_of(kept))},
+        + (", and batch norms stay float32 ({kept})." if float32 else "."),
+        {"master": Bytes(half * 4), "kept": Bytes(bytes_of(float32))},
     )
 
 
 @RULES.rule("buffers-count-too")
 def buffers(evidence: Evidence) -> Iterator[Finding]:
     """Buffers, which summaries leave out."""
-    held = [t for t in evidence.given.tensors if t.kind == "buffer"]
-    size, parameters = bytes_of(held), evidence.stored.parameter_bytes
+    tensors = [t for t in evidence.as_given.tensors if t.kind == "buffer"]
+    size, parameters = bytes_of(tensors), evidence.stored.parameter_bytes
     if size and size * 100 >= parameters:
         yield Finding(
             "buffers-count-too",
             size,
-            layers_of(held),
+            layers_of(tensors),
             "Buffers take {bytes} beside the parameters; torchsummary and torchinfo do not count them.",
             {"bytes": Bytes(size)},
         )

@@ -18,7 +18,7 @@ RULES = Rules[Rows]()
 def what_fits(rows: Rows) -> Iterator[Finding]:
     """How many cells fit each card, the smallest first; of trainings that are spread, on how many of them."""
     cards: dict[str, dict[int, list[SweepRow]]] = {}
-    for row in sorted(_ran(rows), key=lambda each: (each.gpu_bytes or 0, each.gpus)):
+    for row in sorted(_ran(rows), key=lambda row: (row.gpu_bytes or 0, row.gpus)):
         cards.setdefault(str(row.settings["gpu"]), {}).setdefault(row.gpus, []).append(row)
     if not cards:
         return
@@ -27,20 +27,20 @@ def what_fits(rows: Rows) -> Iterator[Finding]:
     values: dict[str, object] = {}
     for number, (card, counts) in enumerate(cards.items()):
         values[f"gpu{number}"] = card
-        told: list[str] = []
+        fitting: list[str] = []
         for (fit, every), alike in groupby(counts.items(), _fitting):
             on = _gpus(*(gpus for gpus, _ in alike)) if is_spread else ""
-            key = f"{number}_{len(told)}" if is_spread else str(number)
+            key = f"{number}_{len(fitting)}" if is_spread else str(number)
             values |= {f"fit{key}": fit, f"all{key}": every}
-            told.append(f"{{fit{key}}} of {{all{key}}}{on}")
-        parts.append(f"on {{gpu{number}}} {', '.join(told)}" if is_spread else f"{told[0]} on {{gpu{number}}}")
+            fitting.append(f"{{fit{key}}} of {{all{key}}}{on}")
+        parts.append(f"on {{gpu{number}}} {', '.join(fitting)}" if is_spread else f"{fitting[0]} on {{gpu{number}}}")
     text = f"Of the cells that ran, these fit: {('; ' if is_spread else ', ').join(parts)}."
     yield Finding("sweep-fits", None, (), text, values, brief=text)
 
 
-def _fitting(found: tuple[int, Rows]) -> tuple[int, int]:
+def _fitting(cells: tuple[int, Rows]) -> tuple[int, int]:
     """How many of the cells on a number of GPUs fit, and how many there are."""
-    return sum(row.outcome == "fits" for row in found[1]), len(found[1])
+    return sum(row.outcome == "fits" for row in cells[1]), len(cells[1])
 
 
 def _gpus(first: int, *others: int) -> str:
@@ -52,12 +52,12 @@ def _gpus(first: int, *others: int) -> str:
 @RULES.rule("sweep-smallest-card", "sweep-no-card")
 def the_smallest_card(rows: Rows) -> Iterator[Finding]:
     """Where several cards, or numbers of them, were asked about the same: the least on which all fits."""
-    asked = {_question(row) for row in _ran(rows)}
+    questions = {_question(row) for row in _ran(rows)}
     every = _by_card(_ran(rows))
-    cards = {name: found for name, found in every.items() if {_question(row) for row in found} == asked}
+    cards = {name: cells for name, cells in every.items() if {_question(row) for row in cells} == questions}
     if len(every) < 2 or not cards:
         return
-    enough = next((name for name, found in cards.items() if all(row.outcome == "fits" for row in found)), None)
+    enough = next((name for name, cells in cards.items() if all(row.outcome == "fits" for row in cells)), None)
     if enough is None:
         text = "No card fits all."
         yield Finding("sweep-no-card", None, (), text, brief=text)
@@ -73,10 +73,10 @@ def what_needs_most(rows: Rows) -> Iterator[Finding]:
     ran = _ran(rows)
     if len(ran) < 2:
         return
-    row = max(ran, key=lambda each: each.reserved or 0)
-    role = max(row.roles, key=lambda each: row.roles[each])
+    row = max(ran, key=lambda cell: cell.reserved or 0)
+    role = max(row.roles, key=lambda cell: row.roles[cell])
     values = {
-        "cell": phrase_of(row.settings, varying(each.settings for each in rows)),
+        "cell": phrase_of(row.settings, varying(cell.settings for cell in rows)),
         "reserved": Bytes(row.reserved or 0),
         "role": noun(role),
         "part": Bytes(row.roles[role]),
@@ -100,19 +100,19 @@ def what_failed(rows: Rows) -> Iterator[Finding]:
     for row in rows:
         if row.outcome == "failed":
             reasons.setdefault(row.reason or "", []).append(row)
-    for number, (reason, found) in enumerate(sorted(reasons.items(), key=lambda each: -len(each[1]))):
-        targets = tuple(dict.fromkeys(row.settings["target"] for row in found))
-        failed = "1 cell" if len(found) == 1 else f"{len(found):,} cells"
+    for number, (reason, cells) in enumerate(sorted(reasons.items(), key=lambda item: -len(item[1]))):
+        targets = tuple(dict.fromkeys(row.settings["target"] for row in cells))
+        failed = "1 cell" if len(cells) == 1 else f"{len(cells):,} cells"
         text = "{failed} could not be run ({targets}): {reason}" + ("" if reason.endswith("?") else ".")
         values = {"failed": failed, "targets": targets, "reason": reason}
         yield Finding("sweep-failed", None, (), text, values, brief=text if number == 0 else "")
 
 
 def _question(row: SweepRow) -> frozenset[tuple[str, str]]:
-    """What a cell asks of a card, or of a number of them: its settings beside those."""
-    asked = {key: str(value) for key, value in row.settings.items() if key != "gpu"}
-    strategy = ",".join(part.partition("=")[0] for part in asked.get("parallel", "").split(","))
-    return frozenset((asked | {"parallel": strategy}).items())
+    """The settings of a cell apart from its card, and the number of cards."""
+    settings = {key: str(value) for key, value in row.settings.items() if key != "gpu"}
+    strategy = ",".join(part.partition("=")[0] for part in settings.get("parallel", "").split(","))
+    return frozenset((settings | {"parallel": strategy}).items())
 
 
 def _ran(rows: Rows) -> list[SweepRow]:
@@ -122,6 +122,6 @@ def _ran(rows: Rows) -> list[SweepRow]:
 def _by_card(rows: Rows) -> Mapping[str, list[SweepRow]]:
     """The rows by their card, and by how many such cards where trainings are spread: the least memory first."""
     cards: dict[str, list[SweepRow]] = {}
-    for row in sorted(rows, key=lambda each: (each.gpu_bytes or 0) * each.gpus):
-        cards.setdefault(row.place, []).append(row)
+    for cell in sorted(rows, key=lambda row: (row.gpu_bytes or 0) * row.gpus):
+        cards.setdefault(cell.place, []).append(cell)
     return cards

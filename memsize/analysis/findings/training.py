@@ -39,7 +39,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
     largest = [(role, size) for role, size in peak.roles.items() if size * 20 >= peak.requested][:4]
     spread = evidence.spread
     how, among = (" and {parallel}", " on one of {gpus} GPUs") if spread else ("", "")
-    shares = ", ".join(f"{role} {{r{place}}}" for place, (role, _) in enumerate(largest))
+    shares = ", ".join(f"{role} {{r{number}}}" for number, (role, _) in enumerate(largest))
     yield Finding(
         "training-peak",
         peak.requested,
@@ -52,7 +52,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
             "requested": Bytes(peak.requested),
             "where": moment(peak.peak_phase, peak.peak_layer),
             "states": Bytes(_states(peak)),
-            "constant": Bytes(_held(peak, FIXED)),
+            "constant": Bytes(_bytes_of_roles(peak, FIXED)),
             "main": noun(max(FIXED, key=lambda role: (peak.roles.get(role, 0), role))),
             "temporary": Bytes(peak.roles.get("temporary", 0)),
             "low": Bytes(peak.device.low),
@@ -63,7 +63,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
             "least": Bytes(least),
         }
         | ({"parallel": str(spread), "gpus": spread.size} if spread else {})
-        | {f"r{place}": Bytes(size) for place, (_, size) in enumerate(largest)},
+        | {f"r{number}": Bytes(size) for number, (_, size) in enumerate(largest)},
         brief=f"A training step with {{optimizer}}{how} peaks at {{requested}}{among} in {{name}}, in the {{where}}: "
         "{gpu} would show {low} to {high} of {total}." + lowest,
         moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs and not evidence.spread else None,
@@ -80,10 +80,10 @@ def not_trained(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _states(peak: GpuEstimate) -> int:
-    return _held(peak, PER_PARAMETER)
+    return _bytes_of_roles(peak, PER_PARAMETER)
 
 
-def _held(peak: GpuEstimate, roles: Iterable[Role]) -> int:
+def _bytes_of_roles(peak: GpuEstimate, roles: Iterable[Role]) -> int:
     return sum(peak.roles.get(role, 0) for role in roles)
 
 
@@ -92,7 +92,7 @@ def _advice(peak: GpuEstimate) -> str:
         return "The update's temporaries take {temporary} of it, whatever the batch: a fused optimizer has none."
     if _states(peak) * 2 > peak.requested:
         return "Parameters, gradients and optimizer state are {states} of it, whatever the batch."
-    if _held(peak, FIXED) * 2 > peak.requested:
+    if _bytes_of_roles(peak, FIXED) * 2 > peak.requested:
         return "What does not depend on the batch is {constant} of it, mostly {main}."
     return "Most of it grows with the batch."
 
@@ -100,11 +100,13 @@ def _advice(peak: GpuEstimate) -> str:
 @RULES.rule("data-parallel-replicas")
 def data_parallel(evidence: Evidence) -> Iterator[Finding]:
     """`nn.DataParallel`: activations are split over the GPUs, and parameters are copied to each."""
-    paths = tuple(layer.path for layer in evidence.given.layers if layer.type == "DataParallel")
+    paths = tuple(layer.path for layer in evidence.as_given.layers if layer.type == "DataParallel")
     if not paths:
         return
-    held = [t for t in evidence.given.tensors if t.kind in ("parameter", "buffer") and _is_inside(t.name, paths)]
-    copied = bytes_of(held)
+    replicated = [
+        t for t in evidence.as_given.tensors if t.kind in ("parameter", "buffer") and _is_inside(t.name, paths)
+    ]
+    copied = bytes_of(replicated)
     yield Finding(
         "data-parallel-replicas",
         copied,

@@ -71,7 +71,7 @@ def out_of_memory(shortage: Shortage, what: str, gpu: str, scenario: str | None 
 
 
 def lagging(lag: RecordStreamCost, reserved: int, code: str = "record-stream") -> Finding:
-    """How much more than `reserved` it may be where the GPU lags behind the program, and why."""
+    """The bytes beyond `reserved` that may be reserved if the GPU lags behind the program, and why."""
     one = lag.tensors == 1
     tensors = "record_stream handed a tensor to another stream" if one else _HANDED.format(count=lag.tensors)
     more = lag.reserved - reserved
@@ -84,15 +84,15 @@ INTERRUPTED: Final = "interrupted"
 
 
 def interrupted(missing: Sequence[str]) -> tuple[Finding, ...]:
-    """What is missing, as the finding that comes before all others; none where nothing is."""
+    """The missing parts of an interrupted answer, as a finding before all others; empty if nothing is missing."""
     if not missing:
         return ()
     text = f"Interrupted: {{missing}} {_are(len(missing))} missing."
     return (Finding(INTERRUPTED, None, (), text, {"missing": tuple(missing)}, brief=text),)
 
 
-def sweep_interrupted(missing: Sequence[str], cells: int, kept: bool) -> tuple[Finding, ...]:
-    """The same of a sweep of so many `cells`, with what to do where those that are done are `kept` in a file."""
+def sweep_interrupted(missing: Sequence[str], cells: int, saved: bool) -> tuple[Finding, ...]:
+    """The missing cells of an interrupted sweep of `cells`, and how to go on if finished ones are `saved` in a file."""
     if not missing:
         return ()
     if len(missing) == cells:
@@ -102,7 +102,7 @@ def sweep_interrupted(missing: Sequence[str], cells: int, kept: bool) -> tuple[F
         text += ". The same command begins anew."
     else:
         text = f"Interrupted: {{count}} of {{cells}} cells {_are(len(missing))} missing: {{missing}}."
-        text += " The same command goes on with what is missing." if kept else ""
+        text += " The same command goes on with what is missing." if saved else ""
     values = {"count": len(missing), "cells": cells, "missing": tuple(missing)}
     return (Finding(INTERRUPTED, None, (), text, values, brief=text),)
 

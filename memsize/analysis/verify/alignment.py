@@ -30,23 +30,26 @@ def align(predicted: AllocationLog, real: AllocationLog) -> Alignment:
     first, second = allocations(predicted), allocations(real)
     turned = _order(second) < _order(first)
     pairs = [(a, b) for b, a in _pairs(second, first)] if turned else _pairs(first, second)
-    found = sorted(_differences(first, second, pairs), key=lambda item: item[0])
-    return Alignment(len(first), len(second), len(pairs), tuple(difference for _, difference in found))
+    differences = sorted(_differences(first, second, pairs), key=lambda item: item[0])
+    return Alignment(len(first), len(second), len(pairs), tuple(difference for _, difference in differences))
 
 
 def _order(side: Sequence[Allocation]) -> tuple[object, ...]:
     """Ties between equally good matches fall the same way whichever log comes first."""
-    return len(side), [(_blocks(each), each.place.phase, each.place.layer or "", each.place.op) for each in side]
+    return len(side), [
+        (_blocks(allocation), allocation.place.phase, allocation.place.layer or "", allocation.place.op)
+        for allocation in side
+    ]
 
 
-def _blocks(each: Allocation) -> int:
-    return -(-each.bytes // _BLOCK)
+def _blocks(allocation: Allocation) -> int:
+    return -(-allocation.bytes // _BLOCK)
 
 
 _KEYS: Final[tuple[Callable[[Allocation], Hashable], ...]] = (
-    lambda each: (_blocks(each), each.place),
+    lambda allocation: (_blocks(allocation), allocation.place),
     _blocks,
-    lambda each: each.place if each.place != NO_LOCATION else id(each),
+    lambda allocation: allocation.place if allocation.place != NO_LOCATION else id(allocation),
 )
 """By what allocations are matched, in turn. Where no location was noted, only the size counts."""
 
@@ -58,8 +61,8 @@ def _pairs(first: Sequence[Allocation], second: Sequence[Allocation]) -> list[In
         for window in list(gaps(pairs, len(first), len(second))):
             if not window.one_sided:
                 low, high, other_low, other_high = window
-                found = matched(mine[low:high], theirs[other_low:other_high])
-                pairs += [(low + a, other_low + b) for a, b in found]
+                matches = matched(mine[low:high], theirs[other_low:other_high])
+                pairs += [(low + a, other_low + b) for a, b in matches]
         pairs.sort()
     return pairs
 
@@ -71,39 +74,41 @@ def _differences(
     mine, theirs = [a for a, _ in pairs], [b for _, b in pairs]
     for window in gaps(pairs, len(first), len(second)):
         after = bisect_left(mine, window.low)
-        for place in range(window.low, window.high):
-            each = first[place]
+        for index in range(window.low, window.high):
+            allocation = first[index]
             yield (
-                (after, place - window.low),
-                AllocationDifference("predicted only", each.place, each.bytes, None, each.at_peak),
+                (after, index - window.low),
+                AllocationDifference("predicted only", allocation.place, allocation.bytes, None, allocation.at_peak),
             )
-        for place in range(window.other_low, window.other_high):
-            each = second[place]
+        for index in range(window.other_low, window.other_high):
+            allocation = second[index]
             yield (
-                (after, place - window.other_low),
-                AllocationDifference("real only", each.place, None, each.bytes, each.at_peak),
+                (after, index - window.other_low),
+                AllocationDifference("real only", allocation.place, None, allocation.bytes, allocation.at_peak),
             )
     for rank, (a, b) in enumerate(pairs):
         kind = _unlike(first[a], second[b], mine, theirs)
         if kind is not None:
-            said, seen = first[a], second[b]
-            at_peak = said.at_peak or seen.at_peak
-            yield (rank, -1), AllocationDifference(kind, said.place, said.bytes, seen.bytes, at_peak)
+            expected, observed = first[a], second[b]
+            at_peak = expected.at_peak or observed.at_peak
+            yield (rank, -1), AllocationDifference(kind, expected.place, expected.bytes, observed.bytes, at_peak)
 
 
-def _unlike(said: Allocation, seen: Allocation, mine: Sequence[int], theirs: Sequence[int]) -> DifferenceKind | None:
+def _unlike(
+    expected: Allocation, observed: Allocation, mine: Sequence[int], theirs: Sequence[int]
+) -> DifferenceKind | None:
     """How a matched allocation differs from its prediction; None where it does not."""
-    if said.bytes != seen.bytes:
+    if expected.bytes != observed.bytes:
         return "other size"
-    ends = _end(said, mine), _end(seen, theirs)
+    ends = _end(expected, mine), _end(observed, theirs)
     if ends[0] == ends[1]:
         return None
     return "freed later" if ends[1] > ends[0] else "freed earlier"
 
 
-def _end(each: Allocation, places: Sequence[int]) -> int:
+def _end(allocation: Allocation, matches: Sequence[int]) -> int:
     """How many of the matched allocations come before the end of this one; more than all where it has none."""
-    return len(places) + 1 if each.freed is None else bisect_left(places, each.freed)
+    return len(matches) + 1 if allocation.freed is None else bisect_left(matches, allocation.freed)
 
 
 # -- matching two sequences -------------------------------------------------------------------------------------------
@@ -179,17 +184,17 @@ def _anchors(first: Sequence[Hashable], second: Sequence[Hashable], window: Wind
     once &= {key for key, count in Counter(second[other_low:other_high]).items() if count == 1}
     if not once:
         return []
-    where = {second[place]: place for place in range(other_low, other_high) if second[place] in once}
-    return _rising([(place, where[first[place]]) for place in range(low, high) if first[place] in once])
+    index_of = {second[index]: index for index in range(other_low, other_high) if second[index] in once}
+    return _rising([(index, index_of[first[index]]) for index in range(low, high) if first[index] in once])
 
 
 def _by_number(first: Sequence[Hashable], second: Sequence[Hashable], window: Window) -> list[IndexPair]:
     """The k-th element of a kind taken for the k-th of that kind, as many as keep their order."""
     low, high, other_low, other_high = window
-    places: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for place in range(other_high - 1, other_low - 1, -1):
-        places[second[place]].append(place)
-    candidates = [(place, places[first[place]].pop()) for place in range(low, high) if places[first[place]]]
+    indices: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for index in range(other_high - 1, other_low - 1, -1):
+        indices[second[index]].append(index)
+    candidates = [(index, indices[first[index]].pop()) for index in range(low, high) if indices[first[index]]]
     return _rising(candidates)
 
 
@@ -198,20 +203,20 @@ def _rising(pairs: Sequence[IndexPair]) -> list[IndexPair]:
     ends: list[int] = []
     tails: list[int] = []
     before: list[int] = []
-    for index, (_, place) in enumerate(pairs):
-        length = bisect_left(ends, place)
+    for index, (_, second) in enumerate(pairs):
+        length = bisect_left(ends, second)
         before.append(tails[length - 1] if length else -1)
         if length == len(ends):
-            ends.append(place)
+            ends.append(second)
             tails.append(index)
         else:
-            ends[length], tails[length] = place, index
-    found = []
+            ends[length], tails[length] = second, index
+    longest = []
     index = tails[-1] if tails else -1
     while index >= 0:
-        found.append(pairs[index])
+        longest.append(pairs[index])
         index = before[index]
-    return found[::-1]
+    return longest[::-1]
 
 
 def _shortest_edit(first: Sequence[Hashable], second: Sequence[Hashable], window: Window) -> list[IndexPair] | None:

@@ -63,7 +63,7 @@ class DeviceMemory(Protocol):
     def settle(self) -> None:
         """Free everything that is not in use, so that the next run starts as in a new process."""
 
-    def held(self) -> int:
+    def live_bytes(self) -> int:
         """Bytes of tensors that are alive now."""
 
     def reset(self) -> None:
@@ -79,7 +79,7 @@ class DeviceMemory(Protocol):
         """Record allocations and frees while open: a context manager that gives a list, filled at its end."""
 
     def use(self) -> DeviceUse | None:
-        """What the process takes on the device now, the CUDA context included."""
+        """The bytes that the process takes on the device now, the CUDA context included."""
 
     def stack(self) -> SoftwareStack:
         """The GPU and the software."""
@@ -111,7 +111,7 @@ class CudaMemory:
             clear()
         torch.cuda.empty_cache()
 
-    def held(self) -> int:
+    def live_bytes(self) -> int:
         return self._read("allocated_bytes", "current")
 
     def reset(self) -> None:
@@ -128,12 +128,12 @@ class CudaMemory:
     @contextmanager
     def recorded(self) -> Iterator[list[AllocationEvent]]:
         """Record without Python stacks: they take time, and the marked step shows more."""
-        found: list[AllocationEvent] = []
+        events: list[AllocationEvent] = []
         history: Any = torch.cuda.memory._record_memory_history
         history("all", context=None, stacks="python", max_entries=_MAX_ENTRIES, clear_history=True)
         try:
-            yield found
-            found += allocation_events(torch.cuda.memory._snapshot()["device_traces"][self.device.index])
+            yield events
+            events += allocation_events(torch.cuda.memory._snapshot()["device_traces"][self.device.index])
         finally:
             history(None)
 
@@ -172,7 +172,7 @@ class CudaMemory:
 
 
 def _nvml_used(device: torch.device) -> int | None:
-    """What all processes take on the device; None where NVML cannot be asked. It makes no CUDA context."""
+    """The bytes that all processes take on the device; None if NVML does not answer. Makes no CUDA context."""
     with suppress(Exception):  # no pynvml, no driver, no right to ask: each raises something of its own
         return int(torch.cuda.device_memory_used(device))
     return None
@@ -186,7 +186,7 @@ def _nvml_of_this_process(device: torch.device) -> int | None:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda._get_nvml_device_index(device))
         running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        return next((int(each.usedGpuMemory) for each in running if each.pid == os.getpid()), None)
+        return next((int(process.usedGpuMemory) for process in running if process.pid == os.getpid()), None)
     return None
 
 
@@ -204,9 +204,9 @@ def _cublas() -> str | None:
     """cuBLAS's version, from the library or else from the package that it comes in."""
     major = (torch.version.cuda or "").partition(".")[0]
     with suppress(OSError, AttributeError):
-        asked = ctypes.CDLL(f"libcublasLt.so.{major}").cublasLtGetVersion
-        asked.restype = ctypes.c_size_t
-        number = asked()
+        get_version = ctypes.CDLL(f"libcublasLt.so.{major}").cublasLtGetVersion
+        get_version.restype = ctypes.c_size_t
+        number = get_version()
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     for name in ("nvidia-cublas", f"nvidia-cublas-cu{major}"):
         with suppress(metadata.PackageNotFoundError):

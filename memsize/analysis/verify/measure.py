@@ -58,7 +58,7 @@ _BY_TORCHAO: Final = {"int8-weight": "Int8WeightOnlyConfig", "fp8-weight": "Floa
 
 @dataclass(frozen=True)
 class MeasurementPlan:
-    """What to run: a function that builds it on the device, and how it is trained (None: one inference).
+    """A run to measure: a function that builds its setup on the device, and its training (None: one inference).
 
     `track` asks for one more step under PyTorch's MemTracker.
     """
@@ -115,7 +115,7 @@ def _log(
         first = memory.count()
         with marker.listening(setup) as spans, marker.clock.during("step"):
             step()
-    return located(events, marked, [OpSpan(start - first, stop - first, place) for start, stop, place in spans])
+    return located(events, marked, [OpSpan(start - first, stop - first, location) for start, stop, location in spans])
 
 
 class _Inference:
@@ -135,7 +135,7 @@ class _Inference:
         """Nothing runs: what is predicted is the first forward."""
         return 0
 
-    def held(self) -> Iterable[Any]:
+    def state(self) -> Iterable[Any]:
         """The inputs. The last result is dropped, as it is at the start of every call."""
         self.result = None
         return tensors_in(self.setup.call)
@@ -171,10 +171,10 @@ class _Steps:
         self()
         return scaler.get_scale() < before
 
-    def held(self) -> Iterable[Any]:
+    def state(self) -> Iterable[Any]:
         loop = self.loop
-        held = (self.setup.call, loop.losses.targets, loop.masters or [], loop.average)
-        return (loop.optimizer, *tensors_in(held))
+        tensors = (self.setup.call, loop.losses.targets, loop.masters or [], loop.average)
+        return (loop.optimizer, *tensors_in(tensors))
 
 
 _Step = _Inference | _Steps
@@ -184,9 +184,9 @@ _Step = _Inference | _Steps
 def _as_in_a_new_process(workload: MeasuredWorkload, memory: DeviceMemory) -> Iterator[None]:
     """Start with nothing on the device, seeds set and cuDNN as asked; restore all of it after, and leave nothing."""
     memory.settle()
-    if memory.held():
-        held = format_bytes(memory.held())
-        raise InputError(f"this process holds {held} on the GPU already: verify measures one that holds nothing yet")
+    if memory.live_bytes():
+        live = format_bytes(memory.live_bytes())
+        raise InputError(f"this process holds {live} on the GPU already: verify measures one that holds nothing yet")
     devices = [memory.device] if memory.device.type == "cuda" else []
     try:
         with (
@@ -206,11 +206,11 @@ def _as_in_a_new_process(workload: MeasuredWorkload, memory: DeviceMemory) -> It
 
 
 class OpSpan(NamedTuple):
-    """The allocations from number `start` up to `stop` are made at `place`."""
+    """The allocations from number `start` up to `stop` are made at `location`."""
 
     start: int
     stop: int
-    place: OpLocation
+    location: OpLocation
 
 
 class OpMarker(Ledger):
@@ -244,8 +244,8 @@ class OpMarker(Ledger):
         if stop > start:
             clock = self.clock
             layer = self._paths[clock.layer] if clock.layer >= 0 else None
-            place = OpLocation(clock.phases[clock.phase], layer, func._overloadpacket.__name__)
-            self.spans.append(OpSpan(start, stop, place))
+            location = OpLocation(clock.phases[clock.phase], layer, func._overloadpacket.__name__)
+            self.spans.append(OpSpan(start, stop, location))
         return result
 
 
@@ -265,7 +265,7 @@ def located(
 
 
 def _same(sizes: Sequence[int], others: Sequence[int]) -> Iterator[IndexPair]:
-    """Which allocation of one step is which of the other.
+    """Match the allocations of two steps, by their numbers.
 
     A router sends other tokens to an expert in each step: between two matches, as many allocations of other sizes are
     matched in order.
@@ -279,8 +279,8 @@ def _same(sizes: Sequence[int], others: Sequence[int]) -> Iterator[IndexPair]:
 
 def _location(spans: Sequence[OpSpan], index: int) -> OpLocation:
     """The location of the allocation with that number. Spans rise and do not overlap."""
-    found = bisect_right(spans, index, key=lambda span: span.start) - 1
-    return spans[found].place if found >= 0 and index < spans[found].stop else NO_LOCATION
+    position = bisect_right(spans, index, key=lambda span: span.start) - 1
+    return spans[position].location if position >= 0 and index < spans[position].stop else NO_LOCATION
 
 
 # -- MemTracker -------------------------------------------------------------------------------------------------------
@@ -295,19 +295,19 @@ def _tracked(plan: MeasurementPlan, setup: Setup, step: _Step, device: torch.dev
     if not plan.track:
         return {}
     try:
-        return {"tracked": _tracked_peak(step, (setup.model, *step.held()), device)}
+        return {"tracked": _tracked_peak(step, (setup.model, *step.state()), device)}
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # MemTracker fails in many ways on what it cannot follow
         return {"untracked": f"{type(error).__name__}: {_message(error)}"}
 
 
-def _tracked_peak(step: Callable[[], Any], held: Iterable[Any], device: torch.device) -> int:
-    """MemTracker's peak of `step`; `held` are the modules, optimizers and tensors that are there before."""
+def _tracked_peak(step: Callable[[], Any], state: Iterable[Any], device: torch.device) -> int:
+    """MemTracker's peak of `step`; `state` are the modules, optimizers and tensors that are there before."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     tracker = MemTracker()
-    tracker.track_external(*held)
+    tracker.track_external(*state)
     with tracker:
         step()
     return int(tracker.get_tracker_snapshot("peak").get(device, {}).get("Total", 0))

@@ -63,7 +63,7 @@ def predict(
     *,
     greediest: Trace | None = None,
 ) -> Prediction:
-    """What a GPU with the software `stack` would show for `trace`; `workspaces` are those that cuDNN named for
+    """Predict the memory of `trace` on a GPU with the software `stack`; `workspaces` are those that cuDNN named for
     convolutions.
 
     `greediest` is the same run with the most that `torch.backends.cudnn.benchmark` may allocate for each convolution:
@@ -72,7 +72,7 @@ def predict(
     config = AllocatorConfig.parse(stack.allocator)
     possible = variants(trace) if greediest is None else [requests(trace, 0), requests(greediest)]
     outside = context(stack.cuda, stack.module_loading)
-    peaks = [found for each in possible for found in _peaks(each, config, trace, stack.total, outside)]
+    peaks = [peak for events in possible for peak in _peaks(events, config, trace, stack.total, outside)]
     least, most = Peaks.least(peaks), Peaks.most(peaks)
     first = _last_step(trace)
     return Prediction(
@@ -99,8 +99,8 @@ def _peaks(
     """The peaks on a card of `total` bytes, beside the least and the most that is taken `outside` the allocator."""
     optional = dispensable(trace)
     bounded = replay_within(events, config, total, outside, streams=events.streams, optional=optional)
-    for each in (bounded.with_least_overhead, bounded.with_most_overhead):
-        yield Peaks(each.requested.bytes, each.allocated.bytes, each.reserved.bytes)
+    for replay in (bounded.with_least_overhead, bounded.with_most_overhead):
+        yield Peaks(replay.requested.bytes, replay.allocated.bytes, replay.reserved.bytes)
 
 
 def _last_step(trace: Trace) -> int:
@@ -134,7 +134,7 @@ _NOT_COMPARED = ("model", "seed", "benchmark")
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is both predicted and run: training steps, or one inference without `training`.
+    """A run that is both predicted and measured: training steps, or one inference without `training`.
 
     `mode` is the model's training flag.
     """
@@ -153,7 +153,7 @@ class Experiment:
         loss = training and training.loss
         return MeasuredWorkload(
             model=self.name,
-            inputs=tuple(f"{each.name}={each.spec}" for each in input_tensors(self.inputs.call())),
+            inputs=tuple(f"{tensor.name}={tensor.spec}" for tensor in input_tensors(self.inputs.call())),
             batch_size=self.inputs.batch_size,
             scenario=self.scenario.name,
             optimizer=getattr(optimizer, "__name__", optimizer),  # type: ignore[arg-type]
@@ -183,13 +183,13 @@ class Experiment:
         `recorded` are the workspaces that cuDNN named when a measurement was made: of the first plans, or with
         `benchmark` of the greediest. Without them the cuDNN of this machine is asked, if there is one.
         """
-        known = {Convolution.parse(text): size for text, size in recorded}
+        recorded_workspaces = {Convolution.parse(text): size for text, size in recorded}
         release = None if stack.cudnn is None else dotted_cudnn(stack.cudnn)
-        plans = Plans(stack.capability, installed, recorded=known, release=release, greedy=benchmark)
+        plans = Plans(stack.capability, installed, recorded=recorded_workspaces, release=release, greedy=benchmark)
         trace = self.trace(stack, plans)
         if not benchmark:
-            return predict(trace, stack, _asked(plans))
-        return predict(self.trace(stack), stack, _asked(plans), greediest=trace)
+            return predict(trace, stack, _queried(plans))
+        return predict(self.trace(stack), stack, _queried(plans), greediest=trace)
 
     def plan(self, device: torch.device, *, benchmark: bool = False, track: bool = True) -> MeasurementPlan:
         """How the experiment is run for real on `device`."""
@@ -209,7 +209,7 @@ def workspaces(stack: SoftwareStack, plans: Plans | None = None) -> Workspaces:
     )
 
 
-def _asked(plans: Plans) -> tuple[ConvolutionWorkspace, ...]:
+def _queried(plans: Plans) -> tuple[ConvolutionWorkspace, ...]:
     """The workspaces that cuDNN itself named, in the order of the first call."""
     return tuple(
         ConvolutionWorkspace(str(convolution), size)
@@ -218,23 +218,23 @@ def _asked(plans: Plans) -> tuple[ConvolutionWorkspace, ...]:
     )
 
 
-def verify_step(experiment: Experiment, memory: DeviceMemory, say: Callable[[str], None]) -> Verification:
+def verify_step(experiment: Experiment, memory: DeviceMemory, progress: Callable[[str], None]) -> Verification:
     """Run the experiment on the device of `memory`, with convolutions also under cuDNN's benchmark, and compare.
 
     Raises what `measure` raises.
     """
-    say("predicting")
+    progress("predicting")
     stack = memory.stack()
     usual = experiment.predict(stack)
     predictions = {False: usual}
     if usual.convolutional:
         predictions[True] = experiment.predict(stack, benchmark=True)
-    found: list[VerifiedRun] = []
-    for benchmark, said in predictions.items():
-        say(f"running on {memory.device}{', cudnn.benchmark on' if benchmark else ''}")
-        seen = measure(experiment.plan(memory.device, benchmark=benchmark), memory)
-        found.append(VerifiedRun(replace(seen, workspaces=said.workspaces), said))
-    return verification_of(tuple(found))
+    runs: list[VerifiedRun] = []
+    for benchmark, prediction in predictions.items():
+        progress(f"running on {memory.device}{', cudnn.benchmark on' if benchmark else ''}")
+        measurement = measure(experiment.plan(memory.device, benchmark=benchmark), memory)
+        runs.append(VerifiedRun(replace(measurement, workspaces=prediction.workspaces), prediction))
+    return verification_of(tuple(runs))
 
 
 def verify_measurements(experiment: Experiment, saved: SavedMeasurements) -> Verification:
@@ -244,9 +244,9 @@ def verify_measurements(experiment: Experiment, saved: SavedMeasurements) -> Ver
     """
     if not saved.measurements:
         raise InputError("the file holds no measurement")
-    for each in saved.measurements:
-        _check_same_workload(each.workload, experiment.workload())
-    runs = tuple(_verified(experiment, each) for each in saved.measurements)
+    for measurement in saved.measurements:
+        _check_same_workload(measurement.workload, experiment.workload())
+    runs = tuple(_verified(experiment, measurement) for measurement in saved.measurements)
     return verification_of(runs, (f"measured on {saved.date}",))
 
 
@@ -256,13 +256,15 @@ def verification_of(runs: tuple[VerifiedRun, ...], notes: tuple[str, ...] = ()) 
     return Verification(runs, notes, alignment=None if measured is None else align(runs[0].prediction.log, measured))
 
 
-def _verified(experiment: Experiment, seen: Measurement) -> VerifiedRun:
-    said = experiment.predict(seen.stack, benchmark=seen.workload.benchmark, recorded=seen.workspaces)
-    return VerifiedRun(seen, said)
+def _verified(experiment: Experiment, measurement: Measurement) -> VerifiedRun:
+    prediction = experiment.predict(
+        measurement.stack, benchmark=measurement.workload.benchmark, recorded=measurement.workspaces
+    )
+    return VerifiedRun(measurement, prediction)
 
 
-def _check_same_workload(measured: MeasuredWorkload, asked: MeasuredWorkload) -> None:
+def _check_same_workload(measured: MeasuredWorkload, requested: MeasuredWorkload) -> None:
     for field in fields(MeasuredWorkload):
-        was, wanted = getattr(measured, field.name), getattr(asked, field.name)
+        was, wanted = getattr(measured, field.name), getattr(requested, field.name)
         if field.name not in _NOT_COMPARED and was != wanted:
             raise InputError(f"the measurement is of another run: its {field.name} is {was!r}, here it is {wanted!r}")
