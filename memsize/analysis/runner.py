@@ -15,7 +15,7 @@ from memsize.device.library_workspaces import cublas_workspace, cublaslt_workspa
 from memsize.errors import ForwardError
 from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.workspaces import Plans
-from memsize.loading.model_defined_step import own_step_of
+from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.input_tensors import ModelInputs
 from memsize.model.materialize import executable, executable_call
 from memsize.model.meta_copy import MetaCopier
@@ -224,7 +224,7 @@ def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) 
 
 def own_autocast(model: nn.Module) -> str | None:
     """The lower precision of autocast that the training step of the model's own runs in; None where there is none."""
-    step = own_step_of(model)
+    step = model_defined_step_of(model)
     return step.autocast if step else None
 
 

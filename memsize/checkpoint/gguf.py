@@ -13,9 +13,9 @@ from typing import Any
 
 from memsize.checkpoint.contents import Contents, Storage
 from memsize.checkpoint.dtypes import GGML
-from memsize.checkpoint.limits import MOST_GGML_DIMENSIONS, MOST_KEYS
 from memsize.checkpoint.source import Claims, Source, printable
 from memsize.checkpoint.storage_index import Piece, check_apart, file_contents
+from memsize.checkpoint.work_budget import MOST_GGML_DIMENSIONS, MOST_KEYS
 from memsize.records.trace import TensorSpec
 
 MAGIC = b"GGUF"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from memsize.checkpoint.dtypes import BITS, torch_dtype
-from memsize.checkpoint.limits import MOST_DIMENSIONS
+from memsize.checkpoint.work_budget import MOST_DIMENSIONS
 
 Args = tuple[Any, ...]
 _SEQUENCES = (tuple, list)

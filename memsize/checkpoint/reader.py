@@ -14,8 +14,8 @@ from typing import Any
 from memsize import files
 from memsize.checkpoint import gguf, safetensors, torch_files
 from memsize.checkpoint.contents import Contents, Storage, Tensor
-from memsize.checkpoint.limits import LONGEST_INDEX
 from memsize.checkpoint.source import Source, opened, printable
+from memsize.checkpoint.work_budget import LONGEST_INDEX
 from memsize.errors import CheckpointError
 from memsize.printable import shortened
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from memsize.checkpoint.contents import Contents, Storage
 from memsize.checkpoint.dtypes import SAFETENSORS
-from memsize.checkpoint.limits import LONGEST_HEADER, MOST_DIMENSIONS
 from memsize.checkpoint.source import Claims, Source, printable
 from memsize.checkpoint.storage_index import Piece, check_apart, file_contents
+from memsize.checkpoint.work_budget import LONGEST_HEADER, MOST_DIMENSIONS
 from memsize.errors import suggestion
 from memsize.files import MOST_VALUES, parse_json
 from memsize.records.trace import TensorSpec

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from memsize import files
 from memsize.checkpoint.contents import USES, Use
-from memsize.checkpoint.limits import LONGEST_NAME, WorkBudget
+from memsize.checkpoint.work_budget import LONGEST_NAME, WorkBudget
 from memsize.errors import CheckpointError
 from memsize.printable import printable as text_printable
 from memsize.printable import shortened

@@ -4,8 +4,8 @@ A pickle is a program for a small stack machine. `pickle._Unpickler` is the stan
 table of what each instruction does; this one replaces every entry that would import, call or hash what the file names,
 or read what stands outside of it. What comes out are the values of `memsize.checkpoint.pickle_values`.
 
-Time and memory are bounded by a budget (`memsize.checkpoint.limits`) that every instruction takes from: it follows from
-the size of the file and has room for the state dict of 100,000 tensors in any file.
+Time and memory are bounded by a budget that every instruction takes from (`memsize.checkpoint.work_budget`): it follows
+from the size of the file and has room for the state dict of 100,000 tensors in any file.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, ClassVar
 
 from memsize.checkpoint.dtypes import STORAGES
-from memsize.checkpoint.limits import LONGEST_KEPT, LONGEST_LINE, LONGEST_NUMBER
 from memsize.checkpoint.pickle_names import canonical, is_refused
 from memsize.checkpoint.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, meaning
 from memsize.checkpoint.source import Source, printable
+from memsize.checkpoint.work_budget import LONGEST_KEPT, LONGEST_LINE, LONGEST_NUMBER
 from memsize.errors import CheckpointError
 
 Value = Any

@@ -17,7 +17,7 @@ from memsize.errors import InputError, TargetError, UnknownTargetError, quoted
 from memsize.loading.building import build, lacks_gpu, random_numbers_kept
 from memsize.loading.importing import import_target, look_up, only_class, scope_of
 from memsize.loading.input_functions import input_maker
-from memsize.loading.model_defined_step import is_trainer, own_step, own_step_of
+from memsize.loading.model_defined_step import is_trainer, model_defined_step, model_defined_step_of
 from memsize.loading.scope import ImportScope
 from memsize.loading.target import LIBRARIES, Target, parse_target
 from memsize.spec.input_maker import InputMaker, InputRequest
@@ -61,7 +61,7 @@ def load(
     """Load the model that `target` names, built with `arguments` where it is a class or a function.
 
     A Hugging Face `Trainer` stands for its model, with its first batch as input. With `own` the model's forward is the
-    training step of its own (`own_step`).
+    training step of its own (`model_defined_step`).
 
     What fails on this machine, which has no GPU, is loaded once more in `gpu_context`, which has one. The global random
     generators, ``sys.path`` and the names in ``sys.modules`` are afterwards as they were. Raises `TargetError` saying
@@ -85,7 +85,7 @@ def load(
             model = trainer.model if trainer else built
             inputs = _with_gpu(gpu_context, scope, _training_batch(model, trainer, own)) if trainer or own else None
         notes = [note] if note else []
-        step = own_step_of(model)
+        step = model_defined_step_of(model)
         notes += [step.note] if step else []
         return LoadedModel(model, label, tuple(notes), scope, inputs)
 
@@ -146,7 +146,7 @@ def _with_gpu(gpu_context: GpuContextFactory, scope: ImportScope, maker: InputMa
 
 def _training_batch(model: nn.Module, trainer: Any, own: bool) -> InputMaker:
     """The batch with which a model is trained. With `own`, its forward becomes its training step."""
-    step = own_step(model, trainer)
+    step = model_defined_step(model, trainer)
     if own:
         vars(model)["forward"] = step
     return step.inputs()

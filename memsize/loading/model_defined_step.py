@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class OwnStep(ABC):
+class ModelDefinedStep(ABC):
     """A forward of `model` that is a whole training step up to the loss; `optimizer` makes its optimizer."""
 
     name: str
@@ -63,7 +63,7 @@ class OwnStep(ABC):
             raise InputError(f"{self.name}: no loss was returned")
         return loss
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnStep:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelDefinedStep:
         copied = copy.copy(self)
         copied._model = weakref.ref(copy.deepcopy(self.model, memo))
         return copied
@@ -102,7 +102,7 @@ class OwnStep(ABC):
         return InputMaker(make, resizable=False, untyped=False)
 
 
-class LightningStep(OwnStep):
+class LightningStep(ModelDefinedStep):
     """`training_step` and `configure_optimizers` of a LightningModule."""
 
     name = "training_step with configure_optimizers"
@@ -132,7 +132,7 @@ class LightningStep(OwnStep):
         return self.model.train_dataloader()  # type: ignore[operator]
 
 
-class TrainerStep(OwnStep):
+class TrainerStep(ModelDefinedStep):
     """`compute_loss` and `create_optimizer` of a Hugging Face `Trainer`, with what its arguments say of a step.
 
     Source: `_inner_training_loop` and `training_step` of transformers/trainer.py; `prepare_model` of
@@ -189,10 +189,10 @@ def _checkpoint(model: Any, options: dict[str, Any]) -> None:
     enable(options or None, **apart)
 
 
-def own_step_of(model: nn.Module) -> OwnStep | None:
+def model_defined_step_of(model: nn.Module) -> ModelDefinedStep | None:
     """The step that `load` has made the forward of `model`; None if its forward is its own."""
     step = vars(model).get("forward")
-    return step if isinstance(step, OwnStep) else None
+    return step if isinstance(step, ModelDefinedStep) else None
 
 
 def is_trainer(value: Any) -> bool:
@@ -202,7 +202,7 @@ def is_trainer(value: Any) -> bool:
     )
 
 
-def own_step(model: nn.Module, trainer: Any = None) -> OwnStep:
+def model_defined_step(model: nn.Module, trainer: Any = None) -> ModelDefinedStep:
     """The training step of `model`, by `trainer` if there is one. Raises `TargetError` if the model defines no step."""
     if trainer is not None:
         return TrainerStep(model, trainer)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from memsize.errors import exits_caught
-from memsize.loading.model_defined_step import own_step_of
+from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.tensor_storage import plain_tensors, spec_of
 from memsize.processes.ctrl_c import raise_waiting
 from memsize.records.trace import Memory, Output, TensorSpec
@@ -108,7 +108,7 @@ class ModuleCallRecorder:
         def call(*args: Any, **kwargs: Any) -> Any:
             raise_waiting()
             self._compiler.forget()
-            step = own_step_of(module) if index == 0 else None
+            step = model_defined_step_of(module) if index == 0 else None
             outer, start = clock.enter(index), self.ledger.count
             if not self.complete:
                 self.entered.append((outer, index))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memsize.errors import InputError
-from memsize.loading.model_defined_step import OwnStep, own_step_of
+from memsize.loading.model_defined_step import ModelDefinedStep, model_defined_step_of
 from memsize.model.tensor_storage import plain_tensors, spec_of
 from memsize.records.trace import Trace
 from memsize.spec.training import USUAL_STEPS, Training
@@ -238,8 +238,8 @@ class Loop:
                         parameter.copy_(master)
 
 
-def _own_step(model: nn.Module) -> OwnStep:
-    step = own_step_of(model)
+def _own_step(model: nn.Module) -> ModelDefinedStep:
+    step = model_defined_step_of(model)
     if step is None:
         raise InputError(f"{type(model).__name__} was not given as a target: its own training step is unknown")
     return step
