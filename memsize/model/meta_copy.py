@@ -141,7 +141,8 @@ class _Copy:
     def __init__(self, learned: _Learned | None = None) -> None:
         self.memo: dict[int, Any] = {}
         self.learned = learned or _Learned()
-        # Without a cycle the copy goes when its last user does, also while the collector is paused.
+        # Break the reference cycle, so that the copy is freed by reference counting even while garbage collection is
+        # paused.
         copy_attribute = functools.partial(_Copy.part, weakref.proxy(self))
         self.tensors = MetaTensors(self.memo, copy_attribute, self.learned.tensors)
 

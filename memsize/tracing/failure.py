@@ -63,7 +63,7 @@ def _reason(error: Exception, module: ModuleRecord, phase: str) -> str:
     plain = isinstance(error, (RuntimeError, ValueError, IndexError))
     kind = type(error).__name__
     parts = [text if plain or text == kind else f"{kind}: {text}"]
-    construction = _wanted(module) if phase == "forward" else ""
+    construction = _construction(module) if phase == "forward" else ""
     parts += [advice for advice in (construction, _advice(message)) if advice]
     line = _user_line(error.__traceback__)
     if line:
@@ -71,7 +71,7 @@ def _reason(error: Exception, module: ModuleRecord, phase: str) -> str:
     return "\n  ".join(parts)
 
 
-def _wanted(module: ModuleRecord) -> str:
+def _construction(module: ModuleRecord) -> str:
     """How the layer was built, from its own `extra_repr`."""
     try:
         described = module.module.extra_repr() if module.leaf else ""
