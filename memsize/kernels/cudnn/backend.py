@@ -166,30 +166,16 @@ class Descriptors:
         return handle
 
     def read(self, source: Handle, name: Attribute, form: Type, array: Any) -> int:
-        """Fill `array` from an attribute; how many values were written."""
-        written = ctypes.c_int64()
-        count = ctypes.c_int64(len(array))
-        self._backend.call(
-            "cudnnBackendGetAttribute",
-            source,
-            ctypes.c_int(name),
-            ctypes.c_int(form),
-            count,
-            ctypes.byref(written),
-            ctypes.byref(array),
-        )
-        return min(int(written.value), len(array))
+        """Fill `array` from an attribute; returns how many values were written."""
+        return min(self._get(source, name, form, len(array), ctypes.byref(array)), len(array))
 
     def count(self, source: Handle, name: Attribute, form: Type) -> int:
-        """How many values an attribute has."""
-        written = ctypes.c_int64()
-        self._backend.call(
-            "cudnnBackendGetAttribute",
-            source,
-            ctypes.c_int(name),
-            ctypes.c_int(form),
-            ctypes.c_int64(0),
-            ctypes.byref(written),
-            None,
-        )
-        return int(written.value)
+        """Return how many values an attribute has."""
+        return self._get(source, name, form, 0, None)
+
+    def _get(self, source: Handle, name: Attribute, form: Type, room: int, array: Any) -> int:
+        """Call `cudnnBackendGetAttribute`; returns the number of values that cuDNN has."""
+        count = ctypes.c_int64()
+        kinds = ctypes.c_int(name), ctypes.c_int(form)
+        self._backend.call("cudnnBackendGetAttribute", source, *kinds, ctypes.c_int64(room), ctypes.byref(count), array)
+        return int(count.value)
