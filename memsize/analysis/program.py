@@ -32,9 +32,9 @@ from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import isolated
 from memsize.torch_internals.settings import default_device_kept
 from memsize.virtual.allocator_state import DeviceMemory
-from memsize.virtual.cpu_restore import Kept
 from memsize.virtual.file_guard import Files
-from memsize.virtual.holders import Held
+from memsize.virtual.gpu_tensors import CpuRestore
+from memsize.virtual.program_code import Held
 from memsize.workloads.program import Program, StopProgram
 from memsize.workloads.program_steps import Zeroed
 
@@ -126,7 +126,7 @@ def virtual_gpu(
     program = Program(name, card, workspaces(card, plans_of(card)), config, steps, files, snapshot, world)
     region = VirtualGpu()
     error: BaseException | None = None
-    restore = Kept()
+    restore = CpuRestore()
     try:
         with default_device_kept(), restore.restored(), program.open(restore.replacements()):
             yield region

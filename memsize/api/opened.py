@@ -100,7 +100,7 @@ def model_of(
     def machine() -> AbstractContextManager[None]:
         from memsize.device.cards import card
         from memsize.records.gpu import DEFAULT_GPU
-        from memsize.virtual.machine import machine_with
+        from memsize.virtual.region import machine_with
 
         return machine_with(card(gpu or DEFAULT_GPU))
 

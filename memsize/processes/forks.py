@@ -1,13 +1,14 @@
-"""Processes forked from this one, which end with it."""
+"""Processes forked from this one: how they start, stay silent, compute with PyTorch, and end with their parent."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux's prctl (include/uapi/linux/prctl.h)."""
@@ -57,3 +58,21 @@ def use_pytorch() -> None:
     # Who asked whether there is a GPU may not ask again in a fork; where there is none, that is no loss.
     if torch.cuda._is_in_bad_fork() and torch.cuda._device_count_nvml() > 0:
         os._exit(0)
+
+
+# -- silence ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Send what is printed in this process to the null device, for good where it is written by C."""
+    with (
+        open(os.devnull, "w") as nothing,
+        contextlib.redirect_stdout(nothing),
+        contextlib.redirect_stderr(nothing),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        for descriptor in (1, 2):
+            os.dup2(nothing.fileno(), descriptor)
+        yield

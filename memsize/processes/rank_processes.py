@@ -21,8 +21,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Final
 
 from memsize.processes.ctrl_c import raise_waiting
-from memsize.processes.forks import can_fork, forked, use_pytorch
-from memsize.processes.silence import silent
+from memsize.processes.forks import can_fork, forked, silent, use_pytorch
 
 RunAs = Callable[[int], object]
 """Runs what this process would run, as another rank."""

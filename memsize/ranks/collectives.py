@@ -1,14 +1,20 @@
-"""Collectives without the other ranks: what each operator of `c10d` returns, which tensors it moves, how many bytes.
+"""Collectives without the other ranks: results, moved tensors and bytes of each operator of `c10d`.
 
-Nothing is sent: the other ranks are taken to have sent what this one sends (`alike`). A broadcast leaves its buffers as
-they are. Where that doesn't tell what is written, it is unknown on the GPU, and stays as it is on the CPU.
+Nothing is sent. We assume that the other ranks have sent the same as this one (`alike`). A broadcast leaves its buffers
+unchanged. Where this assumption does not determine the result, it is unknown on the GPU, and unchanged on the CPU.
+
+The operators of `c10d` take the reduction in a form that Python cannot read, so the public functions of
+`torch.distributed` note it (`reduction`).
 
 The schemas are those of torch/csrc/distributed/c10d/Ops.cpp and Functional.cpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
@@ -18,7 +24,7 @@ from torch import Tensor
 from memsize.errors import InputError
 from memsize.known_values.assumptions import EXCHANGED_ARE_ALIKE, REDUCED_IS_ONE
 from memsize.known_values.values import ConstantState, set_constant, set_unknown
-from memsize.ranks import reduced_values
+from memsize.processes.patches import Patch
 from memsize.ranks.symmetric import received
 from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
@@ -133,7 +139,7 @@ def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
     buffers, group = list(_tensors(args[:1])), group_of(args)
     sent = buffers if kind in _IN_PLACE else list(_tensors(args[1:2]))
     if kind not in _LEFT and (kind != "reduce" or group.rank() == args[_ROOT]):
-        for tensor, value in received(kind, buffers, sent, args[3:5], reduced_values.asked(), group):
+        for tensor, value in received(kind, buffers, sent, args[3:5], reduction(), group):
             write(tensor, value)
     results = [_done(buffers) if "Work" in str(each.type) else args[0] for each in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results)
@@ -179,3 +185,47 @@ def _tensors(value: Any) -> Any:
 def alike(kind: CollectiveKind) -> str | None:
     """What a program that reads what a collective writes on the CPU takes for granted."""
     return None if kind in _LEFT else _RECEIVED if kind == "receive" else EXCHANGED_ARE_ALIKE
+
+
+# -- reduced values --------------------------------------------------------------------------------------------------
+
+_NAMES: Final = (
+    "all_reduce",
+    "all_reduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+)
+"""The functions that take an operation; the last is what 2.13 calls the one before."""
+_reduction: ContextVar[str] = ContextVar("_reduction", default="sum")
+
+
+def reduction() -> str:
+    """What PyTorch calls the operation of the collective that runs, ``"sum"`` where no such function called it: the
+    reducer of DistributedDataParallel does.
+    """
+    return _reduction.get()
+
+
+def replacements() -> Iterator[Patch]:
+    """What keeps the operation while a collective runs."""
+    for name in _NAMES:
+        if hasattr(dist, name):
+            keeping = _keeping(getattr(dist, name))
+            yield from ((owner, name, keeping) for owner in (dist, dist.distributed_c10d))
+
+
+def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
+    place = list(inspect.signature(original).parameters).index("op")
+
+    @functools.wraps(original)
+    def reduce(*args: Any, **options: Any) -> Any:
+        op = args[place] if len(args) > place else options.get("op", dist.ReduceOp.SUM)
+        token = _reduction.set(getattr(op, "op", op).name.lower())
+        try:
+            return original(*args, **options)
+        finally:
+            _reduction.reset(token)
+
+    return reduce

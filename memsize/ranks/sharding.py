@@ -1,18 +1,22 @@
-"""What PyTorch's own sharding code does beside the run, set aside; and what its tensors are for.
+"""Patches for PyTorch's sharding code (DTensor, FSDP, DDP, pipelines): internal work unrecorded, roles for buffers.
 
-DTensor asks what shape a result has by running each op once more, on tensors of the whole size that are never there.
-FSDP's collectives work on buffers, from which it fills those of the gathered parameters; those of its first version
-gather parameters in one flat tensor, and reduce a gradient that is as flat.
+DTensor finds the shape of a result by running each op once more, on tensors of the full size that never exist. FSDP's
+collectives work on buffers, from which it fills the gathered parameters. FSDP1 gathers parameters into one flat tensor,
+and reduces one flat gradient.
 
-Source: torch/distributed/tensor/_sharding_prop.py, torch/distributed/fsdp/_fully_shard, _flat_param.py and
-_runtime_utils.py of torch/distributed/fsdp (2.11 to 2.14).
+An optimizer updates hundreds of parameters in one op, and for each of them DTensor processes the whole list again. Most
+elements are equal, as layers repeat: `each_once` lets it process each distinct element once.
+
+Source: torch/distributed/tensor/_sharding_prop.py and _ops/single_dim_strategy.py, torch/distributed/fsdp/_fully_shard,
+_flat_param.py and _runtime_utils.py of torch/distributed/fsdp (2.11 to 2.14).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed
@@ -20,7 +24,6 @@ import torch.nn.parallel.distributed
 
 from memsize.errors import InputError
 from memsize.processes.patches import Patch
-from memsize.ranks.tensor_lists import each_once
 from memsize.tracing.ledger import Ledger
 
 Region = Callable[[], AbstractContextManager[None]]
@@ -204,3 +207,54 @@ def _voted(original: Callable[..., Any]) -> Callable[..., Any]:
         return torch.ones(1, dtype=torch.int32)
 
     return result
+
+
+# -- tensor lists ----------------------------------------------------------------------------------------------------
+
+_BY_ELEMENT: Final = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
+"""The ops that do the same with each element of their lists."""
+
+
+def each_once(original: Callable[[Any, Any], Any], spec: type) -> Callable[[Any, Any], Any]:
+    """`ShardingPropagator.propagate_op_sharding_non_cached`, asked about a list without its repetitions.
+
+    `spec` is the class of what describes a sharded tensor.
+    """
+
+    def propagate(propagator: Any, schema: Any) -> Any:
+        places = _places(schema, spec)
+        if len(set(places)) == len(places):
+            return original(propagator, schema)
+        firsts = [places.index(number) for number in range(max(places) + 1)]
+        found = original(propagator, _picked(schema, firsts, len(places)))
+        suggested, results = found.redistribute_schema, found.output_spec
+        return replace(
+            found,
+            output_spec=_pick(results, places, len(firsts)),
+            redistribute_schema=suggested and _picked(suggested, places, len(firsts)),
+        )
+
+    return propagate
+
+
+def _places(schema: Any, spec: type) -> list[int]:
+    """For each element of the lists of tensors, its number among the distinct ones; none without lists."""
+    if not schema.op.name().startswith(_BY_ELEMENT):
+        return []
+    lists = [each for each in schema.args_schema if isinstance(each, (list, tuple)) and each and type(each[0]) is spec]
+    if len(set(map(len, lists))) != 1:
+        return []
+    numbers: dict[tuple[Any, ...], int] = {}
+    return [numbers.setdefault(row, len(numbers)) for row in zip(*lists, strict=True)]
+
+
+def _picked(schema: Any, places: Sequence[int], length: int) -> Any:
+    """`schema` with these elements of each list that is so long."""
+    args = tuple(_pick(each, places, length) for each in schema.args_schema)
+    return type(schema)(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info)
+
+
+def _pick(value: Any, places: Sequence[int], length: int) -> Any:
+    if not isinstance(value, (list, tuple)) or len(value) != length:
+        return value
+    return type(value)(value[place] for place in places)

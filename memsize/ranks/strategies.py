@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memsize.ranks.model_blocks import blocks_in_line, blocks_of
-from memsize.ranks.tensor_plans import divide, plan_in_words
+from memsize.ranks.tensor_parallel import divide, plan_in_words
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import Scenario
 from memsize.units import format_bytes

@@ -1,18 +1,24 @@
-"""Which of its machine's GPUs this process has: the first, unless it is one of several processes.
+"""Which GPU a process has, and on which device each tensor is: a GPU, the host, or the program's own ``meta``.
 
-One process may also drive all of them, as `nn.DataParallel` does. Then one GPU is looked at: what is on it is recorded,
-and of a tensor on another nothing is known but the number of that GPU. What is large, and is copied from a GPU to the
-host, is a stand-in there as well: of its values nothing is known, and its memory is what a program may want to know.
+A process has the first GPU, unless it is one of several processes. One process may also drive all GPUs, as
+`nn.DataParallel` does. Then the memory of one GPU is recorded; of a tensor on another GPU only the number of that GPU
+is noted. A large copy of a GPU's tensor on the host is a stand-in without values too: programs may ask for its memory.
+
+Stand-ins for tensors on the GPU are `meta` tensors, and so are those that the program itself puts on
+``device="meta"``, which are on no GPU. PyTorch's own C++ code makes stand-ins with ``device="meta"`` as well, so an op
+that names this device makes a tensor of the program's own only while no module and no backward runs. If such a tensor
+meets one on the GPU after all, PyTorch made it, and it counts as on the GPU from then on.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from memsize.errors import InputError
 from memsize.model.tensor_storage import is_wrapper, plain_tensors
@@ -20,7 +26,6 @@ from memsize.processes.simulation import running
 from memsize.records.world import World
 from memsize.torch_internals.meta import is_meta
 from memsize.tracing.places import Gpus
-from memsize.virtual.own_meta import is_own_meta
 
 HOST: Final = 127
 """The number that stands for the host: the last that PyTorch has for devices."""
@@ -138,3 +143,61 @@ def _address(tensor: Any) -> int:
     except (NotImplementedError, RuntimeError):  # sparse tensors have none
         return 0
     return address
+
+
+# -- the program's own meta tensors ----------------------------------------------------------------------------------
+
+_storages: dict[int, weakref.finalize[Any, Any]] = {}
+"""The addresses of their storages; what removes each when its storage dies."""
+
+
+def is_own_meta(tensor: Tensor) -> bool:
+    """Whether `tensor` was put on `meta` by the program."""
+    return bool(_storages) and is_meta(tensor) and _address(tensor) in _storages
+
+
+def is_own_storage(storage: UntypedStorage) -> bool:
+    """Whether a tensor that the program put on `meta` stores its elements in `storage`."""
+    return storage._cdata in _storages
+
+
+def claim(result: Any) -> Any:
+    """Let the `meta` tensors of `result`, which an op returned, be the program's own; returns it."""
+    for tensor in _tensors((result,)):
+        address = _address(tensor)
+        if is_meta(tensor) and address not in _storages:
+            _storages[address] = weakref.finalize(tensor.untyped_storage(), _storages.pop, address, None)
+    return result
+
+
+def taken_to_gpu(args: Iterable[Any]) -> Iterator[Tensor]:
+    """The arguments of an op on the GPU that were the program's own so far: they no longer are."""
+    for tensor in _tensors(args) if _storages else ():
+        ending = _storages.pop(_address(tensor), None)
+        if ending is not None:
+            ending.detach()
+            yield tensor
+
+
+def any_own_meta(args: Iterable[Any]) -> bool:
+    """Whether any argument of an op was put on `meta` by the program."""
+    return bool(_storages) and any(map(is_own_meta, _tensors(args)))
+
+
+def on_gpu(args: Iterable[Any]) -> bool:
+    """Whether any argument of an op is a stand-in for a tensor on the GPU."""
+    for item in args:
+        if isinstance(item, Tensor):
+            if is_meta(item) and not is_own_meta(item):
+                return True
+        elif isinstance(item, (list, tuple)) and item and type(item[0]) is not int and on_gpu(item):
+            return True
+    return False
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    for item in args:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)) and item and type(item[0]) is not int:
+            yield from _tensors(item)

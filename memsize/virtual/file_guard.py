@@ -1,7 +1,13 @@
-"""The user's files while a program runs: nothing that was there before is written, and stand-ins are not saved.
+"""The user's files while a program runs: existing files are not written, and the values of stand-ins are not saved.
 
-Python announces what it does with files to audit hooks; one that raises prevents it. A hook cannot be removed, so there
-is one for the process, which does nothing while no program runs.
+Python announces file operations to audit hooks; one that raises prevents the operation. A hook cannot be removed, so
+the process has one hook, which does nothing while no program runs.
+
+Experiment trackers are switched off, since the program would log placeholders to somebody's dashboard. Each has an
+environment variable for it in its documentation, except MLflow, which gets a folder that is removed afterwards.
+TensorBoard writes new files, as the program asks.
+
+Known limit: a mode that the program passes itself (``wandb.init(mode="online")``) wins.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
@@ -225,3 +232,32 @@ _hooked: list[bool] = []
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if event in _WATCHED and (simulation := running()) and (files := simulation.get(Files)):
         files.check(event, args)
+
+
+# -- experiment trackers ---------------------------------------------------------------------------------------------
+
+_OFF: Final = {
+    "WANDB_MODE": "disabled",
+    "COMET_AUTO_LOG_DISABLE": "1",
+    "NEPTUNE_MODE": "debug",
+    "SWANLAB_MODE": "disabled",
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+}
+_ELSEWHERE: Final = "MLFLOW_TRACKING_URI"
+
+
+@contextmanager
+def trackers_off() -> Iterator[None]:
+    """While open, trackers that the program imports keep what they are told to themselves."""
+    with TemporaryDirectory(prefix="memsize-", ignore_cleanup_errors=True) as folder:
+        switches = {**_OFF, _ELSEWHERE: Path(folder).as_uri()}
+        before = {name: os.environ.get(name) for name in switches}
+        os.environ.update(switches)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

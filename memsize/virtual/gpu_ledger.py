@@ -40,10 +40,17 @@ from memsize.torch_internals.pytree import arguments_in
 from memsize.tracing.dispatch import has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.run_position import RunPosition
-from memsize.virtual.device_assignment import HOST, DeviceAssignment
+from memsize.virtual.data_parallel import gpu_of
+from memsize.virtual.device_assignment import (
+    HOST,
+    DeviceAssignment,
+    any_own_meta,
+    claim,
+    is_own_meta,
+    on_gpu,
+    taken_to_gpu,
+)
 from memsize.virtual.host_memory import HostMemory
-from memsize.virtual.own_meta import any_own_meta, claim, is_own_meta, on_gpu, taken_to_gpu
-from memsize.virtual.several_gpus import gpu_of
 from memsize.virtual.stream_order import StreamOrder, host_waits
 
 _META = torch.device("meta")

@@ -1,12 +1,16 @@
-"""Stand-ins that say they are on the GPU: what the user's code reads of a tensor on a virtual GPU.
+"""Attributes and methods of `Tensor` on a virtual GPU, where stand-ins say that they are CUDA tensors.
 
-A stand-in is a `meta` tensor. Above autograd its Python attributes answer as a CUDA tensor's; inside an op, where
-PyTorch's own kernels in Python read them, they answer what is.
+A stand-in is a `meta` tensor. Above autograd its Python attributes answer as a CUDA tensor's would; inside an op,
+where PyTorch's own kernels in Python read them, they tell the truth.
+
+``model.cuda()`` moves a module in place, and a stand-in has no values. `CpuRestore` puts the original tensors back
+after a block of code, so that its weights are not lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,9 +19,8 @@ from torch import Tensor, nn
 from memsize.known_values.values import CONSTANT
 from memsize.processes.patches import Patch
 from memsize.torch_internals.meta import is_meta
-from memsize.virtual.device_assignment import devices
+from memsize.virtual.device_assignment import claim, devices, is_own_meta, is_own_storage
 from memsize.virtual.gpu_ledger import VirtualLedger, below_autograd
-from memsize.virtual.own_meta import claim, is_own_meta, is_own_storage
 
 _TYPES = {
     f"{name}Tensor": getattr(torch, dtype)
@@ -363,3 +366,50 @@ class Generator(torch._C.Generator):
     def device(self) -> torch.device:  # type: ignore[override]
         """Where its numbers are drawn."""
         return devices().device if self._on_gpu else torch.device("cpu")
+
+
+# -- tensors that return to the CPU -----------------------------------------------------------------------------------
+
+
+class CpuRestore:
+    """The tensors of the CPU that became stand-ins while this was open."""
+
+    def __init__(self) -> None:
+        self._swapped: list[tuple[Tensor, Tensor]] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+
+    def replacements(self) -> Iterator[Patch]:
+        """What is replaced to see tensors go."""
+        yield torch._C, "_swap_tensor_impl", self._swapping(torch._C._swap_tensor_impl)
+        yield nn.Module, "_apply", self._applying(nn.Module._apply)
+
+    def _swapping(self, original: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+        def swap(one: Tensor, other: Tensor) -> None:
+            original(one, other)
+            if is_meta(one) and not is_meta(other):
+                self._swapped.append((one, other))
+
+        return swap
+
+    def _applying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not is_meta(buffer):
+                    self._buffers.append((module, name, buffer))
+            return original(module, *args, **kwargs)
+
+        return apply
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put everything back at the end."""
+        try:
+            yield
+        finally:
+            for one, other in reversed(self._swapped):
+                if is_meta(one):
+                    torch._C._swap_tensor_impl(one, other)
+            for module, name, buffer in reversed(self._buffers):
+                now = module._buffers.get(name)
+                if now is not None and is_meta(now):
+                    module._buffers[name] = buffer

@@ -1,6 +1,10 @@
-"""The region in which this process has a virtual GPU.
+"""The region in which this process has a virtual GPU, alone or as one rank of a job.
 
 It is process-wide, as a GPU is: threads that the program starts see it too. One region is open at a time.
+
+A program that would run as several processes, one per GPU, runs as one of them. Its process group is PyTorch's own fake
+one, which has the size of the job and no other members (`memsize.ranks`). `VirtualMachine` opens the region for code
+that is imported, called or recorded.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -16,32 +21,30 @@ from typing import Any
 
 import torch
 import torch.cuda.nvtx
+import torch.multiprocessing
 import torch.utils.checkpoint
 import torch.utils.data
 
+from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.context import context
 from memsize.errors import InputError
 from memsize.known_values.assumptions import UNCOMPILED
 from memsize.processes.patches import LatePatches, Patch, SuspendablePatches
 from memsize.processes.rank_processes import RankConnection, connected
 from memsize.processes.simulation import open_simulation, running
-from memsize.ranks import group, peer_checks
+from memsize.ranks import collectives, group, objects, peer_checks, sharding
+from memsize.records.gpu import Card
 from memsize.records.world import World
+from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing import overrides
 from memsize.tracing.functional import functional_transforms_allowed
+from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.places import Gpus
 from memsize.tracing.resizes import resizes_seen
-from memsize.tracing.run import gpu_semantics
+from memsize.tracing.run import RunDevice, Setup, gpu_semantics
 from memsize.tracing.saved_tensors import saving
-from memsize.virtual import (
-    device_numbers,
-    gpu_tensors,
-    graphs,
-    monitoring,
-    processes,
-    several_gpus,
-    torch_script,
-    triton_kernels,
-)
+from memsize.virtual import data_parallel, gpu_tensors, launches, memory_queries, torch_device
+from memsize.virtual.allocator_state import DeviceMemory
 from memsize.virtual.device_assignment import DeviceAssignment
 from memsize.virtual.driver import Driver, Event, Stream
 from memsize.virtual.gpu_ledger import VirtualLedger
@@ -52,7 +55,7 @@ _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
 _SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor")}
-_APART = frozenset({"torch._dynamo", overrides.FLEX, triton_kernels.MODULE, *_SHARDING, *peer_checks.REACHING})
+_APART = frozenset({"torch._dynamo", overrides.FLEX, launches.MODULE, *_SHARDING, *peer_checks.REACHING})
 """Packages that are imported among the originals, of which they make tables, classes and TorchScript."""
 _REMEMBERING = (
     "transformers.utils.import_utils",
@@ -95,7 +98,7 @@ def virtual_gpu(
         threads = regions.enter_context(Threads(ledger, semantics))
         line = regions.enter_context(connected(world.rank)) if world is not None else None
         replaced = (threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
-        own = {**processes.later(ledger, line), **triton_kernels.later(ledger), overrides.FLEX: _overridden}
+        own = {**_late_process_patches(ledger, line), **launches.later(ledger), overrides.FLEX: _overridden}
         regions.enter_context(_patched(SuspendablePatches(simulation.patches, replaced, {**own, **later})))
         yield
 
@@ -124,12 +127,11 @@ def _forget_answers() -> None:
 def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: RankConnection | None) -> Iterator[Patch]:
     yield torch, "compile", _uncompiled(ledger)
     yield from _kept_by_checkpointing(ledger)
-    yield from device_numbers.replacements()
-    yield from torch_script.replacements()
-    yield from graphs.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
-    yield from monitoring.replacements(driver)
-    yield from processes.replacements(world, ledger, line)
-    yield from several_gpus.replacements(ledger)
+    yield from torch_device.replacements()
+    yield from launches.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
+    yield from memory_queries.replacements(driver)
+    yield from _process_patches(world, ledger, line)
+    yield from data_parallel.replacements(ledger)
     yield from gpu_tensors.replacements(ledger)
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield from _of_cuda(driver)
@@ -270,3 +272,81 @@ class _Apart(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         with self._region:
             super().exec_module(module)
+
+
+# -- one rank of a job -------------------------------------------------------------------------------------------------
+
+
+def _process_patches(world: World, ledger: VirtualLedger, line: RankConnection | None) -> Iterator[Patch]:
+    """What starts processes, and what joins them to a group, in which they send each other objects by `line`."""
+    for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        yield owner, "spawn", _spawning(world)
+    if group.is_available():
+        yield from group.replacements(world)
+        yield from objects.replacements(ledger.evaluator.rely_on, line)
+        yield from peer_checks.replacements(ledger.evaluator.rely_on)
+        yield from collectives.replacements()
+        yield from sharding.replacements(ledger.in_pytorch)
+
+
+def _late_process_patches(
+    ledger: VirtualLedger, line: RankConnection | None
+) -> dict[str, Callable[[Any], Iterator[Patch]]]:
+    """What is replaced in PyTorch's modules for many processes, by their names, once the program has imported them."""
+    if not group.is_available():
+        return {}
+    return {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}
+
+
+def _spawning(world: World) -> Callable[..., Any]:
+    """``mp.spawn`` of as many processes as there are GPUs runs here what it would run as this rank."""
+
+    def spawned(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, **options: Any) -> Any:
+        if nprocs != world.local_size:
+            raise InputError(group.wanted(nprocs * world.nodes, world))
+        fn(world.local_rank, *args)
+        return None if join else _Over()
+
+    return spawned
+
+
+class _Over:
+    """The context of processes that have ended."""
+
+    processes: tuple[Any, ...] = ()
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        return True
+
+
+# -- a GPU for a run ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VirtualMachine(RunDevice):
+    """The GPU `card` of a process, which is one of `world` if there are others; what is larger than its memory is there
+    all the same.
+    """
+
+    card: Card
+    world: World | None = None
+
+    def ledger(self, setup: Setup) -> VirtualLedger:
+        return VirtualLedger(setup.gpu.workspaces, lambda: None)
+
+    def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
+        assert isinstance(ledger, VirtualLedger)
+        return (self._gpu(ledger, setup.gpu.stack),)
+
+    def _gpu(self, ledger: VirtualLedger, stack: Stack = INSTALLED) -> AbstractContextManager[None]:
+        memory = DeviceMemory(
+            self.card.bytes, context().low, AllocatorConfig, ledger.events, ledger.streams, bounded=False
+        )
+        return virtual_gpu(Driver(self.card, memory, stack=stack), ledger, world=self.world)
+
+
+@contextmanager
+def machine_with(card: Card) -> Iterator[None]:
+    """While open, this process has that GPU; a model that is larger than its memory is built all the same."""
+    with VirtualMachine(card)._gpu(VirtualLedger(Workspaces(), lambda: None)):
+        yield

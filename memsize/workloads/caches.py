@@ -20,7 +20,7 @@ from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Run, Setup
 from memsize.virtual.device_assignment import devices
 from memsize.virtual.gpu_ledger import VirtualLedger
-from memsize.virtual.machine import VirtualMachine
+from memsize.virtual.region import VirtualMachine
 
 _CACHES: Final = ("past_key_values", "cache_params", "past_buckets_states", "mems", "state")
 """The names by which models of transformers take and return their caches."""

@@ -13,7 +13,7 @@ from memsize.device.context import nccl_notes
 from memsize.errors import ForwardError
 from memsize.model.meta_copy import in_mode
 from memsize.ranks.group import OURS
-from memsize.ranks.tp_head_split import undivided
+from memsize.ranks.tensor_parallel import undivided
 from memsize.records.gpu import Card
 from memsize.records.trace import Trace
 from memsize.records.world import World
@@ -21,7 +21,7 @@ from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Run, Setup
 from memsize.virtual.device_assignment import devices
 from memsize.virtual.gpu_ledger import VirtualLedger
-from memsize.virtual.machine import VirtualMachine
+from memsize.virtual.region import VirtualMachine
 from memsize.workloads.optimizers import steps_watched
 from memsize.workloads.training import Body, body_of, gradients_marked
 

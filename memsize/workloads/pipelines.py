@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memsize.model.input_tensors import input_tensors
 from memsize.ranks.model_blocks import blocks_in_line
 from memsize.ranks.strategies import mesh_of, policy_of, shared_out, spread
-from memsize.ranks.tensor_plans import divide
+from memsize.ranks.tensor_parallel import divide
 from memsize.records.aggregates import peak
 from memsize.records.gpu import Card
 from memsize.records.trace import StoredTensor, Trace

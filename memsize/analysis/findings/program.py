@@ -9,7 +9,7 @@ from memsize.analysis.findings.unfinished_runs import lagging
 from memsize.device.allocator_config import config_of
 from memsize.known_values.assumptions import UNCOMPILED
 from memsize.ranks.group import environment
-from memsize.ranks.tp_head_split import undivided
+from memsize.ranks.tensor_parallel import undivided
 from memsize.records import aggregates
 from memsize.records.finding import Finding, Moment, Rules, moment_in_words
 from memsize.records.program import ProgramRun, WentOn

@@ -1,4 +1,4 @@
-"""Tensor parallelism by a model's own plan: which of its layers are divided, and how, as transformers ships it.
+"""Tensor parallelism by a model's own plan, as transformers ships it, and views that fail because heads are divided.
 
 Source: transformers' ``PreTrainedModel.tp_plan`` and its distributed/tensor_parallel.py (5.20 to 5.23).
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from torch import nn
-
 from memsize.errors import InputError
 from memsize.records.finding import join_names
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+import math
+import re
+
+from memsize.records.trace import Trace
 
 _HEADS: Final = {"num_attention_heads": "attention heads", "num_key_value_heads": "key and value heads"}
 _ATTENTION: Final = (".q_proj", ".k_proj", ".qkv_proj", ".query_key_value")
@@ -65,3 +68,36 @@ def plan_in_words(model: nn.Module, size: int) -> str:
     tied = len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)])
     whole = "; layers whose weights are tied stay whole" if tied else ""
     return f"tp: the model's own tp_plan ({join_names(tuple(f'{n} x {style}' for style, n in styles.items()))}){whole}"
+
+
+# -- tp head split ---------------------------------------------------------------------------------------------------
+
+_VIEW: Final = re.compile(r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)")
+_DISTRIBUTED: Final = "torch DTensor"
+"""What the record calls parameters that are divided among processes."""
+
+
+def undivided(failure: str, trace: Trace, ranks: int) -> tuple[str, str] | None:
+    """A sentence with a place for the ``{shape}`` that a view wants, and that shape; None where the run that `trace`
+    records, one of so many `ranks`, failed for another reason.
+    """
+    found = _VIEW.search(failure)
+    if found is None or not any(tensor.wrapper == _DISTRIBUTED for tensor in trace.tensors):
+        return None
+    sizes, part = list(map(int, found[1].split(","))), int(found[2])
+    unit = math.prod(size for size in sizes if size > 0)
+    wholes = [part * count for count in range(2, ranks + 1) if ranks % count == 0]
+    if -1 in sizes and any(whole % unit == 0 for whole in wholes):
+        sentence = (
+            "The view as {shape} finds no whole number of heads on this GPU: parallelize_module gives each an equal "
+            "part of a layer's features, so the number of GPUs that share a layer has to divide its heads, and those "
+            "of keys and values."
+        )
+    elif unit in wholes:
+        sentence = (
+            "The view as {shape} wants the heads of all GPUs, and finds the part of this one: write -1 for their "
+            "number, or divide it by the number of GPUs that share the layer."
+        )
+    else:
+        return None
+    return sentence, f"[{found[1]}]"

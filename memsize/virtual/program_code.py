@@ -1,14 +1,17 @@
-"""Which variables of a program hold tensors on the GPU, and whole graphs with them: whom to ask when memory grows.
+"""What a program's source says about its tensors: variables that keep them alive, and loops that wait for a number.
 
-Variables are those of the user's own functions that are running, and of their script; what hangs from an object, a list
-or a dict is looked at too.
+Variables are those of the user's own functions that are running, and of their script. The contents of objects, lists
+and dicts are searched too, and whole graphs that hang from a tensor: growing memory often comes from ``total += loss``.
+
+A loop such as ``while loss.item() > 0.1`` would never end, since the number is never computed. A line inside a
+``while`` that reads such a number again and again is taken for one; a ``for`` ends by itself.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -190,3 +193,36 @@ def _ends_in(target: ast.expr, name: str) -> bool:
         case ast.Name(id=found) | ast.Attribute(attr=found):
             return found == name
     return False
+
+
+# -- loops that wait --------------------------------------------------------------------------------------------------
+
+MOST_READS: Final = 1000
+"""How often a line inside a ``while`` may read a number that is assumed."""
+_Line = tuple[str, int]
+
+
+class Waits:
+    """Counts what each line of the program reads; `line` is the one that waits for a number, once it is known."""
+
+    def __init__(self) -> None:
+        self.line: str | None = None
+        self._reads: Counter[_Line] = Counter()
+
+    def seen(self, place: _Line) -> bool:
+        """Count that the program's line at `place` has read a number; whether it waits for one."""
+        self._reads[place] += 1
+        if self._reads[place] == MOST_READS and _in_while(*place):
+            self.line = line_of(*place)
+        return self.line is not None
+
+
+def _in_while(file: str, line: int) -> bool:
+    """Whether the innermost loop around `line` is a ``while``."""
+    tree = parsed(file)
+    loops = [
+        node
+        for node in (ast.walk(tree) if tree else ())
+        if isinstance(node, (ast.While, ast.For, ast.AsyncFor)) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    return isinstance(max(loops, key=lambda node: node.lineno, default=None), ast.While)

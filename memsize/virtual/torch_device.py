@@ -1,17 +1,20 @@
-"""``torch.device(0)`` where PyTorch was built without CUDA: the GPU of that number, as on a build with it.
+"""``torch.device(0)`` on a build of PyTorch without CUDA, and TorchScript, which compares classes by identity.
 
-PyTorch's own class looks in its C++ code for what it was built for. Here another stands in its place, which makes
-PyTorch's devices.
+PyTorch's own class looks in its C++ code for the devices that it was built for. A class that creates PyTorch's devices
+replaces it, and TorchScript's compiler gets the originals of this class and of all functions that are replaced.
 
-Source: torch/csrc/Device.cpp (2.11 to 2.14).
+Source: torch/csrc/Device.cpp, torch/jit/_builtins.py and annotations.py (2.11 to 2.14).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.jit._builtins
+import torch.jit.annotations
 
 from memsize.processes.patches import Patch
 
@@ -43,9 +46,29 @@ def replacements() -> Iterator[Patch]:
         # Pickles look for it by its module and name.
         yield torch, "device", _Class("device", (), {"__module__": "torch", "__wrapped__": original})
 
+    yield from _script_replacements()
+
 
 def _means_cuda() -> bool:
     try:
         return torch.device(0).type == "cuda"
     except RuntimeError:  # no accelerator at all
         return False
+
+
+# -- torch script ----------------------------------------------------------------------------------------------------
+
+
+def _script_replacements() -> Iterator[Patch]:
+    """What is replaced of the compiler: it is given the originals, and annotations with `torch.device` as it is now."""
+    find: Any = torch.jit._builtins._find_builtin
+    read: Any = torch.jit.annotations.try_ann_to_type
+
+    def found(function: Any) -> Any:
+        return find(inspect.unwrap(function))
+
+    def type_of(annotation: Any, *where: Any) -> Any:
+        return read(torch.device if annotation == torch.device else annotation, *where)
+
+    yield torch.jit._builtins, "_find_builtin", found
+    yield torch.jit.annotations, "try_ann_to_type", type_of

@@ -1,4 +1,8 @@
-"""CUDA graphs and private memory pools: what would be captured runs at once, from the ordinary pool.
+"""Launches that a virtual GPU leaves out: CUDA graphs, which run eagerly instead, and Triton kernels.
+
+Code inside a capture runs at once, and allocates from the ordinary memory pool. A Triton kernel writes into existing
+tensors, so nothing is allocated, and the known values of its arguments become unknown. Scratch memory of a kernel
+(`triton.set_allocator`) is not counted.
 
 Source: torch/cuda/graphs.py and memory.py.
 """
@@ -6,13 +10,17 @@ Source: torch/cuda/graphs.py and memory.py.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from memsize.known_values.values import state_of
 from memsize.processes.patches import Patch
+from memsize.torch_internals.pytree import arguments_in
+from memsize.virtual.gpu_ledger import VirtualLedger
 
 _EAGER = (
     "CUDA graphs are not captured: what they would replay runs once, and memory that a graph keeps for itself until it "
@@ -69,3 +77,29 @@ def _handle() -> tuple[int, int]:
 
 def _in_pool(pool: Any, device: Any = None) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+# -- triton kernels --------------------------------------------------------------------------------------------------
+
+MODULE: Final = "triton.runtime.autotuner"
+"""What imports the rest of Triton's launching, and is imported with it."""
+_NOTE: Final = (
+    "Triton kernels are not run: they write to tensors that are there, and take no memory of PyTorch's allocator"
+)
+
+
+def later(ledger: VirtualLedger) -> dict[str, Callable[[Any], Iterator[Patch]]]:
+    """What is replaced in Triton once the program has imported it."""
+
+    def left_out(kernel: Any, *args: Any, **options: Any) -> None:
+        ledger.evaluator.notes[_NOTE] = None
+        for tensor in arguments_in((args, options)):
+            known = state_of(tensor)
+            if known is not None:
+                known.invalidate()
+
+    def replacements(module: Any) -> Iterator[Patch]:
+        yield module.Autotuner, "run", left_out
+        yield sys.modules["triton.runtime.jit"].JITFunction, "run", left_out
+
+    return {MODULE: replacements}
