@@ -8,9 +8,8 @@ from typing import Any, Final, NamedTuple
 
 from memsize.documents import Case, Document
 from memsize.documents.sections import Bar, Bars, Findings, Limit, Notes, Part, Section, Table, Title, listed
-from memsize.records.cells import Cell, Change, Label, Sized
-from memsize.records.check import SEVERITIES, Check, CheckedModel, Figure, Problem
-from memsize.records.fields import Column
+from memsize.records.cells import Label
+from memsize.records.check import FIGURE_FIELDS, SEVERITIES, Check, CheckedFigure, CheckedModel, Problem
 from memsize.records.finding import Finding
 
 SCHEMA: Final = "memsize.check/1"
@@ -20,16 +19,6 @@ _PARTS: Final = (
     Part("baseline", "baseline", "buffer"),
     Part("value", "now", "parameter"),
     Part("over", "over the limit", "gradient"),
-)
-
-_COLUMNS: Final = (
-    Column("target", "target", "name", 90, "the target, by the name in its section"),
-    Column("figure", "figure", "text", 100, "what is limited or compared"),
-    Column("value", "value", "text", 95, "what it is now"),
-    Column("limit", "limit", "text", 85, "the most that it may be; of fits_batch the batch that has to fit"),
-    Column("baseline", "baseline", "text", 80, "what it was"),
-    Column("change", "change", "share", 75, "how far the value is above its baseline"),
-    Column("holds", "holds", "text", 98, "whether it keeps its limit and its baseline"),
 )
 
 
@@ -119,21 +108,8 @@ def _counted(count: int, word: str) -> str:
 
 
 def _table(check: Check) -> Table:
-    rows = tuple(_cells(model, figure) for model in check.models for figure in model.figures)
-    return Table("figures", "Figures", _COLUMNS, rows).without_empty("limit", "baseline", "change")
-
-
-def _cells(model: CheckedModel, figure: Figure) -> tuple[Cell, ...]:
-    change = None
-    if figure.baseline and figure.value is not None:
-        change = Change((figure.value - figure.baseline) / figure.baseline)
-    value, *others = (_drawn(figure, size) for size in (figure.value, figure.limit, figure.baseline))
-    value = "does not fit" if figure.value is None else value
-    return Label(model.name), figure.name, value, *others, change, "ok" if figure.holds else "broken"
-
-
-def _drawn(figure: Figure, size: int | None) -> Cell:
-    return size if size is None or figure.unit != "bytes" else Sized(size)
+    rows = (CheckedFigure(model, figure) for model in check.models for figure in model.figures)
+    return Table.of("figures", "Figures", FIGURE_FIELDS, rows).without_empty("limit", "baseline", "change")
 
 
 def _told(model: CheckedModel) -> Iterator[Section]:
@@ -171,18 +147,7 @@ def _model_data(model: CheckedModel, unit: str) -> dict[str, Any]:
         "file": model.file,
         "line": model.line,
         "error": model.error,
-        "figures": [
-            {
-                "figure": f.name,
-                "unit": f.unit,
-                "value": f.value,
-                "limit": f.limit,
-                "baseline": f.baseline,
-                "allowed": f.allowed,
-                "holds": f.holds,
-            }
-            for f in model.figures
-        ],
+        "figures": [FIGURE_FIELDS.without("target").record(CheckedFigure(model, figure)) for figure in model.figures],
         "problems": [
             {
                 "severity": p.severity,

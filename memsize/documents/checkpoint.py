@@ -7,11 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from memsize.checkpoint.breakdown import halved
-from memsize.checkpoint.checkpoint_report import CheckpointReport
+from memsize.checkpoint.checkpoint_report import (
+    DIFFERENCE_FIELDS,
+    DTYPE_FIELDS,
+    MODULE_FIELDS,
+    PART_FIELDS,
+    CheckpointReport,
+)
 from memsize.checkpoint.contents import (
     PROBLEMS,
     USES,
-    Difference,
     FileRecord,
     Group,
     Match,
@@ -23,7 +28,7 @@ from memsize.checkpoint.contents import (
 from memsize.checkpoint.dtypes import BITS
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
 from memsize.documents.sections import Bars, Part, Section, Table, Title, listed
-from memsize.records.cells import Cell, Path, Share, Specs, Words
+from memsize.records.cells import Cell, Path, Share
 from memsize.records.fields import Column, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.roles import Role
@@ -150,33 +155,14 @@ def title(report: CheckpointReport) -> Title:
     return Title(contents.path, tuple(phrases))
 
 
-_COUNTS = (
-    Column("tensors", "tensors", "count", 50, "how many tensors, shared ones included"),
-    Column("elements", "elements", "count", 75, "their elements, shared ones once"),
-)
-_DTYPE = Column("dtype", "stored as", "words", 70, "the dtypes they are stored in")
-_SHARE = Column("share", "% of all", "share", 85, "of the bytes of all files")
-
-
 def parts_table(report: CheckpointReport) -> Table:
     """What every byte of the files is for: the rows add up to their size."""
     breakdown, size = report.breakdown, report.contents.size
-    rows = [(*_group_cells(group), Bytes(group.bytes), _share(group.bytes, size)) for group in breakdown.parts]
-    rows += [(label, hint, None, None, None, Bytes(n), _share(n, size)) for label, hint, n in _rest(report)]
-    columns = (
-        Column("part", "part", "name", 100, "what it is for"),
-        Column("where", "where", "text", 60, "the keys it stands under", alone="keys"),
-        *_COUNTS,
-        _DTYPE,
-        Column("bytes", "in the file", "bytes", 95, "bytes in the files, shared ones once"),
-        _SHARE,
-    )
+    fields = PART_FIELDS.without("unneeded")
     total = ("total", None, len(report.contents.tensors), None, None, Bytes(size), None)
-    return Table("parts", "Parts", columns, tuple(rows), total)
-
-
-def _group_cells(group: Group) -> tuple[Cell, ...]:
-    return (str(group.kind), group.name, group.tensors, group.elements, Words(group.dtypes))
+    table = Table.of("parts", "Parts", fields, breakdown.parts, size, total=total)
+    rest = [(label, hint, None, None, None, Bytes(count), _share(count, size)) for label, hint, count in _rest(report)]
+    return replace(table, rows=(*table.rows, *rest))
 
 
 def _rest(report: CheckpointReport) -> Iterator[tuple[str, str, int]]:
@@ -194,52 +180,26 @@ def _rest(report: CheckpointReport) -> Iterator[tuple[str, str, int]]:
 def dtype_table(report: CheckpointReport) -> Table:
     """The tensors by dtype."""
     groups, size = report.breakdown.dtypes, report.contents.size
-    columns = (
-        Column("dtype", "dtype", "name", 100, "how elements are stored"),
-        *_COUNTS,
-        Column("bytes", "needed", "bytes", 95, "bytes that the tensors need, shared ones once"),
-        _SHARE,
-    )
-    rows = tuple(
-        (group.name, group.tensors, group.elements, Bytes(group.bytes), _share(group.bytes, size)) for group in groups
-    )
-    tensors, elements, needed, _ = _sums(groups)
-    return Table("dtypes", "Dtypes", columns, rows, ("total", tensors, elements, Bytes(needed), _share(needed, size)))
+    fields = DTYPE_FIELDS.only("dtype", "tensors", "elements", "bytes", "share")
+    return Table.of("dtypes", "Dtypes", fields, groups, size, total=fields.total("total", _sum(groups), size))
 
 
 def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
     """The tensors by module, down to `depth` below their part; the rows add up to the tensors' bytes."""
     view = report.breakdown.fitting_view if depth is None else View(depth)
     groups, size = tuple(report.breakdown.modules(view)), report.contents.size
-    columns = (
-        Column("module", "module", "name", 100, "the names' common prefix"),
-        Column("part", "part", "text", 55, "the part it belongs to"),
-        *_COUNTS,
-        _DTYPE,
-        Column("bytes", "needed", "bytes", 95, "bytes that its tensors need, shared ones once"),
-        Column("unneeded", "behind views", "bytes", 90, "storage that no tensor covers"),
-        _SHARE,
-    )
     roots = {(group.kind, group.root) for group in groups}
-    rows: list[tuple[Cell, ...]] = [
-        (
-            Path(_below(group, roots)),
-            str(group.kind),
-            group.tensors,
-            group.elements,
-            Words(group.dtypes),
-            Bytes(group.bytes),
-            Bytes(group.unneeded),
-            _share(group.bytes, size),
-        )
-        for group in groups[:MOST_MODULES]
-    ]
+    fields = MODULE_FIELDS.only("module", "part", "tensors", "elements", "dtypes", "bytes", "unneeded", "share").drawn(
+        module=lambda group, _: Path(_below(group, roots))
+    )
+    table = Table.of("modules", "Modules", fields, groups[:MOST_MODULES], size)
     if more := groups[MOST_MODULES:]:
-        rows.append(_module_sums(Path(f"{len(more):,} more (JSON has them all)"), more, size))
-    total = _module_sums("total", groups, size)
+        label = Path(f"{len(more):,} more (JSON has them all)")
+        table = replace(table, rows=(*table.rows, fields.total(label, _sum(more), size)))
+    total = fields.total("total", _sum(groups), size)
     caption = "Modules" if view.depth is None else f"Modules to depth {view.depth}"
     caption += ", numbered ones together" if view.folded else ""
-    return Table("modules", "Modules", columns, tuple(rows), total, caption=caption).without_empty("unneeded")
+    return replace(table, total=total, caption=caption).without_empty("unneeded")
 
 
 def _below(group: Group, roots: set[tuple[PartKind, str]]) -> str:
@@ -248,15 +208,17 @@ def _below(group: Group, roots: set[tuple[PartKind, str]]) -> str:
     return group.name.removeprefix(f"{group.root}.") if alone and group.root else group.name
 
 
-def _sums(groups: tuple[Group, ...]) -> tuple[int, int, int, int]:
-    """The tensors, elements, bytes and unneeded bytes of all `groups`."""
-    tensors, elements = sum(group.tensors for group in groups), sum(group.elements for group in groups)
-    return tensors, elements, sum(group.bytes for group in groups), sum(group.unneeded for group in groups)
-
-
-def _module_sums(label: str, groups: tuple[Group, ...], size: int) -> tuple[Cell, ...]:
-    tensors, elements, needed, unneeded = _sums(groups)
-    return label, None, tensors, elements, None, Bytes(needed), Bytes(unneeded), _share(needed, size)
+def _sum(groups: tuple[Group, ...]) -> Group:
+    """All `groups` as one."""
+    return Group(
+        "other",
+        "",
+        tensors=sum(group.tensors for group in groups),
+        elements=sum(group.elements for group in groups),
+        bytes=sum(group.bytes for group in groups),
+        unneeded=sum(group.unneeded for group in groups),
+        dtypes=(),
+    )
 
 
 def file_table(report: CheckpointReport) -> Table:
@@ -326,26 +288,10 @@ def _whole(tensor: Tensor) -> Tensor:
 def difference_table(match: Match) -> Table:
     """What is not as the model wants it, the most serious first."""
     rows = sorted(match.differences, key=lambda difference: PROBLEMS.index(difference.problem))
-    columns = (
-        Column("name", "tensor", "name", 100, "its name in the model, or in the file if the model has none"),
-        Column("problem", "problem", "text", 95, "what load_state_dict would complain about"),
-        Column("file", "in the file", "specs", 80, "what the file has"),
-        Column("model", "in the model", "specs", 85, "what the model has"),
-    )
     more = len(rows) - MOST_DIFFERENCES
     caption = f"Differences from {match.model}"
     caption += f", the first {MOST_DIFFERENCES} of {len(rows):,} (JSON has them all)" if more > 0 else ""
-    cells = tuple(map(_difference, rows[:MOST_DIFFERENCES]))
-    return Table("differences", "Differences", columns, cells, caption=caption)
-
-
-def _difference(row: Difference) -> tuple[Cell, ...]:
-    return (
-        Path(row.name),
-        row.problem,
-        Specs((row.file,) if row.file else ()),
-        Specs((row.model,) if row.model else ()),
-    )
+    return Table.of("differences", "Differences", DIFFERENCE_FIELDS, rows[:MOST_DIFFERENCES], caption=caption)
 
 
 def _values(report: CheckpointReport) -> Iterator[str]:

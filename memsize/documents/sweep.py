@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data
 from memsize.documents.sections import Bars, Limit, Remark, Section, Table, Title, listed, role_part
-from memsize.records.cells import Cell, Label, Missing, Path
-from memsize.records.fields import Column, ColumnKind
-from memsize.records.roles import TITLES, noun
-from memsize.records.sweep import Sweep, SweepRow, phrase_of, setting_text
-from memsize.units import Bytes
+from memsize.records.cells import Cell, Label, Missing
+from memsize.records.fields import Column
+from memsize.records.roles import TITLES
+from memsize.records.sweep import SETTING_FIELDS, SWEEP_FIELDS, SWEEP_TABLE, Sweep, SweepRow, phrase_of, setting_cell
 
 SCHEMA: Final = "memsize.sweep/1"
 MOST_BARS: Final = 12
 """How many cells are drawn: those that need most, where there are more."""
-_OUTCOMES: Final = {"fits": "yes", "exceeds": "no", "unsure": "perhaps", "failed": "failed"}
-_SETTINGS: Final[Mapping[str, tuple[str, ColumnKind, str]]] = {
-    "target": ("target", "name", "the model"),
-    "arguments": ("arguments", "text", "what it is built with"),
-    "input": ("input", "text", "the shape of its input"),
-    "inputs": ("inputs", "text", "the function that makes its inputs"),
-    "train": ("train", "text", "the optimizer; none is inference"),
-    "loss": ("loss", "text", "the loss"),
-    "accumulate": ("accumulate", "count", "backward passes in each step"),
-    "ema": ("EMA", "text", "whether an averaged copy of the parameters is kept"),
-    "scenario": ("scenario", "text", "how the model is stored and run"),
-    "mode": ("mode", "text", "training or evaluation mode"),
-    "stack": ("stack", "text", "PyTorch and CUDA on the GPU"),
-    "allocator": ("allocator", "text", "settings of the caching allocator"),
-    "execute": ("execute", "text", "whether it was really computed"),
-    "parallel": ("parallel", "text", "how a training is spread over several GPUs"),
-    "seq_len": ("tokens", "count", "tokens of each text"),
-    "batch_size": ("batch", "count", "samples in each batch"),
-    "gpu": ("GPU", "text", "where it is run"),
-}
 
 
 class SweepDocument(Document[Sweep]):
@@ -105,7 +84,7 @@ def _largest_peaks(sweep: Sweep, keys: Sequence[str]) -> dict[str, SweepRow]:
     """Of the cells that are alike in these settings, the one that needs most, by what the settings say."""
     found: dict[str, SweepRow] = {}
     for row in sweep.sweep_rows:
-        name = " ".join(_said(key, row) for key in keys)
+        name = " ".join(_in_words(key, row) for key in keys)
         if row.requested is not None and (name not in found or row.requested > (found[name].requested or 0)):
             found[name] = row
     return found
@@ -126,10 +105,10 @@ def batch_table(sweep: Sweep) -> Table:
     gpus = list(dict.fromkeys(str(row.settings["gpu"]) for row in sweep.sweep_rows))
     found: dict[tuple[str, ...], dict[str, list[SweepRow]]] = {}
     for row in sweep.sweep_rows:
-        place = tuple(_said(key, row) for key in keys)
+        place = tuple(_in_words(key, row) for key in keys)
         found.setdefault(place, {}).setdefault(str(row.settings["gpu"]), []).append(row)
     columns = (
-        *(_column(key, 100 - number) for number, key in enumerate(keys)),
+        *SETTING_FIELDS.only(*keys).weighted(100),
         *(Column(gpu, gpu, "count", 90, f"the largest batch that fits {gpu}") for gpu in gpus),
     )
     rows = tuple(
@@ -153,60 +132,16 @@ def _largest(rows: Sequence[SweepRow]) -> Cell:
 def cell_table(sweep: Sweep) -> Table:
     """Every cell: what it needs, whether it fits, and where its peak is; what all have in common is in the title."""
     keys = sweep.varying or ("target",)
-    columns = (
-        *(_column(key, 100 - number) for number, key in enumerate(keys)),
-        Column("outcome", "fits", "text", 89, "whether it fits the GPU"),
-        Column("reserved", "reserved", "bytes", 88, "what the caching allocator holds at its peak"),
-        Column("device", "device", "bytes", 87, "what nvidia-smi would show, at most"),
-        Column("left", "left", "bytes", 80, "what is left of the GPU, at least"),
-        Column("parameters", "parameters", "count", 60, "how many parameters the model has"),
-        Column("stored", "stored", "bytes", 62, "what the model itself stores"),
-        Column("mostly", "mostly", "text", 70, "the role with most bytes at the peak"),
-        Column("phase", "in", "text", 68, "the phase of the peak", alone="phase"),
-        Column("layer", "at", "name", 50, "the layer of the peak", alone="layer"),
-    )
-    rows = tuple((*(_named(key, row) for key in keys), *_figures(row)) for row in sweep.sweep_rows)
+    fields = SWEEP_FIELDS.only(*SWEEP_TABLE).after(*SETTING_FIELDS.only(*keys).weighted(100))
     remarks = tuple(
         Remark(phrase_of(row.settings, keys), "failed", row.reason or "") for row in sweep.sweep_rows if row.reason
     )
-    return Table("cells", "Cells", columns, rows, remarks=remarks)
+    return Table.of("cells", "Cells", fields, sweep.sweep_rows, remarks=remarks)
 
 
-def _column(key: str, weight: int) -> Column:
-    title, kind, meaning = _SETTINGS[key]
-    return Column(key, title, kind, weight, meaning)
-
-
-def _named(key: str, row: SweepRow) -> Cell:
-    return Label(str(row.settings[key])) if key == "target" else _setting(key, row)
-
-
-def _said(key: str, row: SweepRow) -> str:
-    value = _setting(key, row)
+def _in_words(key: str, row: SweepRow) -> str:
+    value = setting_cell(key, row)
     return "–" if value is None else str(value)
-
-
-def _setting(key: str, row: SweepRow) -> str | int | None:
-    value = setting_text(row.settings.get(key))
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return value if isinstance(value, int) or value is None else str(value)
-
-
-def _figures(row: SweepRow) -> tuple[Cell, ...]:
-    if row.device is None:
-        return (_OUTCOMES[row.outcome], *[Missing(row.reason or "failed")] * 5, None, None, None)
-    return (
-        _OUTCOMES[row.outcome],
-        Bytes(row.reserved or 0),
-        Bytes(row.device.high),
-        Bytes(row.left or 0),
-        row.parameters,
-        Bytes(row.stored or 0),
-        noun(max(row.roles, key=lambda role: row.roles[role])) if row.roles else None,
-        row.phase,
-        Path(row.layer),
-    )
 
 
 def _notes(sweep: Sweep) -> Iterator[str]:

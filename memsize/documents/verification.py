@@ -8,21 +8,20 @@ from typing import Any, Final
 
 from memsize.documents import Document, plain, renamed
 from memsize.documents.sections import Bar, Bars, Part, Section, Table, Title, listed
-from memsize.records.cells import Cell, Change, Label, Missing, Path, Signed, Words
-from memsize.records.fields import Column
+from memsize.records.cells import Label
 from memsize.records.finding import Finding
-from memsize.records.verification import Alignment, AllocationDifference, FigureComparison, Verification, VerifiedRun
+from memsize.records.verification import (
+    DIFFERENCE_FIELDS,
+    FIGURE_FIELDS,
+    Alignment,
+    FigureComparison,
+    Verification,
+    VerifiedRun,
+)
 from memsize.units import Bytes, dotted_cudnn
 
 SCHEMA: Final = "memsize.verification/1"
 MOST_DIFFERENCES: Final = 20
-_HINTS: Final = {
-    "requested": "what tensors ask for",
-    "allocated": "the caching allocator's blocks",
-    "reserved": "the caching allocator's segments",
-    "device": "what the process takes on the device",
-    "MemTracker": "the peak that PyTorch's MemTracker tells of the same step, beside what was allocated",
-}
 
 
 class VerificationDocument(Document[Verification]):
@@ -94,7 +93,7 @@ def _accuracy(found: Verification) -> Iterator[Finding]:
 def _run_data(run: VerifiedRun) -> dict[str, Any]:
     seen = plain(replace(run.measurement, log=None))
     del seen["log"]
-    figures = [each.record() for each in _compared(run)]
+    figures = [FIGURE_FIELDS.record(row) for row in _compared(run)]
     return {"figures": figures, "assumptions": run.prediction.assumptions, **seen}
 
 
@@ -128,17 +127,8 @@ def comparison_bars(found: Verification) -> Bars | None:
 
 def figure_table(found: Verification) -> Table:
     """One row per figure and run."""
-    columns = (
-        Column("figure", "peak", "name", 100, "what is compared"),
-        Column("benchmark", "cudnn.benchmark", "text", 100, "torch.backends.cudnn.benchmark in that run"),
-        Column("predicted", "predicted", "bytes", 98, "the least that memsize says"),
-        Column("most", "up to", "bytes", 92, "the most, where cuDNN's workspaces or the CUDA context are not known"),
-        Column("measured", "measured", "bytes", 99, "what the GPU showed"),
-        Column("difference", "off by", "bytes", 96, "predicted less measured; nothing inside the interval"),
-        Column("share", "%", "share", 95, "the same as a share of what was measured"),
-    )
-    rows = tuple(_figure_cells(each) for run in found.runs for each in _compared(run))
-    table = Table("figures", "Figures", columns, rows, caption="Predicted beside measured")
+    rows = (row for run in found.runs for row in _compared(run))
+    table = Table.of("figures", "Figures", FIGURE_FIELDS, rows, caption="Predicted beside measured")
     return table if len(found.runs) > 1 else table.without("benchmark")
 
 
@@ -148,49 +138,12 @@ def _compared(run: VerifiedRun) -> Iterator[FigureComparison]:
         yield run.tracked
 
 
-def _figure_cells(each: FigureComparison) -> tuple[Cell, ...]:
-    low, high = each.predicted
-    missing = Missing("nothing was measured")
-    return (
-        Label(each.figure, hint=_HINTS[each.figure]),
-        "on" if each.benchmark else "off",
-        Bytes(low),
-        Bytes(high) if high > low else None,
-        missing if each.measured is None else Bytes(each.measured),
-        missing if each.difference is None else Signed(each.difference),
-        missing if each.share is None else Change(each.share),
-    )
-
-
 def difference_table(alignment: Alignment) -> Table:
     """The first allocations that are not as predicted."""
-    columns = (
-        Column("kind", "in the real step", "text", 95, "what is different there"),
-        Column("phase", "phase", "text", 80, "the phase of the step"),
-        Column("layer", "layer", "name", 100, "the layer that allocates it"),
-        Column("op", "op", "text", 98, "the operation that allocates it"),
-        Column("predicted", "predicted", "bytes", 97, "its bytes as predicted"),
-        Column("real", "measured", "bytes", 97, "its bytes as measured"),
-        Column("peak", "at the peak", "words", 85, "whether it is alive when most bytes are"),
-    )
     found = alignment.differences
     shown = f"the first {MOST_DIFFERENCES} of {len(found):,} (JSON has them all)"
     caption = f"Allocations of the last step that differ{', ' + shown if len(found) > MOST_DIFFERENCES else ''}"
-    rows = tuple(map(_difference_cells, found[:MOST_DIFFERENCES]))
-    return Table("differences", "Differences", columns, rows, caption=caption)
-
-
-def _difference_cells(difference: AllocationDifference) -> tuple[Cell, ...]:
-    place = difference.place
-    return (
-        difference.kind,
-        place.phase,
-        "(outside the model)" if place.layer is None else Path(place.layer),
-        place.op,
-        None if difference.predicted is None else Bytes(difference.predicted),
-        None if difference.real is None else Bytes(difference.real),
-        Words(("yes",) if difference.at_peak else ()),
-    )
+    return Table.of("differences", "Differences", DIFFERENCE_FIELDS, found[:MOST_DIFFERENCES], caption=caption)
 
 
 def _notes(found: Verification) -> Iterator[str]:

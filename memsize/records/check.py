@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
-from memsize.records.fields import FlatTable
+from memsize.records.cells import Cell, Change, Label, Sized
+from memsize.records.fields import CHANGE, NAME, TEXT, Fields, FlatTable, field, shown
 from memsize.records.finding import Finding
 
 Severity = Literal["error", "warning", "note"]
@@ -68,6 +69,94 @@ class CheckedModel:
         return sum(problem.severity == severity for problem in self.problems)
 
 
+class CheckedFigure(NamedTuple):
+    """One figure of a target."""
+
+    model: CheckedModel
+    figure: Figure
+
+    def sized(self, size: int | None) -> Cell:
+        """A value of the figure in its unit."""
+        return size if size is None or self.figure.unit != "bytes" else Sized(size)
+
+    @property
+    def change(self) -> Cell:
+        """How far the value is above its baseline; None without one."""
+        value, baseline = self.figure.value, self.figure.baseline
+        return Change((value - baseline) / baseline) if baseline and value is not None else None
+
+
+FIGURE_FIELDS: Final = Fields[CheckedFigure](
+    field(
+        "target",
+        "target",
+        NAME,
+        90,
+        "the target, by the name in its section",
+        get=lambda row: row.model.name,
+        cell=lambda row, _: Label(row.model.name),
+    ),
+    field("figure", "figure", TEXT, 100, "what is limited or compared", get=lambda row: row.figure.name),
+    field("unit", get=lambda row: row.figure.unit),
+    field(
+        "value",
+        "value",
+        TEXT,
+        95,
+        "what it is now",
+        get=lambda row: row.figure.value,
+        cell=lambda row, _: "does not fit" if row.figure.value is None else row.sized(row.figure.value),
+    ),
+    field(
+        "limit",
+        "limit",
+        TEXT,
+        85,
+        "the most that it may be; of fits_batch the batch that has to fit",
+        get=lambda row: row.figure.limit,
+        cell=lambda row, _: row.sized(row.figure.limit),
+    ),
+    field(
+        "baseline",
+        "baseline",
+        TEXT,
+        80,
+        "what it was",
+        get=lambda row: row.figure.baseline,
+        cell=lambda row, _: row.sized(row.figure.baseline),
+    ),
+    shown("change", "change", CHANGE, 75, "how far the value is above its baseline", cell=lambda row, _: row.change),
+    field("allowed", get=lambda row: row.figure.allowed),
+    field(
+        "holds",
+        "holds",
+        TEXT,
+        98,
+        "whether it keeps its limit and its baseline",
+        get=lambda row: row.figure.holds,
+        cell=lambda row, _: "ok" if row.figure.holds else "broken",
+    ),
+)
+
+
+class CheckedProblem(NamedTuple):
+    """One problem of a target."""
+
+    model: CheckedModel
+    problem: Problem
+
+
+PROBLEM_FIELDS: Final = Fields[CheckedProblem](
+    field("target", get=lambda row: row.model.name),
+    field("file", get=lambda row: row.model.file),
+    field("line", get=lambda row: row.model.line),
+    field("severity", get=lambda row: row.problem.severity),
+    field("code", get=lambda row: row.problem.finding.code),
+    field("case", get=lambda row: row.problem.case),
+    field("text", get=lambda row: row.problem.finding.text()),
+)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Check(Answer):
     """A project's models against their limits and baselines. `project` is its file, `written` the baselines that were
@@ -103,19 +192,6 @@ class Check(Answer):
 
     def tables(self) -> dict[str, FlatTable]:
         """`figures`: one row per figure; `problems`: one row per problem."""
-        figures = (
-            (m.name, f.name, f.unit, f.value, f.limit, f.baseline, f.allowed, f.holds)
-            for m in self.models
-            for f in m.figures
-        )
-        problems = (
-            (m.name, m.file, m.line, p.severity, p.finding.code, p.case, p.finding.text())
-            for m in self.models
-            for p in m.problems
-        )
-        return {
-            "figures": FlatTable(
-                ("target", "figure", "unit", "value", "limit", "baseline", "allowed", "holds"), figures
-            ),
-            "problems": FlatTable(("target", "file", "line", "severity", "code", "case", "text"), problems),
-        }
+        figures = (CheckedFigure(model, figure) for model in self.models for figure in model.figures)
+        problems = (CheckedProblem(model, problem) for model in self.models for problem in model.problems)
+        return {"figures": FIGURE_FIELDS.flat(figures), "problems": PROBLEM_FIELDS.flat(problems)}

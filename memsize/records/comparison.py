@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
 from memsize.printable import printable
 from memsize.records.aggregates import Totals, stored_dtypes, totals
 from memsize.records.answer import Answer
-from memsize.records.fields import FlatTable
+from memsize.records.cells import Cell, Missing, Path, Words
+from memsize.records.fields import (
+    BYTES,
+    CHANGE,
+    COUNT,
+    NAME,
+    PATH,
+    SIGNED,
+    TEXT,
+    WORDS,
+    Fields,
+    FlatTable,
+    field,
+    shown,
+)
 from memsize.records.finding import Finding
 from memsize.records.gpu import LiveStorage
+from memsize.records.roles import TITLES
 from memsize.records.trace import StoredTensor, Trace
-from memsize.units import format_bytes
+from memsize.units import Bytes, format_bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+
+def _stored(tensor: StoredTensor) -> tuple[object, ...]:
+    return tensor.spec, tensor.bytes, tensor.parts, tensor.tied_to
+
+
+def stored_as(tensor: StoredTensor) -> str:
+    """How a tensor is stored: its dtype, or its wrapper and the dtypes in it."""
+    return f"{tensor.wrapper} ({', '.join(stored_dtypes([tensor]))})" if tensor.parts else tensor.spec.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +49,11 @@ class Change:
     name: str
     before: StoredTensor | None
     after: StoredTensor | None
+
+    @property
+    def either(self) -> StoredTensor | None:
+        """The tensor in the second model, or else in the first."""
+        return self.after or self.before
 
     @property
     def bytes(self) -> int:
@@ -40,6 +69,20 @@ class Change:
     def same(self) -> bool:
         """Whether both store the tensor alike."""
         return self.before is not None and self.after is not None and _stored(self.before) == _stored(self.after)
+
+
+CHANGE_FIELDS: Final = Fields[Change](
+    field("name"),
+    field("renamed_from", get=lambda row: row.before.name if row.before and row.before.name != row.name else None),
+    field("layer", get=lambda row: row.either.layer if row.either else ""),
+    field("before", get=lambda row: row.before and stored_as(row.before)),
+    field("after", get=lambda row: row.after and stored_as(row.after)),
+    field("before_shape", get=lambda row: row.before and row.before.spec.shape),
+    field("after_shape", get=lambda row: row.after and row.after.spec.shape),
+    field("before_bytes", kind=BYTES, get=lambda row: row.before.bytes if row.before else 0),
+    field("after_bytes", kind=BYTES, get=lambda row: row.after.bytes if row.after else 0),
+    field("changed", get=lambda row: not row.same),
+)
 
 
 How = Literal["added", "removed", "renamed", "resized", "replaced", "stored differently", "runs differently"]
@@ -78,6 +121,91 @@ class LayerChange:
     layers: int = 1
 
 
+def _moved(before: str | None, after: str | None) -> Path:
+    """The path of a layer, and the one that it had where that is another."""
+    if before is None or after is None or before == after:
+        return Path(before if after is None else after)
+    return Path(" → ".join(path or "(model)" for path in (before, after)))
+
+
+def _how(change: LayerChange, _: object) -> Words:
+    return Words((*change.how, *([f"{change.layers} layers"] if change.layers > 1 else [])))
+
+
+LAYER_FIELDS: Final = Fields[LayerChange](
+    field("before"),
+    field("after"),
+    shown(
+        "layer",
+        "layer",
+        NAME,
+        100,
+        "its path, and the one that it had",
+        cell=lambda row, _: _moved(row.before, row.after),
+    ),
+    shown("type", "type", TEXT, 50, "its class", get=lambda row: " → ".join(dict.fromkeys(filter(None, row.types)))),
+    field("before_type", get=lambda row: row.types[0]),
+    field("after_type", get=lambda row: row.types[1]),
+    field("how", "change", WORDS, 95, "what happened to it", get=lambda row: ", ".join(row.how), cell=_how),
+    field("layers", kind=COUNT),
+    field("before_parameters", kind=COUNT, get=lambda row: row.sizes[0].parameters),
+    field(
+        "after_parameters",
+        "parameters",
+        COUNT,
+        70,
+        "elements of its parameters afterwards",
+        get=lambda row: row.sizes[1].parameters,
+        key="parameters",
+        adds=True,
+    ),
+    field(
+        "before_stored_bytes",
+        "stored before",
+        BYTES,
+        80,
+        "bytes that it stored",
+        get=lambda row: row.sizes[0].stored,
+        key="before",
+        adds=True,
+    ),
+    field(
+        "after_stored_bytes",
+        "stored after",
+        BYTES,
+        85,
+        "bytes that it stores",
+        get=lambda row: row.sizes[1].stored,
+        key="after",
+        adds=True,
+    ),
+    shown(
+        "stored_change",
+        "change",
+        SIGNED,
+        90,
+        "bytes that it stores beyond what it stored",
+        get=lambda row: row.sizes[1].stored - row.sizes[0].stored,
+        key="change",
+        adds=True,
+    ),
+    field("before_output_bytes", kind=BYTES, get=lambda row: row.sizes[0].outputs),
+    field("after_output_bytes", kind=BYTES, get=lambda row: row.sizes[1].outputs),
+    field("before_saved_bytes", kind=BYTES, get=lambda row: row.sizes[0].kept),
+    field("after_saved_bytes", kind=BYTES, get=lambda row: row.sizes[1].kept),
+    shown(
+        "saved_change",
+        "kept, change",
+        SIGNED,
+        75,
+        "bytes that it keeps for backward beyond what it kept",
+        get=lambda row: row.sizes[1].kept - row.sizes[0].kept,
+        key="kept",
+        adds=True,
+    ),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class FigureChange:
     """One figure of one scenario in both models: None where it is not known.
@@ -92,12 +220,110 @@ class FigureChange:
     before: int | None
     after: int | None
 
+    @property
+    def change(self) -> int | None:
+        """Bytes after less bytes before; None where either is not known."""
+        return None if self.before is None or self.after is None else self.after - self.before
+
+    @property
+    def share(self) -> float | None:
+        """The change as a part of what was before."""
+        return None if self.change is None or not self.before else self.change / self.before
+
+
+_TITLES: Final = {
+    "parameter_bytes": "parameters",
+    "buffer_bytes": "buffers",
+    "attribute_bytes": "not registered",
+    "master_bytes": "master weights",
+    "cast_bytes": "cast copies",
+    "output_bytes": "outputs",
+    "saved_bytes": "kept for backward",
+    "input_bytes": "input",
+    "inference": "inference total",
+    "training": "training up to backward",
+    "device": "device, at most",
+} | {role: title.noun for role, title in TITLES.items()}
+"""What figures and roles are called in tables; what is not here is called by its name."""
+
+
+def _size(size: int | None) -> Cell:
+    return Missing("this side has no such figure") if size is None else Bytes(size)
+
+
+FIGURE_FIELDS: Final = Fields[FigureChange](
+    field("scenario", "scenario", NAME, 90, "how the models are stored and run"),
+    field("of", "of", TEXT, 85, "the run, or the peak of an inference or of a training step", alone="run or peak"),
+    field(
+        "figure",
+        "figure",
+        TEXT,
+        100,
+        "what takes the bytes",
+        get=lambda row: row.name,
+        cell=lambda row, _: _TITLES.get(row.name, row.name),
+    ),
+    field("before", "before", BYTES, 80, "bytes of the first", cell=lambda row, _: _size(row.before), nullable=True),
+    field("after", "after", BYTES, 85, "bytes of the second", cell=lambda row, _: _size(row.after), nullable=True),
+    shown("change", "change", SIGNED, 95, "after − before"),
+    shown("share", "%", CHANGE, 70, "the change as a part of what was before"),
+)
+
 
 class LivingChange(NamedTuple):
     """One of the largest storages alive at the peak of either model; None where the other has none like it."""
 
     before: LiveStorage | None
     after: LiveStorage | None
+
+    @property
+    def either(self) -> LiveStorage:
+        """The storage in the second model, or else in the first: it is alive in one at least."""
+        storage = self.after or self.before
+        assert storage is not None
+        return storage
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes more the second model has."""
+        return (self.after.bytes if self.after else 0) - (self.before.bytes if self.before else 0)
+
+
+LIVING_FIELDS: Final = Fields[LivingChange](
+    field("role", "role", TEXT, 95, "what it is for", get=lambda row: row.either.role),
+    field("layer", "layer", PATH, 90, "the layer that it belongs to or was made in", get=lambda row: row.either.layer),
+    field("op", "op", TEXT, 70, "the op that made it", get=lambda row: row.either.op),
+    field("phase", get=lambda row: row.either.phase),
+    shown(
+        "tensors",
+        "tensor",
+        TEXT,
+        85,
+        "its dtype and shape in both models",
+        get=lambda row: " → ".join(dict.fromkeys(each.tensor for each in row if each)),
+    ),
+    field("before", get=lambda row: row.before and row.before.tensor),
+    field("after", get=lambda row: row.after and row.after.tensor),
+    field(
+        "before_bytes",
+        "before",
+        BYTES,
+        80,
+        "bytes of the first",
+        get=lambda row: row.before.bytes if row.before else 0,
+        key="before",
+    ),
+    field(
+        "after_bytes",
+        "after",
+        BYTES,
+        85,
+        "bytes of the second",
+        get=lambda row: row.after.bytes if row.after else 0,
+        key="after",
+    ),
+    shown("change", "change", SIGNED, 100, "after − before", get=lambda row: row.bytes),
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -141,10 +367,10 @@ class Comparison(Answer):
     def tables(self) -> dict[str, FlatTable]:
         """`changes`, `layers` and `figures`, as the properties of these names have them, and `living`."""
         return {
-            "changes": FlatTable.of(map(_change_record, self.pairs)),
-            "layers": FlatTable(_LAYER_FIELDS, map(_layer_row, self.layer_changes)),
-            "figures": FlatTable(_FIGURE_FIELDS, map(_figure_row, self.figure_changes), ("before", "after")),
-            "living": FlatTable(_LIVING_FIELDS, map(_living_row, self.living)),
+            "changes": CHANGE_FIELDS.flat(self.pairs),
+            "layers": LAYER_FIELDS.flat(self.layer_changes),
+            "figures": FIGURE_FIELDS.flat(self.figure_changes),
+            "living": LIVING_FIELDS.flat(self.living),
         }
 
     @property
@@ -160,7 +386,7 @@ class Comparison(Answer):
     @property
     def figures(self) -> DataFrame:
         """One row per scenario and figure: bytes before and after."""
-        return self.tables()["figures"].frame().astype({"before": "Int64", "after": "Int64"})
+        return self.tables()["figures"].frame()
 
     def __repr__(self) -> str:
         first, second = self.totals
@@ -173,54 +399,3 @@ class Comparison(Answer):
         return "\n".join(map(printable, lines))
 
     __str__ = __repr__
-
-
-def _stored(tensor: StoredTensor) -> tuple[object, ...]:
-    return tensor.spec, tensor.bytes, tensor.parts, tensor.tied_to
-
-
-def stored_as(tensor: StoredTensor) -> str:
-    """How a tensor is stored: its dtype, or its wrapper and the dtypes in it."""
-    return f"{tensor.wrapper} ({', '.join(stored_dtypes([tensor]))})" if tensor.parts else tensor.spec.dtype
-
-
-def _change_record(pair: Change) -> dict[str, object]:
-    tensor = pair.after or pair.before
-    return {
-        "name": pair.name,
-        "renamed_from": pair.before.name if pair.before and pair.before.name != pair.name else None,
-        "layer": tensor.layer if tensor else "",
-        "before": stored_as(pair.before) if pair.before else None,
-        "after": stored_as(pair.after) if pair.after else None,
-        "before_shape": pair.before.spec.shape if pair.before else None,
-        "after_shape": pair.after.spec.shape if pair.after else None,
-        "before_bytes": pair.before.bytes if pair.before else 0,
-        "after_bytes": pair.after.bytes if pair.after else 0,
-        "changed": not pair.same,
-    }
-
-
-_SIZE_FIELDS = ("parameters", "stored_bytes", "output_bytes", "saved_bytes")
-_LAYER_FIELDS = (
-    *("before", "after", "before_type", "after_type", "how", "layers"),
-    *(f"{side}_{name}" for name in _SIZE_FIELDS for side in ("before", "after")),
-)
-_FIGURE_FIELDS = ("scenario", "of", "figure", "before", "after")
-_LIVING_FIELDS = ("role", "layer", "op", "phase", "before", "after", "before_bytes", "after_bytes")
-
-
-def _layer_row(change: LayerChange) -> tuple[object, ...]:
-    sizes = [size for both in zip(*change.sizes, strict=True) for size in both]
-    return change.before, change.after, *change.types, ", ".join(change.how), change.layers, *sizes
-
-
-def _figure_row(change: FigureChange) -> tuple[object, ...]:
-    return change.scenario, change.of, change.name, change.before, change.after
-
-
-def _living_row(change: LivingChange) -> tuple[object, ...]:
-    before, after = change
-    one = after or before
-    assert one is not None  # a change is that of one of the two at least
-    tensors = (each and f"{each.dtype}[{','.join(map(str, each.shape))}]" for each in change)
-    return one.role, one.layer, one.op, one.phase, *tensors, before.bytes if before else 0, after.bytes if after else 0

@@ -179,6 +179,10 @@ class Fields(Generic[R]):
         """The fields that documents draw."""
         return tuple(each for each in self._fields if each.title)
 
+    def weighted(self, weight: int) -> Fields[R]:
+        """The fields with weights of their own, from `weight` downwards: the first is the last to be left out."""
+        return self._with(replace(each, weight=weight - number) for number, each in enumerate(self._fields))
+
     def only(self, *names: str) -> Fields[R]:
         """The fields of these names, in their order."""
         by_name = {each.name: each for each in self._fields}
@@ -199,6 +203,10 @@ class Fields(Generic[R]):
     def drawn(self, **cells: Callable[[R, Any], Cell]) -> Fields[R]:
         """The fields with other cells, by name."""
         return self._with(replace(each, cell=cells.get(each.name, each.cell)) for each in self._fields)
+
+    def after(self, *fields: Field[R]) -> Fields[R]:
+        """The fields with others before them."""
+        return self._with((*fields, *self._fields))
 
     def plus(self, *fields: Field[R]) -> Fields[R]:
         """The fields with more behind them."""
@@ -226,7 +234,7 @@ class Fields(Generic[R]):
         lacks, missing = self._lacks(row), self._missing(row)
         return tuple(_cell(each, row, answer, lacks, missing) for each in self.columns)
 
-    def total(self, label: str, sums: Any, answer: Any = None) -> tuple[Cell, ...]:
+    def total(self, label: Cell, sums: Any, answer: Any = None) -> tuple[Cell, ...]:
         """The cells of a row of sums below `label`: the fields that add up, read from `sums`."""
         _, *others = self.columns
         return (label, *(_cell(each, sums, answer, False, None) if each.adds else None for each in others))

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
-from memsize.records.fields import FlatTable
+from memsize.records.cells import Cell, Path, Specs, Words
+from memsize.records.fields import BYTES, COUNT, NAME, SPECS, TEXT, WORDS, Fields, FlatTable, field
 from memsize.records.finding import Finding
 from memsize.records.trace import InputTensor, TensorSpec
 
@@ -103,6 +105,167 @@ class Audit:
     """Whether convolutions compute in float64, for which cuDNN has no channels last."""
 
 
+class AuditRow(NamedTuple):
+    """A layer of an audit with the ops that lose channels last in it, and the bytes that it copies.
+
+    `copied_bytes` are copied under channels last, `row_major_copied_bytes` where nothing is converted.
+    """
+
+    layer: LayerFormats
+    lost: tuple[str, ...]
+    copied_bytes: int
+    row_major_copied_bytes: int
+
+
+def audit_rows(audit: Audit, layers: Iterable[LayerFormats]) -> tuple[AuditRow, ...]:
+    """A row for each of `layers`. What other layers lose and copy is added to the nearest layer above with a row."""
+    shown = {layer.path: layer for layer in layers}
+    last, plain = (_copied(run.copies, shown) for run in (audit.last, audit.plain))
+    lost: dict[str, dict[str, None]] = {}
+    for loss in audit.last.losses:
+        lost.setdefault(_row_of(loss.layer, shown), {})[loss.op] = None
+    return tuple(
+        AuditRow(layer, tuple(lost.get(path, ())), last.get(path, 0), plain.get(path, 0))
+        for path, layer in shown.items()
+    )
+
+
+def _copied(copies: Iterable[Copy], paths: Container[str]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for copy in copies:
+        row = _row_of(copy.layer, paths)
+        sizes[row] = sizes.get(row, 0) + copy.bytes
+    return sizes
+
+
+def _row_of(path: str, paths: Container[str]) -> str:
+    """The row that a layer is in: its own, or that of the nearest layer above it that is shown."""
+    while path and path not in paths:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _joined(formats: Iterable[object]) -> str:
+    return ", ".join(map(str, dict.fromkeys(formats)))
+
+
+def _strided(lies: Format) -> str:
+    """What tables call a format."""
+    return "strided" if lies == "other" else lies
+
+
+def _words(formats: tuple[Format, ...]) -> Words:
+    return Words(map(_strided, dict.fromkeys(formats)))
+
+
+def _path(path: str) -> Cell:
+    return Path(path) if path else "(the model itself)"
+
+
+LAYER_FIELDS: Final = Fields[AuditRow](
+    field(
+        "path",
+        "layer",
+        NAME,
+        100,
+        "its path in the model",
+        get=lambda row: row.layer.path,
+        cell=lambda row, _: _path(row.layer.path),
+        key="layer",
+    ),
+    field("type", "type", TEXT, 90, "its class", get=lambda row: row.layer.type),
+    field("depth", kind=COUNT, get=lambda row: row.layer.depth),
+    field("calls", kind=COUNT, get=lambda row: row.layer.calls),
+    field(
+        "output",
+        "output",
+        SPECS,
+        70,
+        "the tensors that it returns",
+        get=lambda row: ", ".join(map(str, row.layer.specs)),
+        cell=lambda row, _: Specs(row.layer.specs),
+    ),
+    field(
+        "parameters",
+        "weights",
+        WORDS,
+        75,
+        "how its own weights lie",
+        get=lambda row: _joined(row.layer.parameters),
+        cell=lambda row, _: _words(row.layer.parameters),
+    ),
+    field(
+        "inputs",
+        "given",
+        WORDS,
+        85,
+        "how the images lie that it is given",
+        get=lambda row: _joined(row.layer.inputs),
+        cell=lambda row, _: _words(row.layer.inputs),
+        alone="inputs given",
+    ),
+    field(
+        "outputs",
+        "returned",
+        WORDS,
+        95,
+        "how the images lie that it returns",
+        get=lambda row: _joined(row.layer.outputs),
+        cell=lambda row, _: _words(row.layer.outputs),
+    ),
+    field(
+        "lost_at",
+        "lost at",
+        WORDS,
+        94,
+        "the op in it that loses channels last",
+        get=lambda row: _joined(row.lost),
+        cell=lambda row, _: Words(row.lost),
+        key="lost",
+    ),
+    field("copied_bytes", "copied", BYTES, 96, "bytes that it copies to rearrange tensors", key="copied", adds=True),
+    field(
+        "row_major_copied_bytes",
+        "if row-major",
+        BYTES,
+        80,
+        "the same when nothing is converted",
+        key="before",
+        adds=True,
+    ),
+)
+
+COPY_FIELDS: Final = Fields[Copy](
+    field("layer", "layer", NAME, 100, "the layer that copies", cell=lambda copy, _: _path(copy.layer)),
+    field("op", "op", TEXT, 90, "the op that copies"),
+    field(
+        "tensor",
+        "tensor",
+        SPECS,
+        80,
+        "what is copied",
+        get=lambda copy: str(copy.tensor),
+        cell=lambda copy, _: Specs((copy.tensor,)),
+    ),
+    field("before", "from", TEXT, 85, "how it lay", cell=lambda copy, _: _strided(copy.before)),
+    field("after", "to", TEXT, 85, "how the copy lies", cell=lambda copy, _: _strided(copy.after)),
+    field("bytes", "copied", BYTES, 95, "bytes of the copy"),
+    field(
+        "hidden",
+        "as",
+        TEXT,
+        60,
+        "an op of the model, or inside a kernel that frees it again",
+        cell=lambda copy, _: "in the kernel" if copy.hidden else "an op",
+        key="kind",
+        alone="kind of copy",
+    ),
+    field("place", "at", TEXT, 88, "the line of code that asked for it", alone="line"),
+)
+COPY_TABLE: Final = ("layer", "op", "tensor", "before", "after", "hidden", "place", "bytes")
+"""The fields of a copy in the order of the table that documents show."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class LayoutReport(Answer):
     """What `memsize layout` found: where channels last is kept, which op loses it, and what that copies."""
@@ -121,14 +284,8 @@ class LayoutReport(Answer):
     def tables(self) -> dict[str, FlatTable]:
         """`layers` and `copies`, as the properties of these names have them."""
         return {
-            "layers": FlatTable.of(_layer_record(self.audit, layer) for layer in self.audit.last.layers),
-            "copies": FlatTable(
-                ("layer", "op", "tensor", "before", "after", "bytes", "hidden", "place"),
-                (
-                    (c.layer, c.op, str(c.tensor), c.before, c.after, c.bytes, c.hidden, c.place)
-                    for c in self.audit.last.copies
-                ),
-            ),
+            "layers": LAYER_FIELDS.flat(audit_rows(self.audit, self.audit.last.layers)),
+            "copies": COPY_FIELDS.flat(self.audit.last.copies),
         }
 
     @property
@@ -140,24 +297,3 @@ class LayoutReport(Answer):
     def copies(self) -> DataFrame:
         """One row per copy of a format that the forward makes under channels last."""
         return self.tables()["copies"].frame()
-
-
-def _layer_record(audit: Audit, layer: LayerFormats) -> dict[str, object]:
-    return {
-        "path": layer.path,
-        "type": layer.type,
-        "depth": layer.depth,
-        "calls": layer.calls,
-        "output": ", ".join(map(str, layer.specs)),
-        "parameters": ", ".join(shortened(layer.parameters)),
-        "inputs": ", ".join(shortened(layer.inputs)),
-        "outputs": ", ".join(shortened(layer.outputs)),
-        "lost_at": ", ".join(dict.fromkeys(loss.op for loss in audit.last.losses if loss.layer == layer.path)),
-        "copied_bytes": audit.last.copied_in(layer.path),
-        "row_major_copied_bytes": audit.plain.copied_in(layer.path),
-    }
-
-
-def shortened(formats: tuple[Format, ...]) -> tuple[Format, ...]:
-    """Each format once."""
-    return tuple(dict.fromkeys(formats))

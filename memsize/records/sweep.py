@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as attribute
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from memsize import files
 from memsize.errors import OutputError
 from memsize.records.answer import Answer
-from memsize.records.fields import FlatTable
+from memsize.records.cells import Cell, Label, Missing
+from memsize.records.cells import Path as LayerPath
+from memsize.records.fields import BYTES, COUNT, NAME, TEXT, Field, Fields, FlatTable, Kind, field, shown
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval
-from memsize.records.roles import Role
+from memsize.records.roles import Role, noun
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -43,7 +46,7 @@ class SweepRow:
     gpu_bytes: int | None = None
     phase: str = ""
     layer: str = ""
-    roles: Mapping[Role, int] = field(default_factory=dict)
+    roles: Mapping[Role, int] = attribute(default_factory=dict)
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     gpus: int = 1
@@ -60,11 +63,104 @@ class SweepRow:
         return f"{self.gpus} x {gpu}" if "parallel" in self.settings else gpu
 
 
-COLUMNS = (
-    *("target", "arguments", "input", "inputs", "train", "loss", "accumulate", "ema", "scenario", "mode", "stack"),
-    *("allocator", "execute", "parallel", "seq_len", "batch_size", "gpu"),
+def setting_text(value: object) -> object:
+    """A setting as a cell of a table holds it."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={each}" for name, each in value.items())
+    return "; ".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def setting_cell(key: str, row: SweepRow) -> str | int | None:
+    """A setting of a cell as documents show it."""
+    value = setting_text(row.settings.get(key))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, int) or value is None else str(value)
+
+
+def _setting(key: str, title: str, kind: Kind, hint: str, nullable: bool = False) -> Field[SweepRow]:
+    def cell(row: SweepRow, _: object) -> Cell:
+        return Label(str(row.settings[key])) if key == "target" else setting_cell(key, row)
+
+    def text(row: SweepRow) -> object:
+        return setting_text(row.settings.get(key))
+
+    return field(key, title, kind, 0, hint, get=text, cell=cell, nullable=nullable)
+
+
+SETTING_FIELDS: Final = Fields[SweepRow](
+    _setting("target", "target", NAME, "the model"),
+    _setting("arguments", "arguments", TEXT, "what it is built with"),
+    _setting("input", "input", TEXT, "the shape of its input"),
+    _setting("inputs", "inputs", TEXT, "the function that makes its inputs"),
+    _setting("train", "train", TEXT, "the optimizer; none is inference"),
+    _setting("loss", "loss", TEXT, "the loss"),
+    _setting("accumulate", "accumulate", COUNT, "backward passes in each step"),
+    _setting("ema", "EMA", TEXT, "whether an averaged copy of the parameters is kept"),
+    _setting("scenario", "scenario", TEXT, "how the model is stored and run"),
+    _setting("mode", "mode", TEXT, "training or evaluation mode"),
+    _setting("stack", "stack", TEXT, "PyTorch and CUDA on the GPU"),
+    _setting("allocator", "allocator", TEXT, "settings of the caching allocator"),
+    _setting("execute", "execute", TEXT, "whether it was really computed"),
+    _setting("parallel", "parallel", TEXT, "how a training is spread over several GPUs"),
+    _setting("seq_len", "tokens", COUNT, "tokens of each text", nullable=True),
+    _setting("batch_size", "batch", COUNT, "samples in each batch", nullable=True),
+    _setting("gpu", "GPU", TEXT, "where it is run"),
 )
+
+_GPUS: Final[Field[SweepRow]] = field("gpus", kind=COUNT)
+"""The field of a training that is spread."""
+
+COLUMNS: Final = tuple(column.name for column in SETTING_FIELDS.columns)
 """The settings in the order of their columns."""
+
+OUTCOMES: Final[Mapping[Outcome, str]] = {"fits": "yes", "exceeds": "no", "unsure": "perhaps", "failed": "failed"}
+"""What outcomes are called in tables."""
+
+
+def _largest_role(row: SweepRow) -> str | None:
+    return noun(max(row.roles, key=lambda role: row.roles[role])) if row.roles else None
+
+
+SWEEP_FIELDS: Final = Fields[SweepRow](
+    field("outcome", "fits", TEXT, 89, "whether it fits the GPU", cell=lambda row, _: OUTCOMES[row.outcome]),
+    field("parameters", "parameters", COUNT, 60, "how many parameters the model has", nullable=True),
+    field("stored", "stored", BYTES, 62, "what the model itself stores", nullable=True),
+    field("requested", kind=BYTES, nullable=True),
+    field("allocated", kind=BYTES, nullable=True),
+    field("reserved", "reserved", BYTES, 88, "what the caching allocator holds at its peak", nullable=True),
+    field("device_from", kind=BYTES, get=lambda row: row.device and row.device.low, nullable=True),
+    field(
+        "device_to",
+        "device",
+        BYTES,
+        87,
+        "what nvidia-smi would show, at most",
+        get=lambda row: row.device and row.device.high,
+        key="device",
+        nullable=True,
+    ),
+    field("gpu_bytes", kind=BYTES, nullable=True),
+    field("left", "left", BYTES, 80, "what is left of the GPU, at least", nullable=True),
+    shown("mostly", "mostly", TEXT, 70, "the role with most bytes at the peak", get=_largest_role),
+    field("phase", "in", TEXT, 68, "the phase of the peak", get=lambda row: row.phase or None, alone="phase"),
+    field(
+        "layer",
+        "at",
+        NAME,
+        50,
+        "the layer of the peak",
+        get=lambda row: row.layer or None,
+        cell=lambda row, _: None if row.device is None else LayerPath(row.layer),
+        alone="layer",
+    ),
+    field("seconds"),
+    field("reason"),
+    lacks=lambda row: row.device is None,
+    missing=lambda row: Missing(row.reason or "failed"),
+)
+SWEEP_TABLE: Final = ("outcome", "reserved", "device_to", "left", "parameters", "stored", "mostly", "phase", "layer")
+"""The fields of the table of cells, in the order in which documents show them."""
 
 
 def varying(cells: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
@@ -105,15 +201,13 @@ class Sweep(Answer):
 
     def tables(self) -> dict[str, FlatTable]:
         """`rows`, as the property of this name has them."""
-        return {"rows": FlatTable.of((_record(row, self.used) for row in self.sweep_rows), _SIZES)}
+        gpus = [_GPUS] if "parallel" in self.used else []
+        return {"rows": SWEEP_FIELDS.after(*SETTING_FIELDS.only(*self.used), *gpus).flat(self.sweep_rows)}
 
     @property
     def rows(self) -> DataFrame:
         """One row per cell, all sizes in bytes."""
-        frame = self.tables()["rows"].frame()
-        return frame.astype(
-            {name: "Int64" for name in (*_SIZES, "parameters", "seq_len", "batch_size") if name in frame}
-        )
+        return self.tables()["rows"].frame()
 
     def to_parquet(self, path: str | Path) -> None:
         """Write the rows to a parquet file; a file that exists is replaced. Raises `OutputError` without pyarrow."""
@@ -126,34 +220,3 @@ class Sweep(Answer):
         except ImportError:
             raise OutputError("parquet files need pyarrow: pip install 'memsize[parquet]'") from None
         return content
-
-
-def setting_text(value: object) -> object:
-    """A setting as a cell of a table holds it."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}={each}" for name, each in value.items())
-    return "; ".join(map(str, value)) if isinstance(value, list | tuple) else value
-
-
-_SIZES = ("stored", "requested", "allocated", "reserved", "device_from", "device_to", "gpu_bytes", "left")
-
-
-def _record(row: SweepRow, settings: tuple[str, ...]) -> dict[str, object]:
-    return {
-        **{key: setting_text(row.settings.get(key)) for key in settings},
-        **({"gpus": row.gpus} if "parallel" in settings else {}),
-        "outcome": row.outcome,
-        "parameters": row.parameters,
-        "stored": row.stored,
-        "requested": row.requested,
-        "allocated": row.allocated,
-        "reserved": row.reserved,
-        "device_from": row.device and row.device.low,
-        "device_to": row.device and row.device.high,
-        "gpu_bytes": row.gpu_bytes,
-        "left": row.left,
-        "phase": row.phase or None,
-        "layer": row.layer or None,
-        "seconds": row.seconds,
-        "reason": row.reason,
-    }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
-from memsize.records.fields import FlatTable
+from memsize.records.cells import Cell, Change, Label, Missing, Path, Signed, Words
+from memsize.records.fields import BYTES, CHANGE, NAME, SIGNED, TEXT, WORDS, Fields, FlatTable, field
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval
 from memsize.records.measurement import (
@@ -20,6 +22,7 @@ from memsize.records.measurement import (
     read,
 )
 from memsize.records.run_file import is_run_file, read_run
+from memsize.units import Bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -46,20 +49,71 @@ class FigureComparison(NamedTuple):
         """The difference as a share of what was measured."""
         return None if self.difference is None or not self.measured else self.difference / self.measured
 
-    def record(self) -> dict[str, object]:
-        """The figure as files have it."""
-        return {
-            "figure": self.figure,
-            "benchmark": self.benchmark,
-            "predicted": self.predicted.low,
-            "predicted_most": self.predicted.high,
-            "measured": self.measured,
-            "difference": self.difference,
-            "share": self.share,
-        }
+
+_HINTS: Final = {
+    "requested": "what tensors ask for",
+    "allocated": "the caching allocator's blocks",
+    "reserved": "the caching allocator's segments",
+    "device": "what the process takes on the device",
+    "MemTracker": "the peak that PyTorch's MemTracker tells of the same step, beside what was allocated",
+}
+_UNMEASURED: Final = Missing("nothing was measured")
 
 
-_SIZES: Final = ("predicted", "predicted_most", "measured", "difference")
+def _known(value: Any, cell: Callable[[Any], Cell]) -> Cell:
+    return _UNMEASURED if value is None else cell(value)
+
+
+FIGURE_FIELDS: Final = Fields[FigureComparison](
+    field(
+        "figure", "peak", NAME, 100, "what is compared", cell=lambda row, _: Label(row.figure, hint=_HINTS[row.figure])
+    ),
+    field(
+        "benchmark",
+        "cudnn.benchmark",
+        TEXT,
+        100,
+        "torch.backends.cudnn.benchmark in that run",
+        cell=lambda row, _: "on" if row.benchmark else "off",
+    ),
+    field("predicted", "predicted", BYTES, 98, "the least that memsize says", get=lambda row: row.predicted.low),
+    field(
+        "predicted_most",
+        "up to",
+        BYTES,
+        92,
+        "the most, where cuDNN's workspaces or the CUDA context are not known",
+        get=lambda row: row.predicted.high,
+        cell=lambda row, _: Bytes(row.predicted.high) if row.predicted.high > row.predicted.low else None,
+        key="most",
+    ),
+    field(
+        "measured",
+        "measured",
+        BYTES,
+        99,
+        "what the GPU showed",
+        cell=lambda row, _: _known(row.measured, Bytes),
+        nullable=True,
+    ),
+    field(
+        "difference",
+        "off by",
+        SIGNED,
+        96,
+        "predicted less measured; nothing inside the interval",
+        cell=lambda row, _: _known(row.difference, Signed),
+        nullable=True,
+    ),
+    field(
+        "share",
+        "%",
+        CHANGE,
+        95,
+        "the same as a share of what was measured",
+        cell=lambda row, _: _known(row.share, Change),
+    ),
+)
 
 
 def off_by(predicted: Interval, measured: int) -> int:
@@ -136,25 +190,20 @@ class Verification(Answer):
 
     def tables(self) -> dict[str, FlatTable]:
         """`figures` and `differences`, as the properties of these names have them."""
-        found = self.alignment.differences if self.alignment else ()
         return {
-            "figures": FlatTable.of((each.record() for each in self.comparisons), _SIZES),
-            "differences": FlatTable(
-                ("difference", "phase", "layer", "op", "predicted", "measured", "at_peak"),
-                [(d.kind, d.place.phase, d.place.layer, d.place.op, d.predicted, d.real, d.at_peak) for d in found],
-                ("predicted", "measured"),
-            ),
+            "figures": FIGURE_FIELDS.flat(self.comparisons),
+            "differences": DIFFERENCE_FIELDS.flat(self.alignment.differences if self.alignment else ()),
         }
 
     @property
     def figures(self) -> DataFrame:
         """One row per figure and run, in bytes."""
-        return self.tables()["figures"].frame().astype({"measured": "Int64", "difference": "Int64"})
+        return self.tables()["figures"].frame()
 
     @property
     def differences(self) -> DataFrame:
         """One row per allocation of the last step that is not as predicted, in their order."""
-        return self.tables()["differences"].frame().astype({"predicted": "Int64", "measured": "Int64"})
+        return self.tables()["differences"].frame()
 
     def saved(self, *, logs: bool = True) -> SavedMeasurements:
         """The measurements alone, as a file has them; `logs` keeps the allocations of the last step."""
@@ -187,6 +236,35 @@ class AllocationDifference:
             held = self.real or 0
             return held if self.kind == "freed later" else -held
         return (self.real or 0) - (self.predicted or 0)
+
+
+DIFFERENCE_FIELDS: Final = Fields[AllocationDifference](
+    field("difference", "in the real step", TEXT, 95, "what is different there", get=lambda row: row.kind, key="kind"),
+    field("phase", "phase", TEXT, 80, "the phase of the step", get=lambda row: row.place.phase),
+    field(
+        "layer",
+        "layer",
+        NAME,
+        100,
+        "the layer that allocates it",
+        get=lambda row: row.place.layer,
+        cell=lambda row, _: "(outside the model)" if row.place.layer is None else Path(row.place.layer),
+    ),
+    field("op", "op", TEXT, 98, "the operation that allocates it", get=lambda row: row.place.op),
+    field("predicted", "predicted", BYTES, 97, "its bytes as predicted", nullable=True),
+    field(
+        "measured", "measured", BYTES, 97, "its bytes as measured", get=lambda row: row.real, key="real", nullable=True
+    ),
+    field(
+        "at_peak",
+        "at the peak",
+        WORDS,
+        85,
+        "whether it is alive when most bytes are",
+        cell=lambda row, _: Words(("yes",) if row.at_peak else ()),
+        key="peak",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
