@@ -190,7 +190,7 @@ class ExitError(RuntimeError):
 
 @contextmanager
 def exits_caught() -> Iterator[None]:
-    """While the user's code runs in here, it ends with a result or an `Exception`; only Ctrl-C passes as it is."""
+    """Turn `SystemExit` and the like of the user's code into `ExitError`. Ctrl-C passes unchanged."""
     try:
         yield
     except (Exception, KeyboardInterrupt):

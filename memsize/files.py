@@ -38,9 +38,9 @@ Content = str | bytes | Iterable[str]
 
 
 def write(path: str | os.PathLike[str], content: Content, *, overwrite: bool = False) -> None:
-    """Write `content` to `path`, whole or not at all: whatever fails, an old file stays as it is, and nothing else.
+    """Write `content` to `path`, whole or not at all: after a failure, an old file is unchanged, and no other is left.
 
-    A symbolic link stays, and what it points to is replaced. A pipe or a device is written in place. Raises
+    A symbolic link stays, and its target is replaced. A pipe or a device is written in place. Raises
     `OutputError` where the file exists, unless `overwrite` is set, and where it cannot be written.
     """
     target = Path(path)
@@ -80,7 +80,7 @@ def check_writable(path: Path, *, overwrite: bool = False) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether `path` is written as it comes: a pipe, a device, or what stdout and stderr go to already."""
+    """Whether `path` is written in place: a pipe, a device, or the file of stdout or stderr."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -176,8 +176,8 @@ def parse_json(
 ) -> Any:
     """The value of a JSON text with at most about `most` values in it; `pairs` makes each object of it.
 
-    Raises ValueError in a few words for what is no JSON, too long, or nested too deeply: what is parsed at once has to
-    fit into memory, and a few bytes of JSON make many of it.
+    Raises ValueError in a few words for text that is not JSON, too long, or nested too deeply: the value has to fit
+    into memory, where it takes many times the bytes of its text.
     """
     count = sum(map(content.count, (b",", b":", b"[", b"{")))
     if count > most:

@@ -246,7 +246,7 @@ def test_every_instruction_is_known() -> None:
 def test_objects_keep_their_class_and_their_state() -> None:
     value = load(pickle.dumps(argparse.Namespace(a=1), 4))
     assert isinstance(value, Object)
-    assert str(value.made_by) == "argparse.Namespace"
+    assert str(value.callee) == "argparse.Namespace"
     assert plain(value.states) == [{"a": 1}]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint files: what each byte of one is for, from its headers alone, and without running anything that is in it.
+"""Checkpoint files: the use of each byte, read from headers alone, without running anything that a file contains.
 
 safetensors, GGUF, PyTorch's zip and legacy formats, and sets of these in several files. Nothing here imports torch.
 """

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint: the model, its EMA copy, the optimizer's state, and what else a training run saves.
+"""The parts of a checkpoint: the model, its EMA copy, the optimizer's state, and other things a training run saves.
 
 A part is recognised by the entries of a dictionary (an optimizer's has ``state`` and ``param_groups``), or else by its
 usual keys. A file without dictionaries (safetensors, GGUF, a bare ``state_dict``) is a model.
@@ -37,7 +37,7 @@ _NAMES: tuple[tuple[PartKind, re.Pattern[str]], ...] = (
     ),
 )
 _PACKED = re.compile(r"(^|\.)(_packed_params|_packed_weight(_ih|_hh)?|_all_weight_values)(\.|$)")
-"""Names under which torch.ao's quantized modules save what they keep in packed objects: tuples, not tensors."""
+"""Names under which torch.ao's quantized modules save packed objects, as tuples."""
 _FLAT_EMA = re.compile(r"^(model_ema|ema|ema_model|module_ema)$")
 
 
@@ -159,7 +159,7 @@ class Breakdown:
 
 
 def halved(tensors: Iterable[Tensor]) -> int:
-    """The bytes of `tensors` with every float32 and float64 in two bytes an element; what takes fewer stays."""
+    """The bytes of `tensors` with two bytes per element of float32 and float64, and all others as they are."""
     return sum(
         tensor.bytes * 16 // BITS[tensor.spec.dtype]
         if is_float(tensor.spec.dtype) and BITS[tensor.spec.dtype] > 16

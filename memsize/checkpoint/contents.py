@@ -1,4 +1,4 @@
-"""The frozen record of a checkpoint: its bytes, storages and tensors, what these add up to, and how they fit a model.
+"""The frozen record of a checkpoint: its bytes, storages and tensors, their sums, and its match with a model.
 
 Only readers make `Contents`. Sizes are exact integers in bytes. Nothing here needs torch or knows how it was read or
 will be shown. Every text that comes out of a file is made printable before it gets in here.
@@ -45,7 +45,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One block of tensor data. `bytes` is what it takes in memory, `file_bytes` in the file (less when compressed).
+    """One block of tensor data: `bytes` in memory, `file_bytes` in the file (fewer when compressed).
 
     `file` indexes `Contents.files`. `offset` is where its data starts in it, None where that is not one place.
     `unneeded` are bytes of it that no tensor covers: they are saved because a tensor is a view of a larger one.

@@ -1,4 +1,4 @@
-"""How many bits an element of each dtype takes, and what each format calls it."""
+"""The bits per element of each dtype, and the names of dtypes in each format."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ GGML: dict[int, Block] = {
 
 
 def torch_dtype(name: str) -> str | None:
-    """The dtype that ``torch.<name>`` is, by its full name; None when it is none."""
+    """The full name of the dtype ``torch.<name>``; None if there is none."""
     name = ALIASES.get(name, name)
     return name if name in BITS else None
 

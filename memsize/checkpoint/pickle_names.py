@@ -1,7 +1,7 @@
 """The names in a pickle, by what a file may do with them: known, opaque, or refused. None is imported or called.
 
-A pickle names functions and classes and says what to call them with; unpickling does so. memsize reads the instructions
-and keeps them as values, so that no name is dangerous to memsize itself. The policy is about what a reader is told:
+A pickle names functions and classes and their arguments; unpickling calls them. memsize reads the instructions and
+keeps them as values, so that no name is dangerous to memsize itself. The policy decides what the report says:
 
 * **known** names are those that ``torch.load(weights_only=True)`` allows, and a few containers of Python: their meaning
   is built in (`memsize.checkpoint.pickle_values`).
@@ -122,7 +122,7 @@ _DUNDERS = ("copyreg.__newobj__", "copyreg.__newobj_ex__")
 
 
 def is_allowed(path: str) -> bool:
-    """Whether ``torch.load(weights_only=True)`` accepts the name as it comes, without being told to."""
+    """Whether ``torch.load(weights_only=True)`` accepts the name without `add_safe_globals`."""
     if path in _ALLOWED or path.startswith(_SCRIPTED):
         return True
     module, _, name = path.rpartition(".")

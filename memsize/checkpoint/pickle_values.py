@@ -238,12 +238,12 @@ def _holds_more(state: Any) -> bool:
 
 
 def _wrapper(args: Args) -> Composite:
-    """The outer shell of a wrapper subclass, which keeps no data; what it wraps comes as its state."""
+    """The outer shell of a wrapper subclass, which keeps no data; the wrapped tensors come as its state."""
     return Composite(_short(args[0]), [])
 
 
 def _moved(args: Args) -> Any:
-    """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``: kept as what it came from."""
+    """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``: kept as the source tensor."""
     return args[0]
 
 

@@ -157,7 +157,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _mark(keys: Keys, entries: dict[str, Any], contents: PickleContents) -> None:
-    """Note what a dictionary shows itself to be."""
+    """Mark a dictionary that is recognised by its entries, such as an optimizer's."""
     names = entries.keys()
     kind: PartKind | None = None
     if names >= _OPTIMIZER:

@@ -83,7 +83,7 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def _check_pointer(source: Source) -> None:
-    """Refuse what git-lfs leaves in place of a file that was not fetched."""
+    """Refuse a pointer file of git-lfs, which stands in place of a file that was not fetched."""
     start = source.read(0, min(source.size, 200), "its first bytes")
     if start.startswith(_POINTER):
         size = next((line[5:] for line in start.splitlines() if line.startswith(b"size ")), b"")
@@ -140,7 +140,7 @@ def _read_shards(folder: Path, names: Sequence[str]) -> Contents:
 
 
 def _read_index(path: Path) -> Contents:
-    """The checkpoint whose ``weight_map`` says which file has which tensor."""
+    """Read the files of an index, whose ``weight_map`` has the file of each tensor."""
     index = _read_json(path)
     wanted = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(wanted, dict) or not all(isinstance(name, str) for name in wanted.values()):

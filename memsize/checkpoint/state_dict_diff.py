@@ -17,7 +17,7 @@ from memsize.checkpoint.contents import Difference, Match, Tensor
 from memsize.records.trace import TensorSpec
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
-"""Steps that a wrapper puts into the names of what it wraps: compile, FSDP, checkpointing, DataParallel."""
+"""Steps that wrappers add to the names of the wrapped modules: compile, FSDP, checkpointing, DataParallel."""
 _DEEPEST_PREFIX = 4
 
 
@@ -72,7 +72,7 @@ def compared(breakdown: Breakdown, expected: Mapping[str, Expected], model: str)
 
 
 def _compared(name: str, wanted: Expected, tensor: Tensor | None) -> Difference | None:
-    """How one tensor differs from what the model wants, if it does."""
+    """The difference of one tensor from the model's, or None."""
     if tensor is None:
         return Difference(name, "missing", None, wanted.spec, 0)
     if tensor.wrapper is not None:
@@ -136,7 +136,7 @@ def _root(prefix: str, tensors: Sequence[Tensor]) -> tuple[str, ...]:
 
 
 def expected_from(module: object) -> dict[str, Expected]:
-    """The tensors of a module's ``state_dict()``, with what is tied."""
+    """The tensors of a module's ``state_dict()``, with their ties."""
     import torch
 
     from memsize.model.tensor_storage import storage_key

@@ -217,7 +217,7 @@ def _claim_descriptor(source: Source, start: int, claims: Claims) -> None:
 
 
 def _claim_directory(source: Source, archive: zipfile.ZipFile, claims: Claims) -> None:
-    """The directory and what ends it; bytes behind that are nobody's."""
+    """Claim the directory and its end record; bytes behind these stay unclaimed."""
     size = min(source.size, _END_SIZE + _LONGEST_COMMENT)
     end = source.size - size + source.read(source.size - size, size, "the zip directory").rfind(_END)
     claims.claim(archive.start_dir, end + _END_SIZE + len(archive.comment) - archive.start_dir, "headers")

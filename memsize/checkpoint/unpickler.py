@@ -1,8 +1,8 @@
 """Python's own unpickler made harmless: names stay names, calls are recorded and never made, work is bounded.
 
 A pickle is a program for a small stack machine. `pickle._Unpickler` is the standard library's machine in Python, with a
-table of what each instruction does; this one replaces every entry that would import, call or hash what the file names,
-or read what stands outside of it. What comes out are the values of `memsize.checkpoint.pickle_values`.
+table of its instructions. This one replaces every instruction that would import, call or hash something, or read from
+outside the file. Its results are the values of `memsize.checkpoint.pickle_values`.
 
 Time and memory are bounded by a budget that every instruction takes from (`memsize.checkpoint.work_budget`): it follows
 from the size of the file and has room for the state dict of 100,000 tensors in any file.
@@ -111,7 +111,7 @@ class Unpickler(pickle._Unpickler):
         self.mentioned: dict[str, None] = {}
         """The names that were mentioned so far, in order."""
         self.storages: dict[str, StorageValue] = {}
-        """The storages that were mentioned so far, each as it was first."""
+        """The storages mentioned so far, as they were mentioned first."""
 
     def load(self) -> Value:
         """The value of the next pickle. Raises `CheckpointError` when it is refused, damaged or too large."""
@@ -164,7 +164,7 @@ class Unpickler(pickle._Unpickler):
     # What the machine asks for from outside
 
     def find_class(self, module: str, name: str) -> Global:
-        """A name, which is not looked up; raises `CheckpointError` when it is one of those that are refused."""
+        """Return a name without importing it. Raises `CheckpointError` for a refused name."""
         path = canonical(module, name)
         if is_refused(module, name):
             raise CheckpointError(
@@ -242,7 +242,7 @@ class Unpickler(pickle._Unpickler):
             self.append(self._number(line))
 
     def load_get(self) -> None:
-        """GET: what the memo has under a number in digits."""
+        """GET: push the memo's value of a number in digits."""
         self.append(self.memo[self._number(self.readline())])
 
     def load_put(self) -> None:

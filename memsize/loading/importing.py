@@ -62,7 +62,7 @@ def _execute(file: Path, scope: ImportScope, name: str) -> ModuleType:
 
 
 class _Source(SourceFileLoader):
-    """Compiles the file as it is now. Python's own cache takes a text of the same second and size for the same."""
+    """Compiles the file anew. Python's own cache takes two texts of the same second and size for the same."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)

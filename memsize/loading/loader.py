@@ -44,7 +44,7 @@ class LoadedModel:
     inputs: InputMaker | None = field(default=None, repr=False, compare=False)
 
     def importable(self) -> AbstractContextManager[None]:
-        """While it is entered, what the target could import while it loaded can be imported again: by its forward."""
+        """Let the model's forward import all that the target could import while it was loaded."""
         if self.scope is not None:
             return self.scope.entered()
         if self.inputs is None:
@@ -64,8 +64,8 @@ def load(
     training step of its own (`model_defined_step`).
 
     What fails on this machine, which has no GPU, is loaded once more in `gpu_context`, which has one. The global random
-    generators, ``sys.path`` and the names in ``sys.modules`` are afterwards as they were. Raises `TargetError` saying
-    what is wrong with the target, or which line of the user's failed.
+    generators, ``sys.path`` and the names in ``sys.modules`` are restored. Raises `TargetError` with the problem of the
+    target, or the line of the user's code that failed.
     """
     target = parse_target(target) if isinstance(target, str) else target
     if target.library is not None:
@@ -164,9 +164,9 @@ def _loading(scope: ImportScope) -> Iterator[None]:
 def _retry_with_gpu(attempt: Callable[[BaseException | None], _Result], gpu_context: GpuContextFactory) -> _Result:
     """Run `attempt` on this machine; where that fails, once more in `gpu_context`, with the first exception.
 
-    Code looks for a GPU in more ways than one can list (``assert torch.cuda.is_available()``), so whatever fails here
-    is tried there, but for code that reads from an exhausted stdin. If it fails there too, raise the first error,
-    unless that was about the missing GPU.
+    Code looks for a GPU in more ways than one can list (``assert torch.cuda.is_available()``), so every failure is
+    retried there, except that of reading from an exhausted stdin. If the second attempt fails too, raise the first
+    error, unless that was about the missing GPU.
     """
     import torch
 

@@ -90,7 +90,7 @@ class ModelDefinedStep(ABC):
         """An iterable of the model's training batches."""
 
     def inputs(self) -> InputMaker:
-        """Its first batch, as it comes."""
+        """A maker of inputs that returns the first batch."""
 
         def make(request: InputRequest) -> Any:
             try:
@@ -133,7 +133,7 @@ class LightningStep(ModelDefinedStep):
 
 
 class TrainerStep(ModelDefinedStep):
-    """`compute_loss` and `create_optimizer` of a Hugging Face `Trainer`, with what its arguments say of a step.
+    """`compute_loss` and `create_optimizer` of a Hugging Face `Trainer`, with the settings in its arguments.
 
     Source: `_inner_training_loop` and `training_step` of transformers/trainer.py; `prepare_model` of
     accelerate/accelerator.py.
@@ -151,7 +151,7 @@ class TrainerStep(ModelDefinedStep):
 
     @property
     def note(self) -> str:
-        """As the base class, with what is taken from the Trainer's arguments."""
+        """As the base class, with the settings taken from the Trainer's arguments."""
         autocast = f", under autocast to {self.autocast}" if self.autocast else ""
         accumulate = f", {self.accumulate} batches a step" if self.accumulate > 1 else ""
         clip = f", gradients clipped to a norm of {self.clip:g}" if self.clip else ""

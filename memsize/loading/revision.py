@@ -22,7 +22,7 @@ _FILES: Final = (".py", ".json", SUFFIX, *CHECKPOINTS)
 
 
 class Revision(NamedTuple):
-    """A target as it was at a revision: a commit, a branch, a tag, or anything else that git takes for one."""
+    """A target at a git revision: a commit, a branch, a tag, or anything else that ``git rev-parse`` accepts."""
 
     name: str
     target: str
@@ -58,7 +58,7 @@ class Checkout(NamedTuple):
         return folder if folder.is_dir() else self.copy
 
     def moved(self, path: str) -> str:
-        """`path` at the revision, where it lies in the repository and was there; any other as it is."""
+        """`path` in the copy, if the repository had it at the revision; otherwise unchanged."""
         inside = Path(path).absolute()
         if not inside.is_relative_to(self.top):
             return path

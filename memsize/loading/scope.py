@@ -1,4 +1,4 @@
-"""`ImportScope`: one target's own view of what can be imported, and nothing of it outside.
+"""`ImportScope`: one target's own modules and import path, which nothing outside of it sees.
 
 Two targets may both be called ``model.py`` and both have a sibling ``layers.py``; the process may hold a third. So a
 target's folder is on ``sys.path``, and the modules that came from it are in ``sys.modules``, only while its scope is
@@ -75,7 +75,7 @@ class ImportScope:
         return not _installed(path) and any(path.is_relative_to(folder) for folder in self._folders())
 
     def _bring_back(self) -> None:
-        """Put the scope's modules into ``sys.modules``, in place of what other folders gave under the same names."""
+        """Put the scope's modules into ``sys.modules``, in place of modules of the same names from other folders."""
         here = {entry.stem for entry in self.folder.iterdir() if entry.is_dir() or entry.suffix == ".py"}
         clashing = {top for top in here & set(sys.modules) if self._is_foreign(top)}
         clashing |= {_top(name) for name in self._own}
@@ -85,7 +85,7 @@ class ImportScope:
         sys.modules.update(self._own)
 
     def _put_away(self, before: set[str]) -> None:
-        """Take the scope's modules out of ``sys.modules``, and put back what they hid."""
+        """Take the scope's modules out of ``sys.modules``, and put back those that they hid."""
         new = [name for name in list(sys.modules) if name not in before]
         tops = {top for top in {_top(name) for name in new} - before if self._is_from_here(top)}
         own = [*(name for name in new if _top(name) in tops), *self._own]

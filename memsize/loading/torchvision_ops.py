@@ -59,7 +59,7 @@ SCHEMAS = (
 
 _DIFFERENTIABLE = "roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d"
 _IN_PYTHON = "_autograd_registrations.py"
-"""Where torchvision says how its operators are differentiated; before 0.27 the compiled part did."""
+"""The file with torchvision's gradient formulas; before 0.27 they were in the compiled part."""
 
 _declared: list[torch.library.Library] = []
 """A library's operators last as long as it does."""

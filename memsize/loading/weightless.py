@@ -4,11 +4,11 @@ Shapes, dtypes, strides, ties and everything that a constructor decides stay rea
 never made, so initialising them costs nothing either. Small and integer tensors stay real, because constructors look
 at them: drop-path rates from ``linspace(…).tolist()``, lengths, index tables.
 
-Asking for a number that was not made raises, and so does filling a real integer tensor from such numbers. Known limit:
-a small real floating tensor that is filled from them keeps what it held before.
+Reading a value of a `meta` tensor raises, and so does filling a real integer tensor from one. Known limit: a small real
+floating tensor that is filled from one keeps its old values.
 
-A tensor that is made "where the weight is" is meant for the CPU: from the first weight that was not made on, `meta` is
-taken for that. A constructor that asks for `meta` itself gets it only before.
+A constructor that creates a tensor on the device of a weight means the CPU: once a weight is on `meta`, new tensors on
+`meta` are made on the CPU if they are small. A constructor that itself asks for `meta` gets it only before that.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Weightless(TorchDispatchMode):
 
 
 def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` with every tensor moved to `meta`; what it would write into a real tensor is not written."""
+    """Run `func` with every tensor moved to `meta`. Real tensors that it would write into stay as they are."""
     written = [tensor for tensor in _written(func, args, kwargs) if not tensor.is_meta]
     if any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in written):
         raise DataDependentError(f"{func} fills a real {written[0].dtype} tensor from weights that were not made")

@@ -45,12 +45,12 @@ _PAIRED = {"float4_e2m1fn_x2": 2}
 
 
 def stored_tensors(model: nn.Module) -> tuple[StoredTensor, ...]:
-    """Every tensor that `model` holds, module by module in registration order, with what it stores and shares.
+    """Every tensor that `model` holds, module by module in registration order, with its own and its shared bytes.
 
     Registered tensors come before attributes, so that an attribute which only names a parameter again is the tied one;
     the very same tensor object under an attribute is left out (an RNN's `_flat_weights`). A tensor whose memory was
     counted before has 0 bytes and a `tied_to`. Of several views of one block, each gets its own extent, and the first
-    of them also whatever none covers.
+    of them also the bytes that none covers.
     """
     modules = list(model.named_modules())
     order = {path: index for index, (path, _) in enumerate(modules)}
@@ -139,7 +139,7 @@ def _registered(modules: _Modules) -> Iterator[_NamedTensor]:
 
 
 def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_NamedTensor]:
-    """The tensors registered on `module` itself, and what its packed objects hold."""
+    """The tensors registered on `module` itself, and those in its packed objects."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield _NamedTensor(prefix + name, "parameter", layer, parameter)

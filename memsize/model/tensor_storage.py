@@ -50,7 +50,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """The bytes that `tensor` keeps in memory, whatever its dtype claims: its whole storages, each counted once."""
+    """The bytes that `tensor` keeps in memory: its whole storages, each counted once, whatever its dtype says."""
     return sum({extent.storage: extent.total for extent in map(extent_of, plain_tensors(tensor))}.values())
 
 

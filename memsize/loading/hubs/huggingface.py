@@ -49,8 +49,8 @@ _TABLES = (*(f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TASKS), "MODEL_MAPPI
 def load_transformers_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
     """The model of the config that `name` means, whose entries `arguments` replace, and inputs that suit it.
 
-    transformers looks whether torchvision is installed, not whether it works. Where it does not, what only *could* use
-    it fails to import too; transformers is then asked once more as if torchvision were not there.
+    transformers checks that torchvision is installed, not that it works. If it does not work, models that only *could*
+    use it fail to import too; transformers is then called once more as if torchvision were not installed.
     """
     try:
         return _load(name, arguments)
@@ -104,7 +104,7 @@ def _config_file(name: str) -> Path | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A config.json's entries; raises `TargetError` for what is not one."""
+    """The entries of a config.json. Raises `TargetError` for any other file."""
     try:
         data = _json(file)
     except (OSError, ValueError) as error:
@@ -146,7 +146,7 @@ def _cached(name: str) -> Path:
 def _config(
     transformers: Any, data: dict[str, Any], arguments: Mapping[str, object], label: str
 ) -> tuple[Any, tuple[str, ...]]:
-    """The config object, and notes on what of `data` could not be followed."""
+    """The config object, and notes on entries of `data` that memsize ignores."""
     data, notes = dict(data), []
     model_type = data.pop("model_type", None) or _type_of(transformers, data["architectures"])
     if model_type not in transformers.CONFIG_MAPPING:
@@ -306,7 +306,7 @@ def _without_torchvision() -> Iterator[None]:
 
 
 def _is_torchvisions(error: BaseException) -> bool:
-    """Whether `error`, or what it came from, is about torchvision, which is there and cannot be imported."""
+    """Whether `error` or one of its causes is that the installed torchvision cannot be imported."""
     cause: BaseException | None = error
     while cause is not None:
         if "torchvision" in str(cause):

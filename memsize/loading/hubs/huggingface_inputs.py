@@ -70,7 +70,7 @@ _SEQUENCES = frozenset(
 """Arguments with a length that a user can choose: text, raw sound, spectrograms."""
 
 _COUNTS = ("image_seq_length", "mm_tokens_per_image", "num_image_tokens", "num_query_tokens")
-"""Entries that say how many tokens an image takes, for models without a method that embeds images."""
+"""Entries with the number of tokens of an image, for models without a method that embeds images."""
 
 
 def config_input_maker(
@@ -135,7 +135,7 @@ def _left_out(batch: Batch, names: tuple[str, ...], why: str) -> str | None:
 
 
 def _chosen(batch: Batch, tokens: Mapping[str, int]) -> Iterator[str]:
-    """The arguments that are given: the leading ones, those that are required, and what goes with them.
+    """The names of the arguments to make: the leading ones, the required ones, and their companions.
 
     What is perceived stands beside a text only where it is known how many `tokens` it takes there.
     """
@@ -146,7 +146,7 @@ def _chosen(batch: Batch, tokens: Mapping[str, int]) -> Iterator[str]:
 
 
 def _leading(batch: Batch, perceives: bool) -> Iterator[str]:
-    """The main input; text and what is perceived beside it where the model reads both."""
+    """The main input, or for a model that reads both, text and an image, clip or sound."""
     if "input_ids" in batch.taken and "inputs" not in batch.taken and batch.kind not in _EITHER:
         yield "input_ids"
         if perceives:
@@ -162,11 +162,10 @@ def _leading(batch: Batch, perceives: bool) -> Iterator[str]:
 
 
 def _placeholders(batch: Batch) -> tuple[dict[str, int], str]:
-    """How many placeholder tokens one sample has, by the config's entry for the token; and why there is none of what
-    the model could perceive.
+    """The number of placeholder tokens of one sample, by the config's entry for the token, and if it is unknown, why.
 
-    Processors work that out, each in its own way. Here the model itself is asked: what its `get_image_features` returns
-    for one image, run without data, is what it puts in the place of those tokens.
+    Processors work that out, each in its own way. Here the model itself is run without data: the embeddings that its
+    `get_image_features` returns for one image replace those tokens.
     """
     (name,) = batch.beside
     method, entries = PERCEIVED[name]

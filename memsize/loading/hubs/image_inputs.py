@@ -179,8 +179,8 @@ def frames(batch: Batch) -> tuple[int, ...]:
 
 
 def sides(batch: Batch) -> tuple[int, int]:
-    """Height and width of an image: what the model was made for, else the config's, else its processor's. What would
-    not divide into whole windows of patches is cut off.
+    """Height and width of an image: the size that the model was made for, or else the config's, or its processor's, cut
+    to whole windows of patches.
     """
     height, width = _made_for(batch) or _stated(batch) or (SIDE, SIDE)
     step = _patch_side(batch) * _merged(batch) if _merged(batch) > 1 else 1

@@ -62,7 +62,7 @@ def _timm_size(module: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def load_torchvision_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
-    """The model that torchvision builds by `name` without weights, and one batch of what it takes."""
+    """The model that torchvision builds by `name` without weights, and one batch of its inputs."""
     models = import_library("torchvision").models
     if name not in models.list_models():
         raise unknown_name("torchvision", name, models.list_models())
@@ -115,7 +115,7 @@ def _pair(request: InputRequest, shape: tuple[int, ...], _: Any) -> Any:
 
 
 def _detection_size(module: Any) -> tuple[int, ...]:
-    """An image that the model's own transform leaves as it is: its fixed size, else its shorter side in 4:3."""
+    """The size of an image that the model's transform does not resize: its fixed size, or its shorter side in 4:3."""
     transform = module.transform
     if getattr(transform, "fixed_size", None):
         width, height = transform.fixed_size

@@ -15,7 +15,7 @@ from memsize.spec.input_maker import InputRequest
 VISION = ("vision", "image", "visual", "video", "vit", "backbone", "encoder", "thinker")
 AUDIO = ("audio", "speech", "encoder", "thinker")
 TEXT = ("text", "language", "llm", "thinker", "encoder", "decoder")
-"""What configs call their parts about images, sound and text, the surest name first."""
+"""Names of a config's parts for images, sound and text, the surest first."""
 
 _IMAGE = ("image_token_id", "image_token_index", "image_patch_id")
 _VIDEO = ("video_token_id", "video_token_index")
@@ -143,7 +143,7 @@ def _parts(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def entry(configs: tuple[Any, ...], *names: str) -> Any:
-    """The first of the entries `names` that is something, in the first of `configs` that has one; else None."""
+    """The first of the entries `names` that is not None, in the first of `configs` that has one; else None."""
     values = (getattr(config, name, None) for config in configs for name in names)
     return next((value for value in values if value is not None), None)
 
@@ -158,7 +158,7 @@ def whole(configs: tuple[Any, ...], *names: str, default: int) -> int:
 
 
 def both(size: Any) -> tuple[int, int] | None:
-    """Height and width of what configs write as a size: 224, [224, 224], {"height": 224, …}, {"shortest_edge": 800}."""
+    """Height and width of a size in a config: 224, [224, 224], {"height": 224, …}, {"shortest_edge": 800}."""
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge")
         height, width = size.get("height", edge), size.get("width", edge)
@@ -177,5 +177,5 @@ rows = partial(torch.tensor, dtype=torch.int64)
 
 
 def unknown(*shape: int) -> Tensor:
-    """A floating tensor that nobody reads the values of."""
+    """A floating tensor without values."""
     return torch.empty(shape, device="meta")

@@ -69,7 +69,7 @@ def model_names(library: str) -> list[str]:
 
 
 def import_library(name: str) -> Any:
-    """Import the library `name`; raises `TargetError` that says in one line how to get it, or what is wrong with it."""
+    """Import the library `name`. Raises `TargetError` with how to install it, or why it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -133,7 +133,7 @@ def _few_modules() -> Iterator[None]:
 
 
 def unknown_name(label: str, name: str, names: Iterable[str], kind: str = "model") -> TargetError:
-    """The error for a `name` that a library, or one of its configs, does not have, with those that are near."""
+    """The error for a `name` that a library, or one of its configs, does not have, with near names."""
     return UnknownTargetError(kind, name, names, problem=f"{label} has no {kind} {quoted(name)}")
 
 

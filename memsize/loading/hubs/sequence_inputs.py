@@ -35,7 +35,7 @@ BINS = 80
 
 _STATED = ("feature_projection_input_dim", "input_feat_per_channel")
 _TOWERS = ("audio_tower", "semantic_encoder", "semantic_model", "audio_encoder", "audio_model", "speech_encoder")
-"""What models call the part that hears, the surest name first."""
+"""Names of the part of a model for sound, the surest first."""
 
 # What configs do not say and only the models' code shows:
 _CODECS = (
@@ -52,7 +52,7 @@ _IN_TIME = ("qwen3_asr", "qwen3_asr_encoder")
 
 
 def ids(batch: Batch) -> Tensor:
-    """Ids (batch, tokens); the placeholders of what is perceived come first, between their start and end tokens."""
+    """Ids (batch, tokens). Placeholders of images and sound come first, between their start and end tokens."""
     text = _plain(batch, batch.request.seq_len or length_of(batch))
     end = _valid(batch.text, getattr(batch.text, "eos_token_id", None))
     if end is not None and not batch.request.goes_on:
@@ -101,7 +101,7 @@ def question(batch: Batch) -> Tensor:
 
 
 def length_of(batch: Batch) -> int:
-    """Tokens of a text: `SEQ_LEN`, or as many as have a position beside what is perceived."""
+    """Tokens of a text: `SEQ_LEN`, or the positions left beside images and sound."""
     taken = sum(batch.tokens.values())
     room = min(_room((batch.text, batch.config), _LIMITS), _room_behind_padding(batch.model))
     # Beside the placeholders stand their start and their end.
@@ -109,7 +109,7 @@ def length_of(batch: Batch) -> int:
 
 
 def _room(configs: tuple[Any, ...], names: tuple[str, ...]) -> int:
-    """How many tokens have a position: the least of what `configs` say, each by the first of `names` that it has."""
+    """The number of positions: the least in `configs`, each by the first of `names` that it has."""
 
     def stated(config: Any) -> int:
         limits = (getattr(config, name, None) for name in names)
@@ -120,7 +120,7 @@ def _room(configs: tuple[Any, ...], names: tuple[str, ...]) -> int:
 
 
 def _room_behind_padding(model: Any) -> int:
-    """Tokens that have a position where these are counted from behind the one that pads, as RoBERTa's kin do."""
+    """The positions of models that count them from behind the padding token, as RoBERTa and its kin do."""
     holders = [module for module in model.modules() if isinstance(getattr(module, "padding_idx", None), int)]
     tables = [(holder.padding_idx, getattr(holder, "position_embeddings", None)) for holder in holders]
     tables += [(table.padding_idx, table) for table in holders if type(table).__name__.endswith("PositionalEmbeddings")]
@@ -150,7 +150,7 @@ def _plain(batch: Batch, length: int, config: Any = None) -> Tensor:
 
 
 def wave(batch: Batch) -> Tensor:
-    """Raw sound (batch, samples); with its channels for codecs; frames of a spectrogram for what reads those."""
+    """Raw sound (batch, samples); with its channels for codecs; frames of a spectrogram for models that read those."""
     config = batch.config
     if isinstance(getattr(config, "num_mel_bins", None), int) and hasattr(config, "max_length"):
         return unknown(batch.size, config.max_length, config.num_mel_bins)
@@ -177,7 +177,7 @@ def spectrogram(batch: Batch) -> Tensor:
 
 
 def _bins(batch: Batch) -> int:
-    """Values of one frame: what the config says, else what the first layer over them takes."""
+    """Values of one frame: by the config, or else by the first layer over them."""
     stated = entry(batch.audio, *_STATED, "input_feat_size")
     stated = stated or entry(batch.audio, "num_mel_bins", "feature_size", "n_mels", "mel_bins")
     if isinstance(stated, int):
@@ -193,7 +193,7 @@ def _convolves(layer: Any, bins: int) -> bool:
 
 
 def _first_layer(batch: Batch) -> nn.Module | None:
-    """The first layer of what hears: of the part that is named so, else of the whole model."""
+    """The first layer for sound: of the part with a name of `_TOWERS`, or else of the whole model."""
     named = {name.split(".")[-1]: module for name, module in reversed(list(batch.model.named_modules()))}
     towers = (*_TOWERS, *(("encoder",) if batch.mixes else ()))
     tower = next((named[name] for name in towers if name in named), batch.model)
@@ -243,7 +243,7 @@ def reals(batch: Batch) -> Tensor | None:
 
 
 def _past(batch: Batch) -> int:
-    """Steps of the past: those that are looked at, and before them what the longest lag reaches back to."""
+    """Steps of the past: the context, and before it the longest lag."""
     lags = getattr(batch.config, "lags_sequence", None)
     return batch.number("context_length", "max_position_embeddings", default=512) + (max(lags) if lags else 0)
 
