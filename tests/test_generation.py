@@ -19,9 +19,8 @@ from torch import nn
 
 import memsize
 from memsize.analysis.generation import generator as generators
-from memsize.analysis.generation.curve import Curve
-from memsize.analysis.generation.exact import Polynomials, weighted
 from memsize.analysis.generation.generator import Generated, Generator
+from memsize.analysis.generation.step_polynomials import Curve, Polynomials, weighted
 from memsize.analysis.generation.steps import Step, Structure
 from memsize.analysis.runner import Runner
 from memsize.api.opened import model_of, prompts_of
@@ -178,7 +177,7 @@ def test_generations_between_traced_ones_equal_them(
         derived = generator.derive(asked, 5)
         assert derived.exact and set(generator.samples) == traced
         every = traced_whole(generator, asked, 5)
-    assert [law.scores for _, law in generator._laws] == laws
+    assert [polynomial.scores for _, polynomial in generator._polynomials] == laws
     assert derived.trace.events == every.trace.events
     assert derived.trace.storages == every.trace.storages
     assert derived.trace.phases == every.trace.phases

@@ -132,7 +132,7 @@ def _fit_of_generations(
             generation=request.generation,
             batch=subject.batch_size or 1,
             vary=varied,
-            say=say,
+            progress=say,
             stack=software,
         )
         return find_fit(runs, request, loaded.notes, tell)

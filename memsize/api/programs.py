@@ -164,7 +164,7 @@ def fit_script(
     from memsize.analysis.fit.script_search import fit_script as fitted
 
     say, tell = progress or (lambda _: None), found or (lambda _: None)
-    return fitted(varied, capacities, settings, steps=steps, say=say, tell=tell)
+    return fitted(varied, capacities, settings, steps=steps, progress=say, tell=tell)
 
 
 def virtual_gpu(

@@ -1,1 +1,1 @@
-"""What fits a GPU: the largest size, what binds it, and what would make more fit."""
+"""Find the largest size that fits a GPU, the limit at the next size, and remedies."""

@@ -82,13 +82,13 @@ def find_fit(
     if request.default and is_float32(runs.model, stored_only(runs.name, runs.model)):
         scenarios = [scenario for scenario in request.scenarios if scenario.name != "as-given"]
         request = replace(request, scenarios=scenarios)
-    progress = _Progress(request, runs, tell)
+    partial_rows = _PartialRows(request, runs, tell)
     with (
-        found_kept(lambda: _interrupted_fit(runs, request, progress, notes)),
+        found_kept(lambda: _interrupted_fit(runs, request, partial_rows, notes)),
         collector_paused(),
-        Workers(work := FitWork(runs, request), progress.counted(runs.say), progress.add) as workers,
+        Workers(work := FitWork(runs, request), partial_rows.counted(runs.progress), partial_rows.add) as workers,
     ):
-        runs.say, work.hand_over = workers.say, workers.found
+        runs.progress, work.hand_over = workers.say, workers.found
         rows = _rows(runs, request, workers)
         remedied = _remedied(work, rows, workers)
         crossed: tuple[Crossing, ...] = ()
@@ -153,7 +153,7 @@ class _RowsOfKey(NamedTuple):
     complete: bool
 
 
-class _Progress:
+class _PartialRows:
     """The rows that are available so far. `tell` is called with the findings of each key whose rows are complete."""
 
     def __init__(self, request: FitRequest, runs: RunCache, tell: Callable[[Finding], None]) -> None:
@@ -170,33 +170,35 @@ class _Progress:
                 if row.status != "unavailable":
                     self._tell(answer_in_words(row, self._vary, several=self._several))
 
-    def counted(self, say: Callable[[str], None]) -> Callable[[str], None]:
-        """Wrap `say` to add the number of the current answer, where there are several."""
+    def counted(self, progress: Callable[[str], None]) -> Callable[[str], None]:
+        """Wrap `progress` to add the number of the current answer, where there are several."""
 
-        def say_with_number(text: str) -> None:
+        def with_number(text: str) -> None:
             number = 1 + sum(part.complete for part in self.rows_of.values())
-            say(f"{text}; answer {number} of {len(self.keys)}" if 1 < len(self.keys) >= number else text)
+            progress(f"{text}; answer {number} of {len(self.keys)}" if 1 < len(self.keys) >= number else text)
 
-        return say_with_number
+        return with_number
 
     def __iter__(self) -> Iterator[FitRow]:
         return (row for key in self.keys if key in self.rows_of for row in self.rows_of[key].rows)
 
 
-def _interrupted_fit(runs: RunCache, request: FitRequest, progress: _Progress, notes: Sequence[str]) -> Fit | None:
-    """Answer with the rows that are available; None where they say nothing."""
-    rows = tuple(progress)
+def _interrupted_fit(
+    runs: RunCache, request: FitRequest, partial_rows: _PartialRows, notes: Sequence[str]
+) -> Fit | None:
+    """Answer with the rows that are available; None where no scenario has run."""
+    rows = tuple(partial_rows)
     if all(row.status == "unavailable" for row in rows):
         return None
-    return _fit(runs, request, rows, notes=notes, missing=tuple(_missing(request, progress)))
+    return _fit(runs, request, rows, notes=notes, missing=tuple(_missing(request, partial_rows)))
 
 
-def _missing(request: FitRequest, progress: _Progress) -> Iterator[str]:
-    for key in progress.keys:
-        if key not in progress.rows_of or not progress.rows_of[key].complete:
+def _missing(request: FitRequest, partial_rows: _PartialRows) -> Iterator[str]:
+    for key in partial_rows.keys:
+        if key not in partial_rows.rows_of or not partial_rows.rows_of[key].complete:
             name = " on ".join(key) if len(request.budgets) > 1 else key[0]
-            yield f"the rest of {name}" if key in progress.rows_of else name
-    if request.remedies or (request.remedies is None and any(row.status == "exceeds" for row in progress)):
+            yield f"the rest of {name}" if key in partial_rows.rows_of else name
+    if request.remedies or (request.remedies is None and any(row.status == "exceeds" for row in partial_rows)):
         yield "remedies"
     if request.crossovers:
         yield "crossovers"

@@ -50,12 +50,12 @@ class GenerationRunCache(RunCache):
         generation: Generation,
         batch: int,
         vary: Vary,
-        say: Callable[[str], None],
+        progress: Callable[[str], None],
         stack: Stack = INSTALLED,
         generators: Iterable[Generator] = (),
     ) -> None:
         inputs = replace(prompts(generation.prompt), batch_size=batch)
-        super().__init__(name, model, inputs, training=False, vary=vary, say=say, stack=stack)
+        super().__init__(name, model, inputs, training=False, vary=vary, progress=progress, stack=stack)
         if vary.context and input_tensors(prompts(generation.prompt + 1).call(batch)) == self.inputs:
             raise InputError(f"{name} reads an input of one length, whatever the prompt: its context does not vary")
         self.generation = generation

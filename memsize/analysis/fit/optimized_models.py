@@ -86,7 +86,7 @@ class Share:
 
 
 def loss_of_the_head(output: Any) -> torch.Tensor:
-    """What the chunked head returned, found in the model's output."""
+    """Find the loss of the chunked head in the model's output."""
     return next(t for t in tensors_in(output) if t.is_floating_point() and t.dim() == 0)
 
 
@@ -164,13 +164,13 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
     Raises `NotApplicable` where no class occurs twice.
     """
-    found: dict[type, list[nn.Module]] = {}
+    by_class: dict[type, list[nn.Module]] = {}
     for container in model.modules():
         if isinstance(container, _CONTAINERS):
             for child in container.children():
                 if not isinstance(child, _CONTAINERS) and any(True for _ in child.children()):
-                    found.setdefault(type(child), []).append(child)
-    repeated = [blocks for blocks in found.values() if len(blocks) > 1]
+                    by_class.setdefault(type(child), []).append(child)
+    repeated = [blocks for blocks in by_class.values() if len(blocks) > 1]
     if not repeated:
         raise NotApplicable("no module of several layers stands more than once in a list or a sequence")
     return max(repeated, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
@@ -187,10 +187,10 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def write_in_place(setup: Setup) -> Setup:
     """Let activations write over their input, where their backward does not need it."""
-    found = [module for module in setup.model.modules() if isinstance(module, _IN_PLACE) and not module.inplace]
-    if not found:
+    activations = [module for module in setup.model.modules() if isinstance(module, _IN_PLACE) and not module.inplace]
+    if not activations:
         raise NotApplicable("no activation module has an in-place form that it doesn't use already")
-    for module in found:
+    for module in activations:
         module.inplace = True
     return setup
 

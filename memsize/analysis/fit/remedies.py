@@ -85,7 +85,7 @@ def remedies_for_generations(
     runner: Runner,
     prompts: Prompts,
     request: GenerationRequest,
-    say: Callable[[str], None],
+    progress: Callable[[str], None],
     rows: Sequence[GenerationRow],
     generators: Collection[Generator],
 ) -> Remedied | None:
@@ -107,7 +107,7 @@ def remedies_for_generations(
         generation=generation,
         batch=short.batch,
         vary=Vary(),
-        say=say,
+        progress=progress,
         stack=runner.stack,
         generators=generators,
     )
@@ -115,8 +115,8 @@ def remedies_for_generations(
     base = RunVariant(scenario, runner.gpu, config=request.config, generation=generation, capacity=budget.allocator)
     runs.run(base, short.batch)  # once, for all workers
     work = RemedyWork(runs)
-    with Workers(work, say) as workers:
-        runs.say = workers.say
+    with Workers(work, progress) as workers:
+        runs.progress = workers.say
         for generator in generators:
-            generator.say = workers.say
+            generator.progress = workers.say
         return work.remedied(workers, base, short.batch, budget, splits=True)

@@ -139,7 +139,7 @@ class RunCache:
         model_inputs: ModelInputs,
         training: bool,
         vary: Vary,
-        say: Callable[[str], None],
+        progress: Callable[[str], None],
         stack: Stack = INSTALLED,
     ) -> None:
         self.name = name
@@ -147,7 +147,7 @@ class RunCache:
         self.model_inputs = model_inputs
         self.training = training
         self.vary = vary
-        self.say = say
+        self.progress = progress
         self.stack = stack
         self.inputs: tuple[InputTensor, ...] = input_tensors(model_inputs.call())
         self._dimensions = vary.dimensions(self.inputs)
@@ -197,7 +197,7 @@ class RunCache:
         """
         key = variant.run_key, size
         if key not in self._results:
-            self.say(self._progress(variant, size))
+            self.progress(self._label(variant, size))
             self._latest = None, None  # its trace is not needed while another run is made
             try:
                 self._results[key] = self._trace(variant, size)
@@ -275,7 +275,7 @@ class RunCache:
             setup = edit(setup)
         return setup
 
-    def _progress(self, variant: RunVariant, size: int) -> str:
+    def _label(self, variant: RunVariant, size: int) -> str:
         parallel = [str(variant.parallel)] if variant.parallel else []
         sequences = [f"batch {variant.sequences:,}"] if variant.sequences else []
         return ", ".join((variant.scenario.name, *variant.applied, *parallel, *sequences, f"{self.vary.text} {size:,}"))

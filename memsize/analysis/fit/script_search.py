@@ -40,19 +40,24 @@ class ScriptRuns:
     """The runs of a script with different values of one argument, `steps` training steps each."""
 
     def __init__(
-        self, script: VariedScript, card: Card, config: AllocatorConfig | None, steps: int, say: Callable[[str], None]
+        self,
+        script: VariedScript,
+        card: Card,
+        config: AllocatorConfig | None,
+        steps: int,
+        progress: Callable[[str], None],
     ) -> None:
         self.script = script
         self.footprints: dict[int, Footprint] = {}
         self._card = card
         self._config = config
         self._steps = steps
-        self._say = say
+        self._progress = progress
 
     def run(self, value: int) -> Footprint:
         """Run the script with one value, once; raises `ForwardError` where the script fails with it."""
         if value not in self.footprints:
-            self._say(f"running {self.script.command(value)}")
+            self._progress(f"running {self.script.command(value)}")
             trace, config, failure = self._apart(value)
             if failure:
                 raise ForwardError(failure, trace)
@@ -62,7 +67,7 @@ class ScriptRuns:
     def _apart(self, value: int) -> ScriptRun:
         if not can_fork():
             return self.trace(value)
-        with Workers(self, self._say) as workers:
+        with Workers(self, self._progress) as workers:
             run: ScriptRun = workers.apart(("silent_trace", value))
             return run
 
@@ -87,7 +92,7 @@ def fit_script(
     config: AllocatorConfig | None,
     *,
     steps: int = 3,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
     tell: Callable[[Finding], None] = lambda _: None,
 ) -> Fit:
     """Find the largest value of the script's argument that fits each budget.
@@ -110,7 +115,7 @@ def fit_script(
     with found_kept(so_far):
         for budget in budgets:
             # The script may ask for the card's size: each card has runs of its own.
-            runs.append(ScriptRuns(script, budget.card, config, steps, say))
+            runs.append(ScriptRuns(script, budget.card, config, steps, progress))
             first, second = _first_runs(runs[-1])
             in_use.append(replace(budget, fraction=first.config.memory_fraction))
             searches.append(_search(runs[-1], in_use[-1], first, second))

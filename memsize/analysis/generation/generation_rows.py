@@ -1,4 +1,4 @@
-"""What generation holds, row by row: scenarios, batches and prompts, each as one whole run on a card."""
+"""Build the report of a generation: one row for each scenario, batch and prompt, each one whole run on a GPU."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _NONE_RIGHT = "none of the tokens that are proposed is right: no step needs more
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What is asked: each of `generations` at each of `batches` under each of `scenarios`.
+    """The question: each of `generations` at each of `batches` under each of `scenarios`.
 
-    `default` says that the scenarios are the usual ones: those that store the same are then left out.
+    `loop` generates in place of the model's own `generate`.
     """
 
     generations: Sequence[Generation]
@@ -46,19 +46,18 @@ class GenerationRequest:
     scenarios: Sequence[Scenario]
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
     loop: Callable[..., Any] | None = None
-    """What generates in place of the model's own `generate`."""
 
     @property
     def points(self) -> Iterable[Point]:
-        """What each row is about."""
+        """The scenario, batch and generation of each row."""
         return product(self.scenarios, self.batches, self.generations)
 
 
 Point = tuple[Scenario, int, Generation]
 
 
-class Found(NamedTuple):
-    """A row, what it is about, what was traced for it, and why it has no figures where it has none."""
+class RowResult(NamedTuple):
+    """A row, its point, the traces that were made for it, and the error if it has no figures."""
 
     point: Point
     row: GenerationRow
@@ -71,25 +70,24 @@ def report_generation(
     prompts: Prompts,
     request: GenerationRequest,
     notes: Sequence[str],
-    say: Callable[[str], None],
+    progress: Callable[[str], None],
     remedies: Callable[[Sequence[GenerationRow], Collection[Generator]], Remedied | None] = lambda *_: None,
 ) -> GenerationReport:
-    """The answer to `request`. A scenario that fails is reported in its own rows. `remedies` looks for what would make
-    rows fit.
+    """Answer `request`. A scenario that fails is reported in its own rows. `remedies` is called with the rows.
 
     Raises `ForwardError`, `ScenarioError` or `InputError` where no scenario can be run.
     """
-    work, draft = _Work(runner, prompts, request), request.generations[-1].draft
+    work, draft = GenerationWork(runner, prompts, request), request.generations[-1].draft
     with collector_paused():
-        with work.workers(say) as workers:
+        with work.workers(progress) as workers:
             work.cover(workers)
-        with work.workers(say) as workers:  # which know all that was traced so far
-            found: list[Found] = workers.each([("row", *point) for point in request.points])
-        rows = tuple(each.row for each in found)
+        with work.workers(progress) as workers:  # which know all that was traced so far
+            results: list[RowResult] = workers.each([("row", *point) for point in request.points])
+        rows = tuple(result.row for result in results)
         if all(row.estimate is None for row in rows):
-            raise next(each.error for each in found if each.error)
+            raise next(result.error for result in results if result.error)
         remedied = remedies(rows, work.generators.values())
-        largest = work.trace(max(found, key=lambda each: each.row.estimate.requested if each.row.estimate else 0))
+        largest = work.trace(max(results, key=_requested))
     return GenerationReport(
         model=runner.name,
         card=runner.gpu,
@@ -105,47 +103,53 @@ def report_generation(
     )
 
 
+def _requested(result: RowResult) -> int:
+    return result.row.estimate.requested if result.row.estimate else 0
+
+
 def _beyond(runner: Runner, generations: Sequence[Generation]) -> Iterable[str]:
-    """A note where the model is asked for more tokens than it has positions for."""
+    """Yield a note where more tokens are generated than the model has positions for."""
     config, most = getattr(runner.model, "config", None), positions(runner.model)
     tokens = max(generation.prompt + generation.new for generation in generations)
     if most and tokens > most and not getattr(config, "is_encoder_decoder", False):
         yield f"the model has positions for {most:,} tokens: its answers to {tokens:,} have no meaning"
 
 
-class _Work:
-    """The rows of a report, piece by piece."""
+class GenerationWork:
+    """The pieces of work of a report, which several processes share."""
 
     def __init__(self, runner: Runner, prompts: Prompts, request: GenerationRequest) -> None:
         self.request = request
         self.gpu = runner.gpu
-        self.generators = {each.name: Generator(runner, prompts, each, loop=request.loop) for each in request.scenarios}
+        self.generators = {
+            scenario.name: Generator(runner, prompts, scenario, loop=request.loop) for scenario in request.scenarios
+        }
 
-    def workers(self, say: Callable[[str], None]) -> Workers:
-        """Processes that share the work."""
-        workers = Workers(self, say)
+    def workers(self, progress: Callable[[str], None]) -> Workers:
+        """Start processes that share the work."""
+        workers = Workers(self, progress)
         for generator in self.generators.values():
-            generator.say = workers.say
+            generator.progress = workers.say
         return workers
 
     def cover(self, workers: Workers) -> None:
-        """Trace what the rows of a scenario have in common, several generations at a time."""
-        generations = {each.prompt: each for each in self.request.generations}
+        """Trace the generations that the rows of a scenario share, several at a time."""
+        generations = {generation.prompt: generation for generation in self.request.generations}
         for name, generator in self.generators.items():
             generator.ahead = partial(self._ahead, workers, name)
-            with suppress(ScenarioError, ForwardError, InputError):  # whose rows will say it
+            with suppress(ScenarioError, ForwardError, InputError):  # its rows will report it
                 generator.cover(next(iter(generations.values())), sorted({*self.request.batches}), sorted(generations))
 
     def _ahead(self, workers: Workers, name: str, missing: Sequence[Traced]) -> None:
-        samples = workers.each([("sample", name, each) for each in missing])
+        samples = workers.each([("sample", name, traced) for traced in missing])
         self.generators[name].samples.update(zip(missing, samples, strict=True))
 
     def sample(self, name: str, traced: Traced) -> Sample:
-        """What a scenario's generator traces."""
+        """Trace a generation under a scenario."""
         return self.generators[name].sample(traced)
 
-    def row(self, scenario: Scenario, batch: int, generation: Generation) -> Found:
-        """The row of a generation."""
+    def row(self, scenario: Scenario, batch: int, generation: Generation) -> RowResult:
+        """Compute the row of a generation."""
         row = GenerationRow(scenario.name, scenario.title, batch, generation.prompt, generation.new)
         generator = self.generators[scenario.name]
         before = set(generator.samples)
@@ -154,13 +158,13 @@ class _Work:
         except (ScenarioError, ForwardError, InputError) as raised:
             row, error = replace(row, reason=str(raised)), raised
         samples = {traced: sample for traced, sample in generator.samples.items() if traced not in before}
-        return Found((scenario, batch, generation), row, samples, error)
+        return RowResult((scenario, batch, generation), row, samples, error)
 
-    def trace(self, found: Found) -> Trace:
-        """The whole run behind a row."""
-        scenario, batch, generation = found.point
+    def trace(self, result: RowResult) -> Trace:
+        """Return the trace of the whole run behind a row."""
+        scenario, batch, generation = result.point
         generator = self.generators[scenario.name]
-        generator.samples.update(found.samples)
+        generator.samples.update(result.samples)
         trace = generator.run(generation, batch).trace
         return replace(trace, storages=tuple(trace.storages), events=tuple(trace.events))
 
@@ -170,7 +174,7 @@ class _Work:
         return replace(
             row,
             weights=int(numbers(trace.storages, "bytes")[places(trace.storages, "role", _WEIGHTS)].sum()),
-            assistant=_of_assistant(trace),
+            assistant=_assistant_weights(trace),
             prefill=prefill,
             decode=decode,
             cache=sum(layer.bytes for layer in generated.cached),
@@ -186,27 +190,27 @@ class _Work:
 
 
 def _phases(trace: Trace, *names: str) -> Iterator[Phase]:
-    """For each name the most that tensors hold during the phases called so, and what is left at the end of the last."""
+    """For each name, yield the peak of tensors in its phases, and the bytes at the end of the last."""
     import numpy as np
 
     inside = np.array([split_phase(label)[0] for label in trace.phases])
     levels, phases = numbers(trace.events, "delta").cumsum(), numbers(trace.events, "phase")
     for name in names:
-        held = levels[inside[phases] == name] if len(levels) else levels
-        yield Phase(int(held.max()), int(held[-1])) if len(held) else Phase(0, 0)
+        live = levels[inside[phases] == name] if len(levels) else levels
+        yield Phase(int(live.max()), int(live[-1])) if len(live) else Phase(0, 0)
 
 
-def _of_assistant(trace: Trace) -> int:
-    """What of the weights is the assistant's."""
-    its = {index for index, layer in enumerate(trace.layers) if is_assistants(layer.path)}
-    kept = (trace.storages[place] for place in places(trace.storages, "role", _WEIGHTS)) if its else ()
-    return sum(storage.bytes for storage in kept if storage.layer in its)
+def _assistant_weights(trace: Trace) -> int:
+    """Return the bytes of the assistant's weights."""
+    layers = {index for index, layer in enumerate(trace.layers) if is_assistants(layer.path)}
+    weights = (trace.storages[index] for index in places(trace.storages, "role", _WEIGHTS)) if layers else ()
+    return sum(storage.bytes for storage in weights if storage.layer in layers)
 
 
 def _kinds(generated: Generated, batch: int) -> Iterable[CachedLayers]:
-    """The layers of the cache by their kind, for one sequence."""
+    """Group the layers of the cache by their kind, with the bytes of one sequence."""
     pairs = list(zip(generated.cached, generated.before, strict=True))
     for kind in dict.fromkeys(layer.kind for layer in generated.cached):
         alike: list[tuple[CachedLayer, CachedLayer]] = [pair for pair in pairs if pair[0].kind == kind]
-        held, before = (sum(layer.bytes for layer in layers) for layers in zip(*alike, strict=True))
-        yield CachedLayers(kind, len(alike), held // batch, (held - before) // batch)
+        size, before = (sum(layer.bytes for layer in layers) for layers in zip(*alike, strict=True))
+        yield CachedLayers(kind, len(alike), size // batch, (size - before) // batch)

@@ -1,7 +1,7 @@
-"""A traced generation cut into steps that can be compared.
+"""Cut a traced generation into steps that can be compared.
 
-A step names the storages that its events are about by where they were made: so many steps ago, as the so-manyth of that
-step. Two steps of one `structure` differ in nothing but their `sizes`.
+The events of a step identify a storage by its age, the number of steps since it was allocated, and its slot among the
+storages of that step. Two steps with the same `structure` differ in their `sizes` alone.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     Sizes = np.ndarray[Any, np.dtype[np.int64]]
 
 SETUP = -1
-"""The `age` of what was there before the prefill, which is numbered on its own."""
+"""The number of the setup, before the prefill, and the `age` of its storages."""
 
 
 class StepEvent(NamedTuple):
-    """An event of a step: the storage that step − `age` made as its `place`th, in which layer and by which op.
+    """An event of a step, in a layer and by an op, about the storage in `slot` of the step `age` steps before.
 
     `stage` tells phases of one step apart.
     """
 
     age: int
-    place: int
+    slot: int
     layer: int
     op: str
     stage: str
 
 
-class Made(NamedTuple):
-    """A storage that a step makes, apart from its size. `line` is the text of the line that made it, empty for none."""
+class StepStorage(NamedTuple):
+    """A storage that a step allocates, without its size. `line` is the user's line of code, empty for none."""
 
     role: Role
     layer: int
@@ -54,25 +54,28 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Structure:
-    """All of a step that does not depend on lengths. `cached` are the kinds of the layers of its cache, `hosted` is how
-    many tensors each of them has on the host.
+    """The properties of a step that do not depend on lengths.
+
+    `cached` are the kinds of the layers of its cache, `hosted` the number of tensors that each has on the host.
     """
 
     events: tuple[StepEvent, ...]
-    storages: tuple[Made, ...]
+    storages: tuple[StepStorage, ...]
     cached: tuple[str, ...]
     hosted: tuple[int, ...] = ()
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where the dimensions of each storage stand among its step's sizes, counted after those of the events."""
-        return tuple(accumulate((made.dims for made in self.storages), initial=len(self.storages)))
+        """The positions of each storage's dimensions among the sizes of a step, after the sizes of the events."""
+        return tuple(accumulate((storage.dims for storage in self.storages), initial=len(self.storages)))
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step: its structure; and its sizes in this order: the difference of each event, the bytes of each storage,
-    all their dimensions, the bytes of each layer of the cache, those of each of its tensors on the host.
+    """One step: its structure and its sizes.
+
+    The order of the sizes: the bytes that each event adds, the bytes of each storage, the dimensions of all storages,
+    the bytes of each layer of the cache, the bytes of all their tensors on the host.
     """
 
     structure: Structure
@@ -85,69 +88,90 @@ class Step:
 
     @property
     def cached(self) -> tuple[CachedLayer, ...]:
-        """What each layer of the cache holds at its end."""
+        """The layers of the cache at the end of the step."""
         kinds, counts = self.structure.cached, self.structure.hosted
         sizes = self.sizes[len(self.sizes) - len(kinds) - sum(counts) :].tolist()
         ends = list(accumulate(counts, initial=len(kinds)))
         hosted = [tuple(sizes[low:high]) for low, high in pairwise(ends)] or [()] * len(kinds)
         return tuple(
-            CachedLayer(kind, size, hosted=there) for kind, size, there in zip(kinds, sizes, hosted, strict=False)
+            CachedLayer(kind, size, hosted=on_host) for kind, size, on_host in zip(kinds, sizes, hosted, strict=False)
         )
 
 
 def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step]:
-    """The steps of a traced generation: its setup, its prefill, and each decode step; what came after is left out.
+    """Cut a traced generation into its setup, its prefill and its decode steps; events after these are dropped.
 
-    `cached` says what the cache held after the prefill and after each step. Storages without bytes are in no step.
+    `cached` has the layers of the cache after the prefill and after each step. Storages without bytes are in no step.
     """
-    import numpy as np
-
-    numbers = [_number(phase) for phase in trace.phases]
-    cut: list[list[Event]] = [[] for _ in range(len(cached) + 1)]
-    for event in trace.events:
-        number = numbers[event.phase]
-        if number is not None:
-            cut[number + 1].append(event)
-    places: dict[int, tuple[int, int]] = {}
+    births: dict[int, tuple[int, int]] = {}
+    """For each storage the step that allocated it, and its slot there."""
     structures: dict[Structure, Structure] = {}
-    """Those of most steps are equal: one stands for all."""
+    """Most steps have equal structures, which share one object."""
     steps = []
-    for number, events in enumerate(cut, SETUP):
-        made: list[int] = []
-        happenings = []
-        for event in events:
-            if event.storage not in places:
-                places[event.storage] = number, len(made)
-                made.append(event.storage)
-            born, place = places[event.storage]
-            age = SETUP if born == SETUP else number - born
-            stage = split_phase(trace.phases[event.phase])[0]
-            happenings.append(StepEvent(age, place, event.layer, event.op, stage))
-        storages = [trace.storages[index] for index in made]
+    for number, events in enumerate(_events_of_steps(trace, len(cached) + 1), SETUP):
+        storages = [trace.storages[index] for index in _allocated(events, number, births)]
         layers = cached[number] if number >= 0 else ()
-        kinds = tuple(
-            Made(each.role, each.layer, each.op, each.dtype, len(each.shape), each.stream, _line(trace, each))
-            for each in storages
+        structure = Structure(
+            events=tuple(_step_event(event, number, births=births, phases=trace.phases) for event in events),
+            storages=tuple(_step_storage(storage, trace.lines) for storage in storages),
+            cached=tuple(layer.kind for layer in layers),
+            hosted=tuple(len(layer.hosted) for layer in layers),
         )
-        sizes = [
-            *(event.delta for event in events),
-            *(each.bytes for each in storages),
-            *(size for each in storages for size in each.shape),
-            *(layer.bytes for layer in layers),
-            *(size for layer in layers for size in layer.hosted),
-        ]
-        counts = tuple(len(layer.hosted) for layer in layers)
-        structure = Structure(tuple(happenings), kinds, tuple(layer.kind for layer in layers), counts)
-        steps.append(Step(structures.setdefault(structure, structure), np.array(sizes, dtype=np.int64)))
+        steps.append(Step(structures.setdefault(structure, structure), _sizes(events, storages, layers)))
     return steps
 
 
-def _line(trace: Trace, storage: Storage) -> str:
-    """The line that made a storage: each record numbers its lines as it meets them."""
-    return trace.lines[storage.line] if storage.line >= 0 else ""
+def _events_of_steps(trace: Trace, count: int) -> list[list[Event]]:
+    """Sort events into `count` steps, the setup first."""
+    numbers = [_number(phase) for phase in trace.phases]
+    steps: list[list[Event]] = [[] for _ in range(count)]
+    for event in trace.events:
+        number = numbers[event.phase]
+        if number is not None:
+            steps[number + 1].append(event)
+    return steps
 
 
 def _number(phase: str) -> int | None:
-    """Which step a phase belongs to: `SETUP`, 0 for the prefill, then the decode steps; None for what came after."""
+    """Return the step of a phase: `SETUP`, 0 for the prefill, then the decode steps; None for later phases."""
     name, step = split_phase(phase)
     return {"setup": SETUP, PREFILL: 0, DECODE: step}.get(name)
+
+
+def _allocated(events: Sequence[Event], number: int, births: dict[int, tuple[int, int]]) -> list[int]:
+    """List the storages that first occur in the events of step `number`, and enter them in `births`."""
+    new = [storage for storage in dict.fromkeys(event.storage for event in events) if storage not in births]
+    births.update((storage, (number, slot)) for slot, storage in enumerate(new))
+    return new
+
+
+def _step_event(event: Event, number: int, *, births: dict[int, tuple[int, int]], phases: Sequence[str]) -> StepEvent:
+    born, slot = births[event.storage]
+    age = SETUP if born == SETUP else number - born
+    return StepEvent(age, slot, event.layer, op=event.op, stage=split_phase(phases[event.phase])[0])
+
+
+def _step_storage(storage: Storage, lines: Sequence[str]) -> StepStorage:
+    return StepStorage(
+        role=storage.role,
+        layer=storage.layer,
+        op=storage.op,
+        dtype=storage.dtype,
+        dims=len(storage.shape),
+        stream=storage.stream,
+        line=lines[storage.line] if storage.line >= 0 else "",
+    )
+
+
+def _sizes(events: Sequence[Event], storages: Sequence[Storage], layers: Sequence[CachedLayer]) -> Sizes:
+    """Collect the sizes of a step in the order of `Step`."""
+    import numpy as np
+
+    sizes = [
+        *(event.delta for event in events),
+        *(storage.bytes for storage in storages),
+        *(dimension for storage in storages for dimension in storage.shape),
+        *(layer.bytes for layer in layers),
+        *(size for layer in layers for size in layer.hosted),
+    ]
+    return np.array(sizes, dtype=np.int64)

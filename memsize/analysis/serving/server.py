@@ -60,7 +60,7 @@ class Server:
     runner: Runner
     prompts: Prompts
     serving: Serving
-    say: Callable[[str], None] = lambda _: None
+    progress: Callable[[str], None] = lambda _: None
     _profiles: dict[tuple[object, ...], tuple[int, int]] = field(default_factory=dict)
     """The weights of each model that was looked at, and what its largest step needs beyond them."""
 
@@ -130,7 +130,7 @@ class Server:
 
     def _layout(self, scenario: Scenario, config: Any) -> BlockLayout:
         """The blocks of the cache, from one more token in the model's own."""
-        self.say(f"{scenario.name}: the cache of one token")
+        self.progress(f"{scenario.name}: the cache of one token")
         steps: dict[int, tuple[CachedLayer, ...]] = {}
         workload = GenerationSteps(Generation(_LOOKED, 2), None, steps.__setitem__)
         trace = self.runner.with_inputs(self.prompts(_LOOKED), 1).run(workload, scenario)
@@ -162,7 +162,7 @@ class Server:
 
     def _profiled(self, scenario: Scenario) -> tuple[int, int]:
         """The bytes of the weights, and what the largest step needs beyond them."""
-        self.say(f"{scenario.name}: a step of {self.serving.batched_tokens:,} tokens")
+        self.progress(f"{scenario.name}: a step of {self.serving.batched_tokens:,} tokens")
         serving = self.serving
         length = serving.batched_tokens // serving.rows
         texts = -(-serving.batched_tokens // length)
