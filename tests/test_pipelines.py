@@ -341,6 +341,22 @@ def test_experts_stay_in_their_block() -> None:
     assert held == [2 * 4 * block + end for end in ends]
 
 
+def test_a_block_keeps_its_module_list_where_another_of_its_class_has_as_many() -> None:
+    """Two blocks are enough to tell experts from layers in line; one block is not."""
+    two = Mixture()
+    two.blocks = nn.ModuleList(Experts(3) for _ in range(2))
+    assert str(blocks_in_line(two)) == "2 x Experts"
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    one = nn.Sequential(Tower())
+    one._no_split_modules = ["Tower", "Block"]  # type: ignore[assignment]
+    assert str(blocks_in_line(one)) == "4 x Block"
+
+
 def test_layers_of_stages_are_in_line() -> None:
     """Stages of different lengths, and those that hold a Sequential."""
     uneven = nn.Sequential(*(nn.ModuleList(Block() for _ in range(count)) for count in (2, 3)))

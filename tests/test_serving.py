@@ -150,6 +150,26 @@ def test_a_little_padding_is_better_than_many_groups() -> None:
     assert layout.block_bytes == 16 * 13 * 10
 
 
+def test_groups_are_padded_below_one_and_a_half_times_as_many_layers() -> None:
+    """vLLM's `max_num_layers < min_num_layers * 1.5` (kv_cache_utils.py): 17 of 12 layers are padded, 18 are not."""
+
+    def groups(full: int) -> tuple[tuple[object, ...], ...]:
+        layers = [CachedLayer(SLIDING, 10)] * 12 + [CachedLayer(FULL, 10)] * full
+        return block_layout(layers, 128, 16, "it").groups
+
+    assert groups(17) == ((SLIDING, 12, 128), (FULL, 17, None))
+    assert groups(18) == ((SLIDING, 12, 128), (FULL, 9, None), (FULL, 9, None))
+
+
+@pytest.mark.parametrize(("window", "blocks"), [(65, 8 + 1), (66, 9 + 1)])
+def test_a_window_keeps_one_token_less_than_its_width(window: int, blocks: int) -> None:
+    """vLLM's `sliding_window - 1 + max_num_batched_tokens` (kv_cache_interface.py): 64 + 64 tokens are 8 blocks of 16,
+    65 + 64 are 9; one more since a window may begin in the middle of a block.
+    """
+    layout = block_layout([CachedLayer(SLIDING, 64)], window, 16, "it")
+    assert layout.request(Serving(batched_tokens=64), 1000) == blocks
+
+
 MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
 MAMBA2 = {"model_type": "mamba2", "state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 2}
 HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}

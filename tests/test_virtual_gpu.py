@@ -192,6 +192,24 @@ def test_what_is_held_on_a_gpu_is_asked_by_its_number(ask: Callable[[Any], Any])
         assert held == [kept.nbytes, kept.nbytes, 0]
 
 
+def test_resetting_accumulated_statistics_leaves_current_and_peak() -> None:
+    """As in PyTorch's `Stat.reset_accumulated` (c10/core/CachingDeviceAllocator.h)."""
+    mebibyte = 1 << 20
+    with gpu():
+        kept = torch.empty(3 * mebibyte, dtype=torch.uint8, device="cuda")
+        freed = torch.empty(2 * mebibyte, dtype=torch.uint8, device="cuda")
+        del freed
+        before = torch.cuda.memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
+        after = torch.cuda.memory_stats()
+        assert kept.is_cuda
+        figures = ("current", "peak", "allocated", "freed")
+        assert [before[f"allocated_bytes.all.{each}"] // mebibyte for each in figures] == [3, 5, 5, 2]
+        assert [after[f"allocated_bytes.all.{each}"] // mebibyte for each in figures] == [3, 5, 0, 0]
+        assert (after["allocation.all.allocated"], after["segment.all.allocated"]) == (0, 0)
+        assert (after["allocation.all.current"], after["allocation.all.peak"]) == (1, 2)
+
+
 @pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
 def test_old_types_make_tensors_and_know_them() -> None:
     with gpu():
