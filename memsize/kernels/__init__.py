@@ -1,8 +1,8 @@
 """Kernels' facts: what an op returns on CUDA, what it keeps for backward, and what its kernel takes meanwhile.
 
 Every module is one family of ops, but for the tools: `registry` holds the tables, `strides` is the arithmetic of
-layouts, `tensors` makes results, `semantics` is what the current thread simulates. `memsize.cuda` decides which kernel
-runs.
+layouts, `tensors` makes results, `semantics` is the GPU that the current thread simulates, `multiply_adds` counts an
+op's work. `memsize.cuda` decides which kernel runs.
 
 There are shape rules for two kinds of ops. Where CUDA's kernel returns something other than PyTorch's `meta` kernel, or
 where PyTorch has none, the rule says so and names its source. The other rules cover what ordinary models are made of:

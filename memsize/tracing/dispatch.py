@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memsize.kernels import rules, sparse_rules
 from memsize.kernels.convolution import BACKWARD, FORWARD
 from memsize.kernels.matmul import BIASED, CUBLAS
+from memsize.kernels.multiply_adds import formula_of
 from memsize.kernels.registry import COPIES, RESULT_FIRST, SAME_DTYPE, TEMPORARIES, refuse_mixed
 from memsize.known_values.evaluation import Evaluator, is_special
 from memsize.known_values.op_traits import traits_of
 from memsize.known_values.propagation import carry_over, propagate, tell_sign
 from memsize.torch_internals.sparse_tensors import with_parts
-from memsize.tracing.multiply_adds import formula_of
 from memsize.tracing.overrides import overridden
 
 DETACH = torch.ops.aten.detach.default

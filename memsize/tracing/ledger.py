@@ -16,6 +16,7 @@ import torch
 
 from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.matmul import takes_cublas, takes_cublaslt
+from memsize.kernels.multiply_adds import FLOPS_OF_ONE
 from memsize.kernels.registry import Temporary
 from memsize.known_values.propagation import carry_over
 from memsize.model.tensor_storage import dtype_name, is_wrapper, plain_tensors, shape_of
@@ -25,7 +26,6 @@ from memsize.records.trace import Event, Storage
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.sparse_tensors import PARTS, parts_of
 from memsize.tracing.dispatch import DETACH, MetaDispatchMode, OpFacts, has_own_dispatch
-from memsize.tracing.multiply_adds import FLOPS_OF_ONE
 from memsize.tracing.run_position import RunPosition
 from memsize.tracing.saved_tensors import SavedTensor, without_graph
 

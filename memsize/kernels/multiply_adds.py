@@ -1,4 +1,4 @@
-"""How many multiply-adds an op does: the formulas of PyTorch's `FlopCounterMode`, and those that it lacks.
+"""The number of multiply-adds of an op: the formulas of PyTorch's `FlopCounterMode`, and those that it lacks.
 
 Both count products and convolutions and nothing else: no biases, norms, activations, embeddings or softmax. A mask
 spares attention nothing.
@@ -18,18 +18,18 @@ FLOPS_OF_ONE: Final = 2
 """The registry counts a multiplication and an addition as two operations."""
 
 Formula = Callable[..., int]
-"""What an op takes, and what it returned as `out_val`, to its floating-point operations."""
+"""Takes an op's arguments, and its result as `out_val`; returns its floating-point operations."""
 
 
 def formula_of(overload: Any) -> Formula | None:
-    """The formula of an overload; None where it does no products."""
+    """Return the formula of an overload; None where it does no products."""
     packet = overload._overloadpacket
     formula: Any = _OWN.get(packet._qualified_op_name) or flop_registry.get(packet)
     return _given_shapes(formula.__wrapped__) if getattr(formula, "__code__", None) is _BY_SHAPES else formula
 
 
 _BY_SHAPES: Final = shape_wrapper(lambda: 0).__code__
-"""That of formulas which are given shapes: looking for tensors in every argument takes them longer than to count."""
+"""The code of formulas that take shapes: looking for tensors in every argument takes them longer than to count."""
 
 
 def _given_shapes(formula: Callable[..., int]) -> Formula:
@@ -41,7 +41,7 @@ def _given_shapes(formula: Callable[..., int]) -> Formula:
 
 
 def _shapes(value: Any) -> Any:
-    """`value` with the shape of each tensor in its place."""
+    """Return `value` with the shape of each tensor in its place."""
     if isinstance(value, Tensor):
         return value.shape
     return type(value)(map(_shapes, value)) if type(value) in (list, tuple) else value
