@@ -214,17 +214,14 @@ def toy_report() -> Report:
         findings=(
             Finding(
                 "half-is-stored",
-                18447802,
-                (),
                 "fp16 does halve what is stored, {before} → {after}. A summary that still says {before} multiplies "
                 "every parameter by 4 bytes.",
                 {"before": Bytes(36895604), "after": Bytes(18447802)},
+                bytes=18447802,
                 brief="fp16 halves what is stored, {before} → {after}.",
             ),
             Finding(
                 "amp-keeps-fp32-parameters",
-                18447802,
-                ("conv.0", "conv.1", "conv.2", "fc"),
                 "AMP casts no parameter: {count} elements stay float32 in {layers}, and {copies} of fp16 copies come "
                 "on top. With this input it keeps more than fp32 at batch {more} and less from batch {less} on.",
                 {
@@ -234,6 +231,8 @@ def toy_report() -> Report:
                     "more": 1,
                     "less": 2,
                 },
+                bytes=18447802,
+                layers=("conv.0", "conv.1", "conv.2", "fc"),
                 brief="AMP casts no parameter: {copies} of fp16 copies come on top.",
             ),
         ),

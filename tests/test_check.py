@@ -281,9 +281,9 @@ def checked() -> Check:
     """A check with something of everything."""
     limit = Figure("stored", "bytes", 2 * 2**20, 2**20, holds=False)
     grown = Figure("stored", "bytes", 2 * 2**20, None, 2**20, 2**20, holds=False)
-    over = Finding("over-limit", 2**20, ("a, b",), "{name}: 100% over\u202e.", {"name": "stored"})
-    grew = Finding("grew", 2**20, ("fc",), "stored grew by {by}.", {"by": Bytes(2**20)})
-    unused = Finding("unused-parameters", 4, ("x",), "x is <never> read & kept.")
+    over = Finding("over-limit", "{name}: 100% over\u202e.", {"name": "stored"}, bytes=2**20, layers=("a, b",))
+    grew = Finding("grew", "stored grew by {by}.", {"by": Bytes(2**20)}, bytes=2**20, layers=("fc",))
+    unused = Finding("unused-parameters", "x is <never> read & kept.", bytes=4, layers=("x",))
     problems = (Problem("error", over, limit.case), Problem("error", grew, grown.case), Problem("warning", unused))
     holding = (
         Figure("parameters", "elements", 12, 13),

@@ -36,10 +36,9 @@ from tests import records
 def test_findings_draw_their_values() -> None:
     finding = Finding(
         "code",
-        1,
-        (),
         "{size} in {count} {word} of {layers}: {share:.0%}, {yes}",
         {"size": Bytes(2**20), "count": 12345, "word": "parts", "layers": ("a", "b", "c"), "share": 0.5, "yes": True},
+        bytes=1,
     )
     assert finding.text() == "1.00 MiB in 12,345 parts of a, b and c: 50%, True"
     assert finding.text("B").startswith("1,048,576 B in ")
@@ -59,7 +58,7 @@ def test_findings_draw_their_values() -> None:
     ],
 )
 def test_names_are_joined_and_shortened(names: tuple[str, ...], text: str) -> None:
-    assert Finding("code", None, (), "{names}", {"names": names}).text() == text
+    assert Finding("code", "{names}", {"names": names}).text() == text
 
 
 def test_shares_of_fp32() -> None:
@@ -152,7 +151,7 @@ def test_sections_in_reading_order() -> None:
 
 def test_the_verdict_is_the_findings_in_brief() -> None:
     report = records.toy_report()
-    plain = Finding("plain", None, (), "Not in brief.")
+    plain = Finding("plain", "Not in brief.")
     found = document(replace(report, findings=(plain, *report.findings)))
     assert [finding.code for finding in found.verdict()] == ["half-is-stored", "amp-keeps-fp32-parameters"]
     assert found.verdict()[0].in_brief("KiB") == "fp16 halves what is stored, 36,030.86 KiB → 18,015.43 KiB."
@@ -161,7 +160,7 @@ def test_the_verdict_is_the_findings_in_brief() -> None:
 
 
 def test_a_peak_is_told_before_what_is_stored() -> None:
-    peak = Finding("training-peak", None, (), "It peaks.", brief="It peaks.")
+    peak = Finding("training-peak", "It peaks.", brief="It peaks.")
     report = records.toy_report()
     told = document(replace(report, findings=(*report.findings, peak))).verdict()
     assert [finding.code for finding in told] == ["training-peak", "half-is-stored", "amp-keeps-fp32-parameters"]
@@ -170,7 +169,7 @@ def test_a_peak_is_told_before_what_is_stored() -> None:
 def test_what_the_verdict_has_told_in_full_is_not_repeated() -> None:
     comparison = compare_traces(records.toy(), records.toy("fp16", "float16"))
     assert len(comparison.findings) <= 4 and document(comparison).reasons() == ()
-    many = replace(comparison, findings=tuple(Finding(f"f{n}", None, (), "So.") for n in range(5)))
+    many = replace(comparison, findings=tuple(Finding(f"f{n}", "So.") for n in range(5)))
     assert len(document(many).verdict()) == 4 and len(document(many).reasons()) == 1
 
 

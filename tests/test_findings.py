@@ -175,7 +175,7 @@ def test_the_crossover_is_looked_for_near_the_line(more: int, batch: int | None)
 
 
 def test_units() -> None:
-    finding = Finding("x", 1, (), "{a} of {b} in {c}", {"a": Bytes(2**20), "b": 12345, "c": ("p", "q", "r", "s")})
+    finding = Finding("x", "{a} of {b} in {c}", {"a": Bytes(2**20), "b": 12345, "c": ("p", "q", "r", "s")}, bytes=1)
     assert finding.text() == "1.00 MiB of 12,345 in p, q and 2 more"
     assert finding.text("B") == "1,048,576 B of 12,345 in p, q and 2 more"
 
@@ -201,7 +201,7 @@ def test_in_a_notebook_they_are_pages() -> None:
     listed = comparison.why()._repr_html_()
     assert listed.count("<li>") == len(comparison.findings)
     assert "nothing to explain" in FindingList(())._repr_html_()
-    assert "&lt;b&gt;" in FindingList([Finding("code", None, (), "<b>")])._repr_html_()
+    assert "&lt;b&gt;" in FindingList([Finding("code", "<b>")])._repr_html_()
 
 
 def test_golden_comparison() -> None:
@@ -226,13 +226,13 @@ def test_a_table_of_rules() -> None:
     @rules.rule("even", "zero")
     def even(number: int) -> Iterator[Finding]:
         if number % 2 == 0:
-            yield Finding("even" if number else "zero", number, (), "{number} is even.")
+            yield Finding("even" if number else "zero", "{number} is even.", bytes=number)
 
     @more.rule("large")
     def large(number: int) -> Iterator[Finding]:
         if number > 10:
-            yield Finding("large", number, (), "{number} is large.")
-            yield Finding("larger" if number > 100 else "large", number, (), "{number} is larger.")
+            yield Finding("large", "{number} is large.", bytes=number)
+            yield Finding("larger" if number > 100 else "large", "{number} is larger.", bytes=number)
 
     # In the order in which they are written, one table after the other; neither table gains the other's rules.
     both = more + rules

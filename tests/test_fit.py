@@ -1014,7 +1014,7 @@ def made_by_hand() -> Fit:
         budgets=(t4, a100),
         fit_rows=rows,
         optimizer="adamw",
-        findings=(Finding("budget", 1, (), "There is {a}.", {"a": 1}),),
+        findings=(Finding("budget", "There is {a}.", {"a": 1}, bytes=1),),
         remedied=Remedied("fp32", t4.name, 168, t4.allocator, 14_336 * MiB, remedies),
         notes=("a note",),
         runs=9,

@@ -178,7 +178,7 @@ def test_findings_lead_to_their_rows(chromium: Any, tmp_path: Path) -> None:
 
 def test_findings_lead_to_their_moments(chromium: Any, tmp_path: Path) -> None:
     report = records.toy_report()
-    found = Finding("training-peak", 1, (), "It peaks.", moment=Moment("fp32", 2))
+    found = Finding("training-peak", "It peaks.", bytes=1, moment=Moment("fp32", 2))
     trace = records.toy("fp32")
     fp32 = next(result for result in report.scenario_results if result.name == "fp32")
     others = tuple(result for result in report.scenario_results if result.name != "fp32")

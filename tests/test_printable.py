@@ -116,7 +116,7 @@ def test_a_name_stays_in_its_row() -> None:
 
 
 def test_what_prints_itself() -> None:
-    finding = Finding("a", None, (), "{name}", {"name": HOSTILE})
+    finding = Finding("a", "{name}", {"name": HOSTILE})
     for shown in (repr(FindingList((finding,))), str(spoilt(load(SAVED / "step.1.memsize")))):
         assert not obeyed(shown)
     compared = load(SAVED / "comparison.1.memsize")

@@ -76,7 +76,7 @@ def test_what_is_read_is_what_was_written(record: type, data: st.DataObject) -> 
 
 
 def test_the_values_of_a_finding_keep_their_types() -> None:
-    finding = Finding("code", None, ("a",), "{size} {names}", {"size": Bytes(2**20), "names": ("x", "y"), "count": 3})
+    finding = Finding("code", "{size} {names}", {"size": Bytes(2**20), "names": ("x", "y"), "count": 3}, layers=("a",))
     back = round_trip(finding)
     assert type(back.values["size"]) is Bytes and type(back.values["names"]) is tuple
     assert back.text("KiB") == finding.text("KiB") == "1,024.00 KiB x and y"

@@ -116,10 +116,10 @@ def _over(measured: Measured, bound: Bound, value: int) -> Finding:
     text, values = _blame(blamed, draw)
     return Finding(
         "over-limit",
-        excess if bound.unit == "bytes" else None,
-        tuple(blamed),
         f"{{name}}: {{value}}, {{excess}} over the limit of {{limit}}{text}.",
         {"name": bound.name, "value": draw(value), "excess": draw(excess), "limit": draw(bound.amount), **values},
+        bytes=excess if bound.unit == "bytes" else None,
+        layers=tuple(blamed),
     )
 
 
@@ -163,7 +163,9 @@ def against_batch(row: FitRow, bound: Bound) -> tuple[Figure, Finding | None]:
     if row.bind and layer:
         text += "; it runs out in {where}"
         values |= {"where": moment_in_words(row.bind.phase, row.bind.layer)}
-    return figure, Finding("does-not-fit", None if needed is None else needed - row.budget, layer, f"{text}.", values)
+    return figure, Finding(
+        "does-not-fit", f"{text}.", values, bytes=None if needed is None else needed - row.budget, layers=layer
+    )
 
 
 # -- baselines ---------------------------------------------------------------------------------------------------------
@@ -200,8 +202,6 @@ def _moved(figure: Figure, now: Baseline, before: Baseline) -> Finding:
     over = ", {excess} more than allowed" if grew and allowed > base else ""
     return Finding(
         "grew" if grew else "shrank",
-        value - base if figure.unit == "bytes" else None,
-        tuple(blamed),
         f"{{name}} {'grew' if grew else 'shrank'} from {{before}} to {{after}} ({{share}}){over}{text}."
         + ("" if grew else " memsize check --update lowers the baseline."),
         {
@@ -212,6 +212,8 @@ def _moved(figure: Figure, now: Baseline, before: Baseline) -> Finding:
             "excess": draw(value - allowed),
             **values,
         },
+        bytes=value - base if figure.unit == "bytes" else None,
+        layers=tuple(blamed),
     )
 
 

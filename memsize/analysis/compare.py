@@ -82,14 +82,13 @@ def what_is_stored(models: Models) -> Iterator[Finding]:
     )
     yield Finding(
         "stored-unchanged" if same else "stored-changed",
-        second.stored - first.stored,
-        (),
         text,
         {
             "before": Bytes(first.stored),
             "after": Bytes(second.stored),
             "share": signed_share(first.stored, second.stored),
         },
+        bytes=second.stored - first.stored,
     )
 
 
@@ -100,10 +99,9 @@ def what_is_kept(models: Models) -> Iterator[Finding]:
     if all(saved) and saved[0] != saved[1]:
         yield Finding(
             "kept-for-backward-changed",
-            saved[1] - saved[0],
-            (),
             "What is kept for backward went from {before} to {after} ({share}).",
             {"before": Bytes(saved[0]), "after": Bytes(saved[1]), "share": signed_share(*saved)},
+            bytes=saved[1] - saved[0],
         )
 
 
@@ -121,8 +119,6 @@ def peaks(models: Models) -> Iterator[Finding]:
     if figure is not None and change:
         yield Finding(
             "peak-changed",
-            change,
-            (),
             f"The {of} of {{scenario}} went from {{before}} to {{after}} ({{share}}).",
             {
                 "scenario": figure.scenario,
@@ -130,6 +126,7 @@ def peaks(models: Models) -> Iterator[Finding]:
                 "after": Bytes(figure.after or 0),
                 "share": signed_share(figure.before or 0, figure.after or 0),
             },
+            bytes=change,
         )
 
 
@@ -140,8 +137,6 @@ def resized(models: Models) -> Iterator[Finding]:
     if members:
         yield Finding(
             "tensors-resized",
-            sum(pair.bytes for pair in members),
-            _layers(members),
             "{count} of the tensors changed shape, {before} → {after}: {layers}.",
             {
                 "count": len(members),
@@ -149,6 +144,8 @@ def resized(models: Models) -> Iterator[Finding]:
                 "after": Bytes(sum(pair.after.bytes for pair in members if pair.after)),
                 "layers": _layers(members),
             },
+            bytes=sum(pair.bytes for pair in members),
+            layers=_layers(members),
         )
 
 
@@ -162,8 +159,6 @@ def changed(models: Models) -> Iterator[Finding]:
     for (old, new), members in groups.items():
         yield Finding(
             "tensors-changed",
-            sum(pair.bytes for pair in members),
-            _layers(members),
             "{count} of the tensors went from {old} to {new}, {before} → {after}: {layers}.",
             {
                 "count": len(members),
@@ -173,6 +168,8 @@ def changed(models: Models) -> Iterator[Finding]:
                 "after": Bytes(sum(pair.after.bytes for pair in members if pair.after)),
                 "layers": _layers(members),
             },
+            bytes=sum(pair.bytes for pair in members),
+            layers=_layers(members),
         )
 
 
@@ -186,8 +183,6 @@ def unchanged(models: Models) -> Iterator[Finding]:
     for cause, members in groups.items():
         yield Finding(
             "tensors-unchanged",
-            sum(pair.before.bytes for pair in members if pair.before),
-            _layers(members),
             f"{{count}} did not change ({{bytes}} as {{dtypes}}): {cause}. {{layers}}.",
             {
                 "count": len(members),
@@ -195,6 +190,8 @@ def unchanged(models: Models) -> Iterator[Finding]:
                 "dtypes": stored_dtypes(pair.before for pair in members if pair.before),
                 "layers": _layers(members),
             },
+            bytes=sum(pair.before.bytes for pair in members if pair.before),
+            layers=_layers(members),
         )
 
 
@@ -217,7 +214,7 @@ def in_one_only(models: Models) -> Iterator[Finding]:
         if members:
             size = sum(abs(pair.bytes) for pair in members)
             names = tuple(pair.name for pair in members)
-            yield Finding(code, size, _layers(members), text, {"names": names, "bytes": Bytes(size)})
+            yield Finding(code, text, {"names": names, "bytes": Bytes(size)}, bytes=size, layers=_layers(members))
 
 
 @RULES.rule("mixed-dtypes", "batch-norm-kept-fp32", "wrapper-misreports")

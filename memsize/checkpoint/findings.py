@@ -70,8 +70,6 @@ def fits_the_model(inspection: Inspection) -> Iterator[Finding]:
     if not match.differences:
         yield Finding(
             "model-matches",
-            None,
-            (),
             "All {matching} tensors of {model} are in the file as the model has them.",
             values,
             brief="It has all {matching} tensors of {model}.",
@@ -81,10 +79,10 @@ def fits_the_model(inspection: Inspection) -> Iterator[Finding]:
         values["problems"] = ", ".join(f"{count:,} {problem}" for problem, count in counts if count)
         names = tuple(difference.name for difference in match.differences)
         text = "Of the tensors of {model} {matching} match; {problems}."
-        yield Finding("model-differs", None, names, text, values, brief=text)
+        yield Finding("model-differs", text, values, layers=names, brief=text)
     if match.left_out:
         text = "The file leaves out {names}, which the model ties to tensors that are there."
-        yield Finding("tied-left-out", None, match.left_out, text, {"names": match.left_out})
+        yield Finding("tied-left-out", text, {"names": match.left_out}, layers=match.left_out)
 
 
 @RULES.rule("names-changed")
@@ -100,8 +98,6 @@ def names_changed(inspection: Inspection) -> Iterator[Finding]:
     ]
     yield Finding(
         "names-changed",
-        None,
-        (),
         "{where} met the model's after a change: {changes}. load_state_dict needs the same change.",
         {
             "where": f"The names under {match.key!r}" if match.key else "Names",
@@ -116,7 +112,7 @@ def index_disagrees(inspection: Inspection) -> Iterator[Finding]:
     missing = inspection.contents.missing
     if missing:
         text = "The index promises {count} tensors that no file has: {names}."
-        yield Finding("missing-tensors", None, missing, text, {"count": len(missing), "names": missing})
+        yield Finding("missing-tensors", text, {"count": len(missing), "names": missing}, layers=missing)
 
 
 @RULES.rule("optimizer-dominates", "optimizer-state")
@@ -127,12 +123,11 @@ def optimizer(inspection: Inspection) -> Iterator[Finding]:
     if inspection.matters(size):
         yield Finding(
             "optimizer-dominates" if size >= model else "optimizer-state",
-            size,
-            (),
             "The optimizer's state takes {bytes}, {share} of the file"
             + (", {times} times the model's own weights" if size >= 2 * model > 0 else "")
             + ". Only resuming the training needs it.",
             {"bytes": Bytes(size), "share": inspection.share(size), "times": f"{size / model:.1f}" if model else ""},
+            bytes=size,
             brief="The optimizer's state takes {bytes}, {share}: only resuming the training needs it.",
         )
 
@@ -145,11 +140,10 @@ def ema(inspection: Inspection) -> Iterator[Finding]:
     if model and inspection.matters(size):
         yield Finding(
             "duplicate-weights-ema",
-            size,
-            (),
             "The weights are there twice: an EMA copy takes {bytes}, {share} of the file, beside the {model} of the "
             "model. Inference needs one of them.",
             {"bytes": Bytes(size), "share": inspection.share(size), "model": Bytes(_bytes(model))},
+            bytes=size,
             brief="An averaged copy of the weights takes {bytes}, {share}.",
         )
 
@@ -162,8 +156,6 @@ def views(inspection: Inspection) -> Iterator[Finding]:
     if inspection.matters(size) or size >= 2**20:
         yield Finding(
             "view-keeps-whole-storage",
-            size,
-            _names(wide),
             "{names}: {few} of a larger tensor, and torch.save wrote all of that. {bytes}, {share} of the file, belong "
             "to no tensor in it; saving tensor.clone() instead of the view drops them.",
             {
@@ -172,6 +164,8 @@ def views(inspection: Inspection) -> Iterator[Finding]:
                 "bytes": Bytes(size),
                 "share": inspection.share(size),
             },
+            bytes=size,
+            layers=_names(wide),
             brief="{bytes}, {share}, belong to no tensor: torch.save wrote whole storages behind views.",
         )
 
@@ -182,13 +176,13 @@ def orphans(inspection: Inspection) -> Iterator[Finding]:
     size = inspection.breakdown.unowned
     if size:
         text = "{bytes} of tensor data are named by no tensor."
-        yield Finding("unnamed-storage", size, (), text, {"bytes": Bytes(size)})
+        yield Finding("unnamed-storage", text, {"bytes": Bytes(size)}, bytes=size)
     rest = sum(file.bytes_for("unclaimed") for file in inspection.contents.files)
     if rest:
         text = (
             "{bytes} belong to nothing that the format knows of: data that was appended, or left from an older write."
         )
-        yield Finding("unclaimed-bytes", rest, (), text, {"bytes": Bytes(rest)})
+        yield Finding("unclaimed-bytes", text, {"bytes": Bytes(rest)}, bytes=rest)
 
 
 @RULES.rule("float64-tensors")
@@ -199,10 +193,10 @@ def doubles(inspection: Inspection) -> Iterator[Finding]:
     if inspection.matters(size):
         yield Finding(
             "float64-tensors",
-            size,
-            _names(wide),
             "{names}: float64, {bytes} in all; float32 would take half.",
             {"names": _names(wide), "bytes": Bytes(size)},
+            bytes=size,
+            layers=_names(wide),
         )
 
 
@@ -214,10 +208,9 @@ def could_be_half(inspection: Inspection) -> Iterator[Finding]:
     if size and size >= _bytes(inspection.breakdown.of("model")) / 2 and inspection.matters(size):
         yield Finding(
             "fp32-could-be-half",
-            size // 2,
-            (),
             "The model's float32 weights take {bytes}; in float16 or bfloat16 they take {half}.",
             {"bytes": Bytes(size), "half": Bytes(halved(weights))},
+            bytes=size // 2,
             brief="The model's float32 weights would take {half} in float16 or bfloat16, not {bytes}.",
         )
 
@@ -235,10 +228,10 @@ def mixed(inspection: Inspection) -> Iterator[Finding]:
     shares = ", ".join(f"{dtype} {{{dtype}}}" for dtype in floats)
     yield Finding(
         "mixed-dtypes",
-        _bytes(floats[fewest]),
-        _names(floats[fewest]),
         f"The model's weights are in several dtypes: {shares}. In {fewest}: {{names}}.",
         {"names": _names(floats[fewest])} | {dtype: Bytes(_bytes(tensors)) for dtype, tensors in floats.items()},
+        bytes=_bytes(floats[fewest]),
+        layers=_names(floats[fewest]),
     )
 
 
@@ -255,8 +248,6 @@ def blocks(inspection: Inspection) -> Iterator[Finding]:
     size, elements = _bytes(list(tensors)), sum(tensor.elements for tensor in tensors)
     yield Finding(
         "bits-per-weight",
-        size,
-        (),
         "{elements} weights take {bits} bits each on average, scales included: {bytes}, where float16 takes {half}.",
         {
             "elements": elements,
@@ -264,6 +255,7 @@ def blocks(inspection: Inspection) -> Iterator[Finding]:
             "bytes": Bytes(size),
             "half": Bytes(2 * elements),
         },
+        bytes=size,
         brief="Each weight takes {bits} bits on average, scales included.",
     )
 
@@ -282,8 +274,6 @@ def prefixed(inspection: Inspection) -> Iterator[Finding]:
         if kinds:
             yield Finding(
                 "module-prefix",
-                None,
-                (),
                 "Every name of the {kinds} begins with {prefix}, as {wrapper} leaves it: the plain model's "
                 "load_state_dict does not find them until the prefix is dropped.",
                 {"kinds": kinds, "prefix": repr(prefix), "wrapper": wrapper},
@@ -307,14 +297,13 @@ def shared(inspection: Inspection) -> Iterator[Finding]:
     if ties:
         yield Finding(
             "shared-storage",
-            None,
-            _names(ties),
             "{names} {share} storage with {owners}: what is shared is stored and counted once.",
             {
                 "names": _names(ties),
                 "share": "shares" if len(ties) == 1 else "share",
                 "owners": tuple(dict.fromkeys(tensor.shared_with for tensor in ties)),
             },
+            layers=_names(ties),
         )
 
 
@@ -325,8 +314,6 @@ def pickled_code(inspection: Inspection) -> Iterator[Finding]:
     if contents.module:
         yield Finding(
             "whole-model-pickled",
-            None,
-            (),
             "The file holds a pickled {module}, not its state_dict: it can only be loaded where the model's code can "
             "be imported just as it was.",
             {"module": contents.module},
@@ -334,11 +321,10 @@ def pickled_code(inspection: Inspection) -> Iterator[Finding]:
     if contents.classes:
         yield Finding(
             "code-in-pickle",
-            None,
-            contents.classes,
             "Beside tensors its pickle names {names}: torch.load(weights_only=True) refuses it unless that is allowed, "
             "and weights_only=False would import and call it.",
             {"names": contents.classes},
+            layers=contents.classes,
         )
 
 
@@ -348,7 +334,7 @@ def compressed(inspection: Inspection) -> Iterator[Finding]:
     size = inspection.contents.compressed
     if size > 0:
         text = "Its records are compressed, by {bytes}: in memory the tensors take that much more, and mmap fails."
-        yield Finding("compressed-records", size, (), text, {"bytes": Bytes(size)})
+        yield Finding("compressed-records", text, {"bytes": Bytes(size)}, bytes=size)
 
 
 @RULES.rule("overhead")
@@ -360,9 +346,8 @@ def overhead(inspection: Inspection) -> Iterator[Finding]:
     if size >= 0.1 * inspection.size and size >= 2**16:
         yield Finding(
             "overhead",
-            size,
-            (),
             "Padding, headers and pickled objects take {bytes}, {share} of the file: it has {count} tensors, many of "
             "them small.",
             {"bytes": Bytes(size), "share": inspection.share(size), "count": count},
+            bytes=size,
         )

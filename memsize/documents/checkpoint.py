@@ -131,7 +131,7 @@ def _weights(report: CheckpointReport) -> Iterator[Finding]:
         dtypes = tuple(dict.fromkeys(dtype for group in groups for dtype in group.dtypes))
         values = {"bytes": Bytes(size), "share": report.share(size), "dtypes": dtypes}
         text = "The model's weights take {bytes}, {share} of the file, stored as {dtypes}."
-        yield Finding("weights", size, (), text, values)
+        yield Finding("weights", text, values, bytes=size)
 
 
 def _file_data(file: FileRecord) -> dict[str, Any]:

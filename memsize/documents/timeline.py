@@ -80,7 +80,7 @@ def peak_finding(found: Timeline) -> Finding:
     values |= {"peak": Bytes(peak.bytes), "phase": str(found.phase_at(peak.event)), "at": peak.layer or peak.op}
     at = " at {at}" if values["at"] else ""
     template = f"Most is alive in {{phase}}{at}, {{peak}}: {shares}."
-    return Finding("peak", peak.bytes, (), template, values, moment=Moment(found.scenario, peak.event))
+    return Finding("peak", template, values, bytes=peak.bytes, moment=Moment(found.scenario, peak.event))
 
 
 def course_table(summaries: Sequence[PhaseSummary]) -> Table:

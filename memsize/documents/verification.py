@@ -82,12 +82,12 @@ def _accuracy(found: Verification) -> Iterator[Finding]:
         "predicted": Bytes(worst.predicted[0]),
         "measured": Bytes(worst.measured or 0),
     }
-    yield Finding("accuracy", None, (), text, values)
+    yield Finding("accuracy", text, values)
     alignment = found.alignment
     if alignment is not None:
         counts = {"matched": alignment.matched, "real": alignment.real}
         text = "Of {real} allocations in the last step, {matched} are as predicted."
-        yield Finding("allocations", None, (), text, counts)
+        yield Finding("allocations", text, counts)
 
 
 def _run_data(run: VerifiedRun) -> dict[str, Any]:

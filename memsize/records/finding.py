@@ -31,12 +31,12 @@ class Finding:
     """
 
     code: str
-    bytes: int | None
-    layers: tuple[str, ...]
+    bytes: int | None = field(default=None, kw_only=True)
+    layers: tuple[str, ...] = field(default=(), kw_only=True)
     template: str
     values: Mapping[str, object] = field(default_factory=dict)
-    brief: str = ""
-    moment: Moment | None = None
+    brief: str = field(default="", kw_only=True)
+    moment: Moment | None = field(default=None, kw_only=True)
 
     def text(self, unit: str = "MiB") -> str:
         """The sentence, with byte figures in `unit`."""

@@ -35,17 +35,17 @@ def _moment(explanation: Explanation) -> Iterator[Finding]:
             "free": Bytes(failed.free),
             "times": failed.times,
         }
-        yield Finding("snapshot-out-of-memory", failed.bytes, (), template, values)
+        yield Finding("snapshot-out-of-memory", template, values, bytes=failed.bytes)
     elif explanation.moment == "peak":
         left = Bytes(explanation.reserved.requested)
         template = "The peak of the recorded history was {requested}{at}; {left} were alive at the end."
         at = f", at {explanation.line}" if explanation.line else ""
-        yield Finding("snapshot-peak", explanation.requested, (), template, levels | {"at": at, "left": left})
+        yield Finding("snapshot-peak", template, levels | {"at": at, "left": left}, bytes=explanation.requested)
     else:
         template = "Tensors held {requested} of {reserved} reserved when the snapshot was taken, and no more before."
         if not explanation.entries:
             template = "Tensors held {requested} of {reserved} reserved when the snapshot was taken."
-        yield Finding("snapshot-end", explanation.requested, (), template, levels)
+        yield Finding("snapshot-end", template, levels, bytes=explanation.requested)
 
 
 @RULES.rule("snapshot-mostly")
@@ -67,7 +67,7 @@ def _mostly(explanation: Explanation) -> Iterator[Finding]:
         "line": stack.line,
         "function": stack.function,
     }
-    yield Finding("snapshot-mostly", most.bytes, (), template + ".", values)
+    yield Finding("snapshot-mostly", template + ".", values, bytes=most.bytes)
 
 
 @RULES.rule("snapshot-fragmented", "snapshot-not-fragmented")
@@ -84,15 +84,17 @@ def _fragmentation(explanation: Explanation) -> Iterator[Finding]:
                 "{largest}, and {wanted} were wanted in one piece. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
                 "lets PyTorch use them."
             )
-            yield Finding("snapshot-fragmented", free, (), template, values)
+            yield Finding("snapshot-fragmented", template, values, bytes=free)
         elif free + explanation.failed.free < wanted:
             template = "Fragmentation is not to blame: {free} lie free inside of reserved segments, too little for it."
-            yield Finding("snapshot-not-fragmented", free, (), template, values)
+            yield Finding("snapshot-not-fragmented", template, values, bytes=free)
     elif reserved.bytes and reserved.pieces >= reserved.bytes * _WORTH_TELLING:
         template = (
             "{pieces} of {reserved} reserved lie free between blocks in use; the largest free block has {largest}."
         )
-        yield Finding("snapshot-fragmented", reserved.pieces, (), template, values | {"pieces": Bytes(reserved.pieces)})
+        yield Finding(
+            "snapshot-fragmented", template, values | {"pieces": Bytes(reserved.pieces)}, bytes=reserved.pieces
+        )
 
 
 @RULES.rule("snapshot-untold")
@@ -104,7 +106,7 @@ def _untold(explanation: Explanation) -> Iterator[Finding]:
         "{bytes} were made before the history begins, so their stacks are not known: they are parameters as a rule. "
         "Call torch.cuda.memory._record_memory_history() before the model is made."
     )
-    yield Finding("snapshot-untold", earlier.bytes, (), template, {"bytes": Bytes(earlier.bytes)})
+    yield Finding("snapshot-untold", template, {"bytes": Bytes(earlier.bytes)}, bytes=earlier.bytes)
 
 
 @RULES.rule("snapshot-predicted")
@@ -121,4 +123,4 @@ def _predicted(explanation: Explanation) -> Iterator[Finding]:
         template += "; the widest gap is in {noun}, {there} predicted and {here} found"
         values |= {"noun": category_noun(widest.category), "there": Bytes(widest.predicted or 0)}
         values |= {"here": Bytes(widest.bytes)}
-    yield Finding("snapshot-predicted", off, (), template + ".", values)
+    yield Finding("snapshot-predicted", template + ".", values, bytes=off)

@@ -110,7 +110,7 @@ def gpus_needed(evidence: FitEvidence) -> Iterator[Finding]:
         text = f"Under {{scenario}}, {'it fits from {gpu} on: {vary} {size} on each GPU' if row else _NONE}."
         values: dict[str, object] = {"scenario": scenario, "vary": evidence.vary, "gpus": gpus}
         values |= {"gpu": row.gpu, "size": row.size or 0} if row else {}
-        yield Finding("fit-gpus", row.peak if row else None, (), text, values, brief=text)
+        yield Finding("fit-gpus", text, values, bytes=row.peak if row else None, brief=text)
 
 
 _NONE: Final = "nothing fits on {gpus}"
@@ -136,7 +136,7 @@ def answer_in_words(row: FitRow, vary: str, *, several: bool) -> Finding:
         text = "Under {scenario}, {vary} {size} fits; what lies beyond was not run"
     if several:
         text = text.replace("Under {scenario}", "Under {scenario} on {gpu}", 1)
-    return Finding(f"fit-{row.status}", row.peak, (), text + ".", values, brief=text + ".")
+    return Finding(f"fit-{row.status}", text + ".", values, bytes=row.peak, brief=text + ".")
 
 
 @RULES.rule(*(f"fit-{status}" for status in _ANSWERS))
@@ -162,11 +162,11 @@ def what_fits_on_the_others(evidence: FitEvidence) -> Iterator[Finding]:
     ):
         cards = tuple(row.gpu for row in others if row.status == status)
         if cards:
-            yield Finding("fit-cards", None, (), text, values | {"cards": cards}, brief=text)
+            yield Finding("fit-cards", text, values | {"cards": cards}, brief=text)
     sizes = tuple(f"{row.size:,} on {row.gpu}" for row in others if row.size and row.status in _LARGEST)
     if sizes:
         text = "The largest {vary} that fits is {sizes}."
-        yield Finding("fit-cards", None, (), text, values | {"sizes": sizes}, brief=text)
+        yield Finding("fit-cards", text, values | {"sizes": sizes}, brief=text)
 
 
 @RULES.rule("fit-frontier")
@@ -187,7 +187,7 @@ def what_more_sequences_leave(evidence: FitEvidence) -> Iterator[Finding]:
     text = (
         "With {batch} sequences, {context} tokens of each fit; most tokens fit with {best} of {each}, {tokens} in all."
     )
-    yield Finding("fit-frontier", None, (), text, values, brief=text)
+    yield Finding("fit-frontier", text, values, brief=text)
 
 
 @RULES.rule("fit-binds")
@@ -210,8 +210,6 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
     )
     yield Finding(
         "fit-binds",
-        bind.roles[bind.role],
-        (bind.layer,) if bind.layer else (),
         f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}.{most}{in_pieces}{adds}",
         {
             "phase": bind.phase,
@@ -227,6 +225,8 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
             "unit": UNITS.get(vary, f"step of {vary}"),
         }
         | values,
+        bytes=bind.roles[bind.role],
+        layers=(bind.layer,) if bind.layer else (),
         brief=f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}.{adds}",
     )
 
@@ -261,8 +261,6 @@ def fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
         total = fixed if besides else standing
         yield Finding(
             "fit-fixed-cost",
-            total,
-            (),
             f"No size could fit: {{roles}} take {{standing}}{besides}, whatever it is: {{beyond}} more than there are.",
             {
                 "roles": tuple(noun(role) for role in row.standing),
@@ -271,6 +269,7 @@ def fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
                 "phase": row.grows_in,
                 "beyond": Bytes(total - row.budget),
             },
+            bytes=total,
             brief="No size could fit: {roles} take {standing}, whatever it is.",
         )
 
@@ -293,10 +292,9 @@ def most(evidence: FitEvidence) -> Iterator[Finding]:
     where = " on {gpu}" if len(evidence.budgets) > 1 else ""
     yield Finding(
         "fit-most",
-        best.peak,
-        (),
         f"{{best}} fits most{where}, {{vary}} {{size}}{ratio}.",
         {"best": best.scenario, "gpu": best.gpu, "vary": vary, "size": best.size or 0},
+        bytes=best.peak,
         brief=f"{{best}} fits most{where}, {{vary}} {{size}}{ratio}.",
     )
 
@@ -315,8 +313,6 @@ def refused(evidence: FitEvidence) -> Iterator[Finding]:
     ran = " It ran with {least} to {most}." if len(row.ran) > 1 else ""
     yield Finding(
         "fit-refused",
-        None,
-        (),
         f"The model refuses {{vary}} {{size}}: {{reason}}.{ran}{rule}",
         {
             "vary": evidence.vary,
@@ -348,15 +344,15 @@ def what_is_enough(remedied: Remedied, vary: str) -> Iterator[Finding]:
         rest = _listed(alone[1:])
         also = f"; so {'are' if len(alone) > 2 else 'is'} {{rest}}" if len(alone) > 1 else ""
         text = f"To fit {{vary}} {{size}} under {{scenario}}, {{first}} is enough by itself{also}."
-        yield Finding("remedy-enough", None, (), text, values | {"first": alone[0], "rest": rest}, brief=text)
+        yield Finding("remedy-enough", text, values | {"first": alone[0], "rest": rest}, brief=text)
     if remedied.combination:
         together = {"together": _listed(remedied.combination), "peak": Bytes(remedied.combined or 0)}
         so_far = "That changes what is learnt" if alone else "No remedy is enough for {vary} {size} under {scenario}"
         text = f"{so_far}; {{together}} together need {{peak}}."
-        yield Finding("remedy-combination", remedied.combined, (), text, values | together, brief=text)
+        yield Finding("remedy-combination", text, values | together, bytes=remedied.combined, brief=text)
     elif not alone:
         text = "No remedy, and no set of them that was tried, fits {vary} {size}."
-        yield Finding("remedy-none", None, (), text, values, brief=text)
+        yield Finding("remedy-none", text, values, brief=text)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -378,7 +374,7 @@ def crossings(evidence: FitEvidence) -> Iterator[Finding]:
             "vary": evidence.vary,
             "size": crossing.size or 0,
         }
-        yield Finding(f"crossing-{crossing.kind}", None, (), text + ".", values)
+        yield Finding(f"crossing-{crossing.kind}", text + ".", values)
 
 
 @RULES.rule("budget")
@@ -396,8 +392,6 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
         less = f", of which {' and '.join(taken)}" if taken else ""
         yield Finding(
             "budget",
-            budget.allocator,
-            (),
             f"The allocator gets {{allocator}}{before}: {per_gpu}{{name}} has {{device}}{less}.",
             {
                 "allocator": Bytes(budget.allocator),
@@ -407,6 +401,7 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
                 "margin": Bytes(budget.margin),
                 "fraction": Bytes(int(budget.fraction * budget.device)),
             },
+            bytes=budget.allocator,
         )
 
 

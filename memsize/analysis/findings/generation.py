@@ -46,13 +46,13 @@ def what_fits(evidence: Evidence) -> Iterator[Finding]:
     what = "Under {scenario}, {batch} {sequences} of {prompt} + {new} {tokens}"
     if peak.shortage is None:
         text = what + (" fits" if row.batch == 1 else " fit") + ": {peak} reserved, at most in {phase}."
-        yield Finding("generation-fits", peak.reserved, (), text, values, brief=text)
+        yield Finding("generation-fits", text, values, bytes=peak.reserved, brief=text)
     else:
         end = peak.shortage
         values |= {"phase": end.phase, "request": Bytes(end.request), "free": Bytes(end.free)}
         does = " does" if row.batch == 1 else " do"
         text = what + does + " not fit: {phase} asks for {request} where {free} are free; {peak} would be reserved."
-        yield Finding("generation-exceeds", peak.reserved, (), text, values, brief=text)
+        yield Finding("generation-exceeds", text, values, bytes=peak.reserved, brief=text)
 
 
 @RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
@@ -68,7 +68,7 @@ def what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
     row = max(_ran(evidence.rows), key=lambda row: row.cache)
     if not row.cache:
         text = "The model keeps no KV cache."
-        yield Finding("kv-cache", 0, (), text, brief=text)
+        yield Finding("kv-cache", text, bytes=0, brief=text)
         return
     values: dict[str, object] = {
         "cache": Bytes(row.cache),
@@ -87,7 +87,7 @@ def what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
     if row.hosted:
         text += " {hosted} of it are on the host, where PyTorch keeps {pinned} pinned, in blocks of powers of two."
         brief += " {hosted} of it are on the host."
-    yield Finding("kv-cache", row.cache, (), text, values, brief=brief)
+    yield Finding("kv-cache", text, values, bytes=row.cache, brief=brief)
 
 
 @RULES.rule("proposed-tokens")
@@ -110,7 +110,7 @@ def what_proposes(evidence: Evidence) -> Iterator[Finding]:
             "The assistant {assistant} holds {weights} of the weights under {scenario} and {cache} of the KV cache. It "
             "proposes {tokens} tokens before each step, none of which turns out to be right: the most it may need."
         )
-    yield Finding("proposed-tokens", row.assistant + cache, (), text, values)
+    yield Finding("proposed-tokens", text, values, bytes=row.assistant + cache)
 
 
 @RULES.rule("decode-transient")
@@ -121,7 +121,7 @@ def what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
         return
     text = "A decode step needs {transient} for a moment beyond what stays, at batch {batch} under {scenario}."
     values = {"transient": Bytes(row.transient), "batch": row.batch, "scenario": row.scenario}
-    yield Finding("decode-transient", row.transient, (), text, values)
+    yield Finding("decode-transient", text, values, bytes=row.transient)
 
 
 @RULES.rule("prefill-transient")
@@ -138,7 +138,7 @@ def what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
         text += " Reading the prompt in chunks (--chunk) may lower that."
     values = {"prompt": row.prompt, "batch": row.batch, "beyond": Bytes(beyond)}
     brief = "The prefill decides at batch {batch}: it needs {beyond} more than any step after it."
-    yield Finding("prefill-transient", beyond, (), text, values, brief=brief)
+    yield Finding("prefill-transient", text, values, bytes=beyond, brief=brief)
 
 
 @RULES.rule("generation-inexact")
@@ -147,7 +147,7 @@ def what_was_not_checked(evidence: Evidence) -> Iterator[Finding]:
     inexact = [row for row in _ran(evidence.rows) if not row.exact]
     if inexact:
         text = "Decode steps of {count} rows are close to what was derived for them, not equal."
-        yield Finding("generation-inexact", None, (), text, {"count": len(inexact)})
+        yield Finding("generation-inexact", text, {"count": len(inexact)})
 
 
 def _small(size: int) -> str:

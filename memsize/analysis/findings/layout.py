@@ -19,7 +19,7 @@ def nothing_to_convert(audit: Audit) -> Iterator[Finding]:
     """A model without images: channels last has nothing to act on."""
     if not audit.converted and not audit.converted_inputs:
         text = "Nothing here is an image or a volume that channels last would rearrange: it changes nothing."
-        yield Finding("nothing-to-convert", None, (), text)
+        yield Finding("nothing-to-convert", text)
 
 
 @RULES.rule(
@@ -33,19 +33,19 @@ def verdict(audit: Audit) -> Iterator[Finding]:
     values = {"plain": Bytes(plain), "last": Bytes(last), "difference": Bytes(abs(last - plain))}
     if last > plain:
         text = "Channels last copies {last} per forward to rearrange tensors, {difference} more than row-major does."
-        yield Finding("channels-last-copies-more", last - plain, _layers(audit.last.copies), text, values)
+        yield Finding("channels-last-copies-more", text, values, bytes=last - plain, layers=_layers(audit.last.copies))
     elif last < plain:
         text = "Channels last copies {last} per forward to rearrange tensors, {difference} less than row-major does."
         if not last:
             text = "Channels last copies nothing to rearrange tensors, where row-major copies {plain} per forward."
-        yield Finding("channels-last-copies-less", plain - last, _layers(audit.plain.copies), text, values)
+        yield Finding("channels-last-copies-less", text, values, bytes=plain - last, layers=_layers(audit.plain.copies))
     elif last:
         text = "Channels last copies {last} per forward to rearrange tensors, as much as row-major does."
-        yield Finding("channels-last-copies-the-same", last, _layers(audit.last.copies), text, values)
+        yield Finding("channels-last-copies-the-same", text, values, bytes=last, layers=_layers(audit.last.copies))
     back = any(copy.op == _CONVOLUTION for copy in audit.last.copies)
     if not audit.last.losses and not back and _image_layers(audit):
         text = "No op loses channels last: all {count} layers that return images keep it."
-        yield Finding("channels-last-kept", None, (), text, {"count": _image_layers(audit)})
+        yield Finding("channels-last-kept", text, {"count": _image_layers(audit)})
 
 
 def _image_layers(audit: Audit) -> int:
@@ -67,7 +67,7 @@ def lost(audit: Audit) -> Iterator[Finding]:
         copied = sum(
             copy.bytes for copy in audit.last.copies if (copy.op, copy.place) == (op, line) and copy.layer in layers
         )
-        yield Finding("format-lost", copied or None, layers, text, values)
+        yield Finding("format-lost", text, values, bytes=copied or None, layers=layers)
 
 
 @RULES.rule("convolution-copies-back")
@@ -96,7 +96,7 @@ def _copied(audit: Audit, op: str, after: Format, code: str, text: str) -> Itera
     if copies:
         layers, size = _layers(copies), sum(copy.bytes for copy in copies)
         values = {"layers": layers, "get": "get" if len(layers) > 1 else "gets", "bytes": Bytes(size)}
-        yield Finding(code, size, layers, text, values)
+        yield Finding(code, text, values, bytes=size, layers=layers)
 
 
 @RULES.rule("float64-convolutions")
@@ -105,7 +105,7 @@ def double_precision(audit: Audit) -> Iterator[Finding]:
     layers = _layers([copy for copy in audit.last.copies if copy.tensor.dtype == "float64" and copy.op == _CONVOLUTION])
     if audit.double and layers:
         text = "cuDNN has no channels last for float64: convolutions bring what they are given back to row-major."
-        yield Finding("float64-convolutions", None, layers, text)
+        yield Finding("float64-convolutions", text, layers=layers)
 
 
 def _layers(copies: Sequence[Copy]) -> tuple[str, ...]:

@@ -29,12 +29,12 @@ def mixed_dtypes(evidence: Evidence) -> Iterator[Finding]:
     shares = ", ".join(f"{dtype} {{{dtype}}}" for dtype in floats)
     yield Finding(
         "batch-norm-kept-fp32" if norms else "mixed-dtypes",
-        bytes_of(floats[widest]),
-        layers,
         f"Batch norms were kept in {widest}, as apex O2 and good practice do: {shares}. They are {{layers}}."
         if norms
         else f"Only part of the model was converted: {shares}. Still {widest}: {{layers}}.",
         {"layers": layers} | {dtype: Bytes(bytes_of(ts)) for dtype, ts in floats.items()},
+        bytes=bytes_of(floats[widest]),
+        layers=layers,
         brief=f"Batch norms were kept in {widest}: {shares}."
         if norms
         else f"Only part of the model was converted: {shares}.",
@@ -58,8 +58,6 @@ def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
     dtypes = tuple(stored_dtypes(wrong))
     yield Finding(
         "wrapper-misreports",
-        bytes_of(wrong),
-        layers_of(wrong),
         "{names} in {layers}: {stored} are stored, as {dtypes}, where PyTorch says {said}. A summary asks "
         "for the dtype that the wrapper stands for, not for what it holds.",
         {
@@ -69,6 +67,8 @@ def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
             "said": Bytes(sum(tensor.reported_bytes for tensor in wrong)),
             "layers": layers_of(wrong),
         },
+        bytes=bytes_of(wrong),
+        layers=layers_of(wrong),
         brief="{names} store {stored}, as {dtypes}, where PyTorch says {said}.",
     )
 
@@ -90,12 +90,11 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
         values["each"] = f"{stored.parameter_bytes / stored.parameters:.3g}"
         yield Finding(
             "summary-assumes-4-bytes",
-            stored.parameter_bytes,
-            (),
             "The parameters are stored in {each} bytes each, {bytes} in all. A summary that prints {printed} "
             "MB multiplies {parameters} parameters by 4 bytes whatever they are stored in, as torchsummary "
             "does{others}.",
             values,
+            bytes=stored.parameter_bytes,
             brief="The parameters take {each} bytes each, {bytes} in all; a summary that says {printed} counts 4 bytes "
             "for each.",
         )
@@ -106,12 +105,11 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
     halved = half.parameter_bytes * 2 == stored.parameter_bytes
     yield Finding(
         "summary-assumes-4-bytes",
-        stored.parameter_bytes - half.parameter_bytes,
-        (),
         "Casting to fp16 or bf16 does shrink what is stored, {bytes} → {half}. A summary that still prints "
         "{printed} MB afterwards multiplies {parameters} parameters by 4 bytes whatever they are stored in, "
         "as torchsummary does{others}.",
         values | {"half": Bytes(half.parameter_bytes)},
+        bytes=stored.parameter_bytes - half.parameter_bytes,
         brief=f"Casting to fp16 or bf16 {'halves' if halved else 'shrinks'} what is stored, {{bytes}} → {{half}}; a "
         "summary that still says {printed} counts 4 bytes for each parameter.",
     )
@@ -133,8 +131,6 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
         return
     yield Finding(
         "amp-keeps-fp32-parameters",
-        totals.cast_bytes,
-        tuple(layer.path for layer in evidence.runs[str(amp)].layers if layer.cast_bytes),
         "Autocast casts no parameter: parameters ({bytes}), their gradients and the optimizer state stay float32, and "
         "{cast} of {dtype} copies come on top during each forward.",
         {
@@ -143,6 +139,8 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
             "dtype": (amp or "").removeprefix("amp-"),
             "batch": evidence.crossover and evidence.crossover.batch,
         },
+        bytes=totals.cast_bytes,
+        layers=tuple(layer.path for layer in evidence.runs[str(amp)].layers if layer.cast_bytes),
         brief="Autocast casts no parameter: {bytes} stay, and {cast} of {dtype} copies come on top."
         + _pays(evidence.crossover),
     )
@@ -184,7 +182,7 @@ def _amp_crossover(evidence: Evidence) -> Iterator[Finding]:
             "With this input autocast keeps more than float32 up to batch {before} and less from batch {batch} on: "
             f"{shown}."
         )
-    yield Finding("amp-crossover", crossing.second - crossing.first, (), text, values)
+    yield Finding("amp-crossover", text, values, bytes=crossing.second - crossing.first)
 
 
 @RULES.rule("activations-dominate", "parameters-dominate")
@@ -215,4 +213,4 @@ def what_binds_the_batch(evidence: Evidence) -> Iterator[Finding]:
             "Parameters take {parameters} in float32 and each sample keeps {sample}: activations overtake "
             "parameters at batch {batch}. Halving the parameters makes room for {gain} more samples."
         )
-    yield Finding(code, per_sample, (), text, values, brief=brief)
+    yield Finding(code, text, values, bytes=per_sample, brief=brief)

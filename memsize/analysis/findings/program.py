@@ -52,7 +52,9 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
         **follows,
         **allowed,
     }
-    yield Finding("run-out-of-memory", first.bytes, _layers(first.layer), template + ".", values, brief + ".")
+    yield Finding(
+        "run-out-of-memory", template + ".", values, bytes=first.bytes, layers=_layers(first.layer), brief=brief + "."
+    )
 
 
 def eagerly(run: ProgramRun) -> str:
@@ -84,7 +86,7 @@ def _needs(run: ProgramRun) -> Iterator[Finding]:
         "package": "{line} needs {name}, which is made for a real GPU: {instead}.",
     }
     values = {"name": needed.name, "line": needed.line or "the program", "instead": needed.instead}
-    yield Finding("run-needs-gpu", None, (), templates[needed.what], values)
+    yield Finding("run-needs-gpu", templates[needed.what], values)
 
 
 @RULES.rule("run-needs-launcher")
@@ -92,7 +94,7 @@ def _needs_launcher(run: ProgramRun) -> Iterator[Finding]:
     missing = next((name for name in environment(ALONE) if run.failure == f"KeyError: '{name}'"), None)
     if missing is not None and run.trace.world == ALONE:
         template = "The program wants {name}, which torchrun sets: --gpus 8 runs it as one of 8 processes."
-        yield Finding("run-needs-launcher", None, (), template, {"name": missing})
+        yield Finding("run-needs-launcher", template, {"name": missing})
 
 
 @RULES.rule("run-divides-heads")
@@ -100,7 +102,7 @@ def _divides_heads(run: ProgramRun) -> Iterator[Finding]:
     problem = undivided(run.failure or "", run.trace, run.trace.world.size)
     if problem is not None:
         template, shape = problem
-        yield Finding("run-divides-heads", None, (), template, {"shape": shape})
+        yield Finding("run-divides-heads", template, {"shape": shape})
 
 
 @RULES.rule("run-nothing-on-gpu")
@@ -109,13 +111,13 @@ def _nothing(run: ProgramRun) -> Iterator[Finding]:
         return
     if run.failure:
         template = "Nothing was put on the GPU before the program failed: {failure}."
-        yield Finding("run-nothing-on-gpu", None, (), template, {"failure": run.failure.rstrip(".")})
+        yield Finding("run-nothing-on-gpu", template, {"failure": run.failure.rstrip(".")})
     else:
         template = (
             "Nothing was put on the GPU. A program often chooses its device by an option, such as --device cuda or "
             "--accel."
         )
-        yield Finding("run-nothing-on-gpu", None, (), template)
+        yield Finding("run-nothing-on-gpu", template)
 
 
 @RULES.rule("run-fits")
@@ -144,14 +146,22 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
     if largest is not None:
         values |= {"bytes": Bytes(largest.bytes), "role": noun(largest.role), "line": largest.line}
     summit = Moment(run.trace.scenario, aggregates.summit(run.trace))
-    yield Finding("run-fits", peak.device.high, _layers(peak.peak_layer), template, values, brief + ".", summit)
+    yield Finding(
+        "run-fits",
+        template,
+        values,
+        bytes=peak.device.high,
+        layers=_layers(peak.peak_layer),
+        brief=brief + ".",
+        moment=summit,
+    )
 
 
 @RULES.rule("run-no-step")
 def _no_step(run: ProgramRun) -> Iterator[Finding]:
     if run.trace.events and not run.steps and not run.refused and run.failure is None:
         template = "No optimizer made a step, so the program ran to its end."
-        yield Finding("run-no-step", None, (), template)
+        yield Finding("run-no-step", template)
 
 
 @RULES.rule("run-waits")
@@ -161,7 +171,7 @@ def _waits(run: ProgramRun) -> Iterator[Finding]:
             "The loop at {line} waits for a number that only a GPU computes, and would never end here: the program was "
             "stopped."
         )
-        yield Finding("run-waits", None, (), template, {"line": run.waits})
+        yield Finding("run-waits", template, {"line": run.waits})
 
 
 @RULES.rule("run-grows")
@@ -182,7 +192,7 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
         brief = template + "."
         template += " (added to at {place})" if holder.line else ""
         template += ". Keep x.item() or x.detach() instead." if holder.graphs else ". Move them to the CPU."
-    yield Finding("run-grows", growth.bytes, (), template, values, brief)
+    yield Finding("run-grows", template, values, bytes=growth.bytes, brief=brief)
 
 
 @RULES.rule("run-lags")
@@ -209,7 +219,7 @@ def _gradients(run: ProgramRun) -> Iterator[Finding]:
     }
     brief, remedy = templates[gradients.reason]
     values = {"bytes": Bytes(gradients.bytes), "line": gradients.line or "a line of a library"}
-    yield Finding("run-gradients-kept", gradients.bytes, (), f"{brief}{remedy}.", values, f"{brief}.")
+    yield Finding("run-gradients-kept", f"{brief}{remedy}.", values, bytes=gradients.bytes, brief=f"{brief}.")
 
 
 def _allowed(run: ProgramRun) -> dict[str, Bytes]:

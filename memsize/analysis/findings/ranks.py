@@ -20,7 +20,7 @@ def _failed(runs: RankRuns) -> Iterator[Finding]:
         if group.run.failure is not None and not group.run.ran_out:
             template = "{ranks} failed: {failure}. --rank {first} shows where."
             values = {"ranks": _first(runs.named(group)), "failure": group.run.failure, "first": group.ran[0]}
-            yield Finding("ranks-failed", None, (), template, values)
+            yield Finding("ranks-failed", template, values)
 
 
 @RULES.rule("ranks-out-of-memory")
@@ -44,7 +44,7 @@ def _refused(runs: RankRuns) -> Iterator[Finding]:
                 "bytes": Bytes(first.bytes),
                 "free": Bytes(first.free),
             }
-            yield Finding("ranks-out-of-memory", first.bytes, (), template, values)
+            yield Finding("ranks-out-of-memory", template, values, bytes=first.bytes)
 
 
 @RULES.rule("ranks-fit")
@@ -67,7 +67,7 @@ def _fit(runs: RankRuns) -> Iterator[Finding]:
         "where": moment_in_words(peak.peak_phase, peak.peak_layer, peak.peak_step),
     }
     layers = (peak.peak_layer,) if peak.peak_layer else ()
-    yield Finding("ranks-fit", peak.device.high, layers, template, values)
+    yield Finding("ranks-fit", template, values, bytes=peak.device.high, layers=layers)
 
 
 @RULES.rule("ranks-differ")
@@ -88,7 +88,7 @@ def _differ(runs: RankRuns) -> Iterator[Finding]:
         "part": Bytes(sizes[role]),
         "role": noun(role),
     }
-    yield Finding("ranks-differ", difference, (), template, values)
+    yield Finding("ranks-differ", template, values, bytes=difference)
 
 
 @RULES.rule("ranks-between")
@@ -100,7 +100,7 @@ def _between(runs: RankRuns) -> Iterator[Finding]:
             "shards never grow from one {one} to the next."
         )
         values = {"count": len(ran), "size": runs.size, "noun": f"{runs.noun}s", "one": runs.noun, "ran": spans(ran)}
-        yield Finding("ranks-between", None, (), template, values, "{count} of {size} {noun} were run: {ran}.")
+        yield Finding("ranks-between", template, values, brief="{count} of {size} {noun} were run: {ran}.")
 
 
 def _first(text: str) -> str:

@@ -33,7 +33,7 @@ def what_is_served(evidence: Evidence) -> Iterator[Finding]:
             "Under {scenario} nothing is left for the KV cache: the server may take {budget} of {card}, {short} less "
             "than it needs (weights {weights}, a step and what is outside PyTorch {rest})."
         )
-        yield Finding("serves-none", row.shortage, (), text, values, brief=text)
+        yield Finding("serves-none", text, values, bytes=row.shortage, brief=text)
         return
     paged = row.paged
     values |= {
@@ -48,7 +48,7 @@ def what_is_served(evidence: Evidence) -> Iterator[Finding]:
         "requests of {context} tokens at once."
     )
     brief = "Under {scenario} the KV cache holds {tokens} to {most} tokens: {requests} requests of {context} at once."
-    yield Finding("serves", paged.available.low, (), text, values, brief=brief)
+    yield Finding("serves", text, values, bytes=paged.available.low, brief=brief)
 
 
 @RULES.rule("request-too-long")
@@ -65,7 +65,7 @@ def what_is_too_long(evidence: Evidence) -> Iterator[Finding]:
         "Under {scenario} one request of {context} tokens may not fit the cache, by {missing}: vLLM does not start "
         "then, but for a lower max_model_len."
     )
-    yield Finding("request-too-long", missing, (), text, values, brief=text)
+    yield Finding("request-too-long", text, values, bytes=missing, brief=text)
 
 
 @RULES.rule("serves-with")
@@ -78,7 +78,7 @@ def what_makes_room(evidence: Evidence) -> Iterator[Finding]:
     values: dict[str, object] = {"context": remedied.size, "peak": Bytes(remedied.peak), "names": ", ".join(enough)}
     text = "One request of {context} tokens needs {peak} with the server; "
     text += "there is room with any one of: {names}." if enough else "nothing that was tried makes room by itself."
-    yield Finding("serves-with", remedied.peak, (), text, values, brief=text)
+    yield Finding("serves-with", text, values, bytes=remedied.peak, brief=text)
 
 
 @RULES.rule("serves-more")
@@ -91,7 +91,7 @@ def what_serves_more(evidence: Evidence) -> Iterator[Finding]:
     before = _tokens(first)
     values = {"scenario": best.scenario, "tokens": best.paged.tokens.low, "first": first.scenario, "before": before}
     text = "Under {scenario} the cache holds {tokens} tokens at least; under {first} {before}."
-    yield Finding("serves-more", best.paged.available.low, (), text, values, brief=text)
+    yield Finding("serves-more", text, values, bytes=best.paged.available.low, brief=text)
 
 
 @RULES.rule("step-transient")
@@ -106,7 +106,7 @@ def what_a_step_takes(evidence: Evidence) -> Iterator[Finding]:
         "either leave more for the cache."
     )
     values = {"profile": Bytes(row.profile), "tokens": serving.batched_tokens, "seqs": serving.rows}
-    yield Finding("step-transient", row.profile, (), text, values)
+    yield Finding("step-transient", text, values, bytes=row.profile)
 
 
 def _tokens(row: ServingRow) -> int:

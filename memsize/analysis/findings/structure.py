@@ -34,8 +34,6 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
             continue
         yield Finding(
             "quantization-leaves-layers",
-            size,
-            tuple(skipped),
             "{name} shrinks {done} to {small} and leaves {left} alone ({reason}): {size} stay {dtypes}.",
             {
                 "name": name,
@@ -46,6 +44,8 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
                 "size": Bytes(size),
                 "dtypes": stored_dtypes(unquantized),
             },
+            bytes=size,
+            layers=tuple(skipped),
             brief="{name} leaves {left} alone: {size} stay {dtypes}.",
         )
 
@@ -63,8 +63,6 @@ def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
             layers = tuple(dict.fromkeys(trace.layers[copy.layer].path for copy in copies))
             yield Finding(
                 "quantized-weights-unpacked",
-                size,
-                layers,
                 "{name} unpacks the weights of {layers} to {dtypes} before it multiplies, and what it keeps for "
                 "backward includes these copies: {bytes}. Inference frees them one by one.",
                 {
@@ -73,6 +71,8 @@ def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
                     "dtypes": tuple(dict.fromkeys(copy.dtype for copy in copies)),
                     "bytes": Bytes(size),
                 },
+                bytes=size,
+                layers=layers,
             )
 
 
@@ -85,8 +85,6 @@ def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
         if wide:
             yield Finding(
                 "low-bits-in-wide-containers",
-                bytes_of(wide),
-                layers_of(wide),
                 "{name}: {count} weights have fewer than 8 bits each but are kept in 8-bit containers, {bytes} in all: "
                 "nothing is saved beyond int8.",
                 {
@@ -94,6 +92,8 @@ def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
                     "count": sum(tensor.elements for tensor in wide),
                     "bytes": Bytes(bytes_of(wide)),
                 },
+                bytes=bytes_of(wide),
+                layers=layers_of(wide),
             )
 
 
@@ -121,8 +121,6 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
     layers = tuple(dict.fromkeys(trace.layers[s.saved_by].path for s in between))
     yield Finding(
         "kept-by-functions",
-        size,
-        layers,
         "Functions keep {size} of {all} for backward; the table counts that in the modules that call them, {layers}: "
         + shares
         + (f" and the rest at {len(by_line) - _LINES} more lines." if len(by_line) > _LINES else "."),
@@ -133,6 +131,8 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
             **named,
             **{f"bytes{number}": Bytes(line_bytes) for number, (_, line_bytes) in enumerate(lines)},
         },
+        bytes=size,
+        layers=layers,
     )
 
 
@@ -151,11 +151,11 @@ def unregistered(evidence: Evidence) -> Iterator[Finding]:
     if hidden:
         yield Finding(
             "unregistered-tensors",
-            bytes_of(hidden),
-            layers_of(hidden),
             "Held without being registered: {names} ({bytes}). parameters(), state_dict(), .to() and .half() "
             "do not see them; nn.ModuleList, nn.Parameter and register_buffer make them part of the model.",
             {"names": tuple(tensor.name for tensor in hidden), "bytes": Bytes(bytes_of(hidden))},
+            bytes=bytes_of(hidden),
+            layers=layers_of(hidden),
         )
 
 
@@ -170,11 +170,11 @@ def pruned(evidence: Evidence) -> Iterator[Finding]:
         extra = bytes_of(masks) + bytes_of(computed)
         yield Finding(
             "pruned-parameters-grow",
-            extra,
-            layers_of(masks),
             "Pruning makes the model larger, not smaller: beside each original weight stand a mask and the computed "
             "weight, {extra} on top, in {layers}. torch.nn.utils.prune.remove makes it permanent and drops both.",
             {"extra": Bytes(extra), "layers": layers_of(masks)},
+            bytes=extra,
+            layers=layers_of(masks),
         )
 
 
@@ -191,11 +191,11 @@ def without_gradient(evidence: Evidence) -> Iterator[Finding]:
     if cut and any(t.differentiable for t in evidence.parameters):
         yield Finding(
             "no-gradient-flows",
-            bytes_of(cut),
-            layers_of(cut),
             "Used, but out of reach of any gradient: {names} ({bytes}), read through .data or detach, or "
             "under no_grad.",
             {"names": tuple(tensor.name for tensor in cut), "bytes": Bytes(bytes_of(cut))},
+            bytes=bytes_of(cut),
+            layers=layers_of(cut),
         )
 
 
@@ -207,14 +207,14 @@ def tied(evidence: Evidence) -> Iterator[Finding]:
         saved = sum(tensor.reported_bytes for tensor in ties)
         yield Finding(
             "tied-parameters",
-            saved,
-            layers_of(ties),
             "Tied: {names} with {owners}. What they share is stored and counted once, which saves {saved}.",
             {
                 "names": tuple(tensor.name for tensor in ties),
                 "owners": tuple(dict.fromkeys(str(tensor.tied_to) for tensor in ties)),
                 "saved": Bytes(saved),
             },
+            bytes=saved,
+            layers=layers_of(ties),
         )
 
 
@@ -225,10 +225,10 @@ def unused(evidence: Evidence) -> Iterator[Finding]:
     if idle:
         yield Finding(
             "unused-parameters",
-            bytes_of(idle),
-            layers_of(idle),
             "The forward never reads {names}: {bytes} are stored, cast and saved with the model, and get no gradient.",
             {"names": tuple(tensor.name for tensor in idle), "bytes": Bytes(bytes_of(idle))},
+            bytes=bytes_of(idle),
+            layers=layers_of(idle),
         )
 
 
@@ -247,14 +247,14 @@ def what_halving_cannot_halve(evidence: Evidence) -> Iterator[Finding]:
     if parts:
         yield Finding(
             "halving-leaves-integers",
-            bytes_of(fixed) + sum(i.bytes for i in inputs),
-            layers_of(fixed),
             f"Halving cannot halve {' and '.join(parts)}.",
             {
                 "buffers": Bytes(bytes_of(fixed)),
                 "inputs": Bytes(sum(i.bytes for i in inputs)),
                 "names": tuple(f"{i.name} {i.spec}" for i in inputs),
             },
+            bytes=bytes_of(fixed) + sum(i.bytes for i in inputs),
+            layers=layers_of(fixed),
         )
 
 
@@ -268,11 +268,11 @@ def norms_kept_in_fp32(evidence: Evidence) -> Iterator[Finding]:
     half = sum(t.elements for t in trace.tensors if t.spec.dtype == "float16" and t.trainable and not t.tied_to)
     yield Finding(
         "apex-o2-keeps-master-weights",
-        half * 4,
-        layers_of(float32),
         "apex O2 stores float16 weights but its optimizer holds {master} of float32 master weights as well"
         + (", and batch norms stay float32 ({kept})." if float32 else "."),
         {"master": Bytes(half * 4), "kept": Bytes(bytes_of(float32))},
+        bytes=half * 4,
+        layers=layers_of(float32),
     )
 
 
@@ -284,10 +284,10 @@ def buffers(evidence: Evidence) -> Iterator[Finding]:
     if size and size * 100 >= parameters:
         yield Finding(
             "buffers-count-too",
-            size,
-            layers_of(tensors),
             "Buffers take {bytes} beside the parameters; torchsummary and torchinfo do not count them.",
             {"bytes": Bytes(size)},
+            bytes=size,
+            layers=layers_of(tensors),
         )
 
 
@@ -299,8 +299,6 @@ def torchinfo_counts_differently(evidence: Evidence) -> Iterator[Finding]:
         if reading.parameters != ours:
             yield Finding(
                 "summary-counts-differently",
-                None,
-                (),
                 "{tool} counts {theirs} parameters where {ours} are stored: {reason}.",
                 {"tool": reading.tool, "theirs": reading.parameters, "ours": ours, "reason": _reason(evidence)},
             )

@@ -35,7 +35,7 @@ def what_fits(rows: Rows) -> Iterator[Finding]:
             fitting.append(f"{{fit{key}}} of {{all{key}}}{on}")
         parts.append(f"on {{gpu{number}}} {', '.join(fitting)}" if is_spread else f"{fitting[0]} on {{gpu{number}}}")
     text = f"Of the cells that ran, these fit: {('; ' if is_spread else ', ').join(parts)}."
-    yield Finding("sweep-fits", None, (), text, values, brief=text)
+    yield Finding("sweep-fits", text, values, brief=text)
 
 
 def _fitting(cells: tuple[int, Rows]) -> tuple[int, int]:
@@ -60,11 +60,11 @@ def the_smallest_card(rows: Rows) -> Iterator[Finding]:
     enough = next((name for name, cells in cards.items() if all(row.outcome == "fits" for row in cells)), None)
     if enough is None:
         text = "No card fits all."
-        yield Finding("sweep-no-card", None, (), text, brief=text)
+        yield Finding("sweep-no-card", text, brief=text)
     else:
         several = any(row.gpus > 1 for row in rows)
         text = "The fewest GPUs that fit all are {gpu}." if several else "The smallest card that fits all is {gpu}."
-        yield Finding("sweep-smallest-card", None, (), text, {"gpu": enough}, brief=text)
+        yield Finding("sweep-smallest-card", text, {"gpu": enough}, brief=text)
 
 
 @RULES.rule("sweep-largest")
@@ -85,10 +85,9 @@ def what_needs_most(rows: Rows) -> Iterator[Finding]:
     text = "The largest peak is that of {cell}: {reserved} reserved, {part} of them {role}, in {phase}."
     yield Finding(
         "sweep-largest",
-        row.reserved,
-        (),
         text,
         values,
+        bytes=row.reserved,
         brief="The largest peak is that of {cell}: {reserved} reserved.",
     )
 
@@ -105,7 +104,7 @@ def what_failed(rows: Rows) -> Iterator[Finding]:
         failed = "1 cell" if len(cells) == 1 else f"{len(cells):,} cells"
         text = "{failed} could not be run ({targets}): {reason}" + ("" if reason.endswith("?") else ".")
         values = {"failed": failed, "targets": targets, "reason": reason}
-        yield Finding("sweep-failed", None, (), text, values, brief=text if number == 0 else "")
+        yield Finding("sweep-failed", text, values, brief=text if number == 0 else "")
 
 
 def _question(row: SweepRow) -> frozenset[tuple[str, str]]:

@@ -42,8 +42,6 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
     shares = ", ".join(f"{role} {{r{number}}}" for number, (role, _) in enumerate(largest))
     yield Finding(
         "training-peak",
-        peak.requested,
-        (peak.peak_layer,) if peak.peak_layer else (),
         f"A training step with {{optimizer}}{how} under {{name}} peaks at {{requested}}{among} in the {{where}}: "
         f"{shares}. {_advice(peak)}",
         {
@@ -64,6 +62,8 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
         }
         | ({"parallel": str(spread), "gpus": spread.size} if spread else {})
         | {f"r{number}": Bytes(size) for number, (_, size) in enumerate(largest)},
+        bytes=peak.requested,
+        layers=(peak.peak_layer,) if peak.peak_layer else (),
         brief=f"A training step with {{optimizer}}{how} peaks at {{requested}}{among} in {{name}}, in the {{where}}: "
         "{gpu} would show {low} to {high} of {total}." + lowest,
         moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs and not evidence.spread else None,
@@ -76,7 +76,7 @@ def not_trained(evidence: Evidence) -> Iterator[Finding]:
     if evidence.untrained and not evidence.peaks:
         reason = next(iter(evidence.untrained.values()))
         text = "There is no training step to show: {reason}."
-        yield Finding("no-training-step", None, (), text, {"reason": reason}, brief=text)
+        yield Finding("no-training-step", text, {"reason": reason}, brief=text)
 
 
 def _states(peak: GpuEstimate) -> int:
@@ -109,13 +109,13 @@ def data_parallel(evidence: Evidence) -> Iterator[Finding]:
     copied = bytes_of(replicated)
     yield Finding(
         "data-parallel-replicas",
-        copied,
-        paths,
         "The figures are those of one GPU; --train adamw --parallel dp=4 runs it on four. On n GPUs DataParallel gives "
         "each 1/n of the batch, and so of {saved} kept for backward; every GPU but the first holds a copy of the "
         "{copied} of parameters and buffers during each forward and backward; the first alone holds the whole input "
         "and output, the summed gradients and the optimizer's state.",
         {"saved": Bytes(evidence.stored.saved_bytes), "copied": Bytes(copied)},
+        bytes=copied,
+        layers=paths,
     )
 
 
@@ -136,8 +136,7 @@ def distributed(evidence: Evidence) -> Iterator[Finding]:
     )
     yield Finding(
         "gradient-buckets",
-        size,
-        (),
         "The figures are those of one process of DistributedDataParallel with its own batch: " + on_top + ".",
         {"size": Bytes(size)},
+        bytes=size,
     )

@@ -51,8 +51,6 @@ def out_of_memory(shortage: Shortage, what: str, gpu: str, scenario: str | None 
     so, brief = (_CERTAIN, _CERTAIN_BRIEF) if shortage.certain else possible
     return Finding(
         "out-of-memory",
-        shortage.tried,
-        (shortage.layer,) if shortage.layer else (),
         so + _ERROR,
         {
             "what": what[:1].upper() + what[1:],
@@ -65,6 +63,8 @@ def out_of_memory(shortage: Shortage, what: str, gpu: str, scenario: str | None 
             "idle": Bytes(shortage.reserved - shortage.allocated),
             "context": Bytes(shortage.total - shortage.free - shortage.reserved),
         },
+        bytes=shortage.tried,
+        layers=(shortage.layer,) if shortage.layer else (),
         brief=brief,
         moment=None if scenario is None or shortage.event is None else Moment(scenario, shortage.event),
     )
@@ -77,7 +77,7 @@ def lagging(lag: RecordStreamCost, reserved: int, code: str = "record-stream") -
     more = lag.reserved - reserved
     values = {"reserved": Bytes(lag.reserved), "more": Bytes(more), "tensors": tensors}
     text = (_LAG if more else _LAG_ALIKE) + _STREAM + (_RUNS_OUT if lag.runs_out else "")
-    return Finding(code, more, (), f"{text}.", values)
+    return Finding(code, f"{text}.", values, bytes=more)
 
 
 INTERRUPTED: Final = "interrupted"
@@ -88,7 +88,7 @@ def interrupted(missing: Sequence[str]) -> tuple[Finding, ...]:
     if not missing:
         return ()
     text = f"Interrupted: {{missing}} {_are(len(missing))} missing."
-    return (Finding(INTERRUPTED, None, (), text, {"missing": tuple(missing)}, brief=text),)
+    return (Finding(INTERRUPTED, text, {"missing": tuple(missing)}, brief=text),)
 
 
 def sweep_interrupted(missing: Sequence[str], cells: int, saved: bool) -> tuple[Finding, ...]:
@@ -104,7 +104,7 @@ def sweep_interrupted(missing: Sequence[str], cells: int, saved: bool) -> tuple[
         text = f"Interrupted: {{count}} of {{cells}} cells {_are(len(missing))} missing: {{missing}}."
         text += " The same command goes on with what is missing." if saved else ""
     values = {"count": len(missing), "cells": cells, "missing": tuple(missing)}
-    return (Finding(INTERRUPTED, None, (), text, values, brief=text),)
+    return (Finding(INTERRUPTED, text, values, brief=text),)
 
 
 def _are(count: int) -> str:
