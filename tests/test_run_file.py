@@ -42,10 +42,10 @@ st.register_type_strategy(
     st.builds(
         Finding,
         TEXTS,
-        st.none() | st.integers(),
-        st.lists(TEXTS, max_size=2).map(tuple),
         TEXTS,
         st.dictionaries(TEXTS, VALUES, max_size=3),
+        bytes=st.none() | st.integers(),
+        layers=st.lists(TEXTS, max_size=2).map(tuple),
     ),
 )
 

@@ -105,7 +105,7 @@ class Measured:
 def against_limit(measured: Measured, bound: Bound) -> tuple[Figure, Finding | None]:
     """A figure beside its limit, and what is wrong where it is above."""
     value = measured.value(bound)
-    figure = Figure(bound.name, bound.unit, value, bound.amount, holds=value <= bound.amount)
+    figure = Figure(bound.name, unit=bound.unit, value=value, limit=bound.amount, holds=value <= bound.amount)
     return figure, None if figure.holds else _over(measured, bound, value)
 
 
@@ -150,7 +150,7 @@ def against_batch(row: FitRow, bound: Bound) -> tuple[Figure, Finding | None]:
     if row.status == "unavailable":
         raise InputError(f"whether a batch of {bound.amount} fits: {row.reason}")
     fits = row.status == "fits"
-    figure = Figure(bound.name, bound.unit, bound.amount if fits else None, bound.amount, holds=fits)
+    figure = Figure(bound.name, unit=bound.unit, value=bound.amount if fits else None, limit=bound.amount, holds=fits)
     if fits:
         return figure, None
     needed = row.peak or row.next_peak
@@ -185,7 +185,9 @@ def against_baseline(now: Baseline, before: Baseline, growth: Growth) -> Iterato
         base = before.figures[name]
         allowed = growth.most(base)
         unit: Unit = "elements" if name == "parameters" else "bytes"
-        figure = Figure(name, unit, value, None, base, allowed, value <= allowed)
+        figure = Figure(
+            name=name, unit=unit, value=value, limit=None, baseline=base, allowed=allowed, holds=value <= allowed
+        )
         yield figure, _moved(figure, now, before) if value > allowed or value < base else None
 
 
@@ -197,7 +199,7 @@ def _moved(figure: Figure, now: Baseline, before: Baseline) -> Finding:
     value, base, allowed = figure.value or 0, figure.baseline or 0, figure.allowed or 0
     draw = _in_unit(figure.unit)
     grew = value > base
-    blamed = _grown(figure.name, now, before, 1 if grew else -1)
+    blamed = _grown(figure.name, now=now, before=before, sign=1 if grew else -1)
     text, values = _blame(blamed, Bytes, "+" if grew else "−")
     over = ", {excess} more than allowed" if grew and allowed > base else ""
     return Finding(

@@ -49,20 +49,22 @@ def compare_sides(before: Side, after: Side) -> Comparison:
     converted = not (before.file or after.file or any(_is_structural(change.how) for change in changes))
     appeared, gone = new_findings(before.findings, after.findings, layers)
     return Comparison(
-        before.trace,
-        after.trace,
-        pairs,
-        RULES.findings(Models(before.trace, after.trace, pairs, figures, converted)),
-        (before.name, after.name),
-        changes,
-        figures,
-        peak,
-        living,
-        appeared,
-        gone,
-        after.gpu or before.gpu,
-        after.optimizer or before.optimizer,
-        tuple(dict.fromkeys((*before.notes, *after.notes))),
+        before=before.trace,
+        after=after.trace,
+        pairs=pairs,
+        findings=RULES.findings(
+            Models(before.trace, after=after.trace, pairs=pairs, figures=figures, converted=converted)
+        ),
+        names=(before.name, after.name),
+        layer_changes=changes,
+        figure_changes=figures,
+        peak=peak,
+        living=living,
+        appeared=appeared,
+        gone=gone,
+        gpu=after.gpu or before.gpu,
+        optimizer=after.optimizer or before.optimizer,
+        notes=tuple(dict.fromkeys((*before.notes, *after.notes))),
     )
 
 

@@ -71,7 +71,16 @@ def _of_report(report: Report, name: str) -> Side:
         peaks += [(result.name, "training peak", result.training)] if result.training else []
     runs = tuple((result.name, result.trace) for result in results if result.trace)
     notes = (*report.assumptions, *report.remarks)
-    return Side(report.trace, name, runs, tuple(peaks), report.findings, report.gpu, report.optimizer, notes)
+    return Side(
+        trace=report.trace,
+        name=name,
+        runs=runs,
+        peaks=tuple(peaks),
+        findings=report.findings,
+        gpu=report.gpu,
+        optimizer=report.optimizer,
+        notes=notes,
+    )
 
 
 def _as_trace(report: CheckpointReport) -> Trace:
@@ -87,19 +96,28 @@ def _as_trace(report: CheckpointReport) -> Trace:
         paths |= dict.fromkeys(".".join(steps[: depth + 1]) for depth in range(len(steps)))
     above = {path.rpartition(".")[0] for path in paths if path}
     layers = tuple(_layer(path, path not in above) for path in paths)
-    return Trace(report.contents.path, "as saved", False, None, "", (), layers, tensors)
+    return Trace(
+        model=report.contents.path,
+        scenario="as saved",
+        training=False,
+        batch_size=None,
+        torch="",
+        inputs=(),
+        layers=layers,
+        tensors=tensors,
+    )
 
 
 def _stored(tensor: Tensor, is_weight: bool) -> StoredTensor:
     return StoredTensor(
-        tensor.name,
-        "parameter" if is_weight else "attribute",
-        tensor.name.rpartition(".")[0],
-        tensor.spec,
-        tensor.elements,
-        tensor.bytes,
-        tensor.bytes,
-        bool(tensor.trainable),
+        name=tensor.name,
+        kind="parameter" if is_weight else "attribute",
+        layer=tensor.name.rpartition(".")[0],
+        spec=tensor.spec,
+        elements=tensor.elements,
+        bytes=tensor.bytes,
+        reported_bytes=tensor.bytes,
+        trainable=bool(tensor.trainable),
         tied_to=tensor.shared_with,
         wrapper=tensor.wrapper,
     )
@@ -107,4 +125,18 @@ def _stored(tensor: Tensor, is_weight: bool) -> StoredTensor:
 
 def _layer(path: str, leaf: bool) -> Layer:
     depth = path.count(".") + 1 if path else 0
-    return Layer(path, "", depth, leaf, 0, (), 0, 0, 0, 0, 0, 0, 0)
+    return Layer(
+        path=path,
+        type="",
+        depth=depth,
+        leaf=leaf,
+        calls=0,
+        outputs=(),
+        parameters=0,
+        trainable=0,
+        parameter_bytes=0,
+        buffer_bytes=0,
+        output_bytes=0,
+        saved_bytes=0,
+        cast_bytes=0,
+    )

@@ -47,7 +47,14 @@ def find_crossover(measure: Callable[[int], tuple[int, int]], start: int) -> Cro
 
     batch = first_size(foretold, lambda batch: gap(batch) < 0, _FARTHEST)
     (first, second), following = seen[start], seen[start + 1]
-    return Crossover(batch, start, first, second, following[0] - first, following[1] - second)
+    return Crossover(
+        batch=batch,
+        start=start,
+        first=first,
+        second=second,
+        first_per_sample=following[0] - first,
+        second_per_sample=following[1] - second,
+    )
 
 
 def first_size(foretold: Callable[[int], bool], measured: Callable[[int], bool], most: int) -> int | None:

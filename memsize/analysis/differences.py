@@ -99,7 +99,14 @@ def _stored(node: Node, exact: bool) -> set[object]:
 def _change(head: Pair, how: tuple[How, ...], members: Sequence[Pair]) -> LayerChange:
     before, after = ([node for pair in members if (node := pair[side])] for side in (0, 1))
     (old, old_type), (new, new_type) = ((node.layer.path, node.layer.type) if node else (None, None) for node in head)
-    return LayerChange(old, new, (old_type, new_type), how, (_sizes(before), _sizes(after)), len(members))
+    return LayerChange(
+        before=old,
+        after=new,
+        types=(old_type, new_type),
+        how=how,
+        sizes=(_sizes(before), _sizes(after)),
+        layers=len(members),
+    )
 
 
 def _sizes(nodes: Iterable[Node]) -> LayerSizes:
@@ -107,9 +114,9 @@ def _sizes(nodes: Iterable[Node]) -> LayerSizes:
     tensors = [tensor for node in nodes for tensor in node.tensors]
     return LayerSizes(
         sum(tensor.elements for tensor in tensors if tensor.kind in COUNTED and not tensor.tied_to),
-        sum(tensor.bytes for tensor in tensors if tensor.kind != "master"),
-        sum(node.layer.output_bytes for node in nodes),
-        sum(node.layer.saved_bytes for node in nodes),
+        stored=sum(tensor.bytes for tensor in tensors if tensor.kind != "master"),
+        outputs=sum(node.layer.output_bytes for node in nodes),
+        kept=sum(node.layer.saved_bytes for node in nodes),
     )
 
 

@@ -109,7 +109,7 @@ class FormatLedger(Ledger):
         self._see(args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented:
-            self._compare(func, args, kwargs, result, before)
+            self._compare(func, args=args, kwargs=kwargs, result=result, before=before)
         return result
 
     def _see(self, value: Any) -> None:
@@ -151,12 +151,23 @@ class FormatLedger(Ledger):
     def _copied(self, func: Any, source: torch.Tensor, after: Format, hidden: bool, size: int | None = None) -> None:
         before: Format = format_of(source) or ("row-major" if source.is_contiguous() else "other")
         nbytes = source.numel() * source.element_size() if size is None else size
-        copy = Copy("", _name(func), spec_of(source), before, after, nbytes, hidden, _running_line())
+        copy = Copy(
+            layer="",
+            op=_name(func),
+            tensor=spec_of(source),
+            before=before,
+            after=after,
+            bytes=nbytes,
+            hidden=hidden,
+            place=_running_line(),
+        )
         self.copies.append((self.clock.layer, copy))
 
     def _lost(self, func: Any, tensor: torch.Tensor) -> None:
         after = format_of(tensor) or "row-major"
-        self.losses.append((self.clock.layer, Loss("", _name(func), spec_of(tensor), after, _running_line())))
+        self.losses.append(
+            (self.clock.layer, Loss("", op=_name(func), tensor=spec_of(tensor), after=after, place=_running_line()))
+        )
 
 
 def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -240,7 +251,17 @@ def audit(prepared: Callable[[], Setup]) -> Audit:
         call, converted_inputs = convert_call(setup.call)
         last = run_formats(replace(setup, call=call))
     double = any(parameter.dtype is torch.float64 for parameter in setup.model.parameters())
-    return Audit(setup.name, inputs, setup.scenario, training, plain, last, converted, converted_inputs, double)
+    return Audit(
+        model=setup.name,
+        inputs=inputs,
+        scenario=setup.scenario,
+        training=training,
+        plain=plain,
+        last=last,
+        converted=converted,
+        converted_inputs=converted_inputs,
+        double=double,
+    )
 
 
 def _at(event: _Event, path: str) -> _Event:

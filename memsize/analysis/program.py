@@ -67,7 +67,18 @@ def run_program(
     """
     files = Files(allow_writes)
     taken = workspaces(card, plans_of(card), stack)
-    program = Program(path, card, taken, config, steps, files, snapshot, world, bounded, stack)
+    program = Program(
+        name=path,
+        card=card,
+        workspaces=taken,
+        config=config,
+        steps=steps,
+        files=files,
+        snapshot=snapshot,
+        world=world,
+        bounded=bounded,
+        stack=stack,
+    )
     if not module and not Path(path).is_file():
         raise InputError(f"no such script: {path}")
     name = Path(path).name
@@ -123,7 +134,16 @@ def virtual_gpu(
     the default device.
     """
     files = Files(allow_writes)
-    program = Program(name, card, workspaces(card, plans_of(card)), config, steps, files, snapshot, world)
+    program = Program(
+        name=name,
+        card=card,
+        workspaces=workspaces(card, plans_of(card)),
+        config=config,
+        steps=steps,
+        files=files,
+        snapshot=snapshot,
+        world=world,
+    )
     region = VirtualGpu()
     error: BaseException | None = None
     restore = CpuRestore()
@@ -180,7 +200,7 @@ def _went_on(program: Program, trace: Trace) -> WentOn | None:
         return None
     if not any(event.delta > 0 for event in trace.events[refusal:]):
         return WentOn(0, None)
-    device = device_since(trace, program.card, program.memory.config, refusal)
+    device = device_since(trace, where=program.card, config=program.memory.config, event=refusal)
     return WentOn(sum(end > refusal for end in program.steps.ends), device)
 
 
@@ -197,13 +217,22 @@ def _largest(trace: Trace) -> tuple[LiveTensor, ...]:
     live = alive(trace, max(range(len(levels)), key=levels.__getitem__))
     born = {event.storage: event.phase for event in trace.events if event.delta > 0}
     largest = sorted(live, key=lambda index: (-live[index], index))[:LARGEST]
-    return tuple(_tensor(trace, index, live[index], trace.phases[born[index]]) for index in largest)
+    return tuple(_tensor(trace, index=index, size=live[index], phase=trace.phases[born[index]]) for index in largest)
 
 
 def _tensor(trace: Trace, index: int, size: int, phase: str) -> LiveTensor:
     storage = trace.storages[index]
     layer = trace.layers[storage.layer].path if storage.layer >= 0 else None
-    return LiveTensor(size, storage.role, storage.dtype, storage.shape, layer, storage.op, phase, trace.line_of(index))
+    return LiveTensor(
+        bytes=size,
+        role=storage.role,
+        dtype=storage.dtype,
+        shape=storage.shape,
+        layer=layer,
+        op=storage.op,
+        phase=phase,
+        line=trace.line_of(index),
+    )
 
 
 def _growth(program: Program, trace: Trace) -> Growth | None:

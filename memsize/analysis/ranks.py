@@ -87,7 +87,9 @@ def run_ranks(
 
     `jobs` are run side by side; None: one for each core.
     """
-    processes = RankProcesses(run_rank, world, cores() if jobs is None else jobs, progress or (lambda _: None))
+    processes = RankProcesses(
+        run_rank, world=world, jobs=cores() if jobs is None else jobs, progress=progress or (lambda _: None)
+    )
     if which == "all":
         processes.run(range(world.size))
         between: dict[int, int] = {}

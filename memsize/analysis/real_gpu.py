@@ -71,7 +71,7 @@ def _needed(error: BaseException) -> NeedsGpu | None:
     op = _op(text)
     package = _package(error, op, frames)
     if package is not None and not (package == "triton" and _inside(frames, "triton")):
-        return NeedsGpu("package", package, line, _INSTEAD[package])
+        return NeedsGpu("package", name=package, line=line, instead=_INSTEAD[package])
     if op is not None:
         return NeedsGpu("op", op, line)
     if _inside(frames, "triton"):

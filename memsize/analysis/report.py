@@ -163,10 +163,10 @@ class ReportBuilder:
             Workers(self, numbered(self.progress, names), parts.add) as workers,
         ):
             self.progress, self.add_part = workers.say, workers.found
-            self._run_all(scenarios, default, parts, workers)
+            self._run_all(scenarios, default=default, parts=parts, workers=workers)
             amp = next((name for name in _AMP if name in parts.runs), None)
             crossover = self._crossover(parts.runs, amp, workers) if amp and "fp32" in parts.runs else None
-            return self._report(scenarios, notes, parts, crossover)
+            return self._report(scenarios, notes=notes, parts=parts, crossover=crossover)
 
     def _run_all(self, scenarios: Sequence[Scenario], default: bool, parts: _Parts, workers: Workers) -> None:
         """Run every scenario, `fp32` in any case."""
@@ -184,7 +184,7 @@ class ReportBuilder:
         missing = tuple(
             scenario.name for scenario in scenarios if scenario is not _OWN and scenario.name not in parts.results
         )
-        return self._report(scenarios, notes, parts, None, missing or ("findings",))
+        return self._report(scenarios, notes=notes, parts=parts, crossover=None, missing=missing or ("findings",))
 
     def _report(
         self,
@@ -201,7 +201,7 @@ class ReportBuilder:
             results_by_name[scenario.name] for scenario in scenarios if scenario.name in results_by_name
         )
         fp32 = results_by_name.get("fp32")
-        evidence = self._evidence(parts.own, shown_results, fp32, crossover)
+        evidence = self._evidence(parts.own, results=shown_results, fp32=fp32, crossover=crossover)
         return Report(
             model=self.runner.name,
             trace=as_given,
@@ -226,7 +226,9 @@ class ReportBuilder:
             if not any(tensor.kind == "attribute" for tensor in trace.tensors):  # a module may cast those itself
                 self.runner.same_stored(_FP32, _OWN)
         wanted = [*([_OWN] if _OWN in scenarios and not (default and as_fp32) else []), *([_FP32] if as_fp32 else [])]
-        self.add_part(_Own(tuple(map(self.result, wanted)), trace, self.readings(), self._spread_notes))
+        self.add_part(
+            _Own(tuple(map(self.result, wanted)), trace=trace, readings=self.readings(), notes=self._spread_notes)
+        )
 
     def shown(self, scenario: Scenario) -> None:
         """Find what the runs of one scenario show."""
@@ -239,16 +241,16 @@ class ReportBuilder:
         try:
             trace = self.trace(scenario)
         except (ScenarioError, ForwardError) as error:
-            return ScenarioResult(scenario.name, scenario.title, "unavailable", _one_line(error))
+            return ScenarioResult(scenario.name, title=scenario.title, status="unavailable", reason=_one_line(error))
         training = self._trained(trace, scenario)
         trace, reason = modelled(trace, scenario)
         return ScenarioResult(
-            scenario.name,
-            scenario.title,
-            "modelled" if reason else "run",
-            reason,
-            totals(trace),
-            trace,
+            name=scenario.name,
+            title=scenario.title,
+            status="modelled" if reason else "run",
+            reason=reason,
+            totals=totals(trace),
+            trace=trace,
             inference=self._inference(scenario) if self.peaks else None,
             training=training,
             untrained=self._untrained.get(scenario.name),

@@ -198,7 +198,9 @@ class Runner:
             return False
         call = self.inputs.call(floating=self._given_floating, typed_too=False)
         try:
-            kept_for_backward(Setup(self.name, "as-given", self.copy(), call, self.training))
+            kept_for_backward(
+                Setup(self.name, scenario="as-given", model=self.copy(), call=call, training=self.training)
+            )
         except ForwardError:
             return True
         return False
@@ -216,9 +218,9 @@ def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) 
     version = stack.torch or str(torch.__version__)
     return Workspaces(
         cublas_workspace(gpu.capability, torch_version=version),
-        cublaslt_workspace(torch_version=version),
-        ConvolutionWorkspaces.on(plans) if plans else None,
-        keeps_cublaslt_workspace(version),
+        lt=cublaslt_workspace(torch_version=version),
+        convolutions=ConvolutionWorkspaces.on(plans) if plans else None,
+        keeps_lt=keeps_cublaslt_workspace(version),
     )
 
 

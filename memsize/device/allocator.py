@@ -112,10 +112,19 @@ class Allocator:
             grain = (SMALL_SEGMENT if small else config.large_segment_size) // BLOCK
             capacity = self.memory.capacity
             space = _ADDRESS_SPACE if capacity is None else capacity + capacity // 8
-            return ExpandablePool(self.memory, stream, grain, -(-space // grain) * grain, most, rounding // BLOCK)
+            return ExpandablePool(
+                memory=self.memory,
+                stream=stream,
+                grain=grain,
+                space=-(-space // grain) * grain,
+                most=most,
+                tolerance=rounding // BLOCK,
+            )
         if small or (config.max_split_size is None and not self._collects):
             return Pool(self.memory, stream, least)
-        return LimitedPool(self.memory, stream, least, most, rounding // BLOCK, self._clock)
+        return LimitedPool(
+            memory=self.memory, stream=stream, least=least, most=most, tolerance=rounding // BLOCK, clock=self._clock
+        )
 
     def _obtain(self, pool: Pool, size: int, segment: int) -> int:
         wanted = (self.memory.reserved + segment) * BLOCK

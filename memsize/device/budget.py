@@ -39,23 +39,23 @@ def budgets(
     named = [local_card() if name.lower() == LOCAL else card(name) for name in names]
     cards = tuple({card.name: card for card in named}.values())
     if budget is None:
-        return tuple(_budget(gpu.name, gpu, gpu.bytes, margin, stack, fraction) for gpu in cards)
+        return tuple(_budget(gpu, margin=margin, stack=stack, fraction=fraction) for gpu in cards)
     if len(cards) != 1:
         raise InputError("a budget is that of one GPU: name one, or leave the budget out")
     device = parse_bytes(budget) if isinstance(budget, str) else budget
-    return (_budget(f"a GPU of {format_bytes(device)}", cards[0], device, margin, stack, fraction),)
+    return (_budget(cards[0], device, margin=margin, stack=stack, fraction=fraction),)
 
 
 def budget_of(where: Card, stack: Stack = INSTALLED, fraction: float = 1.0) -> Budget:
     """The budget of a whole card. Raises `InputError` where nothing is left for the allocator."""
-    return _budget(where.name, where, where.bytes, 0, stack, fraction)
+    return _budget(where, margin=0, stack=stack, fraction=fraction)
 
 
 def larger_budgets(than: Budget, stack: Stack = INSTALLED) -> tuple[Budget, ...]:
     """The budgets of the cards that have more memory, ascending: of those whose kernels are known."""
     cards = sorted(CARDS.values(), key=lambda card: card.bytes)
     larger = [card for card in cards if card.bytes > than.device and card.platform == "CUDA"]
-    return tuple(_budget(card.name, card, card.bytes, than.margin, stack, than.fraction) for card in larger)
+    return tuple(_budget(card, margin=than.margin, stack=stack, fraction=than.fraction) for card in larger)
 
 
 def spread_over(budgets: Iterable[Budget], parallels: Sequence[Parallel | None]) -> tuple[Budget, ...]:
@@ -102,10 +102,21 @@ def local_card() -> Card:
     return Card(f"{name} (local)", capability, total, _ASKED)
 
 
-def _budget(name: str, where: Card, device: int, margin: str | int, stack: Stack, fraction: float) -> Budget:
+def _budget(where: Card, device: int | None = None, *, margin: str | int, stack: Stack, fraction: float) -> Budget:
+    """The budget of a card, or of a part of `device` bytes of it."""
+    name = where.name if device is None else f"a GPU of {format_bytes(device)}"
+    device = where.bytes if device is None else device
     taken = context_on(where, stack.cuda).high
     notes = (*([where.note] if where.note else []), *_taken(where))
-    budget = Budget(name, where, device, taken, _margin(margin, device), notes, fraction)
+    budget = Budget(
+        name=name,
+        card=where,
+        device=device,
+        context=taken,
+        margin=_margin(margin, device),
+        notes=notes,
+        fraction=fraction,
+    )
     if budget.margin < 0 or budget.allocator <= 0:
         parts = [f"{format_bytes(taken)} for the CUDA context"] if taken else []
         parts += [f"the {1 - fraction:.0%} that the allocator may not take"] if fraction < 1 else []

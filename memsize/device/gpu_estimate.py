@@ -33,7 +33,7 @@ class Replays:
         optional, card = dispensable(trace), None if where is None else (where.bytes, _outside(trace, where))
         key = events.digest, optional, card, lags
         if key not in self._replays:
-            self._replays[key] = self._replayed(events, optional, card, lags)
+            self._replays[key] = self._replayed(events, optional=optional, card=card, lags=lags)
         return self._replays[key]
 
     def _replayed(
@@ -64,7 +64,7 @@ def estimate_gpu(
     """
     replays = replays or Replays(config)
     flow = flow_of(trace)
-    replayed, shortage = _on_card(trace, flow, where, replays)
+    replayed, shortage = _on_card(trace, flow=flow, where=where, replays=replays)
     index = replayed.requested.event
     live = {storage: size for storage, size in flow.alive(index).items() if storage not in replayed.skipped}
     event = trace.events[index] if index >= 0 else None
@@ -80,7 +80,7 @@ def estimate_gpu(
         peak_layer=trace.layers[event.layer].path if event and event.layer >= 0 else "",
         peak_op=event.op if event else "",
         roles=_roles(trace, live),
-        storages=_largest(trace, flow, live, largest),
+        storages=_largest(trace, flow=flow, live=live, count=largest),
         shortage=shortage,
         tensors=_most_of_tensors(trace, flow),
         collectives=traffic(trace),
@@ -108,7 +108,7 @@ def replay_on(
 
     If it certainly does, the replay is that of a card whose memory never ends.
     """
-    return _on_card(trace, flow_of(trace), where, Replays(config, timeline=timeline))
+    return _on_card(trace, flow=flow_of(trace), where=where, replays=Replays(config, timeline=timeline))
 
 
 def _on_card(
@@ -223,7 +223,7 @@ def _roles(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
 
 def _largest(trace: Trace, flow: AllocationEvents, live: Mapping[int, int], count: int) -> tuple[LiveStorage, ...]:
     shown = sorted(live, key=lambda storage: (-live[storage], storage))[:count]
-    return tuple(_live_storage(trace, index, live[index], flow.born(index)) for index in shown)
+    return tuple(_live_storage(trace, index=index, size=live[index], born=flow.born(index)) for index in shown)
 
 
 def _live_storage(trace: Trace, index: int, size: int, born: int) -> LiveStorage:

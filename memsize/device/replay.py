@@ -139,19 +139,47 @@ def replay(
     allowed = None if whole is None else config.allowed(whole)
     marks = [Mark(event, "empty the cache") for event in emptied]
     marks += [Mark(event, "wait for streams") for event in dict.fromkeys((deferred or {}).values())]
-    return _replay(
+    allocator = Allocator(config, capacity, allowed)
+    run = _run(
         events,
-        Allocator(config, capacity, allowed),
+        allocator,
         marks=sorted(mark for mark in marks if mark.event < len(events)),
         streams=streams or {},
         optional=optional,
         deferred=deferred or {},
-        count=len(events),
-        timeline=timeline,
+        with_rows=timeline,
+    )
+    end = len(events) if run.failure is None else run.failure.event
+    return Replay(
+        requested=run.requested,
+        allocated=run.allocated,
+        reserved=run.reserved,
+        idle=run.idle,
+        final=run.final,
+        segments=allocator.segments(run.live),
+        out_of_memory=run.failure,
+        timeline=None if run.rows is None else _timeline(run.rows, allocator.memory.changes, end),
+        skipped=frozenset(run.skipped),
+        refused=allocator.refused,
+        of_streams=_of_streams(allocator.memory.changes, run.reserved.event),
     )
 
 
-def _replay(
+class _Run(NamedTuple):
+    """The result of the loop. `rows` are (event, requested, allocated, reserved, address), the last three in blocks."""
+
+    requested: Peak
+    allocated: Peak
+    reserved: Peak
+    idle: int
+    final: Levels
+    live: Mapping[int, LiveBlock]
+    skipped: Collection[int]
+    failure: OutOfMemory | None
+    rows: list[tuple[int, int, int, int, int]] | None
+
+
+def _run(
     events: Events,
     allocator: Allocator,
     *,
@@ -159,16 +187,15 @@ def _replay(
     streams: Mapping[int, int],
     optional: Collection[int],
     deferred: Mapping[int, int],
-    count: int,
-    timeline: bool,
-) -> Replay:
-    """Loop over `count` events. State is in local names: an attribute or a call per figure would halve the speed."""
+    with_rows: bool,
+) -> _Run:
+    """Loop over `events`. State is in local names: an attribute or a call per figure would halve the speed."""
     small, large = allocator.pool(0, True), allocator.pool(0, False)
     memory, block_size = allocator.memory, allocator.config.block_size
     plain = max(allocator.config.roundup_divisions) < 2
     live: dict[int, LiveBlock] = {}
     skipped: set[int] = set()
-    rows: list[tuple[int, int, int, int, int]] | None = [] if timeline else None
+    rows: list[tuple[int, int, int, int, int]] | None = [] if with_rows else None
     requested = allocated = reserved = most_requested = most_allocated = most_reserved = idle = 0
     at_requested = at_allocated = at_reserved = -1
     failure: OutOfMemory | None = None
@@ -222,18 +249,16 @@ def _replay(
                 rows.append((event, requested, allocated, reserved, block & ADDRESS))
         if failure is not None:
             break
-    return Replay(
+    return _Run(
         requested=Peak(most_requested, at_requested),
         allocated=Peak(most_allocated * BLOCK, at_allocated),
         reserved=Peak(most_reserved * BLOCK, at_reserved),
         idle=idle * BLOCK,
         final=Levels(requested, allocated * BLOCK, reserved * BLOCK),
-        segments=allocator.segments(live),
-        out_of_memory=failure,
-        timeline=None if rows is None else _timeline(rows, memory.changes, failure.event if failure else count),
-        skipped=frozenset(skipped),
-        refused=allocator.refused,
-        of_streams=_of_streams(memory.changes, at_reserved),
+        live=live,
+        skipped=skipped,
+        failure=failure,
+        rows=rows,
     )
 
 

@@ -36,7 +36,7 @@ def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None
     history = _history(snapshot, number)
     if not history.segments and not history.entries:
         raise InputError(f"{snapshot.name} has nothing on GPU {number}")
-    explanation = _explained(snapshot, number, history, prediction)
+    explanation = _explained(snapshot, number=number, history=history, prediction=prediction)
     return replace(explanation, findings=RULES.findings(explanation))
 
 
@@ -107,7 +107,12 @@ def _failed(history: History) -> FailedRequest | None:
     free = last.free or last.address
     summary = history.summary(last.stack)
     return FailedRequest(
-        last.size, free, summary.line, summary.function, history.stage(last.stack), len(history.failures)
+        bytes=last.size,
+        free=free,
+        line=summary.line,
+        function=summary.function,
+        stage=history.stage(last.stack),
+        times=len(history.failures),
     )
 
 
@@ -115,12 +120,14 @@ def _alive(live: Iterable[tuple[Life, Category]], estimate: GpuEstimate | None) 
     """The categories, roles in their order and what is unknown after them."""
     categories: dict[str, Alive] = {}
     for life, (name, how) in live:
-        total = categories.get(name, Alive(name, 0, 0, how))
+        total = categories.get(name, Alive(name, bytes=0, blocks=0, how=how))
         weakest = max(total.how, how, key=_CERTAINTY.index)
         categories[name] = total._replace(bytes=total.bytes + life.bytes, blocks=total.blocks + 1, how=weakest)
     if estimate is not None:
         for role, size in estimate.roles.items():
-            categories[role] = categories.get(role, Alive(role, 0, 0, "unknown"))._replace(predicted=size)
+            categories[role] = categories.get(role, Alive(role, bytes=0, blocks=0, how="unknown"))._replace(
+                predicted=size
+            )
     return [categories[name] for name in (*ROLES, *UNKNOWN) if name in categories]
 
 
@@ -138,7 +145,14 @@ def _places(history: History, live: Iterable[tuple[Life, Category]]) -> list[Pla
         calls = tuple(map(str, python_calls(lives[0].stack)[:_MOST_CALLS]))
         sizes = [life.bytes for life in lives]
         stack_place = Place(
-            sum(sizes), len(sizes), max(sizes), name, summary.line, summary.function, summary.called_from, calls
+            bytes=sum(sizes),
+            blocks=len(sizes),
+            largest=max(sizes),
+            category=name,
+            line=summary.line,
+            function=summary.function,
+            called_from=summary.called_from,
+            calls=calls,
         )
         key = (name, stack_place.function, calls)
         joined[key] = _joined(joined.get(key), stack_place)
@@ -168,7 +182,9 @@ def _reserved(segments: Iterable[Segment]) -> ReservedBytes:
         else:
             cached += sum(free)
         largest = max([largest, *free])
-    return ReservedBytes(requested, rounding, waiting, pieces, cached, largest)
+    return ReservedBytes(
+        requested=requested, rounding=rounding, waiting=waiting, pieces=pieces, cached=cached, largest=largest
+    )
 
 
 def _notes(snapshot: Snapshot, number: int, history: History) -> Iterable[str]:
@@ -211,4 +227,6 @@ def predicted(answer: Any) -> _Prediction:
 
 
 def _prediction(model: str, scenario: str, estimate: GpuEstimate) -> _Prediction:
-    return _Prediction(Predicted(model, scenario, estimate.requested, estimate.reserved), estimate)
+    return _Prediction(
+        Predicted(model, scenario=scenario, requested=estimate.requested, reserved=estimate.reserved), estimate
+    )

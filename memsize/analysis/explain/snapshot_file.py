@@ -227,7 +227,7 @@ class _Reader:
             histories = tuple(tuple(self._entry(item) for item in self._counted(trace)) for trace in traces)
         except ValueError as error:
             raise _no_snapshot(self._source.name, f"it has {error}") from None
-        return Snapshot(self._source.name, segments, histories, whole)
+        return Snapshot(self._source.name, segments=segments, histories=histories, whole=whole)
 
     def _counted(self, value: Any) -> list[Any]:
         items = _items(value)

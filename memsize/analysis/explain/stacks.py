@@ -63,7 +63,9 @@ def summarize(stack: Stack) -> StackSummary:
         return StackSummary(_stage(stack), None, next((node[1] for node in nodes if node), ""))
     above = next((call for call in calls if not _call(call).pytorch), calls[0])
     own = next((call for call in calls if not _call(call).library), above)
-    return StackSummary(_stage(stack), line_of(above), above.name, line_of(own) if own != above else None)
+    return StackSummary(
+        _stage(stack), line=line_of(above), function=above.name, called_from=line_of(own) if own != above else None
+    )
 
 
 def python_calls(stack: Stack) -> tuple[Frame, ...]:

@@ -75,10 +75,10 @@ def copied_back(audit: Audit) -> Iterator[Finding]:
     """Convolutions that receive row-major images although their weights are channels last."""
     yield from _copied(
         audit,
-        _CONVOLUTION,
-        "channels last",
-        "convolution-copies-back",
-        "Row-major images meet channels-last weights in {layers}: cuDNN copies them back first, {bytes} in all.",
+        op=_CONVOLUTION,
+        after="channels last",
+        code="convolution-copies-back",
+        text="Row-major images meet channels-last weights in {layers}: cuDNN copies them back first, {bytes} in all.",
     )
 
 
@@ -88,7 +88,7 @@ def copied_in_kernels(audit: Audit) -> Iterator[Finding]:
     ops = dict.fromkeys(copy.op for copy in audit.last.copies if copy.hidden and copy.op != _CONVOLUTION)
     for op in ops:
         text = f"What {{layers}} {{get}} is not row-major: {op} makes it so in a copy first, {{bytes}} in all."
-        yield from _copied(audit, op, "row-major", "kernel-copies", text)
+        yield from _copied(audit, op=op, after="row-major", code="kernel-copies", text=text)
 
 
 def _copied(audit: Audit, op: str, after: Format, code: str, text: str) -> Iterator[Finding]:

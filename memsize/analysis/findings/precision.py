@@ -80,7 +80,7 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
     if not stored.parameters:
         return
     printed = f"{stored.parameters * 4 / 2**20:.2f}"  # torchsummary's own "%0.2f"
-    values = {
+    values: dict[str, object] = {
         "bytes": Bytes(stored.parameter_bytes),
         "parameters": stored.parameters,
         "printed": printed,
@@ -98,7 +98,13 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
             brief="The parameters take {each} bytes each, {bytes} in all; a summary that says {printed} counts 4 bytes "
             "for each.",
         )
-        return
+    else:
+        yield from _casting_shrinks(evidence, values)
+
+
+def _casting_shrinks(evidence: Evidence, values: dict[str, object]) -> Iterator[Finding]:
+    """Casting halves what is stored, and a summary that multiplies by 4 bytes does not show it."""
+    stored = evidence.stored
     half = next((t for name in ("fp16", "bf16", "apex-O3") if (t := evidence.totals(name))), None)
     if half is None or half.parameter_bytes >= stored.parameter_bytes:
         return

@@ -23,7 +23,7 @@ def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
         for name, shortage in list(short.items())[:1]:
             others = f", one of {len(short)} scenarios that don't," if len(short) > 1 else ""
             shown = name if run == "training" and not evidence.spread else None
-            yield out_of_memory(shortage, f"{run} under {name}{others}", evidence.gpu, shown)
+            yield out_of_memory(shortage, what=f"{run} under {name}{others}", gpu=evidence.gpu, scenario=shown)
 
 
 @RULES.rule("training-peak")

@@ -31,7 +31,9 @@ def align(predicted: AllocationLog, real: AllocationLog) -> Alignment:
     turned = _order(second) < _order(first)
     pairs = [(a, b) for b, a in _pairs(second, first)] if turned else _pairs(first, second)
     differences = sorted(_differences(first, second, pairs), key=lambda item: item[0])
-    return Alignment(len(first), len(second), len(pairs), tuple(difference for _, difference in differences))
+    return Alignment(
+        len(first), real=len(second), matched=len(pairs), differences=tuple(difference for _, difference in differences)
+    )
 
 
 def _order(side: Sequence[Allocation]) -> tuple[object, ...]:

@@ -102,9 +102,16 @@ def _measured(plan: MeasurementPlan, memory: DeviceMemory, stack: SoftwareStack)
     with memory.recorded() as events:
         step()
     steady, device = memory.peaks(), memory.use()
-    measured = Measurement(plan.workload, stack, Peaks.most([before, steady]), steady, device, skipped)
-    log = _log(events, marker, setup, step, memory)
-    return replace(measured, log=log, **_tracked(plan, setup, step, memory.device))
+    measured = Measurement(
+        workload=plan.workload,
+        stack=stack,
+        peaks=Peaks.most([before, steady]),
+        steady=steady,
+        device=device,
+        skipped=skipped,
+    )
+    log = _log(events, marker=marker, setup=setup, step=step, memory=memory)
+    return replace(measured, log=log, **_tracked(plan, setup=setup, step=step, device=memory.device))
 
 
 def _log(
@@ -328,7 +335,7 @@ def materialized_setup(runner: Runner, scenario: Scenario, device: torch.device)
     recipe = _apply(model, scenario, device)
     in_mode(model, runner.training)
     call = executable_call(runner.call(scenario, recipe.floating), device)
-    give_shapes(model, call, runner.training, str(device))
+    give_shapes(model, call=call, training=runner.training, device=str(device))
     autocast = partial(torch.autocast, device.type, getattr(torch, scenario.autocast)) if scenario.autocast else None
     return Setup(
         name=runner.name,

@@ -72,19 +72,23 @@ def predict(
     config = AllocatorConfig.parse(stack.allocator)
     possible = variants(trace) if greediest is None else [requests(trace, 0), requests(greediest)]
     outside = context(stack.cuda, stack.module_loading)
-    peaks = [peak for events in possible for peak in _peaks(events, config, trace, stack.total, outside)]
+    peaks = [
+        peak
+        for events in possible
+        for peak in _peaks(events, config=config, trace=trace, total=stack.total, outside=outside)
+    ]
     least, most = Peaks.least(peaks), Peaks.most(peaks)
     first = _last_step(trace)
     return Prediction(
-        least,
-        most,
-        Interval(least.reserved + outside.low, most.reserved + outside.high),
-        max(list(live_bytes(trace.events))[max(first - 1, 0) :], default=0),
-        _log(trace, first),
-        convolves(trace),
-        workspaces,
-        trace.assumptions,
-        trace.notes,
+        least=least,
+        most=most,
+        device=Interval(least.reserved + outside.low, most.reserved + outside.high),
+        steady=max(list(live_bytes(trace.events))[max(first - 1, 0) :], default=0),
+        log=_log(trace, first),
+        convolutional=convolves(trace),
+        workspaces=workspaces,
+        assumptions=trace.assumptions,
+        notes=trace.notes,
     )
 
 
@@ -98,7 +102,9 @@ def _peaks(
 ) -> Iterator[Peaks]:
     """The peaks on a card of `total` bytes, beside the least and the most that is taken `outside` the allocator."""
     optional = dispensable(trace)
-    bounded = replay_within(events, config, total, outside, streams=events.streams, optional=optional)
+    bounded = replay_within(
+        events, config=config, total=total, outside=outside, streams=events.streams, optional=optional
+    )
     for replay in (bounded.with_least_overhead, bounded.with_most_overhead):
         yield Peaks(replay.requested.bytes, replay.allocated.bytes, replay.reserved.bytes)
 
@@ -194,10 +200,10 @@ class Experiment:
     def plan(self, device: torch.device, *, benchmark: bool = False, track: bool = True) -> MeasurementPlan:
         """How the experiment is run for real on `device`."""
         build = partial(materialized_setup, self._runner(), self.scenario, device)
-        return MeasurementPlan(self.workload(benchmark), build, self.training, track)
+        return MeasurementPlan(self.workload(benchmark), build=build, training=self.training, track=track)
 
     def _runner(self, gpu: Card | None = None) -> Runner:
-        return Runner(self.name, self.model, self.inputs, self.mode, gpu=gpu)
+        return Runner(self.name, model=self.model, inputs=self.inputs, training=self.mode, gpu=gpu)
 
 
 def workspaces(stack: SoftwareStack, plans: Plans | None = None) -> Workspaces:
@@ -205,7 +211,10 @@ def workspaces(stack: SoftwareStack, plans: Plans | None = None) -> Workspaces:
     blas = cublas_workspace(stack.capability, config=stack.cublas_config, torch_version=stack.torch)
     lt = cublaslt_workspace(torch_version=stack.torch)
     return Workspaces(
-        blas, lt, ConvolutionWorkspaces.on(plans) if plans else None, keeps_cublaslt_workspace(stack.torch)
+        blas,
+        lt=lt,
+        convolutions=ConvolutionWorkspaces.on(plans) if plans else None,
+        keeps_lt=keeps_cublaslt_workspace(stack.torch),
     )
 
 
