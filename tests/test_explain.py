@@ -290,7 +290,7 @@ def test_a_saved_explanation_is_the_same(tmp_path: Path) -> None:
     assert sum(each["bytes"] for each in data["alive"]) == data["requested"] == found.requested
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "markdown"])
 def test_golden(format: str, tmp_path: Path) -> None:
     gpu = trained(1, recorded=False)
     gpu.oom(30 * MiB, 2 * MiB, FORWARD)

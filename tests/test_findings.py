@@ -210,7 +210,6 @@ def test_golden_comparison() -> None:
     check("comparison.txt", f"{comparison!r}\n")
     check("comparison.json", comparison.to_json())
     check("comparison.csv", render(comparison, "csv"))
-    check("comparison.md", render(comparison, "markdown"))
     check("comparison.why.html", comparison.why()._repr_html_())
 
 

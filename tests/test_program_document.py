@@ -220,7 +220,7 @@ def test_a_phase_of_a_step_is_told_once() -> None:
     ]
 
 
-@pytest.mark.parametrize(("format", "suffix"), [("text", "txt"), ("json", "json"), ("csv", "csv"), ("markdown", "md")])
+@pytest.mark.parametrize(("format", "suffix"), [("text", "txt"), ("json", "json"), ("csv", "csv")])
 def test_golden(format: str, suffix: str) -> None:
     check(f"run.{suffix}", render(program(), format))
 

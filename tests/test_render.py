@@ -43,11 +43,12 @@ REPORTS: dict[str, Callable[[], Report]] = {
 @pytest.mark.parametrize("name", REPORTS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_golden(name: str, format: str) -> None:
-    check(f"{name}{FORMATS[format][0]}", render(REPORTS[name](), format))
+    """Every format of the toy's report; tests/test_formats.py has what Markdown and JSON of the others hold."""
+    if name == "toy" or format not in ("markdown", "json"):
+        check(f"{name}{FORMATS[format][0]}", render(REPORTS[name](), format))
 
 
-@pytest.mark.parametrize("name", REPORTS)
-@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize(("name", "width"), [*((name, 80) for name in REPORTS), ("toy", 200)])
 def test_golden_at_a_terminals_width(name: str, width: int) -> None:
     text = render(REPORTS[name](), "text", width=width)
     assert max(map(len, text.splitlines())) <= width

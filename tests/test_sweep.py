@@ -412,7 +412,7 @@ def made_by_hand() -> Sweep:
     return Sweep("sweep.toml", tuple(rows), RULES.findings(tuple(rows)), 3)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "markdown"])
 def test_golden(format: str) -> None:
     check_golden(f"sweep{FORMATS[format][0]}", render(made_by_hand(), format))
 

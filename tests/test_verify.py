@@ -709,7 +709,7 @@ def test_the_figures_against_arithmetic() -> None:
     assert kinds == ["freed earlier", "real only", "other size", "predicted only"]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "markdown"])
 def test_golden(format: str) -> None:
     check(f"verification{FORMATS[format][0]}", render(verification(), format))
 
