@@ -139,14 +139,13 @@ def expected_from(module: object) -> dict[str, Expected]:
     """The tensors of a module's ``state_dict()``, with their ties."""
     import torch
 
-    from memsize.model.tensor_storage import storage_key
+    from memsize.model.tensor_storage import spec_of, storage_key
 
     first: dict[object, str] = {}
     expected: dict[str, Expected] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():  # type: ignore[attr-defined]
         if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
             key = (storage_key(tensor), tuple(tensor.shape)) if tensor.numel() else (name, ())
-            spec = TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            expected[name] = Expected(spec, first.get(key))
+            expected[name] = Expected(spec_of(tensor), first.get(key))
             first.setdefault(key, name)
     return expected

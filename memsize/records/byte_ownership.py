@@ -1,4 +1,4 @@
-"""Which tensor owns which bytes of a storage, so that ties and views are counted once.
+"""Ownership of the bytes of storages by tensors, so that ties and views are counted once.
 
 A byte belongs to the first tensor that covers it. A later tensor owns the rest of its extent, and bytes that no tensor
 covers are reported with the first tensor of the storage.
