@@ -197,7 +197,7 @@ class Run:
 def _run(line: str) -> Run:
     net, kind, scenario, optimizer, batch, *more = line.split()
     optimizer_name, _, backwards = optimizer.partition("/")
-    training = Training(optimizer_name, accumulate=int(backwards or 1)) if kind == "train" else None
+    training = Training(optimizer_name, gradient_accumulation_steps=int(backwards or 1)) if kind == "train" else None
     build, inputs = {**SMALL, **GRAPHS}[net]
     own = more[1:] == ["own"]
     parts = [net, kind, scenario, *([optimizer_name] if training else [])]

@@ -3,17 +3,17 @@
     report = memsize.report("model.py:Test", input_size=(3, 64, 64))
     report.layers, report.scenarios, report.tensors      # pandas DataFrames
     report.why()                                         # findings, most important first
-    memsize.compare(before, after)                       # two models: what changed, what did not, why
+    memsize.diff(before, after)                          # two models: what changed, what did not, why
     step = memsize.trace(model, (3, 64, 64), optimizer="adamw")
     step.peak                                            # what a GPU would show at the peak of a training step
     memsize.fit(model, (3, 64, 64), train="adamw", gpu="t4")    # the largest batch, and what binds it
     memsize.check()                                      # the limits and baselines in pyproject.toml
-    memsize.generate("hf:config.json", prompt=8192, new=512)    # prefill, decode and the KV cache of a language model
+    memsize.generate("hf:config.json", prompt=8192)      # prefill, decode and the KV cache of a language model
     memsize.serve("hf:config.json", gpu="h100")          # the blocks and tokens of a paged server's cache
     memsize.sweep("sweep.toml", results="sweep.jsonl")   # a grid of models, batches, scenarios and GPUs as one table
     memsize.run("train.py", ["--epochs", "1"], gpu="t4")        # a script of yours, on a GPU that isn't there
     memsize.fit_script("train.py", ["-b", "8"], vary="b")       # the largest value of an argument of its own
-    memsize.audit_layout(model, (3, 224, 224))           # what channels last does to it
+    memsize.layout(model, (3, 224, 224))           # what channels last does to it
     report.save("run.memsize"); memsize.load("run.memsize")     # the same answer later, without the model
     memsize.verify(model, (3, 64, 64), train="adamw")    # on a machine with a GPU: compare the prediction with it
     memsize.explain("snapshot.pickle")                   # what was alive on that GPU, from a memory snapshot
@@ -30,163 +30,123 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from memsize.analysis.step import Guard, StepTrace
+    from memsize.analysis.program import VirtualGpu as VirtualGpu
+    from memsize.analysis.step import Guard as Guard, StepTrace as StepTrace
     from memsize.api import (
-        audit_layout,
-        check,
-        compare,
-        explain,
-        fit,
-        fit_script,
-        generate,
-        guard,
-        load,
-        read_checkpoint,
-        report,
-        run,
-        serve,
-        shape_rule,
-        sweep,
-        trace,
-        verify,
-        virtual_gpu,
+        check as check,
+        checkpoint as checkpoint,
+        diff as diff,
+        explain as explain,
+        fit as fit,
+        fit_script as fit_script,
+        generate as generate,
+        guard as guard,
+        init as init,
+        layout as layout,
+        load as load,
+        report as report,
+        run as run,
+        serve as serve,
+        shape_rule as shape_rule,
+        sweep as sweep,
+        timeline as timeline,
+        trace as trace,
+        verify as verify,
+        virtual_gpu as virtual_gpu,
     )
+    from memsize.checkpoints.checkpoint_report import CheckpointReport as CheckpointReport
+    from memsize.device.allocator_config import AllocatorConfig as AllocatorConfig
     from memsize.errors import (
-        BudgetError,
-        CheckpointError,
-        ForwardError,
-        InputError,
-        MemsizeError,
-        OutputError,
-        ScenarioError,
-        TargetError,
-        UnknownValueError,
+        BudgetError as BudgetError,
+        CheckpointError as CheckpointError,
+        ForwardError as ForwardError,
+        InputError as InputError,
+        MemsizeError as MemsizeError,
+        OutputError as OutputError,
+        ScenarioError as ScenarioError,
+        TargetError as TargetError,
+        UnknownValueError as UnknownValueError,
     )
-    from memsize.interrupt import Interrupted
-    from memsize.records.check import Check
-    from memsize.records.comparison import Comparison
-    from memsize.records.explanation import Explanation
-    from memsize.records.fit import Fit
-    from memsize.records.generation import GenerationReport
-    from memsize.records.layout import LayoutReport
-    from memsize.records.program import ProgramRun
-    from memsize.records.ranks import RankRuns
-    from memsize.records.report import Report
-    from memsize.records.serving import ServingReport
-    from memsize.records.sweep import Sweep
-    from memsize.records.verification import Verification
-    from memsize.records.world import World
-    from memsize.spec.stack import Stack
-    from memsize.spec.training import Training
+    from memsize.interrupt import Interrupted as Interrupted
+    from memsize.records.check import Check as Check
+    from memsize.records.comparison import Comparison as Comparison
+    from memsize.records.explanation import Explanation as Explanation
+    from memsize.records.finding import Finding as Finding
+    from memsize.records.fit import Fit as Fit
+    from memsize.records.generation import GenerationReport as GenerationReport
+    from memsize.records.layout import LayoutReport as LayoutReport
+    from memsize.records.program import ProgramRun as ProgramRun
+    from memsize.records.ranks import RankRuns as RankRuns
+    from memsize.records.report import Report as Report
+    from memsize.records.serving import ServingReport as ServingReport
+    from memsize.records.sweep import Sweep as Sweep
+    from memsize.records.timeline import Timeline as Timeline
+    from memsize.records.trace import Trace as Trace
+    from memsize.records.verification import Verification as Verification
+    from memsize.records.world import World as World
+    from memsize.spec.generation import Generation as Generation
+    from memsize.spec.inputs import InputSpec as InputSpec
+    from memsize.spec.model_request import ModelRequest as ModelRequest
+    from memsize.spec.parallel import Parallel as Parallel
+    from memsize.spec.scenario import Scenario as Scenario
+    from memsize.spec.serving import Serving as Serving
+    from memsize.spec.stack import Gpu as Gpu, Stack as Stack
+    from memsize.spec.training import Training as Training
 
 __version__ = VERSION
 
-__all__ = [
-    "BudgetError",
-    "Check",
-    "CheckpointError",
-    "Comparison",
-    "Explanation",
-    "Fit",
-    "ForwardError",
-    "GenerationReport",
-    "Guard",
-    "InputError",
-    "Interrupted",
-    "LayoutReport",
-    "MemsizeError",
-    "OutputError",
-    "ProgramRun",
-    "RankRuns",
-    "Report",
-    "ScenarioError",
-    "ServingReport",
-    "Stack",
-    "StepTrace",
-    "Sweep",
-    "TargetError",
-    "Training",
-    "UnknownValueError",
-    "Verification",
-    "World",
-    "audit_layout",
-    "check",
-    "compare",
-    "explain",
-    "fit",
-    "fit_script",
-    "generate",
-    "guard",
-    "load",
-    "read_checkpoint",
-    "report",
-    "run",
-    "serve",
-    "shape_rule",
-    "sweep",
-    "trace",
-    "verify",
-    "virtual_gpu",
-]
-
 _HOMES = {
     "memsize.api": (
-        "audit_layout",
-        "check",
-        "compare",
-        "explain",
-        "fit",
-        "fit_script",
-        "generate",
-        "guard",
-        "load",
-        "read_checkpoint",
-        "report",
-        "run",
-        "serve",
-        "shape_rule",
-        "sweep",
-        "trace",
-        "verify",
-        "virtual_gpu",
+        "check checkpoint diff explain fit fit_script generate guard init layout load "
+        "report run serve shape_rule sweep timeline trace verify virtual_gpu"
     ),
-    "memsize.interrupt": ("Interrupted",),
-    "memsize.records.check": ("Check",),
-    "memsize.records.comparison": ("Comparison",),
-    "memsize.records.explanation": ("Explanation",),
-    "memsize.records.program": ("ProgramRun",),
-    "memsize.records.ranks": ("RankRuns",),
-    "memsize.records.report": ("Report",),
+    "memsize.analysis.program": "VirtualGpu",
+    "memsize.analysis.step": "Guard StepTrace",
+    "memsize.checkpoints.checkpoint_report": "CheckpointReport",
+    "memsize.device.allocator_config": "AllocatorConfig",
     "memsize.errors": (
-        "BudgetError",
-        "CheckpointError",
-        "ForwardError",
-        "InputError",
-        "MemsizeError",
-        "OutputError",
-        "ScenarioError",
-        "TargetError",
-        "UnknownValueError",
+        "BudgetError CheckpointError ForwardError InputError MemsizeError OutputError "
+        "ScenarioError TargetError UnknownValueError"
     ),
-    "memsize.records.fit": ("Fit",),
-    "memsize.records.generation": ("GenerationReport",),
-    "memsize.records.layout": ("LayoutReport",),
-    "memsize.records.serving": ("ServingReport",),
-    "memsize.records.sweep": ("Sweep",),
-    "memsize.analysis.step": ("Guard", "StepTrace"),
-    "memsize.spec.stack": ("Stack",),
-    "memsize.records.world": ("World",),
-    "memsize.spec.training": ("Training",),
-    "memsize.records.verification": ("Verification",),
-    "memsize.cli.magic": ("load_ipython_extension",),
+    "memsize.interrupt": "Interrupted",
+    "memsize.records.check": "Check",
+    "memsize.records.comparison": "Comparison",
+    "memsize.records.explanation": "Explanation",
+    "memsize.records.finding": "Finding",
+    "memsize.records.fit": "Fit",
+    "memsize.records.generation": "GenerationReport",
+    "memsize.records.layout": "LayoutReport",
+    "memsize.records.program": "ProgramRun",
+    "memsize.records.ranks": "RankRuns",
+    "memsize.records.report": "Report",
+    "memsize.records.serving": "ServingReport",
+    "memsize.records.sweep": "Sweep",
+    "memsize.records.timeline": "Timeline",
+    "memsize.records.trace": "Trace",
+    "memsize.records.verification": "Verification",
+    "memsize.records.world": "World",
+    "memsize.spec.generation": "Generation",
+    "memsize.spec.inputs": "InputSpec",
+    "memsize.spec.model_request": "ModelRequest",
+    "memsize.spec.parallel": "Parallel",
+    "memsize.spec.scenario": "Scenario",
+    "memsize.spec.serving": "Serving",
+    "memsize.spec.stack": "Gpu Stack",
+    "memsize.spec.training": "Training",
 }
-"""Where each name lives. It is imported when it is first used: a command pays for what it needs, a tenth of a second
-less for one that only reads a file's header.
+"""The public names, and where each lives. It is imported when it is first used: a command pays for what it needs, a
+tenth of a second less for one that only reads a file's header.
 """
+
+_OLD = {"audit_layout": "memsize.api", "compare": "memsize.api", "read_checkpoint": "memsize.api"}
+"""Names of earlier releases, which warn of the new ones."""
+
+__all__ = sorted(name for names in _HOMES.values() for name in names.split())
 
 
 def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
+    homes = {public: home for home, names in _HOMES.items() for public in names.split()}
+    home = (homes | _OLD | {"load_ipython_extension": "memsize.cli.magic"}).get(name)
     if home is None:
         raise AttributeError(f"module 'memsize' has no attribute {name!r}")
     from importlib import import_module

@@ -11,8 +11,9 @@ from typing import Any
 from transformers import TrainerCallback
 
 from memsize.analysis.step import Guard
-from memsize.api.guarding import OnExcess, guard
+from memsize.api.guarding import guard
 from memsize.errors import MemsizeError
+from memsize.spec.requests import OnExcess
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class MemoryCheck(TrainerCallback):
                 budget=self._budget,
                 on_excess=self._on_excess,
                 scenario=scenario,
-                accumulate=args.gradient_accumulation_steps,
+                gradient_accumulation_steps=args.gradient_accumulation_steps,
             )
         except MemsizeError as error:
             if self._on_excess == "raise":

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from benchmarks.zoo.operators import declare

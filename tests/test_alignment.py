@@ -6,8 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memsize.analysis.verify.alignment import Window, _shortest_edit, align, gaps, matched
 from memsize.records.measurement import NO_LOCATION, AllocationLog, LogEntry, OpLocation, allocations, log_of

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.replay import BoundedReplay, replay, replay_within

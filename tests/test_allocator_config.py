@@ -4,8 +4,7 @@ import ctypes
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memsize.device.allocator_config import IGNORED, AllocatorConfig, settings_in
 from memsize.errors import InputError

@@ -73,7 +73,7 @@ def assistant(targets: tuple[str, str]) -> Any:
 
 @pytest.fixture(scope="module")
 def report(targets: tuple[str, str], assistant: Any) -> GenerationReport:
-    asked: dict[str, Any] = {"prompt": PROMPT, "new": NEW, "assistant": assistant}
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_new_tokens": NEW, "assistant_model": assistant}
     return memsize.generate(targets[0], scenarios="as-given,fp32", gpu="a100", **asked)
 
 
@@ -146,7 +146,7 @@ def test_derived_steps_equal_traced_ones(
 ) -> None:
     monkeypatch.setattr(generators, "_lasting", lambda piece: None)
     with generator_of(targets[0], None if lookup else assistant, lookup) as (generator, draft):
-        asked = Generation(33, 29 + draft.tokens, draft=draft)
+        asked = Generation(prompt=33, max_new_tokens=29 + draft.tokens, draft=draft)
         derived = generator.run(asked, 1)
         traced = len(generator.samples)
         every = traced_whole(generator, asked, 1)
@@ -171,7 +171,7 @@ def test_no_step_needs_more_where_all_tokens_are_right(
     samples = []
     for steps in (NEW - 1 - PROPOSED, 1):
         with generator_of(targets[0], None if lookup else assistant, lookup) as (generator, draft):
-            sample = generator.sample((Generation(PROMPT, NEW, draft=draft), 1, steps))
+            sample = generator.sample((Generation(prompt=PROMPT, max_new_tokens=NEW, draft=draft), 1, steps))
         samples.append(sample)
         monkeypatch.setattr(drafts, "set_filled", all_right)
     none, right = samples
@@ -190,47 +190,54 @@ def most_alive(sample: Sample, number: int) -> int:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beams": 2}, "assisted generation is for one beam"),
-        ({"chunk": 8}, "assisted generation reads the prompt at once"),
-        ({"cache": "static"}, "takes tokens back, which a static cache cannot"),
-        ({"kv_dtype": "fp8"}, "takes tokens back, which a quantized cache cannot"),
-        ({"batches": 2}, "assisted generation is for one sequence"),
-        ({"lookup": 3}, "an assistant proposes tokens or they are looked up in the prompt, not both"),
+        ({"num_beams": 2}, "assisted generation is for one beam"),
+        ({"prefill_chunk_size": 8}, "assisted generation reads the prompt at once"),
+        ({"cache_implementation": "static"}, "takes tokens back, which a static cache cannot"),
+        ({"kv_cache_dtype": "fp8"}, "takes tokens back, which a quantized cache cannot"),
+        ({"batch_size": 2}, "assisted generation is for one sequence"),
+        ({"prompt_lookup_num_tokens": 3}, "an assistant proposes tokens or they are looked up in the prompt, not both"),
         ({"step": "loop.py:generate"}, "are for the model's own generate, not for a step of yours"),
     ],
 )
 def test_what_cannot_be_asked(options: dict[str, Any], message: str, targets: tuple[str, str]) -> None:
     model, assistant = targets
     with pytest.raises(InputError, match=message):
-        memsize.generate(model, assistant=assistant, **options)
-    with pytest.raises(InputError, match="a number of proposed tokens of 0: it must be at least 1"):
-        memsize.generate(model, lookup=0)
+        memsize.generate(model, assistant_model=assistant, **options)
+    with pytest.raises(InputError, match="prompt_lookup_num_tokens is 0: it must be at least 1"):
+        memsize.generate(model, prompt_lookup_num_tokens=0)
 
 
 def test_assistants_of_another_kind(targets: tuple[str, str], tmp_path: Path) -> None:
     model, _ = targets
     with pytest.raises(InputError, match="a vocabulary of 90 tokens, the model one of 100"):
-        memsize.generate(model, assistant=written(tmp_path, "other", vocab_size=90))
+        memsize.generate(model, assistant_model=written(tmp_path, "other", vocab_size=90))
     with pytest.raises(InputError, match="Linear has no generate method: it generates no tokens"):
-        memsize.generate(model, assistant=nn.Linear(2, 2))
+        memsize.generate(model, assistant_model=nn.Linear(2, 2))
     with pytest.raises(InputError, match="Own generates in its own way: only models of transformers are assisted"):
-        memsize.generate(Own(), "4:int64", prompt=4, new=2, assistant=model)
+        memsize.generate(Own(), "4:int64", prompt=4, max_new_tokens=2, assistant_model=model)
 
 
 def test_a_model_is_left_as_it_was(targets: tuple[str, str]) -> None:
     """Both given as modules."""
     model, assistant = map(built, targets)
-    found = memsize.generate(model, "16:int64", prompt=8, new=2, assistant=assistant, scenarios="as-given")
+    found = memsize.generate(
+        model, "16:int64", prompt=8, max_new_tokens=2, assistant_model=assistant, scenarios="as-given"
+    )
     assert found.ran[0].assistant > 0
     assert not hasattr(model, "assistant") and assistant.generation_config.eos_token_id is not None
 
 
 def test_the_command_line(targets: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     model, assistant = targets
-    assert run(["generate", model, "--assistant", assistant, "--new", "2", "-s", "as-given", "-f", "json"]) == 0
+    assert (
+        run(
+            ["generate", model, "--assistant-model", assistant, "--max-new-tokens", "2", "-s", "as-given", "-f", "json"]
+        )
+        == 0
+    )
     (row,) = json.loads(capsys.readouterr().out)["generations"]
     assert row["layers"][1]["kind"] == "full attention of the assistant"
-    assert run(["generate", model, "--lookup", "5", "--new", "30", "-s", "as-given"]) == 0
+    assert run(["generate", model, "--prompt-lookup-num-tokens", "5", "--max-new-tokens", "30", "-s", "as-given"]) == 0
     assert "5 tokens are looked up before each step" in capsys.readouterr().out
-    assert run(["generate", model, "--lookup", "5", "--cache", "static"]) == 2
+    assert run(["generate", model, "--prompt-lookup-num-tokens", "5", "--cache-implementation", "static"]) == 2
     assert capsys.readouterr().err.startswith("error: assisted generation takes tokens back")

@@ -76,8 +76,8 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) 
     return capsys.readouterr().out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert run(("check", *arguments)) == 2
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, command: str = "check") -> str:
+    assert run((command, *arguments)) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
     return captured.err.removeprefix("error: ").rstrip("\n")
@@ -472,24 +472,28 @@ def test_limits_and_growth() -> None:
 def test_a_first_section(text: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     file = Path("pyproject.toml")
     file.unlink() if text is None else file.write_bytes(text.encode())
-    assert run(("check", "--init", "net.py:Net", "--input", "64", "--train", "adamw", "--arg", "a=1")) == 2
-    assert (file.read_bytes().decode() if file.exists() else None) == text
-    assert run(("check", "--init", "net.py:Net", "--input", "64", "--train", "adamw", "--gpu", "t4")) == 0
+    assert run(("init", "net.py:Net", "--input", "64", "--train", "adamw", "--arg", "a=1")) == 2
     capsys.readouterr()
+    assert (file.read_bytes().decode() if file.exists() else None) == text
+    options = ("--input", "64", "--train", "adamw", "--gpu", "t4")
+    assert run(("init", "net.py:Net", *options) if text is None else ("check", "--init", "net.py:Net", *options)) == 0
+    old = "" if text is None else "memsize check --init is now memsize init\n"
+    assert capsys.readouterr().err.startswith(f"{old}Added to ")
     after = file.read_bytes().decode()
     assert after.startswith(text or "") and ("\r\n" in after) == ("\r\n" in (text or ""))
     # 2,410 · 4 · 1.1 = 10,604 bytes = 10.36 KiB, rounded up
     assert 'limits = { parameters = "11 KiB", inference_peak = ' in after and 'gpu = "t4"' in after
     (target,) = read_project(file).targets
-    assert target.training is not None and [bound.name for bound in target.limits][-1] == "training_peak"
+    assert target.run.training is not None and [bound.name for bound in target.limits][-1] == "training_peak"
     assert "ok" in shown(capsys)
 
 
 def test_what_no_first_section_can_be_written_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is for --init" in refused(capsys, "--input", "64")
-    assert "no such file" in refused(capsys, "--init", "gone.py:Net")
+    assert run(("check", "--input", "64")) == 2
+    assert "No such option" in capsys.readouterr().err
+    assert "no such file" in refused(capsys, "gone.py:Net", command="init")
     Path("pyproject.toml").write_text("[tool]\nmemsize = { target = [] }\n")
-    assert "cannot take a [[tool.memsize.target]]" in refused(capsys, "--init", "net.py:Net")
+    assert "cannot take a [[tool.memsize.target]]" in refused(capsys, "net.py:Net", command="init")
     assert Path("pyproject.toml").read_text() == "[tool]\nmemsize = { target = [] }\n"
 
 
@@ -498,5 +502,5 @@ def test_in_python() -> None:
     with pytest.raises(OutputError, match="names no baseline"):
         memsize.check(update=True)
     Path("pyproject.toml").unlink()
-    with pytest.raises(InputError, match="--init TARGET writes one"):
+    with pytest.raises(InputError, match="memsize init TARGET writes one"):
         memsize.check()

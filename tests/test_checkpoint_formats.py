@@ -17,16 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from memsize.checkpoint import read
-from memsize.checkpoint.checkpoint_report import CheckpointReport
-from memsize.checkpoint.contents import Contents, Tensor
-from memsize.checkpoint.dtypes import BITS, GGML, SAFETENSORS, STORAGES
+from memsize.checkpoints import read
+from memsize.checkpoints.checkpoint_report import CheckpointReport
+from memsize.checkpoints.contents import Contents, Tensor
+from memsize.checkpoints.dtypes import BITS, GGML, SAFETENSORS, STORAGES
 from memsize.errors import CheckpointError
 from memsize.render import render
 from tests.checkpoints import entry, gguf_bytes, write_safetensors, write_zip

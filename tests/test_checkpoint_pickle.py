@@ -22,16 +22,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
-from memsize.checkpoint import pickle_names, read
-from memsize.checkpoint.checkpoint_report import CheckpointReport
-from memsize.checkpoint.pickle_names import is_allowed, is_refused
-from memsize.checkpoint.pickle_values import Blob, Dict, Object
-from memsize.checkpoint.source import Source
-from memsize.checkpoint.unpickler import Unpickler
+from memsize.checkpoints import pickle_names, read
+from memsize.checkpoints.checkpoint_report import CheckpointReport
+from memsize.checkpoints.pickle_names import is_allowed, is_refused
+from memsize.checkpoints.pickle_values import Blob, Dict, Object
+from memsize.checkpoints.source import Source
+from memsize.checkpoints.unpickler import Unpickler
 from memsize.errors import CheckpointError
 from tests.checkpoints import entry, gguf_bytes, text, write_legacy, write_safetensors, write_zip
 

@@ -13,18 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
-from memsize.checkpoint import read
-from memsize.checkpoint.breakdown import Breakdown, halved
-from memsize.checkpoint.checkpoint_report import CheckpointReport
-from memsize.checkpoint.contents import USES, Contents, FileRecord, Mark, Match, Storage, Tensor, View
-from memsize.checkpoint.source import Claims
-from memsize.checkpoint.state_dict_diff import Expected, compared, expected_from
-from memsize.checkpoint.storage_index import Piece, share_out
+from memsize.checkpoints import read
+from memsize.checkpoints.breakdown import Breakdown, halved
+from memsize.checkpoints.checkpoint_report import CheckpointReport
+from memsize.checkpoints.contents import USES, Contents, FileRecord, Mark, Match, Storage, Tensor, View
+from memsize.checkpoints.source import Claims
+from memsize.checkpoints.state_dict_diff import Expected, compared, expected_from
+from memsize.checkpoints.storage_index import Piece, share_out
 from memsize.cli import run
 from memsize.documents.checkpoint import module_table, parts_table
 from memsize.errors import CheckpointError, MemsizeError
@@ -264,7 +263,7 @@ def test_a_plain_half_model_has_nothing_to_explain() -> None:
 def test_bits_per_weight(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(gguf_bytes([("a", (256, 4), 12, 0)], data=4 * 144))
-    report = memsize.read_checkpoint(path)
+    report = memsize.checkpoint(path)
     finding = next(finding for finding in report.findings if finding.code == "bits-per-weight")
     assert finding.values["bits"] == "4.50"  # Q4_K: 144 bytes for 256
     assert finding.bytes == 4 * 144
@@ -275,7 +274,7 @@ def test_bytes_that_belong_to_nothing(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(4)}, path, _use_new_zipfile_serialization=False)
     with path.open("ab") as file:
         file.write(bytes(1000))
-    report = memsize.read_checkpoint(path)
+    report = memsize.checkpoint(path)
     assert next(f.bytes for f in report.findings if f.code == "unclaimed-bytes") == 1000
     assert sum(row[5] for row in parts_table(report).rows) == os.path.getsize(path)
 
@@ -295,7 +294,7 @@ Change = Callable[[dict[str, Any]], Any]
 
 def matched(tmp_path: Path, change: Change, model: nn.Module | None = None) -> Match:
     torch.save(change(Net().state_dict()), tmp_path / "a.pt")
-    report = memsize.read_checkpoint(tmp_path / "a.pt", against=model or Net())
+    report = memsize.checkpoint(tmp_path / "a.pt", against=model or Net())
     assert report.match is not None
     return report.match
 
@@ -394,7 +393,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_rows_of_the_parts_add_up_to_the_size_of_the_file(checkpoint: Path) -> None:
-    report = memsize.read_checkpoint(checkpoint)
+    report = memsize.checkpoint(checkpoint)
     table = parts_table(report)
     assert table.total is not None
     assert sum(row[5] for row in table.rows) == table.total[5] == os.path.getsize(checkpoint)
@@ -417,7 +416,7 @@ def test_rows_beyond_what_is_read_are_summed_up(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("format", ["text", "markdown", "html", "json", "csv"])
 def test_every_format(checkpoint: Path, format: str) -> None:
-    text = render(memsize.read_checkpoint(checkpoint), format)
+    text = render(memsize.checkpoint(checkpoint), format)
     assert text.endswith("\n")
     assert "queue" in text
 
@@ -455,12 +454,12 @@ def test_golden_to_a_depth() -> None:
 
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_text_fits_its_width(checkpoint: Path, width: int) -> None:
-    text = render(memsize.read_checkpoint(checkpoint), "text", width=width)
+    text = render(memsize.checkpoint(checkpoint), "text", width=width)
     assert max(map(len, text.splitlines())) <= width
 
 
 def test_json_holds_everything(checkpoint: Path) -> None:
-    data = json.loads(render(memsize.read_checkpoint(checkpoint, against=Net()), "json", unit="B"))
+    data = json.loads(render(memsize.checkpoint(checkpoint, against=Net()), "json", unit="B"))
     size = os.path.getsize(checkpoint)
     assert data["schema"] == "memsize.checkpoint/1"
     assert data["bytes"] == sum(data["uses"].values()) == size
@@ -475,7 +474,7 @@ def test_json_holds_everything(checkpoint: Path) -> None:
 
 
 def test_csv_has_a_row_for_each_tensor_or_module(checkpoint: Path) -> None:
-    report = memsize.read_checkpoint(checkpoint)
+    report = memsize.checkpoint(checkpoint)
     rows = list(csv.DictReader(io.StringIO(render(report, "csv"))))
     assert len(rows) == len(report.contents.tensors)
     assert sum(int(row["bytes"]) for row in rows) == sum(t.bytes for t in report.contents.tensors)
@@ -483,7 +482,7 @@ def test_csv_has_a_row_for_each_tensor_or_module(checkpoint: Path) -> None:
 
 
 def test_data_frames(checkpoint: Path) -> None:
-    report = memsize.read_checkpoint(checkpoint)
+    report = memsize.checkpoint(checkpoint)
     assert report.size == os.path.getsize(checkpoint)
     assert report.parts.set_index("part").loc["model", "where"] == "state_dict"
     assert report.tensors["bytes"].sum() == report.dtypes["bytes"].sum() == report.modules(2)["bytes"].sum()
@@ -498,7 +497,7 @@ def test_data_frames(checkpoint: Path) -> None:
 
 def test_an_empty_checkpoint(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "a.pt")
-    report = memsize.read_checkpoint(tmp_path / "a.pt")
+    report = memsize.checkpoint(tmp_path / "a.pt")
     for format in ("text", "markdown", "html", "json", "csv"):
         assert render(report, format)
     assert len(report.tensors) == 0

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from memsize import api
 from memsize.cli import main, run
 from memsize.cli.progress import Progress, remaining
 from memsize.cli.report import describe_failure
-from memsize.cli.subject import parse_arguments
 from memsize.errors import ForwardError, InputError
 from memsize.records.report import Report
 from memsize.records.trace import Failure, Layer, Trace
 from memsize.spec.inputs import InputSpec
-from memsize.spec.model_request import ModelRequest
-from memsize.spec.stack import Stack
+from memsize.spec.model_request import ModelRequest, parse_arguments
+from memsize.spec.requests import ReportRequest
+from memsize.spec.stack import Gpu
 from tests.conftest import Python
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,12 +42,12 @@ class Asked:
     """Stands where the API is: keeps what it was asked, answers or raises what it is told to."""
 
     def __init__(self) -> None:
-        self.subject: ModelRequest | None = None
+        self.request: ReportRequest | None = None
         self.options: dict[str, Any] = {}
         self.answer: Report | BaseException = Report("model.py:Net", trace())
 
-    def __call__(self, subject: ModelRequest, **options: Any) -> Report:
-        self.subject, self.options = subject, options
+    def __call__(self, request: ReportRequest, **options: Any) -> Report:
+        self.request, self.options = request, options
         print("what the user's model prints")
         if isinstance(self.answer, BaseException):
             raise self.answer
@@ -56,12 +55,17 @@ class Asked:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Asked]:
-    """The API's stand-in; the working folder holds a model.py."""
-    fake = Asked()
-    monkeypatch.setattr(api, "report", fake)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The working folder holds a model.py."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text("")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, folder: None) -> Asked:
+    """The API's stand-in."""
+    fake = Asked()
+    monkeypatch.setattr(api, "report", fake)
     return fake
 
 
@@ -79,18 +83,10 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_the_plain_command(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", "model.py:Net", "--input", "3,64,64"]) == 0
-    assert asked.subject == ModelRequest("model.py:Net", (InputSpec(None, (3, 64, 64)),), batch_size=1, mode="train")
-    progress = asked.options.pop("progress")
-    assert callable(progress)
-    assert asked.options == {
-        "scenarios": None,
-        "train": None,
-        "parallel": None,
-        "gpu": None,
-        "stack": Stack(),
-        "config": None,
-        "execute": False,
-    }
+    assert asked.request == ReportRequest(
+        model=ModelRequest("model.py:Net", (InputSpec(None, (3, 64, 64)),)), training=None, gpu=Gpu()
+    )
+    assert callable(asked.options.pop("progress")) and not asked.options
     out, err = capsys.readouterr()
     assert "fc" in out
     assert "what the user's model prints" not in out
@@ -102,17 +98,17 @@ def test_every_option_of_the_run(asked: Asked) -> None:
     assert run([*command.split(), "--scenario", "fp16,amp-bf16"]) == 0
     specs = (InputSpec(None, (3, 8), "float16"), InputSpec("ids", (5,), "int64"))
     built_with = {"width": 64, "kind": "wide"}
-    assert asked.subject == ModelRequest("model.py:Net", specs, batch_size=4, arguments=built_with, mode="eval")
-    assert asked.options["scenarios"] == "fp16,amp-bf16"
+    assert asked.request is not None
+    assert asked.request.model == ModelRequest("model.py:Net", specs, batch_size=4, arguments=built_with, mode="eval")
+    assert asked.request.scenarios == "fp16,amp-bf16"
 
 
 def test_a_list_may_be_given_in_parts(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("report model.py:Net -s fp16 --scenario amp-bf16,fp32".split()) == 0
-    assert asked.options["scenarios"] == "fp16,amp-bf16,fp32"
+    assert asked.request.scenarios == "fp16,amp-bf16,fp32"
     assert run("report model.py:Net".split()) == 0
-    assert asked.options["scenarios"] is None
+    assert asked.request.scenarios is None
     capsys.readouterr()
-    assert "no scenario given" in failing(capsys, "model.py:Net", "-s", "")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +162,7 @@ def test_a_file_is_not_overwritten_unless_forced(asked: Asked, capsys: pytest.Ca
     Path("a.json").write_text("mine")
     err = failing(capsys, "model.py:Net", "-o", "a.json")
     assert err == "error: a.json exists already: --force overwrites it\n"
-    assert asked.subject is None  # it was refused before any work
+    assert asked.request is None  # it was refused before any work
     assert Path("a.json").read_text() == "mine"
     assert run(["report", "model.py:Net", "-o", "a.json", "--force"]) == 0
     assert json.loads(Path("a.json").read_text())
@@ -223,6 +219,7 @@ def test_characters_that_the_terminal_lacks_do_not_stop_it(asked: Asked, monkeyp
         (["model.py:Net", "--arg", "width"], "write it like width=64"),
         (["model.py:Net", "-s", "fp17"], "no scenario 'fp17': did you mean fp16"),
         (["model.py:Net", "-s", ","], "no scenario given"),
+        (["model.py:Net", "-s", ""], "no scenario given"),
         (["model.py:Net", "-f", "jsn"], "no format 'jsn': did you mean json?"),
         (["model.py:Net", "-o", "report.jsn"], "no format has the suffix '.jsn' (report.jsn): did you mean .json"),
         (["model.py:Net", "-o", "report"], "cannot tell a format"),
@@ -235,12 +232,11 @@ def test_characters_that_the_terminal_lacks_do_not_stop_it(asked: Asked, monkeyp
     ],
 )
 def test_what_is_wrong_with_a_command(
-    asked: Asked, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+    folder: None, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
 ) -> None:
     err = failing(capsys, *arguments)
     assert err.startswith("error: ")
     assert part in err
-    assert asked.subject is None
 
 
 @pytest.mark.parametrize(
@@ -306,7 +302,7 @@ def test_a_bug_says_that_it_is_one(asked: Asked, capsys: pytest.CaptureFixture[s
     assert err.endswith("error: this is a bug in memsize: ZeroDivisionError: oh\n")
 
 
-def test_debug_shows_the_traceback_of_a_users_error(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback_of_a_users_error(folder: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", "nothere.py:Net", "--debug"]) == 2
     err = capsys.readouterr().err
     assert "Traceback" in err
@@ -505,11 +501,11 @@ def test_bash_completes_commands_options_and_files(tmp_path: Path) -> None:
     script = (
         'eval "$(_MEMSIZE_COMPLETE=bash_source memsize)"\n'
         'compopt() { COMPREPLY=("$@"); }\n'  # bash knows it only while it completes: "-o default" are files
-        'for words in "memsize rep" "memsize report --accu" "memsize report mod"; do\n'
+        'for words in "memsize rep" "memsize report --grad" "memsize report mod"; do\n'
         "COMP_WORDS=($words) COMPREPLY=()\nCOMP_CWORD=$((${#COMP_WORDS[@]} - 1))\n"
         '_memsize_completion memsize; echo "${COMPREPLY[@]}"\ndone'
     )
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert (done.stdout.splitlines(), done.stderr) == (["report", "--accumulate", "-o default"], "")
+    assert (done.stdout.splitlines(), done.stderr) == (["report", "--gradient-accumulation-steps", "-o default"], "")

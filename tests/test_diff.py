@@ -125,13 +125,13 @@ def test_below_a_folder(git: Git, monkeypatch: pytest.MonkeyPatch) -> None:
     git("commit", "-q", "-m", "moved")
     monkeypatch.chdir("nets")
     # As in git: below the working folder, else below the repository's own.
-    assert memsize.compare("HEAD:net.py:Net", "net.py:Net").is_same
+    assert memsize.diff("HEAD:net.py:Net", "net.py:Net").is_same
     assert changes_of("HEAD~2:net.py:Net", "net.py:Net") == ["added", "renamed"]
-    assert memsize.compare(f"HEAD:{Path('net.py').absolute()}:Net", "net.py:Net").is_same
+    assert memsize.diff(f"HEAD:{Path('net.py').absolute()}:Net", "net.py:Net").is_same
 
 
 def changes_of(before: str, after: str) -> list[str]:
-    return [how for change in memsize.compare(before, after).layer_changes for how in change.how]
+    return [how for change in memsize.diff(before, after).layer_changes for how in change.how]
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_a_path_of_python_in_the_repository_is_that_of_the_revision(git: Git, mo
     git("commit", "-q", "-m", "lib")
     (package / "__init__.py").write_text("width = 8\n")
     monkeypatch.syspath_prepend(str(Path("src").absolute()))
-    found = memsize.compare("HEAD:train.py:net", "train.py:net")
+    found = memsize.diff("HEAD:train.py:net", "train.py:net")
     assert [each.parameters for each in found.totals] == [4 * 4 + 4, 8 * 4 + 4]
 
 
@@ -233,7 +233,7 @@ def test_a_checkpoint_beside_the_model_that_it_is_of(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     torch.save(model.state_dict(), "last.pt")
-    found = memsize.compare("last.pt", model)
+    found = memsize.diff("last.pt", model)
     assert [pair.before is not None and pair.after is not None for pair in found.pairs] == [True] * 4
     assert not found.layer_changes
 
@@ -255,8 +255,8 @@ def test_saved_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     } in found["figures"]  # type: ignore[operator]
     assert (found["peak"], found["gpu"], found["optimizer"]) == ("training peak of fp32", "Tesla T4", "sgd")
     # A comparison is an answer like any other: it is saved and loaded.
-    memsize.compare("before.memsize", "after.memsize").save("diff.memsize")
-    assert memsize.load("diff.memsize") == memsize.compare("before.memsize", "after.memsize")
+    memsize.diff("before.memsize", "after.memsize").save("diff.memsize")
+    assert memsize.load("diff.memsize") == memsize.diff("before.memsize", "after.memsize")
     refused(capsys, "before.memsize", "diff.memsize")
 
 

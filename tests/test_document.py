@@ -25,8 +25,7 @@ from memsize.records.fields import Column, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.fit import Budget, Fit, FitRow
 from memsize.records.gpu import Card
-from memsize.records.layout import Audit, LayerFormats, LayoutReport
-from memsize.records.layout import Run as LayoutRun
+from memsize.records.layout import Audit, LayerFormats, LayoutReport, Run as LayoutRun
 from memsize.records.report import COLUMNS, FIGURES, Report
 from memsize.render import FORMATS, render
 from memsize.units import Bytes

@@ -56,7 +56,7 @@ QUESTIONS: dict[str, Callable[[nn.Module], object]] = {
     "report": lambda model: memsize.report(model, (8,)),
     "trace": lambda model: memsize.trace(model, (8,)),
     "fit": lambda model: memsize.fit(model, (8,), gpu="t4"),
-    "audit_layout": lambda model: memsize.audit_layout(model, (8,)),
+    "audit_layout": lambda model: memsize.layout(model, (8,)),
     "report, computed": lambda model: memsize.report(model, (8,), execute=True),
 }
 

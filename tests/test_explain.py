@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import memsize
 from memsize.analysis.explain.history import History
@@ -209,7 +208,7 @@ def test_stacks_of_python_alone_have_none_in_backward(tmp_path: Path) -> None:
     gpu.alloc(2 * MiB, [])
     gpu.free(saved)
     gpu.alloc(4 * MiB, STATE)
-    found = memsize.explain(written(tmp_path / "s.pickle", gpu), beside=None)
+    found = memsize.explain(written(tmp_path / "s.pickle", gpu), against=None)
     assert bytes_of(found) == {"parameter": 2 * MiB, "activation": 10 * MiB, "gradient": 2 * MiB}
 
 
@@ -266,7 +265,7 @@ def test_beside_a_prediction(tmp_path: Path, toy_target: str) -> None:
     predicted = memsize.trace(toy_target, (3, 64, 64), steps=2)
     predicted.snapshot(tmp_path / "s.pickle")
     predicted.save(tmp_path / "run.memsize")
-    found = memsize.explain(tmp_path / "s.pickle", beside=tmp_path / "run.memsize")
+    found = memsize.explain(tmp_path / "s.pickle", against=tmp_path / "run.memsize")
     assert found.requested == predicted.peak.requested
     assert {each.category: each.bytes for each in found.alive} == dict(predicted.peak.roles)
     assert {each.category: each.predicted for each in found.alive} == dict(predicted.peak.roles)
@@ -275,9 +274,9 @@ def test_beside_a_prediction(tmp_path: Path, toy_target: str) -> None:
     assert finding.bytes == 0
     assert "+0.0%" in finding.text()
     report = memsize.report(toy_target, (3, 64, 64), scenarios="fp32", train="adamw")
-    assert memsize.explain(tmp_path / "s.pickle", beside=report).predicted is not None
+    assert memsize.explain(tmp_path / "s.pickle", against=report).predicted is not None
     with pytest.raises(memsize.InputError, match="this saved report predicts no peak"):
-        memsize.explain(tmp_path / "s.pickle", beside=memsize.report(toy_target))
+        memsize.explain(tmp_path / "s.pickle", against=memsize.report(toy_target))
 
 
 def test_a_saved_explanation_is_the_same(tmp_path: Path) -> None:

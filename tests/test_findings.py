@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
@@ -39,7 +38,7 @@ def test_partly_converted_models_name_what_was_left() -> None:
     model[1].half()
     with pytest.raises(memsize.ForwardError):
         memsize.report(model, (8,))
-    comparison = memsize.compare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), model)
+    comparison = memsize.diff(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), model)
     assert {"tensors-changed", "tensors-unchanged", "mixed-dtypes"} <= {f.code for f in comparison.why()}
 
 
@@ -183,7 +182,7 @@ def test_units() -> None:
 def test_compare_half() -> None:
     before = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10))
     after = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10)).half()
-    comparison = memsize.compare(before, after)
+    comparison = memsize.diff(before, after)
     first, second = comparison.totals
     assert second.parameter_bytes * 2 == first.parameter_bytes
     unchanged = next(f for f in comparison.why() if f.code == "tensors-unchanged")
@@ -193,7 +192,7 @@ def test_compare_half() -> None:
 
 
 def test_in_a_notebook_they_are_pages() -> None:
-    comparison = memsize.compare(nn.Linear(8, 8), nn.Linear(8, 8).half())
+    comparison = memsize.diff(nn.Linear(8, 8), nn.Linear(8, 8).half())
     page = comparison._repr_html_()
     for part in ("<table>", "before", "after", "288", "144", "(−50.0%)", "float16"):
         assert part in page
@@ -214,7 +213,7 @@ def test_golden_comparison() -> None:
 
 
 def test_compare_with_an_input_also_compares_what_is_kept() -> None:
-    comparison = memsize.compare(nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)).half(), (8,))
+    comparison = memsize.diff(nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)).half(), (8,))
     assert "kept-for-backward-changed" in {finding.code for finding in comparison.why()}
     assert torch.float16.is_floating_point
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
@@ -46,7 +45,9 @@ from memsize.records.trace import Event, InputTensor, Storage, TensorSpec, Trace
 from memsize.render import render
 from memsize.spec.inputs import parse_input
 from memsize.spec.model_request import ModelRequest
+from memsize.spec.requests import FitRequest
 from memsize.spec.scenario import SCENARIOS
+from memsize.spec.stack import Gpu
 from memsize.spec.training import Training
 from memsize.spec.vary import Dimension, Vary, parse_vary
 from tests import models
@@ -712,7 +713,7 @@ def test_cards_on_which_everything_fits_have_no_largest_batch() -> None:
 
 def test_a_fraction_of_the_card_is_what_the_allocator_gets() -> None:
     # A quarter of 1,600 MiB is 400; the context leaves 950 of them.
-    quarter = fit_of(TwoRegimes(), "64,2048", budget=1600 * MiB, config="per_process_memory_fraction:0.25")
+    quarter = fit_of(TwoRegimes(), "64,2048", budget=1600 * MiB, allocator="per_process_memory_fraction:0.25")
     plain = fit_of(TwoRegimes(), "64,2048", budget=CONTEXT + 400 * MiB)
     assert quarter.budgets[0].allocator == plain.budgets[0].allocator == 400 * MiB
     assert [row.size for row in quarter.fit_rows] == [row.size for row in plain.fit_rows]
@@ -839,7 +840,7 @@ def test_a_larger_batch_may_fit_where_a_smaller_one_leaves_memory_in_pieces() ->
     """The example of docs/fit.md: expandable segments have no such pieces."""
     options: dict[str, Any] = {"train": "adamw", "gpu": "l4", "gpus": [8, 16], "parallel": "fsdp"}
     asked = partial(memsize.fit, "notebooks/model.py:Test", "3,64,64", scenarios="amp-fp16", **options)
-    plain, expandable = asked(), asked(config=AllocatorConfig(expandable_segments=True))
+    plain, expandable = asked(), asked(allocator=AllocatorConfig(expandable_segments=True))
     sizes = [[row.size for row in fit.fit_rows] for fit in (plain, expandable)]
     assert sizes == [[872, 1_166], [1_172, 1_168]]
     told = "memory does not only grow with the size under amp-fp16 on 16 x L4: a smaller one"
@@ -1063,41 +1064,46 @@ def test_every_finding_reads_as_a_sentence() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
-    """What the command passes to the API, which answers with a fit made by hand; the folder holds a model.py."""
+def asked(monkeypatch: pytest.MonkeyPatch, folder: None) -> dict[str, object]:
+    """The request that the command passes to the API, which answers with a fit made by hand."""
     kept: dict[str, object] = {}
 
-    def fake(subject: ModelRequest, **options: object) -> Fit:
-        kept.update(options, subject=subject)
+    def fake(request: FitRequest, **options: object) -> Fit:
+        kept.update(vars(request))
         return made_by_hand()
 
     monkeypatch.setattr(api, "fit", fake)
+    return kept
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The working folder holds a model.py."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text("")
-    return kept
 
 
 def test_the_plain_command(asked: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["fit", "model.py:Net", "--input", "3,64,64", "--gpu", "t4"]) == 0
     assert capsys.readouterr().out == render(made_by_hand(), "text")
-    assert asked["subject"] == ModelRequest("model.py:Net", (parse_input("3,64,64"),))
-    assert (asked["gpu"], asked["vary"]) == ("t4", "batch")
-    assert asked["train"] is None and asked["remedies"] is None and asked["crossovers"] is False
+    assert asked["model"] == ModelRequest("model.py:Net", (parse_input("3,64,64"),))
+    assert (asked["gpu"], asked["vary"]) == (Gpu(name="t4"), "batch")
+    assert asked["training"] is None and asked["remedies"] is None and asked["crossovers"] is False
 
 
 def test_every_option_reaches_the_api(asked: dict[str, object], tmp_path: Path) -> None:
-    options = "--batch-size 32 --vary 0:1 --budget 10GiB --margin 5% --train sgd --accumulate 2 --ema --loss mse"
+    options = "--batch-size 32 --vary 0:1 --budget 10GiB --margin 5% --train sgd --ema --loss mse"
     more = "--mode eval --no-remedies --crossovers --allocator expandable_segments:True --arg width=64 -s bf16"
-    more = f"{more} -o fit.json"
+    more = f"{more} --gradient-accumulation-steps 2 -o fit.json"
     assert run(["fit", "model.py:Net", "-i", "3,64", *options.split(), *more.split()]) == 0
-    assert asked["train"] == Training("sgd", "mse", accumulate=2, ema=True)
-    assert asked["config"] == AllocatorConfig(expandable_segments=True)
+    assert asked["training"] == Training("sgd", loss="mse", gradient_accumulation_steps=2, ema=True)
+    assert asked["gpu"] == Gpu(allocator="expandable_segments:True")
     assert (asked["vary"], asked["budget"], asked["margin"]) == ("0:1", "10GiB", "5%")
     assert (asked["remedies"], asked["crossovers"]) == (False, True)
     specs = (parse_input("3,64"),)
-    assert asked["subject"] == ModelRequest("model.py:Net", specs, batch_size=32, arguments={"width": 64}, mode="eval")
+    assert asked["model"] == ModelRequest("model.py:Net", specs, batch_size=32, arguments={"width": 64}, mode="eval")
     assert run(["fit", "model.py:Net", "--inputs", "model.py:make", "--seq-len", "64"]) == 0
-    assert asked["subject"] == ModelRequest("model.py:Net", source="model.py:make", seq_len=64)
+    assert asked["model"] == ModelRequest("model.py:Net", source="model.py:make", seq_len=64)
     assert json.loads((tmp_path / "fit.json").read_text())["schema"] == "memsize.fit/1"
 
 
@@ -1105,7 +1111,7 @@ def test_every_option_reaches_the_api(asked: dict[str, object], tmp_path: Path) 
     ("options", "problem"),
     [
         (["--gpu", "t5"], "no GPU 't5'"),
-        (["--inputs", "model.py:make"], "not with both"),
+        (["--inputs", "model.py:make"], "not as both"),
         (["--vary", "what"], "cannot read 'what'"),
         (["--budget", "1MiB"], "nothing is left"),
         (["--train", "adamm"], "no optimizer 'adamm'"),
@@ -1115,11 +1121,11 @@ def test_every_option_reaches_the_api(asked: dict[str, object], tmp_path: Path) 
     ],
 )
 def test_what_is_wrong_shows_first(
-    asked: dict[str, object], capsys: pytest.CaptureFixture[str], options: list[str], problem: str
+    folder: None, capsys: pytest.CaptureFixture[str], options: list[str], problem: str
 ) -> None:
     assert run(["fit", "model.py:Net", "--input", "3,64,64", *options]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and problem in err and not asked
+    assert out == "" and problem in err
 
 
 def test_the_command_on_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def fit(target: str, **options: Any) -> Fit:
-    return memsize.fit(target, new=NEW, budget=BUDGET, scenarios="as-given", **options)
+    return memsize.fit(target, max_new_tokens=NEW, budget=BUDGET, scenarios="as-given", **options)
 
 
 def fits(target: str, row: FitRow, generation: Generation, batch: int) -> bool:
@@ -51,7 +51,7 @@ def test_the_longest_context_fits_and_the_next_does_not(target: str) -> None:
     (row,) = found.fit_rows
     assert row.budget == 48 * MiB
     assert row.status == "found" and row.size and row.next_size == row.size + 1
-    assert fits(target, row, Generation(row.size - NEW, NEW), 3)
+    assert fits(target, row, Generation(prompt=row.size - NEW, max_new_tokens=NEW), 3)
     assert not fits(target, row, Generation(row.next_size - NEW, NEW), 3)
     assert found.generation["new"] == NEW
     assert "put together from traced steps" in found.notes[-1]
@@ -61,8 +61,8 @@ def test_the_longest_context_fits_and_the_next_does_not(target: str) -> None:
 def test_the_largest_batch_fits_and_the_next_does_not(target: str) -> None:
     (row,) = fit(target, prompt=300).fit_rows
     assert row.status == "found" and row.size and row.next_size == row.size + 1
-    assert fits(target, row, Generation(300, NEW), row.size)
-    assert not fits(target, row, Generation(300, NEW), row.next_size)
+    assert fits(target, row, Generation(prompt=300, max_new_tokens=NEW), row.size)
+    assert not fits(target, row, Generation(prompt=300, max_new_tokens=NEW), row.next_size)
 
 
 def test_a_context_ends_with_the_positions_of_the_model(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_the_frontier_is_the_longest_context_of_each_batch(tmp_path: Path) -> No
     assert sizes[0] == 100 and sizes == sorted(sizes, reverse=True)
     (row,) = (row for row in found.fit_rows if row.batch == 512)
     assert row.size and row.next_size == row.size + 1
-    assert fits(f"hf:{path}", row, Generation(row.size - NEW, NEW), 512)
+    assert fits(f"hf:{path}", row, Generation(prompt=row.size - NEW, max_new_tokens=NEW), 512)
     assert not fits(f"hf:{path}", row, Generation(row.next_size - NEW, NEW), 512)
     assert found.tables()["rows"].records()[0]["batch"] == 256
     text = str(found)
@@ -112,7 +112,7 @@ def test_what_would_make_a_batch_fit(target: str) -> None:
     }
     quarter = fit(target, prompt=300, batch_size=50, remedies=False).fit_rows[0]
     assert (rows["batch ÷4"].outcome, rows["batch ÷4"].peak) == ("fits", quarter.peak)
-    (static,) = fit(target, prompt=300, batch_size=200, cache="static", remedies=False).fit_rows
+    (static,) = fit(target, prompt=300, batch_size=200, cache_implementation="static", remedies=False).fit_rows
     assert rows["static cache"].peak == static.peak
     larger = rows["GeForce RTX 3050 Laptop 4GB"]
     assert (larger.outcome, larger.changes) == ("fits", "hardware") and found.remedied.combination == ()
@@ -121,7 +121,7 @@ def test_what_would_make_a_batch_fit(target: str) -> None:
 
 def test_each_of_two_cards_holds_a_half(target: str) -> None:
     with generator_of(target, Share(2)) as generator:
-        made = generator.run(Generation(8, 4), 3)
+        made = generator.run(Generation(prompt=8, max_new_tokens=4), 3)
     # 64 wide; 2 of 4 heads and 1 of 2 of keys and values, 16 wide; 64 of 128 in the MLP; half of 100 tokens, padded
     # to 128; three norms.
     attention, mlp, vocabulary = 64 * (32 + 16 + 16 + 32), 3 * 64 * 64, 2 * 64 * 64
@@ -136,7 +136,7 @@ def test_each_of_two_cards_holds_a_half(target: str) -> None:
 
 
 def test_a_generation_that_does_not_fit_is_told_what_would(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"prompt": 300, "new": 2, "scenarios": "as-given", "gpu": "t4"}
+    options: dict[str, Any] = {"prompt": 300, "max_new_tokens": 2, "scenarios": "as-given", "gpu": "t4"}
     traced: list[object] = []
 
     def sample(generator: Generator, of: Traced) -> Sample:
@@ -147,7 +147,7 @@ def test_a_generation_that_does_not_fit_is_told_what_would(target: str, monkeypa
     trace = Generator.sample
     with monkeypatch.context() as patched:
         patched.setattr(Generator, "sample", sample)
-        found = memsize.generate(target, batches=[1, 8192], **options)
+        found = memsize.generate(target, batch_size=[1, 8192], **options)
     assert len(traced) > 2 and len(set(traced)) == len(traced)  # what is traced for the rows serves remedies too
     assert [row.fits for row in found.generation_rows] == [True, False]
     assert found.remedied is not None and (found.remedied.size, found.remedied.gpu) == (8192, "Tesla T4")
@@ -159,7 +159,7 @@ def test_a_generation_that_does_not_fit_is_told_what_would(target: str, monkeypa
     assert (rows["bf16 parameters"].outcome, rows["bf16 parameters"].saved) == ("no help", 0)  # they are that already
     enough = next(each for each in found.findings if each.code == "remedy-enough")
     assert "batch ÷2" in str(enough)
-    assert memsize.generate(target, batches=1, **options).remedied is None
+    assert memsize.generate(target, batch_size=1, **options).remedied is None
 
 
 def test_the_last_logits_alone_are_made_of_a_model_that_makes_all(tmp_path: Path) -> None:
@@ -173,24 +173,24 @@ def test_the_last_logits_alone_are_made_of_a_model_that_makes_all(tmp_path: Path
     peaks = []
     for edits in ((), (keep_the_last_logits,)):
         with generator_of(model, *edits, **inputs) as generator:
-            trace = generator.run(Generation(400, 4), 2).trace
+            trace = generator.run(Generation(prompt=400, max_new_tokens=4), 2).trace
         peaks.append(max(s.bytes for s in trace.storages if s.shape[-1:] == (20_000,)))
     assert peaks == [2 * 400 * 20_000 * 4, 2 * 20_000 * 4]
 
 
 def test_the_command_line(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["fit", target, "--prompt", "8", "--new", "4", "-b", "2", "--budget", BUDGET, "-s", "as-given"]
+    asked = ["fit", target, "--prompt", "8", "--max-new-tokens", "4", "-b", "2", "--budget", BUDGET, "-s", "as-given"]
     assert run([*asked, "-f", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [row["status"] for row in data["rows"]] == ["fits"]
     assert data["generation"] == {
         "prompt": 8,
-        "new": 4,
-        "cache": None,
-        "kv_dtype": None,
-        "beams": 1,
+        "max_new_tokens": 4,
+        "cache_implementation": None,
+        "kv_cache_dtype": None,
+        "num_beams": 1,
         "begun": 0,
-        "chunk": None,
+        "prefill_chunk_size": None,
         "uneven": False,
         "draft": None,
     }
@@ -207,7 +207,7 @@ def test_the_command_line(target: str, capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_what_cannot_be_asked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        memsize.fit("hf:llama", new=NEW, **options)
+        memsize.fit("hf:llama", max_new_tokens=NEW, **options)
 
 
 def test_speech_is_no_context_to_vary(tmp_path: Path) -> None:

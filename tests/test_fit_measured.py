@@ -54,7 +54,9 @@ def said(measured: Mapping[str, Any]) -> FitRow:
     work, stack = measured["workload"], measured["stack"]
     training = None
     if work["optimizer"] is not None:
-        training = Training(work["optimizer"], work["loss"], accumulate=work["accumulate"], ema=work["ema"])
+        training = Training(
+            work["optimizer"], work["loss"], gradient_accumulation_steps=work["accumulate"], ema=work["ema"]
+        )
     fit = memsize.fit(
         str(ROOT / work["model"]),
         [spec(text) for text in work["inputs"]],
@@ -64,7 +66,7 @@ def said(measured: Mapping[str, Any]) -> FitRow:
         mode="train" if work["training"] else "eval",
         gpu=stack["gpu"],
         budget=stack["total"],
-        config=stack["allocator"] or None,
+        allocator=stack["allocator"] or None,
         remedies=False,
     )
     return fit.fit_rows[0]
@@ -92,7 +94,7 @@ def made_up(total: int, error: str | None) -> dict[str, Any]:
             "optimizer": "adamw",
             "loss": None,
             "training": True,
-            "accumulate": 1,
+            "gradient_accumulation_steps": 1,
             "ema": False,
         },
         "stack": {"gpu": "NVIDIA A100-SXM4-40GB", "total": total, "allocator": ""},

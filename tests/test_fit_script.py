@@ -120,10 +120,20 @@ def test_a_value_without_effect_and_a_failing_script_are_said(script: Path) -> N
 
 
 def test_the_command_takes_the_scripts_arguments(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["fit", "--gpu", "t4", "--budget", "750MiB", "--vary-argument", "size"]
-    assert command([*asked, "--", str(script), "--size", "20"]) == 0
-    assert "largest --size that fits" in capsys.readouterr().out
-    assert command([*asked, "--train", "adamw", "--", str(script), "--size", "20"]) == 2
-    assert "--train is for models" in capsys.readouterr().err
+    options = ["--gpu", "t4", "--budget", "750MiB", "--vary-argument", "size"]
+    assert command(["fit-script", *options, str(script), "--size", "20"]) == 0
+    answer = capsys.readouterr()
+    assert "largest --size that fits" in answer.out and "is now" not in answer.err
+    assert command(["fit-script", *options, "--train", "adamw", str(script), "--size", "20"]) == 2
+    assert "No such option" in capsys.readouterr().err
+    for old in (
+        ["fit", *options, "--", str(script), "--size", "20"],
+        ["fit", *options, str(script), "--", "--size", "20"],
+    ):
+        assert command(old) == 0
+        assert capsys.readouterr() == (
+            answer.out,
+            f"memsize fit --vary-argument is now memsize fit-script\n{answer.err}",
+        )
     assert command(["fit", "model.py", "--gpu", "t4", "--", "--size", "20"]) == 2
     capsys.readouterr()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memsize.records.aggregates import Totals, alive, live_bytes, own_rows, peak, totals, visible
 from memsize.records.trace import Event, Layer, Storage, StoredTensor, TensorSpec, Trace

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
@@ -100,9 +99,9 @@ def traced_whole(generator: Generator, generation: Generation, batch: int) -> Ge
 
 CASES = {
     "dynamic": (SMALL, {}),
-    "static": (SMALL, {"cache": "static"}),
-    "fp8": (SMALL, {"kv_dtype": "fp8"}),
-    "in chunks": (SMALL, {"chunk": 5}),
+    "static": (SMALL, {"cache_implementation": "static"}),
+    "fp8": (SMALL, {"kv_cache_dtype": "fp8"}),
+    "in chunks": (SMALL, {"prefill_chunk_size": 5}),
     "window filled while decoding": (SMALL | WINDOW, {}),
     "window filled by the prompt": (SMALL | WINDOW | {"sliding_window": 12}, {}),
     "encoder-decoder, masks padded to 8": (T5, {}),
@@ -120,7 +119,7 @@ def test_derived_steps_equal_traced_ones(
     case: str, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries, options = CASES[case]
-    asked = Generation(prompt=16, new=44, **options)
+    asked = Generation(prompt=16, max_new_tokens=44, **options)
     target = config(**entries)
     every = generated(target, asked, 2, every=True)
     derived = generated(target, asked, 2)
@@ -145,8 +144,8 @@ def test_derived_steps_equal_traced_ones_of_long_generations(
     monkeypatch.setattr(generators, "_lasting", lambda piece: None)
     for entries in (SMALL, SMALL | WINDOW | {"sliding_window": 100}):
         target = config(**entries)
-        every = generated(target, Generation(40, new), 3, every=True)
-        derived = generated(target, Generation(40, new), 3)
+        every = generated(target, Generation(prompt=40, max_new_tokens=new), 3, every=True)
+        derived = generated(target, Generation(prompt=40, max_new_tokens=new), 3)
         assert derived.trace.events == every.trace.events
         assert derived.trace.storages == every.trace.storages
 
@@ -156,7 +155,7 @@ def test_derived_steps_equal_traced_ones_of_long_generations(
     ("entries", "options", "laws"),
     [
         ({}, {}, [False]),
-        ({}, {"cache": "static"}, [False]),
+        ({}, {"cache_implementation": "static"}, [False]),
         ({"_attn_implementation": "eager"}, {}, [True]),
         (WINDOW | {"sliding_window": 50}, {}, [False]),
     ],
@@ -170,7 +169,7 @@ def test_generations_between_traced_ones_equal_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(generators, "_lasting", lambda piece: None)
-    asked = Generation(13, 19, **options)
+    asked = Generation(prompt=13, max_new_tokens=19, **options)
     with generator_of(config(**SMALL | entries)) as generator:
         generator.cover(asked, [2, 3, 6], [13, 21, 53])
         traced = set(generator.samples)
@@ -186,11 +185,11 @@ def test_generations_between_traced_ones_equal_them(
 
 def test_many_rows_share_what_is_traced(config: Callable[..., str]) -> None:
     """The same as each row by itself; side by side too."""
-    asked: dict[str, Any] = {"new": 20, "scenarios": "as-given", "gpu": "a100"}
+    asked: dict[str, Any] = {"max_new_tokens": 20, "scenarios": "as-given", "gpu": "a100"}
     target = config(**SMALL)
-    alone = [memsize.generate(target, prompt=p, batches=b, **asked).generation_rows[0] for b, p in ((1, 9), (4, 30))]
+    alone = [memsize.generate(target, prompt=p, batch_size=b, **asked).generation_rows[0] for b, p in ((1, 9), (4, 30))]
     with side_by_side(2):
-        both = memsize.generate(target, prompt=[9, 30], batches=[1, 4], **asked)
+        both = memsize.generate(target, prompt=[9, 30], batch_size=[1, 4], **asked)
     said = [replace(row, traced=()) for row in both.generation_rows]
     assert [said[0], said[3]] == [replace(row, traced=()) for row in alone]
     assert both.trace.inputs[0].spec.shape == (4, 30)
@@ -200,7 +199,9 @@ def test_many_rows_share_what_is_traced(config: Callable[..., str]) -> None:
 def test_a_full_cache_holds_keys_and_values_of_every_token(
     config: Callable[..., str], batch: int, prompt: int, new: int
 ) -> None:
-    report = memsize.generate(config(**SMALL), prompt=prompt, new=new, batches=batch, scenarios="as-given")
+    report = memsize.generate(
+        config(**SMALL), prompt=prompt, max_new_tokens=new, batch_size=batch, scenarios="as-given"
+    )
     (row,) = report.ran
     held = prompt + new - 1  # the last token is never read
     # transformers counts the tokens that a layer has seen in no tensor of a dynamic cache
@@ -213,7 +214,7 @@ def test_a_full_cache_holds_keys_and_values_of_every_token(
 
 def test_a_sliding_window_stops_growing(config: Callable[..., str]) -> None:
     target = config(**SMALL | WINDOW)
-    report = memsize.generate(target, prompt=20, new=60, scenarios="as-given")
+    report = memsize.generate(target, prompt=20, max_new_tokens=60, scenarios="as-given")
     (row,) = report.ran
     # 23 earlier tokens are kept as a view of all 24; beside them 2 layers count their tokens in an int64 each.
     assert row.layers[0].kind == "sliding window"
@@ -222,7 +223,7 @@ def test_a_sliding_window_stops_growing(config: Callable[..., str]) -> None:
 
 
 def test_the_cache_is_that_of_a_real_run(config: Callable[..., str]) -> None:
-    report = memsize.generate(config(**SMALL), prompt=12, new=9, batches=2, scenarios="as-given")
+    report = memsize.generate(config(**SMALL), prompt=12, max_new_tokens=9, batch_size=2, scenarios="as-given")
     torch.manual_seed(0)
     entries = {name: value for name, value in SMALL.items() if name not in ("architectures", "model_type")}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**entries)).to(torch.bfloat16).eval()
@@ -235,7 +236,9 @@ def test_the_cache_is_that_of_a_real_run(config: Callable[..., str]) -> None:
 
 
 def test_every_figure_is_that_of_the_run(config: Callable[..., str]) -> None:
-    report = memsize.generate(config(**SMALL), prompt=[8, 16], new=20, batches=[1, 2], scenarios="as-given,fp32")
+    report = memsize.generate(
+        config(**SMALL), prompt=[8, 16], max_new_tokens=20, batch_size=[1, 2], scenarios="as-given,fp32"
+    )
     assert [(row.scenario, row.batch, row.prompt) for row in report.ran] == [
         (scenario, batch, prompt) for scenario in ("as-given", "fp32") for batch in (1, 2) for prompt in (8, 16)
     ]
@@ -264,7 +267,7 @@ def test_a_model_of_ones_own_generates(tmp_path: Path) -> None:
                 ids = torch.cat([ids, self(ids)[:, -1:, 0].to(torch.int64)], dim=1)
             return ids
 
-    report = memsize.generate(Own(), "4:int64", prompt=6, new=5, scenarios="as-given")
+    report = memsize.generate(Own(), "4:int64", prompt=6, max_new_tokens=5, scenarios="as-given")
     (row,) = report.ran
     assert row.cache == 0
     # The last of 4 steps reads 6 + 4 tokens: 8 floats of each.
@@ -275,14 +278,14 @@ def test_a_model_of_ones_own_generates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": 0}, "a prompt of 0: it must be at least 1"),
-        ({"new": 0}, "a number of new tokens of 0"),
-        ({"beams": 0}, "a number of beams of 0"),
-        ({"batches": [4, 0]}, "a batch of 0: it must be at least 1"),
-        ({"batches": []}, "a batch of 0: it must be at least 1"),
-        ({"cache": "stat"}, "no cache 'stat'"),
-        ({"kv_dtype": "int5"}, "no dtype of a KV cache 'int5'"),
-        ({"cache": "static", "kv_dtype": "fp8"}, "a static cache keeps the dtype of the model"),
+        ({"prompt": 0}, "prompt is 0: it must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0: it must be at least 1"),
+        ({"num_beams": 0}, "num_beams is 0: it must be at least 1"),
+        ({"batch_size": [4, 0]}, "a batch of 0: it must be at least 1"),
+        ({"batch_size": []}, "cannot read '' as batches"),
+        ({"cache_implementation": "stat"}, "no cache implementation 'stat'"),
+        ({"kv_cache_dtype": "int5"}, "no kv cache dtype 'int5'"),
+        ({"cache_implementation": "static", "kv_cache_dtype": "fp8"}, "a static cache keeps the dtype of the model"),
     ],
 )
 def test_what_cannot_be_asked(options: dict[str, Any], message: str) -> None:
@@ -292,7 +295,7 @@ def test_what_cannot_be_asked(options: dict[str, Any], message: str) -> None:
 
 def test_a_model_that_does_not_generate() -> None:
     with pytest.raises(InputError, match="Linear has no generate method: it generates no tokens"):
-        memsize.generate(nn.Linear(4, 4), (4, 4), prompt=4, new=4)
+        memsize.generate(nn.Linear(4, 4), (4, 4), prompt=4, max_new_tokens=4)
 
 
 def test_a_model_of_images_that_does_not_generate() -> None:
@@ -300,11 +303,13 @@ def test_a_model_of_images_that_does_not_generate() -> None:
     with pytest.raises(InputError, match=said):
         memsize.generate("hf:resnet", arguments={"depths": [1, 1, 1, 1]})
     with pytest.raises(InputError, match=said):
-        memsize.fit("hf:resnet", arguments={"depths": [1, 1, 1, 1]}, vary="context", new=4)
+        memsize.fit("hf:resnet", arguments={"depths": [1, 1, 1, 1]}, vary="context", max_new_tokens=4)
 
 
 def test_more_tokens_than_positions_are_noted(config: Callable[..., str]) -> None:
-    report = memsize.generate(config(**SMALL | {"max_position_embeddings": 16}), prompt=10, new=8, scenarios="as-given")
+    report = memsize.generate(
+        config(**SMALL | {"max_position_embeddings": 16}), prompt=10, max_new_tokens=8, scenarios="as-given"
+    )
     assert "the model has positions for 16 tokens: its answers to 18 have no meaning" in report.notes
 
 
@@ -312,23 +317,35 @@ def test_more_tokens_than_a_table_has_positions_are_refused() -> None:
     entries = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 16}
     said = "hf:gpt2 .GPT2LMHeadModel. has a table of 16 positions, and 18 tokens are asked for: take fewer"
     with pytest.raises(InputError, match=said):
-        memsize.generate("hf:gpt2", arguments=entries, prompt=10, new=8, scenarios="as-given")
+        memsize.generate("hf:gpt2", arguments=entries, prompt=10, max_new_tokens=8, scenarios="as-given")
 
 
 def test_no_positions_are_no_limit() -> None:
     """XLNet's config has -1 of them."""
     entries = {"n_layer": 1, "d_model": 16, "n_head": 2, "d_inner": 32, "vocab_size": 50}
-    found = memsize.generate("hf:xlnet", arguments=entries, prompt=6, new=2, scenarios="as-given")
+    found = memsize.generate("hf:xlnet", arguments=entries, prompt=6, max_new_tokens=2, scenarios="as-given")
     assert not any("positions" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
     ("entries", "options", "message"),
     [
-        (T5, {"kv_dtype": "fp8"}, "quantizes no cache of an encoder-decoder: use --cache dynamic or static"),
-        (SMALL | WINDOW, {"kv_dtype": "fp8"}, "of full attention alone, and this model has sliding_attention layers"),
-        (SMALL, {"cache": "quantized"}, "a KV cache in int4 needs optimum-quanto: pip install optimum-quanto"),
-        (SMALL, {"kv_dtype": "int2"}, "a KV cache in int2 needs optimum-quanto: pip install optimum-quanto"),
+        (
+            T5,
+            {"kv_cache_dtype": "fp8"},
+            "quantizes no cache of an encoder-decoder: use --cache-implementation dynamic or static",
+        ),
+        (
+            SMALL | WINDOW,
+            {"kv_cache_dtype": "fp8"},
+            "of full attention alone, and this model has sliding_attention layers",
+        ),
+        (
+            SMALL,
+            {"cache_implementation": "quantized"},
+            "a KV cache in int4 needs optimum-quanto: pip install optimum-quanto",
+        ),
+        (SMALL, {"kv_cache_dtype": "int2"}, "a KV cache in int2 needs optimum-quanto: pip install optimum-quanto"),
     ],
 )
 def test_caches_that_transformers_lacks_are_told_before(
@@ -340,18 +357,29 @@ def test_caches_that_transformers_lacks_are_told_before(
 ) -> None:
     monkeypatch.setattr(caches, "_is_installed", lambda package: False)
     with pytest.raises(InputError, match=message):
-        memsize.generate(config(**entries), prompt=8, new=4, scenarios="as-given", **options)
+        memsize.generate(config(**entries), prompt=8, max_new_tokens=4, scenarios="as-given", **options)
 
 
 def test_one_sequence_is_told_as_one(config: Callable[..., str]) -> None:
-    asked: dict[str, Any] = {"prompt": 16, "new": 4, "batches": 1, "scenarios": "as-given", "gpu": "t4"}
+    asked: dict[str, Any] = {"prompt": 16, "max_new_tokens": 4, "batch_size": 1, "scenarios": "as-given", "gpu": "t4"}
     fits = memsize.generate(config(**SMALL), **asked).findings[0]
     assert fits.text().startswith("Under as-given, 1 sequence of 16 + 4 tokens fits: ")
 
 
 def test_the_command_line(config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, saved = config(**SMALL), str(tmp_path / "run.memsize")
-    asked = ["generate", target, "--prompt", "8,16", "--new", "20", "--batch", "2", "-s", "as-given,int8-weight"]
+    asked = [
+        "generate",
+        target,
+        "--prompt",
+        "8,16",
+        "--max-new-tokens",
+        "20",
+        "--batch-size",
+        "2",
+        "-s",
+        "as-given,int8-weight",
+    ]
     assert run([*asked, "--save", saved, "-f", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["schema"] == "memsize.generation/1"
@@ -436,7 +464,7 @@ def check_follows(curve: Curve, trace: Callable[[int], Step], start: int, count:
 
 def test_a_prompt_of_many_sequences_is_known_to_be_unpadded(config: Callable[..., str]) -> None:
     with generator_of(config(**SMALL)) as generator:
-        made = generator.run(Generation(40_000, 2), 8)
+        made = generator.run(Generation(prompt=40_000, max_new_tokens=2), 8)
     assert sum(layer.bytes for layer in made.cached) == 8 * (40_000 + 1) * TOKEN
 
 
@@ -446,7 +474,9 @@ def test_a_static_cache_has_room_for_the_tokens_of_images() -> None:
     vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     entries = {"text_config": text, "vision_config": vision, "image_token_index": 99, "dtype": "bfloat16"}
     for cache in (None, "static"):
-        found = memsize.generate("hf:llava", arguments=entries, prompt=10, new=5, cache=cache, scenarios="as-given")
+        found = memsize.generate(
+            "hf:llava", arguments=entries, prompt=10, max_new_tokens=5, cache_implementation=cache, scenarios="as-given"
+        )
         (layers,) = found.ran[0].layers
         patches = (8 // 4) ** 2
         held = found.ran[0].cache - (2 * 8 if cache else 0)  # a static layer counts its tokens in an int64
@@ -455,7 +485,9 @@ def test_a_static_cache_has_room_for_the_tokens_of_images() -> None:
 
 def test_no_token_ends_a_generation(config: Callable[..., str]) -> None:
     mamba = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 32, "state_size": 4}
-    made = generated(config(**mamba, num_hidden_layers=1, vocab_size=50, eos_token_id=0), Generation(8, 4), 1)
+    made = generated(
+        config(**mamba, num_hidden_layers=1, vocab_size=50, eos_token_id=0), Generation(prompt=8, max_new_tokens=4), 1
+    )
     assert {split_phase(phase) for phase in made.trace.phases} >= {("decode", 1), ("decode", 2), ("decode", 3)}
     # 64 inner channels: three inputs and one place more of a convolution, and a state of 4, in float32
     assert sum(layer.bytes for layer in made.cached) == 64 * (4 + 4) * 4
@@ -481,7 +513,7 @@ nothing = 3
 def test_a_loop_of_ones_own(config: Callable[..., str], tmp_path: Path) -> None:
     target, file = config(**SMALL), tmp_path / "loop.py"
     file.write_text(LOOP)
-    options: dict[str, Any] = {"prompt": 30, "new": 25, "batches": 2, "scenarios": "as-given"}
+    options: dict[str, Any] = {"prompt": 30, "max_new_tokens": 25, "batch_size": 2, "scenarios": "as-given"}
     own = memsize.generate(target, **options)
     greedy, whole = (memsize.generate(target, step=f"{file}:{name}", **options) for name in ("greedy", "whole"))
     for report in (own, greedy, whole):
@@ -489,12 +521,12 @@ def test_a_loop_of_ones_own(config: Callable[..., str], tmp_path: Path) -> None:
     assert whole.generation_rows[0].decode == own.generation_rows[0].decode
     with generator_of(target) as generator:
         generator.loop = load_loop(f"{file}:greedy")
-        every = traced_whole(generator, Generation(30, 25), 2)
+        every = traced_whole(generator, Generation(prompt=30, max_new_tokens=25), 2)
     assert max(np.cumsum([event.delta for event in every.trace.events])) == max(
         greedy.generation_rows[0].prefill.peak, greedy.generation_rows[0].decode.peak
     )
     with pytest.raises(InputError, match="not for a step of yours"):
-        memsize.generate(target, step=f"{file}:greedy", cache="static", **options)
+        memsize.generate(target, step=f"{file}:greedy", cache_implementation="static", **options)
     with pytest.raises(memsize.TargetError, match="nothing is no function: it has to be one that generates tokens"):
         memsize.generate(target, step=f"{file}:nothing", **options)
 
@@ -520,7 +552,9 @@ def grow(model: Pairs, ids: torch.Tensor, max_new_tokens: int) -> None:
 
 
 def test_a_cache_of_pairs() -> None:
-    found = memsize.generate(Pairs(), "4:int64", prompt=6, new=5, batches=3, step=grow, scenarios="as-given")
+    found = memsize.generate(
+        Pairs(), "4:int64", prompt=6, max_new_tokens=5, batch_size=3, step=grow, scenarios="as-given"
+    )
     (row,) = found.ran
     assert row.cache == 2 * 3 * (6 + 5 - 1) * 8 * 4  # keys and values × sequences × tokens × width × float32
     assert [layers.kind for layers in row.layers] == ["full attention"]
@@ -549,8 +583,8 @@ def test_the_published_peaks_of_a_generation(batch: int, megabytes: float, confi
     found = memsize.generate(
         config(**OPT_350M),
         prompt=1024,
-        new=4,
-        batches=batch,
+        max_new_tokens=4,
+        batch_size=batch,
         scenarios="as-given",
         gpu="l40s",
         stack="torch=2.4,cuda=12.1",
@@ -562,7 +596,7 @@ def test_the_published_peaks_of_a_generation(batch: int, megabytes: float, confi
 
 def test_the_events_of_a_generation_are_those_of_its_record(config: Callable[..., str]) -> None:
     with generator_of(config(**SMALL)) as generator:
-        made = generator.run(Generation(64, 40), 3)
+        made = generator.run(Generation(prompt=64, max_new_tokens=40), 3)
     trace, flow = made.trace, made.flow
     assert list(flow) == [(event.storage, event.delta) for event in trace.events]
     assert (flow.streams, flow.emptied) == (trace.streams, trace.emptied)
@@ -571,7 +605,7 @@ def test_the_events_of_a_generation_are_those_of_its_record(config: Callable[...
 
 def test_uneven_prompts_are_masked(config: Callable[..., str]) -> None:
     target = config(**SMALL)
-    options: dict[str, Any] = {"new": 4, "scenarios": "as-given", "batches": [1, 3]}
+    options: dict[str, Any] = {"max_new_tokens": 4, "scenarios": "as-given", "batch_size": [1, 3]}
     even = memsize.generate(target, prompt=64, **options).generation_rows
     uneven = memsize.generate(target, prompt=64, uneven=True, **options).generation_rows
     assert [row.cache for row in uneven] == [row.cache for row in even] == [64 * TOKEN + 3 * TOKEN, 3 * 67 * TOKEN]
@@ -581,19 +615,21 @@ def test_uneven_prompts_are_masked(config: Callable[..., str]) -> None:
 
 def test_uneven_prompts_of_too_many_tokens(config: Callable[..., str]) -> None:
     with pytest.raises(InputError, match=r"uneven prompts of 320,000 tokens in all: masks of more than 262,144"):
-        memsize.generate(config(**SMALL), prompt=40_000, new=4, batches=8, uneven=True, scenarios="as-given")
+        memsize.generate(
+            config(**SMALL), prompt=40_000, max_new_tokens=4, batch_size=8, uneven=True, scenarios="as-given"
+        )
 
 
 def test_uneven_prompts_run_as_padded_ones(config: Callable[..., str]) -> None:
     target, mask = config(**SMALL), torch.ones(3, 64, dtype=torch.int64)
     mask[0, :40] = 0  # how many are padded makes no difference
     with generator_of(target) as generator:
-        uneven = generator.run(Generation(64, 4, uneven=True), 3).trace
+        uneven = generator.run(Generation(prompt=64, max_new_tokens=4, uneven=True), 3).trace
         model = generator.runner.model
         inputs = {"input_ids": torch.ones(3, 64, dtype=torch.int64), "attention_mask": mask}
         with generator_of(model, **inputs) as padded:
             runner = padded.runner.with_inputs(padded.prompts(64), 3)
-            given = runner.run(GenerationSteps(Generation(64, 4)), scenario_named("as-given"))
+            given = runner.run(GenerationSteps(Generation(prompt=64, max_new_tokens=4)), scenario_named("as-given"))
     assert [event.delta for event in uneven.events if uneven.phases[event.phase] == "prefill"] == [
         event.delta for event in given.events if given.phases[event.phase] == "prefill"
     ]

@@ -6,8 +6,7 @@ import keyword
 import string
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memsize.errors import InputError
 from memsize.spec.inputs import DTYPES, InputSpec, format_shape, parse_input, parse_inputs

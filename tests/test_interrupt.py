@@ -223,8 +223,8 @@ torch.ones(batch, 2**20, device="cuda")
 if batch > 16:
     os.kill(os.getppid(), signal.SIGINT)
 """
-    asked = ["fit", "--gpu", "t4", "--vary-argument", "batch", "--format", "json", str(write("train.py", text))]
-    assert run([*asked, "--", "--batch", "8"]) == 130
+    asked = ["fit-script", "--gpu", "t4", "--vary-argument", "batch", "--format", "json", str(write("train.py", text))]
+    assert run([*asked, "--batch", "8"]) == 130
     told = json.loads(capsys.readouterr().out)
     assert told["missing"] == ["the rest of Tesla T4"]
     assert [(row["status"], row["size"]) for row in told["rows"]] == [("open", 16)]

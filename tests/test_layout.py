@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import memsize
 from memsize.analysis.findings.layout import RULES
 from memsize.analysis.layout import format_of
-from memsize.api import audit_layout
+from memsize.api import layout
 from memsize.cli import run
 from memsize.documents import document
 from memsize.documents.sections import Findings, Table, Verdict
@@ -84,7 +84,7 @@ def shuffled(x: Tensor) -> Tensor:
 
 
 def audit(model: nn.Module, *size: int, batch: int = 1, scenario: str = "as-given") -> LayoutReport:
-    return audit_layout(model, size or (3, 16, 16), batch_size=batch, scenario=scenario)
+    return layout(model, size or (3, 16, 16), batch_size=batch, scenario=scenario)
 
 
 def codes(report: LayoutReport) -> set[str]:
@@ -277,14 +277,14 @@ def test_autocast_keeps_the_format_of_what_it_casts() -> None:
 
 def test_the_model_and_its_input_stay_as_they_are() -> None:
     model, x = Kept(), torch.rand(2, 3, 16, 16)
-    audit_layout(model, input_data=x)
+    layout(model, input_data=x)
     assert x.is_contiguous() and all(p.is_contiguous() for p in model.parameters())
     assert not any(p.is_meta for p in model.parameters())
     assert int(model.norm.num_batches_tracked) == 0
 
 
 def test_real_inputs_are_run_in_the_batch_that_they_have() -> None:
-    found = audit_layout(nn.Conv2d(3, 8, 3), input_data=torch.zeros(4, 3, 8, 8)).audit
+    found = layout(nn.Conv2d(3, 8, 3), input_data=torch.zeros(4, 3, 8, 8)).audit
     assert [str(tensor.spec) for tensor in found.inputs] == ["float32[4,3,8,8]"]
 
 

@@ -55,7 +55,7 @@ def tracked(model: nn.Module, value: Tensor, make: Callable[[Any], torch.optim.O
 
 def planned(model: nn.Module, value: Tensor, make: Callable[[Any], torch.optim.Optimizer]) -> Trace:
     setup = Setup("m", "as-given", meta_copy(model), inputs_from_data(value).call(), True)
-    return TrainingSteps(Training(make, "mean", steps=2)).run(setup)
+    return TrainingSteps(Training(make, loss="mean", steps=2)).run(setup)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -37,7 +37,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("cache", ["offloaded", pytest.param("offloaded_static", marks=pytest.mark.slow)])
 def test_derived_steps_equal_traced_ones(cache: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generators, "_lasting", lambda piece: None)
-    asked = Generation(16, 20, cache=cache)
+    asked = Generation(prompt=16, max_new_tokens=20, cache_implementation=cache)
     with generator_of(target) as generator:
         every = traced_whole(generator, asked, BATCH)
         derived = generator.run(asked, BATCH)
@@ -55,7 +55,14 @@ def test_derived_steps_equal_traced_ones(cache: str, target: str, monkeypatch: p
 
 def test_what_is_on_the_host_and_on_the_gpu(target: str) -> None:
     prompt, new = 24, 40
-    found = memsize.generate(target, prompt=prompt, new=new, batches=BATCH, cache="offloaded", scenarios="as-given")
+    found = memsize.generate(
+        target,
+        prompt=prompt,
+        max_new_tokens=new,
+        batch_size=BATCH,
+        cache_implementation="offloaded",
+        scenarios="as-given",
+    )
     (row,) = found.ran
     held = prompt + new - 1
     assert row.cache == LAYERS * 2 * held * TOKEN
@@ -74,7 +81,14 @@ def test_what_is_on_the_host_and_on_the_gpu(target: str) -> None:
 
 
 def test_a_static_cache_is_pinned_once(target: str) -> None:
-    found = memsize.generate(target, prompt=24, new=40, batches=BATCH, cache="offloaded_static", scenarios="as-given")
+    found = memsize.generate(
+        target,
+        prompt=24,
+        max_new_tokens=40,
+        batch_size=BATCH,
+        cache_implementation="offloaded_static",
+        scenarios="as-given",
+    )
     (row,) = found.ran
     assert row.hosted == (LAYERS - 1) * 2 * 63 * TOKEN
     assert row.pinned == (LAYERS - 1) * 2 * 8192
@@ -94,7 +108,7 @@ def most_of_the_cache(found: Any) -> int:
 def test_copies_of_a_mebibyte_are_like_smaller_ones(target: str) -> None:
     """From there on they are stand-ins, which take no memory here."""
     with generator_of(target) as generator:
-        made = generator.run(Generation(8180, 30, cache="offloaded"), BATCH)
+        made = generator.run(Generation(prompt=8180, max_new_tokens=30, cache_implementation="offloaded"), BATCH)
     assert 8192 * TOKEN == 2**20
     assert made.exact
     assert made.cached[1].hosted == (8209 * TOKEN,) * 2
@@ -103,7 +117,7 @@ def test_copies_of_a_mebibyte_are_like_smaller_ones(target: str) -> None:
 
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_a_host_beside_the_gpu_changes_nothing_else(cache: str | None, target: str) -> None:
-    asked = Generation(20, 4, cache=cache)
+    asked = Generation(prompt=20, max_new_tokens=4, cache_implementation=cache)
     here, there = (), (partial(on_gpu_with_host, card("a100")),)
     traces = []
     for edits in (here, there):
@@ -119,13 +133,21 @@ def test_a_host_beside_the_gpu_changes_nothing_else(cache: str | None, target: s
 def test_what_transformers_cannot_offload_is_said(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL | WINDOW))
-    with pytest.raises(InputError, match="no static layers with a window or a state: use --cache offloaded"):
-        memsize.generate(f"hf:{path}", prompt=8, new=4, cache="offloaded_static", scenarios="as-given")
+    with pytest.raises(
+        InputError, match="no static layers with a window or a state: use --cache-implementation offloaded"
+    ):
+        memsize.generate(
+            f"hf:{path}", prompt=8, max_new_tokens=4, cache_implementation="offloaded_static", scenarios="as-given"
+        )
 
 
 def test_caches_that_an_encoder_decoder_has_are_named(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(T5))
-    with pytest.raises(InputError, match=r"without bringing it back to the GPU: use --cache dynamic"):
-        memsize.generate(f"hf:{path}", prompt=8, new=4, cache="offloaded", scenarios="as-given")
-    assert memsize.generate(f"hf:{path}", prompt=8, new=4, cache="dynamic", scenarios="as-given").ran
+    with pytest.raises(InputError, match=r"without bringing it back to the GPU: use --cache-implementation dynamic"):
+        memsize.generate(
+            f"hf:{path}", prompt=8, max_new_tokens=4, cache_implementation="offloaded", scenarios="as-given"
+        )
+    assert memsize.generate(
+        f"hf:{path}", prompt=8, max_new_tokens=4, cache_implementation="dynamic", scenarios="as-given"
+    ).ran

@@ -288,7 +288,7 @@ def test_modules_fold_and_add_up(chromium: Any, tmp_path: Path) -> None:
 
 def test_sums_of_changes_say_which_way_they_went(chromium: Any, tmp_path: Path) -> None:
     before, after = (nn.Sequential(nn.Sequential(nn.Linear(256, n), nn.Linear(n, 256))) for n in (256, 128))
-    with opened(chromium, tmp_path, memsize.compare(before, after)) as page:
+    with opened(chromium, tmp_path, memsize.diff(before, after)) as page:
         place = page.locator("#layers th[data-key=change]").evaluate("head => head.cellIndex + 1")
         # Two layers of 256 × 256 weights lose half of them, and one half of its 256 biases, at 4 bytes each.
         shown = page.locator(f"#layers tr.group td:nth-child({place})")
@@ -299,7 +299,7 @@ def test_sums_of_changes_say_which_way_they_went(chromium: Any, tmp_path: Path) 
 def test_shares_of_a_module_add_up_to_percent(chromium: Any, tmp_path: Path) -> None:
     file = tmp_path / "two.pt"
     torch.save({"body.up.weight": torch.zeros(512, 768), "body.down.weight": torch.zeros(512, 256)}, file)
-    with opened(chromium, tmp_path, memsize.read_checkpoint(file)) as page:
+    with opened(chromium, tmp_path, memsize.checkpoint(file)) as page:
         place = page.locator("#modules th[data-key=share]").evaluate("head => head.cellIndex + 1")
         # 1.5 and 0.5 MiB of floats; names and zip records take some 2 KB beside them, a thousandth.
         assert [cell.strip() for cell in page.locator(f"#modules tbody td:nth-child({place})").all_inner_texts()] == [

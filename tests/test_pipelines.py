@@ -81,7 +81,10 @@ def test_a_stage_keeps_as_many_microbatches_as_there_are_stages_from_it_on(four:
     hidden = (1, 8, 4 * WIDTH)
     assert [most_of_shape(trace, hidden) for trace in four] == [4, 3, 2, 1]
     # eight microbatches, of which no stage has more: two blocks on each of two stages
-    assert [most_of_shape(trace, hidden) for trace in ranks("pp=2", steps=1, accumulate=8)] == [2 * 2, 2 * 1]
+    assert [most_of_shape(trace, hidden) for trace in ranks("pp=2", steps=1, gradient_accumulation_steps=8)] == [
+        2 * 2,
+        2 * 1,
+    ]
 
 
 def test_inputs_are_on_the_first_stage_and_targets_on_the_last(four: list[Trace]) -> None:
@@ -92,7 +95,9 @@ def test_inputs_are_on_the_first_stage_and_targets_on_the_last(four: list[Trace]
 
 def test_it_is_what_stages_of_ones_own_do() -> None:
     """Event by event, beside a model that was cut by hand: tests/ranks.py."""
-    for rank, trace in enumerate(ranks("pp=2", loss="sum", optimizer="adamw:foreach=True", accumulate=4, steps=2)):
+    for rank, trace in enumerate(
+        ranks("pp=2", loss="sum", optimizer="adamw:foreach=True", gradient_accumulation_steps=4, steps=2)
+    ):
         ids = torch.zeros(2, 8, dtype=torch.long)
         own = memsize.trace(Model(), ids, world=World(2, rank), step=pipeline("Schedule1F1B"), steps=2, gpu="t4").trace
         assert by_size(trace) == by_size(own)
@@ -136,7 +141,7 @@ def test_each_stage_returns_what_it_says(parallel: str, scenario: str, monkeypat
 def test_stages_are_spread_as_ones_own_are(parallel: str, scenario: str, spread: Spread) -> None:
     dtype = torch.bfloat16 if scenario == "amp-bf16" else torch.float32
     own_step = pipeline("Schedule1F1B", data=2, spread=spread, dtype=dtype)
-    options = {"loss": "sum", "optimizer": "adamw:foreach=True", "accumulate": 4, "steps": 2}
+    options = {"loss": "sum", "optimizer": "adamw:foreach=True", "gradient_accumulation_steps": 4, "steps": 2}
     for stage, trace in enumerate(ranks(parallel, scenario=scenario, **options)):
         ids = torch.zeros(2, 8, dtype=torch.long)
         own = memsize.trace(Model(), ids, world=World(4, 2 * stage), step=own_step, steps=2, gpu="t4").trace
@@ -156,7 +161,7 @@ def test_a_sharded_stage_is_gathered_once_for_all_its_microbatches() -> None:
     backwards; gradients are added up in float32 and reduced once.
     """
     stage = PARAMETERS // 2
-    for trace in ranks("fsdp=4,pp=2", scenario="amp-bf16", steps=1, accumulate=8):
+    for trace in ranks("fsdp=4,pp=2", scenario="amp-bf16", steps=1, gradient_accumulation_steps=8):
         held = at_the_end(trace)
         assert (held["parameter"], held["optimizer state"]) == (4 * stage // 4, 2 * 4 * stage // 4)
         assert most(trace, "gathered parameter") == 2 * stage
@@ -405,8 +410,10 @@ def test_what_cannot_be_cut(model: nn.Module, stages: int, message: str) -> None
 
 
 def test_fewer_microbatches_than_stages_leave_some_without_work() -> None:
-    with pytest.raises(InputError, match="4 stages need at least 4 microbatches, and accumulate=2 are fewer"):
-        memsize.trace(Model(), IDS, parallel="pp=4", accumulate=2, gpu="t4")
+    with pytest.raises(
+        InputError, match="4 stages need at least 4 microbatches, and gradient_accumulation_steps=2 are fewer"
+    ):
+        memsize.trace(Model(), IDS, parallel="pp=4", gradient_accumulation_steps=2, gpu="t4")
 
 
 def test_a_model_may_skip_within_a_stage() -> None:

@@ -13,14 +13,13 @@ from typing import Any
 
 import click
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memsize import cli
 from memsize.analysis.saved_runs import load
 from memsize.analysis.timeline import timeline
-from memsize.checkpoint import read
-from memsize.checkpoint.checkpoint_report import CheckpointReport
+from memsize.checkpoints import read
+from memsize.checkpoints.checkpoint_report import CheckpointReport
 from memsize.cli import run
 from memsize.cli.progress import Progress
 from memsize.documents import Document

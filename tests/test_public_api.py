@@ -39,7 +39,7 @@ def test_each_says_what_it_is(name: str) -> None:
     assert not text.startswith(f"{name}(")  # what dataclasses write when nobody else does
 
 
-@pytest.mark.parametrize("name", ["audit_layout", "compare", "fit", "read_checkpoint", "report", "trace"])
+@pytest.mark.parametrize("name", ["checkpoint", "diff", "fit", "layout", "report", "trace"])
 def test_functions_say_what_they_raise(name: str) -> None:
     text = inspect.getdoc(getattr(memsize, name)) or ""
     raised = re.findall(r"`(\w+Error)`", text.partition("Raises ")[2])

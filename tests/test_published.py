@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published import __main__ as command
-from benchmarks.published import table
+from benchmarks.published import __main__ as command, table
 from benchmarks.published.environments import ENVIRONMENTS, Environment, UnbuiltError, ready
 from benchmarks.published.rows import Compared, Row, compared, read, rows
 from benchmarks.published.sources import SOURCES

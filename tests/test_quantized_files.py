@@ -143,7 +143,7 @@ def test_a_file_holds_what_the_model_stores(tmp_path: Path, name: str) -> None:
     persistent = [t for t in stored_tensors(model) if t.kind != "attribute" and not t.name.endswith("shifts")]
     stored = sum(tensor.bytes for tensor in persistent)
 
-    found = memsize.read_checkpoint(path)
+    found = memsize.checkpoint(path)
     assert found.tensors["bytes"].sum() == stored + scaled * MODULE_SCALES
     with zipfile.ZipFile(path) as archive:
         assert sum(i.file_size for i in archive.infolist() if "/data/" in i.filename) == stored + scaled * MODULE_SCALES
@@ -160,4 +160,4 @@ def test_half_precision_in_memory_is_float32_in_the_file(tmp_path: Path) -> None
     stored = sum(tensor.bytes for tensor in stored_tensors(model))
     # 2·64·128 weights, 128 + 64 biases, 2·128 of the norm
     assert stored == 2 * 8192 * 2 + (192 + 256) * 4
-    assert memsize.read_checkpoint(path).tensors["bytes"].sum() == stored + 2 * 8192 * 2 + 2 * MODULE_SCALES
+    assert memsize.checkpoint(path).tensors["bytes"].sum() == stored + 2 * 8192 * 2 + 2 * MODULE_SCALES

@@ -32,8 +32,8 @@ import torch
 from memsize import cli
 from memsize.analysis import compare
 from memsize.analysis.findings import explanation, fit, generation, layout, program, ranks, report_rules, serving, sweep
-from memsize.checkpoint import findings as checkpoint
-from memsize.cli.session import Session
+from memsize.checkpoints import findings as checkpoint
+from memsize.cli.working import Session
 from memsize.documents.report import layer_table
 from memsize.records.report import COLUMNS, Report
 from memsize.records.trace import Role, Trace

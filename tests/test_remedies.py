@@ -210,7 +210,7 @@ def test_freezing() -> None:
 
 def test_accumulation() -> None:
     parts = trials(Stack, SIZE).run(accumulation(4).apply(BASE), BATCH)
-    assert same(parts, by_itself(batch=BATCH // 4, accumulate=4))
+    assert same(parts, by_itself(batch=BATCH // 4, gradient_accumulation_steps=4))
     # A batch that cannot be divided is split so that its largest part is run: 16 = 6 + 6 + 4.
     assert trials(Stack, SIZE).run(accumulation(3).apply(BASE), BATCH).trace.inputs[0].spec.shape[0] == 6
 
@@ -374,8 +374,8 @@ def test_the_fewest_parts_that_fit() -> None:
     row = named(without_room(), "accumulation")
     parts = int(row.name.rpartition("×")[2])
     assert row.outcome == "fits"
-    assert by_itself(batch=BATCH // parts, accumulate=parts).fits(100 * MiB)
-    assert not by_itself(batch=BATCH // (parts // 2), accumulate=parts // 2).fits(100 * MiB)
+    assert by_itself(batch=BATCH // parts, gradient_accumulation_steps=parts).fits(100 * MiB)
+    assert not by_itself(batch=BATCH // (parts // 2), gradient_accumulation_steps=parts // 2).fits(100 * MiB)
 
 
 @pytest.mark.thorough

@@ -90,7 +90,9 @@ def test_what_means_nothing_for_ranks_is_said(copied: Fit, hybrid: Fit) -> None:
 def test_parts_of_a_batch_are_more_microbatches() -> None:
     """Of two stages, each batch in two parts is four microbatches of half the size."""
     fit = fitted("pp=2", CONTEXT + 90 * MiB, batch_size=2)
-    assert remedy(fit, "accumulation ×2").peak == needed("pp=2", batch_size=1, train=Training("adamw", accumulate=4))
+    assert remedy(fit, "accumulation ×2").peak == needed(
+        "pp=2", batch_size=1, train=Training("adamw", gradient_accumulation_steps=4)
+    )
     assert remedy(fit, "4 GPUs").peak == needed("pp=4", batch_size=2)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memsize.documents import Document, document
 from memsize.documents.sections import Section
@@ -29,8 +28,7 @@ from memsize.render.cell_text import draw_specs, shorten_path
 from memsize.render.json import draw as draw_json
 from memsize.render.unit import unit_of
 from tests import records
-from tests.pages import check_golden as check
-from tests.pages import check_page, content
+from tests.pages import check_golden as check, check_page, content
 
 REPORTS: dict[str, Callable[[], Report]] = {
     "toy": records.toy_report,

@@ -144,7 +144,7 @@ def test_programs_are_compared(folder: Path, capsys: pytest.CaptureFixture[str])
     for name, text in (("before", TRAIN), ("after", TRAIN.replace(".cuda()", ".cuda().half()"))):
         (folder / "train.py").write_text(text.replace('device="cuda")', 'device="cuda").to(model[0].weight.dtype)'))
         shown(capsys, "run", "--save", f"{name}.memsize", "train.py")
-    found = memsize.compare("before.memsize", load("after.memsize"))
+    found = memsize.diff("before.memsize", load("after.memsize"))
     assert "18,720 B" in found.findings[0].text("B") and "9,360 B" in found.findings[0].text("B")
 
 
@@ -229,9 +229,9 @@ def test_answers_come_back_equal(folder: Path) -> None:
         memsize.report(model, (8,), scenarios="fp16", train="sgd"),
         memsize.trace(model, (8,), optimizer="sgd"),
         memsize.fit(model, (8,), scenarios="fp32", gpu="t4", batch_size=2),
-        memsize.audit_layout(model, (8,)),
-        memsize.read_checkpoint("last.pt"),
-        memsize.compare(model, torch.nn.Linear(8, 4).half()),
+        memsize.layout(model, (8,)),
+        memsize.checkpoint("last.pt"),
+        memsize.diff(model, torch.nn.Linear(8, 4).half()),
     )
     for number, answer in enumerate(answers):
         answer.save(folder / f"{number}.memsize")
@@ -241,7 +241,7 @@ def test_answers_come_back_equal(folder: Path) -> None:
 def test_saved_runs_are_compared(folder: Path) -> None:
     for name, width in (("before", 4), ("after", 8)):
         memsize.report(torch.nn.Linear(8, width), (8,), scenarios="fp32").save(folder / f"{name}.memsize")
-    assert "288 B" in memsize.compare("before.memsize", "after.memsize").findings[0].text("B")  # (8 × 8 + 8) × 4
+    assert "288 B" in memsize.diff("before.memsize", "after.memsize").findings[0].text("B")  # (8 × 8 + 8) × 4
 
 
 def test_a_step_of_a_report_has_its_allocator(folder: Path) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scripts import __main__ as command
-from benchmarks.scripts import data
+from benchmarks.scripts import __main__ as command, data
 from benchmarks.scripts.recipe import Recipe
 from benchmarks.scripts.recipes import RECIPES
 from benchmarks.scripts.runner import Outcome, outcome

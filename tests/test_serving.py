@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
@@ -63,7 +62,7 @@ def config(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_a_cache_takes_what_is_left(config: Callable[..., str]) -> None:
-    report = memsize.serve(config(**SMALL), gpu="t4", scenarios="as-given", batched_tokens=64, seqs=4)
+    report = memsize.serve(config(**SMALL), gpu="t4", scenarios="as-given", max_num_batched_tokens=64, max_num_seqs=4)
     (row,) = report.ran
     assert row.paged is not None
     # embedding and head, 2 × (query, key, value, output, gate, up, down, 2 norms), a norm; and rotary frequencies
@@ -91,14 +90,16 @@ def test_the_largest_step_has_the_tokens_and_the_logits_that_were_asked_for(conf
     def profile(**options: int) -> int:
         return memsize.serve(target, scenarios="as-given", **options).ran[0].profile
 
-    few, more = (profile(batched_tokens=64, seqs=seqs) for seqs in (4, 36))
+    few, more = (profile(max_num_batched_tokens=64, max_num_seqs=seqs) for seqs in (4, 36))
     # for each row: logits in bfloat16 and float32, the latter sorted, their places in int64, shares, and a mask
     assert more - few == pytest.approx(32 * 50_000 * (2 + 4 + 4 + 8 + 4 + 1), rel=0.01)
-    assert profile(batched_tokens=60_000, seqs=1) > 60_000 * (64 + 3 * 128) * 2  # the inside of an MLP
+    assert profile(max_num_batched_tokens=60_000, max_num_seqs=1) > 60_000 * (64 + 3 * 128) * 2  # the inside of an MLP
 
 
 def test_windows_and_full_attention_share_one_pool_of_blocks(config: Callable[..., str]) -> None:
-    report = memsize.serve(config(**SMALL | GEMMA), scenarios="as-given", context=1000, batched_tokens=64, seqs=4)
+    report = memsize.serve(
+        config(**SMALL | GEMMA), scenarios="as-given", max_model_len=1000, max_num_batched_tokens=64, max_num_seqs=4
+    )
     paged = report.ran[0].paged
     assert paged is not None
     assert sorted(group[1:] for group in report.groups if group.window) == [(2, 100)] * 5
@@ -110,7 +111,9 @@ def test_windows_and_full_attention_share_one_pool_of_blocks(config: Callable[..
 
 
 def test_a_cache_in_fp8_holds_twice_as_many_tokens(config: Callable[..., str]) -> None:
-    own, fp8 = (memsize.serve(config(**SMALL), scenarios="as-given", kv_dtype=dtype).ran[0] for dtype in (None, "fp8"))
+    own, fp8 = (
+        memsize.serve(config(**SMALL), scenarios="as-given", kv_cache_dtype=dtype).ran[0] for dtype in (None, "fp8")
+    )
     assert own.paged and fp8.paged
     assert own.paged.available == fp8.paged.available
     assert own.paged.block_bytes == 2 * fp8.paged.block_bytes
@@ -118,7 +121,8 @@ def test_a_cache_in_fp8_holds_twice_as_many_tokens(config: Callable[..., str]) -
 
 def test_cards_share_heads_widths_and_the_vocabulary(config: Callable[..., str]) -> None:
     rows = {
-        tp: memsize.serve(config(**SMALL | {"vocab_size": 128}), scenarios="as-given", tp=tp).ran[0] for tp in (1, 2, 4)
+        tp: memsize.serve(config(**SMALL | {"vocab_size": 128}), scenarios="as-given", tensor_parallel_size=tp).ran[0]
+        for tp in (1, 2, 4)
     }
     norms = 2 * 5 * 64  # held by every card
     frequencies = rows[1].weights - 2 * (2 * 128 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)) - norms
@@ -137,7 +141,7 @@ def test_groups_hold_every_layer_once(full: int, sliding: int, block: int, windo
     assert sum(group.layers for group in layout.groups if group.kind == FULL) == full
     assert sum(group.layers for group in layout.groups if group.kind == SLIDING) == sliding
     assert max(group.layers for group in layout.groups) * 64 * block <= layout.block_bytes
-    paged = layout.paged(Interval(size, 2 * size), Serving(block=block), 1000)
+    paged = layout.paged(Interval(size, 2 * size), Serving(block_size=block), 1000)
     assert 0 <= size - paged.blocks.low * layout.block_bytes < layout.block_bytes
     assert paged.blocks.low <= paged.blocks.high
     assert paged.request_blocks >= -(-1000 // block)
@@ -240,7 +244,12 @@ KINDS: dict[str, tuple[dict[str, Any], list[tuple[str, int]], int, int]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_layers(kind: str, config: Callable[..., str]) -> None:
     entries, groups, size, request = KINDS[kind]
-    options: dict[str, Any] = {"scenarios": "as-given", "context": 500, "batched_tokens": 64, "seqs": 4}
+    options: dict[str, Any] = {
+        "scenarios": "as-given",
+        "max_model_len": 500,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 4,
+    }
     report = memsize.serve(config(**SMALL | entries), **options)
     paged = report.ran[0].paged
     assert paged is not None
@@ -250,20 +259,24 @@ def test_kinds_of_layers(kind: str, config: Callable[..., str]) -> None:
     assert any("plain PyTorch code" in each for each in report.assumptions) == has_states
     if has_states:
         with pytest.raises(InputError, match=r"keeps states as in Mamba|has no num_|has no head_dim"):
-            memsize.serve(config(**SMALL | entries), tp=2, **options)
+            memsize.serve(config(**SMALL | entries), tensor_parallel_size=2, **options)
 
 
 def test_a_block_holds_more_of_smaller_tokens() -> None:
     layout = block_layout([CachedLayer(SLIDING, 32), CachedLayer(FULL, 64)], 100, 16, "it")
     assert layout.tokens == (32, 16)
     assert layout.block_bytes == 16 * 64
-    assert layout.request(Serving(batched_tokens=64), 1000) == 6 + 1 + 63  # 163 tokens by 32, one more, 1,000 by 16
+    assert (
+        layout.request(Serving(max_num_batched_tokens=64), 1000) == 6 + 1 + 63
+    )  # 163 tokens by 32, one more, 1,000 by 16
     with pytest.raises(InputError, match="tokens of two sizes"):
         block_layout([CachedLayer(SLIDING, 48), CachedLayer(FULL, 64)], 100, 16, "it")
 
 
 def test_too_small_a_card_says_by_how_much(config: Callable[..., str]) -> None:
-    report = memsize.serve(config(**SMALL), gpu="t4", utilization=0.0001, scenarios="as-given", batched_tokens=64)
+    report = memsize.serve(
+        config(**SMALL), gpu="t4", gpu_memory_utilization=0.0001, scenarios="as-given", max_num_batched_tokens=64
+    )
     (row,) = report.ran
     assert row.paged is None
     assert row.shortage == row.weights + row.profile + LEAST_OUTSIDE + 16 * 2 * LAYER - report.budget
@@ -272,9 +285,9 @@ def test_too_small_a_card_says_by_how_much(config: Callable[..., str]) -> None:
 
 
 def test_what_makes_room_for_a_request(config: Callable[..., str]) -> None:
-    options: dict[str, Any] = {"scenarios": "as-given", "batched_tokens": 64, "seqs": 4, "gpu": "t4"}
+    options: dict[str, Any] = {"scenarios": "as-given", "max_num_batched_tokens": 64, "max_num_seqs": 4, "gpu": "t4"}
     target = config(**SMALL)
-    found = memsize.serve(target, context=10**8, **options)
+    found = memsize.serve(target, max_model_len=10**8, **options)
     assert found.remedied is not None
     rows = {row.name: row for row in found.remedied.rows}
     assert set(rows) == {"2 cards", "fp8 KV cache", "GeForce RTX 5090", "smaller steps", "fp8 weights"} | {
@@ -287,17 +300,17 @@ def test_what_makes_room_for_a_request(config: Callable[..., str]) -> None:
     assert rows["fp8 KV cache"].saved == request // 2
     assert rows["2 cards"].outcome == rows["GeForce RTX 5090"].outcome == "fits"
     assert rows["more of the card"].outcome == "saves"
-    divided = memsize.serve(target, context=10**8, tp=2, **options).ran[0]
+    divided = memsize.serve(target, max_model_len=10**8, tensor_parallel_size=2, **options).ran[0]
     assert rows["2 cards"].peak == divided.weights + divided.profile + divided.non_torch.high + request // 2
     assert "room with any one of" in str(found)
-    assert memsize.serve(target, context=100, **options).remedied is None
+    assert memsize.serve(target, max_model_len=100, **options).remedied is None
 
 
 def test_a_step_is_run_once_for_one_model(config: Callable[..., str]) -> None:
     """The cache's dtype and the part of the card change nothing of it."""
     said: list[str] = []
-    options: dict[str, Any] = {"batched_tokens": 64, "seqs": 4, "scenarios": "as-given", "gpu": "t4"}
-    found = memsize.serve(config(**SMALL), context=10**8, progress=said.append, **options)
+    options: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "scenarios": "as-given", "gpu": "t4"}
+    found = memsize.serve(config(**SMALL), max_model_len=10**8, progress=said.append, **options)
     assert found.remedied is not None
     assert said.count("as-given: a step of 64 tokens") == 3  # as asked, by 2 cards, on a larger card
     most = SMALL.get("max_position_embeddings", 2048)
@@ -312,7 +325,7 @@ def test_requests_are_told_as_exactly_as_they_are_known() -> None:
 
 
 def test_a_request_that_is_longer_than_the_cache(config: Callable[..., str]) -> None:
-    report = memsize.serve(config(**SMALL), gpu="t4", scenarios="as-given", context=10**9)
+    report = memsize.serve(config(**SMALL), gpu="t4", scenarios="as-given", max_model_len=10**9)
     assert [finding.code for finding in report.why()][:2] == ["serves", "request-too-long"]
 
 
@@ -337,17 +350,17 @@ def test_a_request_that_is_longer_than_the_cache(config: Callable[..., str]) -> 
 def test_what_is_not_covered(entries: dict[str, Any], message: str, config: Callable[..., str]) -> None:
     small = {"num_hidden_layers": 2, "hidden_size": 64}
     with pytest.raises(InputError, match=message):
-        memsize.serve(config(**small | entries), context=100, scenarios="as-given")
+        memsize.serve(config(**small | entries), max_model_len=100, scenarios="as-given")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"utilization": 1.5}, r"a utilization of 1\.5"),
-        ({"block": 0}, "a block of 0: it must be at least 1"),
-        ({"context": 0}, "a context of 0"),
-        ({"tp": 3}, "has 4 attention heads: tp 3 does not divide them"),
-        ({"kv_dtype": "int3"}, "no dtype of a paged KV cache 'int3'"),
+        ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization is 1\.5"),
+        ({"block_size": 0}, "block_size is 0: it must be at least 1"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
+        ({"tensor_parallel_size": 3}, "has 4 attention heads: tp 3 does not divide them"),
+        ({"kv_cache_dtype": "int3"}, "no kv cache dtype 'int3'"),
     ],
 )
 def test_what_cannot_be_asked(options: dict[str, Any], message: str, config: Callable[..., str]) -> None:
@@ -357,12 +370,23 @@ def test_what_cannot_be_asked(options: dict[str, Any], message: str, config: Cal
 
 def test_only_a_config_can_be_divided() -> None:
     with pytest.raises(InputError, match=r"only a target such as hf:config\.json can be divided"):
-        memsize.serve(nn.Linear(4, 4), (4,), tp=2)
+        memsize.serve(nn.Linear(4, 4), (4,), tensor_parallel_size=2)
 
 
 def test_the_command_line(config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, saved = config(**SMALL), str(tmp_path / "run.memsize")
-    asked = ["serve", target, "--gpu", "t4", "--max-batched-tokens", "64", "--max-seqs", "4", "--context", "100"]
+    asked = [
+        "serve",
+        target,
+        "--gpu",
+        "t4",
+        "--max-num-batched-tokens",
+        "64",
+        "--max-num-seqs",
+        "4",
+        "--max-model-len",
+        "100",
+    ]
     assert run([*asked, "-s", "as-given,int8-weight", "--save", saved, "-f", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["schema"] == "memsize.serving/1"
@@ -374,7 +398,7 @@ def test_the_command_line(config: Callable[..., str], tmp_path: Path, capsys: py
     for format in ("text", "html", "markdown", "csv"):
         assert run(["serve", saved, "-f", format]) == 0
         assert "as-given" in capsys.readouterr().out
-    assert run(["serve", target, "--tp", "3"]) == 2
+    assert run(["serve", target, "--tensor-parallel-size", "3"]) == 2
     assert capsys.readouterr().err.endswith("has 4 attention heads: tp 3 does not divide them\n")
 
 
@@ -418,7 +442,12 @@ def test_the_blocks_of_a_log(config: Callable[..., str]) -> None:
     target = config(**QWEN3 | qwen)
     utilization = 0.85 * 44.39 * GiB / card("l40s").bytes
     report = memsize.serve(
-        target, gpu="l40s", utilization=utilization, batched_tokens=4096, context=4096, scenarios="as-given"
+        target,
+        gpu="l40s",
+        gpu_memory_utilization=utilization,
+        max_num_batched_tokens=4096,
+        max_model_len=4096,
+        scenarios="as-given",
     )
     (row,) = report.ran
     assert row.paged is not None

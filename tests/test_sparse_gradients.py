@@ -289,7 +289,7 @@ def test_gradients_of_several_batches_are_joined() -> None:
     """The first is kept as it is; the second and what holds both come beside it."""
     ids = f"{PER_BAG}:int64:0..{ROWS - 1}"
     found = memsize.trace(
-        Table(), ids, batch_size=BAGS, optimizer="sgd", accumulate=2, loss=lambda output: output.sum()
+        Table(), ids, batch_size=BAGS, optimizer="sgd", gradient_accumulation_steps=2, loss=lambda output: output.sum()
     )
     joined = [each for each in found.trace.storages if each.role == "gradient" and each.op == "add_"]
     assert [each.bytes for each in joined] == 3 * [2 * INDICES, 2 * VALUES]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memsize.cli.working import stdout_kept
+from memsize.cli.working import stdout_to_stderr
 from tests.conftest import ROOT, Write
 
 TARGET = """
@@ -80,7 +80,7 @@ def test_no_descriptor_is_left_open(capfd: pytest.CaptureFixture[str]) -> None:
     for error in (None, ValueError("oh")):
         for _ in range(3):
             try:
-                with stdout_kept():
+                with stdout_to_stderr():
                     os.write(1, b"elsewhere\n")
                     if error:
                         raise error
@@ -96,6 +96,6 @@ def test_no_descriptor_is_left_open(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_stream_that_is_no_file(monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]) -> None:
     stream = make()
     monkeypatch.setattr(sys, "stdout", stream)
-    with stdout_kept():
+    with stdout_to_stderr():
         assert sys.stdout is sys.stderr
     assert sys.stdout is stream

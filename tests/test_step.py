@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +25,7 @@ from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import alive, live_bytes, peak
 from memsize.records.trace import Event, Storage, Trace
 from memsize.spec.scenario import SCENARIOS
-from memsize.spec.training import OPTIMIZERS as NAMED
-from memsize.spec.training import Training, parse_optimizer
+from memsize.spec.training import OPTIMIZERS as NAMED, Training, parse_optimizer
 from memsize.tracing.run import Run, Setup
 from memsize.workloads import Inference
 from memsize.workloads.training import OwnLoop, TrainingSteps
@@ -249,7 +247,7 @@ def stepped(model: nn.Module, value: Tensor, optimizer: Any, device: str) -> Tra
     else:
         twin, call = copy.deepcopy(model), ((value,), {})
     setup = Setup(type(model).__name__, "as-given", twin, call, True, device=device)
-    return TrainingSteps(Training(optimizer, "mean", steps=2)).run(setup)
+    return TrainingSteps(Training(optimizer, loss="mean", steps=2)).run(setup)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -415,7 +413,7 @@ def test_fused_adamw_needs_no_temporaries_and_counts_steps_on_the_gpu() -> None:
 
 def test_gradient_accumulation_keeps_the_peak_and_repeats_the_backward() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
-    once, twice = (memsize.trace(model, (64,), accumulate=count, steps=1).trace for count in (1, 2))
+    once, twice = (memsize.trace(model, (64,), gradient_accumulation_steps=count, steps=1).trace for count in (1, 2))
     backwards = [sum(event.op == "mm" and event.delta > 0 for event in trace.events) for trace in (once, twice)]
     assert backwards[1] > backwards[0]
     layers = {place for place, layer in enumerate(twice.layers) if layer.path == "0"}

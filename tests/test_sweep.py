@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import memsize
 from memsize.analysis.findings.sweep import RULES
@@ -119,7 +118,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "a scenario": ('target = "m.py:N"\nscenario = "fp8"', "x.toml: scenario: no scenario 'fp8': did you mean"),
     "an optimizer": ('target = "m.py:N"\ntrain = "adamm"', "x.toml: train: no optimizer 'adamm': did you mean adam"),
     "an input": ('target = "m.py:N"\ninput = "3,x"', "x.toml: input '3,x': '' is not a size"),
-    "a mode": ('target = "m.py:N"\nmode = "trian"', "x.toml: mode is 'trian': it is train or eval"),
+    "a mode": ('target = "m.py:N"\nmode = "trian"', "x.toml: mode: no mode 'trian': did you mean train?"),
     "a loss without training": ('target = "torch.nn:ReLU"\nloss = "mse"', "x.toml: loss is for training steps"),
     "a GPU": ('target = "torch.nn:ReLU"\ngpu = "h10"', "x.toml: gpu: no GPU 'h10' in the table: did you mean"),
     "an allocator": ('target = "torch.nn:ReLU"\nallocator = "x:1"', "x.toml: allocator: "),

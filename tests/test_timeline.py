@@ -16,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memsize.analysis.step import StepTrace
 from memsize.analysis.timeline import timeline
@@ -27,15 +26,13 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.replay import replay
 from memsize.errors import InputError
-from memsize.records.aggregates import alive, live_bytes
-from memsize.records.aggregates import peak as peak_of
+from memsize.records.aggregates import alive, live_bytes, peak as peak_of
 from memsize.records.roles import ROLES, TITLES, Role, in_order
 from memsize.records.timeline import Phase, Stretch, Timeline, courses, from_data, to_data
 from memsize.records.trace import Event, Storage, Trace
 from memsize.render import FORMATS, plot, render
 from tests import records
-from tests.pages import Tags, check_page
-from tests.pages import check_golden as check
+from tests.pages import Tags, check_golden as check, check_page
 
 MiB = 2**20
 

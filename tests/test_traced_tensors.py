@@ -25,8 +25,8 @@ QUESTIONS: dict[str, Callable[[nn.Module], object]] = {
     "report": lambda model: memsize.report(model, (8,), batch_size=2),
     "trace": lambda model: memsize.trace(model, (8,), batch_size=2),
     "fit": lambda model: memsize.fit(model, (8,), batch_size=2, gpu="t4"),
-    "audit_layout": lambda model: memsize.audit_layout(model, (8,), batch_size=2),
-    "compare": lambda model: memsize.compare(model, model),
+    "audit_layout": lambda model: memsize.layout(model, (8,), batch_size=2),
+    "compare": lambda model: memsize.diff(model, model),
     "execute": lambda model: memsize.report(model, (8,), batch_size=2, execute=True),
 }
 

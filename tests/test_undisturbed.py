@@ -30,9 +30,9 @@ QUESTIONS: dict[str, Question] = {
     "train": lambda model, size: memsize.report(model, size, batch_size=2, scenarios="fp32,amp-fp16", train="adamw"),
     "trace": lambda model, size: memsize.trace(model, size, batch_size=2, optimizer="sgd:momentum=0.9"),
     "fit": lambda model, size: memsize.fit(model, size, batch_size=2, scenarios="fp32", gpu="t4"),
-    "layout": lambda model, size: memsize.audit_layout(model, size, batch_size=2),
-    "compare": lambda model, size: memsize.compare(model, model, size, batch_size=2),
-    "stored": lambda model, size: memsize.compare(model, model),
+    "layout": lambda model, size: memsize.layout(model, size, batch_size=2),
+    "compare": lambda model, size: memsize.diff(model, model, size, batch_size=2),
+    "stored": lambda model, size: memsize.diff(model, model),
     "execute": lambda model, size: memsize.report(model, size, batch_size=2, scenarios="fp32", execute=True),
 }
 

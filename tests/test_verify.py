@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -102,7 +101,7 @@ def perceptron() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-SGD = Training("sgd-momentum:foreach", "mean")
+SGD = Training("sgd-momentum:foreach", loss="mean")
 
 
 # -- the whole way, on the CPU -----------------------------------------------------------------------------------------
@@ -135,11 +134,11 @@ def test_an_inference_is_as_predicted_but_for_the_workspace() -> None:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str, Training]] = {
     "checkpointed": (Checkpointed, "32", SGD),
-    "accumulated": (perceptron, "64", replace(SGD, accumulate=3)),
+    "accumulated": (perceptron, "64", replace(SGD, gradient_accumulation_steps=3)),
     "averaged": (perceptron, "64", replace(SGD, ema=True)),
     "zeroed in place": (perceptron, "64", replace(SGD, set_to_none=False)),
     "frozen": (lambda: _frozen(perceptron()), "64", SGD),
-    "tied": (lambda: _Tied(), "8:int64:0..30", Training("sgd:foreach", "mean")),
+    "tied": (lambda: _Tied(), "8:int64:0..30", Training("sgd:foreach", loss="mean")),
     "attribute": (lambda: _Attribute(), "64", SGD),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(4)), "24", SGD),
 }
@@ -291,7 +290,7 @@ def test_steps_that_the_scaler_leaves_out_are_run_again(monkeypatch: pytest.Monk
         return made[-1]
 
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    training = Training("sgd:foreach", "sum", scaler=True)
+    training = Training("sgd:foreach", loss="sum", scaler=True)
     seen = checked(case(_Overflowing(), "8", train=training)).runs[0].measurement
     assert seen.skipped >= 5
     assert made[-1].get_scale() == 65_536 / 2**seen.skipped
@@ -805,7 +804,7 @@ def test_a_model_runs_and_is_predicted_as_it_is() -> None:
     model = nn.Linear(64, 32).bfloat16()
     for data in (torch.zeros(4, 64), torch.zeros(4, 64, dtype=torch.bfloat16)):
         inputs = inputs_from_data(data)
-        what = Experiment("m", model, inputs, True, scenario_named("as-given"), Training("sgd", "mean", steps=2))
+        what = Experiment("m", model, inputs, True, scenario_named("as-given"), Training("sgd", loss="mean", steps=2))
         found = checked(what)
         (seen,) = found.runs
         assert seen.measurement.workload.scenario == "as-given"

@@ -532,7 +532,7 @@ def test_settings_that_are_given_win_over_the_environment(
     config: AllocatorConfig | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", MANY_SEGMENTS)
-    with memsize.virtual_gpu("t4", config=config) as region:
+    with memsize.virtual_gpu("t4", allocator=config) as region:
         torch.empty(3 * MiB, dtype=torch.uint8, device="cuda")
     assert region.run.peak.reserved == 20 * MiB
     assert not any("environment" in note for note in region.trace.notes)

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from benchmarks.zoo import __main__ as script
-from benchmarks.zoo import results, table
+from benchmarks.zoo import __main__ as script, results, table
 from benchmarks.zoo.case import Attempt, Case, Outcome, decode, encode
 from benchmarks.zoo.inputs import inputs
 from benchmarks.zoo.runner import Limits, outcomes

@@ -233,7 +233,7 @@ def _runs() -> tuple[tuple[str, bytes], ...]:
     answers = {
         "report": memsize.report(net, (4,), scenarios="fp32,amp-fp16"),
         "timeline": memsize.trace(net, (4,), optimizer="sgd"),
-        "layout": memsize.audit_layout(net, (4,)),
+        "layout": memsize.layout(net, (4,)),
     }
     with tempfile.TemporaryDirectory() as folder:
         for name, answer in answers.items():

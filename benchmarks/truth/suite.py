@@ -189,7 +189,7 @@ class Entry:
 def _entry(line: str) -> Entry:
     net, kind, scenario, optimizer, batch, *length = line.split()
     optimizer, _, backwards = optimizer.partition("/")
-    training = Training(optimizer, accumulate=int(backwards or 1)) if kind == "train" else None
+    training = Training(optimizer, gradient_accumulation_steps=int(backwards or 1)) if kind == "train" else None
     parts = [net, kind, scenario, *([optimizer] if training else []), f"b{batch}", *(f"s{size}" for size in length)]
     parts += [f"x{backwards}"] if backwards else []
     inputs = NETS[net][1].format(length=length[0] if length else "")

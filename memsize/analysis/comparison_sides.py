@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memsize.analysis.step import StepTrace
-from memsize.checkpoint.checkpoint_report import CheckpointReport
-from memsize.checkpoint.contents import Tensor
+from memsize.checkpoints.checkpoint_report import CheckpointReport
+from memsize.checkpoints.contents import Tensor
 from memsize.errors import InputError
 from memsize.records.aggregates import split_phase
 from memsize.records.comparison import FigureOf

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from memsize.api.fitting import fit
+from memsize.api.keywords import takes
 from memsize.api.models import report
-from memsize.errors import MemsizeError, OutputError, UnknownInputError
+from memsize.errors import InputError, MemsizeError, OutputError, UnknownInputError
 from memsize.loading.target import line_of, parse_target
 from memsize.records.baseline import Baseline, read_baselines, write_baselines
 from memsize.records.check import Check, CheckedModel, Figure, Problem, Severity
 from memsize.records.finding import Finding
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.project import CheckedTarget, Project, find_project, read_project
-from memsize.spec.stack import Stack
+from memsize.spec.requests import CheckRequest, FitRequest, ReportRequest
 
 if TYPE_CHECKING:
     from memsize.analysis.check import Measured
@@ -28,14 +29,8 @@ _ERROR: Final[Severity] = "error"
 Judged = tuple[Figure, Finding | None]
 
 
-def check(
-    path: str | os.PathLike[str] = ".",
-    *,
-    select: Iterable[str] = (),
-    ignore: Iterable[str] = (),
-    update: bool = False,
-    progress: Callable[[str], None] | None = None,
-) -> Check:
+@takes(CheckRequest)
+def check(request: CheckRequest, *, progress: Callable[[str], None] | None = None) -> Check:
     """Whether a project's models keep the limits and baselines of its pyproject.toml, and what is wrong where not.
 
     `path` is that file, or a folder: the file is then looked for from there upwards. `select` names codes of findings
@@ -46,26 +41,44 @@ def check(
     Raises `InputError` for a file that is missing or cannot be meant, and `OutputError` for a baseline that cannot be
     written.
     """
-    project = read_project(find_project(Path(path)).absolute())
-    rules = _Rules.of(project, tuple(select), tuple(ignore))
-    if update and not any(target.baseline for target in project.targets):
+    paths = (request.paths,) if isinstance(request.paths, str | os.PathLike) else tuple(request.paths) or (".",)
+    if len(paths) > 1:
+        raise InputError("a check is of one project: ask about each by itself")
+    project = read_project(find_project(Path(paths[0])).absolute())
+    rules = _Rules.of(project, _codes(request.select), _codes(request.ignore))
+    if request.update and not any(target.baseline for target in project.targets):
         raise OutputError(f'{project.file.name} names no baseline: add baseline = "memsize-baseline.json" to a target')
-    start, written = Path.cwd(), []
-    say, count = progress or (lambda _: None), len(project.targets)
+    start, say, count = Path.cwd(), progress or (lambda _: None), len(project.targets)
     with contextlib.chdir(project.file.parent):
-        checked = [
-            _checked(target, project, rules, update, start, partial(_counted, say, f"{place} of {count}"))
-            for place, target in enumerate(project.targets, 1)
+        checks = [
+            _TargetCheck(target, project, rules, request.update, start, partial(_counted, say, f"{number} of {count}"))
+            for number, target in enumerate(project.targets, 1)
         ]
-        for name in dict.fromkeys(target.baseline for target in project.targets if update and target.baseline):
-            found = {
-                target.name: baseline
-                for target, (_, baseline) in zip(project.targets, checked, strict=True)
-                if target.baseline == name and baseline is not None
-            }
-            if found and write_baselines(Path(name), found):
-                written.append(os.path.relpath(name, start))
+        checked = [check.result() for check in checks]
+        written = _write_baselines(project, checked, start) if request.update else ()
     return Check(os.path.relpath(project.file, start), tuple(model for model, _ in checked), tuple(written))
+
+
+_Checked = tuple[CheckedModel, Baseline | None]
+
+
+def _write_baselines(project: Project, checked: Sequence[_Checked], start: Path) -> tuple[str, ...]:
+    """Write the baselines of now to the files that the project names, and return those that changed."""
+    written = []
+    for name in dict.fromkeys(target.baseline for target in project.targets if target.baseline):
+        baselines = {
+            target.name: baseline
+            for target, (_, baseline) in zip(project.targets, checked, strict=True)
+            if target.baseline == name and baseline is not None
+        }
+        if baselines and write_baselines(Path(name), baselines):
+            written.append(os.path.relpath(name, start))
+    return tuple(written)
+
+
+def _codes(codes: str | Iterable[str]) -> tuple[str, ...]:
+    parts = codes.split(",") if isinstance(codes, str) else codes
+    return tuple(code.strip() for code in parts if code.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,44 +104,53 @@ class _Rules:
         """The problems among `findings`, each with the case that it is about, the most serious first."""
         from memsize.analysis.findings.report_rules import OWN
 
-        told = [(self.severity[f.code], f, case) for f, case in findings if f.code not in self.ignored]
-        kept = [each for each in told if each[0] != "note" or each[1].code in OWN or each[1].code in self.chosen]
+        shown = [
+            Problem(severity, finding, case)
+            for finding, case in findings
+            if finding.code not in self.ignored
+            and ((severity := self.severity[finding.code]) != "note" or finding.code in {*OWN, *self.chosen})
+        ]
         for level in ("error", "warning", "note"):
-            yield from (Problem(severity, f, case) for severity, f, case in kept if severity == level)
+            yield from (problem for problem in shown if problem.severity == level)
 
 
 def _counted(say: Callable[[str], None], count: str, text: str) -> None:
     say(f"{count}: {text}")
 
 
-def _checked(
-    target: CheckedTarget,
-    project: Project,
-    rules: _Rules,
-    update: bool,
-    start: Path,
-    say: Callable[[str], None],
-) -> tuple[CheckedModel, Baseline | None]:
-    """What is found about one target, and its baseline of now."""
-    file, line = _place(target, project)
-    model = CheckedModel(target.name, os.path.relpath(file, start), line)
-    say(f"checking {target.name}")
-    try:
-        measured = _measured(target, say)
-        baseline = measured.baseline(target.settings)
-        judged = [*_limits(target, measured, say), *([] if update else _growth(target, baseline))]
-    except MemsizeError as error:
-        return replace(model, error="; ".join(filter(None, map(str.strip, str(error).splitlines())))), None
-    findings = [(finding, figure.case) for figure, finding in judged if finding]
-    others = [(finding, None) for finding in measured.report.findings]
-    problems = tuple(rules.problems((*findings, *others)))
-    return replace(model, figures=tuple(figure for figure, _ in judged), problems=problems), baseline
+@dataclass(frozen=True, slots=True)
+class _TargetCheck:
+    """One target of a project to check, from the folder `start`."""
+
+    target: CheckedTarget
+    project: Project
+    rules: _Rules
+    update: bool
+    start: Path
+    say: Callable[[str], None]
+
+    def result(self) -> _Checked:
+        """The checked model, and its baseline of now."""
+        target = self.target
+        file, line = _line(target, self.project)
+        model = CheckedModel(target.name, os.path.relpath(file, self.start), line)
+        self.say(f"checking {target.name}")
+        try:
+            measured = _measured(target, self.say)
+            baseline = measured.baseline(target.settings)
+            judged = [*_limits(target, measured, self.say), *([] if self.update else _growth(target, baseline))]
+        except MemsizeError as error:
+            return replace(model, error="; ".join(filter(None, map(str.strip, str(error).splitlines())))), None
+        findings = [(finding, figure.case) for figure, finding in judged if finding]
+        others = [(finding, None) for finding in measured.report.findings]
+        problems = tuple(self.rules.problems((*findings, *others)))
+        return replace(model, figures=tuple(figure for figure, _ in judged), problems=problems), baseline
 
 
-def _place(target: CheckedTarget, project: Project) -> tuple[Path, int]:
+def _line(target: CheckedTarget, project: Project) -> tuple[Path, int]:
     """The file and the line that a problem is shown at: the target's own, else its section's."""
     try:
-        parsed = parse_target(str(target.subject.model))
+        parsed = parse_target(str(target.run.model.model))
     except MemsizeError:
         return project.file, target.line
     return (parsed.file, line_of(parsed)) if parsed.file else (project.file, target.line)
@@ -136,44 +158,39 @@ def _place(target: CheckedTarget, project: Project) -> tuple[Path, int]:
 
 def _measured(target: CheckedTarget, say: Callable[[str], None]) -> Measured:
     from memsize.analysis.check import Measured
-    from memsize.device.allocator_config import AllocatorConfig
 
-    software = Stack.of(target.stack)
-    subject = target.subject
-    library = parse_target(str(subject.model)).library is not None
-    if not (subject.has_input or library or target.training or target.execute):
-        return Measured(report(subject), target.scenario)
-    found = report(
-        subject,
-        scenarios=target.scenario,
-        train=target.training,
-        gpu=target.gpu or DEFAULT_GPU,
-        stack=software,
-        config=AllocatorConfig.parse(target.allocator, software.release) if target.allocator else None,
-        execute=target.execute,
-        progress=lambda text: say(f"{target.name}: {text}"),
+    run = target.run
+    library = parse_target(str(run.model.model)).library is not None
+    if not (run.model.has_input or library or run.training or run.execute):
+        return Measured(report(run.model), run.scenario)
+    request = ReportRequest(
+        model=run.model,
+        training=run.training,
+        gpu=replace(run.gpu, name=run.gpu.name or DEFAULT_GPU),
+        execute=run.execute,
+        scenarios=run.scenario,
     )
-    return Measured(found, target.scenario)
+    answer = report(request, progress=lambda text: say(f"{target.name}: {text}"))
+    return Measured(answer, run.scenario)
 
 
 def _limits(target: CheckedTarget, measured: Measured, say: Callable[[str], None]) -> Iterator[Judged]:
     from memsize.analysis.check import against_batch, against_limit
 
+    run = target.run
     for bound in target.limits:
         if bound.name != "fits_batch":
             yield against_limit(measured, bound)
             continue
         say(f"{target.name}: batch {bound.amount}")
-        found = fit(
-            replace(target.subject, batch_size=bound.amount),
-            scenarios=target.scenario,
-            train=target.training,
-            gpu=target.gpu,
-            stack=target.stack,
-            config=target.allocator,
+        request = FitRequest(
+            model=replace(run.model, batch_size=bound.amount),
+            scenarios=run.scenario,
+            training=run.training,
+            gpu=run.gpu,
             remedies=False,
         )
-        yield against_batch(found.fit_rows[0], bound)
+        yield against_batch(fit(request).fit_rows[0], bound)
 
 
 def _growth(target: CheckedTarget, now: Baseline) -> Iterator[Judged]:

@@ -3,67 +3,81 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memsize.api.file_readers import load, read_checkpoint
+from memsize.api.file_readers import checkpoint, load
+from memsize.api.keywords import takes
 from memsize.api.models import report
 from memsize.loading.revision import parse_revision
 from memsize.loading.target import LIBRARIES, is_checkpoint
 from memsize.records.answer import Saveable
 from memsize.records.run_file import is_run_file
 from memsize.records.trace import Trace
-from memsize.spec.model_request import InputOptions, InputSize, ModelRequest
+from memsize.spec.model_request import ModelRequest
+from memsize.spec.requests import DiffRequest, ReportRequest
 
 if TYPE_CHECKING:
     from memsize.records.comparison import Comparison
 
 
-def compare(before: Any, after: Any, input_size: InputSize | Any = None, **options: Any) -> Comparison:
+@takes(DiffRequest)
+def diff(request: DiffRequest, *, progress: Callable[[str], None] | None = None) -> Comparison:
     """What changed from one model to another, what did not, and why: between two versions of its code, or before and
     after `.half()`, `quantize_`, pruning.
 
     `before` and `after` are modules, targets, traces, steps, reports, saved runs or checkpoints; a target may be that
     of a git revision, as in ``"HEAD~1:model.py:Net"``, which is checked out beside and run in a process of its own.
-    Modules and targets are run when an input is given (`input_size` and `options` as in `report`, `scenarios` being
-    ``"as-given"`` by default); without one only what they store is compared.
+    Modules and targets are run when an input is given (`input_size` and the other keywords as in `report`, `scenarios`
+    being ``"as-given"`` by default); without one only what they store is compared.
 
-    Raises `MemsizeError` for anything else, and what `report` and `read_checkpoint` raise.
+    Raises `MemsizeError` for anything else, and what `report` and `checkpoint` raise.
     """
     from memsize.analysis.compare import compare_sides
     from memsize.analysis.comparison_sides import Side
 
-    given = {name: options.pop(name) for name in InputOptions.__annotations__ if name in options}
+    settings = ReportRequest(
+        model=request.model,
+        training=request.training,
+        gpu=request.gpu,
+        execute=request.execute,
+        scenarios=request.scenarios,
+    )
 
     def side(of: Any) -> Side:
         if isinstance(of, Trace | Saveable):
             return Side.of(of)
-        subject = ModelRequest.of(os.fspath(of) if isinstance(of, os.PathLike) else of, input_size, **given)
-        return Side.of(answer_of(subject, options), subject.model if isinstance(subject.model, str) else "")
+        model = of if isinstance(of, ModelRequest) else replace(request.model, model=_named(of))
+        answer = answer_of(replace(settings, model=model), progress)
+        return Side.of(answer, model.model if isinstance(model.model, str) else "")
 
-    return compare_sides(side(before), side(after))
+    return compare_sides(side(request.before), side(request.after))
 
 
-def answer_of(subject: ModelRequest, options: Mapping[str, Any]) -> Any:
-    """The answer about a subject: the one that a file holds, or a report on a model with `options`.
+def _named(model: Any) -> Any:
+    return os.fspath(model) if isinstance(model, os.PathLike) else model
+
+
+def answer_of(request: ReportRequest, progress: Callable[[str], None] | None = None) -> Any:
+    """The answer about a model: the one that a file holds, or a report.
 
     Of a model without an input that is what it stores.
     """
-    text = subject.model
+    text = request.model.model
     if isinstance(text, str):
         if is_run_file(text):
             return load(text)
         if revision := parse_revision(text):
             from memsize.api.revision_process import answer_at
 
-            if say := options.get("progress"):
-                say(f"running {text}")
-            return answer_at(revision, answer_of, subject, {k: v for k, v in options.items() if k != "progress"})
+            if progress:
+                progress(f"running {text}")
+            return answer_at(revision, answer_of, request)
         if is_checkpoint(text):
-            return read_checkpoint(text)
+            return checkpoint(text)
     library = isinstance(text, str) and text.partition(":")[0] in LIBRARIES
-    is_run = subject.has_input or library or options.get("train") or options.get("execute")
-    if not is_run:
-        return report(subject)
-    given = {name: value for name, value in options.items() if value is not None}
-    return report(subject, **({"scenarios": "as-given"} | given))
+    if not (request.model.has_input or library or request.training or request.execute):
+        return report(request.model)
+    scenarios = "as-given" if request.scenarios is None else request.scenarios
+    return report(replace(request, scenarios=scenarios), progress=progress)

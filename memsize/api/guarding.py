@@ -5,31 +5,23 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from memsize.analysis.step import Guard
+from memsize.api.keywords import takes
 from memsize.api.models import trace
 from memsize.errors import BudgetError
+from memsize.spec.model_request import ModelRequest
+from memsize.spec.requests import GuardRequest, OnExcess, TraceRequest
 from memsize.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
 
-OnExcess = Literal["warn", "raise", "ignore"]
 
-
-def guard(
-    model: nn.Module,
-    optimizer: Any,
-    batch: Any,
-    *,
-    budget: str | int | None = None,
-    on_excess: OnExcess = "warn",
-    scenario: str = "as-given",
-    loss: str | Callable[[Any], Any] | None = None,
-    accumulate: int = 1,
-    gpu: str | None = None,
-) -> Guard:
+@takes(GuardRequest)
+def guard(request: GuardRequest) -> Guard:
     """Predict the peak of a training loop before its first step, and warn or stop where the memory isn't there.
 
         guard = memsize.guard(model, optimizer, batch)
@@ -40,53 +32,53 @@ def guard(
     tensor, a tuple of positional inputs, or a mapping of keyword inputs. None of them is run, moved or changed, and
     random generators stay as they are. `budget` is what PyTorch may reserve, in bytes or as ``"16 GiB"``; None is what
     is free on the CUDA device plus what PyTorch holds of it, and without CUDA nothing is compared. `on_excess` warns
-    with a `UserWarning` or raises `BudgetError`. `scenario`, `loss`, `accumulate` and `gpu` are those of `trace`; `gpu`
-    is by default the one of this machine where there is CUDA.
+    with a `UserWarning` or raises `BudgetError`. `scenario`, `loss`, `gradient_accumulation_steps` and `gpu` are those
+    of `trace`; `gpu` is by default the one of this machine where there is CUDA.
 
     Raises `BudgetError`, and what `trace` raises.
     """
-    kind = None if optimizer is None else remade(model, optimizer)
+    training = request.training
     step = trace(
-        model,
-        input_data=batch,
-        scenario=scenario,
-        optimizer=kind,
-        loss=loss,
-        accumulate=accumulate,
-        gpu=gpu or _local(),
+        TraceRequest(
+            model=ModelRequest.of(request.model, input_data=request.batch),
+            scenario=request.scenario,
+            training=training and replace(training, optimizer=remade(request.model, training.optimizer)),
+            gpu=replace(request.gpu, name=request.gpu.name or _local()),
+        )
     )
-    found = Guard(step, budget_of(budget))
-    warn_or_stop(found, on_excess, stacklevel=3)
-    return found
+    prediction = Guard(step, budget_of(request.budget))
+    warn_or_stop(prediction, request.on_excess, stacklevel=4)
+    return prediction
 
 
-def warn_or_stop(found: Guard, on_excess: OnExcess, stacklevel: int = 2) -> None:
+def warn_or_stop(guard: Guard, on_excess: OnExcess, stacklevel: int = 2) -> None:
     """Say that a predicted peak exceeds its budget, as `on_excess` asks for it."""
-    if found.fits is not False or on_excess == "ignore":
+    if guard.fits is not False or on_excess == "ignore":
         return
     if on_excess == "raise":
-        raise BudgetError(found.text())
-    warnings.warn(found.text(), stacklevel=stacklevel)
+        raise BudgetError(guard.text())
+    warnings.warn(guard.text(), stacklevel=stacklevel)
 
 
 def remade(model: nn.Module, optimizer: Any) -> Callable[[list[Any]], Any]:
-    """What makes an optimizer like this one of another copy of the model's trained parameters."""
+    """Return a function that makes an optimizer like this one for another copy of the model's trained parameters."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None:  # those of accelerate and Lightning
         optimizer = inner
-    places = {id(p): place for place, p in enumerate(p for p in model.parameters() if p.requires_grad)}
+    trained = (p for p in model.parameters() if p.requires_grad)
+    numbers = {id(parameter): number for number, parameter in enumerate(trained)}
     groups = [
         (
-            [places[id(p)] for p in group["params"] if id(p) in places],
+            [numbers[id(p)] for p in group["params"] if id(p) in numbers],
             {name: _plain(value) for name, value in group.items() if name != "params"},
         )
         for group in optimizer.param_groups
     ]
-    known = inspect.signature(type(optimizer)).parameters
-    defaults = {name: _plain(value) for name, value in optimizer.defaults.items() if name in known}
+    arguments = inspect.signature(type(optimizer)).parameters
+    defaults = {name: _plain(value) for name, value in optimizer.defaults.items() if name in arguments}
 
     def make(parameters: list[Any]) -> Any:
         copies = [
-            {"params": [parameters[place] for place in chosen], **options} for chosen, options in groups if chosen
+            {"params": [parameters[number] for number in chosen], **options} for chosen, options in groups if chosen
         ]
         return type(optimizer)(copies, **defaults)
 

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from memsize.errors import ExitError, MemsizeError, exits_caught
+from memsize.errors import ExitError, InputError, MemsizeError, exits_caught
+from memsize.loading.target import parse_target
 from memsize.spec.model_request import ModelRequest
 
 if TYPE_CHECKING:
@@ -37,6 +38,12 @@ class Loaded(NamedTuple):
     notes: tuple[str, ...]
     maker: InputMaker | None
     machine: GpuContextFactory
+
+
+def refuse_resizing(model: ModelRequest) -> None:
+    """Raise `InputError` for a batch size beside real inputs, which have their own."""
+    if model.call is not None and model.batch_size is not None:
+        raise InputError("batch_size is for inputs that are made: real inputs have their batch dimension already")
 
 
 @contextmanager
@@ -104,10 +111,12 @@ def model_of(
 
         return machine_with(card(gpu or DEFAULT_GPU))
 
+    if isinstance(subject.source, str):
+        parse_target(subject.source)
     if isinstance(subject.model, str):
-        from memsize.loading import load, parse_target
-
         target = parse_target(subject.model)  # what cannot be one shows before torch is loaded
+        from memsize.loading import load
+
         say(f"loading {subject.model}")
         with _users_code_runs():
             loaded = load(target, subject.arguments, machine, own)
@@ -120,6 +129,8 @@ def model_of(
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
+    if subject.arguments:
+        raise InputError("arguments are for a target, which is built with them: this module is there already")
     with _users_code_runs(), _told(model), _untouched(model):
         yield Loaded(type(model).__name__, model, (), None, machine)
 

@@ -3,84 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
+
+from memsize.api.keywords import takes
+from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.budget import budgets
+from memsize.device.cards import card
+from memsize.errors import ForwardError
+from memsize.records.gpu import DEFAULT_GPU
+from memsize.records.program import ProgramRun
+from memsize.spec.rank_choice import asked_world
+from memsize.spec.requests import FitScriptRequest, RunRequest, VirtualGpuRequest
+from memsize.spec.script_command import VariedScript
 
 if TYPE_CHECKING:
     from memsize.analysis.program import VirtualGpu
-    from memsize.device.allocator_config import AllocatorConfig
     from memsize.records.finding import Finding
     from memsize.records.fit import Fit
-    from memsize.records.program import ProgramRun
-    from memsize.records.ranks import RankRuns, Which
-    from memsize.records.world import World
-    from memsize.spec.stack import Stack
+    from memsize.records.ranks import RankRuns
 
 
-@overload
-def run(
-    script: str | os.PathLike[str],
-    arguments: Iterable[str] = ...,
-    *,
-    gpu: str | None = ...,
-    steps: int = ...,
-    module: bool = ...,
-    config: AllocatorConfig | str | None = ...,
-    stack: Stack | str | None = ...,
-    allow_writes: bool = ...,
-    gpus: int | None = ...,
-    nodes: int = ...,
-    rank: int = ...,
-    one_process: bool = ...,
-    progress: Callable[[str], None] | None = ...,
-) -> ProgramRun: ...
-
-
-@overload
-def run(
-    script: str | os.PathLike[str],
-    arguments: Iterable[str] = ...,
-    *,
-    gpu: str | None = ...,
-    steps: int = ...,
-    module: bool = ...,
-    config: AllocatorConfig | str | None = ...,
-    stack: Stack | str | None = ...,
-    allow_writes: bool = ...,
-    gpus: int,
-    nodes: int = ...,
-    rank: Which,
-    one_process: bool = ...,
-    jobs: int | None = ...,
-    progress: Callable[[str], None] | None = ...,
-) -> RankRuns: ...
-
-
-def run(
-    script: str | os.PathLike[str],
-    arguments: Iterable[str] = (),
-    *,
-    gpu: str | None = None,
-    steps: int = 3,
-    module: bool = False,
-    config: AllocatorConfig | str | None = None,
-    stack: Stack | str | None = None,
-    allow_writes: bool = False,
-    gpus: int | None = None,
-    nodes: int = 1,
-    rank: int | Which = 0,
-    one_process: bool = False,
-    jobs: int | None = 1,
-    progress: Callable[[str], None] | None = None,
-) -> ProgramRun | RankRuns:
+@takes(RunRequest)
+def run(request: RunRequest, *, progress: Callable[[str], None] | None = None) -> ProgramRun | RankRuns:
     """What a script that was written for a GPU would do to one, from a run of it on a GPU that isn't there.
 
     `script` runs in this process with `arguments` as its command line (with `module`, the module of that name, as
     ``python -m`` runs it), until its optimizer has made `steps` steps; 0 runs it to its end. What it computes on the
     GPU has no values, and numbers that it reads from there are stand-ins. Files that were there before are left alone
-    unless `allow_writes` is set. `gpu` and `config` are as for `trace`; without a `config`, the allocator's settings
+    unless `allow_writes` is set. `gpu` and `allocator` are as for `trace`; without an `allocator`, its settings
     are those that ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF`` holds when the script first uses it. `stack` is
     its PyTorch and CUDA, as for `trace`.
 
@@ -93,52 +46,54 @@ def run(
     Raises `InputError` where there is no such script or rank, and `ForwardError` when the script itself fails; of
     several ranks it says in the answer which failed.
     """
-    from memsize.analysis.findings.program import CAUSES
-    from memsize.analysis.ranks import import_packages, others_asked, run_as_rank, run_ranks
-    from memsize.device.allocator_config import AllocatorConfig
-    from memsize.device.cards import card
-    from memsize.errors import ForwardError
-    from memsize.records.gpu import DEFAULT_GPU
-    from memsize.spec.rank_choice import asked_world
-    from memsize.spec.stack import Stack
+    answer, error = run_program(request, progress or (lambda _: None))
+    if isinstance(answer, ProgramRun) and error is not None and not answer.ran_out:
+        from memsize.analysis.findings.program import CAUSES
 
-    where, software = card(gpu or DEFAULT_GPU), Stack.of(stack)
-    settings = AllocatorConfig.parse_optional(config, software.release)
-    world = asked_world(gpus, nodes, rank, one_process)
-    path = os.fspath(script)
+        causes = "".join(f"\n{finding.text()}" for finding in answer.findings if finding.code in CAUSES)
+        why = f"{request.script} failed: {type(error).__name__}: {error}{causes}"
+        raise ForwardError(why, answer.trace) from error
+    return answer
+
+
+def run_program(
+    request: RunRequest, say: Callable[[str], None], begin: Callable[[], None] = lambda: None
+) -> tuple[ProgramRun | RankRuns, BaseException | None]:
+    """Run a script, and return what ended it beside the answer; of several ranks the answer says that itself.
+
+    `begin` is called when the request is known to be one that can be run.
+    """
+    gpu, rank = request.gpu, request.rank
+    where = card(gpu.name or DEFAULT_GPU)
+    allocator = AllocatorConfig.parse_optional(gpu.allocator, gpu.releases.release)
+    world = asked_world(request.gpus, request.nodes, rank, request.one_process)
+    path = os.fspath(request.script)
+    begin()
+    from memsize.analysis.ranks import import_packages, others_asked, run_as_rank, run_ranks
+
     run_rank = partial(
         run_as_rank,
         path,
-        tuple(arguments),
+        tuple(request.arguments),
         where,
-        settings,
-        steps=steps,
-        module=module,
-        allow_writes=allow_writes,
-        stack=software,
+        allocator,
+        steps=request.steps,
+        module=request.module,
+        allow_writes=request.allow_writes,
+        stack=gpu.releases,
     )
-    if world is not None and not isinstance(rank, int):
-        if not module:
-            import_packages(path, where, settings)
-        with others_asked(lambda each: run_rank(world=each), world):
-            return run_ranks(lambda each: run_rank(world=each)[0], world, rank, jobs, progress)
-    found, error = run_rank(world=world, progress=progress or (lambda _: None))
-    if error is not None and not found.ran_out:
-        causes = "".join(f"\n{each.text()}" for each in found.findings if each.code in CAUSES)
-        raise ForwardError(f"{script} failed: {type(error).__name__}: {error}{causes}", found.trace) from error
-    return found
+    if world is None or isinstance(rank, int):
+        return run_rank(world=world, progress=say)
+    if not request.module:
+        import_packages(path, where, allocator)
+    with others_asked(lambda each: run_rank(world=each), world):
+        return run_ranks(lambda each: run_rank(world=each)[0], world, rank, request.jobs, say), None
 
 
+@takes(FitScriptRequest)
 def fit_script(
-    script: str | os.PathLike[str],
-    arguments: Iterable[str],
+    request: FitScriptRequest,
     *,
-    vary: str,
-    gpu: str | Iterable[str] | None = None,
-    budget: str | int | None = None,
-    margin: str | int = 0,
-    steps: int = 3,
-    config: AllocatorConfig | str | None = None,
     progress: Callable[[str], None] | None = None,
     found: Callable[[Finding], None] | None = None,
 ) -> Fit:
@@ -146,35 +101,25 @@ def fit_script(
 
     `script` runs as by `run`, with `arguments` as its command line, of which `vary` names one with a whole number:
     ``"batch-size"`` for ``--batch-size 8``, ``"train.batch_size"`` for ``train.batch_size=8``. `gpu`, `budget` and
-    `margin` are as for `fit`, `config` as for `run`; `steps` training steps are made in each run. Where the platform
+    `margin` are as for `fit`, `allocator` as for `run`; `steps` training steps are made in each run. Where the platform
     forks, each run is a process of its own. `progress` and `found` are as for `fit`.
 
     Raises `InputError` where there is no such script or argument, or where it has no effect on the GPU's memory; and
     `ForwardError` where the script fails with the value that it is given.
     """
-    from memsize.device.allocator_config import AllocatorConfig
-    from memsize.device.budget import budgets
-    from memsize.spec.script_command import VariedScript
-    from memsize.spec.stack import Stack
+    script = VariedScript.of(os.fspath(request.script), tuple(request.arguments), request.vary)
+    gpu = request.gpu
+    allocator = AllocatorConfig.parse_optional(gpu.allocator)
+    fraction = (allocator or AllocatorConfig.of_environment(os.environ)).memory_fraction
+    capacities = budgets(gpu.name, request.budget, request.margin, gpu.releases, fraction)
+    from memsize.analysis.fit.script_search import fit_script as search
 
-    varied = VariedScript.of(os.fspath(script), tuple(arguments), vary)
-    settings = AllocatorConfig.parse_optional(config)
-    fraction = (settings or AllocatorConfig.of_environment(os.environ)).memory_fraction
-    capacities = budgets(gpu, budget, margin, Stack.of(None), fraction)
-    from memsize.analysis.fit.script_search import fit_script as fitted
-
-    say, tell = progress or (lambda _: None), found or (lambda _: None)
-    return fitted(varied, capacities, settings, steps=steps, progress=say, tell=tell)
+    say, show = progress or (lambda _: None), found or (lambda _: None)
+    return search(script, capacities, allocator, steps=request.steps, progress=say, tell=show)
 
 
-def virtual_gpu(
-    gpu: str | None = None,
-    *,
-    steps: int = 0,
-    config: AllocatorConfig | str | None = None,
-    allow_writes: bool = False,
-    world: World | None = None,
-) -> AbstractContextManager[VirtualGpu]:
+@takes(VirtualGpuRequest)
+def virtual_gpu(request: VirtualGpuRequest) -> AbstractContextManager[VirtualGpu]:
     """Let the code in a ``with`` block have a GPU that isn't there, as `run` gives it to a script.
 
         with memsize.virtual_gpu("t4") as gpu:
@@ -186,10 +131,8 @@ def virtual_gpu(
     a distributed job. Raises `InputError` when one is open already, and for a process that is in a group already.
     """
     from memsize.analysis import program
-    from memsize.device.allocator_config import AllocatorConfig
-    from memsize.device.cards import card
-    from memsize.records.gpu import DEFAULT_GPU
 
-    where = card(gpu or DEFAULT_GPU)
-    settings = AllocatorConfig.parse_optional(config)
-    return program.virtual_gpu(where, settings, steps=steps, allow_writes=allow_writes, world=world)
+    where, allocator = card(request.gpu.name or DEFAULT_GPU), AllocatorConfig.parse_optional(request.gpu.allocator)
+    return program.virtual_gpu(
+        where, allocator, steps=request.steps, allow_writes=request.allow_writes, world=request.world
+    )

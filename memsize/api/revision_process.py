@@ -11,32 +11,32 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from memsize.errors import MemsizeError, TargetError
 from memsize.loading.revision import Checkout, Revision, checked_out
-from memsize.spec.model_request import ModelRequest
+from memsize.spec.requests import ReportRequest
 
-Ask = Callable[[ModelRequest, Mapping[str, Any]], Any]
+Ask = Callable[[ReportRequest], Any]
 _PACKAGE: Final = Path(__file__).absolute().parents[1]
 _START: Final = (
     "import sys; sys.path[:] = sys.argv[2:]; from memsize.api.revision_process import answer; answer(sys.argv[1])"
 )
 
 
-def answer_at(revision: Revision, ask: Ask, subject: ModelRequest, options: Mapping[str, Any]) -> Any:
-    """What `ask`, a function of a module, answers about `subject` as it was at `revision`.
+def answer_at(revision: Revision, ask: Ask, request: ReportRequest) -> Any:
+    """Return what `ask`, a function of a module, answers about the request's model as it was at `revision`.
 
-    Raises `TargetError` where there is no such revision, or what is asked fails there.
+    Raises `TargetError` where there is no such revision, or `ask` fails there.
     """
     with checked_out(revision.name) as checkout, tempfile.TemporaryDirectory(prefix="memsize-") as folder:
         exchange = Path(folder) / "question"
-        asked = replace(subject, model=_target(revision.target, checkout))
+        model = replace(request.model, model=_target(revision.target, checkout))
         try:
-            exchange.write_bytes(pickle.dumps((ask, asked, dict(options), checkout)))
+            exchange.write_bytes(pickle.dumps((ask, replace(request, model=model), checkout)))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             why = f"its input and options go to another process, and cannot: {error}"
             raise TargetError(f"cannot ask about {revision.name}: {why}") from None
@@ -44,20 +44,20 @@ def answer_at(revision: Revision, ask: Ask, subject: ModelRequest, options: Mapp
         done = subprocess.run(command, cwd=checkout.folder, stdin=subprocess.DEVNULL, stdout=2, check=False)
         if done.returncode:
             raise TargetError(f"the process that ran {revision.name} ended with status {done.returncode}")
-        found = pickle.loads(exchange.read_bytes())
-    if isinstance(found, str):
-        raise TargetError(f"at {revision.name}: {found}")
-    return found
+        answer = pickle.loads(exchange.read_bytes())
+    if isinstance(answer, str):
+        raise TargetError(f"at {revision.name}: {answer}")
+    return answer
 
 
 def _target(target: str, checkout: Checkout) -> str:
     """The target with an absolute path at the revision, where it has one in the repository."""
-    place, colon, name = target.partition(":")
-    if Path(place).is_absolute():
-        return checkout.moved(place) + colon + name
+    path, colon, name = target.partition(":")
+    if Path(path).is_absolute():
+        return checkout.moved(path) + colon + name
     # As git does, a path that is not below the working folder is looked for below the repository's.
-    if not (checkout.folder / place).exists() and (checkout.copy / place).exists():
-        return str(checkout.copy / place) + colon + name
+    if not (checkout.folder / path).exists() and (checkout.copy / path).exists():
+        return str(checkout.copy / path) + colon + name
     return target
 
 
@@ -69,13 +69,13 @@ def _paths(checkout: Checkout) -> list[str]:
 
 def answer(exchange: str) -> None:
     """In that process: answer the question in the file, and write the answer, or what went wrong, in its place."""
-    ask, subject, options, checkout = pickle.loads(Path(exchange).read_bytes())
+    ask, request, checkout = pickle.loads(Path(exchange).read_bytes())
     try:
-        found = ask(subject, options)
+        reply = ask(request)
         _refuse_mixture(checkout)
     except MemsizeError as error:
-        found = str(error)
-    Path(exchange).write_bytes(pickle.dumps(found))
+        reply = str(error)
+    Path(exchange).write_bytes(pickle.dumps(reply))
 
 
 def _refuse_mixture(checkout: Checkout) -> None:

@@ -7,15 +7,21 @@ import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from memsize import files
+from memsize.api.keywords import takes
 from memsize.api.models import report
+from memsize.device.cards import card
 from memsize.errors import InputError, OutputError
+from memsize.loading.target import parse_target
 from memsize.records.gpu import DEFAULT_GPU
-from memsize.spec.model_request import ModelRequest
 from memsize.spec.project import NAME, SECTION, parse_section
+from memsize.spec.requests import InitRequest, ReportRequest
+from memsize.spec.scenario import scenario_named
+from memsize.spec.stack import Gpu
 from memsize.spec.training import Training
 from memsize.units import UNITS
 
@@ -23,31 +29,33 @@ _ROOM: Final = 1.1
 """A first limit is a tenth above what the model needs."""
 
 
-def start_project(
-    folder: Path, subject: ModelRequest, train: Training | None, gpu: str | None, scenario: str = "as-given"
-) -> tuple[Path, str]:
-    """Append a section about `subject` to the nearest pyproject.toml, or to a new one in `folder`: the file, and what
+@takes(InitRequest)
+def init(request: InitRequest) -> tuple[Path, str]:
+    """Append a section about a model to the nearest pyproject.toml, or to a new one in `folder`: the file, and what
     was added. The rest of the file stays as it is, byte for byte.
 
     Raises `InputError` where the file is no TOML, and `OutputError` where it cannot hold the section.
     """
+    scenario = scenario_named(request.scenario).name
+    parse_target(str(request.model.model))
+    gpu = card(request.gpu.name or DEFAULT_GPU).name
     from memsize.analysis.check import Measured
 
-    file = _nearest(folder)
-    asked: dict[str, Any] = (
-        {"scenarios": scenario, "train": train, "gpu": gpu or DEFAULT_GPU} if subject.has_input or train else {}
-    )
-    measured = Measured(report(subject, **asked), scenario)
-    section = _section(subject, train, gpu, scenario, dict(_limits(measured, train)), file)
+    file = _nearest(Path(request.folder))
+    report_request = ReportRequest(model=request.model)
+    if request.model.has_input or request.training:
+        report_request = replace(report_request, scenarios=scenario, training=request.training, gpu=Gpu(name=gpu))
+    measured = Measured(report(report_request), scenario)
+    section = _section(request, dict(_limits(measured, request.training)), file)
     parse_section(tomllib.loads(section)["tool"]["memsize"]["target"][0])
     _append(file, section)
     return file, section
 
 
 def _nearest(folder: Path) -> Path:
-    for each in (folder.absolute(), *folder.absolute().parents):
-        if (each / NAME).is_file():
-            return each / NAME
+    for parent in (folder.absolute(), *folder.absolute().parents):
+        if (parent / NAME).is_file():
+            return parent / NAME
     return folder.absolute() / NAME
 
 
@@ -70,34 +78,28 @@ def _above(size: int) -> str:
     return f"{rounded:g} {unit}"
 
 
-def _section(
-    subject: ModelRequest,
-    train: Training | None,
-    gpu: str | None,
-    scenario: str,
-    limits: Mapping[str, object],
-    file: Path,
-) -> str:
+def _section(request: InitRequest, limits: Mapping[str, object], file: Path) -> str:
     """The section as text. A path is that from the folder of the file."""
-    specs = [str(spec) for spec in subject.specs]
-    optimizer = train.optimizer if train else None
-    given = {
-        "target": _from(file.parent, str(subject.model)),
+    model, train, scenario = request.model, request.training, request.scenario
+    specs = [str(spec) for spec in model.specs]
+    steps = train.gradient_accumulation_steps if train else 1
+    values = {
+        "target": _from(file.parent, str(model.model)),
         "input": specs[0] if len(specs) == 1 else specs,
-        "inputs": subject.source and _from(file.parent, str(subject.source)),
-        "arguments": dict(subject.arguments),
-        "batch_size": subject.batch_size if subject.batch_size != 1 else None,
-        "seq_len": subject.seq_len,
-        "mode": "eval" if subject.mode == "eval" else None,
-        "train": optimizer,
+        "inputs": model.source and _from(file.parent, str(model.source)),
+        "arguments": dict(model.arguments),
+        "batch_size": model.batch_size if model.batch_size != 1 else None,
+        "seq_len": model.seq_len,
+        "mode": "eval" if model.mode == "eval" else None,
+        "train": train.optimizer if train else None,
         "loss": train.loss if train else None,
-        "accumulate": train.accumulate if train and train.accumulate > 1 else None,
+        "gradient_accumulation_steps": steps if steps > 1 else None,
         "ema": train.ema or None if train else None,
         "scenario": scenario if scenario != "as-given" else None,
-        "gpu": gpu,
+        "gpu": request.gpu.name,
         "limits": limits,
     }
-    lines = [f"{name} = {_toml(value)}" for name, value in given.items() if value not in (None, [], {}, "")]
+    lines = [f"{name} = {_toml(value)}" for name, value in values.items() if value not in (None, [], {}, "")]
     more = (
         '# baseline = "memsize-baseline.json"  # written by memsize check --update; then nothing may grow by more than',
         '# max_growth = "1%"',
@@ -107,10 +109,10 @@ def _section(
 
 def _from(folder: Path, target: str) -> str:
     """A target whose path is that from `folder`."""
-    place, colon, name = target.partition(":")
-    if not Path(place).is_file():
+    path, colon, name = target.partition(":")
+    if not Path(path).is_file():
         return target
-    return Path(os.path.relpath(place, folder)).as_posix() + colon + name
+    return Path(os.path.relpath(path, folder)).as_posix() + colon + name
 
 
 def _toml(value: object) -> str:
@@ -125,7 +127,7 @@ def _toml(value: object) -> str:
         case list() | tuple():
             return f"[{', '.join(map(_toml, value))}]"
         case Mapping():
-            return f"{{ {', '.join(f'{name} = {_toml(each)}' for name, each in value.items())} }}"
+            return f"{{ {', '.join(f'{name} = {_toml(entry)}' for name, entry in value.items())} }}"
     raise InputError(f"{value!r} cannot stand in a {NAME}: build the model in a function that takes no such argument")
 
 

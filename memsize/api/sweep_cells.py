@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Cells of one model, with their places in the sweep."""
+    """Cells of one model, with their numbers in the sweep."""
 
     folder: Path
     cells: tuple[Cell, ...]
-    places: tuple[int, ...]
+    numbers: tuple[int, ...]
     timeout: float | None
 
-    def each(self) -> Iterator[Task]:
+    def split(self) -> Iterator[Task]:
         """A task for each of its cells."""
-        for cell, place in zip(self.cells, self.places, strict=True):
-            yield Task(self.folder, (cell,), (place,), self.timeout)
+        for cell, number in zip(self.cells, self.numbers, strict=True):
+            yield Task(self.folder, (cell,), (number,), self.timeout)
 
 
 def trace_of(cell: Cell) -> dict[str, object]:
-    """What decides a run: the card itself and the allocator's settings come after it."""
+    """The settings that decide a run: the card itself and the allocator's settings come after it."""
     after = ("gpu", "allocator")
     return {key: value for key, value in cell.settings.items() if key not in after} | {"on": card_of(cell).kernels}
 
@@ -100,10 +100,10 @@ class _Shared:
                 self._last = key, self._run(cell)
             except MemsizeError as error:
                 self._last = key, error
-        found = self._last[1]
-        if isinstance(found, MemsizeError):
-            raise found
-        return found
+        outcome = self._last[1]
+        if isinstance(outcome, MemsizeError):
+            raise outcome
+        return outcome
 
     def _run(self, cell: Cell) -> _Traced:
         from memsize.spec.scenario import scenario_named
@@ -121,9 +121,9 @@ class _Shared:
         key = repr((subject.specs, subject.source, subject.batch_size, subject.seq_len, subject.mode))
         key += repr((where.kernels, cell.stack, execute))
         if key not in self._runners:
-            found = with_inputs(subject, self._loaded)
-            runner = Runner(*found.run, gpu=where, execute=execute, plans=plans_of(where), stack=cell.stack)
-            self._runners = {key: (runner, found.notes)}
+            model = with_inputs(subject, self._loaded)
+            runner = Runner(*model.run, gpu=where, execute=execute, plans=plans_of(where), stack=cell.stack)
+            self._runners = {key: (runner, model.notes)}
         return self._runners[key]
 
 
@@ -133,13 +133,13 @@ def _row(cell: Cell, trace: Trace, notes: tuple[str, ...], seconds: float) -> Sw
 
     where = card_of(cell)
     config = AllocatorConfig.of(cell.settings.get("allocator"), cell.stack.release)
-    peak, held = estimate_gpu(trace, where, config=config), totals(trace)
+    peak, stored = estimate_gpu(trace, where, config=config), totals(trace)
     short = peak.shortage
     return SweepRow(
         settings=cell.settings,
         outcome="fits" if short is None else "exceeds" if short.certain else "unsure",
-        parameters=held.parameters,
-        stored=held.stored,
+        parameters=stored.parameters,
+        stored=stored.stored,
         requested=peak.requested,
         allocated=peak.allocated,
         reserved=peak.reserved,

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+from memsize.api.keywords import takes
 from memsize.api.sweep_cells import Task, failed, run_cells, trace_of
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
@@ -18,9 +19,10 @@ from memsize.errors import InputError
 from memsize.interrupt import Interrupted
 from memsize.loading.loader import targets_of
 from memsize.loading.target import parse_target
-from memsize.processes.spread import BACKENDS, Backend, Died, spread
+from memsize.processes.spread import Died, spread
 from memsize.records.results_file import ResultsFile, results_file
 from memsize.records.sweep import Sweep, SweepRow, phrase_of, varying
+from memsize.spec.requests import SweepRequest
 from memsize.spec.sweep import Cell, Grid, grid_of, read_grid
 from memsize.version import VERSION
 
@@ -31,18 +33,8 @@ _SHARE: Final = 4
 _DISTRIBUTIONS: Final = {"hf": "transformers"}
 
 
-def sweep(
-    grid: str | os.PathLike[str] | Mapping[str, Any],
-    *,
-    results: str | os.PathLike[str] | None = None,
-    jobs: int | None = None,
-    backend: Backend = "loky",
-    scheduler: str | None = None,
-    timeout: float | None = None,
-    retry: bool = False,
-    fresh: bool = False,
-    progress: Callable[[str], None] | None = None,
-) -> Sweep:
+@takes(SweepRequest)
+def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = None) -> Sweep:
     """What each cell of a grid of models, scenarios, batch sizes, GPUs … needs, and whether it fits.
 
     `grid` is a TOML file, or a mapping with its keys: those of a ``[[tool.memsize.target]]``, where ``target``,
@@ -61,74 +53,76 @@ def sweep(
     Raises `InputError` for a grid that cannot be meant, `TargetError` for a pattern that matches nothing, and
     `OutputError` where the results cannot be kept.
     """
-    _check_places(backend, scheduler, timeout)
-    asked, say = _grid(grid), progress or (lambda _: None)
-    with contextlib.chdir(asked.folder):
+    _check_backend(request)
+    grid, say = _grid(request.grid), progress or (lambda _: None)
+    with contextlib.chdir(grid.folder):
         say("looking up targets")
-        cells = asked.cells(targets_of, lambda name: card(name).name)
-        _check_allocators(asked, cells)
-        made = {cell.settings["target"]: _made_with(cell) for cell in cells}
-    with contextlib.nullcontext() if results is None else results_file(Path(results), fresh=fresh) as file:
-        rows = _Rows(asked.name, cells, made, file, retry)
+        cells = grid.cells(targets_of, lambda name: card(name).name)
+        _check_allocators(grid, cells)
+        made_with = {cell.settings["target"]: _made_with(cell) for cell in cells}
+    with (
+        contextlib.nullcontext()
+        if request.results is None
+        else results_file(Path(request.results), fresh=request.fresh)
+    ) as file:
+        rows = _Rows(grid.name, cells, made_with, file, request.retry)
         say(f"running {len(rows.missing)} cells")
-        tasks = _tasks(asked.folder, rows.missing, jobs, timeout)
+        tasks = _tasks(grid.folder, rows.missing, request.jobs, request.timeout)
         try:
-            for task, found in _outcomes(tasks, jobs, backend, scheduler):
-                rows.add(task, found)
+            for task, answers in _outcomes(tasks, request):
+                rows.add(task, answers)
                 say(rows.progress)
         except KeyboardInterrupt:
             raise Interrupted(rows.answer()) from None
     return rows.answer()
 
 
-def _check_places(backend: str, scheduler: str | None, timeout: float | None) -> None:
-    if backend not in BACKENDS:
-        raise InputError(f"no backend {backend!r}: choose from {', '.join(BACKENDS)}")
-    if scheduler is not None and backend == "loky":
+def _check_backend(request: SweepRequest) -> None:
+    if request.scheduler is not None and request.backend == "loky":
         raise InputError("a scheduler is that of a cluster: choose the backend dask or ray")
-    if timeout is not None and backend == "dask":
+    if request.timeout is not None and request.backend == "dask":
         raise InputError("timeout: Dask runs cells in threads, which cannot be interrupted; choose loky or ray")
 
 
 class _Rows:
-    """The rows of a sweep's cells by their places: those that `file` has already, then those that come in.
+    """The rows of a sweep's cells by the cells' numbers: those that `file` has already, then those that come in.
 
-    `made` says for each target what the figures are made with.
+    `made_with` has, for each target, the versions that the figures depend on.
     """
 
     def __init__(
         self,
         name: str,
         cells: Sequence[Cell],
-        made: Mapping[str, Mapping[str, str]],
+        made_with: Mapping[str, Mapping[str, str]],
         file: ResultsFile | None,
         retry: bool,
     ) -> None:
-        self._name, self._cells, self._made, self._file = name, cells, made, file
-        self.found: dict[int, SweepRow] = {}
-        for place, cell in enumerate(cells):
-            row = file.find(cell.settings, made[cell.settings["target"]]) if file else None
+        self._name, self._cells, self._made_with, self._file = name, cells, made_with, file
+        self.rows: dict[int, SweepRow] = {}
+        for number, cell in enumerate(cells):
+            row = file.find(cell.settings, made_with[cell.settings["target"]]) if file else None
             if row is not None and not (retry and row.outcome == "failed"):
-                self.found[place] = row
-        self._reused, self._failed = len(self.found), 0
+                self.rows[number] = row
+        self._reused, self._failed = len(self.rows), 0
 
     @property
     def missing(self) -> dict[int, Cell]:
-        """The cells without a row, by their places."""
-        return {place: cell for place, cell in enumerate(self._cells) if place not in self.found}
+        """The cells without a row, by their numbers."""
+        return {number: cell for number, cell in enumerate(self._cells) if number not in self.rows}
 
     @property
     def progress(self) -> str:
         """How many cells of those that were missing are done."""
-        done, most = len(self.found) - self._reused, len(self._cells) - self._reused
+        done, most = len(self.rows) - self._reused, len(self._cells) - self._reused
         return f"{done} of {most} cells" + (f", {self._failed} failed" if self._failed else "")
 
     def add(self, task: Task, rows: Sequence[SweepRow]) -> None:
         """The rows of a task's cells, which go to the file too."""
-        self.found |= zip(task.places, rows, strict=True)
+        self.rows |= zip(task.numbers, rows, strict=True)
         if self._file:
-            made = (self._made[cell.settings["target"]] for cell in task.cells)
-            self._file.add(zip(rows, made, strict=True))
+            made_with = (self._made_with[cell.settings["target"]] for cell in task.cells)
+            self._file.add(zip(rows, made_with, strict=True))
         self._failed += sum(row.outcome == "failed" for row in rows)
 
     def answer(self) -> Sweep:
@@ -136,7 +130,7 @@ class _Rows:
         from memsize.analysis.findings.sweep import RULES
         from memsize.analysis.findings.unfinished_runs import sweep_interrupted
 
-        rows = tuple(self.found[place] for place in sorted(self.found))
+        rows = tuple(self.rows[number] for number in sorted(self.rows))
         varied = varying([cell.settings for cell in self._cells])
         missing = tuple(phrase_of(cell.settings, varied) for cell in self.missing.values())
         ended = sweep_interrupted(missing, len(self._cells), saved=self._file is not None)
@@ -189,9 +183,9 @@ def _code(target: str) -> str:
 def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: float | None) -> list[Task]:
     """Cells that share a trace together, and with them others of the same model, as it is built for its own step."""
     models: dict[str, dict[str, list[int]]] = {}
-    for place, cell in cells.items():
+    for number, cell in cells.items():
         traces = models.setdefault(repr(_model_of(cell)), {})
-        traces.setdefault(repr(trace_of(cell)), []).append(place)
+        traces.setdefault(repr(trace_of(cell)), []).append(number)
     processes = jobs or os.cpu_count() or 1
     fair = sum(map(len, models.values())) // (_SHARE * processes)
     most = _MOST_TRACES if processes == 1 else min(_MOST_TRACES, max(1, fair))
@@ -199,8 +193,8 @@ def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: f
     for traces in models.values():
         groups = list(traces.values())
         for start in range(0, len(groups), most):
-            places = tuple(place for group in groups[start : start + most] for place in group)
-            tasks.append(Task(folder, tuple(cells[place] for place in places), places, timeout))
+            numbers = tuple(number for group in groups[start : start + most] for number in group)
+            tasks.append(Task(folder, tuple(cells[number] for number in numbers), numbers, timeout))
     return tasks
 
 
@@ -209,17 +203,15 @@ def _model_of(cell: Cell) -> tuple[object, ...]:
     return cell.settings["target"], cell.settings.get("arguments"), own
 
 
-def _outcomes(
-    tasks: list[Task], jobs: int | None, backend: Backend, scheduler: str | None
-) -> Iterator[tuple[Task, list[SweepRow]]]:
+def _outcomes(tasks: list[Task], request: SweepRequest) -> Iterator[tuple[Task, list[SweepRow]]]:
     """The rows of each task as they come. Where a process died of one with several cells, each is run by itself."""
     while tasks:
         again: list[Task] = []
-        for task, rows in spread(run_cells, tasks, jobs, backend, scheduler):
+        for task, rows in spread(run_cells, tasks, request.jobs, request.backend, request.scheduler):
             if not isinstance(rows, Died):
                 yield task, rows
             elif len(task.cells) > 1:
-                again += task.each()
+                again += task.split()
             else:
                 yield task, [failed(task.cells[0], rows.reason)]
         tasks = again

@@ -17,9 +17,7 @@ from itertools import chain
 
 import click
 
-from memsize.cli.messages import say
-from memsize.cli.session import Session
-from memsize.cli.working import fill_closed_streams, give_up_stdout
+from memsize.cli.working import Session, fill_closed_streams, give_up_stdout, say
 from memsize.errors import MemsizeError, first_line, in_one_line, quoted
 from memsize.interrupt import INTERRUPTED
 from memsize.printable import LONGEST, shortened
@@ -30,13 +28,13 @@ _USER, _BUG, _PIPE_CLOSED = 2, 1, 141
 _QUESTIONS = {
     "What is each byte for, and why did it not shrink?": ("report", "checkpoint", "layout"),
     "What happens on a GPU, and when?": ("run", "timeline", "explain"),
-    "Will it fit?": ("fit", "sweep", "generate", "serve"),
-    "What changed, and is it right?": ("diff", "check", "verify"),
+    "Will it fit?": ("fit", "fit-script", "sweep", "generate", "serve"),
+    "What changed, and is it right?": ("diff", "check", "init", "verify"),
 }
-"""The commands by the question that they answer, each in a file of its name but for those of `_FILES`."""
+"""The commands by the question that they answer, each in a file of its name except those of `_FILES`."""
 _COMMANDS = tuple(chain.from_iterable(_QUESTIONS.values()))
-_FILES = {"run": "program"}
-"""`run` is what starts them all, below."""
+_FILES = {"run": "program", "fit-script": "fit", "init": "check"}
+"""`memsize.cli.run` starts them all, below."""
 
 
 class _Commands(click.Group):
@@ -47,9 +45,9 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for question, names in _QUESTIONS.items():
-            found = [(name, command) for name in names if (command := self.get_command(ctx, name))]
+            commands = [(name, command) for name in names if (command := self.get_command(ctx, name))]
             with formatter.section(question):
-                formatter.write_dl([(name, command.get_short_help_str(80)) for name, command in found])
+                formatter.write_dl([(name, command.get_short_help_str(80)) for name, command in commands])
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -60,8 +58,9 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        found: click.Command = getattr(import_module(f"memsize.cli.{_FILES.get(cmd_name, cmd_name)}"), cmd_name)
-        return found
+        module = import_module(f"memsize.cli.{_FILES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        return command
 
 
 @click.group(cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -110,8 +109,8 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         return _PIPE_CLOSED
     except OSError as error:
-        place = "" if error.filename is None else f"{quoted(str(error.filename))}: "
-        return _fail(f"{place}{error.strerror or first_line(error)}", session, _USER)
+        path = "" if error.filename is None else f"{quoted(str(error.filename))}: "
+        return _fail(f"{path}{error.strerror or first_line(error)}", session, _USER)
     except Exception as error:
         hint = "" if session.debug else "; --debug shows where"
         return _fail(f"this is a bug in memsize: {in_one_line(error)}{hint}", session, _BUG)

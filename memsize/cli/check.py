@@ -1,4 +1,4 @@
-"""`memsize check`: a project's models against the limits and baselines in its pyproject.toml."""
+"""`memsize check`: a project's models against the limits in its pyproject.toml, which `memsize init` begins."""
 
 from __future__ import annotations
 
@@ -7,129 +7,99 @@ from pathlib import Path
 
 import click
 
-from memsize.cli.messages import say
-from memsize.cli.options import gpu_option, output_options_for
+from memsize.cli.command import RequestCommand, command
 from memsize.cli.output import Destination
-from memsize.cli.subject import several_subjects_options, step_options
-from memsize.cli.values import listed
-from memsize.cli.working import interrupts_raised, working
-from memsize.device.cards import card
-from memsize.errors import InputError
-from memsize.loading.target import parse_target
-from memsize.records.check import SEVERITIES, Check
-from memsize.records.gpu import DEFAULT_GPU
+from memsize.cli.working import interrupts_raised, say, working
+from memsize.records.check import SEVERITIES, Check, Severity
 from memsize.render import FORMATS
-from memsize.spec.model_request import ModelRequest
 from memsize.spec.project import find_project
-from memsize.spec.scenario import scenario_named
-from memsize.spec.training import Training
+from memsize.spec.requests import CheckRequest, InitRequest
 
 _FORMATS = {"terminal": (), **FORMATS, "github": (), "sarif": (".sarif",), "junit": (".xml",)}
 """`terminal` is another name of text."""
-_OF_INIT = frozenset(
-    "inputs maker seq_len batch_size arguments mode train loss accumulate ema gpu scenario".split()
-)  # fmt: skip
 
 
-@click.command(
+class _CheckCommand(RequestCommand):
+    """`memsize check`, which was also `memsize init` once: with --init it still is."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, or run `memsize init` with them."""
+        flag = next((argument for argument in args if argument.partition("=")[0] == "--init"), None)
+        if flag is None:
+            return super().parse_args(ctx, args)
+        say("memsize check --init is now memsize init")
+        place = args.index(flag)
+        target = [flag.partition("=")[2]] if "=" in flag else args[place + 1 : place + 2]
+        rest = args[place + 1 :] if "=" in flag else args[place + 2 :]
+        with init.make_context("init", [*target, *args[:place], *rest], parent=ctx.parent) as begun:
+            init.invoke(begun)
+        ctx.exit()
+
+
+@command(
+    CheckRequest,
+    cls=_CheckCommand,
+    formats=_FORMATS,
+    also=(
+        click.Option(
+            ["--fail-on"],
+            default="error",
+            show_default=True,
+            type=click.Choice([*SEVERITIES, "never"]),
+            help="The least serious finding that gives exit status 1.",
+        ),
+    ),
     short_help="Check limits and baselines of a project's models.",
     epilog="""\b
     Examples:
       memsize check
       memsize check --update
       memsize check --format github --fail-on warning
-      memsize check --init model.py:Net --input 3,224,224 --train adamw --gpu t4
 
     \b
     Exit status: 0 if all holds, 1 if a limit or baseline is broken, 2 if something could not be checked.
     """,
 )
-@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--update", is_flag=True, help="Write the baselines instead of comparing with them.")
-@listed("--select", metavar="CODES", help="Findings that count as errors, separated by commas.")
-@listed("--ignore", metavar="CODES", help="Findings to leave out, separated by commas.")
-@click.option(
-    "--fail-on",
-    default="error",
-    show_default=True,
-    type=click.Choice([*SEVERITIES, "never"]),
-    help="The least serious finding that gives exit status 1.",
-)
-@click.option("--init", "target", metavar="TARGET", help="Write a first section about this model, run as follows.")
-@several_subjects_options
-@step_options
-@gpu_option
-@click.option(
-    "-s", "--scenario", default="as-given", show_default=True, metavar="NAME", help="How to store and run it."
-)
-@output_options_for(_FORMATS)
-def check(
-    paths: tuple[Path, ...],
-    update: bool,
-    select: str | None,
-    ignore: str | None,
-    fail_on: str,
-    target: str | None,
-    subject: ModelRequest,
-    training: Training | None,
-    gpu: str | None,
-    scenario: str,
-    output: Destination,
-) -> int:
+def check(request: CheckRequest, output: Destination, fail_on: Severity) -> int:
     """Check the models of a project against limits and baselines: [[tool.memsize.target]] in its pyproject.toml.
 
     PATHS are projects: folders, or files such as pyproject.toml. A folder stands for the nearest pyproject.toml from
     there upwards. [default: the working folder]
     """
     output = replace(output, format="text") if output.format == "terminal" else output
-    if target is not None:
-        _begin(paths, replace(subject, model=target), training, gpu, scenario_named(scenario).name)
-        return 0
-    _refuse_options_of_init()
-    places = [find_project(path) for path in paths or (Path(),)]
-
+    files = dict.fromkeys(find_project(Path(path)) for path in request.paths or (".",))
     # What the user's models print goes to stderr: stdout holds the answer and nothing else.
     with working() as progress:
         from memsize import api
 
-        found = [
-            api.check(place, select=_codes(select), ignore=_codes(ignore), update=update, progress=progress)
-            for place in dict.fromkeys(places)
-        ]
+        checks = [api.check(replace(request, paths=(file,)), progress=progress) for file in files]
         whole = Check(
-            ", ".join(each.project for each in found),
-            tuple(model for each in found for model in each.models),
-            tuple(name for each in found for name in each.written),
+            ", ".join(check.project for check in checks),
+            tuple(model for check in checks for model in check.models),
+            tuple(name for check in checks for name in check.written),
         )
         output.keep(whole)
         text = output.drawn(whole)
     output.write(text)
-    return whole.status(fail_on)  # type: ignore[arg-type]
+    return whole.status(fail_on)
 
 
-def _codes(text: str | None) -> list[str]:
-    return [code.strip() for code in (text or "").split(",") if code.strip()]
+@command(
+    InitRequest,
+    answers=False,
+    short_help="Write the first limits of a project.",
+    epilog="""\b
+    Example:
+      memsize init model.py:Net --input 3,224,224 --train adamw --gpu t4
+    """,
+)
+def init(request: InitRequest) -> None:
+    """Add a section about TARGET to the pyproject.toml of FOLDER, with limits a tenth above what it needs today.
 
-
-def _begin(
-    paths: tuple[Path, ...], subject: ModelRequest, training: Training | None, gpu: str | None, scenario: str
-) -> None:
-    parse_target(str(subject.model))
-    card(gpu or DEFAULT_GPU)
-    if len(paths) > 1 or not all(path.is_dir() for path in paths):
-        raise InputError("--init writes to the pyproject.toml of one folder")
+    [default: the working folder]
+    """
     with working(), interrupts_raised():
-        from memsize.api.starting import start_project
+        from memsize import api
 
-        file, section = start_project(paths[0] if paths else Path(), subject, training, gpu, scenario)
+        file, section = api.init(request)
     say(f"Added to {file}:\n{section}")
-
-
-def _refuse_options_of_init() -> None:
-    """Raise `InputError` where an option of --init was given without it."""
-    context = click.get_current_context()
-    for option in (each for each in context.command.params if isinstance(each, click.Option)):
-        given = context.get_parameter_source(str(option.name)) is click.core.ParameterSource.COMMANDLINE
-        if given and option.name in _OF_INIT:
-            name = max(option.opts, key=len)
-            raise InputError(f"{name} is for --init: how a target is run stands in its section of pyproject.toml")

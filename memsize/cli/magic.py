@@ -13,24 +13,21 @@ from typing import Any
 
 import click
 
-from memsize.cli.options import allocator_option, gpu_option
-from memsize.cli.program import steps_option, writes_option
+from memsize.cli.command import parameters, request_of
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.errors import MemsizeError
 from memsize.processes.user_code import CELLS, shown_as_python_would
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.program import ProgramRun
+from memsize.spec.requests import CellRequest
 
-
-@click.command(name="%%memsize", add_help_option=False)
-@gpu_option
-@allocator_option
-@steps_option
-@writes_option
-def _options(gpu: str | None, allocator: str | None, steps: int, allow_writes: bool) -> dict[str, Any]:
-    where, config = card(gpu or DEFAULT_GPU), AllocatorConfig.parse_optional(allocator)
-    return {"card": where, "config": config, "steps": steps, "allow_writes": allow_writes}
+_COMMAND = click.Command(
+    "%%memsize",
+    params=parameters(CellRequest),
+    callback=lambda **values: request_of(CellRequest, values),
+    add_help_option=False,
+)
 
 
 def load_ipython_extension(shell: Any) -> None:
@@ -48,14 +45,16 @@ def _run_cell(shell: Any, line: str, cell: str) -> ProgramRun:
 
     from memsize.analysis.program import VirtualGpu, virtual_gpu
 
-    options = _parsed(line)
+    request = _parsed(line)
+    where, allocator = card(request.gpu.name or DEFAULT_GPU), AllocatorConfig.parse_optional(request.gpu.allocator)
     name = f"In [{len(shell.user_ns['In']) - 1}]"
     # The magic is the first line of the cell, and IPython leaves out empty lines after it.
     left_out = sum(1 for _ in takewhile(lambda text: not text.strip(), cell.splitlines()))
     source = "\n" * (1 + left_out) + shell.transform_cell(cell)
     code = compile(source, name, "exec", dont_inherit=True)
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    region, running = virtual_gpu(name=name, **options), list[VirtualGpu]()
+    options: dict[str, Any] = {"name": name, "steps": request.steps, "allow_writes": request.allow_writes}
+    region, running = virtual_gpu(where, allocator, **options), list[VirtualGpu]()
     try:
         with _cells_named(shell, name), region as gpu:
             running.append(gpu)
@@ -68,15 +67,15 @@ def _run_cell(shell: Any, line: str, cell: str) -> ProgramRun:
     return gpu.run
 
 
-def _parsed(line: str) -> dict[str, Any]:
+def _parsed(line: str) -> CellRequest:
     from IPython.core.error import UsageError
 
     try:
-        found: dict[str, Any] = _options.main(shlex.split(line), prog_name="%%memsize", standalone_mode=False)
+        request: CellRequest = _COMMAND.main(shlex.split(line), prog_name="%%memsize", standalone_mode=False)
     except (click.ClickException, MemsizeError, ValueError) as error:
         text = error.format_message() if isinstance(error, click.ClickException) else str(error)
         raise UsageError(text) from None
-    return found
+    return request
 
 
 @contextmanager
@@ -91,7 +90,7 @@ def _cells_named(shell: Any, name: str) -> Iterator[None]:
 
 
 def _in_cell(trace: TracebackType | None, name: str) -> TracebackType | None:
-    found = trace
-    while found is not None and found.tb_frame.f_code.co_filename != name:
-        found = found.tb_next
-    return found or trace
+    frame = trace
+    while frame is not None and frame.tb_frame.f_code.co_filename != name:
+        frame = frame.tb_next
+    return frame or trace

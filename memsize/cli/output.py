@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memsize import files
-from memsize.cli.messages import say
-from memsize.cli.working import interrupts_raised
+from memsize.cli.working import interrupts_raised, say
 from memsize.errors import OutputError, UnknownOutputError, suggestion
 from memsize.interrupt import Interrupted
 from memsize.records.answer import Renderable, Saveable
@@ -57,15 +56,15 @@ class Destination:
         return pieces(answer, self.format, Screen(self.width, height, self.colour), unit=self.unit, **view)
 
     @contextlib.contextmanager
-    def told_if_interrupted(self, **view: Any) -> Iterator[None]:
+    def shown_if_interrupted(self, **view: Any) -> Iterator[None]:
         """Where Ctrl-C ends what is in here, print what was found until then. A file is for a complete answer alone."""
         try:
             yield
         except Interrupted as ended:
-            self._tell(ended.answer, **view)
+            self._show(ended.answer, **view)
             raise
 
-    def _tell(self, part: Any, **view: Any) -> None:
+    def _show(self, part: Any, **view: Any) -> None:
         for file in filter(None, (self.file, self.saved)):
             say(f"{file} was not written")
         output = self if self.file is None else destination(None, None, False, unit=self.unit)

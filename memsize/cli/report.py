@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import click
 
-from memsize.cli.options import (
-    allocator_option,
-    depth_option,
-    execute_option,
-    gpu_option,
-    jobs_option,
-    output_options,
-    parallel_option,
-    scenarios_option,
-    stack_option,
-)
+from memsize.cli.command import answer, command, depth_option, jobs_option
 from memsize.cli.output import Destination
-from memsize.cli.saved import is_saved
-from memsize.cli.subject import subject_options, training_options
-from memsize.cli.values import listed
-from memsize.cli.working import working
-from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.cards import card
 from memsize.errors import ForwardError, OutputError
-from memsize.processes.workers import side_by_side
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import COLUMNS, Report, column_keys
 from memsize.records.trace import Failure
-from memsize.spec.model_request import ModelRequest
-from memsize.spec.parallel import spread_of
-from memsize.spec.scenario import SCENARIOS, select
-from memsize.spec.stack import Stack
-from memsize.spec.training import Training
+from memsize.spec.requests import ReportRequest
+from memsize.spec.scenario import SCENARIOS
+from memsize.spec.stack import INSTALLED
+
+_COLUMNS = click.Option(
+    ["--columns"], multiple=True, metavar="NAMES", help="Columns of the layer table, separated by commas."
+)
 
 
-@click.command(
+@command(
+    ReportRequest,
+    also=(jobs_option, depth_option, _COLUMNS),
     short_help="Show what each byte is for, and why a model did or didn't shrink.",
     epilog=f"""\b
     Scenarios: {", ".join(list(SCENARIOS)[:8])},
@@ -55,31 +44,8 @@ from memsize.spec.training import Training
       memsize report model.py:Net --input 3,64,64 -o report.html
     """,
 )
-@subject_options
-@training_options
-@parallel_option
-@gpu_option
-@stack_option
-@allocator_option
-@execute_option
-@scenarios_option
-@jobs_option
-@depth_option
-@listed("--columns", metavar="NAMES", help="Columns of the layer table, separated by commas.")
-@output_options
 def report(
-    subject: ModelRequest,
-    training: Training | None,
-    parallel: str | None,
-    gpu: str | None,
-    stack: str | None,
-    allocator: str | None,
-    execute: bool,
-    scenarios: str | None,
-    jobs: int | None,
-    depth: int | None,
-    columns: str | None,
-    output: Destination,
+    request: ReportRequest, output: Destination, jobs: int | None, depth: int | None, columns: tuple[str, ...]
 ) -> None:
     """Show what each byte of TARGET is for, scenario by scenario, and why it did or didn't shrink.
 
@@ -87,74 +53,36 @@ def report(
     or a Module instance; you can omit the name if the file defines only one Module class. TARGET can also be a
     library's model, which needs no --input: hf:config.json, hf:llama, timm:resnet50, torchvision:vgg16.
     """
-    # Everything that can be wrong with the command itself shows before torch is loaded.
-    select(scenarios)
-    chosen, software = _columns(columns), Stack.of(stack)
-    config = AllocatorConfig.parse(allocator, software.release) if allocator else None
-    spread = spread_of(parallel, training, execute=execute)
-
-    # What the user's model prints goes to stderr: stdout holds the report and nothing else.
-    with (
-        output.told_if_interrupted(depth=depth, columns=chosen),
-        working() as progress,
-        side_by_side(1 if execute else jobs),
-    ):
-        found, error = (
-            _shown(subject.model)
-            if is_saved(subject.model)
-            else _found(
-                subject,
-                scenarios=scenarios,
-                train=training,
-                parallel=spread,
-                gpu=_gpu(gpu or (DEFAULT_GPU if allocator or stack else None), output.format),
-                stack=software,
-                config=config,
-                execute=execute,
-                progress=progress,
-            )
-        )
-        progress("writing the report")
-        output.keep(found)
-        text = output.drawn(found, depth=depth, columns=chosen)
-    output.write(text)
-    if error is not None:
+    # JSON has peaks for every scenario, also where no GPU was named.
+    peaks = request.gpu.allocator or request.gpu.stack != INSTALLED or output.format == "json"
+    gpu = replace(request.gpu, name=request.gpu.name or (DEFAULT_GPU if peaks else None))
+    errors: list[ForwardError] = []
+    shown = answer(
+        output,
+        Report.kind,
+        request.model.model,
+        lambda api, say: _report(api, replace(request, gpu=gpu), say, errors),
+        jobs=1 if request.execute else jobs,
+        depth=depth,
+        columns=_columns(columns),
+    )
+    if shown.stopped is not None:
         # A text on stdout has said why already.
-        told = output.file is None and output.format in ("text", "markdown")
-        raise ForwardError(_short(found.stopped)) if told and found.stopped else error
+        if output.file is None and output.format in ("text", "markdown"):
+            raise ForwardError(_short(shown.stopped))
+        raise errors[0] if errors else ForwardError(describe_failure(shown.stopped), shown.trace)
 
 
-def _gpu(name: str | None, form: str) -> str | None:
-    """The card that peaks are for. JSON has them for every scenario, also where no card was named."""
-    if name is None:
-        return DEFAULT_GPU if form == "json" else None
-    return card(name).name
-
-
-def _found(subject: ModelRequest, **options: Any) -> tuple[Report, ForwardError | None]:
-    """What the API reports, and the error of a forward that failed: the layers that ran before it are shown too."""
-    from memsize import api
-
+def _report(api: Any, request: ReportRequest, say: Callable[[str], None], errors: list[ForwardError]) -> Report:
+    """What the API reports; where the forward fails, the layers that ran before it, and the error among `errors`."""
     try:
-        found = api.report(subject, **options)
+        answer: Report = api.report(request, progress=say)
     except ForwardError as error:
         if error.trace is None:
             raise
-        return Report(error.trace.model, error.trace, failure=error.trace.failure), error
-    return found, _stopped(found)
-
-
-def _shown(path: Any) -> tuple[Report, ForwardError | None]:
-    """A saved report, and the error of a forward that had failed."""
-    from memsize.analysis.saved_runs import load_kind
-
-    found: Report = load_kind(path, Report.kind)
-    return found, _stopped(found)
-
-
-def _stopped(found: Report) -> ForwardError | None:
-    stopped = found.stopped
-    return ForwardError(describe_failure(stopped), found.trace) if stopped else None
+        errors.append(error)
+        return Report(error.trace.model, error.trace, failure=error.trace.failure)
+    return answer
 
 
 def _short(failure: Failure) -> str:
@@ -167,14 +95,14 @@ def _layer(failure: Failure) -> str:
 
 def describe_failure(failure: Failure) -> str:
     """Which layer stopped the forward, what it was given, and why, in one sentence."""
-    given = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
-    return f"the forward failed in {_layer(failure)}{given}: {failure.reason}"
+    inputs = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
+    return f"the forward failed in {_layer(failure)}{inputs}: {failure.reason}"
 
 
-def _columns(text: str | None) -> tuple[str, ...] | None:
-    if text is None:
+def _columns(texts: tuple[str, ...]) -> tuple[str, ...] | None:
+    if not texts:
         return None
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
     if not names:
         raise OutputError(f"no column given: choose from {', '.join(COLUMNS)}")
     return column_keys(names)

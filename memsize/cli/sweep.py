@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-import click
-
-from memsize.cli.options import WITH_PARQUET, output_options_for
+from memsize.cli.command import WITH_PARQUET, command, is_saved
 from memsize.cli.output import Destination
-from memsize.cli.saved import is_saved
 from memsize.cli.working import interrupts_raised, working
 from memsize.errors import OutputError
-from memsize.processes.spread import BACKENDS, Backend
 from memsize.records.sweep import Sweep
+from memsize.spec.requests import SweepRequest
 
 
-@click.command(
+@command(
+    SweepRequest,
+    formats=WITH_PARQUET,
     short_help="Show what fits of many models, batches and GPUs.",
     epilog="""\b
     Examples:
@@ -31,77 +31,25 @@ from memsize.records.sweep import Sweep
       gpu = ["t4", "a100"]
     """,
 )
-@click.argument("grid", metavar="FILE", type=click.Path(path_type=Path))
-@click.option(
-    "--results",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Keep each cell in this file, and run only those that it lacks. [default: FILE's name, ending in .jsonl]",
-)
-@click.option("--retry", is_flag=True, help="Run the cells again that failed.")
-@click.option("--fresh", is_flag=True, help="Forget the results that are there, and run all cells.")
-@click.option(
-    "-j",
-    "--jobs",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Processes that run cells side by side. [default: one per core]",
-)
-@click.option(
-    "--backend",
-    default="loky",
-    show_default=True,
-    type=click.Choice(BACKENDS),
-    help="Where cells run: loky on this machine, dask or ray on a cluster.",
-)
-@click.option("--scheduler", metavar="ADDRESS", help="The cluster's scheduler: tcp://10.0.0.1:8786.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
-    help="Give up on a cell after this time.",
-)
-@output_options_for(WITH_PARQUET)
-def sweep(
-    grid: Path,
-    results: Path | None,
-    retry: bool,
-    fresh: bool,
-    jobs: int | None,
-    backend: Backend,
-    scheduler: str | None,
-    timeout: float | None,
-    output: Destination,
-) -> None:
+def sweep(request: SweepRequest, output: Destination) -> None:
     """Run every cell of a grid: models and patterns of models, scenarios, batch sizes, GPUs.
 
     FILE is a TOML file whose keys are those of memsize check. Cells that are done are kept in a results file: a sweep
     that was interrupted goes on where it was.
     """
+    file = Path(str(request.grid))
     # What the user's models print goes to stderr: stdout holds the answer and nothing else.
-    with output.told_if_interrupted(), working() as progress, interrupts_raised():
+    with output.shown_if_interrupted(), working() as progress, interrupts_raised():
         from memsize import api
+        from memsize.analysis.saved_runs import load_kind
 
-        found: Sweep
-        if is_saved(str(grid)):
-            from memsize.analysis.saved_runs import load_kind
-
-            found = load_kind(grid, Sweep.kind)
+        if is_saved(file):
+            table: Sweep = load_kind(file, Sweep.kind)
         else:
-            found = api.sweep(
-                grid,
-                results=results or _beside(grid),
-                jobs=jobs,
-                backend=backend,
-                scheduler=scheduler,
-                timeout=timeout,
-                retry=retry,
-                fresh=fresh,
-                progress=progress,
-            )
+            table = api.sweep(replace(request, results=request.results or _beside(file)), progress=progress)
         progress("writing the answer")
-        output.keep(found)
-        content = found.parquet() if output.format == "parquet" else output.drawn(found)
+        output.keep(table)
+        content = table.parquet() if output.format == "parquet" else output.drawn(table)
     output.write(content)
 
 

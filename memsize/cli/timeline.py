@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import click
-from click.core import ParameterSource
-
-from memsize.cli.options import (
-    WITH_SNAPSHOT,
-    allocator_option,
-    execute_option,
-    gpu_option,
-    output_options_for,
-    parallel_option,
-    scenario_option,
-    stack_option,
-)
+from memsize.cli.command import WITH_SNAPSHOT, command, given, is_saved
 from memsize.cli.output import Destination
-from memsize.cli.saved import is_saved
-from memsize.cli.subject import subject_options, training_options
 from memsize.cli.working import working
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.files import Content
-from memsize.records.gpu import DEFAULT_GPU
-from memsize.spec.model_request import ModelRequest
-from memsize.spec.parallel import spread_of
-from memsize.spec.scenario import scenario_named
-from memsize.spec.stack import Stack
-from memsize.spec.training import Training
+from memsize.spec.requests import TimelineRequest
 
 if TYPE_CHECKING:
     from memsize.analysis.step import StepTrace
 
 
-@click.command(
+@command(
+    TimelineRequest,
+    formats=WITH_SNAPSHOT,
     short_help="Show live memory over a training step.",
     epilog="""\b
     Examples:
@@ -49,71 +32,38 @@ if TYPE_CHECKING:
     A .pickle is a PyTorch memory snapshot, which https://pytorch.org/memory_viz displays.
     """,
 )
-@subject_options
-@training_options
-@parallel_option
-@gpu_option
-@stack_option
-@allocator_option
-@execute_option
-@scenario_option
-@output_options_for(WITH_SNAPSHOT)
-def timeline(
-    subject: ModelRequest,
-    training: Training | None,
-    parallel: str | None,
-    gpu: str | None,
-    stack: str | None,
-    allocator: str | None,
-    execute: bool,
-    scenario: str,
-    output: Destination,
-) -> None:
+def timeline(request: TimelineRequest, output: Destination) -> None:
     """Show the live memory of TARGET over its training steps, by role; without --train, over one inference.
 
     TARGET is path.py:Name, package.module:name or a library's model, as for memsize report.
     """
-    # Everything that can be wrong with the command itself shows before torch is loaded.
-    asked, where, software = scenario_named(scenario), card(gpu or DEFAULT_GPU), Stack.of(stack)
-    config = AllocatorConfig.of(allocator, software.release)
-    spread = spread_of(parallel, training, execute=execute)
-
     # What the user's model prints goes to stderr: stdout holds the timeline and nothing else.
     with working() as progress:
         from memsize import api
-        from memsize.analysis.saved_runs import load_step
 
-        if is_saved(subject.model, "scenario", "allocator"):
-            traced = load_step(str(subject.model), _given("scenario", scenario))
-            traced = replace(traced, config=config) if allocator else traced
+        if is_saved(request.model.model, "scenario", "allocator"):
+            step = _saved(request)
         else:
-            progress(f"{asked.name}, batch {subject.batch_size}")
-            traced = api.trace(
-                subject,
-                **(asdict(training) if training else {"optimizer": None}),
-                scenario=asked.name,
-                parallel=spread,
-                gpu=where.name,
-                stack=software,
-                config=config,
-                execute=execute,
-            )
-        output.keep(traced)
+            step = api.step_trace(request, progress=progress)
+        output.keep(step)
         progress("writing the timeline")
-        content = _content(traced, output)
+        content = _content(step, output)
     output.write(content)
 
 
-def _given(name: str, value: str) -> str | None:
-    """The value of an option, None where it is its default."""
-    return value if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE else None
+def _saved(request: TimelineRequest) -> StepTrace:
+    from memsize.analysis.saved_runs import load_step
+
+    step = load_step(str(request.model.model), request.scenario if given("scenario") else None)
+    allocator = request.gpu.allocator
+    return replace(step, config=AllocatorConfig.of(allocator)) if allocator else step
 
 
-def _content(traced: StepTrace, output: Destination) -> Content:
+def _content(step: StepTrace, output: Destination) -> Content:
     if output.format == "snapshot":
         from memsize.analysis.snapshot import pickled
 
-        return pickled(traced.trace, traced.config)
+        return pickled(step.trace, step.config)
     from memsize.analysis.timeline import timeline
 
-    return output.drawn(timeline(traced.trace, traced.config, card(traced.gpu)))
+    return output.drawn(timeline(step.trace, step.config, card(step.gpu)))

@@ -1,4 +1,4 @@
-"""While a command works: what it is doing shows on stderr, and stdout is kept for its answer alone."""
+"""While a command works: messages and what it is doing show on stderr, and stdout is kept for its answer alone."""
 
 from __future__ import annotations
 
@@ -8,16 +8,34 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TextIO
+
+import click
 
 from memsize.cli.progress import Progress
 from memsize.interrupt import cleanups, end
+from memsize.printable import printable_lines
+
+
+@dataclass(slots=True)
+class Session:
+    """One invocation of the command line. `debug`: whether an error shows its traceback; an option sets it before
+    anything can go wrong.
+    """
+
+    debug: bool = False
+
+
+def say(text: str) -> None:
+    """Print a message to stderr, without anything that a terminal would obey."""
+    click.echo(printable_lines(text), err=True)
 
 
 @contextlib.contextmanager
 def working() -> Iterator[Progress]:
     """What the user's model prints in here goes to stderr."""
-    with Progress() as progress, stdout_kept():
+    with Progress() as progress, stdout_to_stderr():
         cleanups.append(progress.wipe)
         try:
             yield progress
@@ -39,7 +57,7 @@ def interrupts_raised() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stdout_kept() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """While open, everything that is written to stdout goes to stderr: also by libraries in C, which write to the file
     descriptor, and by processes that are started meanwhile.
     """
@@ -110,6 +128,6 @@ def _flush(stream: TextIO | None) -> None:
         ctypes.CDLL(None).fflush(None)
 
 
-def _put_back(descriptor: int, kept: int) -> None:
-    os.dup2(kept, descriptor)
-    os.close(kept)
+def _put_back(descriptor: int, copy: int) -> None:
+    os.dup2(copy, descriptor)
+    os.close(copy)

@@ -24,8 +24,7 @@ from memsize.device.allocation_events import AllocationEvents, flow_of
 from memsize.device.replay import OMITTED
 from memsize.records.columns import places
 from memsize.records.trace import Trace
-from memsize.spec.stack import NEWEST, Release
-from memsize.spec.stack import release as read_release
+from memsize.spec.stack import NEWEST, Release, release as read_release
 from memsize.units import KiB, MiB
 
 DEFAULT: Final = 2 * 4096 * KiB + 8 * 16 * KiB

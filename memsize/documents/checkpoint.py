@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from memsize.checkpoint.breakdown import halved
-from memsize.checkpoint.checkpoint_report import (
+from memsize.checkpoints.breakdown import halved
+from memsize.checkpoints.checkpoint_report import (
     DIFFERENCE_FIELDS,
     DTYPE_FIELDS,
     MODULE_FIELDS,
     PART_FIELDS,
     CheckpointReport,
 )
-from memsize.checkpoint.contents import (
+from memsize.checkpoints.contents import (
     PROBLEMS,
     USES,
     FileRecord,
@@ -25,7 +25,7 @@ from memsize.checkpoint.contents import (
     Use,
     View,
 )
-from memsize.checkpoint.dtypes import BITS
+from memsize.checkpoints.dtypes import BITS
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
 from memsize.documents.sections import Bars, Part, Section, Table, Title, listed
 from memsize.records.cells import Cell, Path, Share

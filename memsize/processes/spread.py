@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from memsize.errors import InputError, first_line
+from memsize.spec.requests import Backend
 
-Backend = Literal["loky", "dask", "ray"]
-BACKENDS: Final[tuple[Backend, ...]] = ("loky", "dask", "ray")
 _ROUND: Final = 64
 _PATIENCE: Final = 10
 """Seconds in which a scheduler should answer."""

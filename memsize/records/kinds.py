@@ -53,18 +53,18 @@ _ENTRIES: Final = (
     ),
     AnswerKind("serving", "records.serving:ServingReport", "serving:ServingDocument", "serve", "serve"),
     AnswerKind("sweep", "records.sweep:Sweep", "sweep:SweepDocument", "sweep", "sweep"),
-    AnswerKind("layout", "records.layout:LayoutReport", "layout:LayoutDocument", "layout", "audit_layout"),
+    AnswerKind("layout", "records.layout:LayoutReport", "layout:LayoutDocument", "layout", "layout"),
     AnswerKind(
         "checkpoint",
-        "checkpoint.checkpoint_report:CheckpointReport",
+        "checkpoints.checkpoint_report:CheckpointReport",
         "checkpoint:CheckpointDocument",
         "checkpoint",
-        "read_checkpoint",
+        "checkpoint",
     ),
     AnswerKind(
         "verification", "records.verification:Verification", "verification:VerificationDocument", "verify", "verify"
     ),
-    AnswerKind("comparison", "records.comparison:Comparison", "comparison:ComparisonDocument", "diff", "compare"),
+    AnswerKind("comparison", "records.comparison:Comparison", "comparison:ComparisonDocument", "diff", "diff"),
     AnswerKind("check", "records.check:Check", "check:CheckDocument", "check", "check"),
     AnswerKind(
         "explanation", "records.explanation:Explanation", "explanation:ExplanationDocument", "explain", "explain"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from dataclasses import field as attribute
+from dataclasses import dataclass, field as attribute
 from typing import ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from dataclasses import field as attribute
+from dataclasses import dataclass, field as attribute
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Answer

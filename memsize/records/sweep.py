@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from dataclasses import field as attribute
+from dataclasses import dataclass, field as attribute
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from memsize import files
 from memsize.errors import OutputError
 from memsize.records.answer import Answer
-from memsize.records.cells import Cell, Label, Missing
-from memsize.records.cells import Path as LayerPath
+from memsize.records.cells import Cell, Label, Missing, Path as LayerPath
 from memsize.records.fields import BYTES, COUNT, NAME, TEXT, Field, Fields, FlatTable, Kind, field, shown
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval
@@ -95,7 +93,7 @@ SETTING_FIELDS: Final = Fields[SweepRow](
     _setting("inputs", "inputs", TEXT, "the function that makes its inputs"),
     _setting("train", "train", TEXT, "the optimizer; none is inference"),
     _setting("loss", "loss", TEXT, "the loss"),
-    _setting("accumulate", "accumulate", COUNT, "backward passes in each step"),
+    _setting("gradient_accumulation_steps", "gradient_accumulation_steps", COUNT, "backward passes in each step"),
     _setting("ema", "EMA", TEXT, "whether an averaged copy of the parameters is kept"),
     _setting("scenario", "scenario", TEXT, "how the model is stored and run"),
     _setting("mode", "mode", TEXT, "training or evaluation mode"),

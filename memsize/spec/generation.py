@@ -1,11 +1,12 @@
-"""What a generation is: how many tokens come in and out, and how the KV cache is held. Parsed and checked once."""
+"""What a generation is: how many tokens come in and out, and how the KV cache is stored. Parsed and checked once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
-from memsize.errors import InputError, UnknownInputError
+from memsize.errors import InputError
+from memsize.spec.options import check_fields, option
 from memsize.spec.vary import Vary
 
 CACHES: Final = ("dynamic", "static", "quantized", "offloaded", "offloaded_static")
@@ -16,9 +17,15 @@ GENERATED: Final = ("as-given", "int8-weight", "int4-weight")
 """The usual scenarios of a generation."""
 
 
+KV_DTYPES: Final[dict[str, dict[str, object]]] = {
+    "fp8": {"backend": "fp8"},
+    "int4": {"backend": "quanto", "nbits": 4},
+    "int2": {"backend": "quanto", "nbits": 2},
+}
+"""The dtypes of a quantized cache, and the `cache_config` that asks transformers for them."""
+
 PROMPT: Final = 512
 """Tokens of a prompt where nothing is said of it."""
-
 
 DRAFTED: Final = 20
 """Tokens that transformers proposes before each step unless it is told otherwise."""
@@ -47,55 +54,60 @@ class Draft:
         return cls(assistant if isinstance(assistant, str) else type(assistant).__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """`new` tokens after a prompt of `prompt` tokens, for each of the sequences of a batch.
+    """`max_new_tokens` tokens after a prompt of `prompt` tokens, for each of the sequences of a batch.
 
-    `cache` is a name of `CACHES`, None the model's own choice; `kv_dtype` is ``"fp8"``, ``"int4"`` or ``"int2"`` for a
-    quantized cache. `beams` is the width of a beam search, 1 for none. `begun` counts the tokens that the decoder of an
-    encoder-decoder starts with, of which all but the first are given; 0 for a model that continues its prompt. The
-    prompt is read `chunk` tokens at a time, all at once with None. Where prompts are `uneven`, the shorter ones are
-    padded, so that attention gets a mask. With a `draft`, tokens are proposed before each step, of which none turns out
-    to be right: whichever are, no step needs more than those that are taken then.
+    `cache_implementation` is a name of `CACHES`, None the model's own choice; `kv_cache_dtype` is ``"fp8"``, ``"int4"``
+    or ``"int2"`` for a quantized cache. `num_beams` is the width of a beam search, 1 for none. `begun` counts the
+    tokens that the decoder of an encoder-decoder starts with, of which all but the first are given; 0 for a model that
+    continues its prompt. The prompt is read `prefill_chunk_size` tokens at a time, all at once with None. Where prompts
+    are `uneven`, the shorter ones are padded, so that attention gets a mask. With a `draft`, tokens are proposed before
+    each step. None of them is accepted: no step needs more than the rejected one.
     """
 
-    prompt: int
-    new: int = 128
-    cache: str | None = None
-    kv_dtype: str | None = None
-    beams: int = 1
+    prompt: int = PROMPT
+    max_new_tokens: int = option(128, "Tokens to generate.", least=1, old=("new", "--new"))
+    cache_implementation: str | None = option(
+        None,
+        "The cache that generate uses.",
+        shown="the model's own choice",
+        choices=CACHES,
+        old=("cache", "--cache"),
+    )
+    kv_cache_dtype: str | None = option(
+        None, "Keep the cache quantized.", choices=tuple(KV_DTYPES), old=("kv_dtype", "--kv-dtype")
+    )
+    num_beams: int = option(1, "Beams of a beam search.", least=1, old=("beams", "--beams"))
     begun: int = 0
-    chunk: int | None = None
-    uneven: bool = False
+    prefill_chunk_size: int | None = option(
+        None, "Read the prompt N tokens at a time.", least=1, old=("chunk", "--chunk")
+    )
+    uneven: bool = option(False, "Prompts are of unequal lengths, padded to the longest.")
     draft: Draft | None = None
 
     def __post_init__(self) -> None:
-        for what, count in (
-            ("prompt", self.prompt),
-            ("number of new tokens", self.new),
-            ("number of beams", self.beams),
-            ("chunk", 1 if self.chunk is None else self.chunk),
-        ):
-            if count < 1:
-                raise InputError(f"a {what} of {count}: it must be at least 1")
-        if self.cache is not None and self.cache not in CACHES:
-            raise UnknownInputError("cache", self.cache, CACHES)
-        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
-            raise UnknownInputError("dtype of a KV cache", self.kv_dtype, KV_DTYPES)
-        if self.kv_dtype is not None and self.cache not in (None, "quantized"):
-            raise InputError(f"a {self.cache} cache keeps the dtype of the model: a KV dtype is for a quantized one")
+        check_fields(self)
+        if self.prompt < 1:
+            raise InputError(f"prompt is {self.prompt}: it must be at least 1")
+        if self.kv_cache_dtype is not None and self.cache_implementation not in (None, "quantized"):
+            kind = self.cache_implementation
+            raise InputError(f"a {kind} cache keeps the dtype of the model: a KV dtype is for a quantized one")
         if self.draft is not None:
             self._check_drafted()
 
     def _check_drafted(self) -> None:
         """Raise `InputError` for what transformers does not do where tokens are proposed."""
-        if self.beams > 1:
-            raise InputError("assisted generation is for one beam: leave out --beams")
-        if self.chunk is not None:
-            raise InputError("assisted generation reads the prompt at once: leave out --chunk")
-        if self.cache not in (None, "dynamic", "offloaded") or self.kv_dtype is not None:
-            kept = self.cache or "quantized"
-            raise InputError(f"assisted generation takes tokens back, which a {kept} cache cannot: use --cache dynamic")
+        if self.num_beams > 1:
+            raise InputError("assisted generation is for one beam: leave out --num-beams")
+        if self.prefill_chunk_size is not None:
+            raise InputError("assisted generation reads the prompt at once: leave out --prefill-chunk-size")
+        if self.cache_implementation not in (None, "dynamic", "offloaded") or self.kv_cache_dtype is not None:
+            kind = self.cache_implementation or "quantized"
+            raise InputError(
+                f"assisted generation takes tokens back, which a {kind} cache cannot: "
+                "use --cache-implementation dynamic"
+            )
 
     @property
     def start(self) -> int:
@@ -105,14 +117,18 @@ class Generation:
     @property
     def prefills(self) -> int:
         """How many forwards read what the decoder reads first."""
-        return 1 if self.chunk is None else -(-self.start // self.chunk)
+        return 1 if self.prefill_chunk_size is None else -(-self.start // self.prefill_chunk_size)
 
     @property
     def steps(self) -> int:
         """The decode steps that count. Where tokens are proposed, those at the end are left out, before which fewer
         are: they read no further.
         """
-        return max(self.new - 1 - self.draft.tokens, min(self.new - 1, 1)) if self.draft else self.new - 1
+        return (
+            max(self.max_new_tokens - 1 - self.draft.tokens, min(self.max_new_tokens - 1, 1))
+            if self.draft
+            else self.max_new_tokens - 1
+        )
 
     @property
     def last(self) -> int:
@@ -122,60 +138,57 @@ class Generation:
     @property
     def is_periodic(self) -> bool:
         """Whether a step now and then differs from the others: group-wise quantization waits for a group of tokens."""
-        return self.kv_dtype in ("int4", "int2") or (self.cache == "quantized" and self.kv_dtype is None)
+        return self.kv_cache_dtype in ("int4", "int2") or (
+            self.cache_implementation == "quantized" and self.kv_cache_dtype is None
+        )
 
     @property
     def is_quantized(self) -> bool:
         """Whether keys and values are rounded."""
-        return self.cache == "quantized" or self.kv_dtype is not None
+        return self.cache_implementation == "quantized" or self.kv_cache_dtype is not None
 
     @property
     def is_offloaded(self) -> bool:
         """Whether the cache is on the host, but for the layers that are next."""
-        return self.cache in ("offloaded", "offloaded_static")
+        return self.cache_implementation in ("offloaded", "offloaded_static")
 
     def after(self, tokens: int) -> Generation:
         """The generation that ends where this one does, of which the decoder reads `tokens` tokens first."""
-        new = self.start + self.new - tokens
-        return replace(self, begun=tokens, new=new) if self.begun else replace(self, prompt=tokens, new=new)
+        new = self.start + self.max_new_tokens - tokens
+        if self.begun:
+            return replace(self, begun=tokens, max_new_tokens=new)
+        return replace(self, prompt=tokens, max_new_tokens=new)
 
     @property
     def arguments(self) -> dict[str, object]:
         """The arguments of `generate` that ask for it, beside the inputs."""
-        cache = self.cache or ("quantized" if self.kv_dtype else None)
+        cache = self.cache_implementation or ("quantized" if self.kv_cache_dtype else None)
         # One token more, so that no step that counts is the last, in which `generate` frees everything.
-        asked: dict[str, object] = {"max_new_tokens": self.new + 1, "do_sample": False, "num_beams": self.beams}
+        keywords: dict[str, object] = {
+            "max_new_tokens": self.max_new_tokens + 1,
+            "do_sample": False,
+            "num_beams": self.num_beams,
+        }
         if cache not in (None, "dynamic"):
-            asked["cache_implementation"] = cache
-        if self.chunk is not None:
-            asked["prefill_chunk_size"] = self.chunk
+            keywords["cache_implementation"] = cache
+        if self.prefill_chunk_size is not None:
+            keywords["prefill_chunk_size"] = self.prefill_chunk_size
         if cache == "quantized":
-            asked["cache_config"] = KV_DTYPES[self.kv_dtype or "int4"]
+            keywords["cache_config"] = KV_DTYPES[self.kv_cache_dtype or "int4"]
         if self.draft and self.draft.assistant is None:
-            asked["prompt_lookup_num_tokens"] = self.draft.tokens
-        return asked
+            keywords["prompt_lookup_num_tokens"] = self.draft.tokens
+        return keywords
 
 
-def asked_generation(vary: Vary, *, prompt: int | None, new: int | None, **held: Any) -> Generation | None:
+def searched_generation(vary: Vary, generation: Generation | None, prompt: int | None) -> Generation | None:
     """The generation that a search is about: where something is said of one, or a context varies; else None.
 
-    `held` are the other fields of `Generation`, each None, or False, for its default. Raises `InputError` for what has
-    no meaning.
+    Raises `InputError` for what has no meaning.
     """
-    given = {"prompt": prompt, "new": new, **held}
-    said = {name: value for name, value in given.items() if value is not None and value is not False}
-    if not (said or vary.context):
+    if generation is None and prompt is None and not vary.context:
         return None
     if not (vary.batch or vary.context):
         raise InputError(f"cannot vary {vary.text} of a generation: vary context or batch")
     if vary.context and prompt is not None:
         raise InputError("a context that varies makes its own prompt: all of it but the new tokens")
-    return Generation(**{"prompt": PROMPT, **said})
-
-
-KV_DTYPES: Final[dict[str, dict[str, object]]] = {
-    "fp8": {"backend": "fp8"},
-    "int4": {"backend": "quanto", "nbits": 4},
-    "int2": {"backend": "quanto", "nbits": 2},
-}
-"""The dtypes of a quantized cache, and the `cache_config` that asks transformers for them."""
+    return replace(generation or Generation(), prompt=PROMPT if prompt is None else prompt)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from memsize.errors import InputError
-from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, parse_input
+from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, parse_input, parse_inputs
+from memsize.spec.options import option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,16 +21,36 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of one call of a model."""
 
 
-class InputOptions(TypedDict, total=False):
-    """The keyword arguments that every question about a model takes; `ModelRequest.of` says what they mean."""
+def parse_arguments(texts: Iterable[str] | Mapping[str, object]) -> Mapping[str, object]:
+    """The arguments that ``name=value`` texts give: Python literals, and anything else as the string it is.
 
-    input_data: Any
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] | None
-    batch_size: int | None
-    seq_len: int | None
-    arguments: Mapping[str, object] | None
-    mode: Mode | None
+    Raises `InputError` for a text without a name, and for a name that comes twice.
+    """
+    if isinstance(texts, Mapping):
+        return texts
+    arguments: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not name.isidentifier():
+            raise InputError(f"cannot read the argument {text!r}: write it like width=64")
+        if name in arguments:
+            raise InputError(f"the argument {name!r} is given twice")
+        arguments[name] = _literal(value)
+    return arguments
+
+
+def _literal(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
+def _read_inputs(value: str | Sequence[str]) -> tuple[InputSpec, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError('input is a text such as "3,64,64", or a list of such texts')
+    return parse_inputs(texts)
 
 
 @dataclass(frozen=True)
@@ -40,16 +62,42 @@ class ModelRequest:
     choose.
     """
 
-    model: nn.Module | str
-    specs: tuple[InputSpec, ...] = ()
+    model: nn.Module | str = option("", "", key="target", positional=True)
+    specs: tuple[InputSpec, ...] = option(
+        (),
+        "Shape of an input without its batch dimension: 3,64,64, ids=512:int64, 3,64,64:float16. Repeatable.",
+        key="input",
+        flags=("-i", "--input"),
+        kind="texts",
+        read=_read_inputs,
+        metavar="SHAPE",
+    )
+    _: KW_ONLY
     call: Call | None = None
-    source: Callable[..., Any] | str | None = None
-    batch_size: int | None = None
-    seq_len: int | None = None
-    arguments: Mapping[str, object] = field(default_factory=dict)
-    mode: Mode | None = None
+    source: Callable[..., Any] | str | None = option(
+        None,
+        "Function that returns the inputs: file.py:make_inputs. It receives batch_size if it has that parameter.",
+        key="inputs",
+        metavar="FUNCTION",
+    )
+    seq_len: int | None = option(None, "Tokens per text for hf: models.", shown="512, or what fits", least=1)
+    batch_size: int | None = option(None, "Samples per batch.", flags=("-b", "--batch-size"), shown="1", least=1)
+    arguments: Mapping[str, object] = option(
+        {},
+        "Argument for the constructor or function: a Python literal, or a bare word for a string. Repeatable.",
+        flags=("--arg",),
+        kind="table",
+        factory=dict,
+        read=parse_arguments,
+        metavar="NAME=VALUE",
+    )
+    mode: Mode | None = option(
+        None, "Run the model in training or evaluation mode.", shown="train", choices=("train", "eval")
+    )
 
     def __post_init__(self) -> None:
+        if self.specs and self.source is not None:
+            raise InputError("give the inputs as input or as inputs, not as both")
         if self.specs and self.seq_len is not None:
             raise InputError("a sequence length is for inputs that are made: these say their own sizes")
         for what, size in (("batch size", self.batch_size), ("sequence length", self.seq_len)):
@@ -105,7 +153,8 @@ class ModelRequest:
             call = _joined(call_of(input_data), beside or {})
         elif args or kwargs:
             call = tuple(args), dict(kwargs or {})
-        return cls(model, specs, call, source, batch_size, seq_len, dict(arguments or {}), mode)
+        rest = {"batch_size": batch_size, "seq_len": seq_len, "mode": mode}
+        return cls(model, specs, call=call, source=source, arguments=dict(arguments or {}), **rest)  # type: ignore[arg-type]
 
 
 def call_of(data: Any) -> Call:

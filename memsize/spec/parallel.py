@@ -88,12 +88,13 @@ class Parallel:
 
         Raises `InputError` for fewer than there are stages, which PyTorch's schedules refuse.
         """
-        if 1 < training.accumulate < self.stages:
+        if 1 < training.gradient_accumulation_steps < self.stages:
             raise InputError(
-                f"{self.stages} stages need at least {self.stages} microbatches, and accumulate={training.accumulate} "
+                f"{self.stages} stages need at least {self.stages} microbatches, and gradient_accumulation_steps="
+                f"{training.gradient_accumulation_steps} "
                 "are fewer: leave it out for as many as there are stages"
             )
-        return max(training.accumulate, self.stages)
+        return max(training.gradient_accumulation_steps, self.stages)
 
     def trained(self, training: Training) -> Training:
         """`training` as it can be done so: PyTorch's multi-tensor updates refuse lists in which some of the parameters

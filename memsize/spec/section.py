@@ -7,44 +7,66 @@ the file of a sweep.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from memsize import files
 from memsize.errors import InputError, UnknownInputError, quoted
-from memsize.spec.inputs import parse_input
 from memsize.spec.model_request import ModelRequest
+from memsize.spec.options import build, option, options_of, part, renamed
+from memsize.spec.scenario import scenario_named
+from memsize.spec.stack import Gpu
 from memsize.spec.training import Training
-
-Keys = Mapping[str, tuple[type, ...]]
-"""What a section may say, and the types that TOML gives it."""
 
 _MOST_BYTES: Final = 1 << 20
 
-MODEL_KEYS: Final[Keys] = {
-    "target": (str,),
-    "input": (str, list),
-    "inputs": (str,),
-    "arguments": (dict,),
-    "batch_size": (int,),
-    "seq_len": (int,),
-    "mode": (str,),
-    "train": (str,),
-    "loss": (str,),
-    "accumulate": (int,),
-    "ema": (bool,),
-    "scenario": (str,),
-    "gpu": (str,),
-    "stack": (str,),
-    "allocator": (str,),
-    "execute": (bool,),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """What every section may say of a model and its run."""
+
+    model: ModelRequest = part(ModelRequest)
+    training: Training | None = part(
+        Training,
+        when="train",
+        purpose='training steps: name an optimizer, such as {} = "adamw"',
+        without=("steps", "set_to_none", "scaler"),
+        optimizer={"default": None},
+    )
+    scenario: str = option("as-given", "How the model is stored and run.")
+    gpu: Gpu = part(Gpu)
+    execute: bool = option(False, "Compute for real, on the CPU.")
+
+    def __post_init__(self) -> None:
+        scenario_named(self.scenario)
+
+
+MODEL_KEYS: Final = tuple(options_of(ModelSection))
 """What every section may say of a model and its run."""
 
 
+def section_of(values: Mapping[str, Any]) -> ModelSection:
+    """The keys of `MODEL_KEYS` among `values` as a value; raises `InputError` for what cannot be meant."""
+    options = options_of(ModelSection)
+    for key, value in values.items():
+        if key in options:
+            options[key].check_toml(value)
+    return build(ModelSection, values)
+
+
+def check_key(key: str, value: Any) -> None:
+    """Raise `InputError` or `ScenarioError` for a value that a key of `MODEL_KEYS` cannot have."""
+    alone = {key: value}
+    if key in ("loss", "gradient_accumulation_steps", "ema"):
+        alone["train"] = "adamw"
+    section_of(alone)
+
+
 def parsed_toml(file: Path) -> tuple[str, dict[str, Any]]:
-    """The text of a file and what it holds; raises `InputError` for what is no TOML."""
+    """The text of a file and its data; raises `InputError` for a file that is not TOML."""
     try:
         text = files.read(file, _MOST_BYTES).decode()
         return text, tomllib.loads(text)
@@ -54,49 +76,18 @@ def parsed_toml(file: Path) -> tuple[str, dict[str, Any]]:
         raise InputError(f"{file} is no TOML: {error}") from None
 
 
-def check_type(key: str, value: object, types: tuple[type, ...]) -> None:
-    """Raise `InputError` for a value of none of the types that its key has."""
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise InputError(f"{key} is {quoted(str(value))}: it should be {_words(types)}")
+def by_new_keys(section: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A section by today's keys; an old one is renamed with a `DeprecationWarning` that says `where` it stands."""
+
+    def warn(old: str, new: str) -> None:
+        warnings.warn(f"{where}: {old} is now {new}", DeprecationWarning, stacklevel=2)
+
+    return renamed(section, options_of(ModelSection).values(), warn)
 
 
-def subject_of(section: Mapping[str, Any]) -> ModelRequest:
-    """The model of a section, and its input."""
-    given = section.get("input", [])
-    texts = [given] if isinstance(given, str) else given
-    if not all(isinstance(text, str) for text in texts):
-        raise InputError('input is a text such as "3,64,64", or a list of such texts')
-    specs = tuple(map(parse_input, texts))
-    if specs and "inputs" in section:
-        raise InputError("give the inputs as input or as inputs, not as both")
-    return ModelRequest(
-        section["target"],
-        specs,
-        source=section.get("inputs"),
-        batch_size=section.get("batch_size", 1),
-        seq_len=section.get("seq_len"),
-        arguments=section.get("arguments", {}),
-        mode=section.get("mode", "train"),
-    )
-
-
-def training_of(section: Mapping[str, Any]) -> Training | None:
-    """The training steps of a section, None for inference."""
-    given = {key: section[key] for key in ("loss", "accumulate", "ema") if key in section}
-    if "train" not in section:
-        if given:
-            raise InputError(f'{next(iter(given))} is for training steps: name an optimizer, such as train = "adamw"')
-        return None
-    return Training(section["train"], **given)
-
-
-def refuse_unknown(kind: str, given: Mapping[str, Any], known: Any, where: str) -> None:
-    """Raise `InputError` for a key of `given` that is not known `where` it stands."""
-    for key in given:
-        if key not in known:
-            raise UnknownInputError(kind, key, known, problem=f"{where} has no {kind} {quoted(key)}")
-
-
-def _words(types: tuple[type, ...]) -> str:
-    words = {str: "a text", list: "a list", dict: "a table", int: "a whole number", bool: "true or false"}
-    return " or ".join(words[each] for each in types)
+def refuse_unknown(kind: str, section: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+    """Raise `InputError` for a key of `section` that is none of `keys`."""
+    keys = tuple(keys)
+    for key in section:
+        if key not in keys:
+            raise UnknownInputError(kind, key, keys, problem=f"{where} has no {kind} {quoted(key)}")

@@ -1,11 +1,12 @@
-"""How a model is served: what a paged server is started with. Parsed and checked once."""
+"""How a model is served: the arguments of a paged server, by vLLM's names."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-from memsize.errors import InputError, UnknownInputError
+from memsize.errors import InputError
+from memsize.spec.options import check_fields, option
 
 KV_BYTES: Final = {"fp8": 1}
 """The dtypes of a paged cache other than the model's own, and their bytes."""
@@ -14,39 +15,55 @@ SERVED: Final = ("as-given", "fp8-weight", "int4-weight")
 """The usual scenarios of a server."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """The arguments of a server, as vLLM calls them.
 
-    It may take `utilization` of the card. A block of its cache is for `block` tokens. One step runs `batched_tokens`
-    tokens of up to `seqs` sequences. `context` is the length that a request may have (None: the model's positions).
-    `tp` cards hold a part of each layer. `kv_dtype` is a name of `KV_BYTES`, None for the model's own.
+    A block of its cache is for `block_size` tokens. One step runs `max_num_batched_tokens` tokens of up to
+    `max_num_seqs` sequences. `max_model_len` is the length that a request may have (None: the model's positions).
+    `tensor_parallel_size` GPUs hold a part of each layer. `kv_cache_dtype` is a name of `KV_BYTES`, None for the
+    model's own.
     """
 
-    utilization: float = 0.9
-    block: int = 16
-    batched_tokens: int = 8192
-    seqs: int = 256
-    context: int | None = None
-    tp: int = 1
-    kv_dtype: str | None = None
+    gpu_memory_utilization: float = option(
+        0.9,
+        "The part of the card's memory that the server may take.",
+        metavar="PART",
+        old=("utilization", "--utilization"),
+    )
+    block_size: int = option(16, "Tokens of a block.", least=1, old=("block", "--block"))
+    max_num_batched_tokens: int = option(
+        8192, "Tokens of one step at most.", least=1, old=("batched_tokens", "--max-batched-tokens")
+    )
+    max_num_seqs: int = option(256, "Sequences of one step at most.", least=1, old=("seqs", "--max-seqs"))
+    max_model_len: int | None = option(
+        None, "Tokens of a request.", shown="the model's positions", least=1, old=("context", "--context")
+    )
+    tensor_parallel_size: int = option(1, "Cards that share a layer.", least=1, old=("tp", "--tp"))
+    kv_cache_dtype: str | None = option(
+        None, "Keep the cache in this dtype.", choices=tuple(KV_BYTES), old=("kv_dtype", "--kv-dtype")
+    )
 
     def __post_init__(self) -> None:
-        if not 0 < self.utilization <= 1:
-            raise InputError(f"a utilization of {self.utilization:g}: it is a part of the card's memory, such as 0.9")
-        for what, count in (
-            ("block", self.block),
-            ("number of batched tokens", self.batched_tokens),
-            ("number of sequences", self.seqs),
-            ("context", 1 if self.context is None else self.context),
-            ("tensor-parallel size", self.tp),
-        ):
-            if count < 1:
-                raise InputError(f"a {what} of {count}: it must be at least 1")
-        if self.kv_dtype is not None and self.kv_dtype not in KV_BYTES:
-            raise UnknownInputError("dtype of a paged KV cache", self.kv_dtype, KV_BYTES)
+        check_fields(self)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            part = f"{self.gpu_memory_utilization:g}"
+            raise InputError(f"gpu_memory_utilization is {part}: it is a part of the card's memory, such as 0.9")
+
+    @property
+    def record(self) -> dict[str, object]:
+        """The arguments by the names that answers have for them."""
+        return {
+            "utilization": self.gpu_memory_utilization,
+            "block": self.block_size,
+            "batched_tokens": self.max_num_batched_tokens,
+            "seqs": self.max_num_seqs,
+            "context": self.max_model_len,
+            "tp": self.tensor_parallel_size,
+            "kv_dtype": self.kv_cache_dtype,
+        }
 
     @property
     def rows(self) -> int:
         """The sequences of a profile run: no more than there are tokens."""
-        return min(self.seqs, self.batched_tokens)
+        return min(self.max_num_seqs, self.max_num_batched_tokens)

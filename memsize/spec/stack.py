@@ -1,12 +1,13 @@
-"""The releases of PyTorch and CUDA that a GPU is simulated with, where they are not the installed ones."""
+"""The GPU to simulate: its name, its PyTorch and CUDA, and the settings of its caching allocator."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from memsize.errors import InputError
+from memsize.spec.options import check_fields, option
 
 Release = tuple[int, int]
 """Major and minor: (2, 6)."""
@@ -36,26 +37,26 @@ class Stack:
 
     def __post_init__(self) -> None:
         if self.torch is not None and not ("." in self.torch and OLDEST <= (release(self.torch) or (0, 0)) <= NEWEST):
-            known = f"{_dotted(OLDEST)} to {_dotted(NEWEST)}"
-            raise InputError(f"PyTorch {self.torch} is not known: its memory is simulated for {known}")
+            simulated = f"{_dotted(OLDEST)} to {_dotted(NEWEST)}"
+            raise InputError(f"PyTorch {self.torch} is not known: its memory is simulated for {simulated}")
         if self.cuda is not None and not _CUDA[0] <= (release(self.cuda) or (0, 0))[0] <= _CUDA[1]:
             raise InputError(f"CUDA {self.cuda} is not known: PyTorch's stacks have {_CUDA[0]}.0 to {_CUDA[1]}.x")
 
     @classmethod
     def parse(cls, text: str) -> Stack:
         """The stack that a text such as ``"torch=2.6,cuda=12.4"`` names; either may be left out."""
-        given: dict[str, str] = {}
+        releases: dict[str, str] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
-            name, _, version = (each.strip() for each in part.partition("="))
-            if name not in ("torch", "cuda") or not version or name in given:
+            name, _, version = map(str.strip, part.partition("="))
+            if name not in ("torch", "cuda") or not version or name in releases:
                 raise InputError(f"cannot read {part!r} in a stack: write it like torch=2.6,cuda=12.4")
-            given[name] = version
-        return cls(**given)
+            releases[name] = version
+        return cls(**releases)
 
     @classmethod
-    def of(cls, given: Stack | str | None) -> Stack:
-        """The stack that is given as a value or as a text; None is the installed one."""
-        return given if isinstance(given, Stack) else cls.parse(given or "")
+    def of(cls, stack: Stack | str | None) -> Stack:
+        """Return a stack that is a value or a text; None is the installed one."""
+        return stack if isinstance(stack, Stack) else cls.parse(stack or "")
 
     def __str__(self) -> str:
         versions = {"torch": self.torch, "cuda": self.cuda}
@@ -74,10 +75,39 @@ class Stack:
 INSTALLED: Final = Stack()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """The GPU to simulate: its `name` (None: the usual one), its PyTorch and CUDA, and its allocator's settings.
+
+    `allocator` is an `AllocatorConfig`, or a text as `PYTORCH_CUDA_ALLOC_CONF` holds it; None is PyTorch's defaults,
+    for a program those of its environment. Raises `InputError` for a `stack` whose rules are not known.
+    """
+
+    name: str | None = option(None, "GPU to simulate: a100, t4, h100 …", key="gpu", shown="a100", metavar="NAME")
+    stack: Stack | str | None = option(
+        None, "PyTorch and CUDA on the GPU: torch=2.6,cuda=12.4.", shown="those installed", metavar="RELEASES"
+    )
+    allocator: Any = option(
+        None,
+        "Settings of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True …",
+        metavar="SETTINGS",
+        old=("config",),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        object.__setattr__(self, "stack", Stack.of(self.stack))
+
+    @property
+    def releases(self) -> Stack:
+        """Its PyTorch and CUDA."""
+        return Stack.of(self.stack)
+
+
 def release(version: str) -> Release | None:
     """Major and minor of a version such as ``"2.13.0+cpu"`` or ``"12"``; None where it cannot be read."""
-    found = re.match(r"(\d+)(?:\.(\d+))?(?![\d])", version)
-    return (int(found[1]), int(found[2] or 0)) if found else None
+    match = re.match(r"(\d+)(?:\.(\d+))?(?![\d])", version)
+    return (int(match[1]), int(match[2] or 0)) if match else None
 
 
 def _dotted(version: Release) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from memsize.errors import InputError, UnknownInputError
+from memsize.spec.options import accepts_old_names, check_fields, option
 
 OPTIMIZERS: dict[str, tuple[str, Mapping[str, object]]] = {
     "sgd": ("SGD", {"lr": 0.01}),
@@ -34,6 +35,7 @@ LOSSES = ("own", "cross_entropy", "mse", "bce", "mean", "sum")
 """Names of losses; what each computes stands in `memsize.workloads.losses`."""
 
 
+@accepts_old_names
 @dataclass(frozen=True, slots=True)
 class Training:
     """One training step.
@@ -42,21 +44,32 @@ class Training:
     function from parameters to an optimizer; ``"own"`` is the step that a LightningModule or a Hugging Face `Trainer`
     describes, its loss included. `loss` is a name of `LOSSES`, a function of the model's output, or None
     for the one that the output suggests. `steps` steps are run: state is created in the first, so that the second is
-    the first ordinary one. `accumulate` forwards and backwards are made per step. `set_to_none` is `zero_grad`'s. `ema`
-    keeps an averaged copy of the parameters. `scaler` uses a GradScaler (None: under float16 autocast).
+    the first ordinary one. `gradient_accumulation_steps` forwards and backwards are made per step. `set_to_none` is
+    `zero_grad`'s. `ema` keeps an averaged copy of the parameters. `scaler` uses a GradScaler (None: under float16
+    autocast).
     """
 
-    optimizer: str | Callable[[Any], Any] = "adamw"
-    loss: str | Callable[[Any], Any] | None = None
-    steps: int = USUAL_STEPS
-    accumulate: int = 1
-    set_to_none: bool = True
-    ema: bool = False
-    scaler: bool | None = None
+    optimizer: str | Callable[[Any], Any] = option(
+        "adamw",
+        "Run training steps with this optimizer: adamw, adamw:fused, sgd:momentum=0.9 …; own: the step of a "
+        "LightningModule or a Hugging Face Trainer.",
+        key="train",
+        metavar="OPTIMIZER",
+    )
+    _: KW_ONLY
+    steps: int = option(USUAL_STEPS, "Training steps to run.", least=1)
+    loss: str | Callable[[Any], Any] | None = option(
+        None, f"Loss: {', '.join(LOSSES)}.", shown="one that suits the output", metavar="NAME"
+    )
+    gradient_accumulation_steps: int = option(
+        1, "Backward passes per training step.", least=1, old=("accumulate", "--accumulate")
+    )
+    ema: bool = option(False, "Keep an averaged copy of the parameters during training.")
+    set_to_none: bool = option(True, "Free the gradients in zero_grad.", written=False)
+    scaler: bool | None = option(None, "Use a GradScaler.", shown="under float16 autocast", written=False)
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.accumulate < 1:
-            raise InputError("a training needs at least one step and one backward per step")
+        check_fields(self)
         if isinstance(self.optimizer, str) and not self.is_own:
             parse_optimizer(self.optimizer)
         if isinstance(self.loss, str) and self.loss not in LOSSES:

@@ -178,21 +178,25 @@ def refuse_missing_cache(model: nn.Module, generation: Generation) -> None:
         return
     if getattr(config, "is_encoder_decoder", False):
         if generation.is_quantized:
-            raise InputError("transformers quantizes no cache of an encoder-decoder: use --cache dynamic or static")
+            raise InputError(
+                "transformers quantizes no cache of an encoder-decoder: use --cache-implementation dynamic or static"
+            )
         if generation.is_offloaded:
             raise InputError(
                 "transformers offloads the cross-attention of an encoder-decoder without bringing it back to the GPU: "
-                "use --cache dynamic or static"
+                "use --cache-implementation dynamic or static"
             )
     kinds = _layer_kinds(config)
     if generation.is_quantized and kinds != {_FULL}:
         others = ", ".join(sorted(kinds - {_FULL}))
         raise InputError(f"transformers quantizes caches of full attention alone, and this model has {others} layers")
-    if generation.cache == "offloaded_static" and _FULL not in kinds:
-        raise InputError("transformers offloads no static layers with a window or a state: use --cache offloaded")
-    if generation.is_quantized and generation.kv_dtype != "fp8" and not _is_installed("optimum.quanto"):
+    if generation.cache_implementation == "offloaded_static" and _FULL not in kinds:
         raise InputError(
-            f"a KV cache in {generation.kv_dtype or 'int4'} needs optimum-quanto: pip install optimum-quanto"
+            "transformers offloads no static layers with a window or a state: use --cache-implementation offloaded"
+        )
+    if generation.is_quantized and generation.kv_cache_dtype != "fp8" and not _is_installed("optimum.quanto"):
+        raise InputError(
+            f"a KV cache in {generation.kv_cache_dtype or 'int4'} needs optimum-quanto: pip install optimum-quanto"
         )
 
 

@@ -76,7 +76,7 @@ class GenerationSteps:
         if "generation_config" in arguments:  # generate takes what is None in the one from the other
             setup.model.generation_config = arguments["generation_config"]  # type: ignore[assignment]
         if self.loop:
-            kwargs, arguments = _taken(self.loop, kwargs | {"max_new_tokens": self.generation.new + 1}), {}
+            kwargs, arguments = _taken(self.loop, kwargs | {"max_new_tokens": self.generation.max_new_tokens + 1}), {}
         with run.recording(), torch.no_grad(), setup.precision.autocast(), run.ledger.clock.during(PREFILL):
             left = self.generation.steps if self.steps is None else self.steps
             steps = _Steps(run, self.generation, left, self.observer)
@@ -159,7 +159,7 @@ def _arguments(model: nn.Module, generation: Generation) -> dict[str, object]:
 
 def _begun(model: nn.Module, tokens: int, batch: int) -> torch.Tensor:
     """What a decoder starts with: `generate` would put the first token before any that begin with another."""
-    config: Any = _arguments(model, Generation(1))["generation_config"]
+    config: Any = _arguments(model, Generation(prompt=1))["generation_config"]
     first = config.decoder_start_token_id
     given = torch.empty(batch, tokens, dtype=torch.int64, device="meta")
     return set_constant(given, torch.full((batch, tokens), first, device="cpu"))

@@ -100,7 +100,7 @@ class StageLoop(Loop):
 
     def __init__(self, run: Run, training: Training, parallel: Parallel, stage: Stage, mesh: DeviceMesh) -> None:
         shared = shared_out(stage, stage.blocks, parallel, mesh, scenario_named(run.setup.scenario))
-        super().__init__(run.setup, run.ledger, replace(training, accumulate=1))
+        super().__init__(run.setup, run.ledger, replace(training, gradient_accumulation_steps=1))
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         stage.cut()

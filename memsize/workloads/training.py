@@ -161,7 +161,11 @@ class Loop:
         self.masters = _master_copies(self.parameters, self.ledger) if setup.precision.masters else None
         own = _own_step(setup.model) if training.is_own else None
         self.optimizer = own.optimizer() if own else self._named_optimizer()
-        self.accumulate = own.accumulate if own and training.accumulate == 1 else training.accumulate
+        self.accumulate = (
+            own.accumulate
+            if own and training.gradient_accumulation_steps == 1
+            else training.gradient_accumulation_steps
+        )
         self.clip = own.clip if own else 0
         self.losses = Losses(training.loss, self.ledger)
         scaled = setup.precision.scaled if training.scaler is None else training.scaler

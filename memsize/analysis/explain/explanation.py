@@ -14,8 +14,17 @@ from memsize.analysis.explain.stacks import python_calls
 from memsize.analysis.findings.explanation import RULES
 from memsize.analysis.step import StepTrace
 from memsize.errors import InputError
-from memsize.records.explanation import UNKNOWN, Alive, Explanation, FailedRequest, How, Moment, Place, Predicted
-from memsize.records.explanation import Reserved as ReservedBytes
+from memsize.records.explanation import (
+    UNKNOWN,
+    Alive,
+    Explanation,
+    FailedRequest,
+    How,
+    Moment,
+    Place,
+    Predicted,
+    Reserved as ReservedBytes,
+)
 from memsize.records.gpu import GpuEstimate
 from memsize.records.program import ProgramRun
 from memsize.records.report import Report

@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
-from memsize.checkpoint.pickle_values import Blob, Dict
-from memsize.checkpoint.source import Source, opened
-from memsize.checkpoint.unpickler import Unpickler
+from memsize.checkpoints.pickle_values import Blob, Dict
+from memsize.checkpoints.source import Source, opened
+from memsize.checkpoints.unpickler import Unpickler
 from memsize.errors import CheckpointError, InputError
 from memsize.printable import printable
 
 MOST_RECORDS: Final = 500_000
 """Blocks and entries of a small file that are read; a larger file may have more in proportion."""
 MOST_WORK: Final = 64_000_000
-"""What the unpickler may take for a small file, in the units of `memsize.checkpoint.work_budget`. Half of what it
+"""What the unpickler may take for a small file, in the units of `memsize.checkpoints.work_budget`. Half of what it
 makes are stacks, which are kept once.
 """
 _DEEPEST: Final = 512

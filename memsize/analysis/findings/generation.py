@@ -135,7 +135,7 @@ def what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
         "The prefill of {prompt} tokens is what decides at batch {batch}: it needs {beyond} more than any later step."
     )
     if evidence.draft is None:
-        text += " Reading the prompt in chunks (--chunk) may lower that."
+        text += " Reading the prompt in chunks (--prefill-chunk-size) may lower that."
     values = {"prompt": row.prompt, "batch": row.batch, "beyond": Bytes(beyond)}
     brief = "The prefill decides at batch {batch}: it needs {beyond} more than any step after it."
     yield Finding("prefill-transient", text, values, bytes=beyond, brief=brief)

@@ -24,7 +24,7 @@ def what_is_served(evidence: Evidence) -> Iterator[Finding]:
     """The memory that the first scenario leaves for the cache."""
     rows, serving, card, budget, _ = evidence
     row = next(row for row in rows if row.reason is None)
-    cards = card.name if serving.tp == 1 else f"each of {serving.tp} {card.name}"
+    cards = card.name if serving.tensor_parallel_size == 1 else f"each of {serving.tensor_parallel_size} {card.name}"
     values: dict[str, object] = {"scenario": row.scenario, "card": cards, "budget": Bytes(budget)}
     if row.paged is None:
         taken = row.weights + row.profile + row.non_torch.low
@@ -41,7 +41,7 @@ def what_is_served(evidence: Evidence) -> Iterator[Finding]:
         "tokens": paged.tokens.low,
         "most": paged.tokens.high,
         "requests": paged.concurrency.texts()[0],
-        "context": serving.context,
+        "context": serving.max_model_len,
     }
     text = (
         "Under {scenario}, {card} keeps at least {cache} for the KV cache: {tokens} to {most} tokens, or {requests} "
@@ -60,7 +60,7 @@ def what_is_too_long(evidence: Evidence) -> Iterator[Finding]:
         return
     paged = row.paged
     missing = (paged.request_blocks - paged.blocks.low) * paged.block_bytes
-    values = {"scenario": row.scenario, "context": serving.context, "missing": Bytes(missing)}
+    values = {"scenario": row.scenario, "context": serving.max_model_len, "missing": Bytes(missing)}
     text = (
         "Under {scenario} one request of {context} tokens may not fit the cache, by {missing}: vLLM does not start "
         "then, but for a lower max_model_len."
@@ -105,7 +105,7 @@ def what_a_step_takes(evidence: Evidence) -> Iterator[Finding]:
         "{profile} stay free for the largest step, of {tokens} tokens and the logits of {seqs} sequences: fewer of "
         "either leave more for the cache."
     )
-    values = {"profile": Bytes(row.profile), "tokens": serving.batched_tokens, "seqs": serving.rows}
+    values = {"profile": Bytes(row.profile), "tokens": serving.max_num_batched_tokens, "seqs": serving.rows}
     yield Finding("step-transient", text, values, bytes=row.profile)
 
 

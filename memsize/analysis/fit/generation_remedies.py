@@ -48,17 +48,17 @@ def _offloaded_cache(variant: RunVariant) -> RunVariant:
 
 def _with_cache(variant: RunVariant, cache: str, dtype: str | None) -> RunVariant:
     generation = _generation(variant)
-    chosen = generation.cache or ("quantized" if generation.kv_dtype else None)
+    chosen = generation.cache_implementation or ("quantized" if generation.kv_cache_dtype else None)
     if chosen not in (None, "dynamic"):
         raise NotApplicable(f"the cache is {chosen} already")
-    return replace(variant, generation=replace(generation, cache=cache, kv_dtype=dtype))
+    return replace(variant, generation=replace(generation, cache_implementation=cache, kv_cache_dtype=dtype))
 
 
 def _chunked_prefill(variant: RunVariant) -> RunVariant:
     generation = _generation(variant)
-    if generation.chunk is not None:
+    if generation.prefill_chunk_size is not None:
         raise NotApplicable("the prompt is read in chunks already")
-    return replace(variant, generation=replace(generation, chunk=CHUNK))
+    return replace(variant, generation=replace(generation, prefill_chunk_size=CHUNK))
 
 
 def _last_logits_only(variant: RunVariant) -> RunVariant:

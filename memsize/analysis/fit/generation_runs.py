@@ -67,13 +67,13 @@ class GenerationRunCache(RunCache):
     @property
     def input_size(self) -> int:
         """The batch, or the context, of the generation in question."""
-        whole = self.generation.prompt + self.generation.new
+        whole = self.generation.prompt + self.generation.max_new_tokens
         return min(whole, self.most) if self.vary.context else self.model_inputs.batch_size
 
     @property
     def least(self) -> int:
         """The smallest possible size: for a context, the new tokens and one to begin with."""
-        return self.generation.new + 1 if self.vary.context else 1
+        return self.generation.max_new_tokens + 1 if self.vary.context else 1
 
     @property
     def most(self) -> int:
@@ -99,9 +99,11 @@ class GenerationRunCache(RunCache):
 
     def _of_context(self, generation: Generation, tokens: int) -> Generation:
         """Return the generation that ends with a context of `tokens`. Raises `ForwardError` if that is too short."""
-        if tokens <= generation.new:
-            raise ForwardError(f"a context of {tokens} tokens has no room for a prompt and {generation.new} new ones")
-        return replace(generation, prompt=tokens - generation.new)
+        if tokens <= generation.max_new_tokens:
+            raise ForwardError(
+                f"a context of {tokens} tokens has no room for a prompt and {generation.max_new_tokens} new ones"
+            )
+        return replace(generation, prompt=tokens - generation.max_new_tokens)
 
     def _generator(self, variant: RunVariant) -> Generator:
         """Return the generator that all sizes of a variant share."""
@@ -116,7 +118,7 @@ class GenerationRunCache(RunCache):
         inputs are small themselves.
         """
         shortest, batches = replace(generation, prompt=_SHORT), self._similar_batches(batch)
-        longest = min(self.most, max(_MOST_TOKENS // batches[-1], size)) - generation.new
+        longest = min(self.most, max(_MOST_TOKENS // batches[-1], size)) - generation.max_new_tokens
         done = (generator, shortest, batch) in self._covered or generator.covers(generation, batch)
         if longest > _SHORT and not done:
             self._covered.add((generator, shortest, batch))

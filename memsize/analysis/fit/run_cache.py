@@ -284,9 +284,11 @@ class RunCache:
         setup = self.prepared(variant, size)
         training = variant.training
         if training:
-            backwards = variant.parallel.microbatches(training) if variant.parallel else training.accumulate
+            backwards = (
+                variant.parallel.microbatches(training) if variant.parallel else training.gradient_accumulation_steps
+            )
             # The first step creates the optimizer's state: the second is like all that follow.
-            training = replace(training, steps=2, accumulate=backwards * variant.split)
+            training = replace(training, steps=2, gradient_accumulation_steps=backwards * variant.split)
         trace = steps_on(training, variant.parallel, variant.card).run(setup)
         return TracedRun(replace(trace, storages=in_columns(trace.storages), events=in_columns(trace.events)))
 

@@ -110,7 +110,7 @@ def _requested(result: RowResult) -> int:
 def _beyond(runner: Runner, generations: Sequence[Generation]) -> Iterable[str]:
     """Yield a note where more tokens are generated than the model has positions for."""
     config, most = getattr(runner.model, "config", None), positions(runner.model)
-    tokens = max(generation.prompt + generation.new for generation in generations)
+    tokens = max(generation.prompt + generation.max_new_tokens for generation in generations)
     if most and tokens > most and not getattr(config, "is_encoder_decoder", False):
         yield f"the model has positions for {most:,} tokens: its answers to {tokens:,} have no meaning"
 
@@ -150,7 +150,7 @@ class GenerationWork:
 
     def row(self, scenario: Scenario, batch: int, generation: Generation) -> RowResult:
         """Compute the row of a generation."""
-        row = GenerationRow(scenario.name, scenario.title, batch, generation.prompt, generation.new)
+        row = GenerationRow(scenario.name, scenario.title, batch, generation.prompt, generation.max_new_tokens)
         generator = self.generators[scenario.name]
         before = set(generator.samples)
         try:

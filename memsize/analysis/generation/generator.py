@@ -47,7 +47,9 @@ _STEADY = 3
 """The first decode step of a repeating pattern: it frees no storages of the prefill."""
 
 _OUT_OF_RANGE = "is out of range"
-_TOO_LONG = "{} has a table of {:,} positions, and {:,} tokens are asked for: take fewer with --prompt or --new"
+_TOO_LONG = (
+    "{} has a table of {:,} positions, and {:,} tokens are asked for: take fewer with --prompt or --max-new-tokens"
+)
 
 
 class Sample(NamedTuple):
@@ -183,7 +185,11 @@ class Generator:
             return
         apart = 1 if between or len({prompt % ALIGNED for prompt in prompts}) > 1 else ALIGNED
         generations = GenerationRange(
-            (batches[0], batches[-1]), (prompts[0], prompts[-1]), new=generation.steps + 1, begin=_BEGIN, apart=apart
+            (batches[0], batches[-1]),
+            (prompts[0], prompts[-1]),
+            new=generation.steps + 1,
+            begin=_BEGIN,
+            apart=apart,
         )
         polynomial = polynomial_in(generations, lambda points: self._beginnings(generation, generations, points))
         if polynomial:
@@ -195,7 +201,9 @@ class Generator:
 
     def _may_interpolate(self, generation: Generation) -> bool:
         """Whether generations of different batches and prompts differ in sizes alone."""
-        irregular = generation.beams > 1 or generation.is_periodic or generation.chunk or generation.draft
+        irregular = (
+            generation.num_beams > 1 or generation.is_periodic or generation.prefill_chunk_size or generation.draft
+        )
         # The prompt of an encoder-decoder is not what the decoder reads.
         return generation.steps >= _FEW_STEPS and not irregular and not self._is_encoder_decoder
 
@@ -217,7 +225,7 @@ class Generator:
             try:
                 trace = self.runner.with_inputs(self.prompts(generation.prompt), batch).run(workload, self.scenario)
             except ForwardError as error:
-                most, tokens = positions(self.runner.model), generation.prompt + generation.new
+                most, tokens = positions(self.runner.model), generation.prompt + generation.max_new_tokens
                 if most and most < tokens and _OUT_OF_RANGE in str(error):
                     raise InputError(_TOO_LONG.format(self.runner.name, most, tokens)) from error
                 raise
@@ -277,7 +285,7 @@ class Generator:
 def _traced(generation: Generation, generations: GenerationRange, point: GenerationPoint) -> Traced:
     """Return the generation to trace for a point. More steps of the largest show when steps begin to be alike."""
     proposed = generation.draft.tokens if generation.draft else 0
-    longer = replace(generation, prompt=point.start, new=point.last - point.start + 1 + proposed)
+    longer = replace(generation, prompt=point.start, max_new_tokens=point.last - point.start + 1 + proposed)
     return longer, point.batch, FIRST_STEPS if point == generations.largest else generations.begin
 
 
@@ -340,7 +348,7 @@ def _generated(
         before=before.cached if len(steps) > 2 else last.cached,
         lengths=tuple(sorted({*lengths, generation.start})),
         # A beam search keeps tables whose size is that of the whole search: they do not follow from the length alone.
-        exact=all(piece.exact for piece in pieces) and (generation.beams == 1 or not pieces),
+        exact=all(piece.exact for piece in pieces) and (generation.num_beams == 1 or not pieces),
         pinned=_pinned(step for step, _ in steps) if generation.is_offloaded else 0,
     )
 

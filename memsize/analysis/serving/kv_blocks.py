@@ -135,5 +135,5 @@ def _blocks(group: LayerGroup, tokens: int, serving: Serving, context: int) -> i
         return 1
     if group.window is None:
         return -(-context // tokens)
-    held = min(group.window - 1 + serving.batched_tokens, context)
+    held = min(group.window - 1 + serving.max_num_batched_tokens, context)
     return -(-held // tokens) + 1

@@ -33,7 +33,7 @@ class ServedModel:
     @property
     def budget(self) -> int:
         """The bytes of its GPU that the server may take."""
-        return int(self.runner.gpu.bytes * self.serving.utilization)
+        return int(self.runner.gpu.bytes * self.serving.gpu_memory_utilization)
 
 
 def remedies_for_server(base: ServedModel, context: int, needed: Callable[[ServedModel], int]) -> Remedied:
@@ -64,32 +64,34 @@ def _stored_as(name: str, title: str) -> Remedy[ServedModel]:
 
 
 def _fp8_cache(served: ServedModel) -> ServedModel:
-    if served.serving.kv_dtype is not None:
-        raise InputError(f"the cache is in {served.serving.kv_dtype} already")
-    return replace(served, serving=replace(served.serving, kv_dtype="fp8"))
+    if served.serving.kv_cache_dtype is not None:
+        raise InputError(f"the cache is in {served.serving.kv_cache_dtype} already")
+    return replace(served, serving=replace(served.serving, kv_cache_dtype="fp8"))
 
 
 def _smaller_steps(served: ServedModel) -> ServedModel:
-    tokens = served.serving.batched_tokens // 4
+    tokens = served.serving.max_num_batched_tokens // 4
     if tokens < 1:
         raise InputError("a step has no fewer tokens")
-    return replace(served, serving=replace(served.serving, batched_tokens=tokens))
+    return replace(served, serving=replace(served.serving, max_num_batched_tokens=tokens))
 
 
 def _more_of_the_card(served: ServedModel) -> ServedModel:
-    if served.serving.utilization >= UTILIZATION:
-        raise InputError(f"the server may take {served.serving.utilization:.0%} of the card already")
-    return replace(served, serving=replace(served.serving, utilization=UTILIZATION))
+    if served.serving.gpu_memory_utilization >= UTILIZATION:
+        raise InputError(f"the server may take {served.serving.gpu_memory_utilization:.0%} of the card already")
+    return replace(served, serving=replace(served.serving, gpu_memory_utilization=UTILIZATION))
 
 
 _REMEDIES: Final = (
     _stored_as("fp8-weight", "fp8"),
     _stored_as("int4-weight", "int4"),
-    Remedy("fp8 KV cache", "--kv-dtype fp8", "rounded keys and values", "numbers", _fp8_cache),
-    Remedy("smaller steps", "a quarter of --max-batched-tokens", "long prompts take longer", "speed", _smaller_steps),
+    Remedy("fp8 KV cache", "--kv-cache-dtype fp8", "rounded keys and values", "numbers", _fp8_cache),
+    Remedy(
+        "smaller steps", "a quarter of --max-num-batched-tokens", "long prompts take longer", "speed", _smaller_steps
+    ),
     Remedy(
         "more of the card",
-        f"--utilization {UTILIZATION}",
+        f"--gpu-memory-utilization {UTILIZATION}",
         "less room for CUDA graphs and whatever else is on it",
         "nothing",
         _more_of_the_card,
@@ -99,21 +101,23 @@ _REMEDIES: Final = (
 
 def _on_cards(cards: int) -> Remedy[ServedModel]:
     def apply(served: ServedModel) -> ServedModel:
-        if served.serving.tp > 1:
+        if served.serving.tensor_parallel_size > 1:
             raise InputError("the model is divided among cards already")
         runner = served.runner
         part = part_of(runner.model, cards, runner.name)
         divided = Runner(runner.name, part, runner.inputs, False, gpu=runner.gpu, stack=runner.stack)
-        return replace(served, runner=divided, serving=replace(served.serving, tp=cards))
+        return replace(served, runner=divided, serving=replace(served.serving, tensor_parallel_size=cards))
 
-    return Remedy(f"{cards} cards", f"--tp {cards}", f"{cards} cards in place of one", "hardware", apply)
+    return Remedy(
+        f"{cards} cards", f"--tensor-parallel-size {cards}", f"{cards} cards in place of one", "hardware", apply
+    )
 
 
 def _larger_gpus(base: ServedModel, needed: int) -> Iterator[Remedy[ServedModel]]:
     """Yield the larger GPUs whose share may hold `needed` bytes, ascending."""
     for card in sorted(CARDS.values(), key=lambda card: card.bytes):
         is_larger = card.platform == "CUDA" and card.bytes > base.runner.gpu.bytes
-        if is_larger and card.bytes * base.serving.utilization >= needed:
+        if is_larger and card.bytes * base.serving.gpu_memory_utilization >= needed:
             yield _on_gpu(card)
 
 

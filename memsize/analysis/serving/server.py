@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -84,25 +84,25 @@ class Server:
                     rows.append(replace(row, reason=str(error)))
         if not layouts or len(errors) == len(rows):
             raise errors[0]
-        asked = replace(self.serving, context=context)
+        asked = replace(self.serving, max_model_len=context)
         ran = next(number for number, row in enumerate(rows) if row.reason is None)
         remedied = None if _starts(rows[ran]) else self._remedied(scenarios[ran], config, context)
         return ServingReport(
             model=self.runner.name,
             card=self.runner.gpu,
-            asked=asdict(asked),
+            asked=asked.record,
             budget=self._budget,
             groups=layouts[0].groups,
             serving_rows=tuple(rows),
             remedied=remedied,
             findings=RULES.findings((tuple(rows), asked, self.runner.gpu, self._budget, remedied)),
-            notes=tuple(dict.fromkeys((*notes, *self._beyond(context), *layouts[0].notes(self.serving.block)))),
+            notes=tuple(dict.fromkeys((*notes, *self._beyond(context), *layouts[0].notes(self.serving.block_size)))),
             assumptions=(*_ASSUMED, *([_PLAIN] if any(group.kind == STATE for group in layouts[0].groups) else [])),
         )
 
     @property
     def _budget(self) -> int:
-        return int(self.runner.gpu.bytes * self.serving.utilization)
+        return int(self.runner.gpu.bytes * self.serving.gpu_memory_utilization)
 
     def _remedied(self, scenario: Scenario, config: Any, context: int) -> Remedied:
         """What would leave room for one request."""
@@ -117,9 +117,9 @@ class Server:
         return remedies_for_server(ServedModel(self.runner, self.serving, scenario), context, needed)
 
     def _context(self) -> int:
-        context = self.serving.context or positions(self.runner.model)
+        context = self.serving.max_model_len or positions(self.runner.model)
         if context is None:
-            raise InputError(f"{self.runner.name} does not say how long a request may be: give --context")
+            raise InputError(f"{self.runner.name} does not say how long a request may be: give --max-model-len")
         return context
 
     def _beyond(self, context: int) -> Iterator[str]:
@@ -132,10 +132,10 @@ class Server:
         """The blocks of the cache, from one more token in the model's own."""
         self.progress(f"{scenario.name}: the cache of one token")
         steps: dict[int, tuple[CachedLayer, ...]] = {}
-        workload = GenerationSteps(Generation(_LOOKED, 2), None, steps.__setitem__)
+        workload = GenerationSteps(Generation(prompt=_LOOKED, max_new_tokens=2), None, steps.__setitem__)
         trace = self.runner.with_inputs(self.prompts(_LOOKED), 1).run(workload, scenario)
         own = _width(trace)
-        width = own if self.serving.kv_dtype is None else KV_BYTES[self.serving.kv_dtype]
+        width = own if self.serving.kv_cache_dtype is None else KV_BYTES[self.serving.kv_cache_dtype]
         _check_states(config, steps[1], self.runner.name)
         layers: list[CachedLayer] = []
         for before, now in zip(steps[0], steps[1], strict=True):
@@ -143,14 +143,14 @@ class Server:
                 layers.append(CachedLayer(STATE, state_bytes(now, _state_width(config))))
             if kind := now.kind.removeprefix(STATE).removeprefix(" and "):
                 layers.append(CachedLayer(kind, (now.bytes - before.bytes) // own * width))
-        if self.serving.tp > 1 and any(layer.states for layer in steps[1]):
+        if self.serving.tensor_parallel_size > 1 and any(layer.states for layer in steps[1]):
             raise InputError(f"{self.runner.name} keeps states as in Mamba: memsize does not divide those among cards")
         window = getattr(config, "sliding_window", None)
-        return block_layout(layers, window, self.serving.block, self.runner.name)
+        return block_layout(layers, window, self.serving.block_size, self.runner.name)
 
     def _row(self, row: ServingRow, scenario: Scenario, layout: BlockLayout, context: int) -> ServingRow:
         serving, runner = self.serving, self.runner
-        run = runner, scenario, serving.batched_tokens, serving.rows, serving.tp
+        run = runner, scenario, serving.max_num_batched_tokens, serving.rows, serving.tensor_parallel_size
         weights, profile = self._profiles.get(run) or self._profiles.setdefault(run, self._profiled(scenario))
         outside = Interval(LEAST_OUTSIDE, context_on(runner.gpu, runner.stack.cuda).high)
         left = [self._budget - weights - profile - taken for taken in reversed(outside)]
@@ -162,12 +162,12 @@ class Server:
 
     def _profiled(self, scenario: Scenario) -> tuple[int, int]:
         """The bytes of the weights, and what the largest step needs beyond them."""
-        self.progress(f"{scenario.name}: a step of {self.serving.batched_tokens:,} tokens")
+        self.progress(f"{scenario.name}: a step of {self.serving.max_num_batched_tokens:,} tokens")
         serving = self.serving
-        length = serving.batched_tokens // serving.rows
-        texts = -(-serving.batched_tokens // length)
+        length = serving.max_num_batched_tokens // serving.rows
+        texts = -(-serving.max_num_batched_tokens // length)
         runner = self.runner.with_inputs(self.prompts(length), texts)
-        trace = runner.run(ProfileRun(serving.rows, serving.tp), scenario)
+        trace = runner.run(ProfileRun(serving.rows, serving.tensor_parallel_size), scenario)
         weights = sum(storage.bytes for storage in trace.storages if storage.role in _WEIGHTS)
         return weights, estimate_gpu(trace, runner.gpu).allocated - weights
 

@@ -166,7 +166,7 @@ class Experiment:
             loss=getattr(loss, "__name__", loss),  # type: ignore[arg-type]
             training=self.mode,
             steps=training.steps if training else 1,
-            accumulate=training.accumulate if training else 1,
+            accumulate=training.gradient_accumulation_steps if training else 1,
             ema=bool(training and training.ema),
             seed=SEED,
             benchmark=benchmark,

@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from memsize.checkpoint.contents import Contents, Storage
-from memsize.checkpoint.dtypes import SAFETENSORS
-from memsize.checkpoint.source import Claims, Source, printable
-from memsize.checkpoint.storage_index import Piece, check_apart, file_contents
-from memsize.checkpoint.work_budget import LONGEST_HEADER, MOST_DIMENSIONS
+from memsize.checkpoints.contents import Contents, Storage
+from memsize.checkpoints.dtypes import SAFETENSORS
+from memsize.checkpoints.source import Claims, Source, printable
+from memsize.checkpoints.storage_index import Piece, check_apart, file_contents
+from memsize.checkpoints.work_budget import LONGEST_HEADER, MOST_DIMENSIONS
 from memsize.errors import suggestion
 from memsize.files import MOST_VALUES, parse_json
 from memsize.records.trace import TensorSpec

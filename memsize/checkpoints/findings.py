@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from memsize.checkpoint.breakdown import Breakdown, halved
-from memsize.checkpoint.contents import PROBLEMS, Contents, Match, Tensor
-from memsize.checkpoint.dtypes import is_float
+from memsize.checkpoints.breakdown import Breakdown, halved
+from memsize.checkpoints.contents import PROBLEMS, Contents, Match, Tensor
+from memsize.checkpoints.dtypes import is_float
 from memsize.records.finding import Finding, Rules
 from memsize.units import Bytes
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memsize.checkpoint.breakdown import Breakdown
-from memsize.checkpoint.contents import Difference, Match, Tensor
+from memsize.checkpoints.breakdown import Breakdown
+from memsize.checkpoints.contents import Difference, Match, Tensor
 from memsize.records.trace import TensorSpec
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
-from memsize.checkpoint.contents import KINDS, Contents, Group, Part, PartKind, Tensor, View
-from memsize.checkpoint.dtypes import BITS, is_float
+from memsize.checkpoints.contents import KINDS, Contents, Group, Part, PartKind, Tensor, View
+from memsize.checkpoints.dtypes import BITS, is_float
 
 MOST_ROWS = 30
 """Rows of modules that are shown by default."""

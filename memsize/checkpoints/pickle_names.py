@@ -4,7 +4,7 @@ A pickle names functions and classes and their arguments; unpickling calls them.
 keeps them as values, so that no name is dangerous to memsize itself. The policy decides what the report says:
 
 * **known** names are those that ``torch.load(weights_only=True)`` allows, and a few containers of Python: their meaning
-  is built in (`memsize.checkpoint.pickle_values`).
+  is built in (`memsize.checkpoints.pickle_values`).
 * **opaque** names are all others: an ``argparse.Namespace``, a class of the user's. What they were given is searched
   for tensors, and their names are reported, since ``weights_only`` refuses the file and plain ``torch.load`` would
   import and call them.
@@ -19,7 +19,7 @@ as opaque and runs just as little.
 
 from __future__ import annotations
 
-from memsize.checkpoint.dtypes import STORAGES, torch_dtype
+from memsize.checkpoints.dtypes import STORAGES, torch_dtype
 
 _MODULES = frozenset(
     """

@@ -16,15 +16,15 @@ import zlib
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from memsize.checkpoint.contents import Contents, Storage, Use
-from memsize.checkpoint.dtypes import BITS
-from memsize.checkpoint.pickle_names import is_allowed
-from memsize.checkpoint.pickle_values import Blob, Dict, StorageValue
-from memsize.checkpoint.pickle_walk import Locate, PickleContents, walk
-from memsize.checkpoint.source import Claims, Source, printable
-from memsize.checkpoint.storage_index import StorageIndex, file_contents
-from memsize.checkpoint.unpickler import Unpickler
-from memsize.checkpoint.work_budget import BEST_PACKING, LONGEST_DIRECTORY, MOST_UNPACKED
+from memsize.checkpoints.contents import Contents, Storage, Use
+from memsize.checkpoints.dtypes import BITS
+from memsize.checkpoints.pickle_names import is_allowed
+from memsize.checkpoints.pickle_values import Blob, Dict, StorageValue
+from memsize.checkpoints.pickle_walk import Locate, PickleContents, walk
+from memsize.checkpoints.source import Claims, Source, printable
+from memsize.checkpoints.storage_index import StorageIndex, file_contents
+from memsize.checkpoints.unpickler import Unpickler
+from memsize.checkpoints.work_budget import BEST_PACKING, LONGEST_DIRECTORY, MOST_UNPACKED
 
 _LOCAL, _END, _DESCRIPTOR = b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08"
 _END_SIZE, _LOCAL_SIZE, _LONGEST_COMMENT = 22, 30, 0xFFFF

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
-from memsize.checkpoint.contents import Difference, Group, PartKind, Storage, Tensor, View
-from memsize.checkpoint.findings import Inspection
+from memsize.checkpoints.contents import Difference, Group, PartKind, Storage, Tensor, View
+from memsize.checkpoints.findings import Inspection
 from memsize.records.answer import Answer
 from memsize.records.cells import Cell, Share
 from memsize.records.fields import BYTES, COUNT, NAME, PATH, SHARE, SPECS, TEXT, WORDS, Fields, FlatTable, field, shown

@@ -3,7 +3,7 @@
 safetensors, GGUF, PyTorch's zip and legacy formats, and sets of these in several files. Nothing here imports torch.
 """
 
-from memsize.checkpoint.contents import Contents
-from memsize.checkpoint.reader import read
+from memsize.checkpoints.contents import Contents
+from memsize.checkpoints.reader import read
 
 __all__ = ["Contents", "read"]

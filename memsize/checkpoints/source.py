@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from memsize import files
-from memsize.checkpoint.contents import USES, Use
-from memsize.checkpoint.work_budget import LONGEST_NAME, WorkBudget
+from memsize.checkpoints.contents import USES, Use
+from memsize.checkpoints.work_budget import LONGEST_NAME, WorkBudget
 from memsize.errors import CheckpointError
-from memsize.printable import printable as text_printable
-from memsize.printable import shortened
+from memsize.printable import printable as text_printable, shortened
 
 
 def printable(text: str, longest: int = LONGEST_NAME) -> str:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from memsize import files
-from memsize.checkpoint import gguf, safetensors, torch_files
-from memsize.checkpoint.contents import Contents, Storage, Tensor
-from memsize.checkpoint.source import Source, opened, printable
-from memsize.checkpoint.work_budget import LONGEST_INDEX
+from memsize.checkpoints import gguf, safetensors, torch_files
+from memsize.checkpoints.contents import Contents, Storage, Tensor
+from memsize.checkpoints.source import Source, opened, printable
+from memsize.checkpoints.work_budget import LONGEST_INDEX
 from memsize.errors import CheckpointError
 from memsize.printable import shortened
 

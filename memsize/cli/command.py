@@ -1,0 +1,333 @@
+"""A command: the options of a request, one call of the API with it, and one answer that is drawn."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
+
+from memsize.cli.output import Color, Destination, Formats, destination
+from memsize.cli.working import Session, say, working
+from memsize.errors import InputError, UnknownOutputError
+from memsize.processes.workers import side_by_side
+from memsize.records.run_file import is_run_file
+from memsize.render import FORMATS, IMAGES
+from memsize.render.unit import USUAL
+from memsize.spec.options import Option, build, options_of
+from memsize.units import DECIMAL, UNITS
+
+WITH_SNAPSHOT = {**FORMATS, "snapshot": (".pickle", ".pkl")}
+"""The formats of an answer that holds a run's events: a snapshot is for PyTorch's memory viewer."""
+
+WITH_PARQUET = {**FORMATS, "parquet": (".parquet",)}
+"""The formats of a table that other programs read."""
+
+
+def command(
+    request: type,
+    *,
+    formats: Formats = FORMATS,
+    also: Sequence[click.Parameter] = (),
+    cls: type[click.Command] | None = None,
+    answers: bool = True,
+    **settings: Any,
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make a command of a function of a `request` and, where it `answers`, of a `Destination`, its `output`; `also` are
+    options that it takes by name.
+
+    `settings` are those of `click.Command`. An old flag is taken for the new one, which a line on stderr names.
+    """
+
+    def decorate(function: Callable[..., Any]) -> click.Command:
+        def run(**values: Any) -> Any:
+            if answers:
+                values["output"] = _destination(formats, **{name: values.pop(name) for name in _DESTINATION})
+            chosen = {key: values.pop(key) for key in options_of(request) if key in values}
+            with _renames_shown():
+                return function(request_of(request, chosen), **values)
+
+        name = function.__name__.replace("_", "-")
+        params = [*parameters(request), *also, *(_output_options(formats) if answers else [debug_option()])]
+        return (cls or RequestCommand)(name, params=params, callback=run, help=function.__doc__, **settings)
+
+    return decorate
+
+
+class RequestCommand(click.Command):
+    """A command that understands the old names of its options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, with old flags replaced by new ones."""
+        return super().parse_args(ctx, list(self._by_new_flags(args)))
+
+    def _by_new_flags(self, arguments: list[str]) -> Iterator[str]:
+        new = {
+            old: p.declared.flag for p in self.params if isinstance(p, RequestOption) for old in p.declared.old_flags
+        }
+        rest = iter(arguments)
+        for argument in rest:
+            flag, equals, value = argument.partition("=")
+            if flag in new:
+                say(f"{flag} is now {new[flag]}")
+                argument = f"{new[flag]}{equals}{value}"
+            yield argument
+            if argument == "--":
+                yield from rest
+
+
+class RequestOption(click.Option):
+    """An option of a request: a saved run cannot follow it any more."""
+
+    def __init__(self, declared: Option, **settings: Any) -> None:
+        self.declared = declared
+        super().__init__([*declared.flags, declared.key], **settings)
+
+
+def parameters(request: type) -> list[click.Parameter]:
+    """The arguments and options of a request."""
+    return [
+        _argument(choice) if choice.positional else _option(choice)
+        for choice in options_of(request).values()
+        if choice.written
+    ]
+
+
+def _argument(choice: Option) -> click.Argument:
+    several: dict[str, Any] = {"nargs": -1, "type": click.UNPROCESSED} if choice.kind == "texts" else {}
+    if choice.kind == "path":
+        several["type"] = click.Path(path_type=Path)
+    if choice.key in _TARGETS:
+        several["shell_complete"] = _files
+    if choice.default not in (None, ""):
+        several["required"] = False
+    return click.Argument([choice.key], metavar=choice.metavar, **several)
+
+
+def _option(choice: Option) -> RequestOption:
+    """The click option of a declared one; its value is used only where it was given."""
+    shown = f" [default: {choice.shown}]" if choice.shown else ""
+    settings: dict[str, Any] = {"help": choice.help + shown, "metavar": choice.metavar}
+    if choice.default not in (None, False, "", ()) and not choice.shown:
+        settings |= {"default": choice.default, "show_default": True}
+    if choice.kind == "flag":
+        settings["is_flag"] = True
+        settings.setdefault("default", choice.default)
+    elif choice.kind in ("list", "texts", "table"):
+        settings["multiple"] = True
+        if "default" in settings:
+            settings["default"] = (settings["default"],)
+    else:
+        settings["type"] = _type(choice)
+    if choice.key in _TARGETS:
+        settings["shell_complete"] = _files
+    return RequestOption(choice, **settings)
+
+
+_TARGETS = ("target", "inputs", "before", "after", "script")
+
+
+def _type(choice: Option) -> Any:
+    if choice.choices:
+        return click.Choice(choice.choices)
+    if choice.kind == "path":
+        return click.Path(path_type=Path)
+    if choice.kind == "count":
+        return click.INT if choice.least is None else click.IntRange(min=int(choice.least))
+    return click.FLOAT if choice.kind == "number" else click.STRING
+
+
+def _files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """What a shell completes a target with: the names of files."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def request_of(request: type, values: Mapping[str, Any]) -> Any:
+    """The request of those `values` that were given on the command line."""
+    options = options_of(request)
+    chosen = {
+        key: ",".join(value) if options[key].kind == "list" else value
+        for key, value in values.items()
+        if given(key) or (options[key].positional and value is not None)
+    }
+    return build(request, chosen, spell=lambda choice: choice.key if choice.positional else choice.flag)
+
+
+def given(name: str) -> bool:
+    """Whether the option of that name was given."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+@contextlib.contextmanager
+def _renames_shown() -> Iterator[None]:
+    """While open, old keys of TOML files are named in one line on stderr."""
+    show = warnings.showwarning
+
+    def shown(message: Warning | str, category: type[Warning], *rest: Any, **keywords: Any) -> None:
+        if category is DeprecationWarning and " is now " in str(message):
+            say(str(message))
+        else:
+            show(message, category, *rest, **keywords)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", r".* is now \w+$", DeprecationWarning)
+        warnings.showwarning = shown
+        yield
+
+
+def answer(
+    output: Destination,
+    kind: str,
+    path: object,
+    ask: Callable[[Any, Callable[[str], None]], Any],
+    *,
+    jobs: int | None = None,
+    **view: Any,
+) -> Any:
+    """Draw what `ask`, a function of the API and of a progress line, answers, or the saved run at `path`.
+
+    What the user's model prints goes to stderr: stdout holds the answer and nothing else.
+    """
+    with output.shown_if_interrupted(**view), working() as progress, side_by_side(jobs):
+        from memsize import api
+        from memsize.analysis.saved_runs import load_kind
+
+        reply = load_kind(str(path), kind) if is_saved(path) else ask(api, progress)
+        progress("writing the answer")
+        output.keep(reply)
+        text = output.drawn(reply, **view)
+    output.write(text)
+    return reply
+
+
+def parts_shown(progress: Any, output: Destination) -> dict[str, Any]:
+    """The keywords by which a search tells what it is doing, and what a row says once it is there."""
+    unit = output.unit or USUAL
+    return {"progress": progress, "found": lambda part: progress.found(part.text(unit))}
+
+
+def is_saved(target: object, *also: str) -> bool:
+    """Whether `target` is a saved run; raises `InputError` where an option was given that a run cannot follow any more.
+
+    `also` names further options that the command applies to a saved run.
+    """
+    if not isinstance(target, str | Path) or not is_run_file(target):
+        return False
+    refuse_options(f"{target} is a saved run", *also)
+    return True
+
+
+def refuse_options(why: str, *also: str) -> None:
+    """Raise `InputError`, which begins with `why`, where an option was given that asks for a run, other than `also`."""
+    for parameter in click.get_current_context().command.params:
+        name = str(parameter.name)
+        if isinstance(parameter, RequestOption) and given(name) and name not in also:
+            raise InputError(f"{why}: {parameter.declared.flag} would need the model to be run again")
+
+
+# -- options of an answer ----------------------------------------------------------------------------------------------
+
+depth_option = click.Option(
+    ["--depth"],
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Show layers down to this depth, and add deeper ones to their parents.",
+)
+
+jobs_option = click.Option(
+    ["-j", "--jobs"],
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes that run scenarios side by side. [default: one per core]",
+)
+
+_DESTINATION = ("unit", "format", "file", "save", "force", "full", "color")
+
+
+def _destination(
+    formats: Formats,
+    *,
+    unit: str | None,
+    format: str | None,
+    file: Path | None,
+    save: Path | None,
+    force: bool,
+    full: bool,
+    color: Color,
+) -> Destination:
+    unit = unit and parse_unit(unit)
+    return destination(file, format, force, {**formats, **IMAGES}, unit=unit, saved=save, full=full, color=color)
+
+
+def parse_unit(text: str) -> str:
+    """The unit called `text`, in any case: mib and MIB are MiB."""
+    units = (*UNITS, *DECIMAL)
+    match = text if text in units else next((unit for unit in units if unit.lower() == text.lower()), None)
+    if match is None:
+        raise UnknownOutputError("unit", text, units)
+    return match
+
+
+def _set_debug(context: click.Context, _: click.Parameter, debug: bool) -> None:
+    session = context.find_object(Session)
+    if session is not None:
+        session.debug = debug
+
+
+def _output_options(formats: Formats) -> tuple[click.Option, ...]:
+    path = click.Path(path_type=Path)
+    return (
+        click.Option(
+            ["-u", "--units", "unit"],
+            metavar="UNIT",
+            help="Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB. [default: MiB, or smaller for a tiny "
+            "model]",
+        ),
+        click.Option(
+            ["-f", "--format", "format"],
+            metavar="FORMAT",
+            help=f"Output format: {', '.join({**formats, **IMAGES})}. [default: from the suffix of -o, else text]",
+        ),
+        click.Option(
+            ["-o", "--output", "file"],
+            type=path,
+            metavar="FILE",
+            help="Write to this file, in the format given by its suffix.",
+        ),
+        click.Option(
+            ["--save"],
+            type=path,
+            metavar="FILE",
+            help="Also save the run, as run.memsize: every command takes that file in place of TARGET.",
+        ),
+        click.Option(["--force"], is_flag=True, help="Overwrite the file if it exists."),
+        click.Option(
+            ["--full"],
+            is_flag=True,
+            help="Show all of the answer. [default: what fits the terminal's height; elsewhere all]",
+        ),
+        click.Option(
+            ["--color"],
+            type=click.Choice(get_args(Color)),
+            default="auto",
+            help="When to use colors. [default: on a terminal, unless NO_COLOR is set]",
+        ),
+        debug_option(),
+    )
+
+
+def debug_option() -> click.Option:
+    """The flag --debug."""
+    return click.Option(
+        ["--debug"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_set_debug,
+        help="Show tracebacks of errors.",
+    )

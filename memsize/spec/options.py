@@ -1,0 +1,348 @@
+"""Options, each declared once: a request is a frozen dataclass whose fields say how people write them.
+
+The command line's options, the keywords of Python, the keys of TOML files and the checks of their values follow from
+`option` and `part`:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Serving:
+        block_size: int = option(16, "Tokens of a block.", least=1, old=("block", "--block"))
+
+    @dataclass(frozen=True, kw_only=True)
+    class ServeRequest:
+        serving: Serving = part(Serving)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cache, wraps
+from typing import Any, Final, Literal, TypeVar, get_args
+
+from memsize.errors import InputError, UnknownInputError, quoted
+
+Kind = Literal["text", "count", "number", "flag", "list", "texts", "table", "path"]
+"""``list`` is written with commas, also in parts; ``texts`` is written once for each text."""
+T = TypeVar("T")
+_KINDS: Final[Mapping[str, Kind]] = {"str": "text", "int": "count", "float": "number", "bool": "flag"}
+_PYTHON: Final[Mapping[str, type]] = {"str": str, "int": int, "float": float, "bool": bool, "None": type(None)}
+_TOML: Final[Mapping[Kind, tuple[type, ...]]] = {
+    "text": (str,),
+    "count": (int,),
+    "number": (float, int),
+    "flag": (bool,),
+    "list": (str, list),
+    "texts": (str, list),
+    "table": (dict,),
+    "path": (str,),
+}
+_WORDS: Final = {
+    str: "a text",
+    list: "a list",
+    dict: "a table",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "None",
+}
+_OPTION: Final = "option"
+_PART: Final = "part"
+
+
+class UnknownKeywordError(UnknownInputError, TypeError):
+    """A keyword that the function does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One field as people write it: `key` in Python and TOML, `flags` on the command line.
+
+    `shown` is its default in help where the value itself would say nothing. `least` is its smallest value. `old` are
+    names of earlier releases, flags with their dashes. `read` makes the value of texts and TOML values. A `positional`
+    one is an argument of the command and of the function. One that is not `written` is Python's alone.
+    """
+
+    help: str
+    key: str = ""
+    flags: tuple[str, ...] = ()
+    kind: Kind | None = None
+    types: tuple[type, ...] = ()
+    default: Any = None
+    shown: str | None = None
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    old: tuple[str, ...] = ()
+    read: Callable[[Any], Any] | None = None
+    positional: bool = False
+    written: bool = True
+
+    @property
+    def flag(self) -> str:
+        """The flag that messages name."""
+        return max(self.flags, key=len).partition("/")[0]
+
+    @property
+    def old_keys(self) -> tuple[str, ...]:
+        """Its earlier names in Python and TOML files."""
+        return tuple(name for name in self.old if not name.startswith("-"))
+
+    @property
+    def old_flags(self) -> tuple[str, ...]:
+        """Its earlier names on the command line."""
+        return tuple(name for name in self.old if name.startswith("-"))
+
+    def checked(self, value: Any, name: str = "") -> Any:
+        """Return `value`; raise `InputError`, naming the option `name`, for one that it cannot have."""
+        name = name or self.key
+        if self.kind == "list" and isinstance(value, int):
+            value = str(value)
+        if self.kind == "list" and not isinstance(value, str) and isinstance(value, Iterable):
+            value = ",".join(map(str, value))
+        if value is None and self.default is None:
+            return value
+        if self.types and (not isinstance(value, self.types) or (isinstance(value, bool) and bool not in self.types)):
+            raise InputError(f"{name} is {quoted(str(value))}: it should be {words(self.types)}")
+        if self.least is not None and isinstance(value, int | float) and value < self.least:
+            raise InputError(f"{name} is {value:g}: it must be at least {self.least:g}")
+        if self.choices and value not in self.choices:
+            raise UnknownInputError(name.lstrip("-").replace("_", " "), str(value), self.choices)
+        return value
+
+    def taken(self, value: Any, spell: Callable[[Option], str], python: bool) -> Any:
+        """Return what `value` means, as Python gives it or as it is written."""
+        return self.checked(self.read(value) if self.read and not python else value, spell(self))
+
+    def check_toml(self, value: Any) -> None:
+        """Raise `InputError` for a value of another type than a TOML file has for it."""
+        check_type(self.key, value, _TOML[self.kind or "text"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A request that is a field of another: `cls` without some of its fields, others changed.
+
+    It is there always, or only `when` ``"any"`` of its options is given, or the one of that key: the others are for
+    `purpose`, and refused without it. `keywords` makes it of Python's keywords where those are not its fields.
+    """
+
+    cls: type
+    without: frozenset[str] = frozenset()
+    when: str = ""
+    purpose: str = ""
+    keywords: Callable[..., Any] | None = None
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def options(self) -> dict[str, Option]:
+        """The options by the names of the fields of `cls`."""
+        return {
+            name: replace(choice, **self.changes.get(name, {}))
+            for name, choice in _own_options(self.cls).items()
+            if name not in self.without
+        }
+
+    def value(self, name: str, given_values: Mapping[str, Any], spell: Callable[[Option], str], python: bool) -> Any:
+        """The part, called `name` in its request, of the values by their keys."""
+        options = self.options()
+        values = {n: given_values[o.key] for n, o in options.items() if given_values.get(o.key) is not None}
+        whole = next((v for v in (given_values.get(name), *values.values()) if isinstance(v, self.cls)), None)
+        if whole is not None:
+            others = (key for key in self.keys(python) if given_values.get(key) not in (None, whole))
+            if (twice := next(others, None)) is not None:
+                raise InputError(f"{twice} is said twice: the {self.cls.__name__} holds it already")
+            return whole
+        if self.when and self._is_missing(values, options, given_values, spell):
+            return None
+        if python and self.keywords is not None:
+            return self.keywords(**{key: given_values[key] for key in self.keys(python) if key in given_values})
+        changed = {n: options[n].default for n, change in self.changes.items() if "default" in change and n in options}
+        read = {n: options[n].taken(value, spell, python) for n, value in values.items()}
+        return self.cls(**(changed | read))
+
+    def _is_missing(
+        self,
+        values: Mapping[str, Any],
+        options: Mapping[str, Option],
+        given_values: Mapping[str, Any],
+        spell: Callable[[Option], str],
+    ) -> bool:
+        """Whether nothing asks for it; raises `InputError` for options that are of no use then."""
+        if self.when == "any":
+            return not values
+        lead = next(choice for choice in options.values() if choice.key == self.when)
+        if given_values.get(lead.key, lead.default) is not None:
+            return False
+        if others := [options[n] for n in values if options[n] is not lead]:
+            raise InputError(f"{spell(others[0])} is for {self.purpose.format(spell(lead))}")
+        return True
+
+    def keys(self, python: bool) -> tuple[str, ...]:
+        """The keys that it takes."""
+        keys = tuple(choice.key for choice in self.options().values())
+        if not python or self.keywords is None:
+            return keys
+        from inspect import signature
+
+        omitted = {choice.key for name, choice in _own_options(self.cls).items() if name in self.without}
+        return tuple(name for name in signature(self.keywords).parameters if name not in omitted)
+
+
+def option(default: Any, help: str, **settings: Any) -> Any:
+    """Declare a field with its `help` and the settings of an `Option`; without a `default` it has to be given."""
+    factory = settings.pop("factory", None)
+    shown = None if default is MISSING or factory else default
+    metadata = {_OPTION: Option(help=help, default=shown, **settings)}
+    return field(default_factory=factory, metadata=metadata) if factory else field(default=default, metadata=metadata)
+
+
+def part(cls: type, **settings: Any) -> Any:
+    """Declare a field that holds another request: the settings of a `Part`, and changes by the names of its fields."""
+    named = {name: settings.pop(name) for name in ("when", "purpose", "keywords") if name in settings}
+    without = frozenset(settings.pop("without", ()))
+    declared = Part(cls=cls, without=without, changes=settings, **named)
+    return field(
+        default_factory=lambda: declared.value("", {}, lambda choice: choice.key, False), metadata={_PART: declared}
+    )
+
+
+REQUIRED: Final = MISSING
+"""The default of an option that has to be given."""
+
+
+@cache
+def _own_options(cls: Any) -> dict[str, Option]:
+    found = {each.name: _named(each) for each in fields(cls) if _OPTION in each.metadata}
+    return found
+
+
+def _named(declared: Field[Any]) -> Option:
+    """The option of a field, with what follows from the field's name and annotation."""
+    choice: Option = declared.metadata[_OPTION]
+    annotation = str(declared.type).split(" | ")
+    key = choice.key or declared.name
+    types = tuple(_PYTHON[name] for name in annotation) if set(annotation) <= set(_PYTHON) else ()
+    kind = choice.kind or _KINDS.get(annotation[0], "text")
+    metavar = choice.metavar or ("N" if kind == "count" and not choice.choices else None)
+    flags = choice.flags or (f"--{key.replace('_', '-')}",)
+    number = (int, *types) if float in types else types
+    return replace(choice, key=key, kind=kind, types=number, metavar=metavar, flags=flags)
+
+
+@cache
+def options_of(request: Any) -> dict[str, Option]:
+    """All options of a request and its parts by their keys, in the order of their fields."""
+    return {choice.key: choice for each in fields(request) for choice in _options_at(each)}
+
+
+def _options_at(declared: Field[Any]) -> Iterator[Option]:
+    if _OPTION in declared.metadata:
+        yield _named(declared)
+    elif _PART in declared.metadata:
+        yield from declared.metadata[_PART].options().values()
+
+
+def python_keywords(request: type) -> tuple[str, ...]:
+    """The keywords that a function with this request takes, its positional arguments first."""
+    found: list[str] = []
+    for each in fields(request):
+        if _PART in each.metadata:
+            found += each.metadata[_PART].keys(True)
+        elif _OPTION in each.metadata:
+            found.append(_named(each).key)
+    return tuple(dict.fromkeys(found))
+
+
+def build(
+    request: type[T],
+    values: Mapping[str, Any],
+    *,
+    spell: Callable[[Option], str] = lambda choice: choice.key,
+    python: bool = False,
+) -> T:
+    """The request with these values by their keys; `spell` is how messages name an option.
+
+    Raises `InputError` for a value that its option cannot have, and for values that cannot be meant together.
+    """
+    arguments: dict[str, Any] = {}
+    for each in fields(request):  # type: ignore[arg-type]
+        if _PART in each.metadata:
+            arguments[each.name] = each.metadata[_PART].value(each.name, values, spell, python)
+        elif _OPTION in each.metadata:
+            choice = _named(each)
+            if choice.key in values:
+                arguments[each.name] = choice.taken(values[choice.key], spell, python)
+            elif each.default is MISSING and each.default_factory is MISSING:
+                raise InputError(f"{choice.key} is missing")
+    return request(**arguments)
+
+
+def of_keywords(request: type[T], keywords: Mapping[str, Any], also: Iterable[str] = (), stacklevel: int = 5) -> T:
+    """The request of a Python call; old keywords are renamed with a `DeprecationWarning`.
+
+    Raises `UnknownKeywordError` for a keyword that is neither the request's nor one of `also`, and `InputError` for a
+    value that it cannot have.
+    """
+
+    def warn(old: str, new: str) -> None:
+        warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=stacklevel)
+
+    values = renamed(keywords, options_of(request).values(), warn)  # type: ignore[arg-type]
+    names = {each.name for each in fields(request) if _PART in each.metadata}  # type: ignore[arg-type]
+    known = (*python_keywords(request), *also)
+    for name in values:
+        if name not in known and name not in names:
+            raise UnknownKeywordError("keyword", name, known, problem=f"unknown keyword `{name}`")
+    return build(request, values, python=True)
+
+
+def renamed(values: Mapping[str, Any], options: Iterable[Option], warn: Callable[[str, str], None]) -> dict[str, Any]:
+    """`values` by today's keys; `warn` gets each old key and the new one.
+
+    Raises `InputError` where both are there.
+    """
+    new = {old: choice.key for choice in options for old in choice.old_keys}
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in new and new[key] != key:
+            warn(key, new[key])
+            if new[key] in values:
+                raise InputError(f"{key} is the old name of {new[key]}: leave one of them out")
+        result[new.get(key, key)] = value
+    return result
+
+
+def check_fields(request: Any) -> None:
+    """Raise `InputError` for a field whose value its option cannot have: for a dataclass's ``__post_init__``."""
+    for name, choice in _own_options(type(request)).items():  # type: ignore[arg-type]
+        choice.checked(getattr(request, name))
+
+
+def accepts_old_names(cls: type[T]) -> type[T]:
+    """Let a dataclass be made with the old names of its options too, with a `DeprecationWarning`."""
+    initialize: Any = cls.__init__
+
+    def with_old_names(self: Any, *values: Any, **keywords: Any) -> None:
+        def warn(old: str, new: str) -> None:
+            warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=4)
+
+        initialize(self, *values, **renamed(keywords, _own_options(cls).values(), warn))  # type: ignore[arg-type]
+
+    cls.__init__ = wraps(initialize)(with_old_names)  # type: ignore[method-assign]
+    return cls
+
+
+def check_type(key: str, value: object, types: tuple[type, ...]) -> None:
+    """Raise `InputError` for a value of none of the types that its key has."""
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise InputError(f"{key} is {quoted(str(value))}: it should be {words(types)}")
+
+
+def words(types: Iterable[type]) -> str:
+    """The types in words: ``"a text or a list"``."""
+    return " or ".join(dict.fromkeys(_WORDS[each] for each in types if each is not type(None)))
+
+
+def choices_of(literal: Any) -> tuple[str, ...]:
+    """The values of a `Literal`."""
+    return get_args(literal)

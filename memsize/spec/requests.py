@@ -1,0 +1,422 @@
+"""What each command and each function of memsize is asked: one request each, put together from parts they share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from memsize.records.ranks import Which
+from memsize.records.world import World
+from memsize.spec.generation import GENERATED, Draft, Generation
+from memsize.spec.model_request import ModelRequest, parse_arguments
+from memsize.spec.options import REQUIRED, choices_of, option, part
+from memsize.spec.parallel import Parallel
+from memsize.spec.rank_choice import parse_rank
+from memsize.spec.scenario import DEFAULT
+from memsize.spec.serving import SERVED, Serving
+from memsize.spec.stack import Gpu
+from memsize.spec.training import Training
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Backend = Literal["loky", "dask", "ray"]
+OnExcess = Literal["warn", "raise", "ignore"]
+_Path = str | os.PathLike[str]
+_TRAINING: Final = {
+    "when": "train",
+    "purpose": "training steps: name an optimizer with {}, such as adamw",
+    "optimizer": {"default": None},
+}
+
+
+def _model(**changes: Any) -> Any:
+    return part(ModelRequest, keywords=ModelRequest.of, **changes)
+
+
+def _input() -> Any:
+    """The input of models that other options name."""
+    return part(ModelRequest, keywords=partial(ModelRequest.of, ""), without=("model",))
+
+
+def _scenario(help: str = "How to store and run the model.") -> Any:
+    return option("as-given", help, flags=("-s", "--scenario"), metavar="NAME")
+
+
+def _scenarios(usual: Iterable[str], help: str = "Scenarios separated by commas, or all.") -> Any:
+    settings = {"flags": ("-s", "--scenario"), "kind": "list", "metavar": "NAMES"}
+    return option(None, help, shown=", ".join(usual), **settings)
+
+
+def _parallel() -> Any:
+    return option(
+        None,
+        "Train on several GPUs, and show one: ddp=8[,views], fsdp=8[,offload], hsdp=4x8, tp=8, pp=4, "
+        "fsdp=8,tp=8,pp=4, dp=4.",
+        metavar="STRATEGY",
+    )
+
+
+def _execute() -> Any:
+    return option(False, "Compute for real, on the CPU: for models with data-dependent control flow.")
+
+
+def _jobs(help: str = "Processes that run scenarios side by side.", default: int | None = None) -> Any:
+    return option(default, help, flags=("-j", "--jobs"), shown="one per core", least=1)
+
+
+def _gpus(**changes: Any) -> Any:
+    help = "GPUs to simulate: t4, a100,h100 or local (this machine's)."
+    return part(Gpu, name={"help": help, "kind": "list", "metavar": "NAMES", "types": ()}, **changes)
+
+
+def _budget() -> Any:
+    return option(None, "Memory of the device, instead of the GPU's: 15109MiB, 24GB.", metavar="SIZE")
+
+
+def _margin() -> Any:
+    return option("0", "Memory to leave free: 500MiB, or 5% of the device.", metavar="SIZE")
+
+
+def _steps(default: int) -> Any:
+    return option(default, "Stop after N optimizer steps; 0 runs the program to its end.", least=0)
+
+
+def _allow_writes() -> Any:
+    return option(False, "Let the program write to files that were there before.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportRequest:
+    """What each byte of a model is."""
+
+    model: ModelRequest = _model()
+    training: Training | None = part(Training, **_TRAINING)
+    parallel: Parallel | str | None = _parallel()
+    gpu: Gpu = part(Gpu)
+    execute: bool = _execute()
+    scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffRequest:
+    """What changed from one model, revision, saved run or checkpoint to another."""
+
+    before: Any = option(REQUIRED, "", positional=True)
+    after: Any = option(REQUIRED, "", positional=True)
+    model: ModelRequest = _input()
+    training: Training | None = part(Training, **_TRAINING)
+    gpu: Gpu = part(Gpu)
+    execute: bool = _execute()
+    scenarios: str | Iterable[str] | None = _scenarios(
+        ("as-given",), "Scenarios to compare, separated by commas, or all."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineRequest:
+    """Live memory over training steps, or over one inference."""
+
+    model: ModelRequest = _model()
+    training: Training | None = part(Training, **_TRAINING)
+    parallel: Parallel | str | None = _parallel()
+    gpu: Gpu = part(Gpu)
+    execute: bool = _execute()
+    scenario: str = _scenario()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceRequest(TimelineRequest):
+    """The same in Python, where a loop of one's own can take the place of the usual one, as one process of many."""
+
+    training: Training | None = part(
+        Training,
+        when="optimizer",
+        purpose=_TRAINING["purpose"],
+        optimizer={"key": "optimizer"},
+    )
+    step: Callable[..., Any] | None = option(None, "A loop in place of the usual one.", written=False)
+    world: World | None = option(None, "The process of a distributed job.", written=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardRequest:
+    """The peak of a training loop of one's own, before its first step."""
+
+    model: nn.Module = option(REQUIRED, "", positional=True)
+    training: Training | None = part(
+        Training,
+        when="optimizer",
+        purpose=_TRAINING["purpose"],
+        without=("steps", "ema", "set_to_none", "scaler"),
+        optimizer={"key": "optimizer", "default": None, "positional": True},
+    )
+    batch: Any = option(REQUIRED, "", positional=True)
+    budget: str | int | None = option(None, "What PyTorch may reserve.", written=False)
+    on_excess: OnExcess = option("warn", "What to do where it is not enough.", choices=choices_of(OnExcess))
+    scenario: str = _scenario()
+    gpu: Gpu = part(Gpu, without=("stack", "allocator"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRequest:
+    """A prediction compared with a real GPU."""
+
+    model: ModelRequest = _model()
+    training: Training | None = part(Training, **_TRAINING)
+    scenario: str = _scenario()
+    device: int = option(0, "CUDA device to run on.", least=0)
+    against: _Path | None = option(
+        None,
+        "Compare with a saved measurement of the same step instead, without a GPU.",
+        kind="path",
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutRequest:
+    """What channels last does to a model."""
+
+    model: ModelRequest = _model()
+    scenario: str = _scenario()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """The largest batch, length or number of sequences that fits."""
+
+    model: ModelRequest = _model(
+        batch_size={
+            "help": "Check whether this batch fits, and what would make it fit. With --vary: the fixed batch size.",
+            "shown": None,
+        },
+        mode={"shown": "train with --train, else eval"},
+    )
+    vary: str = option(
+        "batch",
+        "What to vary: batch, context, both as context,batch, seq_len, image, or dimensions such as 0:1 or "
+        "input_ids:1 (0 is the batch).",
+        metavar="WHAT",
+    )
+    prompt: int | None = option(None, "Generate after a prompt of N tokens.", shown="512", least=1)
+    generation: Generation | None = part(Generation, when="any")
+    gpu: Gpu = _gpus()
+    budget: str | int | None = _budget()
+    margin: str | int = _margin()
+    scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
+    training: Training | None = part(Training, without=("steps",), **_TRAINING)
+    parallel: str | Iterable[str] | None = option(
+        None,
+        "Train on several GPUs: ddp=8[,views], fsdp=8[,offload] …, as for memsize timeline. Give several to "
+        "compare them.",
+        kind="texts",
+        metavar="STRATEGY",
+    )
+    gpus: str | Iterable[int] | None = option(
+        None,
+        "Numbers of GPUs to compare, for --parallel fsdp, ddp or hsdp=x8: 1..128 (doubling), or 6,12.",
+        kind="list",
+        metavar="NUMBERS",
+    )
+    remedies: bool | None = option(
+        None,
+        "Try what would make it fit.",
+        flags=("--remedies/--no-remedies",),
+        shown="if the batch in --batch-size doesn't fit",
+    )
+    crossovers: bool = option(False, "Report from which size autocast pays off, and where the peak moves.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitScriptRequest:
+    """The largest value of a script's own argument that fits."""
+
+    script: _Path = option(REQUIRED, "", positional=True)
+    arguments: Iterable[str] = option(REQUIRED, "", positional=True, kind="texts")
+    vary: str = option(
+        REQUIRED,
+        "The argument of the script to vary: batch-size for --batch-size 8 or batch_size=8.",
+        flags=("--vary-argument",),
+        metavar="NAME",
+    )
+    steps: int = option(3, "Optimizer steps of each run.", least=1)
+    gpu: Gpu = _gpus(without=("stack",))
+    budget: str | int | None = _budget()
+    margin: str | int = _margin()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """What a language model holds while it generates."""
+
+    model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode"))
+    prompt: int | str | Iterable[int] = option(
+        "512", "Tokens of the prompt; several lengths.", kind="list", metavar="N,…"
+    )
+    generation: Generation = part(Generation)
+    assistant_model: nn.Module | str | None = option(
+        None,
+        "A smaller model, which proposes tokens before each step.",
+        metavar="TARGET",
+        old=("assistant", "--assistant"),
+    )
+    prompt_lookup_num_tokens: int | None = option(
+        None, "N tokens before each step, looked up in the prompt.", least=1, old=("lookup", "--lookup")
+    )
+    batch_size: int | str | Iterable[int] = option(
+        "1",
+        "Sequences at once; several sizes.",
+        flags=("-b", "--batch-size"),
+        kind="list",
+        metavar="N,…",
+        old=("batches", "--batch"),
+    )
+    step: Callable[..., Any] | str | None = option(
+        None, "A loop in place of generate: file.py:function.", metavar="FUNCTION"
+    )
+    scenarios: str | Iterable[str] | None = _scenarios(GENERATED)
+    gpu: Gpu = part(Gpu)
+
+    @property
+    def draft(self) -> Draft | None:
+        """What proposes tokens before each step."""
+        return Draft.of(self.assistant_model, self.prompt_lookup_num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRequest:
+    """What a paged server holds."""
+
+    model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode"))
+    serving: Serving = part(Serving)
+    scenarios: str | Iterable[str] | None = _scenarios(SERVED)
+    gpu: Gpu = part(Gpu, without=("allocator",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """A script of one's own on a GPU that isn't there."""
+
+    script: _Path = option(REQUIRED, "", key="script", positional=True, metavar="PROGRAM")
+    arguments: Iterable[str] = option((), "", positional=True, kind="texts")
+    gpu: Gpu = part(Gpu)
+    steps: int = _steps(3)
+    module: bool = option(False, "PROGRAM is a module, as for python -m.", flags=("-m",))
+    allow_writes: bool = _allow_writes()
+    gpus: int | None = option(None, "Run it as one of N processes, one for each GPU of a job.")
+    nodes: int = option(1, "Machines that the GPUs are spread over.")
+    one_process: bool = option(False, "Start it once, with all N GPUs: for nn.DataParallel, device_map.")
+    rank: int | Which = option(
+        0,
+        "Which of the processes (or GPUs): its number, all, or distinct: as many as it takes to know what each holds.",
+        kind="text",
+        read=parse_rank,
+        metavar="RANK",
+    )
+    jobs: int | None = _jobs(default=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellRequest:
+    """A cell of a notebook on a GPU that isn't there."""
+
+    gpu: Gpu = part(Gpu, without=("stack",))
+    steps: int = _steps(3)
+    allow_writes: bool = _allow_writes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualGpuRequest:
+    """A GPU that isn't there, for a ``with`` block."""
+
+    gpu: Gpu = part(Gpu, without=("stack",), name={"positional": True})
+    steps: int = _steps(0)
+    allow_writes: bool = _allow_writes()
+    world: World | None = option(None, "The process of a distributed job.", written=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRequest:
+    """What takes up the space in a checkpoint."""
+
+    path: _Path = option(REQUIRED, "", positional=True, kind="path", metavar="FILE")
+    against: nn.Module | str | None = option(
+        None,
+        "Compare with the tensors of this model, a target of memsize report such as model.py:Net.",
+        metavar="TARGET",
+    )
+    arguments: Mapping[str, object] = option(
+        {},
+        "Argument for its constructor. Repeatable.",
+        flags=("--arg",),
+        kind="table",
+        factory=dict,
+        read=parse_arguments,
+        metavar="NAME=VALUE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainRequest:
+    """What a memory snapshot of a real GPU shows."""
+
+    snapshot: _Path = option(REQUIRED, "", positional=True, kind="path", metavar="FILE")
+    against: Any = option(
+        None,
+        "Compare with the peak that this saved run predicts: of memsize run, timeline or report --train.",
+        kind="path",
+        metavar="RUN",
+        old=("beside", "--beside"),
+    )
+    device: int | None = option(None, "GPU to explain.", shown="the fullest", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRequest:
+    """A grid of models, scenarios, batch sizes and GPUs."""
+
+    grid: _Path | Mapping[str, Any] = option(REQUIRED, "", positional=True, kind="path", metavar="FILE")
+    results: _Path | None = option(
+        None,
+        "Keep each cell in this file, and run only those that it lacks.",
+        kind="path",
+        metavar="FILE",
+        shown="FILE's name, ending in .jsonl",
+    )
+    retry: bool = option(False, "Run the cells again that failed.")
+    fresh: bool = option(False, "Forget the results that are there, and run all cells.")
+    jobs: int | None = _jobs("Processes that run cells side by side.")
+    backend: Backend = option(
+        "loky", "Where cells run: loky on this machine, dask or ray on a cluster.", choices=choices_of(Backend)
+    )
+    scheduler: str | None = option(None, "The cluster's scheduler: tcp://10.0.0.1:8786.", metavar="ADDRESS")
+    timeout: float | None = option(None, "Give up on a cell after this time.", metavar="SECONDS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRequest:
+    """A project's models against its limits and baselines."""
+
+    paths: Iterable[_Path] = option((), "", positional=True, kind="texts")
+    update: bool = option(False, "Write the baselines instead of comparing with them.")
+    select: str | Iterable[str] = option(
+        "", "Findings that count as errors, separated by commas.", kind="list", metavar="CODES"
+    )
+    ignore: str | Iterable[str] = option(
+        "", "Findings to leave out, separated by commas.", kind="list", metavar="CODES"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitRequest:
+    """The first section of a project."""
+
+    model: ModelRequest = _model()
+    training: Training | None = part(Training, without=("steps",), **_TRAINING)
+    gpu: Gpu = part(Gpu, without=("stack", "allocator"))
+    scenario: str = _scenario("How to store and run it.")
+    folder: _Path = option(".", "", positional=True, kind="path")

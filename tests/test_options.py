@@ -1,0 +1,147 @@
+"""Options are declared once: the command line, Python and TOML files take the same ones, and refuse what they don't."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from torch import nn
+
+import memsize
+from memsize import cli
+from memsize.errors import InputError
+from memsize.spec import requests
+from memsize.spec.options import Option, options_of, python_keywords
+from memsize.spec.section import MODEL_KEYS, ModelSection
+
+REQUESTS = {
+    name: value for name, value in vars(requests).items() if name.endswith("Request") and name != "ModelRequest"
+}
+NET = nn.Linear(8, 2)
+
+
+def options() -> list[tuple[str, Option]]:
+    return [(name, choice) for name, request in REQUESTS.items() for choice in options_of(request).values()]
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda: memsize.report(NET, (8,), scenario="fp32"), "unknown keyword `scenario`: did you mean scenarios"),
+        (lambda: memsize.report(NET, (8,), gpu=["t4", "a100"]), "gpu is .*: it should be a text"),
+        (lambda: memsize.report(NET, (8,), train="adamw", allocator="nonsense:1"), "no allocator setting"),
+        (lambda: memsize.report(NET, (8,), loss="mse"), "loss is for training steps: name an optimizer with train"),
+        (lambda: memsize.report(NET, (8,), arguments={"width": 3}), "arguments are for a target"),
+        (lambda: memsize.report(NET, input_data=torch.zeros(4, 8), batch_size=2), "real inputs have their batch"),
+        (lambda: memsize.trace(NET, (8,), train="adamw"), "unknown keyword `train`"),
+        (lambda: memsize.trace(NET, (8,), step=lambda model: model, loss="mse"), "step is a loop of your own"),
+        (lambda: memsize.serve("hf:gpt2", batch_size=7), "unknown keyword `batch_size`"),
+        (lambda: memsize.serve("hf:gpt2", block_size="16"), "block_size is '16': it should be a whole number"),
+        (lambda: memsize.generate("hf:gpt2", mode="train"), "unknown keyword `mode`"),
+        (lambda: memsize.generate("hf:gpt2", num_beams=0), "num_beams is 0: it must be at least 1"),
+        (
+            lambda: memsize.report(NET, (8,), train=memsize.Training("sgd"), loss="mse"),
+            "loss is said twice: the Training holds it already",
+        ),
+        (lambda: memsize.explain(), "snapshot is missing"),
+        (lambda: memsize.explain("a", "b"), "explain takes snapshot, and the rest by keywords"),
+        (lambda: memsize.explain("a", snapshot="b"), "snapshot is given twice"),
+    ],
+)
+def test_no_argument_is_ignored(call: Callable[[], object], problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        call()
+
+
+def test_an_unknown_keyword_is_a_type_error_too() -> None:
+    with pytest.raises(TypeError):
+        memsize.layout(NET, (8,), scenarios="fp32")
+
+
+def test_a_value_takes_the_place_of_its_options() -> None:
+    gpu = memsize.Gpu(name="t4", allocator="expandable_segments:True")
+    by_value = memsize.report(NET, (8,), scenarios="fp32", train=memsize.Training("sgd", loss="sum"), gpu=gpu)
+    by_words = memsize.report(
+        NET, (8,), scenarios="fp32", train="sgd", loss="sum", gpu="t4", allocator="expandable_segments:True"
+    )
+    assert by_value == by_words
+
+
+@pytest.mark.parametrize(
+    ("old", "call", "new"),
+    [
+        ("config", lambda: memsize.trace(NET, (8,), config="expandable_segments:True"), {"allocator"}),
+        ("accumulate", lambda: memsize.trace(NET, (8,), accumulate=2), {"gradient_accumulation_steps"}),
+        ("accumulate", lambda: memsize.Training("sgd", accumulate=2), {"gradient_accumulation_steps"}),
+        ("audit_layout", lambda: memsize.audit_layout(NET, (8,)), {"layout"}),
+        ("compare", lambda: memsize.compare(NET, NET), {"diff"}),
+    ],
+)
+def test_old_names_work_with_a_warning(old: str, call: Callable[[], object], new: set[str]) -> None:
+    with pytest.warns(DeprecationWarning, match=f"^{old} is now {new.pop()}$") as caught:
+        call()
+    assert {Path(warning.filename).name for warning in caught} == {Path(__file__).name}
+
+
+def test_an_old_name_beside_the_new_one_is_refused() -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="is now"),
+        pytest.raises(InputError, match="config is the old name of allocator"),
+    ):
+        memsize.trace(NET, (8,), config="", allocator="")
+
+
+def test_old_flags_and_keys_work_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["report", "torch.nn:ReLU", "--input", "8", "--train", "sgd", "-s", "fp32"]
+    assert cli.run([*arguments, "--accumulate=2"]) == 0
+    old = capsys.readouterr()
+    assert cli.run([*arguments, "--gradient-accumulation-steps", "2"]) == 0
+    assert old == (capsys.readouterr().out, "--accumulate is now --gradient-accumulation-steps\n")
+    Path("x.toml").write_text('target = "torch.nn:ReLU"\ninput = "8"\ntrain = "sgd"\naccumulate = 2\n')
+    assert cli.run(["sweep", "x.toml"]) == 0
+    assert capsys.readouterr().err == "x.toml: accumulate is now gradient_accumulation_steps\n"
+
+
+@pytest.mark.parametrize("name", cli.memsize.list_commands(click.Context(cli.memsize)))
+def test_help_shows_the_commands_own_defaults(name: str) -> None:
+    """Two commands may have other defaults for the same option: as they are declared, so they are shown."""
+    context = click.Context(cli.memsize)
+    command = cli.memsize.get_command(context, name)
+    assert command is not None
+    request = REQUESTS["".join(map(str.capitalize, name.split("-"))) + "Request"]
+    for parameter in command.params:
+        declared: Any = getattr(parameter, "declared", None)
+        if declared is not None:
+            assert declared == options_of(request)[declared.key]
+            text = " ".join(str(parameter.get_help_record(click.Context(command))).split())
+            assert declared.shown is None or f"[default: {declared.shown}" in text.replace("- ", "-")
+
+
+def test_every_option_says_what_it_does() -> None:
+    for name, choice in options():
+        assert choice.positional or (choice.help[:1].isupper() and choice.help.endswith((".", "…", "own"))), (
+            name,
+            choice,
+        )
+
+
+def test_python_has_every_option_of_the_command_line() -> None:
+    renamed = {"target": "model", "input": "input_size", "inputs": "input_data"}
+    for name, request in REQUESTS.items():
+        keywords = python_keywords(request)
+        for key in options_of(request):
+            assert renamed.get(key, key) in keywords, (name, key)
+
+
+def test_every_key_of_a_section_is_an_option_of_report_or_timeline() -> None:
+    options = options_of(requests.ReportRequest) | options_of(requests.TimelineRequest)
+    assert set(MODEL_KEYS) <= {*options}
+    for key, choice in options_of(ModelSection).items():
+        assert choice.old == options[key].old
