@@ -85,11 +85,7 @@ def what_is_stored(models: Models) -> Iterator[Finding]:
     yield Finding(
         "stored-unchanged" if same else "stored-changed",
         text,
-        {
-            "before": Bytes(first.stored),
-            "after": Bytes(second.stored),
-            "share": signed_share(first.stored, second.stored),
-        },
+        _went(first.stored, second.stored),
         bytes=second.stored - first.stored,
     )
 
@@ -102,7 +98,7 @@ def what_is_kept(models: Models) -> Iterator[Finding]:
         yield Finding(
             "kept-for-backward-changed",
             "What is kept for backward went from {before} to {after} ({share}).",
-            {"before": Bytes(saved[0]), "after": Bytes(saved[1]), "share": signed_share(*saved)},
+            _went(*saved),
             bytes=saved[1] - saved[0],
         )
 
@@ -122,12 +118,7 @@ def peaks(models: Models) -> Iterator[Finding]:
         yield Finding(
             "peak-changed",
             f"The {of} of {{scenario}} went from {{before}} to {{after}} ({{share}}).",
-            {
-                "scenario": figure.scenario,
-                "before": Bytes(figure.before or 0),
-                "after": Bytes(figure.after or 0),
-                "share": signed_share(figure.before or 0, figure.after or 0),
-            },
+            {"scenario": figure.scenario, **_went(figure.before or 0, figure.after or 0)},
             bytes=change,
         )
 
@@ -140,12 +131,7 @@ def resized(models: Models) -> Iterator[Finding]:
         yield Finding(
             "tensors-resized",
             "{count} of the tensors changed shape, {before} → {after}: {layers}.",
-            {
-                "count": len(members),
-                "before": Bytes(sum(pair.before.bytes for pair in members if pair.before)),
-                "after": Bytes(sum(pair.after.bytes for pair in members if pair.after)),
-                "layers": _layers(members),
-            },
+            {"count": len(members), **_sizes(members)},
             bytes=sum(pair.bytes for pair in members),
             layers=_layers(members),
         )
@@ -162,14 +148,7 @@ def changed(models: Models) -> Iterator[Finding]:
         yield Finding(
             "tensors-changed",
             "{count} of the tensors went from {old} to {new}, {before} → {after}: {layers}.",
-            {
-                "count": len(members),
-                "old": old,
-                "new": new,
-                "before": Bytes(sum(pair.before.bytes for pair in members if pair.before)),
-                "after": Bytes(sum(pair.after.bytes for pair in members if pair.after)),
-                "layers": _layers(members),
-            },
+            {"count": len(members), "old": old, "new": new, **_sizes(members)},
             bytes=sum(pair.bytes for pair in members),
             layers=_layers(members),
         )
@@ -226,6 +205,18 @@ def odd_afterwards(models: Models) -> Iterator[Finding]:
         evidence = Evidence(as_given=models.after)
         yield from mixed_dtypes(evidence)
         yield from wrappers_that_misreport(evidence)
+
+
+def _went(before: int, after: int) -> dict[str, object]:
+    return {"before": Bytes(before), "after": Bytes(after), "share": signed_share(before, after)}
+
+
+def _sizes(pairs: list[Change]) -> dict[str, object]:
+    return {
+        "before": Bytes(sum(pair.before.bytes for pair in pairs if pair.before)),
+        "after": Bytes(sum(pair.after.bytes for pair in pairs if pair.after)),
+        "layers": _layers(pairs),
+    }
 
 
 def _layers(pairs: list[Change]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from memsize.ranks.group import environment
 from memsize.ranks.tensor_parallel import undivided
 from memsize.records import aggregates
 from memsize.records.finding import Finding, Moment, Rules, moment_in_words
-from memsize.records.program import ProgramRun, WentOn
+from memsize.records.program import ProgramRun, Refused, WentOn
 from memsize.records.roles import noun
 from memsize.records.world import ALONE
 from memsize.units import Bytes
@@ -42,11 +42,7 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
         brief = f"The program runs out of {{card}}'s memory {times}, and goes on: {then}"
     values = {
         "card": run.card.name,
-        "line": first.line or "a line of PyTorch's own",
-        "where": moment_in_words(first.phase, first.layer),
-        "op": first.op,
-        "bytes": Bytes(first.bytes),
-        "free": Bytes(first.free),
+        **request_in_words(first),
         "count": len(run.refused),
         "total": Bytes(run.card.bytes),
         **follows,
@@ -55,6 +51,28 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     yield Finding(
         "run-out-of-memory", template + ".", values, bytes=first.bytes, layers=_layers(first.layer), brief=brief + "."
     )
+
+
+def request_in_words(request: Refused) -> dict[str, object]:
+    """The values of a sentence on a request that the card refused."""
+    return {
+        "line": request.line or "a line of PyTorch's own",
+        "where": moment_in_words(request.phase, request.layer),
+        "op": request.op,
+        "bytes": Bytes(request.bytes),
+        "free": Bytes(request.free),
+    }
+
+
+def peak_in_words(run: ProgramRun) -> dict[str, object]:
+    """The values of a sentence on the peak of a run."""
+    peak = run.peak
+    return {
+        "low": Bytes(peak.device.low),
+        "high": Bytes(peak.device.high),
+        "total": Bytes(run.card.bytes),
+        "where": moment_in_words(peak.peak_phase, peak.peak_layer, peak.peak_step),
+    }
 
 
 def eagerly(run: ProgramRun) -> str:
@@ -136,10 +154,7 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
         template += " The largest, {bytes} of {role}, is made at {line}."
     values = {
         "card": run.card.name,
-        "low": Bytes(peak.device.low),
-        "high": Bytes(peak.device.high),
-        "total": Bytes(run.card.bytes),
-        "where": moment_in_words(peak.peak_phase, peak.peak_layer, peak.peak_step),
+        **peak_in_words(run),
         "requested": Bytes(peak.requested),
         **allowed,
     }

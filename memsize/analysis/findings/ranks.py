@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from memsize.analysis.findings.program import eagerly
-from memsize.records.finding import Finding, Rules, moment_in_words
+from memsize.analysis.findings.program import eagerly, peak_in_words, request_in_words
+from memsize.records.finding import Finding, Rules
 from memsize.records.ranks import RankRuns, spans
 from memsize.records.roles import noun
 from memsize.units import Bytes
@@ -38,11 +38,7 @@ def _refused(runs: RankRuns) -> Iterator[Finding]:
                 "card": group.run.card.name,
                 "ranks": runs.named(group),
                 "size": runs.size,
-                "line": first.line or "a line of PyTorch's own",
-                "where": moment_in_words(first.phase, first.layer),
-                "op": first.op,
-                "bytes": Bytes(first.bytes),
-                "free": Bytes(first.free),
+                **request_in_words(first),
             }
             yield Finding("ranks-out-of-memory", template, values, bytes=first.bytes)
 
@@ -61,10 +57,7 @@ def _fit(runs: RankRuns) -> Iterator[Finding]:
         "noun": f"{runs.noun}s",
         "card": run.card.name,
         "ranks": runs.counted(runs.neediest),
-        "low": Bytes(peak.device.low),
-        "high": Bytes(peak.device.high),
-        "total": Bytes(run.card.bytes),
-        "where": moment_in_words(peak.peak_phase, peak.peak_layer, peak.peak_step),
+        **peak_in_words(run),
     }
     layers = (peak.peak_layer,) if peak.peak_layer else ()
     yield Finding("ranks-fit", template, values, bytes=peak.device.high, layers=layers)

@@ -6,7 +6,7 @@ Quantized, unregistered, pruned, tied and unused tensors; integers, master weigh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from memsize.analysis.findings.evidence import Evidence, bytes_of, layers_of
@@ -149,13 +149,11 @@ def unregistered(evidence: Evidence) -> Iterator[Finding]:
     """
     hidden = [t for t in evidence.as_given.tensors if t.kind == "attribute" and t.bytes and not _computed(t, evidence)]
     if hidden:
-        yield Finding(
+        yield _about(
+            hidden,
             "unregistered-tensors",
             "Held without being registered: {names} ({bytes}). parameters(), state_dict(), .to() and .half() "
             "do not see them; nn.ModuleList, nn.Parameter and register_buffer make them part of the model.",
-            {"names": tuple(tensor.name for tensor in hidden), "bytes": Bytes(bytes_of(hidden))},
-            bytes=bytes_of(hidden),
-            layers=layers_of(hidden),
         )
 
 
@@ -189,13 +187,11 @@ def without_gradient(evidence: Evidence) -> Iterator[Finding]:
     """Parameters that the forward reads but that no gradient can reach: `weight.data`, `detach`, a `no_grad` part."""
     cut = [t for t in evidence.parameters if t.trainable and t.used and t.differentiable is False and t.tied_to is None]
     if cut and any(t.differentiable for t in evidence.parameters):
-        yield Finding(
+        yield _about(
+            cut,
             "no-gradient-flows",
             "Used, but out of reach of any gradient: {names} ({bytes}), read through .data or detach, or "
             "under no_grad.",
-            {"names": tuple(tensor.name for tensor in cut), "bytes": Bytes(bytes_of(cut))},
-            bytes=bytes_of(cut),
-            layers=layers_of(cut),
         )
 
 
@@ -223,12 +219,10 @@ def unused(evidence: Evidence) -> Iterator[Finding]:
     """Parameters that the forward never reads."""
     idle = [t for t in evidence.parameters if t.used is False and t.tied_to is None and t.bytes]
     if idle:
-        yield Finding(
+        yield _about(
+            idle,
             "unused-parameters",
             "The forward never reads {names}: {bytes} are stored, cast and saved with the model, and get no gradient.",
-            {"names": tuple(tensor.name for tensor in idle), "bytes": Bytes(bytes_of(idle))},
-            bytes=bytes_of(idle),
-            layers=layers_of(idle),
         )
 
 
@@ -312,3 +306,9 @@ def _reason(evidence: Evidence) -> str:
     if any(tensor.used is False for tensor in evidence.parameters):
         return "it leaves out layers that are never called"
     return "it adds up the layers that it saw called"
+
+
+def _about(tensors: Sequence[StoredTensor], code: str, text: str) -> Finding:
+    """The finding about `tensors` whose sentence gives their `{names}` and `{bytes}`."""
+    values = {"names": tuple(tensor.name for tensor in tensors), "bytes": Bytes(bytes_of(tensors))}
+    return Finding(code, text, values, bytes=bytes_of(tensors), layers=layers_of(tensors))
