@@ -376,11 +376,11 @@ def test_offloaded_shards_are_in_pinned_memory_of_the_host() -> None:
 def test_pinned_memory_is_kept_in_powers_of_two() -> None:
     pinned = HostMemory()
     first, second = (pinned.pin(torch.empty(3072, dtype=torch.uint8)) for _ in range(2))
-    assert (pinned.peak, pinned.held) == (2 * 3072, 2 * 4096)
+    assert (pinned.peak, pinned.pinned_bytes) == (2 * 3072, 2 * 4096)
     assert pinned.holds(first) and pinned.holds(second[3:]) and pinned.pin(first) is first
     del first
     third = pinned.pin(torch.empty(4096, dtype=torch.uint8))  # takes the place of the first
-    assert (pinned.peak, pinned.held) == (3072 + 4096, 2 * 4096)
+    assert (pinned.peak, pinned.pinned_bytes) == (3072 + 4096, 2 * 4096)
     assert pinned.holds(third) and not pinned.holds(torch.empty(3))
 
 

@@ -69,7 +69,7 @@ class PickyError(Exception):
 
 def asked(method: str, count: int = 4, jobs: int = 2, subject: Subject | None = None) -> list[Any]:
     with side_by_side(jobs), Workers(subject or Subject(), lambda _: None) as pool:
-        return pool.each([(method, number) for number in range(count)])
+        return pool.answers([(method, number) for number in range(count)])
 
 
 def children() -> set[str]:
@@ -93,7 +93,7 @@ def test_one_job_or_one_request_forks_nothing(count: int, jobs: int) -> None:
 
 def test_without_the_command_line_nothing_is_forked() -> None:
     with Workers(Subject(), lambda _: None) as pool:
-        assert pool.each([("double", 1), ("double", 2)]) == [(2, True), (4, True)]
+        assert pool.answers([("double", 1), ("double", 2)]) == [(2, True), (4, True)]
 
 
 def test_where_a_platform_does_not_fork_everything_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +149,8 @@ def test_progress_is_said_by_the_parent() -> None:
     said: list[str] = []
     subject = Subject()
     with side_by_side(2), Workers(subject, said.append) as pool:
-        subject.say = pool.say
-        pool.each([("announce", number) for number in range(4)])
+        subject.say = pool.announce
+        pool.answers([("announce", number) for number in range(4)])
     assert sorted(said) == ["number 0", "number 1", "number 2", "number 3"]
 
 

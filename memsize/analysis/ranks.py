@@ -64,7 +64,7 @@ class RankProcesses:
         with side_by_side(len(ranks)), Workers(self, self._progress) as workers:
             if len(ranks) == 1:
                 return [workers.apart(("rank", ranks[0]))]
-            return workers.each([("rank", rank) for rank in ranks])
+            return workers.answers([("rank", rank) for rank in ranks])
 
     def rank(self, rank: int) -> ProgramRun:
         """One rank's run; nobody reads what it prints."""

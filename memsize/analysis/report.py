@@ -162,7 +162,7 @@ class ReportBuilder:
             collector_paused(),
             Workers(self, numbered(self.progress, names), parts.add) as workers,
         ):
-            self.progress, self.add_part = workers.say, workers.found
+            self.progress, self.add_part = workers.announce, workers.deliver
             self._run_all(scenarios, default=default, parts=parts, workers=workers)
             amp = next((name for name in _AMP if name in parts.runs), None)
             crossover = self._crossover(parts.runs, amp, workers) if amp and "fp32" in parts.runs else None
@@ -173,7 +173,7 @@ class ReportBuilder:
         others = [("shown", scenario) for scenario in scenarios if scenario not in (_OWN, _FP32)]
         # In float32, the model's own runs are those of fp32 too, and show both.
         likely = floating_dtype(self.runner.model) in (torch.float32, None) and not own_autocast(self.runner.model)
-        workers.each([("own", scenarios, default), *others, *([] if likely else [("shown", _FP32)])])
+        workers.answers([("own", scenarios, default), *others, *([] if likely else [("shown", _FP32)])])
         if "fp32" not in parts.results:
             self.shown(_FP32)
 
@@ -370,7 +370,7 @@ class ReportBuilder:
             if batch_size == self.runner.inputs.batch_size:
                 fp32, lower = (totals(runs[name]).saved_bytes for name in names)
             else:
-                fp32, lower = workers.each([("saved_bytes", SCENARIOS[name], batch_size) for name in names])
+                fp32, lower = workers.answers([("saved_bytes", SCENARIOS[name], batch_size) for name in names])
             return fp32, lower
 
         if not self.runner.inputs.resizable:

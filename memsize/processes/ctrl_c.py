@@ -79,12 +79,12 @@ class found_kept(deferred):  # noqa: N801
     def __exit__(self, *raised: object) -> None:
         try:
             super().__exit__(*raised)
-            if not any(isinstance(each, KeyboardInterrupt) for each in raised):
+            if not any(isinstance(error, KeyboardInterrupt) for error in raised):
                 return
         except KeyboardInterrupt:
             pass
-        found = self._so_far()
-        raise KeyboardInterrupt if found is None else interrupt.Interrupted(found)
+        answer = self._so_far()
+        raise KeyboardInterrupt if answer is None else interrupt.Interrupted(answer)
 
 
 def _interrupted(_: int, frame: FrameType | None) -> None:

@@ -112,7 +112,7 @@ class RankConnection:
 
 
 class _Rank:
-    """What runs as rank `number`; it `pauses` after each message, where it runs for others only."""
+    """A process that runs as rank `number`; it `pauses` after each message if it only runs for other ranks."""
 
     def __init__(self, number: int, pauses: bool) -> None:
         self.number = number
@@ -141,7 +141,7 @@ class _Switchboard:
         """Pass on messages, until this process is ended."""
         while True:
             ready = wait([self._calls, *self._ranks])
-            for end in [each for each in self._ranks if each in ready]:
+            for end in [connection for connection in self._ranks if connection in ready]:
                 self._hear(end)
             if self._calls in ready:
                 called: _End = Connection(self._calls.accept()[0].detach())
@@ -160,9 +160,9 @@ class _Switchboard:
             return
         rank.is_paused = rank.pauses
         rank.sent[other] += 1
-        kept = self._messages[rank.number, other]
-        if rank.sent[other] > len(kept):  # else another has run as this rank before, and sent the same
-            kept += message
+        messages = self._messages[rank.number, other]
+        if rank.sent[other] > len(messages):  # else another has run as this rank before, and sent the same
+            messages += message
 
     def _find_messages(self) -> None:
         """Send what is waited for; where it isn't there, run its sender, or let it go on."""
@@ -175,11 +175,11 @@ class _Switchboard:
                     self._answer(end, rank, None)
 
     def _find(self, end: _End, rank: _Rank, awaited: _Place) -> None:
-        kept, place, sender = self._messages[awaited], rank.received[awaited], awaited[0]
+        messages, position, sender = self._messages[awaited], rank.received[awaited], awaited[0]
         running = {end: other for end, other in self._ranks.items() if other.number == sender}
-        if place < len(kept):
+        if position < len(messages):
             rank.received[awaited] += 1
-            self._answer(end, rank, kept[place])
+            self._answer(end, rank, messages[position])
         elif running:
             for its_end, other in running.items():
                 if other.is_paused:

@@ -38,7 +38,7 @@ class Died(NamedTuple):
 
 
 class _Raised(NamedTuple):
-    """What the work itself raised."""
+    """An error that the work itself raised."""
 
     error: Exception
 

@@ -1,4 +1,4 @@
-"""Which frames are the user's, neither PyTorch's nor memsize's, and which line of theirs is running."""
+"""Frames of the user's code (neither PyTorch's nor memsize's), and the line of theirs that is running."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ def running_lines(until: CodeType | None = None) -> Lines:
     """
     package: Lines = ()
     for frame in users_frames(until, libraries=True):
-        place = frame.f_code.co_filename, frame.f_lineno
-        if not is_library(place[0]):
-            return (place, *package)
-        if not package and is_packaged(place[0]):
-            package = (place,)
+        line = frame.f_code.co_filename, frame.f_lineno
+        if not is_library(line[0]):
+            return (line, *package)
+        if not package and is_packaged(line[0]):
+            package = (line,)
     return package
 
 
@@ -110,10 +110,10 @@ def variables(frame: FrameType) -> list[tuple[str, Any]]:
     of meanwhile would stay alive. They are let go here, unless the user's own ``locals()`` holds them too.
     """
     values = frame.f_locals
-    found = list(values.items())
+    items = list(values.items())
     if _SNAPSHOTS and frame.f_code.co_flags & CO_OPTIMIZED and sys.getrefcount(values) == _UNSHARED:
         values.clear()
-    return found
+    return items
 
 
 _SNAPSHOTS = sys.version_info < (3, 13)
@@ -128,7 +128,7 @@ def line_of(file: str, line: int) -> str:
 
 def shown(lines: Lines) -> str:
     """How a line is shown with the one that it led to: ``"train.py:12 > trainer.py:80"``."""
-    return " > ".join(line_of(*place) for place in lines)
+    return " > ".join(line_of(*line) for line in lines)
 
 
 @cache
@@ -152,15 +152,15 @@ def shown_as_python_would(error: BaseException) -> None:
 
 def _users_own(trace: TracebackType | None) -> TracebackType | None:
     frames = [] if trace is None else [*_chain(trace)]
-    kept: TracebackType | None = None
-    for each in reversed(frames):
-        if not each.tb_frame.f_code.co_filename.startswith(_RUNS_SCRIPTS):
-            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return kept
+    traceback: TracebackType | None = None
+    for entry in reversed(frames):
+        if not entry.tb_frame.f_code.co_filename.startswith(_RUNS_SCRIPTS):
+            traceback = TracebackType(traceback, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return traceback
 
 
 def _chain(trace: TracebackType) -> Iterator[TracebackType]:
-    found: TracebackType | None = trace
-    while found is not None:
-        yield found
-        found = found.tb_next
+    entry: TracebackType | None = trace
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next

@@ -35,7 +35,7 @@ _jobs: ContextVar[int] = ContextVar("jobs", default=1)
 _PATIENCE = 0.1
 """Seconds after which a Ctrl-C that came while all workers were busy is noticed."""
 
-Say = Callable[[str], None]
+Announce = Callable[[str], None]
 Request = tuple[Any, ...]
 """The name of a method of the subject, and its arguments."""
 
@@ -56,16 +56,16 @@ def cores() -> int:
 
 
 class Workers:
-    """Processes that answer requests from their own copy of `subject`; none where no forking was asked for.
+    """A pool of forked worker processes, each with its own copy of `subject`; empty if no forking was requested.
 
     They are forked when there is work for more than one, and gone when this is closed. A worker in which PyTorch would
     refuse to work ends at once: where there is a GPU, that is one whose parent has used it or has run a backward.
     """
 
-    def __init__(self, subject: Any, say: Say, found: Callable[[Any], None] = lambda _: None) -> None:
+    def __init__(self, subject: Any, announce: Announce, deliver: Callable[[Any], None] = lambda _: None) -> None:
         self._subject = subject
-        self._say = say
-        self._found = found
+        self._announce = announce
+        self._deliver = deliver
         self._workers: dict[Connection, int] = {}
         """The process at the other end of each connection."""
         self._parent: Connection | None = None
@@ -81,24 +81,24 @@ class Workers:
             self._bury(connection)
         self._subject = None
 
-    def say(self, text: str) -> None:
-        """Say what is being done, from whichever process."""
+    def announce(self, text: str) -> None:
+        """Report progress, from whichever process."""
         if self._parent is None:
-            self._say(text)
+            self._announce(text)
         else:
             self._parent.send(("said", text))
 
-    def found(self, part: Any) -> None:
+    def deliver(self, part: Any) -> None:
         """Hand over a part of an answer as soon as it is there, from whichever process; work that is done again hands
         it over again.
         """
         if self._parent is None:
-            self._found(part)
+            self._deliver(part)
         else:
             self._parent.send(("found", part))
 
-    def each(self, requests: Sequence[Request]) -> list[Any]:
-        """What the subject returns for each request, in their order; raises what one of them raises."""
+    def answers(self, requests: Sequence[Request]) -> list[Any]:
+        """Return the subject's answer to each request, in order; raise the error of a request that fails."""
         count = min(_jobs.get(), len(requests))
         if count < 2 or not can_fork():
             return list(map(self._answer, requests))
@@ -106,7 +106,7 @@ class Workers:
         return self._shared_out(requests)
 
     def apart(self, request: Request) -> Any:
-        """What the subject returns for one request, from a process that is used for nothing else."""
+        """Return the subject's answer to one request, from a process that is used for nothing else."""
         self._hire(len(self._workers) + 1)
         return self._shared_out([request])[0]
 
@@ -164,9 +164,9 @@ class Workers:
 
     def _relay(self, kind: str, value: Any) -> None:
         if kind == "said":
-            self._say(value)
+            self._announce(value)
         elif kind == "found":
-            self._found(value)
+            self._deliver(value)
         else:
             message, category, filename, line = value
             warnings.warn_explicit(message, category, filename, line, registry=self._warned)

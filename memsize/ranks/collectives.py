@@ -86,9 +86,9 @@ _ON_BUFFERS: Final = "c10d"
 
 
 def kind_of(func: Any) -> CollectiveKind | None:
-    """What the operator `func`, of one of the `NAMESPACES`, does; None where it moves nothing.
+    """Return the kind of collective of an operator in `NAMESPACES`, or `None` if it moves nothing.
 
-    Raises `InputError` for one that is not known.
+    Raises `InputError` for an unknown operator.
     """
     name = f"{func.namespace}::{func._overloadpacket.__name__}"
     if name not in _KINDS:
@@ -107,8 +107,8 @@ def waits(func: Any) -> bool:
 
 
 def waited(func: Any, tensor: Tensor) -> Tensor:
-    """What such an operator returns: the same memory. Its kernel for `meta` returns other; on the CPU, PyTorch counts
-    who was waited for.
+    """Return the result of a wait: the same memory. Its `meta` kernel would return new memory; on the CPU, PyTorch
+    counts the waits.
     """
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -125,23 +125,23 @@ def bytes_moved(args: Any, result: Any) -> int:
 
 def group_of(args: Any) -> dist.ProcessGroup:
     """The ranks that take part in a collective with these arguments."""
-    for each in args:
-        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in each._type().name():  # type: ignore[attr-defined]
-            return dist.ProcessGroup.unbox(each)
-    names = [each for each in args if isinstance(each, str)]
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in argument._type().name():  # type: ignore[attr-defined]
+            return dist.ProcessGroup.unbox(argument)
+    names = [argument for argument in args if isinstance(argument, str)]
     groups: Any = dist.distributed_c10d
     group: dist.ProcessGroup = groups._resolve_process_group(names[-1]) if names else groups._get_default_group()
     return group
 
 
 def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
-    """What an operator of ``c10d`` on given buffers returns: those, and work that is done already."""
+    """Return the result of a ``c10d`` operator on existing buffers: the buffers, and work that is already done."""
     buffers, group = list(_tensors(args[:1])), group_of(args)
     sent = buffers if kind in _IN_PLACE else list(_tensors(args[1:2]))
     if kind not in _LEFT and (kind != "reduce" or group.rank() == args[_ROOT]):
         for tensor, value in received(kind, buffers, sent, args[3:5], reduction(), group):
             write(tensor, value)
-    results = [_done(buffers) if "Work" in str(each.type) else args[0] for each in func._schema.returns]
+    results = [_done(buffers) if "Work" in str(result.type) else args[0] for result in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -150,7 +150,7 @@ def carry_over(kind: CollectiveKind, args: Any, result: Any) -> None:
     wrote to is unknown otherwise.
     """
     sent, results = list(_tensors(args[:1])), list(_tensors((result,)))
-    reduction = next((each for each in args[1:2] if isinstance(each, str)), "")
+    reduction = next((argument for argument in args[1:2] if isinstance(argument, str)), "")
     for tensor, value in received(kind, results, sent, args[1:3], reduction, group_of(args)):
         write(tensor, value)
 
@@ -183,7 +183,7 @@ def _tensors(value: Any) -> Any:
 
 
 def alike(kind: CollectiveKind) -> str | None:
-    """What a program that reads what a collective writes on the CPU takes for granted."""
+    """Return the assumption behind a value that a collective writes on the CPU."""
     return None if kind in _LEFT else _RECEIVED if kind == "receive" else EXCHANGED_ARE_ALIKE
 
 
@@ -202,14 +202,14 @@ _reduction: ContextVar[str] = ContextVar("_reduction", default="sum")
 
 
 def reduction() -> str:
-    """What PyTorch calls the operation of the collective that runs, ``"sum"`` where no such function called it: the
+    """Return PyTorch's name of the running collective's reduction. It is ``"sum"`` if C++ called the collective, as the
     reducer of DistributedDataParallel does.
     """
     return _reduction.get()
 
 
 def replacements() -> Iterator[Patch]:
-    """What keeps the operation while a collective runs."""
+    """Patch the functions that take a reduction, so that they note it while their collective runs."""
     for name in _NAMES:
         if hasattr(dist, name):
             keeping = _keeping(getattr(dist, name))
@@ -217,11 +217,11 @@ def replacements() -> Iterator[Patch]:
 
 
 def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
-    place = list(inspect.signature(original).parameters).index("op")
+    position = list(inspect.signature(original).parameters).index("op")
 
     @functools.wraps(original)
     def reduce(*args: Any, **options: Any) -> Any:
-        op = args[place] if len(args) > place else options.get("op", dist.ReduceOp.SUM)
+        op = args[position] if len(args) > position else options.get("op", dist.ReduceOp.SUM)
         token = _reduction.set(getattr(op, "op", op).name.lower())
         try:
             return original(*args, **options)

@@ -146,8 +146,8 @@ class Backends:
         def device_types(group: Any) -> list[torch.device]:
             backend = self._parts.get(group, self._whole)
             if backend in (None, _UNNAMED) or (self._is_ours and group not in self._parts):
-                found: list[torch.device] = original.__get__(group)
-                return found
+                devices: list[torch.device] = original.__get__(group)
+                return devices
             config: Any = dist.distributed_c10d.BackendConfig(backend)
             return [torch.device(name) for name in config.get_device_backend_map()]
 
@@ -165,15 +165,15 @@ class NoNCCL:
 
 
 def replacements(world: World) -> Iterator[Patch]:
-    """What joins this process to groups."""
+    """Patch the functions that join this process to groups."""
     import torch.distributed.device_mesh as meshes
 
     from memsize.ranks.store import LonelyStore
 
     group: Any = dist.distributed_c10d
-    original, asked = group.init_process_group, Backends()
-    backend_of = asked.of(group.get_backend)
-    open_group = _without_backend(group.new_group, asked)
+    original, backends = group.init_process_group, Backends()
+    backend_of = backends.of(group.get_backend)
+    open_group = _without_backend(group.new_group, backends)
     default_store, own = group._get_default_store, list[LonelyStore]()
 
     def joined(
@@ -186,7 +186,7 @@ def replacements(world: World) -> Iterator[Patch]:
 
             own[:] = [LonelyStore()]
             original("fake", rank=world.rank, world_size=world.size, store=own[0])
-        asked.joined(backend or (_UNNAMED if more.get("device_id") is None else _NCCL))
+        backends.joined(backend or (_UNNAMED if more.get("device_id") is None else _NCCL))
 
     for owner in (dist, group, meshes):
         yield owner, "init_process_group", joined
@@ -200,7 +200,7 @@ def replacements(world: World) -> Iterator[Patch]:
             yield owner, "ProcessGroupNCCL", NoNCCL
     waits = dist.Work.wait
     yield dist.Work, "wait", lambda work, timeout=None: waits(work)  # what is over is not waited for
-    yield dist.ProcessGroup, "_device_types", asked.devices(vars(dist.ProcessGroup)["_device_types"])
+    yield dist.ProcessGroup, "_device_types", backends.devices(vars(dist.ProcessGroup)["_device_types"])
     # The group puts a prefix before the keys of its store, by which Python's own methods are not reached.
     yield group, "_get_default_store", lambda: own[0] if default_store() and own else default_store()
     yield meshes.DeviceMesh, _STARTS, _within(world, getattr(meshes.DeviceMesh, _STARTS))
@@ -220,13 +220,13 @@ def _within(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
     return started
 
 
-def _without_backend(original: Callable[..., Any], asked: Backends) -> Callable[..., Any]:
+def _without_backend(original: Callable[..., Any], backends: Backends) -> Callable[..., Any]:
     def opened(*args: Any, **options: Any) -> Any:
-        backend = options.pop("backend", next((each for each in args[2:3] if isinstance(each, str)), None))
+        backend = options.pop("backend", next((argument for argument in args[2:3] if isinstance(argument, str)), None))
         for name in ("pg_options", "device_id"):
             options.pop(name, None)
         group = original(*args[:2], **options)
-        asked.opened(group, backend)
+        backends.opened(group, backend)
         return group
 
     return opened
@@ -237,8 +237,8 @@ def _splitting(open_group: Callable[..., Any]) -> Callable[..., Any]:
 
     def split_group(parent_pg: Any = None, split_ranks: Sequence[Sequence[int]] = (), *_: Any, **options: Any) -> Any:
         parent = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)
-        parts = [[parent[place] for place in part] for part in split_ranks]
+        parts = [[parent[index] for index in part] for part in split_ranks]
         groups = [open_group(part, backend=options.get("backend")) for part in parts]
-        return next((each for part, each in zip(parts, groups, strict=True) if dist.get_rank() in part), None)
+        return next((subgroup for part, subgroup in zip(parts, groups, strict=True) if dist.get_rank() in part), None)
 
     return split_group

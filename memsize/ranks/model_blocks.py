@@ -26,8 +26,8 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """What a library's model says must not be split (``_no_split_modules``); else the children of one class that a
-    list or a sequence holds, those with children of their own where there are any; else nothing.
+    """Return the blocks of a model: the modules that its library lists in ``_no_split_modules``, or else the children
+    of one class in a ModuleList or Sequential (preferably those that have children themselves). May be empty.
     """
     hinted = {name for module in model.modules() for name in _hints(module)}
     own = [module for module in model.modules() if type(module).__name__ in hinted and module is not model]
@@ -44,14 +44,15 @@ def blocks_in_line(model: nn.Module) -> Blocks:
     """
     if planned := [block for several in _planned(model) for block in several]:
         return Blocks(tuple(planned), "the model's own pp_plan")
-    found, source = blocks_of(model)
-    branches = set(_branches(found))
-    found = tuple(block for block in found if block not in branches)
-    return Blocks(tuple(block for block in found if not _holds_any(block, found)), source)
+    blocks, source = blocks_of(model)
+    branches = set(_branches(blocks))
+    blocks = tuple(block for block in blocks if block not in branches)
+    return Blocks(tuple(block for block in blocks if not _holds_any(block, blocks)), source)
 
 
 def _branches(blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """What is in a ModuleList of each block of a class, as many in each: experts, which do not run in line.
+    """Return modules that every block of a class holds in a ModuleList of the same length: experts, which do not run
+    one after the other.
 
     Stages, whose layers do, hold a Sequential, or have different numbers of them.
     """
@@ -69,9 +70,9 @@ def _planned(model: Any) -> Iterator[nn.ModuleList]:
     base = getattr(model, "base_model", model)  # whose names the plan uses
     plan = getattr(base, "_pp_plan", None) or getattr(getattr(model, "config", None), "base_model_pp_plan", None)
     for name in plan or ():
-        found = getattr(base, name, None)
-        if isinstance(found, nn.ModuleList):
-            yield found
+        children = getattr(base, name, None)
+        if isinstance(children, nn.ModuleList):
+            yield children
 
 
 def _holds_any(outer: nn.Module, blocks: Iterable[nn.Module]) -> bool:

@@ -34,7 +34,7 @@ def replacements(assume: Assume, line: RankConnection | None) -> Iterator[Patch]
     """The functions that send objects and numbers between ranks, by `line` where there are others, and a barrier that
     only one backend has.
     """
-    made = {
+    functions = {
         "broadcast": _broadcast_tensor(dist.broadcast, assume, line),
         "all_gather_object": _all_gather(assume),
         "gather_object": _gather(assume),
@@ -45,7 +45,7 @@ def replacements(assume: Assume, line: RankConnection | None) -> Iterator[Patch]
         "monitored_barrier": lambda *args, **options: None,
     }
     for owner in (dist, dist.distributed_c10d):
-        for name, function in made.items():
+        for name, function in functions.items():
             yield owner, name, function
 
 
@@ -75,8 +75,8 @@ def _broadcast(assume: Assume, line: RankConnection | None) -> Callable[..., Non
         source = _number(src, group_src, group)
         if source == dist.get_rank():
             _tell(line, object_list, group)
-        elif (told := _told(line, source, group)) is not None:
-            object_list[:] = told
+        elif (received := _received(line, source, group)) is not None:
+            object_list[:] = received
         else:
             assume(_KEPT)
 
@@ -94,8 +94,8 @@ def _broadcast_tensor(original: Callable[..., Any], assume: Assume, line: RankCo
         if source == dist.get_rank():
             value = constant_of(tensor)
             _tell(line, [None if value is None else value.tolist()], group)
-        elif (told := _told(line, source, group)) is not None:
-            write(tensor, _as_told(told[0], tensor), ITEM_IS_ONE, None)
+        elif (received := _received(line, source, group)) is not None:
+            write(tensor, _as_tensor(received[0], tensor), ITEM_IS_ONE, None)
         else:
             assume(_NUMBERS_KEPT)
         return work
@@ -108,7 +108,7 @@ def _is_read(tensor: Tensor) -> bool:
     return is_small(tensor) and (not is_meta(tensor) or tensor.numel() == 1 or not tensor.is_floating_point())
 
 
-def _as_told(numbers: Any, tensor: Tensor) -> Tensor | None:
+def _as_tensor(numbers: Any, tensor: Tensor) -> Tensor | None:
     """The `numbers` that the sender told, for `tensor`; None where nobody knows it, on the GPU."""
     return None if numbers is None else torch.tensor(numbers, dtype=tensor.dtype, device="cpu").reshape(tensor.shape)
 
@@ -125,7 +125,7 @@ def _scatter(assume: Assume, line: RankConnection | None) -> Callable[..., None]
             return
         source, parts = _number(src, group_src, group), None
         if source != dist.get_rank():
-            parts = _told(line, source, group)
+            parts = _received(line, source, group)
         elif scatter_object_input_list is not None:
             _tell(line, scatter_object_input_list, group)
             parts = deepcopy(scatter_object_input_list)
@@ -144,8 +144,8 @@ def _tell(line: RankConnection | None, objects: list[Any], group: Any) -> None:
         line.send(ranks, pickle.dumps(objects))
 
 
-def _told(line: RankConnection | None, source: int, group: Any) -> list[Any] | None:
-    """What `source` sends all of `group`; None where no answer comes."""
+def _received(line: RankConnection | None, source: int, group: Any) -> list[Any] | None:
+    """Return the objects that `source` sends to all of `group`, or `None` if no answer comes."""
     message = None if line is None else line.receive(source, _ranks(group))
     objects: list[Any] | None = None if message is None else pickle.loads(message)
     return objects
@@ -198,8 +198,8 @@ def _number(rank: int | None, group_rank: int | None, group: Any) -> int:
 def _fill(objects: list[Any], own: Any, group: Any, assume: Assume) -> None:
     if dist.get_world_size(group) > 1:
         assume(_ALIKE)
-    for place in range(len(objects)):
-        objects[place] = own if place == dist.get_rank(group) else deepcopy(own)
+    for rank in range(len(objects)):
+        objects[rank] = own if rank == dist.get_rank(group) else deepcopy(own)
 
 
 def _ranks(group: Any) -> tuple[int, ...]:

@@ -1,4 +1,6 @@
-"""What waits for other processes, or reaches into them: they are taken to be as far as this one, or it is refused."""
+"""Calls that depend on other processes (barriers, receives, stores). We assume that the others have reached the same
+point; a call that needs more raises.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ Assume = Callable[[str], None]
 
 
 def replacements(assume: Assume) -> Iterator[Patch]:
-    """What PyTorch has for processes that are at different places, or know each other's addresses."""
+    """Patch functions that let processes be at different points, or exchange addresses."""
     from torch.distributed.algorithms.join import Join
 
     from memsize.ranks.store import LonelyStore
@@ -50,7 +52,7 @@ def replacements(assume: Assume) -> Iterator[Patch]:
 
 def later() -> dict[str, Callable[[Any], Iterator[Patch]]]:
     """The functions that are refused, by the modules that have them."""
-    return {module: _refusing(*found) for module, found in REACHING.items()}
+    return {module: _refusing(*refusal) for module, refusal in REACHING.items()}
 
 
 def check_ranks(func: Any, args: Any, size: int) -> None:
@@ -64,7 +66,7 @@ def check_ranks(func: Any, args: Any, size: int) -> None:
 def check_devices(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
     """Raises PyTorch's error where a collective moves tensors on the CPU, and the group's backend is not there."""
     devices: Any = group
-    where = {each.type for each in devices._device_types}
+    where = {device.type for device in devices._device_types}
     if "cpu" not in where and any(not is_meta(tensor) and tensor.device.type == "cpu" for tensor in tensors):
         raise RuntimeError("No backend type associated with device type cpu")
 
@@ -72,7 +74,7 @@ def check_devices(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
 def check_layouts(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
     """Raises NCCL's error where a collective would add up sparse tensors: those of the GPU, unless another backend does
     it (ProcessGroupNCCL.cpp, `allreduce_sparse`). `DistributedDataParallel` does so with sparse gradients."""
-    sparse = any(is_meta(each) and each.layout is not torch.strided for each in tensors)
+    sparse = any(is_meta(tensor) and tensor.layout is not torch.strided for tensor in tensors)
     if (
         sparse
         and dist.distributed_c10d.BackendConfig(dist.get_backend(group)).get_device_backend_map()["cuda"] == "nccl"

@@ -30,7 +30,7 @@ Region = Callable[[], AbstractContextManager[None]]
 
 
 def replacements(in_pytorch: Region) -> Iterator[Patch]:
-    """What is replaced of `DistributedDataParallel`: within `in_pytorch` tensors of no named device are on the GPU."""
+    """Patch `DistributedDataParallel`: within `in_pytorch`, tensors without a named device are on the GPU."""
     from torch.nn.parallel import DistributedDataParallel
 
     for name in ("_ddp_init_helper", "_pre_forward"):  # makes the buckets, and makes them once more
@@ -43,8 +43,8 @@ def replacements(in_pytorch: Region) -> Iterator[Patch]:
 
 
 def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callable[[Any], Iterator[Patch]]]:
-    """What is replaced of sharding itself, by the module that has to be there for it: that takes a second to import,
-    which most programs never do. Within `aside` nothing is recorded. A rank that is `alone` cannot ask others.
+    """Return the patches of sharding, by module name, for when the program imports it: importing takes a second, and
+    most programs never do. Within `aside` nothing is recorded. A rank that is `alone` cannot ask others.
     """
 
     def propagation(module: Any) -> Iterator[Patch]:
@@ -137,15 +137,15 @@ def _gathering(original: Callable[..., None], ledger: Ledger) -> Callable[..., N
 
 def _reducing(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
     def post_backward(group: Any, *args: Any) -> None:
-        for each in group.fsdp_params:
-            whole = getattr(each, "_unsharded_param", None)
-            for gradient in (getattr(whole, "grad", None), each.unsharded_accumulated_grad):
+        for parameter in group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            for gradient in (getattr(whole, "grad", None), parameter.unsharded_accumulated_grad):
                 if gradient is not None:
                     ledger.mark(gradient, "unsharded gradient")
         original(group, *args)
-        for each in group.fsdp_params:
-            if each.sharded_param.grad is not None:
-                ledger.mark(each.sharded_param.grad, "gradient")
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param.grad is not None:
+                ledger.mark(parameter.sharded_param.grad, "gradient")
 
     return post_backward
 
@@ -226,10 +226,10 @@ def each_once(original: Callable[[Any, Any], Any], spec: type) -> Callable[[Any,
         if len(set(places)) == len(places):
             return original(propagator, schema)
         firsts = [places.index(number) for number in range(max(places) + 1)]
-        found = original(propagator, _picked(schema, firsts, len(places)))
-        suggested, results = found.redistribute_schema, found.output_spec
+        sharding = original(propagator, _picked(schema, firsts, len(places)))
+        suggested, results = sharding.redistribute_schema, sharding.output_spec
         return replace(
-            found,
+            sharding,
             output_spec=_pick(results, places, len(firsts)),
             redistribute_schema=suggested and _picked(suggested, places, len(firsts)),
         )
@@ -241,7 +241,11 @@ def _places(schema: Any, spec: type) -> list[int]:
     """For each element of the lists of tensors, its number among the distinct ones; none without lists."""
     if not schema.op.name().startswith(_BY_ELEMENT):
         return []
-    lists = [each for each in schema.args_schema if isinstance(each, (list, tuple)) and each and type(each[0]) is spec]
+    lists = [
+        argument
+        for argument in schema.args_schema
+        if isinstance(argument, (list, tuple)) and argument and type(argument[0]) is spec
+    ]
     if len(set(map(len, lists))) != 1:
         return []
     numbers: dict[tuple[Any, ...], int] = {}
@@ -250,11 +254,11 @@ def _places(schema: Any, spec: type) -> list[int]:
 
 def _picked(schema: Any, places: Sequence[int], length: int) -> Any:
     """`schema` with these elements of each list that is so long."""
-    args = tuple(_pick(each, places, length) for each in schema.args_schema)
+    args = tuple(_pick(argument, places, length) for argument in schema.args_schema)
     return type(schema)(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info)
 
 
 def _pick(value: Any, places: Sequence[int], length: int) -> Any:
     if not isinstance(value, (list, tuple)) or len(value) != length:
         return value
-    return type(value)(value[place] for place in places)
+    return type(value)(value[index] for index in places)

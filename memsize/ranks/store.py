@@ -34,9 +34,9 @@ class LonelyStore(HashStore):
         return value
 
     def check(self, keys: list[str]) -> bool:
-        found = super().check(keys)
-        self._check_polling("check", *keys, found)
-        return found
+        exists = super().check(keys)
+        self._check_polling("check", *keys, exists)
+        return exists
 
     def wait(self, keys: list[str], *_: Any) -> None:
         """Return where all of `keys` are there; raises `InputError` otherwise."""

@@ -32,8 +32,8 @@ def spread(
     divided `aside`, where nothing is recorded: of what is divided, only the shards are stored.
     """
     if parallel.kind == "dp":
-        made = nn.DataParallel(cast(nn.DataParallel[Any], model).module)
-        vars(model).update((name, value) for name, value in vars(made).items() if not name.startswith("_"))
+        wrapped = nn.DataParallel(cast(nn.DataParallel[Any], model).module)
+        vars(model).update((name, value) for name, value in vars(wrapped).items() if not name.startswith("_"))
         return model
     mesh = mesh_of(parallel)
     if parallel.tensor > 1:
@@ -102,7 +102,7 @@ def policy_of(scenario: Scenario) -> MixedPrecisionPolicy:
 
 
 def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, ...]:
-    """What a reader must know about how `model` is spread, before it is."""
+    """Describe how `model` will be divided, for the report."""
     shown = f"shown is rank {parallel.world.rank}"
     if parallel.kind == "dp":
         return (
@@ -153,14 +153,14 @@ def _padded(model: nn.Module, parallel: Parallel) -> Iterator[str]:
     row of each.
     """
     padded = {
-        name: (parallel.shards - len(each)) * each[0].nbytes
-        for name, each in model.named_parameters()
-        if each.dim() and 0 < len(each) < parallel.shards
+        name: (parallel.shards - len(parameter)) * parameter[0].nbytes
+        for name, parameter in model.named_parameters()
+        if parameter.dim() and 0 < len(parameter) < parallel.shards
     }
-    whole = sum(each.nbytes for each in model.parameters())
+    whole = sum(parameter.nbytes for parameter in model.parameters())
     if parallel.tensor > 1 or sum(padded.values()) < _MATTERS * whole:
         return
-    name = max(padded, key=lambda each: padded[each])
+    name = max(padded, key=lambda path: padded[path])
     weight = model.get_parameter(name)
     rows = "1 row" if len(weight) == 1 else f"{len(weight):,} rows"
     yield (
@@ -171,8 +171,8 @@ def _padded(model: nn.Module, parallel: Parallel) -> Iterator[str]:
 
 def _on_stages(model: nn.Module, stages: int) -> str:
     blocks = blocks_in_line(model)
-    each, more = divmod(len(blocks.modules), stages)
-    size = f"{each + 1} or {each}" if more else str(each)
+    per_stage, more = divmod(len(blocks.modules), stages)
+    size = f"{per_stage + 1} or {per_stage}" if more else str(per_stage)
     return (
         f"pp: {stages} stages, each with {size} of {blocks}, {blocks.source}, under PyTorch's Schedule1F1B; the batch "
         "is that of one microbatch"

@@ -1,5 +1,4 @@
-"""What this rank gets where each rank sends what this one sends: the values of tensors that are gathered, exchanged or
-reduced.
+"""Values of gathered, exchanged or reduced tensors, if each rank sends the same as this one.
 
 Code reads some of them. How many tokens each expert gets of each rank is exchanged before the tokens are, and decides
 how large they are; whether any rank found an infinite gradient decides whether a step is made.
@@ -40,9 +39,9 @@ def received(
     PyTorch calls the operation by which a collective reduces, if it does.
     """
     values = _values(kind)
-    for place, output in enumerate(written):
+    for position, output in enumerate(written):
         is_read = bool(sent) and (not is_meta(output) or is_small(output))
-        value = values(place, output, sent, splits, group) if is_read else None
+        value = values(position, output, sent, splits, group) if is_read else None
         yield output, _reduced(value, reduction, group.size()) if kind in _REDUCING and value is not None else value
 
 
@@ -54,12 +53,12 @@ def _values(kind: CollectiveKind | None) -> Callable[..., _Value]:
     return _part if kind in _PARTED else lambda *_: None
 
 
-def _same(place: int, output: Tensor, sent: Sequence[Tensor], *_: Any) -> _Value:
-    return constant_of(sent[place])
+def _same(position: int, output: Tensor, sent: Sequence[Tensor], *_: Any) -> _Value:
+    return constant_of(sent[position])
 
 
 def _reduced(value: Tensor, reduction: str, size: int) -> _Value:
-    """What `size` ranks make of a `value` that each of them has."""
+    """Reduce a `value` that each of `size` ranks has."""
     if reduction in _OF_EQUALS:
         return value
     if reduction == "bxor":
@@ -69,19 +68,19 @@ def _reduced(value: Tensor, reduction: str, size: int) -> _Value:
     return (value * size if reduction == "sum" else value**size).to(value.dtype)
 
 
-def _gathered(place: int, output: Tensor, sent: Sequence[Tensor], *_: Any) -> _Value:
+def _gathered(position: int, output: Tensor, sent: Sequence[Tensor], *_: Any) -> _Value:
     """Of several that are gathered at once, each rank's are listed together."""
-    return _repeated(constant_of(sent[place % len(sent)]), output)
+    return _repeated(constant_of(sent[position % len(sent)]), output)
 
 
-def _part(place: int, output: Tensor, sent: Sequence[Tensor], splits: Any, group: dist.ProcessGroup) -> _Value:
+def _part(position: int, output: Tensor, sent: Sequence[Tensor], splits: Any, group: dist.ProcessGroup) -> _Value:
     """The part of this rank: a tensor of its own, or an equal share of one's rows."""
     rank, size = group.rank(), group.size()
-    whole = sent[place % len(sent)]
+    whole = sent[position % len(sent)]
     if len(sent) > 1 and whole.numel() != size * output.numel():
         return _repeated(constant_of(sent[rank]) if len(sent) == size else None, output)
-    rows, sizes = constant_of(whole), [each for each in splits if isinstance(each, (list, tuple))]
-    if rows is None or not rows.dim() or len(rows) % size or any(len(set(each)) > 1 for each in sizes):
+    rows, sizes = constant_of(whole), [lengths for lengths in splits if isinstance(lengths, (list, tuple))]
+    if rows is None or not rows.dim() or len(rows) % size or any(len(set(lengths)) > 1 for lengths in sizes):
         return None
     return _repeated(rows.chunk(size)[rank], output)
 

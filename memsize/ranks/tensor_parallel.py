@@ -81,10 +81,10 @@ def undivided(failure: str, trace: Trace, ranks: int) -> tuple[str, str] | None:
     """A sentence with a place for the ``{shape}`` that a view wants, and that shape; None where the run that `trace`
     records, one of so many `ranks`, failed for another reason.
     """
-    found = _VIEW.search(failure)
-    if found is None or not any(tensor.wrapper == _DISTRIBUTED for tensor in trace.tensors):
+    match = _VIEW.search(failure)
+    if match is None or not any(tensor.wrapper == _DISTRIBUTED for tensor in trace.tensors):
         return None
-    sizes, part = list(map(int, found[1].split(","))), int(found[2])
+    sizes, part = list(map(int, match[1].split(","))), int(match[2])
     unit = math.prod(size for size in sizes if size > 0)
     wholes = [part * count for count in range(2, ranks + 1) if ranks % count == 0]
     if -1 in sizes and any(whole % unit == 0 for whole in wholes):
@@ -100,4 +100,4 @@ def undivided(failure: str, trace: Trace, ranks: int) -> tuple[str, str] | None:
         )
     else:
         return None
-    return sentence, f"[{found[1]}]"
+    return sentence, f"[{match[1]}]"

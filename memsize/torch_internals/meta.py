@@ -14,7 +14,7 @@ _PLAIN: Final = (torch.Tensor, Parameter)
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
-    """What ``tensor.is_meta`` is where that is not replaced.
+    """Return the original ``tensor.is_meta``, also while that attribute is replaced.
 
     Modes and subclasses that watch PyTorch's functions would be asked first, and look the attribute up by its name.
     """

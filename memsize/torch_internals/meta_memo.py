@@ -30,7 +30,7 @@ class _Layout(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
 
-    def made(self) -> torch.Tensor:
+    def empty(self) -> torch.Tensor:
         return _empty_strided(self.shape, self.strides, dtype=self.dtype, device=_META)
 
 
@@ -50,13 +50,13 @@ class MetaMemo:
         return len(self._answers)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the kernel of `func` returns, from memory where it can; raises what the kernel raises."""
+        """Return the result of `func`'s kernel, from the memo if possible; raise the kernel's errors."""
         key = self._key(func, args, kwargs)
         answer = None if key is None else self._answers.get(key)
         if answer is not None:
             kind, layouts = answer
-            made = [None if layout is None else layout.made() for layout in layouts]
-            return made[0] if kind is torch.Tensor else kind(made)
+            results = [None if layout is None else layout.empty() for layout in layouts]
+            return results[0] if kind is torch.Tensor else kind(results)
         # Autocast has already acted above autograd: what a kernel written in Python calls must not be cast again.
         with suspended():
             result = func(*args, **kwargs)
@@ -81,26 +81,30 @@ class MetaMemo:
         if kind not in (torch.Tensor, tuple, list):
             return
         results = (result,) if kind is torch.Tensor else result
-        tensors = [each for each in results if each is not None]
+        tensors = [result for result in results if result is not None]
         if not all(map(_is_plain, tensors)):
             return
         taken = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments)}
-        made = {tensor.untyped_storage()._cdata for tensor in tensors}
-        if made & taken:
+        new_storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        if new_storages & taken:
             self._pure[func] = False  # as with `_unsafe_view`, whose schema conceals it
-        if len(made) < len(tensors) or made & taken:
+        if len(new_storages) < len(tensors) or new_storages & taken:
             return
         if len(self._answers) >= self._limit:
             del self._answers[next(iter(self._answers))]
-        layouts = (None if each is None else _Layout(each.shape, each.stride(), each.dtype) for each in results)
+        layouts = (
+            None if result is None else _Layout(result.shape, result.stride(), result.dtype) for result in results
+        )
         self._answers[key] = kind, tuple(layouts)
 
 
 def _is_pure(func: Any) -> bool:
     """Whether the schema promises new tensors that depend on the arguments alone. Only ATen's schemas are trusted."""
     schema = func._schema
-    given = all(argument.alias_info is None and argument.name != "storage_offset" for argument in schema.arguments)
-    return func.namespace == "aten" and given and all(each.alias_info is None for each in schema.returns)
+    without_aliases = all(
+        argument.alias_info is None and argument.name != "storage_offset" for argument in schema.arguments
+    )
+    return func.namespace == "aten" and without_aliases and all(result.alias_info is None for result in schema.returns)
 
 
 def _described(values: Iterable[Any]) -> Iterator[Hashable]:

@@ -33,12 +33,12 @@ def objects_in(value: Any) -> Iterator[Any]:
     met: set[int] = set()
     waiting = [value]
     while waiting:
-        each = waiting.pop()
-        if isinstance(each, (torch.Tensor, *_PLAIN)) or id(each) in met:
+        value = waiting.pop()
+        if isinstance(value, (torch.Tensor, *_PLAIN)) or id(value) in met:
             continue
-        met.add(id(each))
-        yield each
-        waiting.extend(_parts(each))
+        met.add(id(value))
+        yield value
+        waiting.extend(_parts(value))
 
 
 def arguments_in(value: Any) -> Iterator[torch.Tensor]:
@@ -82,8 +82,8 @@ def _is_code(value: Any) -> bool:
 def _attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object by name, from its dictionary and its slots."""
     slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
-    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return held | getattr(value, "__dict__", {})
+    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return attributes | getattr(value, "__dict__", {})
 
 
 def _names(slots: Any) -> list[str]:

@@ -111,17 +111,17 @@ def _list(owner: Any, name: str) -> _Setting:
     return _Setting(lambda: list(getattr(owner, name)), write)
 
 
-def _mapping(kept: Any) -> _Setting:
+def _mapping(mapping: Any) -> _Setting:
     """The entries of a mapping. Only those that changed are touched: other threads may be reading it."""
 
     def write(before: dict[Any, Any]) -> None:
-        for key in set(kept) - set(before):
-            del kept[key]
+        for key in set(mapping) - set(before):
+            del mapping[key]
         for key, value in before.items():
-            if key not in kept or kept[key] != value:
-                kept[key] = value
+            if key not in mapping or mapping[key] != value:
+                mapping[key] = value
 
-    return _Setting(lambda: dict(kept), write)
+    return _Setting(lambda: dict(mapping), write)
 
 
 def _autocast(device: str) -> tuple[_Setting, _Setting]:

@@ -22,8 +22,8 @@ PARTS: Final = {
 
 def stored_elements(tensor: torch.Tensor) -> int:
     """How many elements `tensor` holds, with the zeros that it holds."""
-    held = getattr(tensor, PARTS[tensor.layout][-1])() if tensor.layout in PARTS else tensor
-    return int(held.numel())
+    part = getattr(tensor, PARTS[tensor.layout][-1])() if tensor.layout in PARTS else tensor
+    return int(part.numel())
 
 
 def is_in_coordinates(value: Any) -> bool:
@@ -33,11 +33,11 @@ def is_in_coordinates(value: Any) -> bool:
 
 def parts_of(args: Sequence[Any]) -> list[torch.Tensor]:
     """The indices and values of what an op may write to: its first argument, or each of a list."""
-    found: list[torch.Tensor] = []
-    for each in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
-        if isinstance(each, torch.Tensor) and each.layout is torch.sparse_coo:
-            found += (each._indices(), each._values())
-    return found
+    parts: list[torch.Tensor] = []
+    for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo:
+            parts += (tensor._indices(), tensor._values())
+    return parts
 
 
 def places(tensor: torch.Tensor) -> int:

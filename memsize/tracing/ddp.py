@@ -1,4 +1,4 @@
-"""What `DistributedDataParallel` adds to a process: the buckets in which it sends gradients to the others.
+"""The buckets of `DistributedDataParallel`, in which a process sends gradients to the others.
 
 They exist from the first step on. Parameters fill them in reverse order, and a bucket is closed once it has reached its
 limit; the first one's is smaller, so that communication starts early. Without ``gradient_as_bucket_view`` each gradient
@@ -53,10 +53,10 @@ class Buckets:
                 ledger.mark(parameter.grad, "gradient")
             return []
         device = ledger.device
-        held = [torch.empty(count, dtype=dtype, device=device) for dtype, count in self.sizes(parameters)]
-        for bucket in held:
+        buckets = [torch.empty(count, dtype=dtype, device=device) for dtype, count in self.sizes(parameters)]
+        for bucket in buckets:
             ledger.mark(bucket, "gradient")
-        return held
+        return buckets
 
 
 def buckets_of(model: nn.Module) -> Buckets | None:

@@ -23,7 +23,7 @@ def functional_transforms_allowed() -> Iterator[None]:
 
 
 def of_the_same_level(tensor: torch.Tensor) -> torch.Tensor:
-    """What stands for a saved `tensor`: itself, or a handle without the graph of the innermost transform, and no other.
+    """Return a stand-in for a saved `tensor`: itself, or a handle without the graph of the innermost transform.
 
     A node of that graph would otherwise keep its own output, and both would outlive the transform.
     """

@@ -35,37 +35,37 @@ def by_device() -> Iterator[Override]:
 def on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The options of such a function, with the place of stand-ins for a GPU that they name."""
     device = kwargs.get("device")
-    place = None if device is None else named_gpu(device)
-    return kwargs if place is None else kwargs | {"device": place}
+    stand_in_device = None if device is None else named_gpu(device)
+    return kwargs if stand_in_device is None else kwargs | {"device": stand_in_device}
 
 
 def _on_device(original: Function) -> Function:
     """A function that takes its device by keyword only."""
 
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **(on_meta(kwargs) if "device" in kwargs else kwargs))
 
-    return made
+    return make
 
 
 def _like(original: Function) -> Function:
     """``empty_like(x, device=…)``: on the host, it is a stand-in where a copy of `x` would be one."""
 
-    def made(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        place = kwargs.get("device") is not None and place_on(tensor, kwargs["device"])
-        return original(tensor, *args, **(kwargs | {"device": place} if place else kwargs))
+    def make(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        stand_in_device = kwargs.get("device") is not None and place_on(tensor, kwargs["device"])
+        return original(tensor, *args, **(kwargs | {"device": stand_in_device} if stand_in_device else kwargs))
 
-    return made
+    return make
 
 
 def _beside(original: Function) -> Function:
     """``x.new_empty(sizes, device=…)``: on the host, it is a stand-in where `x` is one there."""
-    like, given = _like(original), _on_device(original)
+    like, on_device = _like(original), _on_device(original)
 
-    def made(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (like if host_place(tensor) == place_of(tensor) else given)(tensor, *args, **kwargs)
+    def make(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (like if host_place(tensor) == place_of(tensor) else on_device)(tensor, *args, **kwargs)
 
-    return made
+    return make
 
 
 def _moved(original: Function) -> Function:
@@ -73,21 +73,23 @@ def _moved(original: Function) -> Function:
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], Tensor) and is_meta(args[0]):
-            tensor, place = _towards(tensor, place_of(args[0]))
-            args = (place, args[0].dtype, *args[1:])
+            tensor, target = _towards(tensor, place_of(args[0]))
+            args = (target, args[0].dtype, *args[1:])
         elif args and not isinstance(args[0], (torch.dtype, Tensor)) and (gpu := place_on(tensor, args[0])):
-            tensor, place = _towards(tensor, gpu)
-            args = (place, *args[1:])
+            tensor, target = _towards(tensor, gpu)
+            args = (target, *args[1:])
         elif kwargs.get("device") is not None and (gpu := place_on(tensor, kwargs["device"])):
-            tensor, place = _towards(tensor, gpu)
-            kwargs = kwargs | {"device": place}
+            tensor, target = _towards(tensor, gpu)
+            kwargs = kwargs | {"device": target}
         return original(tensor, *args, **kwargs)
 
     return moved
 
 
 def _towards(tensor: Tensor, gpu: torch.device) -> tuple[Tensor, torch.device]:
-    """What to move where, to have `tensor` on `gpu`: PyTorch returns it as it is if that is where it is already."""
+    """Return the tensor and device to move, to have `tensor` on `gpu`. PyTorch returns a tensor unchanged if it is
+    on that device already.
+    """
     if not is_meta(tensor):
         return tensor, gpu
     if place_of(tensor) == gpu:
@@ -122,8 +124,8 @@ class _ToOther(torch.autograd.Function):
 
 def _moved_to_cuda(_: Function) -> Function:
     def moved(tensor: Tensor, device: Any = None, *_: Any, **__: Any) -> Tensor:
-        tensor, place = _towards(tensor, (device is not None and named_gpu(device)) or gpu_place(None))
-        return tensor.to(place)
+        tensor, target = _towards(tensor, (device is not None and named_gpu(device)) or gpu_place(None))
+        return tensor.to(target)
 
     return moved
 
@@ -132,8 +134,8 @@ def _moved_to_cpu(original: Function) -> Function:
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         host = host_place(tensor)
         if host is not None:
-            tensor, place = _towards(tensor, host)
-            return tensor.to(place, **kwargs)
+            tensor, target = _towards(tensor, host)
+            return tensor.to(target, **kwargs)
         copy: Tensor = original(tensor, *args, **kwargs)
         return copy
 

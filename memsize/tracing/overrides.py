@@ -1,8 +1,8 @@
-"""What PyTorch does in Python before an op is dispatched: numbers from Python lists, and devices by name
+"""Overrides of PyTorch's Python functions that act before an op is dispatched: numbers from lists, and named devices
 (`named_devices`).
 
 ``torch.tensor([1, 2], device=x.device)`` and ``x[:, [0, -1]]`` make their tensor below the dispatcher, where a dispatch
-mode does not see it: on `meta` the numbers would be lost. What is replaced is seen in threads of a run alone.
+mode does not see it: on `meta` the numbers would be lost. Only threads of a run notice the overrides.
 
 Known limits: names that a module imported from torch itself (``from torch import zeros``) are not replaced, nor are
 ``torch.cuda.FloatTensor`` and generators of a CUDA device.
@@ -117,7 +117,7 @@ def _patches_of_torch() -> tuple[Override, ...]:
 def _from_numbers(original: Function) -> Function:
     """``torch.tensor`` and its like: made on the CPU, where numbers are real, and moved from there to `meta`."""
 
-    def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+    def make(data: Any, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device") or _device_of_context()
         if isinstance(data, Tensor) or not means_stand_ins(device):
             try:
@@ -128,30 +128,30 @@ def _from_numbers(original: Function) -> Function:
                 return original(_numbers(data), *args, **kwargs)
         return _moved_from_cpu(original, data, args, kwargs | {"device": device})
 
-    return made
+    return make
 
 
 def _new_tensor(original: Function) -> Function:
-    def made(tensor: Tensor, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def make(tensor: Tensor, data: Any, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device") or tensor.device
         if isinstance(data, Tensor) or not means_stand_ins(device):
             return original(tensor, data, *args, **on_meta(kwargs))
         return _moved_from_cpu(torch.tensor, data, args, {"dtype": tensor.dtype} | kwargs | {"device": device})
 
-    return made
+    return make
 
 
 def _new(original: Function) -> Function:
     """The old constructor knows no sparse `meta` tensors. `SparseAdam` makes its updates by it."""
 
-    def made(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def make(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not is_in_coordinates(tensor):
             return original(tensor, *args, **kwargs)
         if args and isinstance(args[0], Tensor):
             return torch.sparse_coo_tensor(*args, check_invariants=False, **kwargs)
         return torch.empty(args or (0,), dtype=tensor.dtype, layout=torch.sparse_coo, device=place_of(tensor))
 
-    return made
+    return make
 
 
 def _device_of_context() -> torch.device | None:
@@ -180,8 +180,8 @@ def _indexed(original: Function) -> Function:
         if is_meta(tensor):
             if type(index) is list:
                 index = _index(index, tensor)
-            elif type(index) is tuple and any(type(each) is list for each in index):
-                index = tuple(_index(each, tensor) if type(each) is list else each for each in index)
+            elif type(index) is tuple and any(type(part) is list for part in index):
+                index = tuple(_index(part, tensor) if type(part) is list else part for part in index)
         return original(tensor, index, *value)
 
     return indexed
@@ -219,7 +219,7 @@ def _given_numbers(original: Function) -> Function:
 
     def called(packet: OpOverloadPacket, *args: Any, **kwargs: Any) -> Any:
         if packet._qualified_op_name.startswith("quantized::"):
-            args = tuple(_number(each) for each in args)
+            args = tuple(_number(argument) for argument in args)
         return original(packet, *args, **kwargs)
 
     return called
@@ -270,12 +270,12 @@ def _with_states_moved(original: Function) -> Function:
     """A recurrent net refuses hidden states that were made on the CPU, before any op of it is dispatched."""
 
     def called(tensor: Tensor, *args: Any) -> Any:
-        place = int(isinstance(args[0], Tensor) and args[0].dim() == 1)  # the batch sizes of a packed sequence
-        states = args[place]
+        position = int(isinstance(args[0], Tensor) and args[0].dim() == 1)  # the batch sizes of a packed sequence
+        states = args[position]
         if is_meta(tensor) and any(not is_meta(state) for state in tensors_in(states)):
             _note(mixed_devices())
             moved = map_tensors(lambda state: state.to(place_of(tensor)), states)
-            args = (*args[:place], moved, *args[place + 1 :])
+            args = (*args[:position], moved, *args[position + 1 :])
         return original(tensor, *args)
 
     return called

@@ -54,11 +54,11 @@ class _Stat:
 
 
 class DeviceMemory:
-    """What the allocator of one process holds on a card of `total` bytes, of which `outside` are not PyTorch's own.
+    """The allocator of one process on a GPU of `total` bytes, of which `outside` bytes are used outside PyTorch.
 
-    `settings` are asked for when the allocator is first used, as PyTorch reads them. `events` is the list of all
+    `settings` is called when the allocator is first used, as PyTorch reads its settings. `events` is the list of all
     events, which grows while the program runs; `streams` has the stream of each storage that is not on the default one.
-    Where it is not `bounded`, nothing is too large for the card.
+    Unless it is `bounded`, nothing is too large for the GPU.
     """
 
     def __init__(
@@ -134,14 +134,14 @@ class DeviceMemory:
             self._done += 1
 
     def _follow(self, storage: int, delta: int) -> None:
-        held = self._live.get(storage)
-        size = delta if held is None else held[0] + delta
+        block = self._live.get(storage)
+        size = delta if block is None else block[0] + delta
         if size > 0:
             self._allocate(storage, size)
-        elif held is not None:
+        elif block is not None:
             del self._live[storage]
-        if held is not None:
-            self._give(held)
+        if block is not None:
+            self._give(block)
 
     def _allocate(self, storage: int, request: int) -> None:
         size = self.config.block_size(request) // BLOCK
@@ -158,22 +158,22 @@ class DeviceMemory:
         self._count_block(pool, 1, request, (block >> SHIFT) * BLOCK)
         self._count_rests(pool, _rests_after_taking(pool, block))
 
-    def _give(self, held: tuple[int, int, Pool]) -> None:
-        request, block, pool = held
+    def _give(self, allocation: tuple[int, int, Pool]) -> None:
+        request, block, pool = allocation
         self._count_rests(pool, _rests_after_giving(pool, block))
         self._count_block(pool, -1, -request, -(block >> SHIFT) * BLOCK)
 
     def _count_block(self, pool: Pool, one: int, request: int, size: int) -> None:
-        for place in ("all", self._name(pool)):
+        for pool_name in ("all", self._name(pool)):
             for name, amount in zip(_BLOCKS, (one, one, size, size, request), strict=True):
-                self._stats[name, place].add(amount)
+                self._stats[name, pool_name].add(amount)
 
     def _count_rests(self, pool: Pool, change: tuple[int, int]) -> None:
         if self.config.expandable_segments:
             return  # PyTorch counts none there
-        for place in ("all", self._name(pool)):
+        for pool_name in ("all", self._name(pool)):
             for name, amount in zip(_SPLIT, change, strict=True):
-                self._stats[name, place].add(amount)
+                self._stats[name, pool_name].add(amount)
 
     def _count_segments(self) -> bool:
         """Bring the figures of segments up to date; whether some were given back."""
@@ -191,8 +191,8 @@ class DeviceMemory:
     def _name(self, pool: Pool) -> str:
         return next(
             "small_pool" if small else "large_pool"
-            for (_, small), each in self._allocator.pools.items()
-            if each is pool
+            for (_, small), candidate in self._allocator.pools.items()
+            if candidate is pool
         )
 
     def set_fraction(self, fraction: float) -> None:
@@ -223,14 +223,14 @@ class DeviceMemory:
         """The nested dictionary that `torch.cuda.memory_stats_as_nested_dict` returns."""
         self.follow()
         nothing = _Stat().as_dict()
-        found: dict[str, Any] = {
+        stats: dict[str, Any] = {
             name: {pool: self._stats[name, pool].as_dict() for pool in _POOLS}
             for name in (*_BLOCKS, *_SEGMENTS, *_SPLIT)
         }
-        found |= {name: dict(nothing) for name in _SINGLE}
+        stats |= {name: dict(nothing) for name in _SINGLE}
         split = -1 if self.config.max_split_size is None else self.config.max_split_size
         counts = {"num_ooms": self._failures, "num_alloc_retries": self._retries, "max_split_size": split}
-        return found | dict.fromkeys(_ZEROS, 0) | counts
+        return stats | dict.fromkeys(_ZEROS, 0) | counts
 
 
 def _rests_after_taking(pool: Pool, block: int) -> tuple[int, int]:

@@ -25,8 +25,8 @@ def mapped(load: Callable[..., Any]) -> Callable[..., Any]:
         restore = _get_restore_location(map_location)
 
         def placed(storage: Any, location: str) -> Any:
-            found = restore(storage, location)
-            return found.clone() if found.device.type == "cpu" else found
+            restored = restore(storage, location)
+            return restored.clone() if restored.device.type == "cpu" else restored
 
         return load(f, placed, pickle_module, **options | {"mmap": True})
 

@@ -55,11 +55,11 @@ class Recorder(Protocol):
 
 def gpu_of(func: Any, args: Iterable[Any]) -> int:
     """The GPU of an op's arguments: that of the first. Raises PyTorch's error where they are on several."""
-    numbers = list(dict.fromkeys(devices().number_of(each) for each in _stand_ins(args)))
+    numbers = list(dict.fromkeys(devices().number_of(tensor) for tensor in _stand_ins(args)))
     if len(numbers) > 1 and func not in _BETWEEN:
-        found = " and ".join("cpu" if number == HOST else f"cuda:{number}" for number in numbers[:2])
+        names = " and ".join("cpu" if number == HOST else f"cuda:{number}" for number in numbers[:2])
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {found}! (when "
+            f"Expected all tensors to be on the same device, but found at least two devices, {names}! (when "
             f"dispatching {func})"
         )
     return numbers[0] if numbers else devices().current
@@ -75,11 +75,15 @@ def _stand_ins(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def replacements(recorder: Recorder) -> Iterator[Patch]:
-    """What moves tensors between GPUs, and tells `recorder`."""
+    """Patch the functions that move tensors between GPUs, so that they notify `recorder`."""
     between = _Between(recorder)
     for name in ("broadcast", "broadcast_coalesced", "scatter", "gather"):
         yield torch._C, f"_{name}", getattr(between, name)
-    yield torch.cuda.nccl, "is_available", lambda tensors: all(each.is_cuda and not each.is_sparse for each in tensors)
+    yield (
+        torch.cuda.nccl,
+        "is_available",
+        lambda tensors: all(tensor.is_cuda and not tensor.is_sparse for tensor in tensors),
+    )
     yield torch.cuda.nccl, "reduce", between.reduce
     in_python, comm, applying = _modules
     yield in_python, "torch", _Torch()
@@ -151,11 +155,11 @@ class _Between:
         copies: list[list[Tensor]] = [[] for _ in devices[1:]]
         for chunk in _take_tensors(tensors, buffer_size):
             _, *flat = self.broadcast(_flatten_dense_tensors(chunk), devices)
-            role: Role = "parameter" if any(isinstance(each, nn.Parameter) for each in chunk) else "buffer"
-            for made, each in zip(copies, flat, strict=True):
-                self._recorder.mark(each, role)
-                made += [part.detach() for part in _unflatten_dense_tensors(each, chunk)]
-        return [list(tensors), *(list(_reorder_tensors_as(made, tensors)) for made in copies)]
+            role: Role = "parameter" if any(isinstance(buffer, nn.Parameter) for buffer in chunk) else "buffer"
+            for copied, buffer in zip(copies, flat, strict=True):
+                self._recorder.mark(buffer, role)
+                copied += [part.detach() for part in _unflatten_dense_tensors(buffer, chunk)]
+        return [list(tensors), *(list(_reorder_tensors_as(copied, tensors)) for copied in copies)]
 
     def scatter(
         self, tensor: Tensor, devices: Sequence[int], sizes: Any, dim: int, streams: Any = None
@@ -174,12 +178,12 @@ class _Between:
 
     def gather(self, tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
         """One tensor of all of them on one device; -1 is the CPU."""
-        first, sizes = tensors[0], [each.shape[dim] for each in tensors]
+        first, sizes = tensors[0], [part.shape[dim] for part in tensors]
         shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
-        place = torch.device("cpu") if destination == -1 else torch.device("cuda", devices().named(destination))
-        layouts = {torch._prims_common.suggest_memory_format(each) for each in tensors}
+        device = torch.device("cpu") if destination == -1 else torch.device("cuda", devices().named(destination))
+        layouts = {torch._prims_common.suggest_memory_format(part) for part in tensors}
         layout = layouts.pop() if len(layouts) == 1 else torch.contiguous_format
-        gathered = torch.empty(shape, dtype=first.dtype, device=place, memory_format=layout)
+        gathered = torch.empty(shape, dtype=first.dtype, device=device, memory_format=layout)
         for part, tensor in zip(gathered.split(sizes, dim), tensors, strict=True):
             part.copy_(tensor, non_blocking=True)
         return gathered
@@ -189,10 +193,10 @@ class _Between:
         self._recorder.sent("reduce", inputs[0].nbytes, len(inputs))
 
     def adding(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What the backward made on each GPU is there until it is added up."""
+        """Mark the gradients of each GPU, which live until they are added up."""
 
         def add(inputs: Sequence[Sequence[Tensor]], *args: Any, **options: Any) -> Any:
-            for gradient in (each for gradients in inputs for each in gradients):
+            for gradient in (item for gradients in inputs for item in gradients):
                 self._recorder.mark(gradient, "unsharded gradient")
             return original(inputs, *args, **options)
 

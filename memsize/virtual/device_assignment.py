@@ -1,4 +1,4 @@
-"""Which GPU a process has, and on which device each tensor is: a GPU, the host, or the program's own ``meta``.
+"""The GPU of a process, and the device of each tensor: a GPU, the host, or the program's own ``meta``.
 
 A process has the first GPU, unless it is one of several processes. One process may also drive all GPUs, as
 `nn.DataParallel` does. Then the memory of one GPU is recorded; of a tensor on another GPU only the number of that GPU

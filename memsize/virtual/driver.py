@@ -1,8 +1,8 @@
-"""What `torch.cuda` asks of its part in C++, answered for a GPU that isn't there.
+"""The C++ functions of `torch.cuda`, answered for a GPU that does not exist.
 
 The Python side of `torch.cuda`, `torch.accelerator` and `torch.backends` stays PyTorch's own: streams, events, device
 guards, memory statistics and random generators all go through a few functions of `torch._C`, which CPU builds lack and
-CUDA builds answer only with a driver. Those are what is replaced here.
+CUDA builds answer only with a driver. `Driver.functions` replaces them.
 
 Source: torch/cuda/__init__.py, memory.py, streams.py and random.py, torch/accelerator (2.11 to 2.14);
 c10/cuda/CUDACachingAllocator.cpp for a device that isn't there.
@@ -64,7 +64,7 @@ _MULTIPROCESSORS: Final = {
 
 @dataclass(frozen=True)
 class Properties:
-    """What `torch.cuda.get_device_properties` returns, as far as it is known of a card."""
+    """The result of `torch.cuda.get_device_properties`, with the fields that are known of a GPU."""
 
     name: str
     major: int
@@ -100,15 +100,15 @@ def _streams() -> StreamOrder:
 class Stream:
     """A CUDA stream: a number to compare by. Work is done at once; the stream order notes what would be queued."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **known: Any) -> None:
+    def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
         self.device_index, self.device_type = (
-            devices().named(known.get("device_index", _number(device))),
+            devices().named(options.get("device_index", _number(device))),
             _TYPE,
         )
         self.device = torch.device("cuda", self.device_index)
         self.priority = priority
         self.stream_id: int = (
-            known["stream_id"] if "stream_id" in known else next(_streams().numbers[self.device_index])
+            options["stream_id"] if "stream_id" in options else next(_streams().numbers[self.device_index])
         )
         self.cuda_stream = self.native_handle = self.stream_id
 
@@ -129,7 +129,7 @@ class Stream:
 
     @property
     def queue(self) -> Queue:
-        """What `order` knows it by."""
+        """The key of this stream in the stream order."""
         return self.device_index, self.stream_id
 
     def query(self) -> bool:
@@ -192,7 +192,7 @@ def _or_current(stream: Any) -> Any:
 
 
 class _Current(threading.local):
-    """What each thread has for itself: the stream that it works on, by the number of the GPU."""
+    """The current stream of each GPU, by its number, in this thread."""
 
     def __init__(self) -> None:
         self.streams: dict[int, int] = {}
@@ -291,7 +291,7 @@ class Driver:
         }
 
     def _memory_on(self, device: int) -> DeviceMemory:
-        """What this process holds on a device; raises PyTorch's error for one that isn't there."""
+        """Return this process's memory on a device; raise PyTorch's error for a device that does not exist."""
         if not 0 <= device < self.devices.count:
             raise RuntimeError(f"Invalid device argument {device}: did you call init?")
         return self.memory if device == self.devices.index else self._elsewhere

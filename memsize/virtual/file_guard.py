@@ -41,7 +41,7 @@ _PASSING: Final = ("__pycache__", "/dev/", "/proc/")
 
 
 class Files:
-    """What the program may do with files, and what it was kept from. `allowed` lets it write wherever it likes."""
+    """The file guard of a program: its new files, and the writes that were refused. `allowed` permits all writes."""
 
     def __init__(self, allowed: bool = False) -> None:
         self.allowed = allowed
@@ -49,7 +49,7 @@ class Files:
         self.saved: dict[str, int] = {}
         """Bytes of stand-ins that would have been written, by path."""
         self._new: set[str] = set()
-        self._kept: dict[str, bytes] = {}
+        self._saved_files: dict[str, bytes] = {}
         """What `torch.save` was given, by path: without weights."""
         self._empty: set[str] = set()
         """Files that stand where weights would have been written."""
@@ -63,7 +63,7 @@ class Files:
         return (*saved, *self.refused)
 
     def counted(self, path: Any, size: int) -> None:
-        """So many bytes of stand-ins would have been written to `path`."""
+        """Note that `size` bytes of stand-ins would have been written to `path`."""
         self.saved[_shown(path)] = size
 
     def has_counted(self, path: str) -> bool:
@@ -122,8 +122,8 @@ class Files:
         for path in [path for path in self._empty if path == old or path.startswith(f"{old}{os.sep}")]:
             moved = new + path.removeprefix(old)
             self._empty.add(moved)
-            if path in self._kept:
-                self._kept[moved] = self._kept[path]
+            if path in self._saved_files:
+                self._saved_files[moved] = self._saved_files[path]
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Files:
                 return original(obj, f, *args, **kwargs)
             buffer = io.BytesIO()
             original(obj, buffer, *args, **kwargs)
-            self._kept[os.path.abspath(f)] = buffer.getvalue()
+            self._saved_files[os.path.abspath(f)] = buffer.getvalue()
             self._left_out(f, size)
             return None
 
@@ -181,11 +181,11 @@ class Files:
 
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            kept = self._kept.get(os.path.abspath(f)) if isinstance(f, (str, os.PathLike)) else None
-            if kept is None:
+            contents = self._saved_files.get(os.path.abspath(f)) if isinstance(f, (str, os.PathLike)) else None
+            if contents is None:
                 return original(f, *args, **kwargs)
             kwargs.pop("mmap", None)
-            return original(io.BytesIO(kept), *args, **kwargs)
+            return original(io.BytesIO(contents), *args, **kwargs)
 
         return load
 

@@ -194,31 +194,31 @@ class VirtualLedger(Ledger):
 
     def _between_ranks(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A collective; one on the GPU is recorded, and the buffers that it works on are marked."""
-        kind, given = kind_of(func), is_given_buffers(func)
+        kind, has_buffers = kind_of(func), is_given_buffers(func)
         if waits(func):
             return waited(func, args[0])
         with self._turn:
             self.clock.tick()
             before = len(self.events)
-            if kind is not None and given:
+            if kind is not None and has_buffers:
                 group = group_of(args)
                 check_ranks(func, args, group.size())
                 check_devices(arguments_in(args), group)
                 if kind == "all-reduce":
                     check_layouts(arguments_in(args), group)
-            result = answer(kind, func, args) if given else self._run(func, types, args, kwargs)
+            result = answer(kind, func, args) if has_buffers else self._run(func, types, args, kwargs)
             self.last_op = func._overloadpacket.__name__
-            if kind is not None and not given:
+            if kind is not None and not has_buffers:
                 carry_over(kind, args, result)
             if kind is not None and on_gpu(args) and not self.absent:
                 group = group_of(args)
                 number = self._groups.setdefault(group.group_name, len(self._groups))
-                buffers = list(arguments_in(args if given else (result,)))
-                moved, stream = bytes_moved(args, None if given else result), self._stream_of(buffers)
+                buffers = list(arguments_in(args if has_buffers else (result,)))
+                moved, stream = bytes_moved(args, None if has_buffers else result), self._stream_of(buffers)
                 self.sent(kind, moved, group.size(), before, number, stream)
                 for tensor in buffers:
                     self.mark(tensor, "communication")
-            elif kind is not None and given:
+            elif kind is not None and has_buffers:
                 self.evaluator.rely_on(alike(kind))
         return result
 
@@ -230,8 +230,8 @@ class VirtualLedger(Ledger):
         self, kind: CollectiveKind, size: int, ranks: int, before: int | None = None, group: int = -1, stream: int = 0
     ) -> None:
         """A collective of `size` bytes among so many ranks of a group, after so many events: by default now."""
-        clock, place = self.clock, len(self.events) if before is None else before
-        self.collectives.append(Collective(kind, size, ranks, clock.phase, clock.layer, place, group, stream))
+        clock, position = self.clock, len(self.events) if before is None else before
+        self.collectives.append(Collective(kind, size, ranks, clock.phase, clock.layer, position, group, stream))
 
     @contextmanager
     def absently(self) -> Iterator[None]:
@@ -293,7 +293,7 @@ class VirtualLedger(Ledger):
         self._clock = clock
 
     def begin_step(self, number: int) -> None:
-        """What follows, in the main thread too, belongs to the step of that number."""
+        """Start the step of that number, in this thread and in the main one."""
         for clock in {self._clock, self.clock}:
             clock.step = number
             clock.phase = clock.index("step")
@@ -353,18 +353,18 @@ class VirtualLedger(Ledger):
     def _running_line(self) -> None:
         """Far above PyTorch's own calls: looked up for large storages alone, by the program (`made_at`)."""
 
-    def storages(self, kept: Set[int]) -> tuple[Storage, ...]:
+    def storages(self, saved: Set[int]) -> tuple[Storage, ...]:
         """As the base class has them, with their streams."""
-        found = list(super().storages(kept))
+        storages = list(super().storages(saved))
         for index, stream in self.streams.items():
-            found[index] = found[index]._replace(stream=stream)
-        return tuple(found)
+            storages[index] = storages[index]._replace(stream=stream)
+        return tuple(storages)
 
     def share(self, part: torch.UntypedStorage, whole: torch.UntypedStorage) -> None:
         """The memory of `part` is that of `whole`, which is there as long as the part is."""
-        known = self.live.get(whole._cdata)
-        if known is not None:
-            self.live[part._cdata] = known.named(part)
+        reference = self.live.get(whole._cdata)
+        if reference is not None:
+            self.live[part._cdata] = reference.named(part)
         weakref.finalize(part, self._unshare, part._cdata, whole)
 
     def _unshare(self, part: int, _: torch.UntypedStorage) -> None:
@@ -398,7 +398,7 @@ class VirtualLedger(Ledger):
             self.host_memory.copies.enter(fresh.untyped_storage())
         torch._C._swap_tensor_impl(tensor, fresh)
 
-    def place(self, tensor: torch.Tensor, role: Role, layer: int) -> None:
+    def assign_role(self, tensor: torch.Tensor, role: Role, layer: int) -> None:
         """Give the storage of `tensor` a role and a layer that were not known when it was made.
 
         What is gathered from shards stays that: a module stores it while it is there, also before its first forward.
@@ -410,24 +410,24 @@ class VirtualLedger(Ledger):
                 self._roles[index] = role
 
     def own(self, module: nn.Module, layer: int) -> None:
-        """What `module` itself stores is a parameter or a buffer of its layer."""
+        """Give the tensors that `module` itself stores their role and their layer."""
         roles: tuple[tuple[Role, Any], ...] = (("parameter", module._parameters), ("buffer", module._buffers))
-        for role, held in roles:
-            for tensor in held.values():
+        for role, tensors in roles:
+            for tensor in tensors.values():
                 for piece in () if tensor is None else plain_tensors(tensor):
-                    self.place(piece, role, layer)
+                    self.assign_role(piece, role, layer)
 
     def belongs(self, tensor: torch.Tensor, owner: torch.Tensor) -> None:
         """Let the storage of `tensor`, which no module made, be in the layer of that of `owner`."""
-        index, known = self.index_of(tensor), self.index_of(owner)
-        if index >= 0 and known >= 0 and self._layers[index] < 0:
-            self._layers[index] = self._layers[known]
+        index, owner_index = self.index_of(tensor), self.index_of(owner)
+        if index >= 0 and owner_index >= 0 and self._layers[index] < 0:
+            self._layers[index] = self._layers[owner_index]
 
     def refuse(self, storage: int) -> None:
         """Forget that `storage` appeared: there was no memory for it."""
         self._current_bytes[storage] = 0
-        place = next(i for i in reversed(range(len(self.events))) if self.events[i].storage == storage)
-        del self.events[place]
+        position = next(i for i in reversed(range(len(self.events))) if self.events[i].storage == storage)
+        del self.events[position]
 
 
 def _writes_into_memory(func: Any, args: Any) -> bool:

@@ -49,7 +49,7 @@ _lazy: Any = nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 
 
 def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
-    """What `Tensor` has to answer where a run is recorded in `ledger`."""
+    """Patch the attributes of `Tensor` for a run that `ledger` records."""
     host_memory = ledger.host_memory
     original_type = Tensor.type
     yield (
@@ -183,13 +183,13 @@ def _tensor_address(tensor: Tensor) -> int:
 def _on_meta(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A wrapper around stand-ins is where they are: autograd asks each tensor's device for its streams."""
 
-    def made(*args: Any, **options: Any) -> Tensor:
+    def make(*args: Any, **options: Any) -> Tensor:
         device = options.get("device")
         if device is not None and torch.device(device).type == "cuda":
             options["device"] = torch.device("meta")
         return original(*args, **options)
 
-    return made
+    return make
 
 
 def _storage_address(original: Callable[[Any], int]) -> Callable[[Any], int]:
@@ -200,8 +200,8 @@ def _storage_copy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Deep copies go through storages, and have no device that would tell the GPU's from the program's own `meta`."""
 
     def copy(storage: Any, source: Any, *options: Any, **named: Any) -> Any:
-        known = source if source.device.type == "meta" else storage
-        if known.device.type != "meta" or is_own_storage(known):
+        stand_in = source if source.device.type == "meta" else storage
+        if stand_in.device.type != "meta" or is_own_storage(stand_in):
             return original(storage, source, *options, **named)
         return storage.fill_(0) if storage.device.type == "cpu" else storage
 
@@ -211,15 +211,15 @@ def _storage_copy(original: Callable[..., Any]) -> Callable[..., Any]:
 def _storage_part(original: Callable[..., Any], ledger: VirtualLedger) -> Callable[..., Any]:
     """On the GPU a slice of a storage is another one with the same memory; `meta` has none."""
 
-    def part(storage: Any, place: Any) -> Any:
-        if not isinstance(place, slice) or storage.device.type != "meta" or is_own_storage(storage):
-            return original(storage, place)
-        begin, end, step = place.indices(storage.nbytes())
+    def part(storage: Any, index: Any) -> Any:
+        if not isinstance(index, slice) or storage.device.type != "meta" or is_own_storage(storage):
+            return original(storage, index)
+        begin, end, step = index.indices(storage.nbytes())
         if step != 1:
             raise RuntimeError(f"Trying to slice with a step of {step}, but only a step of 1 is supported")
-        made = torch.UntypedStorage(max(0, end - begin), device="meta")
-        ledger.share(made, storage)
-        return made
+        sliced = torch.UntypedStorage(max(0, end - begin), device="meta")
+        ledger.share(sliced, storage)
+        return sliced
 
     return part
 
@@ -294,8 +294,8 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
     def answer(tensor: Tensor, dtype: Any = None, **options: Any) -> Any:
         if dtype is None:
             name: str = original(tensor)
-            place = "torch.cuda." if _is_on_gpu(tensor) else "torch."
-            return name.replace("torch.meta.", place) if is_stand_in(tensor) else name
+            module = "torch.cuda." if _is_on_gpu(tensor) else "torch."
+            return name.replace("torch.meta.", module) if is_stand_in(tensor) else name
         kind = _old_type(dtype)
         return original(tensor, dtype, **options) if kind is None else tensor.to(devices().device, kind)
 
@@ -340,11 +340,15 @@ def _default_type(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _state_to_pickle(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What is known of a stand-in's values stays here when the program saves it."""
+    """Leave a stand-in's known values out of its pickled state."""
 
     def state(value: Any) -> Any:
-        held = original(value)
-        return {name: each for name, each in held.items() if name != CONSTANT} if isinstance(held, dict) else held
+        attributes = original(value)
+        return (
+            {name: attribute for name, attribute in attributes.items() if name != CONSTANT}
+            if isinstance(attributes, dict)
+            else attributes
+        )
 
     return state
 
@@ -355,12 +359,12 @@ class Generator(torch._C.Generator):
     _on_gpu = False
 
     def __new__(cls, device: Any = "cpu") -> Generator:
-        made: Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        generator: Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
         named = torch.device(device)
-        made._on_gpu = named.type == "cuda"
-        if made._on_gpu:
+        generator._on_gpu = named.type == "cuda"
+        if generator._on_gpu:
             devices().check_index(-1 if named.index is None else named.index)
-        return made
+        return generator
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -379,7 +383,7 @@ class CpuRestore:
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
 
     def replacements(self) -> Iterator[Patch]:
-        """What is replaced to see tensors go."""
+        """Patch the functions that move a tensor or a module in place."""
         yield torch._C, "_swap_tensor_impl", self._swapping(torch._C._swap_tensor_impl)
         yield nn.Module, "_apply", self._applying(nn.Module._apply)
 

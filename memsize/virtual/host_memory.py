@@ -25,7 +25,7 @@ def pinned_block(size: int) -> int:
 
 
 class Copies:
-    """What a program has on the host of its GPU's tensors, pinned or not: stand-ins, which take no memory here."""
+    """Copies of the GPU's tensors on the host, pinned or not. They are stand-ins, and take no memory here."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -44,8 +44,8 @@ class Copies:
 
 
 class HostMemory:
-    """What a program has on the host: `copies` of its GPU's tensors, and tensors in pinned memory. Those are here in
-    ordinary memory, which is as large, or among the copies.
+    """The host memory of a program: `copies` of its GPU's tensors, and pinned memory. A pinned tensor is either one of
+    the copies, or has ordinary memory of the same size here.
     """
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ class HostMemory:
         """The most bytes that tensors had at one time."""
 
     @property
-    def held(self) -> int:
-        """Bytes that the process keeps pinned."""
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory that the process keeps."""
         return sum(size * count for size, count in self._most.items())
 
     def pin(self, tensor: Tensor) -> Tensor:
@@ -91,11 +91,11 @@ class HostMemory:
         self._requested -= size
 
     def notes(self) -> Iterator[str]:
-        """What a reader must know of the host's memory, if any was of concern."""
+        """Describe the host memory for the report, if the program used any."""
         if self.peak:
             yield (
                 f"beside the GPU, at most {format_bytes(self.peak)} are in pinned memory of the host; PyTorch keeps "
-                f"{format_bytes(self.held)} for it, in blocks of powers of two"
+                f"{format_bytes(self.pinned_bytes)} for it, in blocks of powers of two"
             )
         if self.copies.peak:
             yield (

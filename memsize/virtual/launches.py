@@ -30,7 +30,7 @@ _numbers = itertools.count(1)
 
 
 def replacements(note: Callable[[str], None]) -> Iterator[Patch]:
-    """What `torch.cuda` makes graphs and pools with; `note` is called where the program captures one."""
+    """Patch the classes and functions for CUDA graphs and memory pools; `note` is called when a graph is captured."""
     cuda: Any = torch.cuda
 
     class CUDAGraph:
@@ -89,14 +89,14 @@ _NOTE: Final = (
 
 
 def later(ledger: VirtualLedger) -> dict[str, Callable[[Any], Iterator[Patch]]]:
-    """What is replaced in Triton once the program has imported it."""
+    """Return the patches of Triton, for when the program has imported it."""
 
     def left_out(kernel: Any, *args: Any, **options: Any) -> None:
         ledger.evaluator.notes[_NOTE] = None
         for tensor in arguments_in((args, options)):
-            known = state_of(tensor)
-            if known is not None:
-                known.invalidate()
+            state = state_of(tensor)
+            if state is not None:
+                state.invalidate()
 
     def replacements(module: Any) -> Iterator[Patch]:
         yield module.Autotuner, "run", left_out

@@ -1,4 +1,4 @@
-"""What programs ask of the CUDA runtime, of NVML and of profilers: how much memory is taken, how busy the GPU is.
+"""Answers of the CUDA runtime, NVML and profilers to a program: used and free memory, load of the GPU.
 
 Memory is that of the simulated allocator; a load, a temperature or a clock there is none, and it is 0. Sources:
 torch/cuda/__init__.py; NVIDIA's nvidia-ml-py (``pynvml``), whose functions are replaced where it is installed.
@@ -26,17 +26,17 @@ class Runtime:
 
     def __init__(self, driver: Driver) -> None:
         self._memory = driver.memory
-        self._known = {"cudaError": SimpleNamespace(success=_SUCCESS)}
+        self._constants = {"cudaError": SimpleNamespace(success=_SUCCESS)}
 
     def cudaMemGetInfo(self, device: int = 0) -> tuple[int, int]:  # noqa: N802
-        """What is free on the card, and all it has."""
+        """Return the free and the total bytes of the GPU."""
         devices().check_index(device)
         return self._memory.free, self._memory.total
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cuda"):
             raise AttributeError(name)
-        return self._known.get(name, lambda *args: _SUCCESS)
+        return self._constants.get(name, lambda *args: _SUCCESS)
 
 
 def replacements(driver: Driver) -> Iterator[Patch]:

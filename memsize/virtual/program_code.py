@@ -1,4 +1,4 @@
-"""What a program's source says about its tensors: variables that keep them alive, and loops that wait for a number.
+"""Causes of memory growth in a program's own code: variables that keep them alive, and loops that wait for a number.
 
 Variables are those of the user's own functions that are running, and of their script. The contents of objects, lists
 and dicts are searched too, and whole graphs that hang from a tensor: growing memory often comes from ``total += loss``.
@@ -59,12 +59,14 @@ def holders(index_of: IndexOf) -> tuple[Held, ...]:
     storage.
     """
     graph = _Graph(index_of)
-    found: list[Held] = []
-    for place, tensors in _holding(_variables()):
+    variables_of_tensors: list[Held] = []
+    for variable, tensors in _holding(_variables()):
         storages = frozenset().union(*map(graph.storages, tensors))
         with_graphs = any(tensor.grad_fn is not None for tensor in tensors)
-        found.append(Held(Holder(place.name, _grown_at(place), len(tensors), with_graphs), storages))
-    return tuple(found)
+        variables_of_tensors.append(
+            Held(Holder(variable.name, _grown_at(variable), len(tensors), with_graphs), storages)
+        )
+    return tuple(variables_of_tensors)
 
 
 def _variables() -> Iterator[_Place]:
@@ -80,37 +82,37 @@ def _holding(places: Iterable[_Place]) -> Iterator[tuple[_Place, list[torch.Tens
     seen: set[int] = set()
     todo = deque(places)
     while todo and len(seen) < _MOST:
-        place = todo.popleft()
-        if id(place.value) in seen:
+        variable = todo.popleft()
+        if id(variable.value) in seen:
             continue
-        seen.add(id(place.value))
-        if isinstance(place.value, torch.Tensor):
-            if is_meta(place.value) and place.value.grad_fn is not None:
-                yield place, [place.value]
+        seen.add(id(variable.value))
+        if isinstance(variable.value, torch.Tensor):
+            if is_meta(variable.value) and variable.value.grad_fn is not None:
+                yield variable, [variable.value]
             continue
-        parts = list(_parts(place))
+        parts = list(_parts(variable))
         tensors = [part.value for part in parts if isinstance(part.value, torch.Tensor) and is_meta(part.value)]
-        if tensors and isinstance(place.value, (*_COLLECTIONS, dict)):
-            yield place, tensors
+        if tensors and isinstance(variable.value, (*_COLLECTIONS, dict)):
+            yield variable, tensors
             parts = [part for part in parts if not isinstance(part.value, torch.Tensor)]
         todo.extend(parts)
 
 
-def _parts(place: _Place) -> Iterator[_Place]:
-    value = place.value
+def _parts(variable: _Place) -> Iterator[_Place]:
+    value = variable.value
     if isinstance(value, _COLLECTIONS):
         for item in list(value)[-_ITEMS:]:
-            yield place._replace(value=item)
+            yield variable._replace(value=item)
     elif isinstance(value, dict):
         for item in list(value.values())[-_ITEMS:]:
-            yield place._replace(value=item)
+            yield variable._replace(value=item)
     elif isinstance(value, (ModuleType, type, FunctionType, Optimizer, str, bytes, int, float)):
         return
     else:
         own, kind = getattr(value, "__dict__", None), cast(Any, type(value))
         for name, item in list(own.items()) if isinstance(own, dict) else ():
             if not (isinstance(value, nn.Module) and name in ("_parameters", "_buffers")):
-                yield _Place(f"{place.name}.{name}", item, *_source(kind))
+                yield _Place(f"{variable.name}.{name}", item, *_source(kind))
 
 
 @cache
@@ -126,22 +128,22 @@ class _Graph:
 
     def __init__(self, index_of: IndexOf) -> None:
         self._index_of = index_of
-        self._known: dict[Any, set[int]] = {}
+        self._saved_by_node: dict[Any, set[int]] = {}
 
     def storages(self, tensor: torch.Tensor) -> set[int]:
-        """What `tensor` keeps alive: its own storage, and all that its graph has saved for backward."""
-        found = {self._index_of(tensor)}
+        """Return the storages that `tensor` keeps alive: its own, and those that its graph has saved for backward."""
+        storages = {self._index_of(tensor)}
         todo, met = [tensor.grad_fn], set[Any]()
         while todo:
             node = todo.pop()
             if node is None or node in met:
                 continue
             met.add(node)
-            if node not in self._known:
-                self._known[node] = {self._index_of(each) for each in _saved(node)}
-            found |= self._known[node]
+            if node not in self._saved_by_node:
+                self._saved_by_node[node] = {self._index_of(saved) for saved in _saved(node)}
+            storages |= self._saved_by_node[node]
             todo.extend(following for following, _ in node.next_functions)
-        return found - {-1}
+        return storages - {-1}
 
 
 def _saved(node: Any) -> Iterator[torch.Tensor]:
@@ -150,9 +152,9 @@ def _saved(node: Any) -> Iterator[torch.Tensor]:
     for name in _saved_names(kind):
         with suppress(RuntimeError):
             value = getattr(node, name)
-            for each in value if isinstance(value, tuple) else (value,):
-                if isinstance(each, torch.Tensor):
-                    yield each
+            for tensor in value if isinstance(value, tuple) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    yield tensor
 
 
 @cache
@@ -163,17 +165,17 @@ def _saved_names(kind: Any) -> tuple[str, ...]:
 # -- the line that adds to it -----------------------------------------------------------------------------------------
 
 
-def _grown_at(place: _Place) -> str | None:
+def _grown_at(variable: _Place) -> str | None:
     """The line that adds to the variable: ``losses.append(loss)``, ``total += loss``, ``seen[step] = x``."""
-    tree = parsed(place.file)
-    name = place.name.rpartition(".")[2]
+    tree = parsed(variable.file)
+    name = variable.name.rpartition(".")[2]
     adding = (
         node.lineno
         for node in (ast.walk(tree) if tree else ())
         if isinstance(node, (ast.expr, ast.stmt)) and any(_ends_in(target, name) for target in _added_to(node))
     )
-    line = min((line for line in adding if place.first <= line <= place.last), default=None)
-    return None if line is None else line_of(place.file, line)
+    line = min((line for line in adding if variable.first <= line <= variable.last), default=None)
+    return None if line is None else line_of(variable.file, line)
 
 
 def _added_to(node: ast.AST) -> Iterator[ast.expr]:
@@ -184,14 +186,18 @@ def _added_to(node: ast.AST) -> Iterator[ast.expr]:
             yield value
         case ast.Assign(targets=targets, value=value):
             yield from (target.value for target in targets if isinstance(target, ast.Subscript))
-            names = {ast.unparse(each) for each in ast.walk(value) if isinstance(each, (ast.Name, ast.Attribute))}
+            names = {
+                ast.unparse(expression)
+                for expression in ast.walk(value)
+                if isinstance(expression, (ast.Name, ast.Attribute))
+            }
             yield from (target for target in targets if ast.unparse(target) in names)
 
 
 def _ends_in(target: ast.expr, name: str) -> bool:
     match target:
-        case ast.Name(id=found) | ast.Attribute(attr=found):
-            return found == name
+        case ast.Name(id=last) | ast.Attribute(attr=last):
+            return last == name
     return False
 
 
@@ -209,11 +215,11 @@ class Waits:
         self.line: str | None = None
         self._reads: Counter[_Line] = Counter()
 
-    def seen(self, place: _Line) -> bool:
-        """Count that the program's line at `place` has read a number; whether it waits for one."""
-        self._reads[place] += 1
-        if self._reads[place] == MOST_READS and _in_while(*place):
-            self.line = line_of(*place)
+    def seen(self, line: _Line) -> bool:
+        """Count that the program's line at `line` has read a number; whether it waits for one."""
+        self._reads[line] += 1
+        if self._reads[line] == MOST_READS and _in_while(*line):
+            self.line = line_of(*line)
         return self.line is not None
 
 

@@ -51,10 +51,10 @@ class ProgramCalls(ModuleCallRecorder):
         self.root_of: list[int] = []
         self._ledger = ledger
         self._before_forward = before_forward
-        self._known: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+        self._layers: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        """What takes the place of `nn.Module.__call__`, and of what `nn.DataParallel` makes copies of modules with."""
+        """Patch `nn.Module.__call__`, and the function with which `nn.DataParallel` copies modules."""
         yield nn.Module, "__call__", self._called(nn.Module.__call__)
         yield nn.Module, "_replicate_for_data_parallel", self._replicated(nn.Module._replicate_for_data_parallel)
 
@@ -64,7 +64,7 @@ class ProgramCalls(ModuleCallRecorder):
         def replicate(module: nn.Module) -> Any:
             copy, index = original(module), self._index(module)
             if index >= 0:
-                self._known[id(copy)] = weakref.ref(copy), index
+                self._layers[id(copy)] = weakref.ref(copy), index
             return copy
 
         return replicate
@@ -83,33 +83,37 @@ class ProgramCalls(ModuleCallRecorder):
         return called
 
     def _index(self, module: nn.Module) -> int:
-        known = self._known.get(id(module))
-        return known[1] if known is not None and known[0]() is module else -1
+        entry = self._layers.get(id(module))
+        return entry[1] if entry is not None and entry[0]() is module else -1
 
     # -- roots --------------------------------------------------------------------------------------------------------
 
     def _add(self, module: nn.Module) -> int:
         """Let `module` be a root; returns its layer. Modules that were called on their own before keep their layer."""
         first, root = len(self.seen), Root(self._name(module), module, len(self.seen))
-        for path, each in module.named_modules():
-            if self._index(each) < 0:
-                self._known[id(each)] = weakref.ref(each), len(self.seen)
-                self._ledger.own(each, len(self.seen))
+        for path, submodule in module.named_modules():
+            if self._index(submodule) < 0:
+                self._layers[id(submodule)] = weakref.ref(submodule), len(self.seen)
+                self._ledger.own(submodule, len(self.seen))
                 depth = path.count(".") + 1 if path else 0
-                leaf = not any(True for _ in each.children())
-                held: Any = weakref.proxy(each)
-                self.seen.append(ModuleRecord(path, module_type(each), depth, leaf, held, kernel=kernel_size(each)))
+                leaf = not any(True for _ in submodule.children())
+                proxy: Any = weakref.proxy(submodule)
+                self.seen.append(
+                    ModuleRecord(path, module_type(submodule), depth, leaf, proxy, kernel=kernel_size(submodule))
+                )
                 self.root_of.append(len(self.roots))
         self.roots.append(root)
         return first
 
     def _name(self, module: nn.Module) -> str:
-        """What the program calls `module`, by its outermost variable; else the name of its class."""
+        """Return the name of the outermost variable that holds `module`, or else of its class."""
         taken = {root.name for root in self.roots}
         around = chain.from_iterable(map(variables, reversed([*users_frames()])))
         names = [name for name, value in around if value is module and name != "self" and name not in taken]
         name = names[0] if names else module_type(module)
-        return next(each for each in chain([name], (f"{name}#{n}" for n in count(2))) if each not in taken)
+        return next(
+            candidate for candidate in chain([name], (f"{name}#{n}" for n in count(2))) if candidate not in taken
+        )
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -142,14 +146,14 @@ class ProgramCalls(ModuleCallRecorder):
         return result
 
     def _turn_to(self, name: str) -> None:
-        """What a loop does between its forwards is evaluation too, or the `step` around training's."""
+        """Count the code between two forwards as evaluation, or as the `step` around training."""
         clock = self.ledger.clock
         current, _ = split_phase(clock.phases[clock.phase])
         if current != name and current in (AROUND, "evaluation"):
             clock.phase = clock.index(name)
 
     def _forget(self, root: Root) -> None:
-        """What a forward without gradients showed of `root`."""
+        """Drop the calls of `root` that a forward without gradients recorded."""
         for index, seen in enumerate(self.seen):
             if self.roots[self.root_of[index]] is root:
                 seen.calls, seen.inputs, seen.outputs = 0, [], []
@@ -160,13 +164,13 @@ class ProgramCalls(ModuleCallRecorder):
         self._compiler.forget()
         outer, start = clock.enter(index), self.ledger.count
         is_open = not self.roots[self.root_of[index]].trained and devices().current == devices().index
-        given = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs))] if is_open else []
+        arguments = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs))] if is_open else []
         try:
             result = module._call_impl(*args, **kwargs)
         finally:
             clock.leave(outer)
         if is_open:
-            self._returned(index, result, start, given)
+            self._returned(index, result, start, arguments)
         return result
 
 
@@ -177,7 +181,7 @@ def _works_on_gpu(module: nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 def _inputs(args: Any, kwargs: Any) -> tuple[InputTensor, ...]:
-    named = [*((str(place), value) for place, value in enumerate(args)), *kwargs.items()]
+    named = [*((str(position), value) for position, value in enumerate(args)), *kwargs.items()]
     return tuple(
         InputTensor(name, spec_of(value), value.numel() * value.element_size())
         for name, value in named

@@ -111,7 +111,7 @@ def _refuse_second_gpu() -> None:
 
 
 def _overridden(_: Any) -> Iterable[Patch]:
-    """What a run overrides in a module that the program has imported meanwhile."""
+    """Override functions of a module that the program has imported meanwhile."""
     overrides.override_imported()
     return ()
 
@@ -119,14 +119,14 @@ def _overridden(_: Any) -> Iterable[Patch]:
 def _forget_answers() -> None:
     """Let libraries ask again whether there is a GPU: they remember the answer, also that of this region."""
     for library in _REMEMBERING:
-        for known in list(vars(sys.modules.get(library, object)).values()):
-            if hasattr(known, "cache_clear"):
-                known.cache_clear()
+        for function in list(vars(sys.modules.get(library, object)).values()):
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
 
 
 def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: RankConnection | None) -> Iterator[Patch]:
     yield torch, "compile", _uncompiled(ledger)
-    yield from _kept_by_checkpointing(ledger)
+    yield from _saved_by_checkpointing(ledger)
     yield from torch_device.replacements()
     yield from launches.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
     yield from memory_queries.replacements(driver)
@@ -138,8 +138,8 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: Ran
     yield from _of_backends()
 
 
-def _kept_by_checkpointing(ledger: VirtualLedger) -> Iterator[Patch]:
-    """What selective checkpointing keeps of a forward for its backward is saved, as by autograd."""
+def _saved_by_checkpointing(ledger: VirtualLedger) -> Iterator[Patch]:
+    """Record tensors that selective checkpointing keeps for the backward as saved, as autograd does."""
     module: Any = torch.utils.checkpoint
     if not hasattr(module, "_VersionWrapper"):
         return
@@ -169,7 +169,7 @@ def _of_cuda(driver: Driver) -> Iterator[Patch]:
         yield owner, "Stream", Stream
         yield owner, "Event", Event
     for owner in (cuda, cuda.streams):
-        yield owner, "ExternalStream", lambda pointer, device=None, **known: Stream(stream_id=pointer)
+        yield owner, "ExternalStream", lambda pointer, device=None, **options: Stream(stream_id=pointer)
 
 
 def _of_backends() -> Iterator[Patch]:
@@ -278,7 +278,7 @@ class _Apart(SourceFileLoader):
 
 
 def _process_patches(world: World, ledger: VirtualLedger, line: RankConnection | None) -> Iterator[Patch]:
-    """What starts processes, and what joins them to a group, in which they send each other objects by `line`."""
+    """Patch the functions that start processes, join them to a group, and send objects (by `line`)."""
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         yield owner, "spawn", _spawning(world)
     if group.is_available():
@@ -292,7 +292,7 @@ def _process_patches(world: World, ledger: VirtualLedger, line: RankConnection |
 def _late_process_patches(
     ledger: VirtualLedger, line: RankConnection | None
 ) -> dict[str, Callable[[Any], Iterator[Patch]]]:
-    """What is replaced in PyTorch's modules for many processes, by their names, once the program has imported them."""
+    """Return the patches of PyTorch's modules for several processes, by module name, for when they are imported."""
     if not group.is_available():
         return {}
     return {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}

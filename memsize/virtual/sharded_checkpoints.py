@@ -25,7 +25,7 @@ _METADATA = ".metadata"
 
 
 def later(files: Files) -> dict[str, Callable[[Any], Iterator[Patch]]]:
-    """What is replaced in the modules that save and load, by their names, once the program has imported them."""
+    """Return the patches of the modules that save and load, by module name, for when they are imported."""
 
     def saving(module: Any) -> Iterator[Patch]:
         yield module, "_save_state_dict", _saving(module._save_state_dict, files)

@@ -1,4 +1,4 @@
-"""Which work on CUDA streams the host has waited for, and which freed blocks that leaves to wait for.
+"""Synchronization of CUDA streams: work the host has waited for, and freed blocks that other streams may still use.
 
 A block that `record_stream` handed to other streams is reused once these have done what was queued when it was freed.
 When a GPU gets there is not known, only by when it must have: where the program waits for it. Each such block is
@@ -84,18 +84,18 @@ class StreamOrder:
         return dict(self._queues[queue])
 
     def wait(self, queue: Queue, moment: Moment) -> None:
-        """What is queued on a stream from now on begins after `moment`."""
+        """Let work that is queued on a stream from now on begin after `moment`."""
         _advance(self._queues[queue], moment)
 
     def synchronize(self, moment: Moment) -> None:
         """Before the next event, the program waits until `moment` has come."""
         _advance(self._done, moment)
         waiting, self.waiting = self.waiting, []
-        for each in waiting:
-            if all(self._done.get(queue, 0) >= number for queue, number in each.moment.items()):
-                self._until[each.event] = self._now()
+        for block in waiting:
+            if all(self._done.get(queue, 0) >= number for queue, number in block.moment.items()):
+                self._until[block.event] = self._now()
             else:
-                self.waiting.append(each)
+                self.waiting.append(block)
 
     def synchronize_all(self) -> None:
         """Before the next event, the program waits for all that is queued."""
@@ -103,14 +103,14 @@ class StreamOrder:
             self.synchronize(work)
 
     def deferred(self, events: int) -> tuple[DeferredFree, ...]:
-        """Those of the first `events` events that free what other streams may still use, in order."""
-        freed = sorted({**self._until, **{each.event: -1 for each in self.waiting}}.items())
-        return tuple(DeferredFree(*each) for each in freed if each[0] < events)
+        """Return the frees among the first `events` events whose blocks other streams may still use, in order."""
+        freed = sorted({**self._until, **{block.event: -1 for block in self.waiting}}.items())
+        return tuple(DeferredFree(*block) for block in freed if block[0] < events)
 
 
-def _advance(known: dict[Queue, int], moment: Moment) -> None:
+def _advance(moments: dict[Queue, int], moment: Moment) -> None:
     for queue, number in moment.items():
-        known[queue] = max(known.get(queue, 0), number)
+        moments[queue] = max(moments.get(queue, 0), number)
 
 
 def host_waits(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:

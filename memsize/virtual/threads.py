@@ -37,7 +37,7 @@ class Threads:
         self.is_open = False
 
     def replacement(self) -> Patch:
-        """What takes the place of `threading.Thread.start`."""
+        """Patch `threading.Thread.start`."""
         original: Any = threading.Thread.start
 
         def start(thread: threading.Thread) -> None:

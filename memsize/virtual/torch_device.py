@@ -20,7 +20,7 @@ from memsize.processes.patches import Patch
 
 
 class _Class(type):
-    """What `torch.device` is, for those who call it, or ask whether something is one."""
+    """The metaclass of the replaced `torch.device`: it makes devices, and recognizes them."""
 
     __wrapped__: Any
 
@@ -40,7 +40,7 @@ class _Class(type):
 
 
 def replacements() -> Iterator[Patch]:
-    """What is replaced where a number does not mean a GPU of CUDA."""
+    """Patch `torch.device` where a number does not mean a CUDA device, and TorchScript."""
     if not _means_cuda():
         original: Any = torch.device
         # Pickles look for it by its module and name.
@@ -60,15 +60,15 @@ def _means_cuda() -> bool:
 
 
 def _script_replacements() -> Iterator[Patch]:
-    """What is replaced of the compiler: it is given the originals, and annotations with `torch.device` as it is now."""
+    """Patch the compiler: it gets the original functions, and annotations with the present `torch.device`."""
     find: Any = torch.jit._builtins._find_builtin
     read: Any = torch.jit.annotations.try_ann_to_type
 
-    def found(function: Any) -> Any:
+    def find_original(function: Any) -> Any:
         return find(inspect.unwrap(function))
 
     def type_of(annotation: Any, *where: Any) -> Any:
         return read(torch.device if annotation == torch.device else annotation, *where)
 
-    yield torch.jit._builtins, "_find_builtin", found
+    yield torch.jit._builtins, "_find_builtin", find_original
     yield torch.jit.annotations, "try_ann_to_type", type_of

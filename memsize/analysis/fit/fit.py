@@ -88,7 +88,7 @@ def find_fit(
         collector_paused(),
         Workers(work := FitWork(runs, request), partial_rows.counted(runs.progress), partial_rows.add) as workers,
     ):
-        runs.progress, work.hand_over = workers.say, workers.found
+        runs.progress, work.hand_over = workers.announce, workers.deliver
         rows = _rows(runs, request, workers)
         remedied = _remedied(work, rows, workers)
         crossed: tuple[Crossing, ...] = ()
@@ -209,7 +209,7 @@ def _missing(request: FitRequest, partial_rows: _PartialRows) -> Iterator[str]:
 
 def _rows(runs: RunCache, request: FitRequest, workers: Workers) -> tuple[FitRow, ...]:
     rows_of: dict[RowKey, list[FitRow]] = {}
-    for rows, new_runs in workers.each([("rows", group) for group in _similar(request.scenarios)]):
+    for rows, new_runs in workers.answers([("rows", group) for group in _similar(request.scenarios)]):
         for row in rows:
             rows_of.setdefault((row.scenario, row.gpu), []).append(row)
         runs.adopt(new_runs)

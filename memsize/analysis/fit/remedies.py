@@ -64,7 +64,7 @@ class RemedyWork:
         batch that can be split.
         """
         runs, rows, remedies = self.runs, [], remedies_of(base)
-        for row, new_runs in workers.each([("remedy_alone", base, size, remedy.name) for remedy in remedies]):
+        for row, new_runs in workers.answers([("remedy_alone", base, size, remedy.name) for remedy in remedies]):
             rows.append(row)
             runs.adopt(new_runs)
         search = self._search(base, size)
@@ -116,7 +116,7 @@ def remedies_for_generations(
     runs.run(base, short.batch)  # once, for all workers
     work = RemedyWork(runs)
     with Workers(work, progress) as workers:
-        runs.progress = workers.say
+        runs.progress = workers.announce
         for generator in generators:
-            generator.progress = workers.say
+            generator.progress = workers.announce
         return work.remedied(workers, base, short.batch, budget, splits=True)

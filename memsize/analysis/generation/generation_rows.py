@@ -82,7 +82,7 @@ def report_generation(
         with work.workers(progress) as workers:
             work.cover(workers)
         with work.workers(progress) as workers:  # which know all that was traced so far
-            results: list[RowResult] = workers.each([("row", *point) for point in request.points])
+            results: list[RowResult] = workers.answers([("row", *point) for point in request.points])
         rows = tuple(result.row for result in results)
         if all(row.estimate is None for row in rows):
             raise next(result.error for result in results if result.error)
@@ -129,7 +129,7 @@ class GenerationWork:
         """Start processes that share the work."""
         workers = Workers(self, progress)
         for generator in self.generators.values():
-            generator.progress = workers.say
+            generator.progress = workers.announce
         return workers
 
     def cover(self, workers: Workers) -> None:
@@ -141,7 +141,7 @@ class GenerationWork:
                 generator.cover(next(iter(generations.values())), sorted({*self.request.batches}), sorted(generations))
 
     def _ahead(self, workers: Workers, name: str, missing: Sequence[Traced]) -> None:
-        samples = workers.each([("sample", name, traced) for traced in missing])
+        samples = workers.answers([("sample", name, traced) for traced in missing])
         self.generators[name].samples.update(zip(missing, samples, strict=True))
 
     def sample(self, name: str, traced: Traced) -> Sample:
