@@ -46,6 +46,14 @@ def forked(work: Callable[[], None]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
+def end_processes(*processes: int) -> None:
+    """Kill forked processes, and wait until they are gone."""
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+    for process in processes:
+        os.waitpid(process, 0)
+
+
 def use_pytorch() -> None:
     """Let a forked process compute; where PyTorch would refuse to, it ends or raises. That is one whose parent has used
     a GPU, or has run a backward where there is one.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Final
 
 from memsize.processes.ctrl_c import raise_waiting
-from memsize.processes.forks import can_fork, forked, silent, use_pytorch
+from memsize.processes.forks import can_fork, end_processes, forked, silent, use_pytorch
 
 RunAs = Callable[[int], object]
 """Runs what this process would run, as another rank."""
@@ -66,8 +65,7 @@ def opened(run_as: RunAs, prepare: Callable[[], object]) -> Iterator[None]:
             yield
         finally:
             _reached.address = None
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+            end_processes(process)
 
 
 def _folder() -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import sys
 import warnings
 from collections import deque
@@ -25,7 +24,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from memsize.processes.forks import can_fork, forked, use_pytorch
+from memsize.processes.forks import can_fork, end_processes, forked, use_pytorch
 from memsize.processes.patches import assign
 
 if TYPE_CHECKING:
@@ -75,10 +74,10 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._workers.values():
-            os.kill(process, signal.SIGKILL)
-        for connection in tuple(self._workers):
-            self._bury(connection)
+        end_processes(*self._workers.values())
+        for connection in self._workers:
+            connection.close()
+        self._workers.clear()
         self._subject = None
 
     def announce(self, text: str) -> None:
