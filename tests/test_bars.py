@@ -76,7 +76,7 @@ def test_without_room_for_figures_a_key_says_what_is_what() -> None:
 
 
 def test_bars_of_one_part_each_need_no_figures() -> None:
-    bars = Bars.each("in the file", [(Part("a", "a", "parameter"), 3 * MiB), (Part("b", "b", "buffer"), MiB)])
+    bars = Bars.of_whole("in the file", [(Part("a", "a", "parameter"), 3 * MiB), (Part("b", "b", "buffer"), MiB)])
     assert list(lines(replace(bars, kind="count"), "MiB", 40)) == [
         "in the file",
         f"a            {'█' * 16}  3,145,728",

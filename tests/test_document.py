@@ -199,9 +199,9 @@ def test_bars_differ_by_a_thousandth_of_the_longest() -> None:
 
 def test_small_parts_of_a_whole_share_a_bar() -> None:
     sizes = {"small": 3, "large": 600, "tiny": 2, "half": 300}
-    found = Bars.each("t", [(Part(name, name, "input"), size) for name, size in sizes.items()])
+    found = Bars.of_whole("t", [(Part(name, name, "input"), size) for name, size in sizes.items()])
     assert [(bar.labels[0].text, bar.total) for bar in found.bars] == [("large", 600), ("half", 300), ("other", 5)]
-    alone = Bars.each("t", [(Part("large", "large", "input"), 600), (Part("tiny", "tiny", "input"), 2)])
+    alone = Bars.of_whole("t", [(Part("large", "large", "input"), 600), (Part("tiny", "tiny", "input"), 2)])
     assert [bar.labels[0].text for bar in alone.bars] == ["large", "tiny"]
 
 
@@ -242,9 +242,9 @@ def test_a_view_is_for_answers_that_have_it() -> None:
 
 def test_flat_tables_become_records_and_frames() -> None:
     rows = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
-    assert FlatTable.of(iter(rows)).records() == rows
-    assert FlatTable.of(rows).frame().to_dict("records") == rows
-    assert FlatTable.of([]) == FlatTable((), ())
+    values = [tuple(row.values()) for row in rows]
+    assert FlatTable(("a", "b"), iter(values)).records() == rows
+    assert FlatTable(("a", "b"), values).frame().to_dict("records") == rows
     assert list(FlatTable(("a",), ()).frame().columns) == ["a"]
 
 

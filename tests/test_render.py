@@ -23,10 +23,9 @@ from memsize.records.aggregates import totals
 from memsize.records.fields import FlatTable, role_fields
 from memsize.records.report import LAYER_FIELDS, Report
 from memsize.records.trace import TensorSpec
-from memsize.render import FORMATS, format_of, pieces, render
+from memsize.render import FORMATS, format_of, pieces, render, unit_of
 from memsize.render.cell_text import draw_specs, shorten_path
 from memsize.render.json import draw as draw_json
-from memsize.render.unit import unit_of
 from tests import records
 from tests.pages import check_golden as check, check_page, content
 

@@ -52,7 +52,9 @@ def test_units_outlive_the_properties() -> None:
 
 def test_a_bar_is_as_long_as_its_share_of_the_largest() -> None:
     rows = [("a", 2**20, None, 0), ("b", 2**22, None, 0), ("<c>", None, None, 0)]
-    page = styles.draw(FlatTable(("name", "bytes", "unknown", "none"), rows, ("unknown", "none")), "MiB").to_html()
+    page = styles.draw(
+        FlatTable(("name", "bytes", "unknown", "none"), rows, ("bytes", "unknown", "none")), "MiB"
+    ).to_html()
     assert re.findall(r"transparent (\d+\.\d)%", page) == ["25.0", "100.0"]
     for text in (">1.00<", ">4.00<", ">0.00<", "&lt;c&gt;", "bytes in MiB"):
         assert text in page

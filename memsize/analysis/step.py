@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field as attribute
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from memsize import files
 from memsize.analysis.findings.unfinished_runs import lagging, out_of_memory
@@ -19,16 +19,54 @@ from memsize.printable import printable
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.answer import Saveable
 from memsize.records.codec import decode, encode
-from memsize.records.fields import FlatTable
+from memsize.records.fields import BYTES, Fields, field
 from memsize.records.finding import moment_in_words
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
 from memsize.records.roles import noun
-from memsize.records.trace import Trace
+from memsize.records.trace import Event, Trace
 from memsize.units import amount_in, format_bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
     from plotly.graph_objects import Figure
+
+
+class EventRow(NamedTuple):
+    """An event of a run, and the bytes that are alive after it."""
+
+    trace: Trace
+    event: Event
+    live: int
+
+
+EVENT_FIELDS: Final = Fields[EventRow](
+    field("storage", get=lambda row: row.event.storage),
+    field("delta", kind=BYTES, get=lambda row: row.event.delta),
+    field("live", kind=BYTES),
+    field("role", get=lambda row: row.trace.storages[row.event.storage].role),
+    field("op", get=lambda row: row.event.op),
+    field("layer", get=lambda row: row.trace.layers[row.event.layer].path if row.event.layer >= 0 else None),
+    field("phase", get=lambda row: row.trace.phases[row.event.phase]),
+)
+
+
+class CollectiveRow(NamedTuple):
+    """The collectives of one kind and size in a step: how often, of how many bytes, among how many ranks."""
+
+    step: int
+    kind: str
+    ranks: int
+    times: int
+    bytes: int
+
+
+COLLECTIVE_FIELDS: Final = Fields[CollectiveRow](
+    field("step"),
+    field("kind"),
+    field("ranks"),
+    field("count", get=lambda row: row.times),
+    field("bytes", kind=BYTES),
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,7 +80,7 @@ class StepTrace(Saveable):
 
     trace: Trace
     gpu: str = DEFAULT_GPU
-    config: AllocatorConfig = field(default_factory=AllocatorConfig)
+    config: AllocatorConfig = attribute(default_factory=AllocatorConfig)
 
     @cached_property
     def peak(self) -> GpuEstimate:
@@ -57,20 +95,8 @@ class StepTrace(Saveable):
     @property
     def events(self) -> DataFrame:
         """One row per event: bytes that appear or disappear, live bytes after it, role, op, layer and phase."""
-        trace = self.trace
-        rows = (
-            {
-                "storage": event.storage,
-                "delta": event.delta,
-                "live": live,
-                "role": trace.storages[event.storage].role,
-                "op": event.op,
-                "layer": trace.layers[event.layer].path if event.layer >= 0 else None,
-                "phase": trace.phases[event.phase],
-            }
-            for event, live in zip(trace.events, live_bytes(trace.events), strict=True)
-        )
-        return FlatTable.of(rows, ("delta", "live")).frame()
+        pairs = zip(self.trace.events, live_bytes(self.trace.events), strict=True)
+        return EVENT_FIELDS.flat(EventRow(self.trace, event, live) for event, live in pairs).frame()
 
     @property
     def timeline(self) -> DataFrame:
@@ -87,8 +113,8 @@ class StepTrace(Saveable):
             (split_phase(self.trace.phases[collective.phase])[1], collective.kind, collective.ranks, collective.bytes)
             for collective in self.trace.collectives
         )
-        rows = [(*key[:3], count, key[3]) for key, count in counts.items()]
-        return FlatTable(("step", "kind", "ranks", "count", "bytes"), rows).frame()
+        rows = (CollectiveRow(*key[:3], count, key[3]) for key, count in counts.items())
+        return COLLECTIVE_FIELDS.flat(rows).frame()
 
     def plot(self, unit: str | None = None) -> Figure:
         """Live bytes by role over the run's events as a figure of plotly, in `unit`; what the allocator holds as lines.

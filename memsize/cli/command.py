@@ -17,8 +17,7 @@ from memsize.cli.working import Session, say, working
 from memsize.errors import InputError, UnknownOutputError
 from memsize.processes.workers import side_by_side
 from memsize.records.run_file import is_run_file
-from memsize.render import FORMATS, IMAGES
-from memsize.render.unit import USUAL
+from memsize.render import FORMATS, IMAGES, USUAL
 from memsize.spec.options import Option, build, options_of
 from memsize.units import DECIMAL, UNITS
 

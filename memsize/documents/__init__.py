@@ -66,8 +66,8 @@ class Document(ABC, Generic[A]):
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What its answer found out, most important first; of some answers there is nothing to find out."""
-        found: tuple[Finding, ...] = getattr(self.answer, "findings", ())
-        return found
+        members: tuple[Finding, ...] = getattr(self.answer, "findings", ())
+        return members
 
     def verdict(self) -> tuple[Finding, ...]:
         """The answer in a few short sentences: of the findings those that say it in brief, most important first."""
@@ -75,8 +75,8 @@ class Document(ABC, Generic[A]):
 
     def reasons(self, title: str = "Why") -> tuple[Section, ...]:
         """The findings in full, unless the verdict has told each of them so."""
-        told = {finding.code for finding in self.verdict() if not finding.brief}
-        return () if all(finding.code in told for finding in self.findings) else (Findings(title, self.findings),)
+        codes = {finding.code for finding in self.verdict() if not finding.brief}
+        return () if all(finding.code in codes for finding in self.findings) else (Findings(title, self.findings),)
 
     def bars(self) -> Bars | None:
         """What there is to compare at a glance."""
@@ -143,11 +143,11 @@ def plain(value: Any) -> Any:
     `shape` in its place.
     """
     if is_dataclass(value):
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         for field in fields(value):
             part = plain(getattr(value, field.name))
-            found |= part if field.name == "spec" else {field.name: part}
-        return found
+            members |= part if field.name == "spec" else {field.name: part}
+        return members
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 

@@ -30,7 +30,7 @@ class CheckDocument(Document[Check]):
         check = self.answer
         return (
             Title(_verdict(check), ((check.project,),)),
-            *(section for model in check.models for section in _told(model)),
+            *(section for model in check.models for section in _model_sections(model)),
             *([bars] if (bars := figure_bars(check)).bars else []),
             *([_table(check)] if any(model.figures for model in check.models) else []),
             *listed("Baselines written", check.written),
@@ -87,11 +87,11 @@ def _sizes(check: Check) -> Iterator[_Size]:
     for model in check.models:
         sizes = [figure for figure in model.figures if figure.unit == "bytes"]  # parameters are counted too
         for name in dict.fromkeys(figure.name for figure in sizes):
-            found = [figure for figure in sizes if figure.name == name]
-            limit = next((figure.limit for figure in found if figure.limit is not None), None)
-            baseline = next((figure.baseline for figure in found if figure.baseline is not None), None)
-            if (value := found[0].value) is not None:
-                yield _Size(model.name, name, value, limit, baseline, all(figure.holds for figure in found))
+            figures = [figure for figure in sizes if figure.name == name]
+            limit = next((figure.limit for figure in figures if figure.limit is not None), None)
+            baseline = next((figure.baseline for figure in figures if figure.baseline is not None), None)
+            if (value := figures[0].value) is not None:
+                yield _Size(model.name, name, value, limit, baseline, all(figure.holds for figure in figures))
 
 
 def _verdict(check: Check) -> str:
@@ -112,7 +112,7 @@ def _table(check: Check) -> Table:
     return Table.of("figures", "Figures", FIGURE_FIELDS, rows).without_empty("limit", "baseline", "change")
 
 
-def _told(model: CheckedModel) -> Iterator[Section]:
+def _model_sections(model: CheckedModel) -> Iterator[Section]:
     if model.error is not None:
         yield Notes(model.name, (f"error: {model.error}",))
     if model.problems:
@@ -130,8 +130,8 @@ def _cases(model: CheckedModel, unit: str) -> Iterator[Case]:
         yield base._replace(name="target", code="target", severity="error", text=model.error, failed_to_run=True)
     about = {problem.case: problem for problem in model.problems if problem.case}
     for figure in model.figures:
-        found, case = about.get(figure.case), base._replace(name=figure.case)
-        yield _case(case, found, unit) if found else case
+        figures, case = about.get(figure.case), base._replace(name=figure.case)
+        yield _case(case, figures, unit) if figures else case
     for problem in model.problems:
         if problem.case is None:
             yield _case(base._replace(name=problem.finding.code), problem, unit)

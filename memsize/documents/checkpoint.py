@@ -88,7 +88,7 @@ class CheckpointDocument(Document[CheckpointReport]):
             *((label, size) for label, _, size in _rest(report)),
         ]
         rows = [(Part(name, name, _ROLES.get(name, "workspace")), size) for name, size in sizes if size > 0]
-        return Bars.each("in the file", rows) if rows else None
+        return Bars.of_whole("in the file", rows) if rows else None
 
     def tables(self) -> dict[str, FlatTable]:
         """The modules down to `depth`, and what else the report has."""
@@ -262,11 +262,11 @@ def remains(report: CheckpointReport) -> Iterator[tuple[str, int]]:
     everything = list(report.contents.tensors)
     yield "the tensors", sum(tensor.bytes for tensor in everything)
     for kind in ("model", "EMA"):
-        held = breakdown.of(kind)
-        if held and (kind == "model" or breakdown.of("model")):
-            weights = _alone(held)
+        tensors = breakdown.of(kind)
+        if tensors and (kind == "model" or breakdown.of("model")):
+            weights = _alone(tensors)
             size = sum(tensor.bytes for tensor in weights)
-            if len(held) < len(everything):
+            if len(tensors) < len(everything):
                 yield f"the {kind}'s weights", size
             if halved(weights) < size:
                 yield f"the {kind}'s weights in float16", halved(weights)

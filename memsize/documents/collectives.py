@@ -1,4 +1,4 @@
-"""The collectives of a step: of one run kind by kind, of several run by run."""
+"""Tables of what goes on between GPUs: the collectives of a step, and the CUDA streams that they and others use."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from memsize.documents.sections import Table
 from memsize.records.cells import Cell, Label
 from memsize.records.fields import Column
+from memsize.records.gpu import StreamShare
+from memsize.records.roles import noun
 from memsize.records.world import Traffic
 from memsize.units import Bytes
 
@@ -22,7 +24,7 @@ def collective_tables(traffic: Sequence[Traffic]) -> tuple[Table, ...]:
         Column("bytes", "together", "bytes", 99, "the whole of what all of them gather, scatter or reduce"),
         Column("largest", "largest", "bytes", 90, "the largest of them"),
     )
-    rows = tuple((Label(each.kind), each.ranks, each.count, Bytes(each.bytes), Bytes(each.largest)) for each in traffic)
+    rows = tuple((Label(row.kind), row.ranks, row.count, Bytes(row.bytes), Bytes(row.largest)) for row in traffic)
     return (Table("collectives", "Collectives", columns, rows, caption=_CAPTION),) if rows else ()
 
 
@@ -32,20 +34,53 @@ def compared_collectives(
     """One row for each run, which its `keys` name, with the bytes and the number of each kind of collective; no table
     where there are none.
     """
-    found = [(names, traffic) for names, traffic in runs if traffic]
-    kinds = tuple(dict.fromkeys(each.kind for _, traffic in found for each in traffic))
+    shown = [(names, traffic) for names, traffic in runs if traffic]
+    kinds = tuple(dict.fromkeys(row.kind for _, traffic in shown for row in traffic))
     columns = [*keys]
     for kind in kinds:
         columns += [
             Column(kind, kind, "bytes", 95, "the whole of what all of that kind gather, scatter or reduce in a step"),
             Column(f"{kind} times", "times", "count", 90, "how often that is", beside=kind),
         ]
-    rows = tuple((*names, *_cells(kinds, traffic)) for names, traffic in found)
+    rows = tuple((*names, *_cells(kinds, traffic)) for names, traffic in shown)
     return (Table("collectives", "Collectives", tuple(columns), rows, caption=_CAPTION),) if rows else ()
 
 
 def _cells(kinds: Sequence[str], traffic: Sequence[Traffic]) -> Iterable[Cell]:
     for kind in kinds:
-        of_kind = [each for each in traffic if each.kind == kind]
-        yield Bytes(sum(each.bytes for each in of_kind))
-        yield sum(each.count for each in of_kind)
+        of_kind = [row for row in traffic if row.kind == kind]
+        yield Bytes(sum(row.bytes for row in of_kind))
+        yield sum(row.count for row in of_kind)
+
+
+def stream_tables(shares: Sequence[StreamShare]) -> tuple[Table, ...]:
+    """One row for each stream; no table where there are none."""
+    columns = (
+        Column("stream", "stream", "name", 100, "the default one, or what is allocated on it"),
+        Column("role", "mostly", "text", 90, "what most of it is for", alone="role"),
+        Column("requested", "holds at most", "bytes", 98, "live bytes at its own peak"),
+        Column("reserved", "reserved", "bytes", 99, "its segments when those of all streams are at their peak"),
+    )
+    rows = tuple(
+        (Label(share.name), noun(share.role), Bytes(share.requested), Bytes(share.reserved)) for share in shares
+    )
+    caption = "What each CUDA stream takes: memory of one is not reused on others"
+    return (Table("streams", "Streams", columns, rows, caption=caption),) if rows else ()
+
+
+def compared_streams(
+    keys: Sequence[Column], runs: Iterable[tuple[tuple[Cell, ...], Sequence[StreamShare]]]
+) -> tuple[Table, ...]:
+    """One row for each run, which its `keys` name, with what each stream has of its segments; no table where no run
+    allocates on several.
+    """
+    shown = [(cells, shares) for cells, shares in runs if shares]
+    names = tuple(dict.fromkeys(share.name for _, shares in shown for share in shares))
+    columns = (*keys, *(Column(name, name, "bytes", 95, "what it has of the reserved peak") for name in names))
+    rows = tuple((*cells, *(_reserved(shares, name) for name in names)) for cells, shares in shown)
+    caption = "What each CUDA stream has of the reserved peak"
+    return (Table("streams", "Streams", columns, rows, caption=caption),) if rows else ()
+
+
+def _reserved(shares: Sequence[StreamShare], name: str) -> Bytes:
+    return Bytes(sum(share.reserved for share in shares if share.name == name))

@@ -37,12 +37,12 @@ _PARTS: Final = (
 )
 
 
-def _sizes(found: Totals) -> dict[str, int]:
+def _sizes(comparison: Totals) -> dict[str, int]:
     return {
-        "parameter": found.parameter_bytes,
-        "buffer": found.buffer_bytes,
-        "attribute": found.attribute_bytes,
-        "kept": found.saved_bytes,
+        "parameter": comparison.parameter_bytes,
+        "buffer": comparison.buffer_bytes,
+        "attribute": comparison.attribute_bytes,
+        "kept": comparison.saved_bytes,
     }
 
 
@@ -52,19 +52,19 @@ class ComparisonDocument(Document[Comparison]):
 
     def sections(self) -> tuple[Section, ...]:
         """Both models in a table, what changed, and the layers, figures, tensors and findings that did."""
-        found = self.answer
-        before, after = found.before, found.after
+        comparison = self.answer
+        before, after = comparison.before, comparison.after
         table = Table("models", "Stored", _MODEL_COLUMNS, (_cells("before", before), _cells("after", after)))
-        names = [name or trace.model for name, trace in zip(found.names, (before, after), strict=True)]
+        names = [name or trace.model for name, trace in zip(comparison.names, (before, after), strict=True)]
         return (
-            Title(" → ".join(names), _phrases(found)),
+            Title(" → ".join(names), _phrases(comparison)),
             *self.opening(),
             *self.reasons("What changed, and why"),
             table if before.events or after.events else table.without("saved"),
-            *_tables(found),
-            *([Findings("New findings", found.appeared)] if found.appeared else []),
-            *([Findings("Findings that went", found.gone)] if found.gone else []),
-            *listed("Notes", found.notes),
+            *_tables(comparison),
+            *([Findings("New findings", comparison.appeared)] if comparison.appeared else []),
+            *([Findings("Findings that went", comparison.gone)] if comparison.gone else []),
+            *listed("Notes", comparison.notes),
         )
 
     def verdict(self) -> tuple[Finding, ...]:
@@ -74,72 +74,72 @@ class ComparisonDocument(Document[Comparison]):
     def bars(self) -> Bars:
         """What both store and, where both were run, keep for backward."""
         pairs = zip(("before", "after"), self.answer.totals, strict=True)
-        return Bars.of("stored and kept", _PARTS, ((Label(name), _sizes(found)) for name, found in pairs))
+        return Bars.of("stored and kept", _PARTS, ((Label(name), _sizes(comparison)) for name, comparison in pairs))
 
     def figures(self, unit: str) -> dict[str, Any]:
         """Both models, each tensor of either, and everything that changed."""
-        found = self.answer
+        comparison = self.answer
         return {
             "schema": SCHEMA,
-            "before": _model_data(found.before, found.names[0]),
-            "after": _model_data(found.after, found.names[1]),
-            "same": found.is_same,
-            **{name: table.records() for name, table in found.tables().items()},
-            "peak": found.peak or None,
-            "gpu": found.gpu or None,
-            "optimizer": found.optimizer or None,
-            "findings": findings_data(found.findings, unit),
-            "appeared": findings_data(found.appeared, unit),
-            "gone": findings_data(found.gone, unit),
-            "notes": found.notes,
+            "before": _model_data(comparison.before, comparison.names[0]),
+            "after": _model_data(comparison.after, comparison.names[1]),
+            "same": comparison.is_same,
+            **{name: table.records() for name, table in comparison.tables().items()},
+            "peak": comparison.peak or None,
+            "gpu": comparison.gpu or None,
+            "optimizer": comparison.optimizer or None,
+            "findings": findings_data(comparison.findings, unit),
+            "appeared": findings_data(comparison.appeared, unit),
+            "gone": findings_data(comparison.gone, unit),
+            "notes": comparison.notes,
         }
 
 
-def _phrases(found: Comparison) -> tuple[tuple[str | Bytes, ...], ...]:
+def _phrases(comparison: Comparison) -> tuple[tuple[str | Bytes, ...], ...]:
     """What is stored, before and after."""
-    before, after = found.totals
-    if found.is_same:
+    before, after = comparison.totals
+    if comparison.is_same:
         return ((f"{after.parameters:,} parameters,", Bytes(after.stored), "stored: nothing changed"),)
-    counts = " → ".join(dict.fromkeys(f"{each.parameters:,}" for each in (before, after)))
+    counts = " → ".join(dict.fromkeys(f"{entry.parameters:,}" for entry in (before, after)))
     return ((counts, "parameters"), (Bytes(before.stored), "→", Bytes(after.stored), "stored"))
 
 
 def _cells(name: str, trace: Trace) -> tuple[Cell, ...]:
-    found = totals(trace)
-    kept = Bytes(found.saved_bytes) if trace.events else None
-    return name, found.parameters, Words(stored_dtypes(trace.tensors)), Bytes(found.stored), kept
+    comparison = totals(trace)
+    saved = Bytes(comparison.saved_bytes) if trace.events else None
+    return name, comparison.parameters, Words(stored_dtypes(trace.tensors)), Bytes(comparison.stored), saved
 
 
 def _model_data(trace: Trace, name: str) -> dict[str, Any]:
-    found = totals(trace)
+    comparison = totals(trace)
     return {
         "model": trace.model,
         "name": name or trace.model,
-        "parameters": found.parameters,
-        "bytes": found.stored,
+        "parameters": comparison.parameters,
+        "bytes": comparison.stored,
     }
 
 
-def _tables(found: Comparison) -> Iterator[Table]:
-    if found.layer_changes:
-        yield layer_table(found)
-    if any(each.before != each.after for each in found.figure_changes):
-        yield figure_table(found)
-    if found.living:
-        yield living_table(found)
+def _tables(comparison: Comparison) -> Iterator[Table]:
+    if comparison.layer_changes:
+        yield layer_table(comparison)
+    if any(entry.before != entry.after for entry in comparison.figure_changes):
+        yield figure_table(comparison)
+    if comparison.living:
+        yield living_table(comparison)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-def layer_table(found: Comparison) -> Table:
+def layer_table(comparison: Comparison) -> Table:
     """The layers that changed, in the order of the second model; of very many those that changed most."""
-    changes = found.layer_changes
+    changes = comparison.layer_changes
     shown = sorted(changes, key=_weight, reverse=True)[:MOST_ROWS]
     table = Table.of("layers", "Layers that changed", LAYER_FIELDS, (change for change in changes if change in shown))
     rest = [change for change in changes if change not in shown]
     rows = table.rows + ((LAYER_FIELDS.total(f"{len(rest):,} more", _sum(rest)),) if rest else ())
-    total = LAYER_FIELDS.total("all layers", _whole(found))
+    total = LAYER_FIELDS.total("all layers", _whole(comparison))
     table = replace(table, rows=rows, total=total, caption="Layers that changed")
     return table.without_empty("type", "kept")
 
@@ -157,11 +157,14 @@ def _sum(changes: Iterable[LayerChange]) -> LayerChange:
     )
 
 
-def _whole(found: Comparison) -> LayerChange:
+def _whole(comparison: Comparison) -> LayerChange:
     """Both models whole."""
-    before, after = found.totals
+    before, after = comparison.totals
     return _sizes_alone(
-        *(LayerSizes(each.parameters, each.stored, each.output_bytes, each.saved_bytes) for each in (before, after))
+        *(
+            LayerSizes(entry.parameters, entry.stored, entry.output_bytes, entry.saved_bytes)
+            for entry in (before, after)
+        )
     )
 
 
@@ -172,12 +175,12 @@ def _sizes_alone(before: LayerSizes, after: LayerSizes) -> LayerChange:
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def figure_table(found: Comparison) -> Table:
+def figure_table(comparison: Comparison) -> Table:
     """The figures that changed, scenario by scenario."""
-    changed = [each for each in found.figure_changes if each.before != each.after]
-    same = len(found.figure_changes) - len(changed)
-    trained = f", training with {optimizer_in_words(found.optimizer)}" if found.optimizer else ""
-    peaks = f"; peaks on {found.gpu}{trained}" if found.gpu else ""
+    changed = [entry for entry in comparison.figure_changes if entry.before != entry.after]
+    same = len(comparison.figure_changes) - len(changed)
+    trained = f", training with {optimizer_in_words(comparison.optimizer)}" if comparison.optimizer else ""
+    peaks = f"; peaks on {comparison.gpu}{trained}" if comparison.gpu else ""
     remarks = (Remark("figures", "unchanged", f"{same} more"),) if same else ()
     caption = f"Figures that changed{peaks}"
     return Table.of("figures", "Figures", FIGURE_FIELDS, changed, remarks=remarks, caption=caption)
@@ -186,10 +189,10 @@ def figure_table(found: Comparison) -> Table:
 # -- what is alive at the peak -----------------------------------------------------------------------------------------
 
 
-def living_table(found: Comparison) -> Table:
+def living_table(comparison: Comparison) -> Table:
     """Which of the largest tensors alive at the peak changed, those that changed most first."""
-    changes = sorted(found.living, key=lambda each: -abs(each.bytes))[:MOST_ROWS]
-    return Table.of("living", "Alive at the peak", LIVING_FIELDS, changes, caption=f"Changed at the {found.peak}")
+    changes = sorted(comparison.living, key=lambda entry: -abs(entry.bytes))[:MOST_ROWS]
+    return Table.of("living", "Alive at the peak", LIVING_FIELDS, changes, caption=f"Changed at the {comparison.peak}")
 
 
 class WhyDocument(Document[FindingList]):

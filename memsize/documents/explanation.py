@@ -29,15 +29,15 @@ class ExplanationDocument(Document[Explanation]):
 
     def sections(self) -> tuple[Section, ...]:
         """The verdict first, then what it rests on."""
-        found = self.answer
+        explanation = self.answer
         return (
-            _title(found),
+            _title(explanation),
             *self.opening(),
             *self.reasons(),
-            _alive_table(found),
-            _place_table(found),
-            _reserved_table(found),
-            *listed("Notes", found.notes),
+            _alive_table(explanation),
+            _place_table(explanation),
+            _reserved_table(explanation),
+            *listed("Notes", explanation.notes),
         )
 
     def verdict(self) -> tuple[Finding, ...]:
@@ -46,67 +46,71 @@ class ExplanationDocument(Document[Explanation]):
 
     def figures(self, unit: str) -> dict[str, Any]:
         """Everything."""
-        found = self.answer
+        explanation = self.answer
         return {
             "schema": SCHEMA,
-            "snapshot": found.snapshot,
-            "device": found.device,
-            "moment": found.moment,
-            "requested": found.requested,
-            "reserved_then": found.reserved_then,
-            "line": found.line,
-            "alive": [each._asdict() for each in found.alive],
-            "places": [each._asdict() for each in found.places],
-            "reserved": {"bytes": found.reserved.bytes, **found.reserved._asdict()},
-            "failed": found.failed and found.failed._asdict(),
-            "entries": found.entries,
-            "predicted": found.predicted and found.predicted._asdict(),
-            "findings": findings_data(found.findings, unit),
-            "notes": found.notes,
+            "snapshot": explanation.snapshot,
+            "device": explanation.device,
+            "moment": explanation.moment,
+            "requested": explanation.requested,
+            "reserved_then": explanation.reserved_then,
+            "line": explanation.line,
+            "alive": [entry._asdict() for entry in explanation.alive],
+            "places": [entry._asdict() for entry in explanation.places],
+            "reserved": {"bytes": explanation.reserved.bytes, **explanation.reserved._asdict()},
+            "failed": explanation.failed and explanation.failed._asdict(),
+            "entries": explanation.entries,
+            "predicted": explanation.predicted and explanation.predicted._asdict(),
+            "findings": findings_data(explanation.findings, unit),
+            "notes": explanation.notes,
         }
 
 
-def _title(found: Explanation) -> Title:
-    held = (Bytes(found.requested), "in tensors,", Bytes(found.reserved_then), "reserved")
-    return Title(found.snapshot, ((f"GPU {found.device}",), (_MOMENTS[found.moment] + ":", *held)))
+def _title(explanation: Explanation) -> Title:
+    segments = (Bytes(explanation.requested), "in tensors,", Bytes(explanation.reserved_then), "reserved")
+    return Title(
+        explanation.snapshot, ((f"GPU {explanation.device}",), (_MOMENTS[explanation.moment] + ":", *segments))
+    )
 
 
-def _alive_table(found: Explanation) -> Table:
+def _alive_table(explanation: Explanation) -> Table:
     fields = ALIVE_FIELDS.only("category", "bytes", "share", "blocks", "predicted", "difference", "how")
-    predicted = Bytes(found.predicted.requested) if found.predicted else None
-    off = Signed(found.requested - found.predicted.requested) if found.predicted else None
-    blocks = sum(each.blocks for each in found.alive)
-    total = ("total", Bytes(found.requested), Share(1.0), blocks, predicted, off, None)
-    caption = f"What was alive {_MOMENTS[found.moment]}"
-    table = Table.of("alive", "Alive", fields, found.alive, found, total=total, caption=caption)
-    return table if found.predicted else table.without("predicted", "difference")
+    predicted = Bytes(explanation.predicted.requested) if explanation.predicted else None
+    off = Signed(explanation.requested - explanation.predicted.requested) if explanation.predicted else None
+    blocks = sum(entry.blocks for entry in explanation.alive)
+    total = ("total", Bytes(explanation.requested), Share(1.0), blocks, predicted, off, None)
+    caption = f"What was alive {_MOMENTS[explanation.moment]}"
+    table = Table.of("alive", "Alive", fields, explanation.alive, explanation, total=total, caption=caption)
+    return table if explanation.predicted else table.without("predicted", "difference")
 
 
-def _place_table(found: Explanation) -> Table:
-    rest = found.places[MOST_PLACES:]
+def _place_table(explanation: Explanation) -> Table:
+    rest = explanation.places[MOST_PLACES:]
     hint = "JSON and CSV have every place, with its stack."
     caption = "Where the largest of it was made"
-    table = Table.of("places", "Places", PLACE_FIELDS, found.places[:MOST_PLACES], caption=caption, hint=hint)
+    table = Table.of("places", "Places", PLACE_FIELDS, explanation.places[:MOST_PLACES], caption=caption, hint=hint)
     if rest:
-        sums = (Bytes(sum(place.bytes for place in rest)), sum(place.blocks for place in rest))
+        sums = (Bytes(sum(row.bytes for row in rest)), sum(row.blocks for row in rest))
         table = replace(table, rows=(*table.rows, (*sums, None, f"{len(rest)} more places", None, None, None)))
     return table.without_empty("line", "function", "called_from")
 
 
-def _reserved_table(found: Explanation) -> Table:
+def _reserved_table(explanation: Explanation) -> Table:
     columns = (
         Column("part", "reserved by PyTorch", "text", 100, "what the allocator's segments hold"),
         Column("bytes", "holds", "bytes", 99, "bytes of them"),
         Column("share", "% of all", "share", 80, "part of all segments"),
     )
-    held = found.reserved
+    segments = explanation.reserved
     parts = (
-        ("tensors", held.requested),
-        ("rounding of blocks", held.rounding),
-        ("given up, but other streams may use it", held.waiting),
-        ("free between blocks in use", held.pieces),
-        ("free in whole segments, which empty_cache returns", held.cached),
+        ("tensors", segments.requested),
+        ("rounding of blocks", segments.rounding),
+        ("given up, but other streams may use it", segments.waiting),
+        ("free between blocks in use", segments.pieces),
+        ("free in whole segments, which empty_cache returns", segments.cached),
     )
-    rows = tuple((name, Bytes(size), Share(size / held.bytes) if held.bytes else None) for name, size in parts if size)
+    rows = tuple(
+        (name, Bytes(size), Share(size / segments.bytes) if segments.bytes else None) for name, size in parts if size
+    )
     caption = "What PyTorch had reserved when the snapshot was taken"
-    return Table("reserved", "Reserved", columns, rows, ("total", Bytes(held.bytes), Share(1.0)), caption=caption)
+    return Table("reserved", "Reserved", columns, rows, ("total", Bytes(segments.bytes), Share(1.0)), caption=caption)

@@ -9,8 +9,20 @@ from typing import Any, Final
 from memsize.analysis.fit.search import LIMIT
 from memsize.documents import Document, findings_data, plain
 from memsize.documents.collectives import compared_collectives
-from memsize.documents.sections import Bar, Bars, Limit, Part, Phrase, Remark, Section, Table, Title, listed, said_once
-from memsize.documents.versions import versions
+from memsize.documents.sections import (
+    Bar,
+    Bars,
+    Limit,
+    Part,
+    Phrase,
+    Remark,
+    Section,
+    Table,
+    Title,
+    listed,
+    said_once,
+    versions,
+)
 from memsize.errors import first_line
 from memsize.records.aggregates import traffic
 from memsize.records.cells import Cell, Label, Missing
@@ -118,8 +130,8 @@ def _collective_keys(fit: Fit) -> tuple[Column, ...]:
 
 def _collectives(fit: Fit) -> Iterator[tuple[tuple[Cell, ...], tuple[Traffic, ...]]]:
     for row in fit.fit_rows:
-        place = () if len(fit.budgets) == 1 else (row.gpu,)
-        yield (Label(row.scenario, hint=row.title), *place, row.size or row.next_size), _traffic(fit, row)
+        position = () if len(fit.budgets) == 1 else (row.gpu,)
+        yield (Label(row.scenario, hint=row.title), *position, row.size or row.next_size), _traffic(fit, row)
 
 
 def _has_batches(fit: Fit) -> bool:
@@ -129,13 +141,13 @@ def _has_batches(fit: Fit) -> bool:
 
 def fit_title(fit: Fit) -> Title:
     """The model, what is asked of it, how it is run and where."""
-    asked = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
+    question = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
     how = f"training with {optimizer_in_words(fit.optimizer)}" if fit.optimizer else _generating(fit) or "inference"
     kinds = tuple(dict.fromkeys(budget.strategy for budget in fit.budgets if budget.parallel))
     how += f", by {join_names(kinds)}" if len(kinds) > 1 else f" and {kinds[0]}" if kinds else ""
     where = join_names(gpus_in_words(fit.budgets))
     stack = f" with {fit.stack}" if fit.stack else ""
-    return Title(fit.model, ((asked,), (how,), (f"on {where}{stack}",)))
+    return Title(fit.model, ((question,), (how,), (f"on {where}{stack}",)))
 
 
 def _generating(fit: Fit) -> str:
@@ -186,9 +198,9 @@ def _by_number(fit: Fit) -> Table:
     spread = dict.fromkeys((budget.strategy, budget.gpus) for budget in fit.budgets)
     unknown = Missing("not run before it was interrupted")
     rows = tuple(
-        (Label(name, hint=title), *each, *(cells.get((name, named[(*each, card)]), unknown) for card in cards))
+        (Label(name, hint=title), *entry, *(cells.get((name, named[(*entry, card)]), unknown) for card in cards))
         for name, title in titles.items()
-        for each in spread
+        for entry in spread
     )
     table = Table("overview", "Overview", columns, rows, caption=_overview_caption(fit))
     return table if len({strategy for strategy, _ in spread}) > 1 else table.without("strategy")
@@ -207,12 +219,12 @@ def size_bars(fit: Fit) -> Bars:
 
 def _bar_labels(fit: Fit, rows: Sequence[FitRow]) -> Iterator[Label]:
     """A label for each row; one for numbers of GPUs that follow each other."""
-    place = {budget.name: number for number, budget in enumerate(fit.budgets)}
+    position = {budget.name: number for number, budget in enumerate(fit.budgets)}
     runs: list[list[FitRow]] = []
     for row in rows:
         last = runs[-1][-1] if runs else row
-        one, other = (fit.budgets[place[each.gpu]] for each in (last, row))
-        follows = place[row.gpu] == place[last.gpu] + 1 and (one.strategy, one.one) == (other.strategy, other.one)
+        one, other = (fit.budgets[position[entry.gpu]] for entry in (last, row))
+        follows = position[row.gpu] == position[last.gpu] + 1 and (one.strategy, one.one) == (other.strategy, other.one)
         if follows and other.parallel and row.name == last.name:
             runs[-1].append(row)
         else:
@@ -303,18 +315,19 @@ def _remark(fit: Fit, row: FitRow) -> str | None:
     return None
 
 
-def remedies(fit: Fit, found: Remedied) -> Table:
+def remedies(fit: Fit, remedied: Remedied) -> Table:
     """What would make a size fit."""
     return remedy_table(
-        found, f"Remedies for {found.scenario} at {fit.vary} {found.size:,} on {found.gpu}, each run by itself"
+        remedied,
+        f"Remedies for {remedied.scenario} at {fit.vary} {remedied.size:,} on {remedied.gpu}, each run by itself",
     )
 
 
-def remedy_table(found: Remedied, caption: str) -> Table:
+def remedy_table(remedied: Remedied, caption: str) -> Table:
     """The remedies, most bytes saved first; those that mean nothing here are named below."""
     fields = REMEDY_FIELDS.only("name", "outcome", "saved", "peak")
-    rows = (row for row in found.rows if row.outcome != "not here")
-    remarks = tuple(_remedy_remarks(found.rows))
+    rows = (row for row in remedied.rows if row.outcome != "not here")
+    remarks = tuple(_remedy_remarks(remedied.rows))
     return Table.of("remedies", "What would make it fit", fields, rows, caption=caption, remarks=remarks)
 
 

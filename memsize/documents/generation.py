@@ -19,8 +19,8 @@ from memsize.documents.sections import (
     input_text,
     listed,
     said_once,
+    versions,
 )
-from memsize.documents.versions import versions
 from memsize.records.cells import Label
 from memsize.records.fit import Remedied
 from memsize.records.generation import (
@@ -122,16 +122,16 @@ def _row_data(row: GenerationRow) -> dict[str, Any]:
 
 def _label(report: GenerationReport, row: GenerationRow) -> Label:
     """The name of a row among others: its scenario, and what else differs between them."""
-    batches, prompts = ({getattr(each, name) for each in report.ran} for name in ("batch", "prompt"))
+    batches, prompts = ({getattr(other, name) for other in report.ran} for name in ("batch", "prompt"))
     batch = f", batch {row.batch:,}" if len(batches) > 1 else ""
     prompt = f", prompt {row.prompt:,}" if len(prompts) > 1 else ""
     return Label(f"{row.scenario}{batch}{prompt}", hint=row.title)
 
 
-def remedies(found: Remedied) -> Table:
+def remedies(remedied: Remedied) -> Table:
     """What would make the row fit that does not."""
     return remedy_table(
-        found, f"Remedies for {found.scenario} at batch {found.size:,} on {found.gpu}, each run by itself"
+        remedied, f"Remedies for {remedied.scenario} at batch {remedied.size:,} on {remedied.gpu}, each run by itself"
     )
 
 

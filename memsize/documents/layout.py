@@ -14,7 +14,6 @@ from memsize.records.layout import (
     COPY_TABLE,
     LAYER_FIELDS,
     Audit,
-    AuditRow,
     LayerFormats,
     LayoutReport,
     audit_rows,
@@ -87,8 +86,8 @@ def title(report: LayoutReport) -> Title:
     audit = report.audit
     inputs = ", ".join(map(input_text, audit.inputs))
     converted = f"{audit.converted:,} weight{'' if audit.converted == 1 else 's'} to channels last"
-    given = f"{audit.converted_inputs:,} input{'' if audit.converted_inputs == 1 else 's'}"
-    phrases: list[tuple[str | Bytes, ...]] = [(f"input {inputs}",), (f"{given} and {converted}",)]
+    inputs_text = f"{audit.converted_inputs:,} input{'' if audit.converted_inputs == 1 else 's'}"
+    phrases: list[tuple[str | Bytes, ...]] = [(f"input {inputs}",), (f"{inputs_text} and {converted}",)]
     if audit.scenario != "as-given":
         phrases.append((audit.scenario,))
     return Title(report.model, tuple(phrases))
@@ -102,7 +101,7 @@ def layer_table(audit: Audit, depth: int | None = None) -> Table:
         for row in audit_rows(audit, shown)
         if _has_images(row.layer) or row.copied_bytes or row.row_major_copied_bytes
     ]
-    total = LAYER_FIELDS.total("total", AuditRow(audit.last.layers[0], (), audit.last.copied, audit.plain.copied))
+    total = LAYER_FIELDS.total("total", audit)
     return Table.of("layers", "Layers", LAYER_FIELDS, rows, total=total, caption="Memory formats under channels last")
 
 

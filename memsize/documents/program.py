@@ -8,7 +8,7 @@ from typing import Any, Final
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import config_of
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
-from memsize.documents.collectives import collective_tables
+from memsize.documents.collectives import collective_tables, stream_tables
 from memsize.documents.sections import (
     Bars,
     Chart,
@@ -19,10 +19,9 @@ from memsize.documents.sections import (
     Title,
     listed,
     role_part,
+    versions,
 )
-from memsize.documents.streams import stream_tables
 from memsize.documents.timeline import alive_table, course_table
-from memsize.documents.versions import versions
 from memsize.records.fields import role_fields
 from memsize.records.finding import Finding
 from memsize.records.peak_by_module import MODULE_FIELDS, peak_by_module
@@ -49,8 +48,8 @@ class ProgramDocument(Document[ProgramRun]):
     def inside(self) -> tuple[Section, ...]:
         """What the verdict rests on."""
         run = self.answer
-        told = step_courses(self._timeline)
-        tables = (course_table(told), alive_table(told), module_table(run)) if told else ()
+        summaries = step_courses(self._timeline)
+        tables = (course_table(summaries), alive_table(summaries), module_table(run)) if summaries else ()
         return (
             *tables,
             *collective_tables(run.peak.collectives),
@@ -66,8 +65,10 @@ class ProgramDocument(Document[ProgramRun]):
         run = self.answer
         if not run.trace.events:
             return ()
-        found = self._timeline
-        return (ScenarioView("run", run.program, lambda: (Chart(found), course_table(step_courses(found)))),)
+        run_timeline = self._timeline
+        return (
+            ScenarioView("run", run.program, lambda: (Chart(run_timeline), course_table(step_courses(run_timeline)))),
+        )
 
     def verdict(self) -> tuple[Finding, ...]:
         """What was found, most important first."""
@@ -76,7 +77,7 @@ class ProgramDocument(Document[ProgramRun]):
     def bars(self) -> Bars | None:
         """What the peak consists of, the largest first."""
         rows = [(role_part(role), size) for role, size in self.answer.peak.roles.items() if size]
-        return Bars.each("alive at the peak", rows) if rows else None
+        return Bars.of_whole("alive at the peak", rows) if rows else None
 
     def picture(self) -> Chart:
         """The program's run over time."""
@@ -122,7 +123,7 @@ def _peak_data(run: ProgramRun) -> dict[str, Any]:
         **peak,
         "device": run.peak.device._asdict(),
         "roles": dict(run.peak.roles),
-        "streams": [each._asdict() for each in run.peak.streams],
+        "streams": [entry._asdict() for entry in run.peak.streams],
         "lag": run.peak.lag and run.peak.lag._asdict(),
     }
 

@@ -47,8 +47,8 @@ class RanksDocument(Document[RankRuns]):
 
     def _remarks(self) -> tuple[Findings, ...]:
         """What the verdict has not told whole, and what else is to be said of the rank that needs most."""
-        told = {finding.code for finding in self.verdict() if not finding.brief}
-        rest = (finding for finding in self.findings if finding.code not in told)
+        codes = {finding.code for finding in self.verdict() if not finding.brief}
+        rest = (finding for finding in self.findings if finding.code not in codes)
         own = (finding for finding in self._worst.findings if finding.code not in _TOLD_OF_ALL)
         remarks = (*rest, *own)
         return (Findings("Why", remarks),) if remarks else ()

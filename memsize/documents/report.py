@@ -16,7 +16,7 @@ from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
-from memsize.documents.collectives import compared_collectives
+from memsize.documents.collectives import compared_collectives, compared_streams
 from memsize.documents.peaks import living_table, peak_bars, peak_table
 from memsize.documents.sections import (
     Bars,
@@ -33,9 +33,8 @@ from memsize.documents.sections import (
     listed,
     role_part,
     said_once,
+    versions,
 )
-from memsize.documents.streams import compared_streams
-from memsize.documents.versions import versions
 from memsize.errors import OutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
 from memsize.records.codec import coder
@@ -106,8 +105,8 @@ class ReportDocument(Document[Report]):
 
     def verdict(self) -> tuple[Finding, ...]:
         """Whether a training that was asked for fits and where it peaks, then what precision does."""
-        told = [finding for finding in self.answer.findings if finding.brief]
-        return tuple(sorted(told, key=lambda finding: finding.code not in _FIRST))[:MOST_SENTENCES]
+        brief = [finding for finding in self.answer.findings if finding.brief]
+        return tuple(sorted(brief, key=lambda finding: finding.code not in _FIRST))[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
         """The scenarios side by side: at the peak of a training step, or else where a backward would begin."""
@@ -134,8 +133,8 @@ class ReportDocument(Document[Report]):
         if not trace.events:
             return (table,)
         config = coder(AllocatorConfig).read(json.loads(report.allocator)) if report.allocator else AllocatorConfig()
-        found = timeline(trace, config, card(report.gpu or DEFAULT_GPU))
-        return Chart(found, "Live bytes over a forward of the whole model"), table
+        run_timeline = timeline(trace, config, card(report.gpu or DEFAULT_GPU))
+        return Chart(run_timeline, "Live bytes over a forward of the whole model"), table
 
     def shorter(self, section: Section) -> Iterator[Section]:
         """The layer table less deep, down to the model's children."""
@@ -167,8 +166,8 @@ class ReportDocument(Document[Report]):
             "parameters": {"count": totals.parameters, "trainable": totals.trainable, "bytes": totals.parameter_bytes},
             "buffers": {"bytes": totals.buffer_bytes},
             "attributes": {"bytes": totals.attribute_bytes},
-            "totals": _known(figures(totals), trace),
-            "layers": [_known(_layer_data(row), trace) for row in own_rows(trace)],
+            "totals": _run_only(figures(totals), trace),
+            "layers": [_run_only(_layer_data(row), trace) for row in own_rows(trace)],
             "tensors": plain(trace.tensors),
             "scenarios": [
                 _scenario_data(result, report.fp32) | {"layers": _layer_columns(result.trace, trace)}
@@ -201,12 +200,12 @@ def _layer_columns(trace: Trace | None, shown: Trace) -> dict[str, list[Any]] | 
     """Figures of each layer of `trace` as columns, in the order of its layers, without those that are as in `shown`."""
     if trace is None:
         return None
-    own, others = ([_layer_data(row) for row in own_rows(each)] for each in (trace, shown))
+    own, others = ([_layer_data(row) for row in own_rows(entry)] for entry in (trace, shown))
     columns = {name: [row[name] for row in own] for name in _PER_LAYER}
     return {name: column for name, column in columns.items() if column != [row[name] for row in others]}
 
 
-def _known(figures: dict[str, Any], trace: Trace) -> dict[str, Any]:
+def _run_only(figures: dict[str, Any], trace: Trace) -> dict[str, Any]:
     """`figures`, null where only a run could tell."""
     return figures if trace.ran else figures | dict.fromkeys(figures.keys() & _RUN_FIGURES)
 
@@ -230,7 +229,7 @@ def _estimate_data(estimate: GpuEstimate | None) -> dict[str, Any] | None:
     if estimate is None:
         return None
     return asdict(estimate) | {
-        name: [each._asdict() for each in getattr(estimate, name)] for name in ("storages", "streams")
+        name: [entry._asdict() for entry in getattr(estimate, name)] for name in ("storages", "streams")
     }
 
 
@@ -283,7 +282,9 @@ def layer_table(report: Report, depth: int | None = None, columns: Sequence[str]
 def scenario_table(report: Report) -> Table:
     """The scenarios side by side, each figure beside its share of float32's where that is known."""
     fields = SCENARIO_FIELDS if report.fp32 else SCENARIO_FIELDS.without(*SHARES)
-    remarks = said_once(Remark(each.name, each.status, each.reason) for each in report.scenario_results if each.reason)
+    remarks = said_once(
+        Remark(entry.name, entry.status, entry.reason) for entry in report.scenario_results if entry.reason
+    )
     table = Table.of("scenarios", "Scenarios", fields, report.scenario_rows, remarks=remarks)
     return table.without_empty("buffers", "unregistered", "master", "cast")
 

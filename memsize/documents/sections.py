@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from memsize.records.cells import Cell, Label, Missing
 from memsize.records.fields import Column, Fields
 from memsize.records.finding import Finding
+from memsize.records.gpu import Card
 from memsize.records.roles import Role, noun
 from memsize.records.timeline import Timeline
-from memsize.records.trace import Failure, InputTensor
+from memsize.records.trace import Failure, InputTensor, Trace
 from memsize.units import Bytes
 
 Phrase = tuple[str | Bytes, ...]
@@ -77,30 +78,30 @@ class Bars:
 
         Rows share a bar where no part differs by a thousandth of the longest: its sizes are those of the first.
         """
-        found = list(rows)
-        kept = tuple(part for part in parts if any(sizes.get(part.key) for _, sizes in found))
-        bars = [Bar((label,), tuple(sizes.get(part.key, 0) for part in kept)) for label, sizes in found]
+        pairs = list(rows)
+        used = tuple(part for part in parts if any(sizes.get(part.key) for _, sizes in pairs))
+        bars = [Bar((label,), tuple(sizes.get(part.key, 0) for part in used)) for label, sizes in pairs]
         alike = max((bar.total for bar in bars), default=0) // 1000
         shared: list[Bar] = []
         for bar in bars:
-            place = next((place for place, other in enumerate(shared) if _differ(bar, other) <= alike), None)
-            if place is None:
+            position = next((position for position, other in enumerate(shared) if _differ(bar, other) <= alike), None)
+            if position is None:
                 shared.append(bar)
             else:
-                shared[place] = replace(shared[place], labels=shared[place].labels + bar.labels)
-        return cls(title, kept, tuple(shared))
+                shared[position] = replace(shared[position], labels=shared[position].labels + bar.labels)
+        return cls(title, used, tuple(shared))
 
     @classmethod
-    def each(cls, title: str, rows: Iterable[tuple[Part, int]]) -> Bars:
+    def of_whole(cls, title: str, rows: Iterable[tuple[Part, int]]) -> Bars:
         """One bar for each part of a whole, the largest first; those below a hundredth of it share the last, in the
         colour of the largest of them, which no other bar has.
         """
-        found = sorted(rows, key=lambda row: -row[1])
-        rest = [size for _, size in found if size * 100 < sum(size for _, size in found)]
+        pairs = sorted(rows, key=lambda row: -row[1])
+        rest = [size for _, size in pairs if size * 100 < sum(size for _, size in pairs)]
         if len(rest) > 1:
-            first, _ = found[-len(rest)]
-            found = [*found[: -len(rest)], (Part("other", "other", first.role), sum(rest))]
-        parts, sizes = zip(*found, strict=True)
+            first, _ = pairs[-len(rest)]
+            pairs = [*pairs[: -len(rest)], (Part("other", "other", first.role), sum(rest))]
+        parts, sizes = zip(*pairs, strict=True)
         places = range(len(parts))
         bars = (Bar((Label(parts[n].title),), tuple(sizes[n] if n == m else 0 for m in places)) for n in places)
         return cls(title, parts, tuple(bars))
@@ -191,15 +192,15 @@ class Table:
     def without_empty(self, *keys: str) -> Table:
         """The table without those columns of `keys` in which no row has a figure or a word."""
         columns = zip(self.keys, zip(*self.rows, strict=True), strict=False)
-        told = {key for key, cells in columns if any(cell and not isinstance(cell, Missing) for cell in cells)}
-        return self.without(*{*keys} - told)
+        filled = {key for key, cells in columns if any(cell and not isinstance(cell, Missing) for cell in cells)}
+        return self.without(*{*keys} - filled)
 
 
 T = TypeVar("T")
 
 
 def _at(places: Sequence[int], items: Sequence[T]) -> tuple[T, ...]:
-    return tuple(items[place] for place in places)
+    return tuple(items[position] for position in places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,3 +251,19 @@ def role_part(role: Role) -> Part:
 def listed(title: str, lines: tuple[str, ...]) -> tuple[Section, ...]:
     """`lines` under their title; nothing where there are none."""
     return (Notes(title, lines),) if lines else ()
+
+
+def versions(runs: Iterable[Trace | Timeline], cards: Iterable[Card] = ()) -> tuple[Phrase, ...]:
+    """A line for each release of PyTorch that ran something, for each stack that was simulated, and for each card."""
+    runs = tuple(runs)
+    return (
+        *((f"PyTorch {release}",) for release in dict.fromkeys(run.torch for run in runs) if release),
+        *((f"simulated: {stack}",) for stack in dict.fromkeys(run.stack for run in runs) if stack),
+        *map(_card, dict.fromkeys(cards)),
+    )
+
+
+def _card(card: Card) -> Phrase:
+    major, minor = card.capability
+    kernels = f"compute capability {major}.{minor}" + ("" if card.platform == "CUDA" else ", which stands in")
+    return (f"{card.name}:", Bytes(card.bytes), f"of memory ({card.source});", kernels)

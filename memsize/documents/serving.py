@@ -7,8 +7,19 @@ from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain
 from memsize.documents.fit import remedy_table
-from memsize.documents.sections import Bars, Limit, Part, Phrase, Remark, Section, Table, Title, listed, said_once
-from memsize.documents.versions import versions
+from memsize.documents.sections import (
+    Bars,
+    Limit,
+    Part,
+    Phrase,
+    Remark,
+    Section,
+    Table,
+    Title,
+    listed,
+    said_once,
+    versions,
+)
 from memsize.records.cells import Label
 from memsize.records.fit import Remedied
 from memsize.records.serving import GROUP_FIELDS, SERVING_FIELDS, ServingReport, ServingRow
@@ -69,10 +80,10 @@ class ServingDocument(Document[ServingReport]):
         }
 
 
-def remedies(found: Remedied) -> Table:
+def remedies(remedied: Remedied) -> Table:
     """What would make room for one request."""
     return remedy_table(
-        found, f"Remedies for one request of {found.size:,} tokens under {found.scenario}, each run by itself"
+        remedied, f"Remedies for one request of {remedied.size:,} tokens under {remedied.scenario}, each run by itself"
     )
 
 
@@ -104,10 +115,10 @@ def _row_data(row: ServingRow) -> dict[str, Any]:
 
 def title(report: ServingReport) -> Title:
     """The model, how it is served, and the card."""
-    asked = report.asked
-    cards = report.card.name if asked["tp"] == 1 else f"each of {asked['tp']} {report.card.name}"
-    step = f"steps of {asked['batched_tokens']:,} tokens, {asked['seqs']:,} sequences"
-    taken = f"{asked['utilization']:.0%} of its memory, blocks of {asked['block']} tokens"
+    arguments = report.asked
+    cards = report.card.name if arguments["tp"] == 1 else f"each of {arguments['tp']} {report.card.name}"
+    step = f"steps of {arguments['batched_tokens']:,} tokens, {arguments['seqs']:,} sequences"
+    taken = f"{arguments['utilization']:.0%} of its memory, blocks of {arguments['block']} tokens"
     return Title(report.model, ((step,), (f"on {cards}: {taken}",)))
 
 

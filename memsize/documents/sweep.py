@@ -40,16 +40,16 @@ class SweepDocument(Document[Sweep]):
         """The peak of each way to run each model; where these are very many, the largest of each model."""
         sweep = self.answer
         ways = tuple(key for key in sweep.varying if key != "gpu") or ("gpu",)
-        found = _largest_peaks(sweep, ways)
+        largest = _largest_peaks(sweep, ways)
         title = "peak"
-        if len(found) > MOST_BARS:
+        if len(largest) > MOST_BARS:
             is_of_models = "target" in ways
-            found = _largest_peaks(sweep, ("target",)) if is_of_models else found
-            title = "largest peak" if is_of_models and len(found) <= MOST_BARS else "largest peaks"
-            found = dict(sorted(found.items(), key=lambda item: -(item[1].requested or 0))[:MOST_BARS])
-        if not found:
+            largest = _largest_peaks(sweep, ("target",)) if is_of_models else largest
+            title = "largest peak" if is_of_models and len(largest) <= MOST_BARS else "largest peaks"
+            largest = dict(sorted(largest.items(), key=lambda item: -(item[1].requested or 0))[:MOST_BARS])
+        if not largest:
             return None
-        bars = Bars.of(title, map(role_part, TITLES), ((Label(name), row.roles) for name, row in found.items()))
+        bars = Bars.of(title, map(role_part, TITLES), ((Label(name), row.roles) for name, row in largest.items()))
         cards = {(str(row.settings["gpu"]), row.gpu_bytes or 0) for row in sweep.sweep_rows}
         return replace(bars, limit=Limit(*cards.pop())) if len(cards) == 1 else bars
 
@@ -82,12 +82,12 @@ class SweepDocument(Document[Sweep]):
 
 def _largest_peaks(sweep: Sweep, keys: Sequence[str]) -> dict[str, SweepRow]:
     """Of the cells that are alike in these settings, the one that needs most, by what the settings say."""
-    found: dict[str, SweepRow] = {}
+    largest: dict[str, SweepRow] = {}
     for row in sweep.sweep_rows:
         name = " ".join(_in_words(key, row) for key in keys)
-        if row.requested is not None and (name not in found or row.requested > (found[name].requested or 0)):
-            found[name] = row
-    return found
+        if row.requested is not None and (name not in largest or row.requested > (largest[name].requested or 0)):
+            largest[name] = row
+    return largest
 
 
 def _title(sweep: Sweep) -> Title:
@@ -103,20 +103,20 @@ def batch_table(sweep: Sweep) -> Table:
     """The largest of the batches that fits each GPU, for each model and way to run it."""
     keys = [key for key in sweep.varying if key not in ("batch_size", "gpu")] or ["target"]
     gpus = list(dict.fromkeys(str(row.settings["gpu"]) for row in sweep.sweep_rows))
-    found: dict[tuple[str, ...], dict[str, list[SweepRow]]] = {}
+    largest: dict[tuple[str, ...], dict[str, list[SweepRow]]] = {}
     for row in sweep.sweep_rows:
-        place = tuple(_in_words(key, row) for key in keys)
-        found.setdefault(place, {}).setdefault(str(row.settings["gpu"]), []).append(row)
+        names = tuple(_in_words(key, row) for key in keys)
+        largest.setdefault(names, {}).setdefault(str(row.settings["gpu"]), []).append(row)
     columns = (
         *SETTING_FIELDS.only(*keys).weighted(100),
         *(Column(gpu, gpu, "count", 90, f"the largest batch that fits {gpu}") for gpu in gpus),
     )
     rows = tuple(
         (
-            *(Label(part) if number == 0 else part for number, part in enumerate(place)),
+            *(Label(part) if number == 0 else part for number, part in enumerate(names)),
             *(_largest(of.get(gpu, ())) for gpu in gpus),
         )
-        for place, of in found.items()
+        for names, of in largest.items()
     )
     return Table("batches", "Batches", columns, rows, caption="The largest of these batches that fits")
 

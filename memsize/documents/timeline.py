@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from memsize.documents import Document
-from memsize.documents.collectives import collective_tables
-from memsize.documents.sections import Chart, Phrase, Section, Table, Title, listed
-from memsize.documents.streams import stream_tables
-from memsize.documents.versions import versions
+from memsize.documents.collectives import collective_tables, stream_tables
+from memsize.documents.sections import Chart, Phrase, Section, Table, Title, listed, versions
 from memsize.records.fields import role_fields
 from memsize.records.finding import Finding, Moment
 from memsize.records.roles import noun
@@ -24,19 +22,19 @@ class TimelineDocument(Document[Timeline]):
 
     def sections(self) -> tuple[Section, ...]:
         """Everything in reading order; of a run without events there is nothing to show but the title."""
-        found = self.answer
-        if not len(found):
-            return (timeline_title(found),)
+        timeline = self.answer
+        if not len(timeline):
+            return (timeline_title(timeline),)
         return (
-            timeline_title(found),
+            timeline_title(timeline),
             *self.opening(),
-            Chart(found),
-            course_table(courses(found)),
-            alive_table(courses(found)),
-            *collective_tables(found.collectives),
-            *stream_tables(found.streams),
-            *listed("Assumed", found.assumptions),
-            *listed("Notes", found.notes),
+            Chart(timeline),
+            course_table(courses(timeline)),
+            alive_table(courses(timeline)),
+            *collective_tables(timeline.collectives),
+            *stream_tables(timeline.streams),
+            *listed("Assumed", timeline.assumptions),
+            *listed("Notes", timeline.notes),
         )
 
     def verdict(self) -> tuple[Finding, ...]:
@@ -56,31 +54,31 @@ class TimelineDocument(Document[Timeline]):
         return to_data(self.answer)
 
 
-def timeline_title(found: Timeline) -> Title:
+def timeline_title(timeline: Timeline) -> Title:
     """The model, how it was run, and its peak in the allocator's terms."""
-    peak = found.peak
-    phrases: list[tuple[str | Bytes, ...]] = [(str(found.world),)] if found.world.size > 1 else []
-    phrases += [] if found.scenario == "as-given" else [("as", found.scenario)]
-    phrases += [("on", found.card.name)] if found.card else []
-    if len(found):
+    peak = timeline.peak
+    phrases: list[tuple[str | Bytes, ...]] = [(str(timeline.world),)] if timeline.world.size > 1 else []
+    phrases += [] if timeline.scenario == "as-given" else [("as", timeline.scenario)]
+    phrases += [("on", timeline.card.name)] if timeline.card else []
+    if len(timeline):
         phrases += [
-            ("at most", Bytes(peak.bytes), f"live, in {found.phase_at(peak.event)}"),
-            (Bytes(max(found.allocated)), "allocated"),
-            (Bytes(max(found.reserved)), "reserved"),
+            ("at most", Bytes(peak.bytes), f"live, in {timeline.phase_at(peak.event)}"),
+            (Bytes(max(timeline.allocated)), "allocated"),
+            (Bytes(max(timeline.reserved)), "reserved"),
         ]
-    return Title(found.model, tuple(phrases))
+    return Title(timeline.model, tuple(phrases))
 
 
-def peak_finding(found: Timeline) -> Finding:
+def peak_finding(timeline: Timeline) -> Finding:
     """The peak in a sentence, with the roles that hold most of it."""
-    peak = found.peak
+    peak = timeline.peak
     largest = sorted(peak.roles, key=lambda role: -peak.roles[role])[:3]
-    shares = ", ".join(f"{{r{place}}} of {noun(role)}" for place, role in enumerate(largest))
-    values: dict[str, object] = {f"r{place}": Bytes(peak.roles[role]) for place, role in enumerate(largest)}
-    values |= {"peak": Bytes(peak.bytes), "phase": str(found.phase_at(peak.event)), "at": peak.layer or peak.op}
+    shares = ", ".join(f"{{r{position}}} of {noun(role)}" for position, role in enumerate(largest))
+    values: dict[str, object] = {f"r{position}": Bytes(peak.roles[role]) for position, role in enumerate(largest)}
+    values |= {"peak": Bytes(peak.bytes), "phase": str(timeline.phase_at(peak.event)), "at": peak.layer or peak.op}
     at = " at {at}" if values["at"] else ""
     template = f"Most is alive in {{phase}}{at}, {{peak}}: {shares}."
-    return Finding("peak", template, values, bytes=peak.bytes, moment=Moment(found.scenario, peak.event))
+    return Finding("peak", template, values, bytes=peak.bytes, moment=Moment(timeline.scenario, peak.event))
 
 
 def course_table(summaries: Sequence[PhaseSummary]) -> Table:
@@ -91,7 +89,7 @@ def course_table(summaries: Sequence[PhaseSummary]) -> Table:
 
 def alive_table(summaries: Sequence[PhaseSummary]) -> Table:
     """One row per phase: what is alive by role at its highest moment. Roles add up to what is live then."""
-    roles = role_fields([each.summit.roles for each in summaries], of="summit.roles")
+    roles = role_fields([summary.summit.roles for summary in summaries], of="summit.roles")
     fields = PHASE_FIELDS.only("name", "steps").plus(*roles)
     table = Table.of("alive", "Alive", fields, summaries, caption="Alive at the highest moment of each phase")
     return table.without_empty("steps")

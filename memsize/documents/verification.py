@@ -29,15 +29,19 @@ class VerificationDocument(Document[Verification]):
 
     def sections(self) -> tuple[Section, ...]:
         """The figures beside each other, the allocations that differ, and how both were made."""
-        found = self.answer
-        assumptions = dict.fromkeys(text for run in found.runs for text in run.prediction.assumptions)
+        verification = self.answer
+        assumptions = dict.fromkeys(text for run in verification.runs for text in run.prediction.assumptions)
         return (
-            title(found),
+            title(verification),
             *self.opening(),
-            figure_table(found),
-            *([difference_table(found.alignment)] if found.alignment and found.alignment.differences else []),
+            figure_table(verification),
+            *(
+                [difference_table(verification.alignment)]
+                if verification.alignment and verification.alignment.differences
+                else []
+            ),
             *listed("Assumed", tuple(assumptions)),
-            *listed("Notes", tuple(dict.fromkeys((*_notes(found), *found.notes)))),
+            *listed("Notes", tuple(dict.fromkeys((*_notes(verification), *verification.notes)))),
         )
 
     def verdict(self) -> tuple[Finding, ...]:
@@ -50,8 +54,8 @@ class VerificationDocument(Document[Verification]):
 
     def figures(self, unit: str) -> dict[str, Any]:
         """Everything but the logs."""
-        found, alignment = self.answer, self.answer.alignment
-        differences = found.tables()["differences"].records()
+        verification, alignment = self.answer, self.answer.alignment
+        differences = verification.tables()["differences"].records()
         counts = alignment and {
             "predicted": alignment.predicted,
             "measured": alignment.real,
@@ -59,19 +63,21 @@ class VerificationDocument(Document[Verification]):
         }
         return {
             "schema": SCHEMA,
-            "model": found.model,
-            "runs": [_run_data(run) for run in found.runs],
+            "model": verification.model,
+            "runs": [_run_data(run) for run in verification.runs],
             "allocations": counts,
-            "differences": [renamed(each, difference="kind") for each in differences] if alignment else None,
-            "notes": found.notes,
+            "differences": [renamed(comparison, difference="kind") for comparison in differences]
+            if alignment
+            else None,
+            "notes": verification.notes,
         }
 
 
-def _accuracy(found: Verification) -> Iterator[Finding]:
-    told = [each for each in found.comparisons if each.share is not None]
-    if not told:
+def _accuracy(verification: Verification) -> Iterator[Finding]:
+    shared = [comparison for comparison in verification.comparisons if comparison.share is not None]
+    if not shared:
         return
-    worst = max(told, key=lambda each: abs(each.share or 0))
+    worst = max(shared, key=lambda comparison: abs(comparison.share or 0))
     if not worst.share:
         text = "Every figure is predicted exactly, or lies between the bounds."
     else:
@@ -83,7 +89,7 @@ def _accuracy(found: Verification) -> Iterator[Finding]:
         "measured": Bytes(worst.measured or 0),
     }
     yield Finding("accuracy", text, values)
-    alignment = found.alignment
+    alignment = verification.alignment
     if alignment is not None:
         counts = {"matched": alignment.matched, "real": alignment.real}
         text = "Of {real} allocations in the last step, {matched} are as predicted."
@@ -97,13 +103,15 @@ def _run_data(run: VerifiedRun) -> dict[str, Any]:
     return {"figures": figures, "assumptions": run.prediction.assumptions, **seen}
 
 
-def title(found: Verification) -> Title:
+def title(verification: Verification) -> Title:
     """The model, how it was run, and on what."""
-    work, stack = found.runs[0].measurement.workload, found.runs[0].measurement.stack
+    work, stack = verification.runs[0].measurement.workload, verification.runs[0].measurement.stack
     trained = f"{work.optimizer}, step {work.steps}" if work.optimizer else "one inference"
     libraries = (("CUDA", stack.cuda), ("cuDNN", stack.cudnn and dotted_cudnn(stack.cudnn)), ("cuBLAS", stack.cublas))
     software = ", ".join(f"{name} {version}" for name, version in (("torch", stack.torch), *libraries) if version)
-    return Title(found.model, ((work.scenario,), (f"batch {work.batch_size}",), (trained,), (stack.gpu,), (software,)))
+    return Title(
+        verification.model, ((work.scenario,), (f"batch {work.batch_size}",), (trained,), (stack.gpu,), (software,))
+    )
 
 
 _PARTS: Final = (
@@ -113,23 +121,23 @@ _PARTS: Final = (
 )
 
 
-def comparison_bars(found: Verification) -> Bars | None:
+def comparison_bars(verification: Verification) -> Bars | None:
     """Two bars for each figure that was measured: the prediction, with its interval, and the measurement."""
     bars: list[Bar] = []
-    for each in found.comparisons:
-        if each.measured is not None:
-            name = f"{each.figure}, benchmark" if each.benchmark else each.figure
-            low, high = each.predicted
+    for comparison in verification.comparisons:
+        if comparison.measured is not None:
+            name = f"{comparison.figure}, benchmark" if comparison.benchmark else comparison.figure
+            low, high = comparison.predicted
             bars.append(Bar((Label(f"{name}: predicted"),), (low, high - low, 0)))
-            bars.append(Bar((Label(f"{name}: measured"),), (0, 0, each.measured)))
+            bars.append(Bar((Label(f"{name}: measured"),), (0, 0, comparison.measured)))
     return Bars("predicted beside measured", _PARTS, tuple(bars)) if bars else None
 
 
-def figure_table(found: Verification) -> Table:
+def figure_table(verification: Verification) -> Table:
     """One row per figure and run."""
-    rows = (row for run in found.runs for row in _compared(run))
+    rows = (row for run in verification.runs for row in _compared(run))
     table = Table.of("figures", "Figures", FIGURE_FIELDS, rows, caption="Predicted beside measured")
-    return table if len(found.runs) > 1 else table.without("benchmark")
+    return table if len(verification.runs) > 1 else table.without("benchmark")
 
 
 def _compared(run: VerifiedRun) -> Iterator[FigureComparison]:
@@ -140,14 +148,14 @@ def _compared(run: VerifiedRun) -> Iterator[FigureComparison]:
 
 def difference_table(alignment: Alignment) -> Table:
     """The first allocations that are not as predicted."""
-    found = alignment.differences
-    shown = f"the first {MOST_DIFFERENCES} of {len(found):,} (JSON has them all)"
-    caption = f"Allocations of the last step that differ{', ' + shown if len(found) > MOST_DIFFERENCES else ''}"
-    return Table.of("differences", "Differences", DIFFERENCE_FIELDS, found[:MOST_DIFFERENCES], caption=caption)
+    differences = alignment.differences
+    shown = f"the first {MOST_DIFFERENCES} of {len(differences):,} (JSON has them all)"
+    caption = f"Allocations of the last step that differ{', ' + shown if len(differences) > MOST_DIFFERENCES else ''}"
+    return Table.of("differences", "Differences", DIFFERENCE_FIELDS, differences[:MOST_DIFFERENCES], caption=caption)
 
 
-def _notes(found: Verification) -> Iterator[str]:
-    for run in found.runs:
+def _notes(verification: Verification) -> Iterator[str]:
+    for run in verification.runs:
         seen = run.measurement
         when = " with cudnn.benchmark" if seen.workload.benchmark else ""
         if seen.error:
@@ -159,7 +167,7 @@ def _notes(found: Verification) -> Iterator[str]:
         if seen.device is not None:
             yield f"the device's use{when} is told by {seen.device.source}"
         yield from run.prediction.notes
-    alignment = found.alignment
+    alignment = verification.alignment
     if alignment is not None:
         yield (
             f"of {alignment.real:,} allocations in the last step, {alignment.predicted:,} were predicted and "

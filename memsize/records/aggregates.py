@@ -60,8 +60,8 @@ class Totals:
 
         Where a training step stands before its backward, without gradients and optimizer state.
         """
-        kept = self.saved_bytes - self.saved_cast_bytes - self.saved_input_bytes
-        return self.stored + self.master_bytes + self.input_bytes + self.cast_bytes + kept
+        saved_alone = self.saved_bytes - self.saved_cast_bytes - self.saved_input_bytes
+        return self.stored + self.master_bytes + self.input_bytes + self.cast_bytes + saved_alone
 
 
 def totals(trace: Trace) -> Totals:
@@ -71,9 +71,9 @@ def totals(trace: Trace) -> Totals:
         parameters=sum(map(_elements, counted)),
         trainable=sum(_elements(tensor) for tensor in counted if tensor.trainable),
         parameter_bytes=sum(tensor.bytes for tensor in counted),
-        buffer_bytes=_held(trace, "buffer"),
-        attribute_bytes=_held(trace, "attribute"),
-        master_bytes=_held(trace, "master"),
+        buffer_bytes=_bytes_of_kind(trace, "buffer"),
+        attribute_bytes=_bytes_of_kind(trace, "attribute"),
+        master_bytes=_bytes_of_kind(trace, "master"),
         input_bytes=sum(tensor.bytes for tensor in trace.inputs),
         cast_bytes=sum(layer.cast_bytes for layer in trace.layers),
         output_bytes=sum(layer.output_bytes for layer in trace.layers),
@@ -93,7 +93,7 @@ def _elements(tensor: StoredTensor) -> int:
     return 0 if tensor.tied_to else tensor.elements
 
 
-def _held(trace: Trace, kind: str) -> int:
+def _bytes_of_kind(trace: Trace, kind: str) -> int:
     return sum(tensor.bytes for tensor in trace.tensors if tensor.kind == kind)
 
 
@@ -394,10 +394,10 @@ def split_phase(text: str) -> tuple[str, int]:
 def traffic(trace: Trace) -> tuple[Traffic, ...]:
     """The collectives of the last step that had an update, or of the last that had any; the most bytes first."""
     by_step: dict[int, dict[tuple[CollectiveKind, int], list[int]]] = {}
-    for each in trace.collectives:
-        _, step = split_phase(trace.phases[each.phase])
-        by_step.setdefault(step, {}).setdefault((each.kind, each.ranks), []).append(each.bytes)
+    for entry in trace.collectives:
+        _, step = split_phase(trace.phases[entry.phase])
+        by_step.setdefault(step, {}).setdefault((entry.kind, entry.ranks), []).append(entry.bytes)
     updated = {step for name, step in map(split_phase, trace.phases) if name == "optimizer"}
     last = by_step.get(max(updated & by_step.keys() or by_step.keys(), default=0), {})
-    found = (Traffic(*key, len(sizes), sum(sizes), max(sizes)) for key, sizes in last.items())
-    return tuple(sorted(found, key=lambda each: -each.bytes))
+    summaries = (Traffic(*key, len(sizes), sum(sizes), max(sizes)) for key, sizes in last.items())
+    return tuple(sorted(summaries, key=lambda entry: -entry.bytes))

@@ -69,11 +69,11 @@ def write_baselines(path: Path, baselines: Mapping[str, Baseline]) -> bool:
     Raises `OutputError` where the file is there and cannot be read, or cannot be written.
     """
     try:
-        held = read_baselines(path)
+        present = read_baselines(path)
     except InputError as error:
         raise OutputError(f"{error}; it is not overwritten") from None
-    wanted = {**held, **baselines}
-    if wanted == held and path.exists():
+    wanted = {**present, **baselines}
+    if wanted == present and path.exists():
         return False
     files.write(path, _text(wanted), overwrite=True)
     return True
@@ -83,9 +83,9 @@ def _text(baselines: Mapping[str, Baseline]) -> str:
     """The file: sorted, and with a line for each figure and layer, so that a diff of it can be read."""
     targets = {name: coder(Baseline).write(baselines[name]) for name in sorted(baselines)}
     lines = [f'{{\n  "schema": "{SCHEMA}/{NEWEST}",\n  "targets": {{']
-    for place, (name, target) in enumerate(targets.items()):
+    for position, (name, target) in enumerate(targets.items()):
         parts = [f"      {_dumps(part)}: {_object(values)}" for part, values in target.items()]
-        end = "," if place < len(targets) - 1 else ""
+        end = "," if position < len(targets) - 1 else ""
         lines.append(f"    {_dumps(name)}: {{\n" + ",\n".join(parts) + f"\n    }}{end}")
     return "\n".join([*lines, "  }\n}\n"])
 

@@ -176,8 +176,8 @@ class Check(Answer):
 
     def worst(self) -> Severity | None:
         """The severity of the most serious problem; None where there is none."""
-        found = {problem.severity for model in self.models for problem in model.problems}
-        return next((severity for severity in SEVERITIES if severity in found), None)
+        severities = {problem.severity for model in self.models for problem in model.problems}
+        return next((severity for severity in SEVERITIES if severity in severities), None)
 
     def status(self, fail_on: Severity | Literal["never"] = "error") -> int:
         """The exit status: 0 where all holds, 1 where a problem is as serious as `fail_on`, 2 where a target has no

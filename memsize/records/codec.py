@@ -46,9 +46,9 @@ def encode(trace: Trace) -> dict[str, Any]:
 
 def decode(data: object) -> Trace:
     """The trace that `data` encodes; raises `InputError` when it is not a trace of a version in `READ`."""
-    found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-    if not isinstance(data, dict) or found not in READ:
-        raise InputError(f"not a memsize trace: expected schema {SCHEMA!r}, found {found!r}")
+    actual = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    if not isinstance(data, dict) or actual not in READ:
+        raise InputError(f"not a memsize trace: expected schema {SCHEMA!r}, found {actual!r}")
     try:
         trace: Trace = coder(Trace).read({key: value for key, value in data.items() if key != "schema"})
     except (TypeError, ValueError) as error:
@@ -125,9 +125,9 @@ def _fixed(items: tuple[Any, ...]) -> Coder:
     def read(values: Any) -> Any:
         if len(_listed(values)) != len(inner):
             raise TypeError(f"expected {len(inner)} values, found {values!r:.60}")
-        return tuple([each.read(value) for each, value in zip(inner, values, strict=True)])
+        return tuple([member.read(value) for member, value in zip(inner, values, strict=True)])
 
-    return Coder(lambda values: [each.write(value) for each, value in zip(inner, values, strict=True)], read)
+    return Coder(lambda values: [member.write(value) for member, value in zip(inner, values, strict=True)], read)
 
 
 def _mapping(key: Any, value: Any) -> Coder:
@@ -137,12 +137,12 @@ def _mapping(key: Any, value: Any) -> Coder:
         def read(data: Any) -> Any:
             if not isinstance(data, dict):
                 raise TypeError(f"expected an object, found {data!r:.60}")
-            return {names.read(name): inner.read(each) for name, each in data.items()}
+            return {names.read(name): inner.read(member) for name, member in data.items()}
 
-        return Coder(lambda found: {name: inner.write(each) for name, each in found.items()}, read)
+        return Coder(lambda actual: {name: inner.write(member) for name, member in actual.items()}, read)
     pair = _fixed((key, value))
     return Coder(
-        lambda found: [pair.write(item) for item in found.items()],
+        lambda actual: [pair.write(item) for item in actual.items()],
         lambda data: dict(pair.read(item) for item in _listed(data)),
     )
 
@@ -150,11 +150,12 @@ def _mapping(key: Any, value: Any) -> Coder:
 def _dataclass(cls: Any) -> Coder:
     hints = typing.get_type_hints(cls)
     fields = [(field.name, coder(hints[field.name])) for field in dataclasses.fields(cls) if field.init]
-    readers = {name: each.read for name, each in fields}
+    readers = {name: member.read for name, member in fields}
 
     def write(record: Any) -> Any:
         return {
-            name: getattr(record, name) if each.is_plain else each.write(getattr(record, name)) for name, each in fields
+            name: getattr(record, name) if member.is_plain else member.write(getattr(record, name))
+            for name, member in fields
         }
 
     def read(data: Any) -> Any:
@@ -169,15 +170,15 @@ def _named_tuple(cls: Any) -> Coder:
     hints = typing.get_type_hints(cls)
     inner = [coder(hints[name]) for name in cls._fields]
     least = len(inner) - len(cls._field_defaults)
-    if all(each.is_plain for each in inner):
+    if all(member.is_plain for member in inner):
         write: Convert = list
     else:
-        write = lambda record: [each.write(value) for each, value in zip(inner, record, strict=True)]  # noqa: E731
+        write = lambda record: [member.write(value) for member, value in zip(inner, record, strict=True)]  # noqa: E731
 
     def read(data: Any) -> Any:
         if not isinstance(data, list | tuple) or not least <= len(data) <= len(inner):
             raise TypeError(f"expected {len(inner)} values of {cls.__name__}, found {data!r:.60}")
-        return cls(*[each.read(value) for each, value in zip(inner, data, strict=False)])
+        return cls(*[member.read(value) for member, value in zip(inner, data, strict=False)])
 
     return Coder(write, read)
 
@@ -218,7 +219,7 @@ def _write_any(value: Any) -> Any:
     if isinstance(value, Bytes):
         return {"bytes": int(value)}
     if isinstance(value, tuple):
-        return {"tuple": [_write_any(each) for each in value]}
+        return {"tuple": [_write_any(member) for member in value]}
     if value is None or isinstance(value, str | int | float):
         return value
     raise TypeError(f"{type(value).__name__} is nothing that a file holds")

@@ -73,7 +73,7 @@ class Columns(Sequence[Row]):
     def __iter__(self) -> Iterator[Row]:
         # In a third of the time that the class's own constructor takes.
         make = partial(tuple.__new__, self.row)
-        return map(make, zip(*(iter(_listed(each)) for each in self.columns), strict=True))
+        return map(make, zip(*(iter(_listed(column)) for column in self.columns), strict=True))
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -85,7 +85,7 @@ class Columns(Sequence[Row]):
         if isinstance(index, int):
             at = range(len(self))[index]
             return next(iter(self[at : at + 1]))
-        return Columns(self.row, *(each[index] for each in self.columns))
+        return Columns(self.row, *(column[index] for column in self.columns))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
@@ -137,9 +137,9 @@ def places(rows: Sequence[Row], field: str, texts: Collection[str]) -> list[int]
     import numpy as np
 
     if not isinstance(rows, Columns):
-        return [place for place, text in enumerate(map(attrgetter(field), rows)) if text in texts]
+        return [position for position, text in enumerate(map(attrgetter(field), rows)) if text in texts]
     column: Coded = rows.column(field)
-    found: list[int] = np.flatnonzero(
+    positions: list[int] = np.flatnonzero(
         np.isin(column.numbers, [number for number, value in enumerate(column.values) if value in texts])
     ).tolist()
-    return found
+    return positions

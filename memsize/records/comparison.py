@@ -300,7 +300,7 @@ LIVING_FIELDS: Final = Fields[LivingChange](
         TEXT,
         85,
         "its dtype and shape in both models",
-        get=lambda row: " → ".join(dict.fromkeys(each.tensor for each in row if each)),
+        get=lambda row: " → ".join(dict.fromkeys(entry.tensor for entry in row if entry)),
     ),
     field("before", get=lambda row: row.before and row.before.tensor),
     field("after", get=lambda row: row.after and row.after.tensor),
@@ -362,7 +362,7 @@ class Comparison(Answer):
     def is_same(self) -> bool:
         """Whether nothing that was compared differs."""
         stored = all(pair.same for pair in self.pairs)
-        return stored and not (self.layer_changes or any(each.before != each.after for each in self.figure_changes))
+        return stored and not (self.layer_changes or any(entry.before != entry.after for entry in self.figure_changes))
 
     def tables(self) -> dict[str, FlatTable]:
         """`changes`, `layers` and `figures`, as the properties of these names have them, and `living`."""
@@ -392,8 +392,8 @@ class Comparison(Answer):
         first, second = self.totals
         names = (name or trace.model for name, trace in zip(self.names, (self.before, self.after), strict=True))
         lines = [
-            f"{name}: {found.parameters:,} parameters, {format_bytes(found.stored)} stored"
-            for name, found in zip(names, (first, second), strict=True)
+            f"{name}: {sums.parameters:,} parameters, {format_bytes(sums.stored)} stored"
+            for name, sums in zip(names, (first, second), strict=True)
         ]
         lines += [f"{n}. {finding.text()}" for n, finding in enumerate(self.findings, 1)]
         return "\n".join(map(printable, lines))

@@ -120,7 +120,7 @@ ALIVE_FIELDS: Final = Fields[Alive](
         SHARE,
         80,
         "part of all live bytes",
-        cell=lambda row, found: share_of(row.bytes, found.requested) if found.requested else None,
+        cell=lambda row, explanation: share_of(row.bytes, explanation.requested) if explanation.requested else None,
     ),
     field("blocks", "blocks", COUNT, 70, "how many blocks"),
     field("how", "known by", TEXT, 60, "how the category is known", cell=lambda row, _: HOW[row.how] or None),

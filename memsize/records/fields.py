@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
@@ -177,32 +176,32 @@ class Fields(Generic[R]):
     @property
     def columns(self) -> tuple[Field[R], ...]:
         """The fields that documents draw."""
-        return tuple(each for each in self._fields if each.title)
+        return tuple(entry for entry in self._fields if entry.title)
 
     def weighted(self, weight: int) -> Fields[R]:
         """The fields with weights of their own, from `weight` downwards: the first is the last to be left out."""
-        return self._with(replace(each, weight=weight - number) for number, each in enumerate(self._fields))
+        return self._with(replace(entry, weight=weight - number) for number, entry in enumerate(self._fields))
 
     def only(self, *names: str) -> Fields[R]:
         """The fields of these names, in their order."""
-        by_name = {each.name: each for each in self._fields}
+        by_name = {entry.name: entry for entry in self._fields}
         return self._with(by_name[name] for name in names)
 
     def without(self, *names: str) -> Fields[R]:
         """The fields without those of these names."""
-        return self._with(each for each in self._fields if each.name not in names)
+        return self._with(entry for entry in self._fields if entry.name not in names)
 
     def titled(self, **titles: str) -> Fields[R]:
         """The fields with other titles, by name."""
-        return self._with(replace(each, title=titles.get(each.name, each.title)) for each in self._fields)
+        return self._with(replace(entry, title=titles.get(entry.name, entry.title)) for entry in self._fields)
 
     def hinted(self, **hints: str) -> Fields[R]:
         """The fields with other hints, by name."""
-        return self._with(replace(each, help=hints.get(each.name, each.help)) for each in self._fields)
+        return self._with(replace(entry, help=hints.get(entry.name, entry.help)) for entry in self._fields)
 
     def drawn(self, **cells: Callable[[R, Any], Cell]) -> Fields[R]:
         """The fields with other cells, by name."""
-        return self._with(replace(each, cell=cells.get(each.name, each.cell)) for each in self._fields)
+        return self._with(replace(entry, cell=cells.get(entry.name, entry.cell)) for entry in self._fields)
 
     def after(self, *fields: Field[R]) -> Fields[R]:
         """The fields with others before them."""
@@ -217,27 +216,27 @@ class Fields(Generic[R]):
 
     def record(self, row: R) -> dict[str, Any]:
         """A row as files hold it."""
-        return {each.name: each.get(row) for each in self._fields if each.in_files}
+        return {entry.name: entry.get(row) for entry in self._fields if entry.in_files}
 
     def flat(self, rows: Iterable[R]) -> FlatTable:
         """The rows as files hold them."""
-        filed = tuple(each for each in self._fields if each.in_files)
+        filed = tuple(entry for entry in self._fields if entry.in_files)
         return FlatTable(
-            tuple(each.name for each in filed),
-            (tuple(each.get(row) for each in filed) for row in rows),
-            tuple(each.name for each in filed if each.values.is_size),
-            tuple(each.name for each in filed if each.nullable),
+            tuple(entry.name for entry in filed),
+            (tuple(entry.get(row) for entry in filed) for row in rows),
+            tuple(entry.name for entry in filed if entry.values.is_size),
+            tuple(entry.name for entry in filed if entry.nullable),
         )
 
     def cells(self, row: R, answer: Any = None) -> tuple[Cell, ...]:
         """A row as documents draw it."""
         lacks, missing = self._lacks(row), self._missing(row)
-        return tuple(_cell(each, row, answer, lacks, missing) for each in self.columns)
+        return tuple(_cell(entry, row, answer, lacks, missing) for entry in self.columns)
 
     def total(self, label: Cell, sums: Any, answer: Any = None) -> tuple[Cell, ...]:
         """The cells of a row of sums below `label`: the fields that add up, read from `sums`."""
         _, *others = self.columns
-        return (label, *(_cell(each, sums, answer, False, None) if each.adds else None for each in others))
+        return (label, *(_cell(entry, sums, answer, False, None) if entry.adds else None for entry in others))
 
 
 def _cell(of: Field[Any], row: Any, answer: Any, lacks: bool, missing: Cell) -> Cell:
@@ -254,8 +253,8 @@ def role_fields(sizes: Sequence[Mapping[Role, int]], meaning: str = "", of: str 
 
     Where there is no room for all, the column whose largest figure is smallest is left out first.
     """
-    roles = in_order(role for each in sizes for role in each)
-    by_size = sorted(roles, key=lambda role: -max(each.get(role, 0) for each in sizes))
+    roles = in_order(role for entry in sizes for role in entry)
+    by_size = sorted(roles, key=lambda role: -max(entry.get(role, 0) for entry in sizes))
     weights = {role: 60 - 3 * position for position, role in enumerate(by_size)}
     read = attrgetter(of)
 
@@ -280,15 +279,6 @@ class FlatTable(NamedTuple):
     sizes: Collection[str] = ()
     nullable: Collection[str] = ()
 
-    @classmethod
-    def of(cls, records: Iterable[Mapping[str, object]], sizes: Collection[str] = ()) -> FlatTable:
-        """The table of `records`, which all have the same keys."""
-        rest = iter(records)
-        first = next(rest, None)
-        if first is None:
-            return cls((), ())
-        return cls(tuple(first), (tuple(record.values()) for record in chain((first,), rest)), sizes)
-
     def records(self) -> list[dict[str, object]]:
         """Its rows as dicts."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
@@ -298,5 +288,5 @@ class FlatTable(NamedTuple):
         from pandas import DataFrame
 
         frame = DataFrame(list(self.rows), columns=list(self.columns)).astype(dict.fromkeys(self.nullable, "Int64"))
-        frame.attrs["units"] = {name: "B" for name in self.columns if name in self.sizes or name.endswith("bytes")}
+        frame.attrs["units"] = {name: "B" for name in self.columns if name in self.sizes}
         return frame

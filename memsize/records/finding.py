@@ -134,7 +134,7 @@ class Rules(Generic[E]):
 
     def findings(self, evidence: E) -> tuple[Finding, ...]:
         """Everything that the rules find; raises `ValueError` where one finds what it does not say that it may."""
-        found = [(codes, finding) for codes, rule in self._rules for finding in rule(evidence)]
-        if unsaid := [finding.code for codes, finding in found if finding.code not in codes]:
+        findings_by_rule = [(codes, finding) for codes, rule in self._rules for finding in rule(evidence)]
+        if unsaid := [finding.code for codes, finding in findings_by_rule if finding.code not in codes]:
             raise ValueError(f"no rule says that it finds {', '.join(unsaid)}")
-        return tuple(finding for _, finding in found)
+        return tuple(finding for _, finding in findings_by_rule)

@@ -291,7 +291,7 @@ class Fit(Answer):
     def trace_of(self, row: FitRow) -> Trace | None:
         """The run of a row's answer, or of the next size where there is none; None where it was not run."""
         own = next(budget for budget in self.budgets if budget.name == row.gpu)
-        alike = next(each for each in self.budgets if each.runs_as(own))
+        alike = next(candidate for candidate in self.budgets if candidate.runs_as(own))
         size = row.size or row.next_size
         # Runs of a script are each card's own, others are those of the first whose kernels they are.
         runs = () if size is None else (FitRun(row.scenario, size, name, row.batch) for name in (own.name, alike.name))

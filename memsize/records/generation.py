@@ -191,19 +191,19 @@ class CachedRow(NamedTuple):
 
 
 CACHE_FIELDS: Final = Fields[CachedRow](
-    field("scenario", get=lambda each: each.row.scenario),
-    field("batch", kind=COUNT, get=lambda each: each.row.batch),
-    field("prompt", "prompt", COUNT, 90, "tokens of the prompt", get=lambda each: each.row.prompt),
-    field("kind", "layers of", TEXT, 100, "what the layer keeps of past tokens", get=lambda each: each.cached.kind),
-    field("layers", "layers", COUNT, 95, "how many such layers there are", get=lambda each: each.cached.layers),
-    field("bytes", "hold", BYTES, 98, "bytes for one sequence at the end", get=lambda each: each.cached.bytes),
+    field("scenario", get=lambda pair: pair.row.scenario),
+    field("batch", kind=COUNT, get=lambda pair: pair.row.batch),
+    field("prompt", "prompt", COUNT, 90, "tokens of the prompt", get=lambda pair: pair.row.prompt),
+    field("kind", "layers of", TEXT, 100, "what the layer keeps of past tokens", get=lambda pair: pair.cached.kind),
+    field("layers", "layers", COUNT, 95, "how many such layers there are", get=lambda pair: pair.cached.layers),
+    field("bytes", "hold", BYTES, 98, "bytes for one sequence at the end", get=lambda pair: pair.cached.bytes),
     field(
         "per_token",
         "bytes per token",
         BYTES,
         97,
         "what one more token adds",
-        get=lambda each: each.cached.per_token,
+        get=lambda pair: pair.cached.per_token,
         drawn=COUNT,
     ),
 )

@@ -104,6 +104,16 @@ class Audit:
     double: bool = False
     """Whether convolutions compute in float64, for which cuDNN has no channels last."""
 
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes of all copies under channels last."""
+        return self.last.copied
+
+    @property
+    def row_major_copied_bytes(self) -> int:
+        """The bytes of all copies where nothing is converted."""
+        return self.plain.copied
+
 
 class AuditRow(NamedTuple):
     """A layer of an audit with the ops that lose channels last in it, and the bytes that it copies.

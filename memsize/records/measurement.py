@@ -71,17 +71,17 @@ def allocations(log: AllocationLog) -> tuple[Allocation, ...]:
     """
     summit = _summit(log.entries)
     begun: list[LogEntry] = []
-    held: dict[int, list[int]] = {}
+    open_allocations: dict[int, list[int]] = {}
     freed: dict[int, int] = {}
     alive: set[int] = set()
     for position, entry in enumerate(log.entries):
         if entry.delta > 0:
-            held.setdefault(entry.storage, []).append(len(begun))
+            open_allocations.setdefault(entry.storage, []).append(len(begun))
             begun.append(entry)
         else:
-            freed |= dict.fromkeys(held.pop(entry.storage, ()), len(begun))
+            freed |= dict.fromkeys(open_allocations.pop(entry.storage, ()), len(begun))
         if position == summit:
-            alive = {index for indices in held.values() for index in indices}
+            alive = {index for indices in open_allocations.values() for index in indices}
     return tuple(
         Allocation(entry.delta, log.places[entry.place], freed.get(index), index in alive)
         for index, entry in enumerate(begun)
@@ -235,8 +235,8 @@ def encode(saved: SavedMeasurements) -> dict[str, Any]:
 def decode(data: object) -> SavedMeasurements:
     """The measurements that `data` encodes; raises `InputError` when it holds none of this version."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise InputError(f"not a memsize measurement: expected schema {SCHEMA!r}, found {found!r}")
+        schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise InputError(f"not a memsize measurement: expected schema {SCHEMA!r}, found {schema!r}")
     try:
         saved: SavedMeasurements = reader(SavedMeasurements)(
             {key: value for key, value in data.items() if key != "schema"}

@@ -63,10 +63,10 @@ def peak_by_module(trace: Trace, most_rows: int = MOST_ROWS) -> tuple[ModuleShar
     roles: dict[str | None, dict[Role, int]] = {}
     for index, size in live.items():
         storage = trace.storages[index]
-        held = roles.setdefault(_cut(trace, storage.layer, depth), {})
-        held[storage.role] = held.get(storage.role, 0) + size
+        sizes = roles.setdefault(_cut(trace, storage.layer, depth), {})
+        sizes[storage.role] = sizes.get(storage.role, 0) + size
     most, types = _most(trace, depth), {layer.path: layer.type for layer in trace.layers}
-    order = {path: place for place, path in enumerate(types)}
+    order = {path: position for position, path in enumerate(types)}
     return tuple(
         ModuleShare(path, types.get(path or "", "") if path is not None else "", roles[path], most[path])
         for path in sorted(roles, key=lambda path: order.get(path or "", -1) if path is not None else len(order))

@@ -156,9 +156,9 @@ def _need(group: RankGroup) -> tuple[bool, int, int]:
 
 def spans(ranks: Iterable[int]) -> str:
     """Ranks in as few words as they have: ``0``, ``1–6``, ``0, 2 and 5–7``."""
-    found = sorted(ranks)
-    starts = [found[0], *(after for before, after in pairwise(found) if after != before + 1)]
-    ends = [*(before for before, after in pairwise(found) if after != before + 1), found[-1]]
+    numbers = sorted(ranks)
+    starts = [numbers[0], *(after for before, after in pairwise(numbers) if after != before + 1)]
+    ends = [*(before for before, after in pairwise(numbers) if after != before + 1), numbers[-1]]
     runs = zip(starts, ends, strict=True)
     *first, last = chain.from_iterable([f"{a}–{b}"] if b > a + 1 else map(str, range(a, b + 1)) for a, b in runs)
     return f"{', '.join(first)} and {last}" if first else last

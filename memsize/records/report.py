@@ -180,8 +180,8 @@ class Report(Answer):
     @property
     def fp32(self) -> Totals | None:
         """What percentages compare with, None when no float32 figures are known."""
-        found = (result.totals for result in self.scenario_results if result.name == "fp32")
-        return self.baseline or next(found, None)
+        candidates = (result.totals for result in self.scenario_results if result.name == "fp32")
+        return self.baseline or next(candidates, None)
 
     @property
     def stopped(self) -> Failure | None:

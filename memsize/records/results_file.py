@@ -37,13 +37,15 @@ class ResultsFile:
         file.truncate(len(whole))
         file.seek(len(whole))
 
-    def find(self, settings: Mapping[str, object], made: Mapping[str, str]) -> SweepRow | None:
+    def find(self, settings: Mapping[str, object], versions: Mapping[str, str]) -> SweepRow | None:
         """The row of a cell, if the file has one that was made with the same."""
-        return self._rows.get(_key(settings, made))
+        return self._rows.get(_key(settings, versions))
 
     def add(self, rows: Iterable[tuple[SweepRow, Mapping[str, str]]]) -> None:
         """Write rows, each with what it was made with, to the file's end. They are on the disk when this returns."""
-        lines = (json.dumps({"schema": SCHEMA, "made": {**made}, "row": _CODER.write(row)}) for row, made in rows)
+        lines = (
+            json.dumps({"schema": SCHEMA, "made": {**versions}, "row": _CODER.write(row)}) for row, versions in rows
+        )
         self._file.write("".join(f"{line}\n" for line in lines).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -52,16 +54,16 @@ class ResultsFile:
 _CODER: Final = coder(SweepRow)
 
 
-def _key(settings: Mapping[str, object], made: Mapping[str, str]) -> str:
-    return json.dumps([settings, made], sort_keys=True, default=str)
+def _key(settings: Mapping[str, object], versions: Mapping[str, str]) -> str:
+    return json.dumps([settings, versions], sort_keys=True, default=str)
 
 
 def _read(line: bytes, where: str) -> tuple[str, SweepRow]:
     try:
         match json.loads(line):
-            case {"schema": str(schema), "made": dict(made), "row": dict(data)} if schema == SCHEMA:
+            case {"schema": str(schema), "made": dict(versions), "row": dict(data)} if schema == SCHEMA:
                 row: SweepRow = _CODER.read(data)
-                return _key(row.settings, made), row
+                return _key(row.settings, versions), row
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
     raise _foreign(where)
@@ -83,12 +85,12 @@ def results_file(path: Path, *, fresh: bool = False) -> Iterator[ResultsFile]:
         raise OutputError(f"cannot write {path}: {error.strerror}") from None
     with file:
         _lock(file, path)
-        found = ResultsFile(file, path)
+        results = ResultsFile(file, path)
         if fresh:
             file.truncate(0)
             file.seek(0)
-            found = ResultsFile(file, path)
-        yield found
+            results = ResultsFile(file, path)
+        yield results
 
 
 def _lock(file: BinaryIO, path: Path) -> None:

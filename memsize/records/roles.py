@@ -47,7 +47,7 @@ PER_PARAMETER: Final = frozenset(role for role, title in TITLES.items() if title
 """Roles of the parameters and of what a training keeps for each of them."""
 FIXED: Final = frozenset(role for role, title in TITLES.items() if title.size != "input")
 """Roles whose bytes are those of the model, whatever it is given."""
-_PLACES: Final = {role: place for place, role in enumerate(ROLES)}
+_PLACES: Final = {role: position for position, role in enumerate(ROLES)}
 
 if TYPE_CHECKING:
     Role = str  # a type checker cannot read the table

@@ -64,7 +64,7 @@ class SweepRow:
 def setting_text(value: object) -> object:
     """A setting as a cell of a table holds it."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={each}" for name, each in value.items())
+        return ", ".join(f"{name}={item}" for name, item in value.items())
     return "; ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
@@ -163,15 +163,15 @@ SWEEP_TABLE: Final = ("outcome", "reserved", "device_to", "left", "parameters", 
 
 def varying(cells: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
     """The settings in which cells differ."""
-    found = tuple(cells)
-    return tuple(key for key in COLUMNS if len({repr(settings.get(key)) for settings in found}) > 1)
+    settings_of_cells = tuple(cells)
+    return tuple(key for key in COLUMNS if len({repr(settings.get(key)) for settings in settings_of_cells}) > 1)
 
 
 def phrase_of(settings: Mapping[str, object], keys: Iterable[str]) -> str:
     """Those of `settings` that are named by `keys` in a few words: ``timm:resnet18, amp-fp16, batch 8, Tesla T4``."""
     words = {"batch_size": "batch {}", "seq_len": "{} tokens", "gpu": "on {}", "train": "training with {}"}
-    told = (words.get(key, "{}").format(setting_text(settings[key])) for key in keys if settings.get(key) is not None)
-    return ", ".join("inference" if part == "training with none" else part for part in told)
+    parts = (words.get(key, "{}").format(setting_text(settings[key])) for key in keys if settings.get(key) is not None)
+    return ", ".join("inference" if part == "training with none" else part for part in parts)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

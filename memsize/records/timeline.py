@@ -149,7 +149,7 @@ class Timeline(Renderable):
     def columns(self, count: int) -> list[int]:
         """At most `count` events that stand for all: of each equal stretch the one with most live bytes."""
         events = len(self)
-        bounds = [place * events // count for place in range(count + 1)] if events > count else range(events + 1)
+        bounds = [position * events // count for position in range(count + 1)] if events > count else range(events + 1)
         return [max(range(start, stop), key=self.total.__getitem__) for start, stop in pairwise(bounds)]
 
     def stretches(self, most: int) -> tuple[Stretch, ...]:
@@ -158,9 +158,9 @@ class Timeline(Renderable):
         What a module only releases between two of its children counts as the end of the first one's stretch.
         """
         depth = max((path.count(".") + 1 for path in self.layers if path), default=0)
-        while (found := self._stretches(depth)) and len(found) > most and depth > 0:
+        while (timeline := self._stretches(depth)) and len(timeline) > most and depth > 0:
             depth -= 1
-        return found
+        return timeline
 
     def plot(self, unit: str | None = None) -> Figure:
         """Live bytes by role over the run's events as a figure of plotly, in `unit`; what the allocator holds as lines.
@@ -192,14 +192,14 @@ class Timeline(Renderable):
     def _stretches(self, depth: int) -> tuple[Stretch, ...]:
         cut: list[str | None] = [".".join(path.split(".")[:depth]) for path in self.layers]
         cut.append(None)
-        found: list[Stretch] = []
+        timeline: list[Stretch] = []
         for event, (index, change) in enumerate(zip(self.layer, self.delta, strict=True)):
-            path, last = cut[index], found[-1].layer if found else None
-            if found and (path == last or (change < 0 and _holds(path, last))):
-                found[-1] = found[-1]._replace(stop=event + 1)
+            path, last = cut[index], timeline[-1].layer if timeline else None
+            if timeline and (path == last or (change < 0 and _holds(path, last))):
+                timeline[-1] = timeline[-1]._replace(stop=event + 1)
             else:
-                found.append(Stretch(path, event, event + 1))
-        return tuple(found)
+                timeline.append(Stretch(path, event, event + 1))
+        return tuple(timeline)
 
     def _path(self, event: int) -> str | None:
         index = self.layer[event]
@@ -246,40 +246,40 @@ PHASE_FIELDS: Final = Fields[PhaseSummary](
 )
 
 
-def courses(found: Timeline) -> tuple[PhaseSummary, ...]:
+def courses(timeline: Timeline) -> tuple[PhaseSummary, ...]:
     """The phases of a run in order; one that comes again just so, in another step, is told once."""
-    told: dict[object, PhaseSummary] = {}
-    for phase in found.phases:
-        course = _course(found, phase)
+    summaries: dict[object, PhaseSummary] = {}
+    for phase in timeline.phases:
+        course = _course(timeline, phase)
         # The same but for the step and for where in the run it is.
         summit = course.summit
         key = (course.name, course.before, course.allocated, course.reserved, summit[1:4], *summit.roles.items())
-        known = told.get(key)
-        steps = course.steps if known is None else tuple(dict.fromkeys((*known.steps, phase.step)))
-        told[key] = course if known is None else known._replace(steps=steps)
-    return tuple(told.values())
+        earlier = summaries.get(key)
+        steps = course.steps if earlier is None else tuple(dict.fromkeys((*earlier.steps, phase.step)))
+        summaries[key] = course if earlier is None else earlier._replace(steps=steps)
+    return tuple(summaries.values())
 
 
-def step_courses(found: Timeline) -> tuple[PhaseSummary, ...]:
+def step_courses(timeline: Timeline) -> tuple[PhaseSummary, ...]:
     """The phases of a program, which come and go several times in a step: each phase of a step is one course.
 
     What happens outside of them belongs to the forward before it (the loss), or else to what comes next (batches going
     to the GPU, gradients being clipped). Steps whose phases have equal peaks are told once; `allocated` and `reserved`
     are the most of them.
     """
-    told: dict[object, PhaseSummary] = {}
-    for (name, step), phases in _settled(found.phases).items():
-        course = max((_course(found, phase) for phase in phases), key=lambda each: each.summit.bytes)
-        course = course._replace(name=name, steps=(step,), before=found.before(phases[0].start))
+    summaries: dict[object, PhaseSummary] = {}
+    for (name, step), phases in _settled(timeline.phases).items():
+        course = max((_course(timeline, phase) for phase in phases), key=lambda entry: entry.summit.bytes)
+        course = course._replace(name=name, steps=(step,), before=timeline.before(phases[0].start))
         key = (name, course.before, course.summit.bytes, *course.summit.roles.items())
-        known = told.get(key)
-        told[key] = course if known is None else _together(known, course)
-    return tuple(told.values())
+        earlier = summaries.get(key)
+        summaries[key] = course if earlier is None else _together(earlier, course)
+    return tuple(summaries.values())
 
 
 def _settled(phases: Sequence[Phase]) -> dict[tuple[str, int], list[Phase]]:
     """The phases by name and step, those of no name with one of their neighbours."""
-    found: dict[tuple[str, int], list[Phase]] = {}
+    timeline: dict[tuple[str, int], list[Phase]] = {}
     waiting: list[Phase] = []
     last: Phase | None = None
     for phase in phases:
@@ -288,45 +288,45 @@ def _settled(phases: Sequence[Phase]) -> dict[tuple[str, int], list[Phase]]:
         elif last is None or last.name not in ("forward", "evaluation") or last.step != phase.step:
             waiting.append(phase)
             continue
-        found.setdefault((last.name, last.step), []).extend((*waiting, phase))
+        timeline.setdefault((last.name, last.step), []).extend((*waiting, phase))
         waiting = []
     if last is not None:
-        found[last.name, last.step] += waiting
-    return found
+        timeline[last.name, last.step] += waiting
+    return timeline
 
 
-def _together(known: PhaseSummary, course: PhaseSummary) -> PhaseSummary:
-    steps = tuple(dict.fromkeys((*known.steps, *course.steps)))
-    allocated, reserved = max(known.allocated, course.allocated), max(known.reserved, course.reserved)
-    return known._replace(steps=steps, allocated=allocated, reserved=reserved)
+def _together(earlier: PhaseSummary, course: PhaseSummary) -> PhaseSummary:
+    steps = tuple(dict.fromkeys((*earlier.steps, *course.steps)))
+    allocated, reserved = max(earlier.allocated, course.allocated), max(earlier.reserved, course.reserved)
+    return earlier._replace(steps=steps, allocated=allocated, reserved=reserved)
 
 
-def _course(found: Timeline, phase: Phase) -> PhaseSummary:
-    summit = found.summit(phase.start, phase.stop)
-    levels = found.allocated[summit.event], found.reserved[summit.event]
+def _course(timeline: Timeline, phase: Phase) -> PhaseSummary:
+    summit = timeline.summit(phase.start, phase.stop)
+    levels = timeline.allocated[summit.event], timeline.reserved[summit.event]
     if summit.event < phase.start:
         summit = summit._replace(layer=None, op="")
-    return PhaseSummary(phase.name, (phase.step,), found.before(phase.start), summit, *levels)
+    return PhaseSummary(phase.name, (phase.step,), timeline.before(phase.start), summit, *levels)
 
 
-def to_data(found: Timeline) -> dict[str, Any]:
+def to_data(timeline: Timeline) -> dict[str, Any]:
     """The timeline as data that JSON can hold; `from_data` reads it back.
 
     `peak` is there for readers who look for nothing else.
     """
-    columns = {field.name: getattr(found, field.name) for field in fields(found)}
-    peak = found.peak._asdict() | {"phase": str(found.phase_at(found.peak.event)) if len(found) else None}
+    columns = {field.name: getattr(timeline, field.name) for field in fields(timeline)}
+    peak = timeline.peak._asdict() | {"phase": str(timeline.phase_at(timeline.peak.event)) if len(timeline) else None}
     parts = {name: [part._asdict() for part in columns[name]] for name in ("phases", "storages", "segments", "streams")}
-    card = {"card": asdict(found.card) if found.card else None}
-    between = {"world": asdict(found.world), "collectives": [asdict(each) for each in found.collectives]}
+    card = {"card": asdict(timeline.card) if timeline.card else None}
+    between = {"world": asdict(timeline.world), "collectives": [asdict(entry) for entry in timeline.collectives]}
     return {"schema": SCHEMA, "peak": peak, **columns, **parts, **between, **card}
 
 
 def from_data(data: object) -> Timeline:
     """The timeline that `to_data` wrote; raises `InputError` when it is none of this version."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise InputError(f"not a memsize timeline: expected schema {SCHEMA!r}, found {found!r}")
+        schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise InputError(f"not a memsize timeline: expected schema {SCHEMA!r}, found {schema!r}")
     try:
         wanted = _READERS.keys() - (_NEW - data.keys())
         return Timeline(**{name: _READERS[name](data[name]) for name in wanted})

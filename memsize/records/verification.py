@@ -60,7 +60,7 @@ _HINTS: Final = {
 _UNMEASURED: Final = Missing("nothing was measured")
 
 
-def _known(value: Any, cell: Callable[[Any], Cell]) -> Cell:
+def _measured(value: Any, cell: Callable[[Any], Cell]) -> Cell:
     return _UNMEASURED if value is None else cell(value)
 
 
@@ -93,7 +93,7 @@ FIGURE_FIELDS: Final = Fields[FigureComparison](
         BYTES,
         99,
         "what the GPU showed",
-        cell=lambda row, _: _known(row.measured, Bytes),
+        cell=lambda row, _: _measured(row.measured, Bytes),
         nullable=True,
     ),
     field(
@@ -102,7 +102,7 @@ FIGURE_FIELDS: Final = Fields[FigureComparison](
         SIGNED,
         96,
         "predicted less measured; nothing inside the interval",
-        cell=lambda row, _: _known(row.difference, Signed),
+        cell=lambda row, _: _measured(row.difference, Signed),
         nullable=True,
     ),
     field(
@@ -111,7 +111,7 @@ FIGURE_FIELDS: Final = Fields[FigureComparison](
         CHANGE,
         95,
         "the same as a share of what was measured",
-        cell=lambda row, _: _known(row.share, Change),
+        cell=lambda row, _: _measured(row.share, Change),
     ),
 )
 
@@ -135,7 +135,7 @@ class VerifiedRun:
         """One for each figure."""
         said, seen = self.prediction, self.measurement
         benchmark = seen.workload.benchmark
-        found = [
+        comparisons = [
             FigureComparison(
                 name,
                 benchmark,
@@ -145,7 +145,7 @@ class VerifiedRun:
             for name in FIGURES[:-1]
         ]
         used = None if seen.device is None or seen.error else seen.device.bytes
-        return (*found, FigureComparison("device", benchmark, said.device, used))
+        return (*comparisons, FigureComparison("device", benchmark, said.device, used))
 
     @property
     def tracked(self) -> FigureComparison | None:
@@ -207,8 +207,8 @@ class Verification(Answer):
 
     def saved(self, *, logs: bool = True) -> SavedMeasurements:
         """The measurements alone, as a file has them; `logs` keeps the allocations of the last step."""
-        kept = (run.measurement if logs else replace(run.measurement, log=None) for run in self.runs)
-        return SavedMeasurements(tuple(kept), self.command, datetime.now(UTC).date().isoformat(), self.version)
+        measurements = (run.measurement if logs else replace(run.measurement, log=None) for run in self.runs)
+        return SavedMeasurements(tuple(measurements), self.command, datetime.now(UTC).date().isoformat(), self.version)
 
 
 DifferenceKind = Literal["predicted only", "real only", "other size", "freed later", "freed earlier"]
@@ -233,8 +233,8 @@ class AllocationDifference:
     def bytes(self) -> int:
         """How much more the real step has at some moment (< 0: how much less)."""
         if self.kind in ("freed later", "freed earlier"):
-            held = self.real or 0
-            return held if self.kind == "freed later" else -held
+            freed_bytes = self.real or 0
+            return freed_bytes if self.kind == "freed later" else -freed_bytes
         return (self.real or 0) - (self.predicted or 0)
 
 
@@ -304,5 +304,5 @@ def read_measurements(path: str) -> SavedMeasurements:
     """
     if not is_run_file(path):
         return read(path)
-    found: Verification = read_run(path, {Verification.kind: Verification}.get)
-    return found.saved()
+    comparisons: Verification = read_run(path, {Verification.kind: Verification}.get)
+    return comparisons.saved()

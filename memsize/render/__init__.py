@@ -6,19 +6,19 @@ document (`memsize.documents`), knows none of them in particular, and adds no fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from json import dumps
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from memsize.documents import Document, document
+from memsize.documents.sections import Bars, Chart, Section, Table
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.printable import printable_lines
 from memsize.records.answer import Renderable
 from memsize.render.screen import WHOLE, Screen, painted
-from memsize.render.unit import USUAL, unit_of
-from memsize.units import DECIMAL, UNITS
+from memsize.units import DECIMAL, UNITS, Bytes, telling_unit
 
 if TYPE_CHECKING:
     from pandas.io.formats.style import Styler
@@ -43,6 +43,9 @@ answer; a command that writes it says how its files end).
 All are called alike: with a document, the unit of bytes, and the screen, which only text minds. What can be long is
 drawn in pieces.
 """
+
+USUAL: Final = "MiB"
+"""The unit that sizes are drawn in where nobody names one, unless that says nothing of a tiny model."""
 
 _WITH_TABLES: Final = ("text", "markdown", "html", "notebook")
 
@@ -82,9 +85,9 @@ def pieces(
     if format not in _FORMATS:
         raise UnknownOutputError("format", format, FORMATS)
     _check_unit(unit)
-    place, _ = _FORMATS[format]
+    function, _ = _FORMATS[format]
     shown = document(answer, **view)
-    drawn: str | Iterator[str] = resolve_name(place)(shown, _unit(shown, unit, format), screen)
+    drawn: str | Iterator[str] = resolve_name(function)(shown, _unit(shown, unit, format), screen)
     texts = (drawn,) if isinstance(drawn, str) else drawn
     # Whatever a renderer let through: no format needs a control character, but for a terminal's colours.
     if screen.colour:
@@ -149,5 +152,30 @@ def format_of(name: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> st
     for format, suffixes in formats.items():
         if name.lower().endswith(suffixes):
             return format
-    known = ", ".join(suffix for suffixes in formats.values() for suffix in suffixes)
-    raise OutputError(f"cannot tell a format from the file name {name!r}: end it in one of {known}, or name the format")
+    suffixes_text = ", ".join(suffix for suffixes in formats.values() for suffix in suffixes)
+    raise OutputError(
+        f"cannot tell a format from the file name {name!r}: end it in one of {suffixes_text}, or name the format"
+    )
+
+
+def unit_of(document: Document[Any]) -> str:
+    """MiB; or for a tiny model the unit in which the largest of the sizes below each other says something.
+
+    In MiB a table of its layers would be a column of ``<0.01``.
+    """
+    least = UNITS[USUAL] // 10
+    # What is drawn as bars is most of it, and costs less than all sections.
+    bars = document.bars()
+    if bars and any(size > least for size in _sizes([bars])):
+        return USUAL
+    return telling_unit(max(_sizes(document.sections()), default=0), USUAL)
+
+
+def _sizes(sections: Iterable[Section]) -> Iterator[int]:
+    for section in sections:
+        if isinstance(section, Bars) and section.kind == "bytes":
+            yield from (bar.total for bar in section.bars)
+        elif isinstance(section, Chart):
+            yield max(section.timeline.reserved, default=0)
+        elif isinstance(section, Table):
+            yield from (cell for row in section.rows for cell in row if isinstance(cell, Bytes))

@@ -56,17 +56,19 @@ def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = Fal
     totals = _Column((), tuple(_draw(bars, bar.total, unit) for bar in bars.bars))
     shown = _shown(bars, unit, (width or WIDTH) - names.width - totals.width - 2 * len(_GAP) - LEAST)
     marks = _marks(bars, shown)
-    columns = [_figures(bars, place, unit, f"{marks[place]} ") for place in shown]
+    columns = [_figures(bars, position, unit, f"{marks[position]} ") for position in shown]
     if shown and len(shown) < len(bars.parts):
         columns.append(_others(bars, shown, unit))
     taken = sum(column.width + len(_GAP) for column in (names, *columns, totals))
     room = min(max((width or WIDTH) - taken, LEAST), MOST)
     scale = longest_drawn(bars)
     drawn = [_limited(_bar(bar, marks, scale, room), bars, scale, room) for bar in bars.bars]
-    found = [*_rows([names, *columns], drawn, totals, room)]
+    texts = [*_rows([names, *columns], drawn, totals, room)]
     if not _plain(bars):
-        found += _key(bars, [place for place in marks if place not in shown], marks, width or WIDTH, bool(shown))
-    yield from (_inked(line, bars, marks, colour) for line in found)
+        texts += _key(
+            bars, [position for position in marks if position not in shown], marks, width or WIDTH, bool(shown)
+        )
+    yield from (_inked(line, bars, marks, colour) for line in texts)
     if bars.limit:
         yield _limit(bars, bars.limit, unit)
 
@@ -75,7 +77,7 @@ def _key(bars: Bars, places: Sequence[int], marks: dict[int, str], width: int, o
     """What the marks of `places` stand for, none parted from its name by the end of a line; `others`: they share a
     column.
     """
-    parts = [f"{marks[place]} {printable(bars.parts[place].title)}" for place in places]
+    parts = [f"{marks[position]} {printable(bars.parts[position].title)}" for position in places]
     key = _GAP.join(part.replace(" ", "\xa0") for part in (*(["other:"] if others and parts else []), *parts))
     return [line.replace("\xa0", " ") for line in textwrap.wrap(key, width)]
 
@@ -86,17 +88,17 @@ def _marks(bars: Bars, shown: Sequence[int]) -> dict[int, str]:
     Those with figures come first, then what shares a column but is no splinter of the longest bar.
     """
     least = max(bar.total for bar in bars.bars) / _SPLINTERS
-    seen = (place for place in range(len(bars.parts)) if max(bar.sizes[place] for bar in bars.bars) >= least)
+    seen = (position for position in range(len(bars.parts)) if max(bar.sizes[position] for bar in bars.bars) >= least)
     places = dict.fromkeys((*shown, *seen)) if shown else range(len(bars.parts))
-    return {place: chr(0xE800 + place) for place in places}
+    return {position: chr(0xE800 + position) for position in places}
 
 
 def _inked(line: str, bars: Bars, marks: dict[int, str], colour: bool) -> str:
     """`line` with the marks of the parts, or full blocks in the colours of their roles."""
-    for count, (place, mark) in enumerate(marks.items()):
+    for count, (position, mark) in enumerate(marks.items()):
         ink = _MARKS[0] if colour or _plain(bars) else _MARKS[count % len(_MARKS)]
         for run in sorted(set(re.findall(f"{mark}+", line)), key=len, reverse=True):
-            line = line.replace(run, styled(ink * len(run), bars.parts[place].role, colour))
+            line = line.replace(run, styled(ink * len(run), bars.parts[position].role, colour))
     return line
 
 
@@ -132,14 +134,14 @@ def _shown(bars: Bars, unit: str, room: int) -> list[int]:
     """
     if _plain(bars):
         return []
-    weights = [max(bar.sizes[place] for bar in bars.bars) for place in range(len(bars.parts))]
-    kept = list(range(len(bars.parts)))
-    while kept:
-        columns = [_figures(bars, place, unit, "  ") for place in kept]
-        columns += [_others(bars, kept, unit)] if len(kept) < len(bars.parts) else []
+    weights = [max(bar.sizes[position] for bar in bars.bars) for position in range(len(bars.parts))]
+    ends = list(range(len(bars.parts)))
+    while ends:
+        columns = [_figures(bars, position, unit, "  ") for position in ends]
+        columns += [_others(bars, ends, unit)] if len(ends) < len(bars.parts) else []
         if sum(column.width + len(_GAP) for column in columns) <= room:
-            return kept
-        kept.remove(min(kept, key=weights.__getitem__))
+            return ends
+        ends.remove(min(ends, key=weights.__getitem__))
     return []
 
 
@@ -148,15 +150,15 @@ def _plain(bars: Bars) -> bool:
     return all(sum(map(bool, bar.sizes)) < 2 for bar in bars.bars)
 
 
-def _figures(bars: Bars, place: int, unit: str, mark: str) -> _Column:
-    figures = tuple(_draw(bars, bar.sizes[place], unit) for bar in bars.bars)
-    return _Column(_wrapped(mark + bars.parts[place].title, figures), figures)
+def _figures(bars: Bars, position: int, unit: str, mark: str) -> _Column:
+    figures = tuple(_draw(bars, bar.sizes[position], unit) for bar in bars.bars)
+    return _Column(_wrapped(mark + bars.parts[position].title, figures), figures)
 
 
 def _others(bars: Bars, shown: Sequence[int], unit: str) -> _Column:
     """The column of all parts that have none of their own, even of a single one: its name is what has no room."""
-    rest = [place for place in range(len(bars.parts)) if place not in shown]
-    figures = tuple(_draw(bars, sum(bar.sizes[place] for place in rest), unit) for bar in bars.bars)
+    rest = [position for position in range(len(bars.parts)) if position not in shown]
+    figures = tuple(_draw(bars, sum(bar.sizes[position] for position in rest), unit) for bar in bars.bars)
     mark = "" if set(rest) <= _marks(bars, shown).keys() else f"{_OTHER} "
     return _Column((f"{mark}other",), figures)
 
@@ -176,19 +178,19 @@ def longest_drawn(bars: Bars) -> int:
 
 def _bar(bar: Bar, marks: dict[int, str], scale: int, room: int) -> str:
     """A bar of at most `room` characters; the parts without a mark come last."""
-    order = [*marks, *(place for place in range(len(bar.sizes)) if place not in marks)]
-    ends = [round(end * room / scale) if scale else 0 for end in accumulate(bar.sizes[place] for place in order)]
+    order = [*marks, *(position for position in range(len(bar.sizes)) if position not in marks)]
+    ends = [round(end * room / scale) if scale else 0 for end in accumulate(bar.sizes[position] for position in order)]
     lengths = (end - start for start, end in zip([0, *ends], ends, strict=False))
-    drawn = "".join(marks.get(place, _OTHER) * length for place, length in zip(order, lengths, strict=True))
+    drawn = "".join(marks.get(position, _OTHER) * length for position, length in zip(order, lengths, strict=True))
     return drawn or (marks.get(order[0], _OTHER) if bar.total else "")
 
 
 def _limit(bars: Bars, limit: Limit, unit: str) -> str:
     """What the limit is, behind its mark; where it is too far away for one, how much of it the longest bar takes."""
-    told = f"{printable(limit.title)}: {_draw(bars, limit.size, unit)} {unit}"
+    text = f"{printable(limit.title)}: {_draw(bars, limit.size, unit)} {unit}"
     if limit.size <= longest_drawn(bars):
-        return f"{_LIMIT} {told}"
-    return told + taken(bars, limit)
+        return f"{_LIMIT} {text}"
+    return text + taken(bars, limit)
 
 
 def taken(bars: Bars, limit: Limit) -> str:
@@ -200,8 +202,8 @@ def _limited(drawn: str, bars: Bars, scale: int, room: int) -> str:
     """A bar with the limit marked in it or behind it."""
     if bars.limit is None or bars.limit.size > scale:
         return drawn
-    place = min(round(bars.limit.size * room / scale), room - 1)
-    return f"{drawn[:place]:<{place}}{_LIMIT}{drawn[place + 1 :]}"
+    position = min(round(bars.limit.size * room / scale), room - 1)
+    return f"{drawn[:position]:<{position}}{_LIMIT}{drawn[position + 1 :]}"
 
 
 def _rows(columns: Sequence[_Column], drawn: Sequence[str], totals: _Column, room: int) -> Iterator[str]:
@@ -209,9 +211,9 @@ def _rows(columns: Sequence[_Column], drawn: Sequence[str], totals: _Column, roo
     titles = [("",) * (height - len(column.title)) + column.title for column in columns]
     for words in zip(*titles, strict=True):
         yield _line(columns, words, "", room, "")
-    for place, bar in enumerate(drawn):
-        figures = [column.figures[place] for column in columns]
-        yield _line(columns, figures, bar, room, totals.figures[place].rjust(totals.width))
+    for position, bar in enumerate(drawn):
+        figures = [column.figures[position] for column in columns]
+        yield _line(columns, figures, bar, room, totals.figures[position].rjust(totals.width))
 
 
 def _line(columns: Sequence[_Column], texts: Sequence[str], bar: str, room: int, total: str) -> str:

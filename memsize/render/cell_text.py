@@ -90,11 +90,11 @@ def draw_phrase(phrase: Phrase, unit: str) -> str:
 
 def draw_failure(failure: Failure) -> tuple[str, ...]:
     """Where the forward stopped, why (which may be several lines), and how to read what follows."""
-    place = f"{failure.layer or MODEL} ({failure.type})"
+    module = f"{failure.layer or MODEL} ({failure.type})"
     at = f", at {failure.op}" if failure.op else ""
-    given = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
+    inputs = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
     return (
-        printable(f"The forward stopped in {place}{at}{given}:", LONGEST),
+        printable(f"The forward stopped in {module}{at}{inputs}:", LONGEST),
         printable_lines(failure.reason, LONGEST),
         "Below are the layers that ran before it. Outputs and what is kept for backward are counted up to there; "
         "what is stored is complete.",
@@ -129,10 +129,10 @@ def shorten_path(text: str, width: int) -> str:
     no such names, loses its middle: ``timm:…patch16_224``.
     """
     parts = text.split(".") if {":", "/"}.isdisjoint(text) else [text]
-    for place, part in enumerate(parts[:-1]):
+    for position, part in enumerate(parts[:-1]):
         if len(".".join(parts)) <= width:
             break
-        parts[place] = part if part.isdecimal() else part[:1]
+        parts[position] = part if part.isdecimal() else part[:1]
     whole = ".".join(parts)
     if columns_of(whole) > len(whole):
         return shorten(whole, width)

@@ -21,22 +21,22 @@ _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _EIGHTHS: Final = len(_BLOCKS) - 1
 
 
-def lines(found: Timeline, unit: str, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
+def lines(timeline: Timeline, unit: str, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
     """The chart of a timeline that has events, in at most `width` characters; in `colour` each role has its own."""
-    peaks = [format_bytes(max(column), unit) for column in found.live.values()]
-    labels = [noun(role) for role in found.live]
-    left = max(map(len, (*labels, draw_bytes(found.peak.bytes, unit)))) + 1
+    peaks = [format_bytes(max(column), unit) for column in timeline.live.values()]
+    labels = [noun(role) for role in timeline.live]
+    left = max(map(len, (*labels, draw_bytes(timeline.peak.bytes, unit)))) + 1
     right = max(map(len, (*peaks, "at most")))
     room = max((width or WIDTH) - left - 2 - right, LEAST)
-    spread = _spread(found.columns(room), room)
+    spread = _spread(timeline.columns(room), room)
     drawn = [
-        _mark(found, spread, left, left + room + 2 + right, unit),
-        *_bars([found.total[event] for event in spread], found.peak.bytes, left, unit),
-        *(f"{'':<{left}} {line}" for line in _bands(found, room)),
+        _mark(timeline, spread, left, left + room + 2 + right, unit),
+        *_bars([timeline.total[event] for event in spread], timeline.peak.bytes, left, unit),
+        *(f"{'':<{left}} {line}" for line in _bands(timeline, room)),
         f"{'':<{left}} {'each line to its own height'[:room]:<{room}} {'at most':>{right}}",
     ]
     yield from (printable(line.rstrip()) for line in drawn)
-    for label, (role, column), peak in zip(labels, found.live.items(), peaks, strict=True):
+    for label, (role, column), peak in zip(labels, timeline.live.items(), peaks, strict=True):
         sparks = styled(_sparks([column[event] for event in spread], max(column)), role, colour)
         yield f"{label:<{left}} {sparks} {peak:>{right}}"
 
@@ -46,18 +46,18 @@ def _spread(events: Sequence[int], room: int) -> list[int]:
     return [events[column * len(events) // room] for column in range(room)]
 
 
-def _mark(found: Timeline, spread: Sequence[int], left: int, width: int, unit: str) -> str:
+def _mark(timeline: Timeline, spread: Sequence[int], left: int, width: int, unit: str) -> str:
     """A line that points down at the peak and says what it is."""
-    peak = found.peak
-    place = left + 1 + spread.index(peak.event)
-    text = f"{format_bytes(peak.bytes, unit)} in {found.phase_at(peak.event)}"
+    peak = timeline.peak
+    position = left + 1 + spread.index(peak.event)
+    text = f"{format_bytes(peak.bytes, unit)} in {timeline.phase_at(peak.event)}"
     at = ", ".join(filter(None, (peak.layer, peak.op)))
     for words in (f"{text} ({at})" if at else text, text):
-        if place + 2 + len(words) <= width:
-            return f"{'':<{place}}▼ {words}"
-        if len(words) < place:
-            return f"{words:>{place - 1}} ▼"
-    return f"{'':<{place}}▼"
+        if position + 2 + len(words) <= width:
+            return f"{'':<{position}}▼ {words}"
+        if len(words) < position:
+            return f"{words:>{position - 1}} ▼"
+    return f"{'':<{position}}▼"
 
 
 def _bars(values: Sequence[int], most: int, left: int, unit: str) -> Iterator[str]:
@@ -78,18 +78,18 @@ def _level(value: int, most: int, levels: int) -> int:
     return max(round(value * levels / most), 1) if value else 0
 
 
-def _bands(found: Timeline, room: int) -> Iterator[str]:
+def _bands(timeline: Timeline, room: int) -> Iterator[str]:
     """Where steps and phases begin, each line with the names that it has room for."""
-    if found.steps:
-        yield _band([(str(step), step.start) for step in found.steps], len(found), room)
-    yield _band([(phase.name, phase.start) for phase in found.phases], len(found), room)
+    if timeline.steps:
+        yield _band([(str(step), step.start) for step in timeline.steps], len(timeline), room)
+    yield _band([(phase.name, phase.start) for phase in timeline.phases], len(timeline), room)
 
 
 def _band(names: Sequence[tuple[str, int]], events: int, room: int) -> str:
     line = [" "] * room
     # Rounded up: the first column whose events all come after it.
     places = [-(-start * room // events) for _, start in names]
-    for (name, _), place, end in zip(names, places, [*places[1:], room], strict=True):
-        if place < end:
-            line[place:end] = f"│{name:<{end - place}}"[: end - place]
+    for (name, _), position, end in zip(names, places, [*places[1:], room], strict=True):
+        if position < end:
+            line[position:end] = f"│{name:<{end - position}}"[: end - position]
     return "".join(line)

@@ -67,13 +67,13 @@ def layers(document: Document[Any], unit: str) -> Figure:
     for column in table.columns[1:]:
         if column.kind != "bytes":
             raise OutputError(f"the column {column.key!r} is not of bytes, which alone can be plotted")
-    own = [_own(table, place) for place in range(1, len(table.columns))]
+    own = [_own(table, position) for position in range(1, len(table.columns))]
     shown = [(column, sizes) for column, sizes in zip(table.columns[1:], own, strict=True) if any(sizes.values())]
     if not shown:
         raise OutputError("there is nothing to plot: no layer has any bytes in these columns")
     figure = _plotly().Figure()
-    for place, (column, sizes) in enumerate(shown):
-        left, right = ((place + side) / len(shown) for side in (0.01, 0.99))
+    for position, (column, sizes) in enumerate(shown):
+        left, right = ((position + side) / len(shown) for side in (0.01, 0.99))
         figure.add_trace(_areas(column, sizes, unit).update(domain={"x": [left, right]}))
     return _titled(document, unit, figure)
 
@@ -101,8 +101,8 @@ def _bars(bars: Bars, unit: str) -> Figure:
     scale = (UNITS | DECIMAL)[unit] if of_bytes else 1
     places = list(range(len(bars.bars)))
     figure = _plotly().Figure()
-    for place, part in enumerate(bars.parts):
-        sizes = [bar.sizes[place] for bar in bars.bars]
+    for position, part in enumerate(bars.parts):
+        sizes = [bar.sizes[position] for bar in bars.bars]
         figure.add_bar(
             name=escape(printable(part.title)),
             orientation="h",
@@ -123,22 +123,22 @@ def _bars(bars: Bars, unit: str) -> Figure:
     return figure
 
 
-def _run(found: Timeline, unit: str) -> Figure:
+def _run(timeline: Timeline, unit: str) -> Figure:
     """Live bytes after each event, stacked by role, below lines of all of them and of what the allocator holds."""
-    events, scale = found.columns(POINTS), (UNITS | DECIMAL)[unit]
+    events, scale = timeline.columns(POINTS), (UNITS | DECIMAL)[unit]
     figure = _plotly().Figure()
-    for role, column in found.live.items():
+    for role, column in timeline.live.items():
         area = {"stackgroup": "live", "line": {"shape": "hv", "width": 0}, "fillcolor": TITLES[role].colour}
         _add_level(figure, noun(role), column, events, scale, **area)
-    where = {"text": [_where(found, event) for event in events], "hovertemplate": "%{y:,.2f}, in %{text}"}
-    _add_level(figure, "live", found.total, events, scale, line=_line("solid"), **where)
-    _add_level(figure, "allocated", found.allocated, events, scale, line=_line("dot"))
-    _add_level(figure, "reserved", found.reserved, events, scale, line=_line("dash"))
-    marks = _marks(found)
+    where = {"text": [_where(timeline, event) for event in events], "hovertemplate": "%{y:,.2f}, in %{text}"}
+    _add_level(figure, "live", timeline.total, events, scale, line=_line("solid"), **where)
+    _add_level(figure, "allocated", timeline.allocated, events, scale, line=_line("dot"))
+    _add_level(figure, "reserved", timeline.reserved, events, scale, line=_line("dash"))
+    marks = _marks(timeline)
     figure.update_xaxes(title="event", tickvals=[mark.start for mark in marks], ticktext=[str(mark) for mark in marks])
     figure.update_yaxes(title=f"memory, {unit}", rangemode="tozero", tickformat=",")
-    text = f"{format_bytes(found.peak.bytes, unit)} live in {_where(found, found.peak.event)}"
-    figure.add_annotation(x=found.peak.event, y=found.peak.bytes / scale, text=text, bgcolor=_PAPER)
+    text = f"{format_bytes(timeline.peak.bytes, unit)} live in {_where(timeline, timeline.peak.event)}"
+    figure.add_annotation(x=timeline.peak.event, y=timeline.peak.bytes / scale, text=text, bgcolor=_PAPER)
     return figure.update_layout(hovermode="x unified")
 
 
@@ -156,21 +156,21 @@ def _line(dash: str) -> dict[str, object]:
     return {"shape": "hv", "width": 1.5, "dash": dash, "color": _LINE}
 
 
-def _where(found: Timeline, event: int) -> str:
+def _where(timeline: Timeline, event: int) -> str:
     """The phase, the layer and the op of an event."""
-    layer = found.layer[event]
-    path = found.layers[layer] if layer >= 0 else ""
-    return escape(printable(", ".join(filter(None, (str(found.phase_at(event)), path, found.op[event])))))
+    layer = timeline.layer[event]
+    path = timeline.layers[layer] if layer >= 0 else ""
+    return escape(printable(", ".join(filter(None, (str(timeline.phase_at(event)), path, timeline.op[event])))))
 
 
-def _marks(found: Timeline) -> Sequence[Phase]:
+def _marks(timeline: Timeline) -> Sequence[Phase]:
     """The phases that are named below a run, or its steps where these are too many."""
-    return next((marks for marks in (found.phases, found.steps) if len(marks) <= MARKS), ())
+    return next((marks for marks in (timeline.phases, timeline.steps) if len(marks) <= MARKS), ())
 
 
-def _own(table: Table, place: int) -> dict[str, int]:
+def _own(table: Table, position: int) -> dict[str, int]:
     """What each module has itself in one column, by its path."""
-    cells = ((row[0], row[place]) for row in table.rows)
+    cells = ((row[0], row[position]) for row in table.rows)
     return {str(path): size for path, size in cells if isinstance(path, Path) and isinstance(size, int)}
 
 

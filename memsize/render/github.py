@@ -17,8 +17,8 @@ def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
 
 
 def _annotation(case: Case) -> str:
-    given = {"file": case.file.replace("\\", "/"), "line": str(case.line), "title": f"memsize: {case.code}"}
-    properties = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in given.items())
+    values = {"file": case.file.replace("\\", "/"), "line": str(case.line), "title": f"memsize: {case.code}"}
+    properties = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in values.items())
     return f"::{_LEVELS[case.severity or 'note']} {properties}::{_escaped(f'{case.group}: {case.text}')}"
 
 

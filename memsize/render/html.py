@@ -123,7 +123,7 @@ def _shared(unit: str, standalone: bool) -> dict[str, Any]:
         "total": page_cells.total,
         "is_hidden": page_cells.is_hidden,
         "side": lambda column: "text" if column.kind in LEFT else "number",
-        "packed": lambda found: _packed(_timeline_json(found)),
+        "packed": lambda timeline: _packed(_timeline_json(timeline)),
         "standalone": standalone,
     }
 
@@ -142,27 +142,27 @@ def _template() -> Template:
     return environment.get_template("page.html.j2")
 
 
-def _timeline_json(found: Timeline) -> str:
+def _timeline_json(timeline: Timeline) -> str:
     """The JSON of a timeline, without what the rest tells or no chart shows: there may be many on a page.
 
     Storages are columns; levels and indices are told by how they differ from the event before.
     """
-    data = to_data(found)
+    data = to_data(timeline)
     del data["live"], data["streams"]
-    data["roles"] = tuple(found.live)
-    data["storages"] = dict(zip(Storage._fields, zip(*found.storages, strict=True), strict=True))
+    data["roles"] = tuple(timeline.live)
+    data["storages"] = dict(zip(Storage._fields, zip(*timeline.storages, strict=True), strict=True))
     for name in ("storage", "layer", "allocated", "reserved"):
         data[name] = tuple(after - before for before, after in pairwise((0, *data[name])))
-    data["address"] = tuple(_places(found))
+    data["address"] = tuple(_places(timeline))
     return dumps(data, separators=(",", ":"))
 
 
-def _places(found: Timeline) -> Iterator[int]:
+def _places(timeline: Timeline) -> Iterator[int]:
     """Where each event places its storage; 0 where it frees it."""
-    held: dict[int, int] = {}
-    for storage, change, address in zip(found.storage, found.delta, found.address, strict=True):
-        held[storage] = held.get(storage, 0) + change
-        yield address if held[storage] else 0
+    sizes: dict[int, int] = {}
+    for storage, change, address in zip(timeline.storage, timeline.delta, timeline.address, strict=True):
+        sizes[storage] = sizes.get(storage, 0) + change
+        yield address if sizes[storage] else 0
 
 
 def _packed(text: str) -> str:

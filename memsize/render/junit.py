@@ -31,13 +31,13 @@ def _counts(cases: tuple[Case, ...]) -> dict[str, str]:
 
 
 def _add(suite: Xml.Element, case: Case) -> None:
-    place = {
+    attributes = {
         "classname": printable(case.group),
         "name": printable(case.name),
         "file": case.file,
         "line": str(case.line),
     }
-    element = Xml.SubElement(suite, "testcase", place)
+    element = Xml.SubElement(suite, "testcase", attributes)
     if case.severity is None:
         return
     text = printable(case.text)

@@ -22,7 +22,7 @@ KEPT: Final = 2**15
 
 def body(table: Table, unit: str) -> Iterator[Markup]:
     """The rows of `table`, each as its cells."""
-    largest = [_largest(table, place) for place in range(len(table.columns))]
+    largest = [_largest(table, position) for position in range(len(table.columns))]
     yield from (_row(table, row, largest, unit) for row in table.rows)
 
 
@@ -36,8 +36,8 @@ def is_hidden(table: Table, column: Column) -> bool:
     return column.optional and not table.chosen
 
 
-def _largest(table: Table, place: int) -> int:
-    return max((cell for cell in (row[place] for row in table.rows) if isinstance(cell, Bytes)), default=0)
+def _largest(table: Table, position: int) -> int:
+    return max((cell for cell in (row[position] for row in table.rows) if isinstance(cell, Bytes)), default=0)
 
 
 def _row(table: Table, row: tuple[Cell, ...], largest: list[int], unit: str) -> Markup:

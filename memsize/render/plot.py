@@ -48,40 +48,40 @@ class Frame(NamedTuple):
         return round(self.bottom - (self.bottom - self.top) * size / self.most, 1)
 
 
-def picture(found: Timeline, unit: str) -> dict[str, Any]:
+def picture(timeline: Timeline, unit: str) -> dict[str, Any]:
     """Everything that the template draws of a timeline that has events, in the picture's units."""
-    frame = Frame(len(found), max(found.reserved))
-    moments = found.columns(POINTS)
-    edges = [frame.x(place * len(found) / len(moments)) for place in range(len(moments) + 1)]
-    lines = {"allocated": found.allocated, "reserved": found.reserved}
+    frame = Frame(len(timeline), max(timeline.reserved))
+    moments = timeline.columns(POINTS)
+    edges = [frame.x(position * len(timeline) / len(moments)) for position in range(len(moments) + 1)]
+    lines = {"allocated": timeline.allocated, "reserved": timeline.reserved}
     return {
         "frame": frame,
-        "areas": list(_areas(found, frame, moments, edges, unit)),
+        "areas": list(_areas(timeline, frame, moments, edges, unit)),
         "lines": {name: _points(_outline(edges, _drawn(column, moments, frame))) for name, column in lines.items()},
         "ticks": [(frame.y(size), draw_bytes(size, unit)) for size in _ticks(frame.most, unit)],
         "unit": unit,
-        "steps": [_box(frame, step.start, step.stop, str(step), str(step)) for step in found.steps],
-        "phases": list(_phases(found, frame, unit)),
-        "layers": list(_layers(found, frame, unit, MARKS)),
-        "stretches": list(_layers(found, frame, unit, STRETCHES)),
-        "peak": _peak(found, frame, unit),
+        "steps": [_box(frame, step.start, step.stop, str(step), str(step)) for step in timeline.steps],
+        "phases": list(_phases(timeline, frame, unit)),
+        "layers": list(_layers(timeline, frame, unit, MARKS)),
+        "stretches": list(_layers(timeline, frame, unit, STRETCHES)),
+        "peak": _peak(timeline, frame, unit),
     }
 
 
 def _areas(
-    found: Timeline, frame: Frame, moments: Sequence[int], edges: Sequence[float], unit: str
+    timeline: Timeline, frame: Frame, moments: Sequence[int], edges: Sequence[float], unit: str
 ) -> Iterator[tuple[Role, str, str]]:
     """Each role's area on top of the one before: its role, its polygon, what it says."""
     levels = accumulate(
-        ([column[event] for event in moments] for column in found.live.values()),
+        ([column[event] for event in moments] for column in timeline.live.values()),
         lambda below, own: [a + b for a, b in zip(below, own, strict=True)],
         initial=[0] * len(moments),
     )
     below = next(levels)
-    for role, above in zip(found.live, levels, strict=True):
+    for role, above in zip(timeline.live, levels, strict=True):
         low, high = ([frame.y(size) for size in sizes] for sizes in (below, above))
         polygon = [*_outline(edges, high), *reversed(_outline(edges, low))]
-        yield role, _points(polygon), f"{noun(role)}: at most {format_bytes(max(found.live[role]), unit)}"
+        yield role, _points(polygon), f"{noun(role)}: at most {format_bytes(max(timeline.live[role]), unit)}"
         below = above
 
 
@@ -112,24 +112,24 @@ def _ticks(most: int, unit: str) -> list[int]:
         if most / scale / (step / finer) >= 4:
             step /= finer
             break
-    return [round(place * step * scale) for place in range(int(most / scale / step) + 1)]
+    return [round(position * step * scale) for position in range(int(most / scale / step) + 1)]
 
 
-def _phases(found: Timeline, frame: Frame, unit: str) -> Iterator[Box]:
-    for phase in found.phases:
-        highest = format_bytes(found.summit(phase.start, phase.stop).bytes, unit)
+def _phases(timeline: Timeline, frame: Frame, unit: str) -> Iterator[Box]:
+    for phase in timeline.phases:
+        highest = format_bytes(timeline.summit(phase.start, phase.stop).bytes, unit)
         hint = f"{phase}: at most {highest}, events {phase.start} to {phase.stop - 1}"
         yield _box(frame, phase.start, phase.stop, phase.name, hint)
 
 
-def _layers(found: Timeline, frame: Frame, unit: str, most: int) -> Iterator[Box]:
+def _layers(timeline: Timeline, frame: Frame, unit: str, most: int) -> Iterator[Box]:
     """The stretches in which a layer runs; those outside the model are left open."""
-    for layer, start, stop in found.stretches(most):
+    for layer, start, stop in timeline.stretches(most):
         if layer is not None:
-            summit = found.moment(max(range(start, stop), key=found.total.__getitem__))
+            summit = timeline.moment(max(range(start, stop), key=timeline.total.__getitem__))
             roles = "".join(f"\n{noun(role)} {format_bytes(size, unit)}" for role, size in summit.roles.items())
             highest = f"at most {format_bytes(summit.bytes, unit)}{roles}"
-            yield _box(frame, start, stop, layer or MODEL, f"{layer or MODEL} in {found.phase_at(start)}: {highest}")
+            yield _box(frame, start, stop, layer or MODEL, f"{layer or MODEL} in {timeline.phase_at(start)}: {highest}")
 
 
 def _box(frame: Frame, start: int, stop: int, label: str, hint: str) -> Box:
@@ -139,10 +139,10 @@ def _box(frame: Frame, start: int, stop: int, label: str, hint: str) -> Box:
     return Box(x, width, text, hint)
 
 
-def _peak(found: Timeline, frame: Frame, unit: str) -> dict[str, Any]:
-    peak = found.peak
+def _peak(timeline: Timeline, frame: Frame, unit: str) -> dict[str, Any]:
+    peak = timeline.peak
     x = frame.x(peak.event + 0.5)
-    where = ", ".join(filter(None, (str(found.phase_at(peak.event)), peak.layer, peak.op)))
+    where = ", ".join(filter(None, (str(timeline.phase_at(peak.event)), peak.layer, peak.op)))
     return {
         "x": x,
         "y": frame.y(peak.bytes),

@@ -24,7 +24,7 @@ def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
 
 
 def _result(case: Case, rule: int) -> dict[str, Any]:
-    place = {
+    location = {
         "artifactLocation": {"uri": quote(case.file.replace("\\", "/")), "uriBaseId": "%SRCROOT%"},
         "region": {"startLine": case.line},
     }
@@ -33,6 +33,6 @@ def _result(case: Case, rule: int) -> dict[str, Any]:
         "ruleIndex": rule,
         "level": case.severity,
         "message": {"text": f"{case.group}: {case.text}"},
-        "locations": [{"physicalLocation": place}],
+        "locations": [{"physicalLocation": location}],
         "partialFingerprints": {"memsize/v1": f"{case.group}:{case.code}:{case.name}"},
     }

@@ -30,14 +30,14 @@ _CUBE: Final = (0, 95, 135, 175, 215, 255)
 
 def _indexed(colour: str) -> str:
     """The escape sequence of the nearest of 256 colours, which more terminals have than any: ``#1f7fe8``."""
-    levels = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+    levels = [int(colour[position : position + 2], 16) for position in (1, 3, 5)]
     red, green, blue = (min(range(6), key=lambda step: abs(_CUBE[step] - level)) for level in levels)
     return f"\x1b[38;5;{16 + 36 * red + 6 * green + blue}m"
 
 
 _STYLES: Final = {"bold": "\x1b[1m", "soft": "\x1b[2m", "alarm": "\x1b[1;31m"}
 _STYLES.update({role: _indexed(title.colour) for role, title in TITLES.items()})
-_MARKS: Final = {style: chr(0xE000 + place) for place, style in enumerate(_STYLES)}
+_MARKS: Final = {style: chr(0xE000 + position) for position, style in enumerate(_STYLES)}
 _SEQUENCES: Final = {_MARKS[style]: sequence for style, sequence in _STYLES.items()} | {"\ue0ff": "\x1b[0m"}
 _PIECES: Final = re.compile("([\ue000-\ue0ff])")
 

@@ -69,7 +69,7 @@ def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) 
     room -= len(_more(rest, screen))
     left_out = []
     for section, block in zip(rest, whole, strict=True):
-        shorter = ([*_block(each, unit, screen)] for each in document.shorter(section))
+        shorter = ([*_block(shorter_version, unit, screen)] for shorter_version in document.shorter(section))
         fitting = next((lines for lines in chain((block,), shorter) if len(lines) < room), None)
         if fitting is None or fitting is not block:
             left_out.append(section)
@@ -176,10 +176,10 @@ def _table(table: Table, unit: str, screen: Screen) -> Iterator[str]:
     if table.caption:
         yield styled(printable(table.caption), "bold", colour)
     drawn = _columns(table, unit)
-    kept = drawn if width is None else _fit(drawn, width, table.chosen)
-    for line in _grid(kept, table.total is not None):
+    columns_shown = drawn if width is None else _fit(drawn, width, table.chosen)
+    for line in _grid(columns_shown, table.total is not None):
         yield styled(line, "soft", colour and not line.strip("- "))
-    left_out = _left_out(drawn, kept)
+    left_out = _left_out(drawn, columns_shown)
     if left_out:
         yield from _wrapped(f"Left out at this width: {left_out}. {table.hint}", width)
     if table.modelled:
@@ -192,7 +192,7 @@ def _columns(table: Table, unit: str) -> list[_Drawn]:
     totals: Sequence[str] = (
         [draw_cell(cell, unit) for cell in table.total] if table.total else [""] * len(table.columns)
     )
-    bodies = [tuple(draw_cell(row[place], unit) for row in table.rows) for place in range(len(table.columns))]
+    bodies = [tuple(draw_cell(row[position], unit) for row in table.rows) for position in range(len(table.columns))]
     return [
         _Drawn(column, _title(column, unit, body, total), body, total)
         for column, body, total in zip(table.columns, bodies, totals, strict=True)
@@ -210,18 +210,18 @@ def _title(column: Column, unit: str, body: Sequence[str], total: str) -> tuple[
 
 def _fit(columns: Sequence[_Drawn], width: int, chosen: bool) -> list[_Drawn]:
     """The columns that matter most in `width`: texts are shortened first, then the least of them left out."""
-    kept = list(columns)
-    while not chosen and len(kept) > 2 and _span([column.least for column in kept]) > width:
-        least = min(kept, key=lambda column: column.column.weight).column.key
-        kept = [column for column in kept if least not in (column.column.key, column.column.beside)]
-    room = max(0, width - _span([column.least for column in kept]))
+    columns_shown = list(columns)
+    while not chosen and len(columns_shown) > 2 and _span([column.least for column in columns_shown]) > width:
+        least = min(columns_shown, key=lambda column: column.column.weight).column.key
+        columns_shown = [column for column in columns_shown if least not in (column.column.key, column.column.beside)]
+    room = max(0, width - _span([column.least for column in columns_shown]))
     widths = {}
     # Those that need little come first: no column is cut for a neighbour that is cut all the same.
-    for left, column in zip(range(len(kept), 0, -1), sorted(kept, key=_need), strict=True):
+    for left, column in zip(range(len(columns_shown), 0, -1), sorted(columns_shown, key=_need), strict=True):
         extra = min(_need(column), room if left == 1 else max(room // left, 0))
         widths[column.column.key] = column.least + extra
         room -= extra
-    return [column.fitted(widths[column.column.key]) for column in kept]
+    return [column.fitted(widths[column.column.key]) for column in columns_shown]
 
 
 def _need(column: _Drawn) -> int:
@@ -233,9 +233,9 @@ def _span(widths: Sequence[int]) -> int:
     return sum(widths) + len(GAP) * (len(widths) - 1)
 
 
-def _left_out(columns: Sequence[_Drawn], kept: Sequence[_Drawn]) -> str:
+def _left_out(columns: Sequence[_Drawn], columns_shown: Sequence[_Drawn]) -> str:
     """The names of the columns that are not among `kept`. What stands beside a figure is named with it."""
-    keys = {column.column.key for column in kept}
+    keys = {column.column.key for column in columns_shown}
     figures: list[str] = []
     shares: list[str] = []
     for before, column in zip((columns[0], *columns), columns, strict=False):
