@@ -247,7 +247,7 @@ def _growth(program: Program, trace: Trace) -> Growth | None:
         return None
     grown_storages = frozenset(index for line in grown for index in last[line])
     most = max(sizes, key=sizes.__getitem__)
-    return Growth(sum(sizes.values()), most or None, _holder(program.held, grown_storages, trace))
+    return Growth(sum(sizes.values()), most or None, _holder(program.gpu_variables, grown_storages, trace))
 
 
 def _by_line(trace: Trace, last: int) -> defaultdict[str, set[int]]:
@@ -289,12 +289,12 @@ def _kept_gradients(trace: Trace, zeroed: Sequence[Zeroed]) -> KeptGradients | N
     causes = defaultdict[tuple[Literal["kept", "late", "none"], str], set[int]](set)
     live = alive(trace, start)
     left = _gradients_of_backward(trace, phases) & live.keys()
-    causes["none", ""] = left.difference(*(call.gradients for call in zeroed if call.kept or call.event > start))
+    causes["none", ""] = left.difference(*(call.gradients for call in zeroed if call.keeps or call.event > start))
     untouched = _untouched(trace, start, phases)
     for call in zeroed:
-        if call.kept or call.event > start:
-            freed = left & (call.gradients if call.kept else call.freed)
-            causes["kept" if call.kept else "late", call.line].update(
+        if call.keeps or call.event > start:
+            freed = left & (call.gradients if call.keeps else call.freed)
+            causes["kept" if call.keeps else "late", call.line].update(
                 index for index in freed if call.event in untouched(trace.storages[index].layer)
             )
     sizes = {cause: sum(live[index] for index in storages) for cause, storages in causes.items()}

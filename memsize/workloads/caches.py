@@ -38,8 +38,8 @@ class State(NamedTuple):
 
 
 class CachedLayer(NamedTuple):
-    """What a cache holds for one layer of the model: of which kind, in how many bytes; the states among that; and the
-    bytes of each of its tensors that is on the host.
+    """The cache of one layer of the model: its kind, its bytes, the states in it, and the bytes of each of its tensors
+    that is on the host.
     """
 
     kind: str
@@ -52,42 +52,42 @@ _NOTHING: Final = torch.empty(0, device="cpu")
 
 
 def cache_of(kwargs: dict[str, Any], output: Any) -> Any:
-    """The cache that a forward has returned or, if it returned none, was given; None where there is none."""
+    """Return the cache that a forward returned or, if it returned none, took as an argument; None if there is none."""
     for name in _CACHES:
-        found = getattr(output, name, None)
-        found = kwargs.get(name) if found is None else found
-        if found is not None:
-            return found
+        cache = getattr(output, name, None)
+        cache = kwargs.get(name) if cache is None else cache
+        if cache is not None:
+            return cache
     return None
 
 
 def cached_layers(run: Run, cache: Any) -> Iterator[CachedLayer]:
-    """What each layer of the cache holds; its storages on the GPU are marked as those of a cache."""
+    """Yield the layers of the cache; mark their storages on the GPU as a KV cache."""
     met: set[int] = set()
     latent = getattr(getattr(run.setup.model, "config", None), "kv_lora_rank", None)
     for kind, layer in _layers(cache):
         if kind == "full attention" and latent and getattr(layer, "keys", _NOTHING).shape[-1] == latent:
             kind = "latent attention"
-        held = [index for index in _marked(run.ledger, layer) if index not in met]
-        met.update(held)
+        storages = [index for index in _marked(run.ledger, layer) if index not in met]
+        met.update(storages)
         hosted = tuple(_on_host(run.ledger, layer))
-        if size := sum(map(run.ledger.size, held)) + sum(hosted):
+        if size := sum(map(run.ledger.size, storages)) + sum(hosted):
             yield CachedLayer(kind, size, tuple(_states(layer)), hosted)
 
 
 def _marked(ledger: Ledger, layer: Any) -> list[int]:
-    """The storages that a layer of a cache has on the GPU, which are marked as such."""
-    held = []
+    """List the storages that a layer of a cache has on the GPU, and mark them."""
+    storages = []
     for piece in _pieces(layer):
         index = ledger.index_of(piece)
-        if index >= 0 and index not in held:
+        if index >= 0 and index not in storages:
             ledger.mark(piece, "KV cache")
-            held.append(index)
-    return held
+            storages.append(index)
+    return storages
 
 
 def _on_host(ledger: Ledger, layer: Any) -> Iterator[int]:
-    """The bytes of each tensor that a layer of an offloaded cache has on the host."""
+    """Yield the bytes of each tensor that a layer of an offloaded cache has on the host."""
     if isinstance(ledger, VirtualLedger):
         yield from (piece.untyped_storage().nbytes() for piece in _pieces(layer) if devices().is_on_host(piece))
 
@@ -98,15 +98,13 @@ def _pieces(layer: Any) -> Iterator[torch.Tensor]:
 
 
 def on_gpu_with_host(card: Card, setup: Setup) -> Setup:
-    """The setup of a run with an offloaded cache: what is copied to the host is told from what is on the GPU `card`."""
+    """Set up a run with an offloaded cache, with tensors on the GPU `card` and on the host told apart."""
     return replace(setup, machine=VirtualMachine(card))
 
 
 @contextmanager
 def offloading_watched(ledger: Ledger) -> Iterator[None]:
-    """While open, what an offloaded cache of transformers has on the GPU is marked as a cache's: at the end of a step
-    little of it is still there.
-    """
+    """While open, mark the tensors of an offloaded cache on the GPU: few are left there at the end of a step."""
     from transformers import cache_utils
 
     owner: Any = cache_utils.Cache
@@ -129,16 +127,16 @@ def offloading_watched(ledger: Ledger) -> Iterator[None]:
 
 
 def _states(layer: Any) -> Iterator[State]:
-    """The states of a layer of transformers' linear attention, or of one with both kinds of attention."""
+    """Yield the states of a layer of transformers' linear attention, or of one with both kinds of attention."""
     for name in ("conv_states", "recurrent_states"):
-        held = getattr(layer, name, None)
-        for tensor in held.values() if isinstance(held, dict) else ():
+        states = getattr(layer, name, None)
+        for tensor in states.values() if isinstance(states, dict) else ():
             if isinstance(tensor, torch.Tensor):
                 yield State(tuple(tensor.shape[1:]), tensor.element_size(), name == "conv_states")
 
 
 def _layers(cache: Any) -> Iterator[tuple[str, Any]]:
-    """The layers of a cache, and what they are: transformers' `Cache` knows its own; of others each entry is one."""
+    """Yield the layers of a cache with their kinds: transformers' `Cache` lists them; of others each entry is one."""
     if cache is None:
         return
     crossed = getattr(cache, "cross_attention_cache", None)
@@ -155,14 +153,14 @@ def _layers(cache: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _kind(layer: Any) -> str:
-    """What a layer of a cache keeps: of every token, of a window's, or a state of fixed size; and how."""
+    """Name the kind of a cached layer: full attention, a sliding window, a state of fixed size, or two of them."""
     if isinstance(layer, torch.Tensor):
         return "state"
     name = type(layer).__name__
     linear, window = "LinearAttention" in name, "SlidingWindow" in name
     attention = "Attention" in name.removeprefix("LinearAttention").removesuffix("Layer") or not linear
-    kept = (["state"] if linear else []) + ([("sliding window" if window else "full attention")] if attention else [])
-    return " and ".join(kept)
+    kinds = (["state"] if linear else []) + ([("sliding window" if window else "full attention")] if attention else [])
+    return " and ".join(kinds)
 
 
 # -- caches that transformers lacks -----------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class RankLoop:
     def run(self, setup: Setup) -> Trace:
         args, kwargs = setup.call
 
-        def made(run: Run) -> Callable[[], None]:
+        def make(run: Run) -> Callable[[], None]:
             body = body_of(self.make_body, run.setup.model)
 
             def step() -> None:
@@ -53,7 +53,7 @@ class RankLoop:
             return step
 
         try:
-            return run_rank(setup, self.world, self.card, self.steps, made)
+            return run_rank(setup, self.world, self.card, self.steps, make)
         except ForwardError as error:
             advice = undivided(str(error), error.trace, self.world.size)
             if advice is None:
@@ -87,6 +87,6 @@ def run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[
                     step()
     for note in (*ledger.host_memory.notes(), *nccl_notes(ledger.collectives)):
         run.note(note)
-    found = run.trace()
-    deferred = ledger.order.deferred(len(found.events))
-    return replace(found, world=world, collectives=tuple(ledger.collectives), deferred=deferred)
+    trace = run.trace()
+    deferred = ledger.order.deferred(len(trace.events))
+    return replace(trace, world=world, collectives=tuple(ledger.collectives), deferred=deferred)

@@ -94,8 +94,8 @@ def endless(config: Any) -> Any:
 
 
 def never_right(draft: Draft | None, begins: Callable[[], None], candidates: Any) -> Any:
-    """What proposes the tokens of a `draft`, made to propose those that the model never picks, and to say when it
-    `begins`. Where they are looked up in the prompt, that is made to repeat itself, so that there are some.
+    """Patch the candidate generator of a `draft` to propose tokens that the model never picks, and to call `begins`
+    before. A prompt in which tokens are looked up is made to repeat itself, so that there are some.
     """
     itself, propose = ref(candidates), type(candidates).get_candidates  # no circle, which would keep its tensors
 

@@ -136,18 +136,18 @@ def _padded(setup: Setup) -> Setup:
     return replace(setup, call=(args, kwargs | {"attention_mask": set_constant(torch.empty_like(mask), values)}))
 
 
-def _taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that a function has parameters for."""
+def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Select the arguments that a function has parameters for."""
     parameters = inspect.signature(function).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        return given
-    return {name: value for name, value in given.items() if name in parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _arguments(model: nn.Module, generation: Generation) -> dict[str, object]:
-    """What `generate` is called with beside the inputs: the model's own settings, with those of the generation.
+    """Return the arguments of `generate` beside the inputs: the model's own settings, updated for the generation.
 
-    No sequence ends early: the token that ends one is a value, and there are none.
+    No sequence ends early: meta tensors have no values, so no token is the one that ends a sequence.
     """
     config = getattr(model, "generation_config", None)
     if config is None:
@@ -158,11 +158,11 @@ def _arguments(model: nn.Module, generation: Generation) -> dict[str, object]:
 
 
 def _begun(model: nn.Module, tokens: int, batch: int) -> torch.Tensor:
-    """What a decoder starts with: `generate` would put the first token before any that begin with another."""
+    """Make the first tokens of a decoder; `generate` would put the start token before any that begin with another."""
     config: Any = _arguments(model, Generation(prompt=1))["generation_config"]
     first = config.decoder_start_token_id
-    given = torch.empty(batch, tokens, dtype=torch.int64, device="meta")
-    return set_constant(given, torch.full((batch, tokens), first, device="cpu"))
+    ids = torch.empty(batch, tokens, dtype=torch.int64, device="meta")
+    return set_constant(ids, torch.full((batch, tokens), first, device="cpu"))
 
 
 @contextmanager
@@ -188,8 +188,9 @@ def _without_end(model: nn.Module, drafted: Callable[[Any], Any]) -> Iterator[No
 
 
 class _Steps:
-    """The steps of a run: each forward of the model after those of its prefill, which are one, with the proposals that
-    it checks. The run is cut off at the start of the one after so many `steps`.
+    """Counts the steps of a run and ends it after `steps`.
+
+    The forwards of the prefill are one step; then each forward of the model is one, with the proposals that it checks.
     """
 
     def __init__(self, run: Run, generation: Generation, steps: int, observer: Observer) -> None:

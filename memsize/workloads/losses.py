@@ -38,7 +38,7 @@ class Losses:
 
     @property
     def note(self) -> str:
-        """Which loss was used."""
+        """A note about the loss that was used."""
         return f"the loss is {_LOSS_NAMES.get(self.name, self.name)}"
 
     def own(self, output: Any) -> torch.Tensor:
@@ -111,8 +111,8 @@ def _suggested(output: Any) -> str:
 
 
 def _named(output: Any, name: str) -> torch.Tensor | None:
-    found = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
-    return found if isinstance(found, torch.Tensor) else None
+    value = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _logits(output: Any) -> torch.Tensor:
@@ -122,10 +122,10 @@ def _logits(output: Any) -> torch.Tensor:
 
 def _floating(output: Any) -> list[torch.Tensor]:
     """Every floating output from which a gradient can start, once."""
-    found = [t for t in dict.fromkeys(tensors_in(output)) if t.is_floating_point() and t.requires_grad]
-    if not found:
+    tensors = [t for t in dict.fromkeys(tensors_in(output)) if t.is_floating_point() and t.requires_grad]
+    if not tensors:
         raise InputError("no output of the model requires a gradient: there is nothing to train")
-    return found
+    return tensors
 
 
 def _total(terms: Any) -> torch.Tensor:

@@ -27,10 +27,10 @@ def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tens
     """
     try:
         if callable(kind):
-            made: torch.optim.Optimizer = kind(parameters)
-            if not (hasattr(made, "step") and hasattr(made, "zero_grad")):
-                raise TypeError(f"what was returned, {made!r}, is no optimizer")
-            return made
+            optimizer: torch.optim.Optimizer = kind(parameters)
+            if not (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad")):
+                raise TypeError(f"what was returned, {optimizer!r}, is no optimizer")
+            return optimizer
         spec = parse_optimizer(kind)
         make: Callable[..., torch.optim.Optimizer] = _without_compiler(getattr(torch.optim, spec.cls))
         return make(parameters, **spec.options)
@@ -70,13 +70,13 @@ def steps_watched(ledger: Ledger, everywhere: bool = False) -> Iterator[None]:
         here = threading.get_ident()
         if not (everywhere or here == thread):
             return None
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter.grad is not None:
                 ledger.mark(parameter.grad, "gradient")
         phases[here].append(ledger.clock.during("optimizer"))
         phases[here][-1].__enter__()
-        given = [_outside(ledger, value) for value in args[1:]]
-        return (optimizer, *given), {name: _outside(ledger, value) for name, value in kwargs.items()}
+        arguments = [_outside(ledger, value) for value in args[1:]]
+        return (optimizer, *arguments), {name: _outside(ledger, value) for name, value in kwargs.items()}
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         here = threading.get_ident()
@@ -98,7 +98,7 @@ def steps_watched(ledger: Ledger, everywhere: bool = False) -> Iterator[None]:
 
 
 def _outside(ledger: Ledger, value: Any) -> Any:
-    """What a closure does is no part of its optimizer's phase."""
+    """Wrap a closure, so that its work is not part of the optimizer's phase."""
     if not callable(value):
         return value
 

@@ -53,7 +53,7 @@ class ParallelSteps:
             return run_stages(setup, self.options, parallel, self.card)
         other = deepcopy(model) if parallel.kind == "dp" and parallel.size > 1 and not parallel.rank else None
 
-        def made(run: Run) -> Callable[[], None]:
+        def make(run: Run) -> Callable[[], None]:
             assert isinstance(run.ledger, VirtualLedger)
             model = spread(run.setup.model, parallel, scenario, run.ledger.absently)
             loop = Loop(replace(run.setup, model=model), run.ledger, parallel.trained(self.options))
@@ -65,11 +65,11 @@ class ParallelSteps:
 
             return step
 
-        trace = run_rank(setup, parallel.world, self.card, self.options.steps, made)
+        trace = run_rank(setup, parallel.world, self.card, self.options.steps, make)
         if other is None:
             return trace
         elsewhere = run_rank(
-            replace(setup, model=other), replace(parallel.world, rank=1), self.card, self.options.steps, made
+            replace(setup, model=other), replace(parallel.world, rank=1), self.card, self.options.steps, make
         )
         return replace(trace, notes=(*trace.notes, _beyond(trace, elsewhere)))
 
@@ -84,7 +84,7 @@ def spread_setup(setup: Setup, parallel: Parallel) -> Setup:
 
 
 def _beyond(first: Trace, other: Trace) -> str:
-    """What the first GPU holds beyond another, each at its own peak."""
+    """Write a note about the bytes that the first GPU stores beyond another, each at its own peak."""
     here, there = peak(first), peak(other)
     more = {role: size - there.roles.get(role, 0) for role, size in here.roles.items()}
     largest = sorted((role for role in more if more[role] > 0), key=lambda role: -more[role])[:_LARGEST]

@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 def run_stages(setup: Setup, training: Training, parallel: Parallel, card: Card) -> Trace:
     """The trace of the rank that is asked for, else of the first whose GPU holds most; a note tells of the others."""
-    asked = None if parallel.rank is None else parallel.worlds().index(parallel.world)
+    requested = None if parallel.rank is None else parallel.worlds().index(parallel.world)
     peaks: list[int] = []
-    shown, place = None, 0
+    shown, index = None, 0
     for number, trace in enumerate(stage_traces(setup, training, parallel, card)):
-        held = peak(trace).bytes
-        if number == asked or (asked is None and held > max(peaks, default=-1)):
-            shown, place = trace, number
-        peaks.append(held)
+        size = peak(trace).bytes
+        if number == requested or (requested is None and size > max(peaks, default=-1)):
+            shown, index = trace, number
+        peaks.append(size)
     assert shown is not None
-    return replace(shown, notes=(*shown.notes, _beside(peaks, parallel, place)))
+    return replace(shown, notes=(*shown.notes, _beside(peaks, parallel, index)))
 
 
 def stage_traces(setup: Setup, training: Training, parallel: Parallel, card: Card) -> Iterator[Trace]:
@@ -58,7 +58,7 @@ def stage_traces(setup: Setup, training: Training, parallel: Parallel, card: Car
 def _run_stage(setup: Setup, training: Training, parallel: Parallel, card: Card) -> Trace:
     call, dropped = setup.call, set[str]()
 
-    def made(run: Run) -> Callable[[], None]:
+    def make(run: Run) -> Callable[[], None]:
         mesh = mesh_of(parallel)
         stage = _stage_of(run, call, parallel, mesh)
         dropped.update(stage.dropped)
@@ -75,7 +75,7 @@ def _run_stage(setup: Setup, training: Training, parallel: Parallel, card: Card)
         return tuple(tensor for tensor in setup.stored(model) if tensor.name not in dropped)
 
     # What a step takes is of the loop's making: the first stage has all microbatches, the others none.
-    trace = run_rank(replace(setup, call=((), {}), stored=stored), parallel.world, card, training.steps, made)
+    trace = run_rank(replace(setup, call=((), {}), stored=stored), parallel.world, card, training.steps, make)
     return replace(trace, inputs=input_tensors(call))
 
 
@@ -108,8 +108,8 @@ class StageLoop(Loop):
         self._losses = cycle([self.losses, *(Losses(training.loss, run.ledger) for _ in range(1, self._count))])
         device = torch.device("cuda", torch.cuda.current_device())
         ends: dict[str, Any] = {"input_args": stage.takes, "output_args": stage.returns}
-        place = (stage.number, parallel.stages, device)
-        staged = PipelineStage(shared, *place, **ends, group=mesh["pp"].get_group())
+        position = (stage.number, parallel.stages, device)
+        staged = PipelineStage(shared, *position, **ends, group=mesh["pp"].get_group())
         self._schedule = Schedule1F1B(staged, self._count, loss_fn=self._loss)
         if self.scaler is not None:  # its scale is made by the first loss, which other ranks don't have
             self.scaler.scale(torch.zeros((), device=device))
@@ -134,8 +134,8 @@ class StageLoop(Loop):
         return loss if self.scaler is None else self.scaler.scale(loss)
 
 
-def _beside(peaks: list[int], parallel: Parallel, place: int) -> str:
-    """What each stage holds, for who looks at one of them."""
+def _beside(peaks: list[int], parallel: Parallel, index: int) -> str:
+    """Write a note about the peaks of all stages, shown beside one of them."""
     ranks = [world.rank for world in parallel.worlds()]
-    held = [f"rank {rank} {format_bytes(size)}" for rank, size in zip(ranks, peaks, strict=True)]
-    return f"each stage at its own peak: {', '.join(held)}; shown is rank {ranks[place]}"
+    stages = [f"rank {rank} {format_bytes(size)}" for rank, size in zip(ranks, peaks, strict=True)]
+    return f"each stage at its own peak: {', '.join(stages)}; shown is rank {ranks[index]}"

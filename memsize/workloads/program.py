@@ -79,7 +79,7 @@ class Program:
         self.stack = stack
         self.stopped = False
         self.waits = Waits()
-        self.held: tuple[Held, ...] = ()
+        self.gpu_variables: tuple[Held, ...] = ()
         """The variables that hold tensors on the GPU when the program is stopped."""
         self.files = files or Files()
         self.ledger = VirtualLedger(workspaces, self._after_op)
@@ -173,10 +173,10 @@ class Program:
     def _relied(self, assumption: str) -> None:
         """A decision of the program rests on `assumption`."""
         lines = self._assumed.setdefault(assumption, {})
-        found = self._lines()
-        if found:
-            lines[shown(found)] = None
-            if self.waits.seen(found[0]):
+        location = self._lines()
+        if location:
+            lines[shown(location)] = None
+            if self.waits.seen(location[0]):
                 self._stop()
 
     def _lines(self) -> Lines:
@@ -191,7 +191,7 @@ class Program:
         if self._end is None:
             self.stopped = True
             self._end = len(self.ledger.events)
-            self.held = holders(self.ledger.index_of)
+            self.gpu_variables = holders(self.ledger.index_of)
         raise StopProgram
 
     def _before_forward(self) -> None:
@@ -206,8 +206,8 @@ class Program:
         """The requests that the card could not serve."""
         ends, seen = self.steps.ends, self._seen_layers()
         return tuple(
-            each._replace(phase=in_step(each.phase, place, ends), layer=seen[layer].path if layer >= 0 else None)
-            for place, layer, each in self._refused
+            request._replace(phase=in_step(request.phase, number, ends), layer=seen[layer].path if layer >= 0 else None)
+            for number, layer, request in self._refused
         )
 
     @property
@@ -217,7 +217,7 @@ class Program:
 
     @property
     def assumed(self) -> tuple[Assumed, ...]:
-        """What was taken for granted, with the lines that relied on it."""
+        """The assumptions of the run, with the lines that rely on them."""
         return tuple(Assumed(text, tuple(lines)) for text, lines in self._assumed.items())
 
     def trace(self, error: BaseException | None = None) -> Trace:
@@ -269,13 +269,15 @@ class Program:
         )
 
     def _root_names(self) -> list[str]:
-        """What every root module that was called is told apart by; one alone needs no name."""
+        """Return names that tell apart the root modules that were called; a single one needs no name."""
         return [root.name for root in self.calls.roots] if len(self.calls.roots) > 1 else [""]
 
     def _seen_layers(self) -> list[ModuleRecord]:
         """The layers that were called, their paths with the names of their roots."""
         calls, names = self.calls, self._root_names()
-        return [replace(each, path=_path(names[calls.root_of[i]], each.path)) for i, each in enumerate(calls.seen)]
+        return [
+            replace(record, path=_path(names[calls.root_of[i]], record.path)) for i, record in enumerate(calls.seen)
+        ]
 
 
 _NOTHING = Layer("", "program", 0, True, 0, (), 0, 0, 0, 0, 0, 0, 0)

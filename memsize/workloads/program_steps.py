@@ -35,14 +35,14 @@ _MOST: Final = 10
 
 
 class Zeroed(NamedTuple):
-    """A call of ``zero_grad`` before event `event`, at `line`; `kept` where it was told to keep the gradients.
+    """A call of ``zero_grad`` before event `event`, at `line`; `keeps`: with ``set_to_none=False``.
 
-    `gradients` are the storages that those of its parameters lie in, and `freed` all that the call itself let go of.
+    `gradients` are the storages of its parameters' gradients, and `freed` the storages that the call freed.
     """
 
     event: int
     line: str
-    kept: bool
+    keeps: bool
     gradients: frozenset[int]
     freed: frozenset[int]
 
@@ -69,7 +69,7 @@ class ProgramSteps:
         self._ledger = ledger
         self._begun = begun
         self._line = line
-        self._made = weakref.WeakKeyDictionary[Optimizer, int]()
+        self._step_counts = weakref.WeakKeyDictionary[Optimizer, int]()
         self._leader: weakref.ref[Optimizer] | None = None
         self._ends: list[_End] = []
 
@@ -83,13 +83,13 @@ class ProgramSteps:
         """Whether every optimizer has made the steps that were asked for."""
         if not self.wanted or self.done < self.wanted:
             return False
-        behind = [made for made in self._made.values() if made < self.wanted]
+        behind = [count for count in self._step_counts.values() if count < self.wanted]
         return not behind or self.done >= self.wanted * (_MOST if max(behind) else _WAITED_FOR)
 
     # -- while it runs ------------------------------------------------------------------------------------------------
 
     def replacements(self) -> Iterator[Patch]:
-        """What is replaced to see optimizers come and gradients go."""
+        """Yield the patches that observe new optimizers and freed gradients."""
         yield Optimizer, "__init__", self._constructed(Optimizer.__init__)
         yield Optimizer, "add_param_group", self._added(Optimizer.add_param_group)
         yield Optimizer, "zero_grad", self._zeroing(Optimizer.zero_grad)
@@ -98,12 +98,12 @@ class ProgramSteps:
     def _constructed(self, original: Callable[..., None]) -> Callable[..., None]:
         def construct(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            self._made[optimizer] = 0
+            self._step_counts[optimizer] = 0
 
         return construct
 
     def _added(self, original: Callable[..., None]) -> Callable[..., None]:
-        """What an optimizer is given is a parameter, whether a module stores it or not, and not what backward keeps."""
+        """Wrap `add_param_group` to mark its tensors as parameters, whether a module stores them or not."""
 
         def add_param_group(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
@@ -112,7 +112,7 @@ class ProgramSteps:
         return add_param_group
 
     def _mark(self, groups: Iterable[dict[str, Any]]) -> None:
-        for parameter in (each for group in groups for each in group["params"]):
+        for parameter in (parameter for group in groups for parameter in group["params"]):
             self._ledger.mark(parameter, "parameter")
 
     def _zeroing(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -128,7 +128,7 @@ class ProgramSteps:
     def _gradients(self, owner: Optimizer | nn.Module) -> Iterator[int]:
         """The storages of the gradients of its parameters."""
         groups = [{"params": owner.parameters()}] if isinstance(owner, nn.Module) else owner.param_groups
-        for gradient in (each.grad for group in groups for each in group["params"]):
+        for gradient in (parameter.grad for group in groups for parameter in group["params"]):
             for piece in () if gradient is None else plain_tensors(gradient):
                 yield self._ledger.index_of(piece)
 
@@ -154,7 +154,7 @@ class ProgramSteps:
             if isinstance(parameter, torch.Tensor):
                 for tensor in tensors_in(state):
                     self._ledger.belongs(tensor, parameter)
-        self._made[optimizer] = self._made.get(optimizer, 0) + 1
+        self._step_counts[optimizer] = self._step_counts.get(optimizer, 0) + 1
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
         leads = self._leader() is optimizer
@@ -179,17 +179,19 @@ class ProgramSteps:
     def numbered(
         self, events: Sequence[Event], collectives: Sequence[Collective], phases: Sequence[str]
     ) -> tuple[tuple[Event, ...], tuple[Collective, ...], tuple[str, ...]]:
-        """Events, collectives and phases, with each in the training step that it turned out to be part of."""
-        found = {name: place for place, name in enumerate(phases)}
+        """Assign events, collectives and phases to the training steps that they turned out to be part of."""
+        indices = {name: number for number, name in enumerate(phases)}
 
-        def phase_of(place: int, phase: int, ends: Sequence[int]) -> int:
-            return found.setdefault(in_step(phases[phase], place, ends), len(found))
+        def phase_of(number: int, phase: int, ends: Sequence[int]) -> int:
+            return indices.setdefault(in_step(phases[phase], number, ends), len(indices))
 
         ends, sent = self.ends, tuple(end.collectives for end in self._last)
-        moved = tuple(event._replace(phase=phase_of(place, event.phase, ends)) for place, event in enumerate(events))
-        met = tuple(each._replace(phase=phase_of(place, each.phase, sent)) for place, each in enumerate(collectives))
+        moved = tuple(event._replace(phase=phase_of(number, event.phase, ends)) for number, event in enumerate(events))
+        sent_in = (phase_of(number, collective.phase, sent) for number, collective in enumerate(collectives))
+        met = tuple(collective._replace(phase=phase) for collective, phase in zip(collectives, sent_in, strict=True))
         begun, over = {event.phase for event in moved}, len(ends)
-        return moved, met, tuple(name if place in begun else _around(name, over) for name, place in found.items())
+        names = tuple(name if number in begun else _around(name, over) for name, number in indices.items())
+        return moved, met, names
 
 
 def _around(phase: str, over: int) -> str:
@@ -198,7 +200,7 @@ def _around(phase: str, over: int) -> str:
     return f"{AROUND} {step}" if name == "optimizer" and step > over else phase
 
 
-def in_step(phase: str, place: int, ends: Sequence[int]) -> str:
-    """The name of `phase` with the step that event `place` is in, where each step's events end at `ends`."""
+def in_step(phase: str, number: int, ends: Sequence[int]) -> str:
+    """The name of `phase` with the step that event `number` is in, where each step's events end at `ends`."""
     name, _ = split_phase(phase)
-    return phase if name == "setup" else f"{name} {bisect_right(ends, place) + 1}"
+    return phase if name == "setup" else f"{name} {bisect_right(ends, number) + 1}"

@@ -30,7 +30,7 @@ from memsize.virtual.gpu_ledger import VirtualLedger
 
 
 class Returned(NamedTuple):
-    """What a block, or the model, returned in the first forward: its leaves, and what they are leaves of."""
+    """The result of a block, or of the model, in the first forward, as the leaves of a pytree."""
 
     leaves: list[Any]
     spec: TreeSpec
@@ -44,63 +44,64 @@ class Returned(NamedTuple):
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
 
     def detached(self) -> Returned:
-        """The same without what made it."""
-        return Returned.of(self.with_tensors(each.detach().requires_grad_(each.requires_grad) for each in self.tensors))
+        """Detach the tensors from the graph that made them."""
+        detached = (tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors)
+        return Returned.of(self.with_tensors(detached))
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Any:
-        """The same with other tensors."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        """Return the result with other tensors."""
+        replacements = iter(tensors)
+        leaves = [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)
 
 
 class Line(NamedTuple):
     """The blocks of a model in the order in which its forward calls them.
 
-    Place `k` of the forward is all that runs from the end of block ``k - 1`` to the end of block `k`. `returned` has
-    what each block returned, and last what the model did. `read` are the parameters, by their `id`, that are read at
-    each place.
+    Position `k` of the forward is all that runs from the end of block ``k - 1`` to the end of block `k`. `returned` has
+    the results of the blocks, and last the result of the model. `read` are the parameters, by their `id`, that are read
+    at each position.
     """
 
     blocks: tuple[nn.Module, ...]
     returned: tuple[Returned, ...]
     read: tuple[set[int], ...]
     needs: tuple[int, ...]
-    """For each place the first one from which it takes more than the block before it returned; else itself."""
+    """For each position, the first one of which it uses more than the result of the block before it; else itself."""
 
     def starts(self, stages: int) -> tuple[int, ...]:
-        """The place at which each stage starts, and the end of the last; earlier stages have one block more.
+        """Return the position at which each stage starts, and the end of the last; earlier stages have one block more.
 
         Raises `InputError` where the blocks are too few, or one needs what an earlier stage made.
         """
-        each, more = divmod(len(self.blocks), stages)
-        if not each:
+        length, more = divmod(len(self.blocks), stages)
+        if not length:
             raise InputError(f"{len(self.blocks)} blocks cannot be put on pp={stages} stages")
-        starts = (0, *accumulate(each + (stage < more) for stage in range(stages)))
-        for place, needed in enumerate(self.needs):
-            stage = min(bisect_right(starts, place) - 1, stages - 1)
+        starts = (0, *accumulate(length + (stage < more) for stage in range(stages)))
+        for position, needed in enumerate(self.needs):
+            stage = min(bisect_right(starts, position) - 1, stages - 1)
             if needed < starts[stage]:
-                what = self._named(place) if place < len(self.blocks) else "what follows the last block"
+                what = self._named(position) if position < len(self.blocks) else "what follows the last block"
                 raise InputError(
                     f"pp={stages} cannot cut this model: {what} takes what was made at {self._named(needed)}, on an "
                     "earlier stage, and a stage gets what the block before it returns alone"
                 )
         return starts
 
-    def _named(self, place: int) -> str:
-        return f"block {place} ({type(self.blocks[place]).__name__})"
+    def _named(self, position: int) -> str:
+        return f"block {position} ({type(self.blocks[position]).__name__})"
 
 
 class _Reads(TorchDispatchMode):
-    """Which of some tensors ops read at each place."""
+    """Records the tensors that ops read at each position."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.place = 0
+        self.position = 0
         self.at: defaultdict[int, set[int]] = defaultdict(set)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.at[self.place].update(map(id, arguments_in(args)))
+        self.at[self.position].update(map(id, arguments_in(args)))
         return func(*args, **(kwargs or {}))
 
 
@@ -114,14 +115,14 @@ def line_of(model: nn.Module, blocks: Blocks, call: Call) -> Line:
     with _forwards(blocks.modules, walk.block), walk.reads:
         result = model(*call[0], **call[1])
         walk.ended(result)
-    read = tuple(walk.reads.at[place] & parameters for place in range(len(walk.blocks) + 1))
+    read = tuple(walk.reads.at[position] & parameters for position in range(len(walk.blocks) + 1))
     returned = (*walk.returned, Returned.of(tuple(arguments_in((result,)))).detached())
     return Line(tuple(walk.blocks), returned, read, tuple(walk.needs))
 
 
 class _Walk:
-    """What one forward shows of its blocks. Each returns tensors that are cut off from those that made them, so that
-    autograd tells what is needed of which block.
+    """Observes the blocks of one forward. Each block returns detached tensors, so that autograd shows which block needs
+    results of which other.
     """
 
     def __init__(self, parameters: set[int]) -> None:
@@ -130,8 +131,8 @@ class _Walk:
         self.returned: list[Returned] = []
         self.needs: list[int] = []
         self._parameters = parameters
-        self._made: dict[int, int] = {}
-        """The place that returned a tensor, or was the first to read a parameter, by its `id`."""
+        self._origins: dict[int, int] = {}
+        """The position that returned a tensor, or was the first to read a parameter, by its `id`."""
 
     def block(self, block: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -140,31 +141,31 @@ class _Walk:
             result = original(*args, **kwargs)
             self.ended(result)
             cut = Returned.of(result).detached()
-            self._made.update((id(tensor), self.reads.place) for tensor in cut.tensors)
+            self._origins.update((id(tensor), self.reads.position) for tensor in cut.tensors)
             self.blocks.append(block)
             self.returned.append(cut)
-            self.reads.place += 1
+            self.reads.position += 1
             return cut.with_tensors(cut.tensors)
 
         return called
 
     def ended(self, value: Any) -> None:
-        """A place ends with `value`."""
-        place = self.reads.place
-        read = self.reads.at[place] & self._parameters
-        for each in read:
-            self._made.setdefault(each, place)
+        """End a position with `value`."""
+        position = self.reads.position
+        read = self.reads.at[position] & self._parameters
+        for parameter in read:
+            self._origins.setdefault(parameter, position)
         before = {id(tensor) for tensor in self.returned[-1].tensors} if self.returned else set()
         beyond = parameters_reached(arguments_in((value,))) - read - before
-        self.needs.append(min((self._made.get(each, place) for each in beyond), default=place))
+        self.needs.append(min((self._origins.get(parameter, position) for parameter in beyond), default=position))
 
 
 @contextmanager
-def _forwards(blocks: Iterable[nn.Module], made: Callable[[nn.Module, Callable[..., Any]], Any]) -> Iterator[None]:
-    """While open, each block's forward is what `made` makes of it."""
+def _forwards(blocks: Iterable[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Any]) -> Iterator[None]:
+    """While open, replace each block's forward by the result of `wrap`."""
     before = {block: vars(block).get("forward") for block in blocks}
     for block in before:
-        vars(block)["forward"] = made(block, block.forward)
+        vars(block)["forward"] = wrap(block, block.forward)
     try:
         yield
     finally:
@@ -199,12 +200,12 @@ class Stage(nn.Module):
         self.dropped: set[str] = set()
         """The names of what the model has no more."""
         self._drop_others()
-        for place, block in enumerate(line.blocks):
-            vars(block)["forward"] = partial(self._block, place, block.forward)
+        for position, block in enumerate(line.blocks):
+            vars(block)["forward"] = partial(self._block, position, block.forward)
 
     @property
     def blocks(self) -> tuple[nn.Module, ...]:
-        """Those that it runs."""
+        """The blocks of this stage."""
         return self._line.blocks[self._first : self._end]
 
     def cut(self) -> None:
@@ -237,11 +238,11 @@ class Stage(nn.Module):
         sent, self._sent = self._sent, ()
         return sent
 
-    def _block(self, place: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _block(self, position: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._runs:  # a checkpoint runs it again
             return original(*args, **kwargs)
-        if not self._first <= place < self._end:
-            return self._elsewhere(place)
+        if not self._first <= position < self._end:
+            return self._elsewhere(position)
         for tensor in arguments_in((args, kwargs)):
             self._ledger.enter(tensor, "temporary")
         return original(*args, **kwargs)
@@ -254,10 +255,10 @@ class Stage(nn.Module):
         cut = returned.detached()
         return cut.with_tensors(cut.tensors)
 
-    def _elsewhere(self, place: int) -> Any:
-        """What a block of another stage returns: the one before this stage what was received."""
-        returned = self._line.returned[place]
-        if place != self._first - 1:
+    def _elsewhere(self, position: int) -> Any:
+        """Return the result of a block of another stage: the received tensors, if it is the one before this stage."""
+        returned = self._line.returned[position]
+        if position != self._first - 1:
             return returned.with_tensors(returned.tensors)
         self._ledger.absent = False
         return returned.with_tensors(self._received)
@@ -271,20 +272,20 @@ class Stage(nn.Module):
                 for name, tensor in list(own.items()):
                     if tensor is not None and id(tensor) not in mine:
                         del own[name]
-                        kept = tensor.detach()
-                        vars(module)[name] = self._lowered(kept) if own is module._parameters else kept
+                        plain = tensor.detach()
+                        vars(module)[name] = self._lowered(plain) if own is module._parameters else plain
                         self.dropped.add(f"{path}.{name}" if path else name)
 
     def _lowered(self, tensor: Tensor) -> Tensor:
         return tensor if self._lower is None or not tensor.is_floating_point() else tensor.to(self._lower)
 
     def _mine(self) -> set[int]:
-        """The `id` of each parameter that is read here, or is in a block of this stage; the first stage also has those
-        that nobody reads.
+        """Return the `id` of each parameter that is read here, or is in a block of this stage; the first stage also has
+        parameters that are never read.
         """
         line = self._line
         here = range(self._first, self._end + self.is_last)
-        mine = set().union(*(line.read[place] for place in here), _parameters(self.blocks))
+        mine = set().union(*(line.read[position] for position in here), _parameters(self.blocks))
         if self.is_first:
             mine |= _parameters((self.model,)) - set().union(*line.read, _parameters(line.blocks))
         return mine

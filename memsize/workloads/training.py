@@ -59,8 +59,8 @@ class TrainingSteps:
         An optimizer from elsewhere may do something every so often, and whoever asks for more steps than usual looks
         for what the first ones don't show.
         """
-        known = isinstance(self.options.optimizer, str) and not self.options.is_own
-        return known and self.options.steps <= USUAL_STEPS
+        is_regular = isinstance(self.options.optimizer, str) and not self.options.is_own
+        return is_regular and self.options.steps <= USUAL_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +105,12 @@ def step_workload(training: Training | None) -> Inference | TrainingSteps:
 def _as_trained(run: Run) -> Iterator[None]:
     """Gradient mode, optimizers' steps as phases, and gradients marked as they are accumulated."""
     trained, buckets = _trainable(run.setup.model), run.setup.buckets
-    held = buckets.hold(trained, run.ledger) if buckets else []
+    buckets_in_use = buckets.hold(trained, run.ledger) if buckets else []
     try:
         with torch.enable_grad(), steps_watched(run.ledger), gradients_marked(run):
             yield
     finally:
-        held.clear()
+        buckets_in_use.clear()
 
 
 @contextmanager
@@ -121,11 +121,11 @@ def gradients_marked(run: Run) -> Iterator[None]:
     """
     index_of = run.ledger.index_of
     trained = [
-        each
-        for each in _trainable(run.setup.model)
-        if any(index_of(part) >= 0 for part in plain_tensors(each)) and not hasattr(each, "_is_flat_param")
+        parameter
+        for parameter in _trainable(run.setup.model)
+        if any(index_of(part) >= 0 for part in plain_tensors(parameter)) and not hasattr(parameter, "_is_flat_param")
     ]
-    handles = [each.register_post_accumulate_grad_hook(_marks_gradient(run.ledger)) for each in trained]
+    handles = [parameter.register_post_accumulate_grad_hook(_marks_gradient(run.ledger)) for parameter in trained]
     try:
         yield
     finally:
@@ -188,7 +188,7 @@ class Loop:
         return make_optimizer(self.training.optimizer, self._updated())
 
     def _updated(self) -> list[torch.Tensor]:
-        """What the optimizer updates: the parameters, or their float32 masters."""
+        """Return the tensors that the optimizer updates: the parameters, or their float32 masters."""
         return self.parameters if self.masters is None else self.masters
 
     def _zero_grad(self) -> None:

@@ -43,20 +43,20 @@ class BlockLayout:
     block_bytes: int
     tokens: tuple[int, ...]
 
-    def notes(self, asked: int) -> tuple[str, ...]:
-        """What a reader must know of the blocks, where `asked` tokens were asked for."""
+    def notes(self, block: int) -> tuple[str, ...]:
+        """Return notes for the report; `block` is the number of tokens per block that the user wants."""
         tokens = min(filter(None, self.tokens), default=0)
-        if 0 in self.tokens and tokens > asked:
-            return (f"a block has {tokens:,} tokens in place of {asked:,}, so that it holds the state of a layer",)
+        if 0 in self.tokens and tokens > block:
+            return (f"a block has {tokens:,} tokens in place of {block:,}, so that it holds the state of a layer",)
         return ()
 
     def request(self, serving: Serving, context: int) -> int:
-        """The blocks of one request of `context` tokens (`max_memory_usage_bytes` of each group)."""
+        """Count the blocks of one request of `context` tokens (`max_memory_usage_bytes` of each group)."""
         groups = zip(self.groups, self.tokens, strict=True)
         return sum(_blocks(group, tokens, serving, context) for group, tokens in groups)
 
     def paged(self, available: Interval, serving: Serving, context: int) -> Paged:
-        """The cache that fills `available` bytes; tokens as vLLM logs them (`_report_kv_cache_config`)."""
+        """Compute the cache that fills `available` bytes, with tokens as vLLM logs them (`_report_kv_cache_config`)."""
         request = self.request(serving, context)
         blocks = Interval(*(size // self.block_bytes for size in available))
         tokens = min(filter(None, self.tokens), default=context)
@@ -71,8 +71,8 @@ class BlockLayout:
 
 
 def block_layout(layers: Sequence[CachedLayer], window: int | None, block: int, name: str) -> BlockLayout:
-    """The blocks of a model whose layers' `bytes` are those of one token, or of a whole state; `window` is that of its
-    sliding ones.
+    """Lay out the blocks of a model. The `bytes` of a layer are those of one token, or of its whole state; `window` is
+    the width of its sliding windows.
 
     Raises `InputError` for layers that these rules do not cover.
     """
@@ -90,22 +90,22 @@ def block_layout(layers: Sequence[CachedLayer], window: int | None, block: int, 
         return BlockLayout((LayerGroup(kind, len(layers), windows.get(kind)),), size, (tokens,))
     page, tokens_of = _page(layers, block, name)
     most, least = max(count.values()), min(count.values())
-    together = most if most < 1.5 * least else least  # the first where that costs little padding
+    together = most if most < 1.5 * least else least  # padding is cheap below 1.5 times as many
     groups = tuple(
-        LayerGroup(kind, len(range(place, count[kind], tables)), windows.get(kind))
+        LayerGroup(kind, len(range(first, count[kind], tables)), windows.get(kind))
         for kind in count
         for tables in (-(-count[kind] // together),)
-        for place in range(tables)
+        for first in range(tables)
     )
     return BlockLayout(groups, page * together, tuple(tokens_of[group.kind] for group in groups))
 
 
 def _page(layers: Sequence[CachedLayer], block: int, name: str) -> tuple[int, dict[str, int]]:
-    """The bytes that a block has for one layer, and how many tokens of each kind of layer go into it."""
-    sizes = {kind: {layer.bytes for layer in layers if layer.kind == kind} for kind in {each.kind for each in layers}}
-    if any(len(found) > 1 for found in sizes.values()):
+    """Return the bytes of a block for one layer, and the tokens of each kind of layer that fit into it."""
+    sizes = {kind: {layer.bytes for layer in layers if layer.kind == kind} for kind in {layer.kind for layer in layers}}
+    if any(len(of_kind) > 1 for of_kind in sizes.values()):
         raise InputError(f"{name} has layers of one kind that cache more than others of it: not covered")
-    of_token = {kind: found.pop() for kind, found in sizes.items() if kind != STATE}
+    of_token = {kind: of_kind.pop() for kind, of_kind in sizes.items() if kind != STATE}
     largest = max(of_token.values())
     if STATE in sizes:
         block = max(block, _ALIGNED * -(-max(sizes[STATE]) // (_ALIGNED * largest)))
@@ -115,8 +115,8 @@ def _page(layers: Sequence[CachedLayer], block: int, name: str) -> tuple[int, di
 
 
 def state_bytes(layer: CachedLayer, width: int | None) -> int:
-    """The bytes of a layer's states as a server keeps them; those of a recurrence `width` bytes for each number, None
-    for as many as the others.
+    """Return the bytes of a layer's states on a server. `width` is the bytes per number of a recurrent state; None: the
+    same as of the others.
     """
     of_model = min(state.itemsize for state in layer.states)
     size = 0
@@ -130,10 +130,13 @@ def state_bytes(layer: CachedLayer, width: int | None) -> int:
 
 
 def _blocks(group: LayerGroup, tokens: int, serving: Serving, context: int) -> int:
-    """A window may begin in the middle of a block; a step's tokens come in before those beyond it go."""
+    """Count the blocks of a group for one request.
+
+    A window may begin in the middle of a block, and a step's tokens are added before the oldest are dropped.
+    """
     if not tokens:
         return 1
     if group.window is None:
         return -(-context // tokens)
-    held = min(group.window - 1 + serving.max_num_batched_tokens, context)
-    return -(-held // tokens) + 1
+    cached = min(group.window - 1 + serving.max_num_batched_tokens, context)
+    return -(-cached // tokens) + 1

@@ -1,4 +1,4 @@
-"""What a paged server holds, row by row: the memory of a card, less weights, the largest step and what isn't PyTorch's.
+"""Size of a paged server's KV cache: the memory of a GPU minus weights, the largest step, and memory outside PyTorch.
 
 It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/worker/gpu_worker.py`).
 """
@@ -38,8 +38,8 @@ H100 (vllm-project/vllm#12126), 0.20 on each of sixteen (#14447). That is what c
 most is the whole context, which engines counted until vllm-project/vllm#19312.
 """
 _WEIGHTS = ("parameter", "buffer")
-_LOOKED = 8
-"""The tokens of the prompt from which the bytes of one more in the cache are found."""
+_PROMPT = 8
+"""The tokens of the prompt that is traced to measure the bytes of one more token in the cache."""
 _ASSUMED = (
     "the largest step runs transformers' own forward: the fused kernels of a server need less between its layers",
     "CUDA graphs come on top of what the server may take, and so do adapters and the models of speculative decoding",
@@ -55,18 +55,20 @@ _PLAIN = (
 
 @dataclass(frozen=True)
 class Server:
-    """A model as one card has it, and how it is served."""
+    """A model as one GPU stores it, and how it is served."""
 
     runner: Runner
     prompts: Prompts
     serving: Serving
     progress: Callable[[str], None] = lambda _: None
     _profiles: dict[tuple[object, ...], tuple[int, int]] = field(default_factory=dict)
-    """The weights of each model that was looked at, and what its largest step needs beyond them."""
+    """For each model, the bytes of its weights, and the bytes that its largest step needs beyond them."""
 
     def report(self, scenarios: Sequence[Scenario], notes: Sequence[str]) -> ServingReport:
-        """One row for each scenario. Raises `InputError` where the model's cache is not covered, and what running the
-        model raises where it runs under no scenario.
+        """Compute one row for each scenario.
+
+        Raises `InputError` where the model's cache is not covered, and the error of the first scenario where the model
+        runs under none.
         """
         config = _text_config(self.runner)
         context = self._context()
@@ -84,18 +86,18 @@ class Server:
                     rows.append(replace(row, reason=str(error)))
         if not layouts or len(errors) == len(rows):
             raise errors[0]
-        asked = replace(self.serving, max_model_len=context)
+        serving = replace(self.serving, max_model_len=context)
         ran = next(number for number, row in enumerate(rows) if row.reason is None)
         remedied = None if _starts(rows[ran]) else self._remedied(scenarios[ran], config, context)
         return ServingReport(
             model=self.runner.name,
             card=self.runner.gpu,
-            asked=asked.record,
+            asked=serving.record,
             budget=self._budget,
             groups=layouts[0].groups,
             serving_rows=tuple(rows),
             remedied=remedied,
-            findings=RULES.findings((tuple(rows), asked, self.runner.gpu, self._budget, remedied)),
+            findings=RULES.findings((tuple(rows), serving, self.runner.gpu, self._budget, remedied)),
             notes=tuple(dict.fromkeys((*notes, *self._beyond(context), *layouts[0].notes(self.serving.block_size)))),
             assumptions=(*_ASSUMED, *([_PLAIN] if any(group.kind == STATE for group in layouts[0].groups) else [])),
         )
@@ -105,7 +107,7 @@ class Server:
         return int(self.runner.gpu.bytes * self.serving.gpu_memory_utilization)
 
     def _remedied(self, scenario: Scenario, config: Any, context: int) -> Remedied:
-        """What would leave room for one request."""
+        """Try remedies that leave room for one request."""
 
         def needed(served: ServedModel) -> int:
             server = replace(self, runner=served.runner, serving=served.serving)
@@ -123,17 +125,17 @@ class Server:
         return context
 
     def _beyond(self, context: int) -> Iterator[str]:
-        """A note where a request is longer than the model has positions for."""
+        """Yield a note where a request is longer than the model has positions for."""
         most = positions(self.runner.model)
         if most and context > most:
             yield f"the model has positions for {most:,} tokens: vLLM takes no longer context on its own ({_ALLOWED})"
 
     def _layout(self, scenario: Scenario, config: Any) -> BlockLayout:
-        """The blocks of the cache, from one more token in the model's own."""
+        """Lay out the blocks of the cache, from the growth of the model's own cache by one token."""
         self.progress(f"{scenario.name}: the cache of one token")
         steps: dict[int, tuple[CachedLayer, ...]] = {}
-        workload = GenerationSteps(Generation(prompt=_LOOKED, max_new_tokens=2), None, steps.__setitem__)
-        trace = self.runner.with_inputs(self.prompts(_LOOKED), 1).run(workload, scenario)
+        workload = GenerationSteps(Generation(prompt=_PROMPT, max_new_tokens=2), None, steps.__setitem__)
+        trace = self.runner.with_inputs(self.prompts(_PROMPT), 1).run(workload, scenario)
         own = _width(trace)
         width = own if self.serving.kv_cache_dtype is None else KV_BYTES[self.serving.kv_cache_dtype]
         _check_states(config, steps[1], self.runner.name)
@@ -161,7 +163,7 @@ class Server:
         return replace(row, paged=layout.paged(available, serving, context))
 
     def _profiled(self, scenario: Scenario) -> tuple[int, int]:
-        """The bytes of the weights, and what the largest step needs beyond them."""
+        """Measure the bytes of the weights, and the bytes that the largest step needs beyond them."""
         self.progress(f"{scenario.name}: a step of {self.serving.max_num_batched_tokens:,} tokens")
         serving = self.serving
         length = serving.max_num_batched_tokens // serving.rows
@@ -188,20 +190,20 @@ def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None
 
 
 def _width(trace: Trace) -> int:
-    """The bytes of one number in a cache of keys and values; 1 where there is no cache. States may have wider ones."""
+    """Return the bytes of one number in a cache of keys and values; 1 where there is no cache. States may be wider."""
     cached = (storage for storage in trace.storages if storage.role == "KV cache" and storage.bytes)
     return min((storage.bytes // math.prod(storage.shape) for storage in cached), default=1)
 
 
 def _state_width(config: Any) -> int | None:
-    """The bytes of one number in a recurrent state, where the config says its dtype."""
+    """Return the bytes of one number in a recurrent state, where the config says its dtype."""
     named = (getattr(config, name, None) for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
     dtypes = (getattr(torch, str(name).removeprefix("torch."), None) for name in named if name)
     return next((dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype)), None)
 
 
 def _text_config(runner: Runner) -> Any:
-    """The config of a model that is served; raises `InputError` for one that is not covered."""
+    """Return the config of a model to serve; raises `InputError` for one that is not covered."""
     config: Any = getattr(runner.model, "config", None)
     for name, what in (("vision_config", "images"), ("audio_config", "sound")):
         if getattr(config, name, None) is not None:
