@@ -171,7 +171,7 @@ def test_a_window_keeps_one_token_less_than_its_width(window: int, blocks: int) 
     65 + 64 are 9; one more since a window may begin in the middle of a block.
     """
     layout = block_layout([CachedLayer(SLIDING, 64)], window, 16, "it")
-    assert layout.request(Serving(batched_tokens=64), 1000) == blocks
+    assert layout.request(Serving(max_num_batched_tokens=64), 1000) == blocks
 
 
 MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
