@@ -165,6 +165,8 @@ def given(name: str) -> bool:
 @contextlib.contextmanager
 def _renames_shown() -> Iterator[None]:
     """While open, old keys of TOML files are named in one line on stderr."""
+    from memsize.processes.patches import assign
+
     show = warnings.showwarning
 
     def shown(message: Warning | str, category: type[Warning], *rest: Any, **keywords: Any) -> None:
@@ -175,7 +177,7 @@ def _renames_shown() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("always", r".* is now \w+$", DeprecationWarning)
-        warnings.showwarning = shown
+        assign(warnings, "showwarning", shown)
         yield
 
 
