@@ -185,12 +185,12 @@ def test_the_command_line(target: str, capsys: pytest.CaptureFixture[str]) -> No
     assert [row["status"] for row in data["rows"]] == ["fits"]
     assert data["generation"] == {
         "prompt": 8,
-        "max_new_tokens": 4,
-        "cache_implementation": None,
-        "kv_cache_dtype": None,
-        "num_beams": 1,
+        "new": 4,
+        "cache": None,
+        "kv_dtype": None,
+        "beams": 1,
         "begun": 0,
-        "prefill_chunk_size": None,
+        "chunk": None,
         "uneven": False,
         "draft": None,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from memsize.errors import InputError
@@ -108,6 +108,21 @@ class Generation:
                 f"assisted generation takes tokens back, which a {kind} cache cannot: "
                 "use --cache-implementation dynamic"
             )
+
+    @property
+    def record(self) -> dict[str, object]:
+        """The generation by the names that answers have for its fields."""
+        return {
+            "prompt": self.prompt,
+            "new": self.max_new_tokens,
+            "cache": self.cache_implementation,
+            "kv_dtype": self.kv_cache_dtype,
+            "beams": self.num_beams,
+            "begun": self.begun,
+            "chunk": self.prefill_chunk_size,
+            "uneven": self.uneven,
+            "draft": asdict(self.draft) if self.draft else None,
+        }
 
     @property
     def start(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -126,7 +126,7 @@ def _fit(
         notes=tuple(dict.fromkeys((*notes, *_notes(runs, traces, budgets, rows)))),
         traces=traces,
         runs=runs.count,
-        generation=asdict(request.generation) if request.generation else {},
+        generation=request.generation.record if request.generation else {},
         missing=missing,
     )
 
