@@ -52,7 +52,7 @@ def test_the_longest_context_fits_and_the_next_does_not(target: str) -> None:
     assert row.budget == 48 * MiB
     assert row.status == "found" and row.size and row.next_size == row.size + 1
     assert fits(target, row, Generation(prompt=row.size - NEW, max_new_tokens=NEW), 3)
-    assert not fits(target, row, Generation(row.next_size - NEW, NEW), 3)
+    assert not fits(target, row, Generation(prompt=row.next_size - NEW, max_new_tokens=NEW), 3)
     assert found.generation["new"] == NEW
     assert "put together from traced steps" in found.notes[-1]
     assert "largest context that fits   generating 20 tokens" in str(found)
@@ -85,7 +85,7 @@ def test_the_frontier_is_the_longest_context_of_each_batch(tmp_path: Path) -> No
     (row,) = (row for row in found.fit_rows if row.batch == 512)
     assert row.size and row.next_size == row.size + 1
     assert fits(f"hf:{path}", row, Generation(prompt=row.size - NEW, max_new_tokens=NEW), 512)
-    assert not fits(f"hf:{path}", row, Generation(row.next_size - NEW, NEW), 512)
+    assert not fits(f"hf:{path}", row, Generation(prompt=row.next_size - NEW, max_new_tokens=NEW), 512)
     assert found.tables()["rows"].records()[0]["batch"] == 256
     text = str(found)
     assert "all 100" in text and f"With {batches[-1]:,} sequences, {sizes[-1]:,} tokens of each fit" in text

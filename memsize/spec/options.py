@@ -212,8 +212,7 @@ REQUIRED: Final = MISSING
 
 @cache
 def _own_options(cls: Any) -> dict[str, Option]:
-    found = {each.name: _named(each) for each in fields(cls) if _OPTION in each.metadata}
-    return found
+    return {declared.name: _named(declared) for declared in fields(cls) if _OPTION in declared.metadata}
 
 
 def _named(declared: Field[Any]) -> Option:
@@ -232,7 +231,7 @@ def _named(declared: Field[Any]) -> Option:
 @cache
 def options_of(request: Any) -> dict[str, Option]:
     """All options of a request and its parts by their keys, in the order of their fields."""
-    return {choice.key: choice for each in fields(request) for choice in _options_at(each)}
+    return {choice.key: choice for declared in fields(request) for choice in _options_at(declared)}
 
 
 def _options_at(declared: Field[Any]) -> Iterator[Option]:

@@ -1,4 +1,4 @@
-"""What each command and each function of memsize is asked: one request each, put together from parts they share."""
+"""Requests: one for each command and function of memsize, put together from parts that they share."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _allow_writes() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRequest:
-    """What each byte of a model is."""
+    """A report on each byte of a model."""
 
     model: ModelRequest = _model()
     training: Training | None = part(Training, **_TRAINING)
@@ -103,7 +103,7 @@ class ReportRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffRequest:
-    """What changed from one model, revision, saved run or checkpoint to another."""
+    """A comparison of two models, revisions, saved runs or checkpoints."""
 
     before: Any = option(REQUIRED, "", positional=True)
     after: Any = option(REQUIRED, "", positional=True)
@@ -179,7 +179,7 @@ class VerifyRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRequest:
-    """What channels last does to a model."""
+    """The effect of channels last on a model."""
 
     model: ModelRequest = _model()
     scenario: str = _scenario()
@@ -251,7 +251,7 @@ class FitScriptRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """What a language model holds while it generates."""
+    """The memory of a language model while it generates."""
 
     model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode"))
     prompt: int | str | Iterable[int] = option(
@@ -283,13 +283,13 @@ class GenerateRequest:
 
     @property
     def draft(self) -> Draft | None:
-        """What proposes tokens before each step."""
+        """The source of the tokens that are proposed before each step."""
         return Draft.of(self.assistant_model, self.prompt_lookup_num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRequest:
-    """What a paged server holds."""
+    """The memory of a paged server."""
 
     model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode"))
     serving: Serving = part(Serving)
@@ -341,7 +341,7 @@ class VirtualGpuRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRequest:
-    """What takes up the space in a checkpoint."""
+    """The contents of a checkpoint, by size."""
 
     path: _Path = option(REQUIRED, "", positional=True, kind="path", metavar="FILE")
     against: nn.Module | str | None = option(
@@ -362,7 +362,7 @@ class CheckpointRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainRequest:
-    """What a memory snapshot of a real GPU shows."""
+    """An explanation of a memory snapshot of a real GPU."""
 
     snapshot: _Path = option(REQUIRED, "", positional=True, kind="path", metavar="FILE")
     against: Any = option(
