@@ -160,6 +160,16 @@ def test_no_scenario_sees_that_others_ran(build: Callable[[], nn.Module], value:
     assert shown == {name: alone[name] for name in ("amp-bf16", "fp16", "fp32")}
 
 
+def test_findings_come_in_the_order_of_the_scenarios_whichever_ran_first() -> None:
+    names = ("int8-dynamic", "int8-weight", "fp8-weight")
+    in_order, reverse = builder(Small(), IMAGE), builder(Small(), IMAGE)
+    for name in reversed(names):
+        reverse.trace(SCENARIOS[name])
+    scenarios = tuple(SCENARIOS[name] for name in names)
+    expected = [finding.text() for finding in in_order.build(scenarios, default=False).findings]
+    assert [finding.text() for finding in reverse.build(scenarios, default=False).findings] == expected
+
+
 def test_a_model_that_remembers_is_left_as_it_was() -> None:
     model = Restless()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

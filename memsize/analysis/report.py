@@ -335,10 +335,12 @@ class ReportBuilder:
         """The evidence of the requested scenarios. fp32 is part of it only as the run to compare with."""
         runs = {result.name: result.trace for result in (*results, *filter(None, [fp32])) if result.trace}
         amp = next((name for name in _AMP if name in runs), None)
+        # Workers finish in any order; findings come in the order of the scenarios.
+        layers = self.runner.skipped_layers
         return Evidence(
             as_given=own.trace,
             runs=runs,
-            skipped_layers={name: left for name, left in self.runner.skipped_layers.items() if name in runs},
+            skipped_layers={name: layers[name] for name in runs if name in layers},
             readings=own.readings,
             peaks={result.name: result.training for result in results if result.training},
             inference={result.name: result.inference for result in results if result.inference},
