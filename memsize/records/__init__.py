@@ -1,1 +1,1 @@
-"""What is measured or concluded, as frozen records. Nothing here needs torch."""
+"""Frozen records of measurements and conclusions. Nothing here needs torch."""

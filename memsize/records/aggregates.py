@@ -1,7 +1,7 @@
-"""What a `Trace` adds up to: totals, the visible rows of the layer table, and what is alive when.
+"""Sums over a `Trace`: totals, the visible rows of the layer table, and the live bytes after each event.
 
-Pure reads of the record, in its own order. What a module stores is counted from `Trace.tensors`, what it makes and
-keeps from `Trace.layers`, so that rows and totals come from the same figures and agree.
+Pure functions of the record, in its own order. The bytes that a module stores come from `Trace.tensors`, its outputs
+and saved tensors from `Trace.layers`, for rows and totals alike, so that they agree.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ COUNTED = ("parameter", "packed")
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What one run adds up to, in bytes except `parameters` and `trainable`, which count elements, and `multiply_adds`.
+    """The totals of one run, in bytes except `parameters` and `trainable`, which count elements, and `multiply_adds`.
 
     `attribute_bytes` are tensors that a module holds without registering them, `master_bytes` the copies of parameters
-    that a recipe's optimizer keeps outside the model. `saved_bytes` is all that is kept for
-    backward, parameters apart; the `saved_…` figures after it are the parts of it that another figure here also counts.
+    that a recipe's optimizer keeps outside the model. `saved_bytes` are all tensors saved for backward, without
+    parameters; the `saved_…` figures after it are the parts of it that another figure here also counts.
     """
 
     parameters: int = 0
@@ -43,7 +43,7 @@ class Totals:
 
     @property
     def stored(self) -> int:
-        """All that the model itself holds: parameters, buffers and unregistered tensors."""
+        """Bytes stored by the model itself: parameters, buffers and unregistered tensors."""
         return self.parameter_bytes + self.buffer_bytes + self.attribute_bytes
 
     @property
@@ -56,16 +56,16 @@ class Totals:
 
     @property
     def training(self) -> int:
-        """The model, its master weights, its input, its cast copies and what is kept for backward, each byte once.
+        """The model, its master weights, its input, its cast copies and its saved tensors, each byte once.
 
-        Where a training step stands before its backward, without gradients and optimizer state.
+        The memory of a training step just before its backward, without gradients and optimizer state.
         """
         saved_alone = self.saved_bytes - self.saved_cast_bytes - self.saved_input_bytes
         return self.stored + self.master_bytes + self.input_bytes + self.cast_bytes + saved_alone
 
 
 def totals(trace: Trace) -> Totals:
-    """What `trace` adds up to."""
+    """Return the totals of `trace`."""
     counted = [tensor for tensor in trace.tensors if tensor.kind in COUNTED]
     return Totals(
         parameters=sum(map(_elements, counted)),
@@ -133,7 +133,7 @@ class Row:
 
     @property
     def hollow(self) -> bool:
-        """Whether the row carries no figure at all."""
+        """Whether the row has no figure at all."""
         return not (
             self.parameters
             or self.parameter_bytes
@@ -148,7 +148,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What one visible row adds up: its module, the modules folded into it, and the tensors that they hold."""
+    """The members of one visible row: its module, the modules folded into it, and the tensors that they hold."""
 
     head: Layer
     folded: tuple[Layer, ...]
@@ -297,7 +297,7 @@ def _layer_marks(group: _Group, tensors: Sequence[StoredTensor], trace: Trace) -
 
 
 def _call_marks(group: _Group, tensors: Sequence[StoredTensor], missing: str) -> Iterator[str]:
-    """What was not called, and which parameters no op read. A module that only holds others is never called itself."""
+    """Yield marks for leaf modules that were not called and for parameters that no op read."""
     idle = {layer.path for layer in group.folded if layer.leaf and not layer.calls}
     read = {tensor.layer for tensor in tensors if tensor.used}
     leaves = sum(layer.leaf for layer in group.folded)
@@ -322,7 +322,7 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 def _memory_marks(outputs: Sequence[Output]) -> Iterator[str]:
-    """How outputs that cost nothing came about; a module whose outputs are all new memory needs no mark."""
+    """Yield marks for outputs without new memory, such as views; a module whose outputs are all new needs no mark."""
     says = {"view": "view", "in place": "in place", "passed": "returns its input"}
     for memory in dict.fromkeys(output.memory for output in outputs):
         if memory != "new":
@@ -342,7 +342,7 @@ def _tensor_marks(tensors: Sequence[StoredTensor]) -> Iterator[str]:
 
 
 def live_bytes(events: Iterable[Event]) -> tuple[int, ...]:
-    """How many bytes are alive after each event."""
+    """Return the live bytes after each event."""
     return tuple(accumulate(event.delta for event in events))
 
 

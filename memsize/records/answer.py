@@ -1,4 +1,4 @@
-"""What every command answers with: a value that prints, shows itself in a notebook, becomes JSON and says why."""
+"""The base classes of every command's answer: a value that can be printed, shown in a notebook and written as JSON."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Renderable:
-    """What `memsize.render` draws in any format. `kind` names the module of `memsize.documents` that says how."""
+    """A value that `memsize.render` draws in any format. `kind` names the answer's entry in `memsize.records.kinds`."""
 
     __slots__ = ()
 
     kind: ClassVar[str]
 
     def tables(self) -> dict[str, FlatTable]:
-        """Everything in it that is a table, by name."""
+        """Return all tables of the value, by name."""
         raise NotImplementedError
 
     def _drawn(self, format: str) -> str:
@@ -73,7 +73,7 @@ _FINDING_FIELDS: Final = Fields[Finding](
 
 
 class Saveable:
-    """What a file can hold whole. `kind` is the name that the file gives it."""
+    """An answer that can be saved to a file whole. `kind` is its name in the file."""
 
     __slots__ = ()
 
@@ -98,7 +98,7 @@ class Answer(Renderable, Saveable):
         # No attribute of the class: a dataclass would take it for the default of its own field.
         @property
         def findings(self) -> tuple[Finding, ...]:
-            """What was found out, most important first."""
+            """The findings, most important first."""
 
     def why(self) -> FindingList:
         """The findings, most important first."""
@@ -112,7 +112,7 @@ class Answer(Renderable, Saveable):
         return text
 
     def plot(self, unit: str | None = None) -> Figure:
-        """What its page shows first as a figure of plotly, in `unit`: bars, or a program's run over time.
+        """Return the first picture of the answer's page as a plotly figure in `unit`: bars, or a run over time.
 
         Raises `OutputError` without plotly, and where there is nothing to plot.
         """

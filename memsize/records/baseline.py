@@ -22,7 +22,7 @@ _MOST_BYTES: Final = 1 << 26
 
 
 class LayerFigures(NamedTuple):
-    """What a layer stores itself, and keeps for backward, in bytes."""
+    """The bytes that a layer itself stores, and those that it keeps for backward."""
 
     stored: int
     kept: int

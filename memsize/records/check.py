@@ -1,4 +1,4 @@
-"""`Check`: what a project's limits and baselines say of its models, and what is wrong."""
+"""`Check`: a project's models compared with their limits and baselines, and the problems of each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Figure:
 
     @property
     def case(self) -> str:
-        """What is checked: the limit of the figure, or its growth."""
+        """The name of this check: the figure's own for its limit, with ``, growth`` for its growth."""
         return self.name if self.baseline is None else f"{self.name}, growth"
 
 
@@ -52,7 +52,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """What was found about one target. `file` and `line` are where it is defined, relative to the project's folder.
+    """The figures and problems of one target, defined at `line` of `file`, a path relative to the project's folder.
 
     `error` says why there are no figures: what is wrong with the call, the target or its baseline.
     """
@@ -65,7 +65,7 @@ class CheckedModel:
     error: str | None = None
 
     def count(self, severity: Severity) -> int:
-        """How many problems are that serious."""
+        """Count the problems of this severity."""
         return sum(problem.severity == severity for problem in self.problems)
 
 
@@ -171,7 +171,7 @@ class Check(Answer):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is wrong, target by target."""
+        """The findings behind all problems, target by target."""
         return tuple(problem.finding for model in self.models for problem in model.problems)
 
     def worst(self) -> Severity | None:

@@ -63,7 +63,7 @@ def plain(record: Any) -> Any:
 
 
 def reader(hint: Any) -> Convert:
-    """What turns plain data into a value of the annotated type `hint`; it raises TypeError or ValueError."""
+    """Return a function from plain data to a value of the annotated type `hint`; it raises TypeError or ValueError."""
     return coder(hint).read
 
 
@@ -215,7 +215,7 @@ def _scalar(hint: Any) -> Convert:
 
 
 def _write_any(value: Any) -> Any:
-    """A value of a finding, whose type nothing says: what JSON cannot tell apart is named."""
+    """Encode a value of a finding, which has no annotated type: bytes and tuples carry the name of their type."""
     if isinstance(value, Bytes):
         return {"bytes": int(value)}
     if isinstance(value, tuple):

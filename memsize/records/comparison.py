@@ -62,7 +62,7 @@ class Change:
 
     @property
     def resized(self) -> bool:
-        """Whether it has another shape in the second model."""
+        """True if the tensor has another shape in the second model."""
         return self.before is not None and self.after is not None and self.before.spec.shape != self.after.spec.shape
 
     @property
@@ -96,8 +96,8 @@ checkpoint's file."""
 
 
 class LayerSizes(NamedTuple):
-    """What layers add up to: `parameters` in elements; in bytes what they store, their new outputs, and what they keep
-    for backward."""
+    """The sums of several layers: `parameters` in elements, and in bytes `stored` tensors, new `outputs`, and tensors
+    `kept` for backward."""
 
     parameters: int = 0
     stored: int = 0
@@ -355,7 +355,7 @@ class Comparison(Answer):
 
     @property
     def totals(self) -> tuple[Totals, Totals]:
-        """What the two add up to."""
+        """The totals of the first model or file, and of the second."""
         return totals(self.before), totals(self.after)
 
     @property

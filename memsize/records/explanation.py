@@ -1,4 +1,4 @@
-"""`Explanation`: what a memory snapshot of a real GPU shows to have been alive, and where it was made."""
+"""`Explanation`: the live blocks in a memory snapshot of a real GPU, and the stacks that allocated them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ the history begins; and those made at lines that tell nothing of their use.
 
 
 def category_noun(category: str) -> str:
-    """What the blocks of a category are called together."""
+    """Return the plural noun for the blocks of a category."""
     return TITLES[category].noun if category in TITLES else UNKNOWN[category]
 
 
@@ -159,7 +159,7 @@ PLACE_FIELDS: Final = Fields[Place](
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Answer):
-    """What was alive on `device` at one `moment`, by category and by place; the bytes of `alive` add up to `requested`.
+    """Live blocks on `device` at one `moment`, by category and by stack; the bytes of `alive` add up to `requested`.
 
     `reserved_then` are the segments at that moment, `reserved` the state of the allocator when the snapshot was taken.
     `line` is the program's line at the moment, `entries` the length of the recorded history.

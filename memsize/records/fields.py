@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 class Kind(NamedTuple):
-    """What a field holds: how its column is drawn, and the type of its cells. `is_size`: files hold bytes."""
+    """The kind of a field: how its column is drawn, and the type of its cells. `is_size`: files hold bytes."""
 
     drawn: ColumnKind
     cell: Callable[[Any], Cell]

@@ -1,4 +1,4 @@
-"""What a rule found: a cause in numbers, and the sentence that a renderer makes of them; and tables of such rules."""
+"""Findings: a cause in numbers, with the sentence that a renderer makes of them; and tables of rules that find them."""
 
 from __future__ import annotations
 

@@ -245,9 +245,9 @@ class Crossing:
 
 
 class FitRun(NamedTuple):
-    """Which of a fit's runs it is: its scenario and size, and the first of the GPUs that run alike.
+    """The key of one of a fit's runs: its scenario and size, and the first of the GPUs that run the same kernels.
 
-    `batch` is that of a run whose context was searched for at several.
+    `batch` is set where a context length was searched for at several batches, else None.
     """
 
     scenario: str
@@ -258,11 +258,11 @@ class FitRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Fit(Answer):
-    """What fits: one row per scenario and GPU, findings about them, remedies, and the traces behind it all.
+    """The answer of `memsize fit`: one row per scenario and GPU, findings, remedies, and the traces behind them.
 
-    `vary` names what was searched for, `asked` the size that was asked about (None: the largest), `optimizer` the
-    training's, if there is one; `generation` what is generated, by the fields of
-    `memsize.spec.generation.Generation`, and empty where nothing is.
+    `vary` names the size that is searched (such as the batch), `asked` is the size that the user asked about (None: the
+    largest that fits). `optimizer` is empty without training. `generation` holds the fields of
+    `memsize.spec.generation.Generation`, and is empty where no tokens are generated.
     """
 
     kind: ClassVar = "fit"
@@ -281,7 +281,7 @@ class Fit(Answer):
     runs: int = 0
     generation: Mapping[str, object] = attribute(default_factory=dict)
     missing: tuple[str, ...] = ()
-    """What was not run since Ctrl-C ended it before; empty where the answer is complete."""
+    """The parts of the answer that are missing because of Ctrl-C; empty where it is complete."""
 
     @property
     def stack(self) -> str:
@@ -322,11 +322,11 @@ class Fit(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a process may take on a GPU. `device` is all of it, `context` what CUDA takes of that at most.
+    """The bytes that a process may use on a GPU: `device` is all memory, `context` the most that CUDA takes of it.
 
     `card` decides which kernels run. `parallel` is how a training is spread over several such GPUs (``"fsdp=8"``), of
-    which this is the budget of one, and `gpus` how many they are. `fraction` is the share of `device` that the
-    allocator may hold at most, by its settings. `notes` are what a reader must know about the figures.
+    which this is the budget of one, and `gpus` is their number. `fraction` is the largest share of `device` that the
+    allocator's settings let it hold. `notes` are remarks that a reader of the figures needs.
     """
 
     name: str
@@ -340,7 +340,7 @@ class Budget:
     gpus: int = 1
 
     def runs_as(self, other: Budget) -> bool:
-        """Whether what is run on it is what is run on `other`, however much memory they have."""
+        """Whether both GPUs run the same kernels with the same parallel strategy, whatever their memory."""
         return (self.card.kernels, self.parallel) == (other.card.kernels, other.parallel)
 
     @property
@@ -386,7 +386,7 @@ class Alike(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """What stops a size from fitting: the request that failed, when and where, and the role with most bytes by then.
+    """The reason why a size does not fit: the failed request, when and where, and the role with most live bytes.
 
     `roles` are the bytes alive at that moment by role, the request included; `largest` are the tensors of one shape
     that hold most of them.

@@ -1,4 +1,4 @@
-"""`GenerationReport`: what generating tokens holds, for each scenario and batch."""
+"""`GenerationReport`: the memory of token generation, for each scenario and batch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class GenerationRow:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits the GPU; None where it could not be run."""
+        """True if the run fits the GPU; None where it could not be run."""
         return None if self.estimate is None else self.estimate.shortage is None
 
 
@@ -211,7 +211,7 @@ CACHE_FIELDS: Final = Fields[CachedRow](
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GenerationReport(Answer):
-    """What generating tokens holds: one row per scenario, batch and prompt, and the run behind the largest of them."""
+    """The memory of token generation: one row per scenario, batch and prompt, and the run with the highest peak."""
 
     kind: ClassVar = "generation"
 
@@ -226,11 +226,11 @@ class GenerationReport(Answer):
     notes: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     asked: Mapping[str, object] = attribute(default_factory=dict)
-    """What `generate` was called with."""
+    """The arguments of `generate`."""
     allocator: str = ""
     """The settings of the caching allocator as JSON data; empty where they are PyTorch's."""
     remedied: Remedied | None = None
-    """What would make the first row fit that does not, of the first scenario; None where all of its rows do."""
+    """Remedies for the first row of the first scenario that does not fit; None where all of its rows fit."""
 
     @property
     def ran(self) -> tuple[GenerationRow, ...]:

@@ -33,12 +33,12 @@ class Card:
 
     @property
     def kernels(self) -> tuple[object, ...]:
-        """What decides a run: cards that share it run the same kernels."""
+        """The key of the kernels that this card runs: cards with an equal key run the same ones."""
         return self.capability, self.platform
 
     @property
     def note(self) -> str | None:
-        """What a reader must know about figures for this card; None where there is nothing."""
+        """A remark that figures for this card need; None for a CUDA card, which needs none."""
         if self.platform == "CUDA":
             return None
         return (
@@ -84,7 +84,7 @@ LIVE_FIELDS: Final = Fields[LiveStorage](
 
 
 class StreamShare(NamedTuple):
-    """What one of several CUDA streams takes: the caching allocator reuses memory on the stream that it is from alone.
+    """The memory of one of several CUDA streams: the caching allocator reuses a block only on its own stream.
 
     `requested` is the most that its tensors ask for at one time, most of it as `role`, and `reserved` is what it has of
     the segments when those of all streams together are at their peak. `collectives` are the kinds that write there.
@@ -98,16 +98,17 @@ class StreamShare(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is for where that can be told: the default stream, or that of some collectives."""
+        """The stream's purpose if it is known (``default``, or its collectives), else its number (``stream 7``)."""
         named = ", ".join(self.collectives) if self.stream else "default"
         return named or f"stream {self.stream}"
 
 
 class RecordStreamCost(NamedTuple):
-    """What it may cost that `record_stream` handed tensors to other streams: freed, `tensors` of them wait for those.
+    """The possible cost of `record_stream`: the blocks of `tensors` tensors that it handed to other streams.
 
-    `reserved` is its peak where the GPU is so far behind the program that each waits until the program does. `runs_out`
-    says whether memory may run out then: PyTorch waits for other streams before it gives up, but asks CUDA alone after.
+    A freed block cannot be reused before those streams have passed it. `reserved` is the peak of reserved bytes where
+    the GPU is so far behind the program that each block waits until the program itself waits. `runs_out` says whether
+    memory may run out then: PyTorch waits for other streams before it gives up, but afterwards only asks CUDA.
     """
 
     tensors: int

@@ -37,7 +37,7 @@ class AnswerKind(NamedTuple):
 
     @property
     def reader(self) -> str:
-        """What shows a saved run of this kind: a command, or `memsize.load` where the command takes no file."""
+        """The hint how to read a saved run of this kind: by its command, or by `memsize.load` for a comparison."""
         return f"memsize {self.command} shows it" if self.name != "comparison" else "memsize.load reads it"
 
 

@@ -160,7 +160,7 @@ def _joined(formats: Iterable[object]) -> str:
 
 
 def _strided(lies: Format) -> str:
-    """What tables call a format."""
+    """Return the name of a format in tables, where `other` is called strided."""
     return "strided" if lies == "other" else lies
 
 
@@ -278,7 +278,7 @@ COPY_TABLE: Final = ("layer", "op", "tensor", "before", "after", "hidden", "plac
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LayoutReport(Answer):
-    """What `memsize layout` found: where channels last is kept, which op loses it, and what that copies."""
+    """The answer of `memsize layout`: layers that keep channels last, ops that lose it, and the copies they cause."""
 
     kind: ClassVar = "layout"
 

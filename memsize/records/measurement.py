@@ -1,6 +1,6 @@
-"""What one real run on a GPU took, with its log of allocations and frees, and the JSON of both.
+"""Measurements of one real run on a GPU, with its log of allocations and frees, and the JSON of both.
 
-Sizes are bytes. What could not be read is None, and a run that ran out of memory says so in `error`.
+Sizes are bytes. A figure that could not be read is None, and a run that ran out of memory says so in `error`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LogEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AllocationLog:
-    """What was allocated and freed, in order. Places stand in a table of their own, because they come again often."""
+    """Allocations and frees in order. Locations have a table of their own, because they repeat often."""
 
     places: tuple[OpLocation, ...]
     entries: tuple[LogEntry, ...]
@@ -112,9 +112,9 @@ _MOST_VALUES: Final = 16_000_000
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWorkload:
-    """What was run: which model on which inputs, under which scenario, and how it was trained (optimizer None: not).
+    """The measured workload: model, inputs, scenario, and the training (`optimizer` None: no training).
 
-    `steps` is how many were run up to the one that was looked at; `seed` that of every generator before the first.
+    `steps` counts the steps up to and including the measured one; `seed` seeds every generator before the first step.
     """
 
     model: str
@@ -194,13 +194,13 @@ class ConvolutionWorkspace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one real run took.
+    """The measurement of one real run.
 
     `peaks` are those of the whole run after the model was built, `steady` those of its last step. `skipped` counts
-    steps that a GradScaler left out before that one, which were run again. `tracked` is what PyTorch's MemTracker says
-    of one more such step, `untracked` why it says nothing. `log` holds the allocations of the last step. `workspaces`
-    are what the cuDNN of this stack said before the run, so that it need not be asked again: with its benchmark, the
-    most of any plan.
+    the steps before it that a GradScaler skipped; they were run again. `tracked` is the figure of PyTorch's MemTracker
+    for one more such step, `untracked` the reason where there is none. `log` holds the allocations of the last step.
+    `workspaces` are the sizes that cuDNN of this stack reported before the run (with its benchmark, the largest of any
+    plan), so that a comparison need not ask the library again.
     """
 
     workload: MeasuredWorkload

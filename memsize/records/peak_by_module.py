@@ -1,4 +1,4 @@
-"""What each module holds at the peak of a run: the storages that are alive then, by the module that they belong to."""
+"""Each module's bytes at the peak of a run: the storages that are alive then, by the module that they belong to."""
 
 from __future__ import annotations
 

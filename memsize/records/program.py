@@ -1,4 +1,4 @@
-"""`ProgramRun`: what a program would do to a GPU, as its run on a virtual one showed."""
+"""`ProgramRun`: the memory that a program would use on a GPU, as its run on a virtual GPU showed."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Refused(NamedTuple):
 
 
 class WentOn(NamedTuple):
-    """What the program did after the last request that the card could not serve: the training `steps` that it made,
-    and the most that the GPU would show, None where nothing more was put on it.
+    """The rest of a program after the last request that the card could not serve: the training `steps` it made, and
+    the highest memory use that the GPU would show, None where the program put nothing more on it.
     """
 
     steps: int
@@ -61,7 +61,7 @@ class WentOn(NamedTuple):
 
 
 class Assumed(NamedTuple):
-    """What was taken for granted, and the lines that relied on it, in the order in which they did."""
+    """An assumption, and the lines of the program that relied on it, in order of execution."""
 
     text: str
     lines: tuple[str, ...]
@@ -80,7 +80,7 @@ class Holder(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """What every step leaves behind: `bytes` in the last one, most of it made at `line` and kept by `holder`."""
+    """Memory that every step leaves behind: `bytes` in the last one, most of it made at `line` and kept by `holder`."""
 
     bytes: int
     line: str | None
@@ -100,8 +100,8 @@ class KeptGradients(NamedTuple):
 
 
 class NeedsGpu(NamedTuple):
-    """What the program failed for want of a real GPU, at `line`: an `op` without a shape rule, a `triton` kernel, an
-    `extension` in C++, or a `package` of CUDA kernels, with what to take `instead` of it.
+    """The code at `line` that failed for want of a real GPU: an `op` without a shape rule, a `triton` kernel, an
+    `extension` in C++, or a `package` of CUDA kernels, with a substitute to use `instead`.
     """
 
     what: Literal["op", "triton", "extension", "package"]
@@ -146,7 +146,7 @@ class ProgramRun(Answer):
 
     @property
     def ran_out(self) -> bool:
-        """Whether it ended because the card refused a request."""
+        """True if the program ended because the card could not serve a request."""
         return bool(self.refused) and self.went_on is None
 
     def tables(self) -> dict[str, FlatTable]:

@@ -123,7 +123,7 @@ class RankRuns(Answer):
 
     @property
     def noun(self) -> str:
-        """What is counted: the ranks of a job, or the GPUs of one process."""
+        """The noun for the members of `groups`: ``GPU`` where one process drives all GPUs, else ``rank``."""
         return "GPU" if self.groups[0].run.trace.world.one_process else "rank"
 
     def named(self, group: RankGroup) -> str:

@@ -149,11 +149,11 @@ SCENARIO_FIELDS: Final = Fields[ScenarioRow](
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report(Answer):
-    """What each byte of one model is, scenario by scenario, and why.
+    """The memory of one model byte by byte, scenario by scenario, with findings about the causes.
 
-    `trace` is the run that the layer table shows. `baseline` is what percentages compare with: unless given, the `fp32`
-    scenario where it is among the results. `failure` says where the run of `trace` stopped, if it did. `gpu` and
-    `optimizer` name what peaks are for.
+    `trace` is the run that the layer table shows. `baseline` holds the figures that percentages compare with; without
+    one, they are those of the `fp32` scenario, if it is among the results. `failure` says where the run of `trace`
+    stopped, if it did. `gpu` and `optimizer` name the GPU and the optimizer that peaks are predicted for.
     """
 
     kind: ClassVar = "report"
@@ -170,7 +170,7 @@ class Report(Answer):
     allocator: str = ""
     """The settings of the caching allocator as JSON data; empty where they are PyTorch's."""
     missing: tuple[str, ...] = ()
-    """What was not run since Ctrl-C ended it before; empty where the report is complete."""
+    """The parts of the report that are missing because of Ctrl-C; empty where it is complete."""
 
     @property
     def totals(self) -> Totals:
@@ -179,7 +179,7 @@ class Report(Answer):
 
     @property
     def fp32(self) -> Totals | None:
-        """What percentages compare with, None when no float32 figures are known."""
+        """The totals that percentages compare with: `baseline`, else those of `fp32`; None where there are neither."""
         candidates = (result.totals for result in self.scenario_results if result.name == "fp32")
         return self.baseline or next(candidates, None)
 
@@ -190,12 +190,12 @@ class Report(Answer):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the runs took for granted, each once."""
+        """The assumptions of all runs, without duplicates."""
         return tuple(dict.fromkeys(text for trace in self._traces for text in trace.assumptions))
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What a reader must know about how the figures were made, each once: the report's notes and its runs'."""
+        """Remarks on how the figures were made: the notes of the report and of its runs, without duplicates."""
         return tuple(dict.fromkeys((*self.notes, *(text for trace in self._traces for text in trace.notes))))
 
     @property

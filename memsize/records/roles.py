@@ -1,4 +1,4 @@
-"""The one table of roles, in the order in which they are stacked and listed: what stays longest first.
+"""The one table of roles, in the order in which they are stacked and listed: the longest-lived first.
 
 A new role is one more entry. Everything that reads a trace takes it from here, and a file that names another is refused
 (`memsize.records.codec`).
@@ -64,7 +64,7 @@ buffer is what a collective reads or writes, and nothing else. A `temporary` is 
 
 
 def noun(role: Role) -> str:
-    """What the bytes of `role` are called together: ``"cast copies"``."""
+    """Return the plural noun for the bytes of `role`: ``"cast copies"``."""
     return TITLES[role].noun
 
 

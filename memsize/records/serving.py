@@ -1,4 +1,4 @@
-"""`ServingReport`: what a paged server holds, for each scenario."""
+"""`ServingReport`: the memory of a paged server, for each scenario."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ GROUP_FIELDS: Final = Fields[LayerGroup](
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ServingReport(Answer):
-    """What a paged server holds: one row per scenario. All bytes are those of one card."""
+    """The memory of a paged server: one row per scenario. All bytes are those of one card."""
 
     kind: ClassVar = "serving"
 
@@ -146,7 +146,7 @@ class ServingReport(Answer):
     groups: tuple[LayerGroup, ...]
     serving_rows: tuple[ServingRow, ...]
     remedied: Remedied | None = None
-    """Where the first scenario has no room for one request: what would make room, `peak` being what it needs."""
+    """Remedies where the first scenario has no room for one request, else None; `peak` is the memory that it needs."""
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = attribute(default=())

@@ -168,7 +168,7 @@ def varying(cells: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
 
 
 def phrase_of(settings: Mapping[str, object], keys: Iterable[str]) -> str:
-    """Those of `settings` that are named by `keys` in a few words: ``timm:resnet18, amp-fp16, batch 8, Tesla T4``."""
+    """Describe the `settings` named by `keys` in a few words: ``timm:resnet18, amp-fp16, batch 8, on Tesla T4``."""
     words = {"batch_size": "batch {}", "seq_len": "{} tokens", "gpu": "on {}", "train": "training with {}"}
     parts = (words.get(key, "{}").format(setting_text(settings[key])) for key in keys if settings.get(key) is not None)
     return ", ".join("inference" if part == "training with none" else part for part in parts)

@@ -134,7 +134,7 @@ class Timeline(Renderable):
         return self.moment(max(range(first, stop), key=self.total.__getitem__))
 
     def moment(self, event: int) -> PeakMoment:
-        """What is alive after `event`."""
+        """Return the moment after `event`: its live bytes by role, its layer and its op."""
         roles = {role: column[event] for role, column in self.live.items() if column[event]}
         return PeakMoment(event, self.total[event], self._path(event), self.op[event], roles)
 
@@ -153,9 +153,9 @@ class Timeline(Renderable):
         return [max(range(start, stop), key=self.total.__getitem__) for start, stop in pairwise(bounds)]
 
     def stretches(self, most: int) -> tuple[Stretch, ...]:
-        """Which layer runs when, as deep into the model as `most` stretches can tell.
+        """Split the run into stretches of one layer each, at the greatest depth that gives at most `most` of them.
 
-        What a module only releases between two of its children counts as the end of the first one's stretch.
+        Frees of a module between two of its children count as the end of the first child's stretch.
         """
         depth = max((path.count(".") + 1 for path in self.layers if path), default=0)
         while (timeline := self._stretches(depth)) and len(timeline) > most and depth > 0:

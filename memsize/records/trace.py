@@ -190,7 +190,7 @@ class DeferredFree(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolReport:
-    """What a summary tool says of the same model: its count of parameters, and the bytes that it derives from them."""
+    """A summary tool's figures for the same model: its count of parameters, and the bytes that it derives from them."""
 
     tool: str
     parameters: int

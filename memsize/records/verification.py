@@ -159,9 +159,10 @@ class VerifiedRun:
 
 @dataclass(frozen=True, repr=False)
 class Verification(Answer):
-    """What `memsize verify` found: each run on the GPU beside its prediction, and where they differ.
+    """The answer of `memsize verify`: each run on the GPU beside its prediction, and where they differ.
 
-    `runs` are one workload's: cuDNN's benchmark off and, where convolutions run, on. `command` is what made it.
+    `runs` are one workload's: cuDNN's benchmark off and, where convolutions run, on. `command` is the command line that
+    was run.
     """
 
     kind: ClassVar = "verification"
@@ -231,7 +232,7 @@ class AllocationDifference:
 
     @property
     def bytes(self) -> int:
-        """How much more the real step has at some moment (< 0: how much less)."""
+        """Real less predicted bytes at the moment where the two differ (< 0: the real step has less)."""
         if self.kind in ("freed later", "freed earlier"):
             freed_bytes = self.real or 0
             return freed_bytes if self.kind == "freed later" else -freed_bytes
@@ -269,13 +270,13 @@ DIFFERENCE_FIELDS: Final = Fields[AllocationDifference](
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """What two logs share and where they differ, in order of the step."""
+    """The matching allocations of two logs and their differences, in order of the step."""
 
     predicted: int
     real: int
     matched: int
     differences: tuple[AllocationDifference, ...]
-    """How many allocations each log has, how many are matched, and what is not the same."""
+    """Counts of the allocations of each log and of the matched ones; `differences` lists the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,11 +67,11 @@ def render(
 ) -> str:
     """`answer` in one of `FORMATS`, ending in a newline; or as ``"notebook"``, which is a part of a page.
 
-    `unit` is what bytes are drawn in (json and csv always hold exact bytes): without one MiB, or less for a model so
-    tiny that MiB say nothing of it. Text fits `width` characters when it is
-    given, and shows as much as `height` lines have room for; it is complete without. `colour` is for a terminal.
-    `view` chooses what of the answer is shown, where that can be chosen: the fields of its document, such as `depth`
-    and `columns` of a report. json holds everything, whatever it says; csv holds the document's first flat table.
+    `unit` is the unit of bytes (json and csv always hold exact bytes); the default is MiB, or a smaller unit for a
+    model so tiny that its sizes in MiB would round to nothing. Text fits `width` characters if that is set, and shows
+    only the parts that `height` lines have room for; without `height` it is complete. `colour` is for a terminal.
+    `view` sets fields of the answer's document that choose what is shown, such as `depth` and `columns` of a report.
+    json holds everything, whatever `view` says; csv holds the document's first flat table.
 
     Raises `OutputError` for an unknown format, unit or column, and for a depth that there is not.
     """
@@ -148,7 +148,7 @@ def _in_json(character: str) -> str:
 
 
 def format_of(name: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> str:
-    """Which of `formats` a file called `name` is in, by its suffix; raises `OutputError` when none has it."""
+    """Return the one of `formats` that the suffix of the file `name` stands for; raise `OutputError` if none does."""
     for format, suffixes in formats.items():
         if name.lower().endswith(suffixes):
             return format

@@ -74,7 +74,7 @@ def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = Fal
 
 
 def _key(bars: Bars, places: Sequence[int], marks: dict[int, str], width: int, others: bool) -> list[str]:
-    """What the marks of `places` stand for, none parted from its name by the end of a line; `others`: they share a
+    """Wrap the legend of the marks of `places`, keeping each mark on one line with its name; `others`: they share a
     column.
     """
     parts = [f"{marks[position]} {printable(bars.parts[position].title)}" for position in places]
@@ -103,7 +103,7 @@ def _inked(line: str, bars: Bars, marks: dict[int, str], colour: bool) -> str:
 
 
 def _names(bar: Bar, width: int) -> str:
-    """All that a bar stands for in at most `width` characters, or as many as there is room for, and how many more."""
+    """Join the names that a bar stands for in at most `width` characters; a count stands for names without room."""
     names = [draw_cell(label, "") for label in bar.labels]
     for count in range(len(names), 0, -1):
         more = f" +{len(names) - count}" if count < len(names) else ""
@@ -171,7 +171,7 @@ def _wrapped(title: str, figures: Sequence[str]) -> tuple[str, ...]:
 
 
 def longest_drawn(bars: Bars) -> int:
-    """What as much as the whole room stands for: the longest bar, or the limit where that is near."""
+    """Return the size that fills the whole width: the longest bar, or the limit where it is longer but still near."""
     most = max(bar.total for bar in bars.bars)
     return max(most, bars.limit.size) if bars.limit and bars.limit.size <= _REACH * most else most
 
@@ -186,7 +186,7 @@ def _bar(bar: Bar, marks: dict[int, str], scale: int, room: int) -> str:
 
 
 def _limit(bars: Bars, limit: Limit, unit: str) -> str:
-    """What the limit is, behind its mark; where it is too far away for one, how much of it the longest bar takes."""
+    """Describe the limit behind its mark; a limit too far away to be drawn has the share that the longest bar takes."""
     text = f"{printable(limit.title)}: {_draw(bars, limit.size, unit)} {unit}"
     if limit.size <= longest_drawn(bars):
         return f"{_LIMIT} {text}"
@@ -194,7 +194,7 @@ def _limit(bars: Bars, limit: Limit, unit: str) -> str:
 
 
 def taken(bars: Bars, limit: Limit) -> str:
-    """How much of a limit that is too far away to be drawn the longest bar takes."""
+    """Describe the longest bar as a share of a limit that is too far away to be drawn."""
     return f", of which the longest bar is {max(bar.total for bar in bars.bars) / limit.size:.1%}"
 
 

@@ -38,7 +38,7 @@ _PAPER: Final = "rgba(255, 255, 255, 0.8)"
 
 
 def overview(document: Document[Any], unit: str) -> Figure:
-    """What there is to see at a glance: the run over time, or bars."""
+    """Return the document's picture as a figure: a run over time, or bars. Raise `OutputError` without one."""
     picture = document.picture()
     if isinstance(picture, Chart) and len(picture.timeline):
         return _titled(document, unit, _run(picture.timeline, unit))
@@ -169,7 +169,7 @@ def _marks(timeline: Timeline) -> Sequence[Phase]:
 
 
 def _own(table: Table, position: int) -> dict[str, int]:
-    """What each module has itself in one column, by its path."""
+    """Return each module's own bytes in one column, by its path."""
     cells = ((row[0], row[position]) for row in table.rows)
     return {str(path): size for path, size in cells if isinstance(path, Path) and isinstance(size, int)}
 

@@ -1,4 +1,4 @@
-"""What is wrong as commands of GitHub's workflows: annotations on the lines of a pull request."""
+"""Problems as GitHub workflow commands, which annotate the lines of a pull request."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _scenes(document: Document[Any], unit: str) -> dict[str, Any]:
 
 
 def _scene(scene: ScenarioView, unit: str) -> str:
-    """What takes the place of another scene. Only scripts can choose it, so that its pictures are left to them."""
+    """Render a scene that replaces the first one. Only scripts can choose it, so they also draw its pictures."""
     context = {"parts": _typed(scene.sections()), "is_scene": True, "is_still": False}
     return _template().render(_shared(unit, True) | context)
 
@@ -103,7 +103,7 @@ def _typed(sections: Iterable[Section]) -> list[tuple[str, Section]]:
 
 
 def _shared(unit: str, standalone: bool) -> dict[str, Any]:
-    """What every section is drawn with."""
+    """Return the template variables that all sections share."""
     return {
         "unit": unit,
         "place_of_scenes": (),

@@ -24,7 +24,7 @@ def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> Iterator
 
 
 def _members(data: dict[str, Any], indent: int) -> Iterator[str]:
-    """What `json.dumps` would make of `data`, piece by piece, with the records of its tables."""
+    """Yield the output of `json.dumps` for `data` piece by piece, with each table as its records."""
     inner = "\n" + " " * indent
     before = "{"
     for name, value in data.items():

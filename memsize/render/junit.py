@@ -1,4 +1,4 @@
-"""What was checked as JUnit's XML, which continuous integration shows as tests: one suite for each group of cases."""
+"""Checks as JUnit XML, which continuous integration shows as tests: one suite for each group of cases."""
 
 from __future__ import annotations
 

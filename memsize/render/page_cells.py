@@ -74,7 +74,7 @@ def _drawn(cell: Cell, kind: str, role: Role | None, largest: int, unit: str, hi
 
 
 def _hint(cell: Cell) -> str:
-    """What a pointer resting on the cell is told: exact bytes, what a scenario is, why a figure is missing."""
+    """Return the tooltip of a cell: exact bytes, the hint of a label, or the reason why a figure is missing."""
     match cell:
         case Missing():
             return cell.reason

@@ -1,4 +1,4 @@
-"""What is wrong in the Static Analysis Results Interchange Format, version 2.1.0, which code scanning reads."""
+"""Problems in the Static Analysis Results Interchange Format, version 2.1.0, which code scanning reads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What text is drawn for: a terminal of some size, with colours or without, or a file that takes everything.
+"""The target of text output: a terminal of some size, with or without colours, or a file, which has no limits.
 
-A colour is two private characters in a text until it is painted: no name that text shows can hold one, since what is
-not printable is escaped before.
+A colour is two private-use characters in a text until it is painted. No name in the text can contain one, because
+unprintable characters are escaped before.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) 
 
 
 def _more(left_out: Sequence[Section], screen: Screen) -> list[str]:
-    """What the screen has no room for."""
+    """Return the lines that name the sections without room on the screen."""
     names = []
     for section in left_out:
         match section:
