@@ -122,7 +122,8 @@ def by_itself(
     build: Callable[[], nn.Module] = Stack, size: str = SIZE, batch: int = BATCH, **options: Any
 ) -> Footprint:
     """The run of a model that has the remedy in it, by `memsize.trace`."""
-    step = memsize.trace(build(), size, batch_size=batch, steps=2, **options)
+    steps = {} if options.get("optimizer", "adamw") is None else {"steps": 2}
+    step = memsize.trace(build(), size, batch_size=batch, **steps, **options)
     return Footprint(batch, step.trace, AllocatorConfig())
 
 
