@@ -186,7 +186,7 @@ def _stands_alone(tensor: StoredTensor, head: Layer, depth: int | None) -> bool:
 
 
 def _groups(trace: Trace, depth: int | None) -> Iterator[_Group]:
-    """One group per visible module, in the trace's order. Every layer and every tensor is in exactly one."""
+    """Return one group per visible module, in the trace's order. Every layer and tensor is in exactly one group."""
     heads = {layer.path: layer for layer in trace.layers if depth is None or layer.depth <= depth}
     if not heads:
         return
@@ -360,7 +360,7 @@ def alive(trace: Trace, index: int) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment of most live bytes: the first event that reaches it (-1 when there is none), and their roles."""
+    """The peak of live bytes: the first event that reaches it (-1 when there is none), and the bytes by role."""
 
     index: int
     bytes: int
@@ -368,7 +368,7 @@ class Peak:
 
 
 def summit(trace: Trace) -> int:
-    """The first event after which most bytes are alive; -1 where nothing ever is."""
+    """The index of the first event at which live bytes reach their maximum; -1 where nothing is ever alive."""
     live = live_bytes(trace.events)
     return live.index(max(live)) if max(live, default=0) > 0 else -1
 
@@ -386,13 +386,13 @@ def peak(trace: Trace) -> Peak:
 
 
 def split_phase(text: str) -> tuple[str, int]:
-    """A phase's name and step, which the record writes as ``"backward 2"``."""
+    """Split a recorded phase such as ``"backward 2"`` into its name and its step."""
     name, _, step = text.rpartition(" ")
     return (name, int(step)) if step.isdecimal() and name else (text, 0)
 
 
 def traffic(trace: Trace) -> tuple[Traffic, ...]:
-    """The collectives of the last step that had an update, or of the last that had any; the most bytes first."""
+    """Sum the collectives of the last step with an optimizer update, else of the last with any; largest sum first."""
     by_step: dict[int, dict[tuple[CollectiveKind, int], list[int]]] = {}
     for entry in trace.collectives:
         _, step = split_phase(trace.phases[entry.phase])

@@ -1,6 +1,6 @@
 """Baselines: the figures of a project's models in a file that is committed, one line for each layer.
 
-They hold only what is the same wherever the model is the same: no version, no time, no workspace of a library. A file
+They hold only figures that depend on the model alone: no version, no time, no workspace of a library. A file
 that is newer, damaged or not ours is refused in one line, and never overwritten.
 """
 
@@ -38,9 +38,9 @@ class Baseline:
 
 
 def read_baselines(path: Path) -> dict[str, Baseline]:
-    """The baselines in a file by target; none where there is no file.
+    """Return the baselines in a file by target; an empty dict where there is no file.
 
-    Raises `InputError` for a file that is none, is damaged, or was written by a newer memsize.
+    Raises `InputError` for a file that holds no baselines, is damaged, or was written by a newer memsize.
     """
     try:
         data: Any = files.parse_json(files.read(path, _MOST_BYTES))
@@ -64,9 +64,9 @@ def read_baselines(path: Path) -> dict[str, Baseline]:
 
 
 def write_baselines(path: Path, baselines: Mapping[str, Baseline]) -> bool:
-    """Put `baselines` into a file, beside those of other targets, whole or not at all; whether that changed it.
+    """Write `baselines` into a file, beside those of other targets, whole or not at all. Return True if it changed.
 
-    Raises `OutputError` where the file is there and cannot be read, or cannot be written.
+    Raises `OutputError` where the file exists and cannot be read, or cannot be written.
     """
     try:
         present = read_baselines(path)
@@ -80,7 +80,7 @@ def write_baselines(path: Path, baselines: Mapping[str, Baseline]) -> bool:
 
 
 def _text(baselines: Mapping[str, Baseline]) -> str:
-    """The file: sorted, and with a line for each figure and layer, so that a diff of it can be read."""
+    """Format the file: sorted, with one line for each figure and layer, so that its diffs are readable."""
     targets = {name: coder(Baseline).write(baselines[name]) for name in sorted(baselines)}
     lines = [f'{{\n  "schema": "{SCHEMA}/{NEWEST}",\n  "targets": {{']
     for position, (name, target) in enumerate(targets.items()):

@@ -32,13 +32,13 @@ class Share(float):
 
 
 class Signed(int):
-    """Bytes above (> 0) or below something."""
+    """A difference in bytes, above (> 0) or below a reference."""
 
     __slots__ = ()
 
 
 class Change(float):
-    """How far above (> 0) or below something, as a part of it: 0.012 is 1.2 % more."""
+    """A relative difference, above (> 0) or below a reference: 0.012 is 1.2 % more."""
 
     __slots__ = ()
 

@@ -41,7 +41,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something to tell about a target: its code and sentence are the finding's. `case` is that of a `Figure`, None for
+    """A problem of one target; its code and sentence are the finding's. `case` is the `case` of a `Figure`, None for
     a finding of the report.
     """
 
@@ -81,7 +81,7 @@ class CheckedFigure(NamedTuple):
 
     @property
     def change(self) -> Cell:
-        """How far the value is above its baseline; None without one."""
+        """The relative change of the value from its baseline; None without a baseline or a value."""
         value, baseline = self.figure.value, self.figure.baseline
         return Change((value - baseline) / baseline) if baseline and value is not None else None
 
@@ -180,7 +180,7 @@ class Check(Answer):
         return next((severity for severity in SEVERITIES if severity in severities), None)
 
     def status(self, fail_on: Severity | Literal["never"] = "error") -> int:
-        """The exit status: 0 where all holds, 1 where a problem is as serious as `fail_on`, 2 where a target has no
+        """The exit status: 0 where all is well, 1 where a problem is as serious as `fail_on`, 2 where a target has no
         figures.
         """
         if any(model.error for model in self.models):

@@ -21,17 +21,17 @@ from memsize.records.trace import Trace
 from memsize.units import Bytes
 
 SCHEMA = "memsize.trace/2"
-"""What `encode` writes. /2 added the streams of storages, the roots, and the world."""
+"""The schema that `encode` writes. /2 added the streams of storages, the roots, and the world."""
 READ = ("memsize.trace/1", SCHEMA)
-"""What `decode` takes."""
+"""The schemas that `decode` reads."""
 
 Convert = Callable[[Any], Any]
 
 
 class Coder(NamedTuple):
-    """How values of one type are written as JSON data and read back; `read` raises TypeError or ValueError.
+    """Functions that write values of one type as JSON data and read them back; `read` raises TypeError or ValueError.
 
-    `is_plain` says that a value is its own JSON data, so that nothing needs to be done to write it.
+    `is_plain` is true if a value already is JSON data and is written as it is.
     """
 
     write: Convert
@@ -119,7 +119,7 @@ def _sequence(item: Any) -> Coder:
 
 
 def _fixed(items: tuple[Any, ...]) -> Coder:
-    """A tuple with a type for each of its places."""
+    """Return the coder of a tuple with one type for each position."""
     inner = [coder(item) for item in items]
 
     def read(values: Any) -> Any:
@@ -199,7 +199,7 @@ def _choice(choices: frozenset[Any]) -> Convert:
 
 
 def _scalar(hint: Any) -> Convert:
-    """A check that a value is of the scalar type `hint`."""
+    """Return a function that checks that a value is of the scalar type `hint`."""
 
     def read(value: Any) -> Any:
         if type(value) is hint:

@@ -1,6 +1,6 @@
 """The storages and events of a long run in columns: a million events then take 20 MB, where named tuples take 180.
 
-`Columns` is a sequence of named tuples that are made when they are asked for. It is equal to any sequence of the same.
+`Columns` is a sequence of named tuples that are built on access. It is equal to any sequence of equal tuples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 @dataclass(frozen=True, eq=False)
 class Coded:
-    """A column of texts: the number of each in `values`."""
+    """A column of texts: for each row an index into the distinct `values`."""
 
     numbers: Integers
     values: Sequence[str]
@@ -99,7 +99,7 @@ def _listed(column: Integers | Coded | Shapes) -> Any:
 
 
 def in_columns(rows: Sequence[Row]) -> Sequence[Row]:
-    """`rows` in columns; as they are where there are none, which have no types."""
+    """Return `rows` as columns; an empty sequence, which shows no types, is returned as it is."""
     return Columns(type(rows[0]), *map(_column, zip(*rows, strict=True))) if rows else rows
 
 
@@ -123,7 +123,7 @@ def _integers(values: Sequence[int]) -> Integers:
 
 
 def numbers(rows: Sequence[Row], field: str) -> Integers:
-    """A field of whole numbers, of rows in columns or one by one."""
+    """Return an integer field of all rows, which may be `Columns` or a plain sequence."""
     import numpy as np
 
     if isinstance(rows, Columns):

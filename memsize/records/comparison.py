@@ -38,13 +38,13 @@ def _stored(tensor: StoredTensor) -> tuple[object, ...]:
 
 
 def stored_as(tensor: StoredTensor) -> str:
-    """How a tensor is stored: its dtype, or its wrapper and the dtypes in it."""
+    """Describe the storage of a tensor: its dtype, or its wrapper and the dtypes in it."""
     return f"{tensor.wrapper} ({', '.join(stored_dtypes([tensor]))})" if tensor.parts else tensor.spec.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One tensor in both models; None where it is only in the other. `name` is what the second model calls it."""
+    """One tensor in both models; a side is None where its model lacks it. `name` is the name in the second model."""
 
     name: str
     before: StoredTensor | None
@@ -57,7 +57,7 @@ class Change:
 
     @property
     def bytes(self) -> int:
-        """How many bytes more the second model stores."""
+        """Stored bytes in the second model less those in the first."""
         return (self.after.bytes if self.after else 0) - (self.before.bytes if self.before else 0)
 
     @property
@@ -86,12 +86,12 @@ CHANGE_FIELDS: Final = Fields[Change](
 
 
 How = Literal["added", "removed", "renamed", "resized", "replaced", "stored differently", "runs differently"]
-"""What happened to a layer: it has another path, tensors of other shapes, another type, other dtypes or bytes; or it
+"""Changes of a layer: it has another path, tensors of other shapes, another type, other dtypes or bytes; or it
 stores the same, but its outputs or what it keeps for backward have other sizes."""
 
 
 FigureOf = Literal["run", "inference peak", "training peak", "file"]
-"""What a figure is one of: the run that the tables show, the peak of an inference or of a training step on a GPU, or a
+"""The origin of a figure: the run that the tables show, the peak of an inference or of a training step on a GPU, or a
 checkpoint's file."""
 
 
@@ -122,7 +122,7 @@ class LayerChange:
 
 
 def _moved(before: str | None, after: str | None) -> Path:
-    """The path of a layer, and the one that it had where that is another."""
+    """The path of a layer, and its earlier path where the two differ."""
     if before is None or after is None or before == after:
         return Path(before if after is None else after)
     return Path(" → ".join(path or "(model)" for path in (before, after)))
@@ -227,7 +227,7 @@ class FigureChange:
 
     @property
     def share(self) -> float | None:
-        """The change as a part of what was before."""
+        """The change as a share of the earlier figure."""
         return None if self.change is None or not self.before else self.change / self.before
 
 
@@ -244,7 +244,7 @@ _TITLES: Final = {
     "training": "training up to backward",
     "device": "device, at most",
 } | {role: title.noun for role, title in TITLES.items()}
-"""What figures and roles are called in tables; what is not here is called by its name."""
+"""Titles of figures and roles in tables; others have their own name as title."""
 
 
 def _size(size: int | None) -> Cell:
@@ -285,7 +285,7 @@ class LivingChange(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """How many bytes more the second model has."""
+        """Bytes in the second model less those in the first."""
         return (self.after.bytes if self.after else 0) - (self.before.bytes if self.before else 0)
 
 

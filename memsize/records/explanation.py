@@ -13,10 +13,10 @@ from memsize.records.finding import Finding
 from memsize.records.roles import TITLES
 
 Moment = Literal["out of memory", "peak", "end"]
-"""Which moment is explained: the last request that failed, else the most live bytes of the history, else the end."""
+"""The moment that is explained: the last request that failed, else the most live bytes of the history, else the end."""
 
 How = Literal["recorded", "stack", "lifetime", "size", "unknown"]
-"""How a category is known: the snapshot names it; or it is inferred from the stack, from the stack and how long the
+"""The source of a category: the snapshot names it; or it is inferred from the stack, from the stack and how long the
 block lives, or from sizes that are those of the gradients or the optimizer state.
 """
 
@@ -81,8 +81,8 @@ class Reserved(NamedTuple):
 
 
 class FailedRequest(NamedTuple):
-    """A request for `bytes` that raised OutOfMemoryError with `free` bytes left on the GPU, and where it was made: the
-    last of as many as `times` says.
+    """A request for `bytes` that raised OutOfMemoryError with `free` bytes left on the GPU, and the line that made it:
+    the last of `times` such requests.
     """
 
     bytes: int
@@ -94,7 +94,7 @@ class FailedRequest(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """The prediction that stands beside: of which model and run, and its peak."""
+    """The prediction to compare with: its model, its run and its peak."""
 
     model: str
     scenario: str
@@ -109,7 +109,7 @@ HOW: Final[Mapping[How, str]] = {
     "size": "inferred from the size",
     "unknown": "",
 }
-"""What `How` is called in tables."""
+"""The titles of `How` in tables."""
 
 ALIVE_FIELDS: Final = Fields[Alive](
     field("category", "alive", TEXT, 100, "what the blocks are for", cell=lambda row, _: category_noun(row.category)),

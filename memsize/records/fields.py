@@ -54,11 +54,11 @@ CHANGE: Final = Kind("share", Change)
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its stable `key`, its title, what its cells are, and how much it matters where room is short.
+    """One column: its stable `key`, its title, the kind of its cells, and its weight: light columns are left out first.
 
-    Its bytes are those of `role`, if they are of one. It goes where the column `beside` it, without which it says
-    nothing, goes. An `optional` one is shown where it is asked for. A title that says nothing without its row, such as
-    "in", has a name to be called by `alone`.
+    `role` is set if its bytes belong to one role. It is left out together with the column `beside`, without which it
+    has no meaning. An `optional` column is shown only on request. A title that needs its row to be understood, such as
+    "in", has the name `alone` to be called by outside the table.
     """
 
     key: str

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from memsize.units import Bytes, format_bytes
 
 SHOWN_NAMES = 2
-"""How many of a long list of names a sentence spells out."""
+"""The number of names that a sentence spells out from a long list."""
 
 
 class Moment(NamedTuple):
@@ -43,12 +43,12 @@ class Finding:
         return _Sentence(unit).vformat(self.template, (), self.values)
 
     def in_brief(self, unit: str = "MiB") -> str:
-        """The finding in as few words as it has."""
+        """The shortest form of the finding."""
         return _Sentence(unit).vformat(self.brief or self.template, (), self.values)
 
 
 class _Sentence(Formatter):
-    """`str.format` with our way to draw values."""
+    """A `str.format` that draws values as memsize does."""
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
@@ -106,7 +106,7 @@ class Rules(Generic[E]):
         @RULES.rule("tied-parameters")
         def tied(evidence: Evidence) -> Iterator[Finding]: ...
 
-    Each says which codes its findings may have. Codes are stable: scripts, tests and the documentation name them.
+    Each declares the codes of its findings. Codes are stable: scripts, tests and the documentation name them.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Rules(Generic[E]):
         return both
 
     def findings(self, evidence: E) -> tuple[Finding, ...]:
-        """Everything that the rules find; raises `ValueError` where one finds what it does not say that it may."""
+        """Return the findings of all rules; raise `ValueError` if a rule yields a code that it does not declare."""
         findings_by_rule = [(codes, finding) for codes, rule in self._rules for finding in rule(evidence)]
         if unsaid := [finding.code for codes, finding in findings_by_rule if finding.code not in codes]:
             raise ValueError(f"no rule says that it finds {', '.join(unsaid)}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Status = Literal["found", "open", "refused", "endless", "constant", "none", "fits", "exceeds", "unavailable"]
-"""What an answer is.
+"""The kind of an answer.
 
 `found`: a size fits and the next one was run and doesn't. `open`: the runs ended before the two met. `refused`: the
 next size is one that the model does not run with. `endless`: every size that was looked at fits. `constant`: so does
@@ -34,13 +34,14 @@ ANSWERED: tuple[Status, ...] = ("found", "open", "refused", "endless", "constant
 class FitRow:
     """One scenario on one GPU.
 
-    `size` is the largest that fits (None: none does), or the one that was asked about; `peak` the least that the
-    allocator needs for it, `headroom` what is left. `next_size` and `next_peak` are those of the next size that was
-    run; `bind` is where that runs out, or the peak of a size that alone was run. `per_step` is what one more sample (or
-    position …) adds to what tensors ask for at the peak of that next size, which is in the phase `grows_in`; `fixed` is
-    what does not depend on it there, and `standing` what the model and its training hold of that, by role. `looked`
-    lists the sizes that were run for the answer, `step` what sizes have to be a multiple of, `refused` the sizes that
-    the model failed with and why. `batch` is that of a row whose context was searched for at several.
+    `size` is the largest size that fits (None: none does), or the one that the user asked about. `peak` is the smallest
+    memory in which the allocator can run it, `headroom` the rest of the budget. `next_size` and `next_peak` belong to
+    the next size that was run; `bind` is the request at which that size runs out of memory, or the peak of the run
+    where no run that fits is beside it. `per_step` are the requested bytes that one more sample (or position …) adds at
+    the peak of the next size, in the phase `grows_in`; `fixed` are the bytes there that do not depend on the size, and
+    `standing` the part of `fixed` that the model and its training hold, by role. `looked` lists all sizes that were
+    tried for the answer. Sizes have to be multiples of `step`. `refused` maps each size that the model failed with to
+    the reason. `batch` is set in rows whose context length was searched for at several batches.
     """
 
     scenario: str
@@ -71,12 +72,12 @@ class FitRow:
 
     @property
     def ran(self) -> tuple[int, ...]:
-        """The sizes that were run for the answer and that the model took, ascending."""
+        """The sizes that were tried for the answer and that the model accepted, ascending."""
         return tuple(sorted(set(self.looked) - set(self.refused)))
 
     @property
     def headroom(self) -> int | None:
-        """Bytes that are left at `size`, below 0 where it does not fit; None where there is no size."""
+        """Bytes of the budget left at `size`: below 0 where it does not fit, None where there is no size."""
         return None if self.peak is None else self.budget - self.peak
 
 
@@ -157,9 +158,9 @@ FIT_FIELDS: Final = Fields[FitRow](
 
 @dataclass(frozen=True, slots=True)
 class RemedyRow:
-    """One remedy at the size that was asked about: what it needs then, and what that saves.
+    """One remedy at the size that the user asked about: the `peak` with it, and the bytes `saved`.
 
-    `changes` is what else it changes: nothing, the speed, the numbers (by rounding), the training or the hardware.
+    `changes` is its side effect: nothing, the speed, the numbers (by rounding), the training or the hardware.
     `outcome` is ``"fits"``, ``"saves"``, ``"no help"`` or ``"not here"``, the last with the `reason`.
     """
 
@@ -174,7 +175,7 @@ class RemedyRow:
 
 
 OUTCOMES: Final = {"fits": "fits", "saves": "helps", "no help": "no help here", "not here": "not here"}
-"""What the outcomes of remedies are called in tables."""
+"""Titles of the outcomes of remedies in tables."""
 
 REMEDY_FIELDS: Final = Fields[RemedyRow](
     field(
@@ -216,8 +217,9 @@ REMEDY_FIELDS: Final = Fields[RemedyRow](
 class Remedied:
     """Remedies at one size of one scenario on one GPU, most bytes saved first.
 
-    `peak` is what it needs without any. `combination` names the few that together fit, as run; `combined` is what it
-    needs with them. Empty where one remedy that does not change what is learnt is enough, or where nothing is.
+    `peak` is the memory needed without any remedy. `combination` names a few remedies that fit when run together,
+    `combined` is the memory needed with them. `combination` is empty where one remedy that does not change the training
+    result is enough, or where no combination is.
     """
 
     scenario: str
@@ -232,10 +234,9 @@ class Remedied:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """The least size from which on something is so: run, and run at the size before, where it is not.
+    """The smallest size from which on a comparison holds; it was run there, and at the size before, where it does not.
 
-    `size` None: it is not so at any size that was looked at. `scenario` is what was run, `other` what it is compared
-    with.
+    `size` is None if it holds at none of the sizes that were tried. `scenario` was run and is compared with `other`.
     """
 
     kind: Literal["autocast", "activations", "peak"]
@@ -350,12 +351,12 @@ class Budget:
 
     @property
     def strategy(self) -> str:
-        """How a training is spread, without numbers of GPUs: ``fsdp,offload`` of ``fsdp=8,offload``."""
+        """The parallel strategy without numbers of GPUs: ``fsdp,offload`` of ``fsdp=8,offload``."""
         return ",".join(part.partition("=")[0] for part in self.parallel.split(","))
 
     @property
     def allocator(self) -> int:
-        """The bytes that are left for PyTorch's caching allocator."""
+        """Bytes left for PyTorch's caching allocator."""
         return min(self.device - self.context, int(self.fraction * self.device)) - self.margin
 
 
@@ -373,9 +374,9 @@ def gpus_in_words(budgets: Iterable[Budget]) -> tuple[str, ...]:
 
 
 class Alike(NamedTuple):
-    """Tensors of one shape and dtype: how many, what they are, and their bytes together.
+    """Tensors of one shape and dtype: their number, spec and total bytes.
 
-    `logits`: they are as wide as what the model returns, a vocabulary wide.
+    `logits` is true if they are as wide as the model's output, one column per word of the vocabulary.
     """
 
     tensors: int

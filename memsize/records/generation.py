@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class CachedLayers(NamedTuple):
-    """The layers of a cache that keep the same: of which `kind` they are, how many, and in bytes for one sequence what
-    they hold at the end, and what one more token adds to that.
+    """Cached layers of equal size: their `kind`, their number, and for one sequence the `bytes` that they hold together
+    at the end of the generation, and the bytes that one more token adds.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class CachedLayers(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Bytes that tensors ask for: the most during a phase, and what is left at its end."""
+    """Requested bytes: the peak during a phase, and the bytes alive at its end."""
 
     peak: int = 0
     end: int = 0
@@ -42,12 +42,12 @@ _NOTHING = Phase()
 class GenerationRow:
     """One scenario at one batch and prompt.
 
-    `weights` is what the model stores, `assistant` what of it is its assistant's. `prefill` reads the prompt, `decode`
-    makes all further tokens. `cache` is the KV cache at the end, of all `batch` sequences, `per_token` what one more
-    token of each of them adds. Of an offloaded cache `hosted` is on the host then, for which PyTorch keeps `pinned`
-    bytes there. `transient` is the most that is alive at once during a decode step beside the weights, the workspaces
-    and the cache at its end. `estimate` is what the GPU would show; None, with the `reason`, where the scenario could
-    not be run.
+    `weights` is the size of the model, `assistant` the part of it that belongs to its assistant. `prefill` reads the
+    prompt, `decode` makes all further tokens. `cache` is the KV cache at the end, of all `batch` sequences, `per_token`
+    what one more token of each of them adds. Of an offloaded cache `hosted` is on the host then, for which PyTorch
+    keeps `pinned` bytes there. `transient` is the most that is alive at once during a decode step beside the weights,
+    the workspaces and the cache at its end. `estimate` is what the GPU would show; None, with the `reason`, where the
+    scenario could not be run.
     """
 
     scenario: str

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Format = Literal["channels last", "row-major", "either", "other"]
-"""How an image (4-D) or a volume (5-D) lies in memory. "either" is both at once: one channel, or one pixel; "other" is
+"""The memory format of an image (4-D) or volume (5-D). "either" is both at once: one channel, or one pixel; "other" is
 neither, as views of slices and permuted tensors are.
 """
 
@@ -99,7 +99,7 @@ class Audit:
     plain: Run
     last: Run
     converted: int = 0
-    """How many parameters and buffers channels last rearranges."""
+    """The number of parameters and buffers that channels last rearranges."""
     converted_inputs: int = 0
     double: bool = False
     """Whether convolutions compute in float64, for which cuDNN has no channels last."""
@@ -128,7 +128,7 @@ class AuditRow(NamedTuple):
 
 
 def audit_rows(audit: Audit, layers: Iterable[LayerFormats]) -> tuple[AuditRow, ...]:
-    """A row for each of `layers`. What other layers lose and copy is added to the nearest layer above with a row."""
+    """Return a row for each of `layers`. Losses and copies of others are added to the nearest layer above them."""
     shown = {layer.path: layer for layer in layers}
     last, plain = (_copied(run.copies, shown) for run in (audit.last, audit.plain))
     lost: dict[str, dict[str, None]] = {}

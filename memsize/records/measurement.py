@@ -89,7 +89,7 @@ def allocations(log: AllocationLog) -> tuple[Allocation, ...]:
 
 
 def _summit(entries: Iterable[LogEntry]) -> int:
-    """The first entry after which most bytes are alive; -1 where none adds to what was there before."""
+    """The first entry at which live bytes reach their maximum; -1 if they never exceed those before the log began."""
     most, place = 0, -1
     for position, total in enumerate(_running(entries)):
         if total > most:
@@ -156,7 +156,7 @@ class SoftwareStack:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The most bytes that were held, in the caching allocator's terms, each at its own moment."""
+    """The highest requested, allocated and reserved bytes of the caching allocator, each at its own moment."""
 
     requested: int
     allocated: int
@@ -175,7 +175,7 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """Bytes that the process takes on the device, and who says so.
+    """Bytes that the process takes on the device, and the tool that reports them.
 
     NVML knows each process; where it cannot tell them apart (some containers), it knows by how much the whole device
     grew since before the process touched it. `mem_get_info` counts everybody.

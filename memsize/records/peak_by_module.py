@@ -12,7 +12,7 @@ from memsize.records.roles import Role
 from memsize.records.trace import Trace
 
 MOST_ROWS: Final = 20
-"""How many modules are told apart; with more, they are added to those that hold them."""
+"""The largest number of modules with a share; more are added to the modules that contain them."""
 
 
 class ModuleShare(NamedTuple):
@@ -51,7 +51,7 @@ MODULE_FIELDS: Final = Fields[ModuleShare](
 
 
 def peak_by_module(trace: Trace, most_rows: int = MOST_ROWS) -> tuple[ModuleShare, ...]:
-    """One share per module, as deep into the models as `most_rows` can tell. They add up to the peak."""
+    """Return one share per module, at the greatest depth that gives at most `most_rows`. They add up to the peak."""
     levels = live_bytes(trace.events)
     if not levels:
         return ()

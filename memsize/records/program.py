@@ -137,7 +137,7 @@ class ProgramRun(Answer):
     kept_gradients: KeptGradients | None = None
     waits: str | None = None
     unwritten: tuple[str, ...] = ()
-    """What the program would have written, and was kept from writing."""
+    """Remarks on writes of the program that were prevented."""
     failure: str | None = None
     needs_gpu: NeedsGpu | None = None
     allocator: str = ""

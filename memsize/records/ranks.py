@@ -16,12 +16,12 @@ from memsize.records.gpu import GpuEstimate
 from memsize.records.program import ProgramRun
 
 Which = Literal["all", "distinct"]
-"""Which ranks are run: all, or those by which it shows that the others are the same."""
+"""The ranks that are run: all, or the few that show that the others are the same."""
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that hold the same: `ran` were run, of which `run` is the first; `between` are ranks between such."""
+    """Ranks with the same memory: `ran` were run, `run` is the run of the first; `between` are ranks between those."""
 
     ran: tuple[int, ...]
     run: ProgramRun
@@ -42,7 +42,7 @@ class RankRow(NamedTuple):
 
     @property
     def peak(self) -> GpuEstimate:
-        """Its peak."""
+        """The peak of the rank's group."""
         return self.group.run.peak
 
 
@@ -112,7 +112,7 @@ class RankRuns(Answer):
 
     @property
     def neediest(self) -> tuple[int, ...]:
-        """The ranks that need as much as the worst: their figures are the same, though not all they hold is."""
+        """All ranks whose figures equal those of the worst group, although their tensors may differ."""
         worst = _need(self.worst)
         return tuple(sorted(rank for group in self.groups if _need(group) == worst for rank in group.ranks))
 

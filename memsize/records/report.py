@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 Status = Literal["run", "modelled", "unavailable"]
-"""How a scenario's figures came about: its trace was run, some are computed from another run, or there are none."""
+"""The source of a scenario's figures: its own run, in part a computation from another run, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +373,7 @@ _TORCHINFO_NAMES: Final = {
     "params_percent": "share",
     "kernel_size": "kernel",
 }
-"""What torchinfo calls the same columns, where its name is another."""
+"""torchinfo's names of the same columns, where they differ."""
 
 
 def column_keys(names: Iterable[str]) -> tuple[str, ...]:

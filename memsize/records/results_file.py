@@ -94,7 +94,7 @@ def results_file(path: Path, *, fresh: bool = False) -> Iterator[ResultsFile]:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Keep other sweeps out until the file is closed, by whatever end of the process; where the system can."""
+    """Lock the file against other sweeps until it is closed or the process ends, on systems that have such locks."""
     with suppress(ImportError):
         import fcntl
 

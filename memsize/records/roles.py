@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 
 class RoleTitle(NamedTuple):
-    """How a role is shown: what its bytes are called together, and their colour, on light pages and on dark ones.
+    """The presentation of a role: the plural noun for its bytes, and their colour on light and on dark pages.
 
     `size` says what decides how many bytes there are: the parameters (one copy of them, or several), the model alone,
     or also its input.

@@ -51,12 +51,12 @@ class SweepRow:
 
     @property
     def left(self) -> int | None:
-        """Bytes of the GPU that are free at the peak at least, below 0 where they are too few."""
+        """The smallest number of bytes of the GPU that are free at the peak; below 0 where they do not suffice."""
         return None if self.device is None or self.gpu_bytes is None else self.gpu_bytes - self.device.high
 
     @property
     def place(self) -> str:
-        """Where it is run: its GPU, and how many of them where the training is spread (``8 x H100 80GB``)."""
+        """The GPU of the cell, with the number of GPUs where the training is spread (``8 x H100 80GB``)."""
         gpu = str(self.settings["gpu"])
         return f"{self.gpus} x {gpu}" if "parallel" in self.settings else gpu
 

@@ -127,7 +127,7 @@ class Timeline(Renderable):
         return tuple(Phase("step", step, phases[0].start, phases[-1].stop) for step, phases in runs if step)
 
     def summit(self, start: int, stop: int) -> PeakMoment:
-        """The first moment of most live bytes from just before event `start` up to event `stop`."""
+        """Return the first moment of most live bytes, from just before event `start` up to, not including, `stop`."""
         first = max(start - 1, 0)
         if first >= stop:
             return PeakMoment(-1, 0, None, "", {})
@@ -147,7 +147,7 @@ class Timeline(Renderable):
         return self.total[event - 1] if event else 0
 
     def columns(self, count: int) -> list[int]:
-        """At most `count` events that stand for all: of each equal stretch the one with most live bytes."""
+        """Sample at most `count` events: the one with most live bytes from each of `count` equal parts of the run."""
         events = len(self)
         bounds = [position * events // count for position in range(count + 1)] if events > count else range(events + 1)
         return [max(range(start, stop), key=self.total.__getitem__) for start, stop in pairwise(bounds)]
@@ -207,12 +207,12 @@ class Timeline(Renderable):
 
 
 def _holds(path: str | None, inner: str | None) -> bool:
-    """Whether the module at `path` is around the one at `inner`."""
+    """Whether the module at `path` contains the module at `inner`."""
     return path is not None and inner is not None and (not path or inner.startswith(f"{path}."))
 
 
 class PhaseSummary(NamedTuple):
-    """How a phase runs: the bytes it starts with and its highest moment. Steps that run alike are one course.
+    """A phase in one or several steps that run alike: the live bytes before it and its highest moment.
 
     A phase that only frees is highest before its first event: then no layer or op of its own is at its summit.
     """
@@ -247,7 +247,7 @@ PHASE_FIELDS: Final = Fields[PhaseSummary](
 
 
 def courses(timeline: Timeline) -> tuple[PhaseSummary, ...]:
-    """The phases of a run in order; one that comes again just so, in another step, is told once."""
+    """Summarize the phases of a run in order; equal phases of several steps share one summary."""
     summaries: dict[object, PhaseSummary] = {}
     for phase in timeline.phases:
         course = _course(timeline, phase)
@@ -261,11 +261,11 @@ def courses(timeline: Timeline) -> tuple[PhaseSummary, ...]:
 
 
 def step_courses(timeline: Timeline) -> tuple[PhaseSummary, ...]:
-    """The phases of a program, which come and go several times in a step: each phase of a step is one course.
+    """Summarize the phases of a program, which may recur within a step: each phase of a step is one summary.
 
-    What happens outside of them belongs to the forward before it (the loss), or else to what comes next (batches going
-    to the GPU, gradients being clipped). Steps whose phases have equal peaks are told once; `allocated` and `reserved`
-    are the most of them.
+    Events outside all phases belong to the forward before them (the loss), or else to the phase after them (batches
+    going to the GPU, gradients being clipped). Steps whose phases have equal peaks share a summary, with the largest
+    `allocated` and `reserved` of them.
     """
     summaries: dict[object, PhaseSummary] = {}
     for (name, step), phases in _settled(timeline.phases).items():
@@ -278,7 +278,7 @@ def step_courses(timeline: Timeline) -> tuple[PhaseSummary, ...]:
 
 
 def _settled(phases: Sequence[Phase]) -> dict[tuple[str, int], list[Phase]]:
-    """The phases by name and step, those of no name with one of their neighbours."""
+    """Group the phases by name and step; a phase without a name joins one of its neighbours."""
     timeline: dict[tuple[str, int], list[Phase]] = {}
     waiting: list[Phase] = []
     last: Phase | None = None
@@ -323,7 +323,7 @@ def to_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def from_data(data: object) -> Timeline:
-    """The timeline that `to_data` wrote; raises `InputError` when it is none of this version."""
+    """Read the timeline that `to_data` wrote; raise `InputError` for data of another kind or version."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise InputError(f"not a memsize timeline: expected schema {SCHEMA!r}, found {schema!r}")

@@ -87,7 +87,7 @@ class Layer:
     inputs: tuple[TensorSpec, ...] = ()
     kernel: tuple[int, ...] = ()
     multiply_adds: int | None = None
-    """Those of its products and convolutions; None where no run counted them."""
+    """Multiply-adds of the layer's matrix products and convolutions; None where no run counted them."""
 
 
 @dataclass(frozen=True, slots=True)

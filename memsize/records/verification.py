@@ -117,7 +117,7 @@ FIGURE_FIELDS: Final = Fields[FigureComparison](
 
 
 def off_by(predicted: Interval, measured: int) -> int:
-    """By how much the nearer end of an interval is above (> 0) or below a measurement; 0 where it is inside."""
+    """Return the nearer end of an interval less a measurement; 0 where the measurement is inside."""
     if predicted.low <= measured <= predicted.high:
         return 0
     return (predicted.low if measured < predicted.low else predicted.high) - measured

@@ -1,4 +1,4 @@
-"""`World`: which process of a distributed job a run is that of; and the collectives in which it takes part."""
+"""`World`: the rank of a run in its distributed job; and the collectives in which it takes part."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The collectives of one kind in one step, among as many `ranks`: how many, the bytes of all, and of the largest.
+    """The collectives of one kind in one step among `ranks` ranks: their number, their bytes, and those of the largest.
 
     Bytes are as in `Collective`.
     """

@@ -47,9 +47,9 @@ class _Column(NamedTuple):
 
 
 def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
-    """`bars` in at most `width` characters where that can be: the smallest parts share a column before that.
+    """Draw `bars` in at most `width` characters if possible: the smallest parts share a column to save room.
 
-    Parts are told apart by their marks, or in `colour` by their roles.
+    Marks distinguish the parts, or with `colour` the colours of their roles.
     """
     label = max(LABEL, (width or WIDTH) * 2 // 5) if _plain(bars) else LABEL
     names = _Column(_names_title(bars, unit, label), tuple(_names(bar, label) for bar in bars.bars))
@@ -83,9 +83,9 @@ def _key(bars: Bars, places: Sequence[int], marks: dict[int, str], width: int, o
 
 
 def _marks(bars: Bars, shown: Sequence[int]) -> dict[int, str]:
-    """The parts that are told apart, each with a private character that stands for its mark until it is inked.
+    """Choose the parts with marks of their own: a private-use character for each, which `_inked` replaces later.
 
-    Those with figures come first, then what shares a column but is no splinter of the longest bar.
+    Parts with figures come first, then parts that share a column but are not too small beside the longest bar.
     """
     least = max(bar.total for bar in bars.bars) / _SPLINTERS
     seen = (position for position in range(len(bars.parts)) if max(bar.sizes[position] for bar in bars.bars) >= least)
@@ -121,16 +121,16 @@ def _names_title(bars: Bars, unit: str, width: int) -> tuple[str, ...]:
 
 
 def _draw(bars: Bars, size: int, unit: str) -> str:
-    """A size without its unit, which stands in the title; nothing where there is none."""
+    """Format a size without its unit, which the title has; an empty text for 0."""
     if not size:
         return ""
     return draw_bytes(size, unit) if bars.kind == "bytes" else f"{size:,}"
 
 
 def _shown(bars: Bars, unit: str, room: int) -> list[int]:
-    """The places of the parts that have figures of their own in `room` characters, in their order.
+    """Return the indices of the parts whose figures fit in `room` characters, in their order.
 
-    What a bar of a single part holds is its total, which stands at its end.
+    Bars of a single part have none: their only figure is the total at their end.
     """
     if _plain(bars):
         return []
@@ -156,7 +156,7 @@ def _figures(bars: Bars, position: int, unit: str, mark: str) -> _Column:
 
 
 def _others(bars: Bars, shown: Sequence[int], unit: str) -> _Column:
-    """The column of all parts that have none of their own, even of a single one: its name is what has no room."""
+    """The column of all parts without one of their own, even if it is one part: its name is too long for a column."""
     rest = [position for position in range(len(bars.parts)) if position not in shown]
     figures = tuple(_draw(bars, sum(bar.sizes[position] for position in rest), unit) for bar in bars.bars)
     mark = "" if set(rest) <= _marks(bars, shown).keys() else f"{_OTHER} "
@@ -164,7 +164,7 @@ def _others(bars: Bars, shown: Sequence[int], unit: str) -> _Column:
 
 
 def _wrapped(title: str, figures: Sequence[str]) -> tuple[str, ...]:
-    """A title on as many lines as its longest word or figure is wide; its mark stays with its first word."""
+    """Wrap a title to the width of its longest word or figure; its mark stays with its first word."""
     mark, words = title[:2], title[2:].split()
     room = max(len(words[0]) + 2, _TITLE, *map(len, (*words, *figures)))
     return tuple(textwrap.wrap(mark + " ".join(words), room))

@@ -58,7 +58,7 @@ def draw_bytes(count: int, unit: str) -> str:
 
 
 def draw_specs(specs: Sequence[TensorSpec]) -> str:
-    """Tensor specs in order. What comes several times in a row is drawn once, with how often: ``(a, b ×2) ×3``."""
+    """Draw tensor specs in order. Consecutive repeats are drawn once with their count: ``(a, b ×2) ×3``."""
     texts = [str(spec) for spec in specs]
     for period in range(1, len(texts) // 2 + 1):
         times, rest = divmod(len(texts), period)
@@ -102,7 +102,7 @@ def draw_failure(failure: Failure) -> tuple[str, ...]:
 
 
 def columns_of(text: str) -> int:
-    """How many columns of a terminal `text` takes: East Asian wide characters two, combining ones none."""
+    """Count the terminal columns of `text`: East Asian wide characters take two, combining characters none."""
     if text.isascii():
         return len(text)
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)

@@ -79,7 +79,7 @@ def layers(document: Document[Any], unit: str) -> Figure:
 
 
 def _plotly() -> Any:
-    """The part of plotly that figures are made of."""
+    """Import and return the part of plotly that builds figures."""
     try:
         import plotly.graph_objects
     except ImportError as error:
@@ -175,7 +175,7 @@ def _own(table: Table, position: int) -> dict[str, int]:
 
 
 def _areas(column: Column, sizes: dict[str, int], unit: str) -> Any:
-    """One column of the layer table: each module's area is what it and the modules in it have."""
+    """One column of the layer table as a treemap: each module's area is its bytes with those of the modules in it."""
     whole: Counter[str] = Counter()
     for path, size in sizes.items():
         whole.update(dict.fromkeys(_around(path), size))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 MOST_LINKS: Final = 8
-"""How many of the modules that a finding is about are led to."""
+"""The largest number of modules that a finding links to."""
 
 
 def page(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
@@ -80,7 +80,7 @@ def _made_with(document: Document[Any], unit: str) -> list[str]:
 
 
 def _scenes(document: Document[Any], unit: str) -> dict[str, Any]:
-    """The first scene, and how the others are packed. What its own sections hold is not drawn twice."""
+    """The template variables of scenes: the first, and a function to pack the others. No table is drawn twice."""
     scenes = document.scenes()
     first = scenes[0].sections() if scenes else ()
     return {
@@ -143,9 +143,9 @@ def _template() -> Template:
 
 
 def _timeline_json(timeline: Timeline) -> str:
-    """The JSON of a timeline, without what the rest tells or no chart shows: there may be many on a page.
+    """The JSON of a timeline, without derivable data and data that no chart shows: a page may hold many timelines.
 
-    Storages are columns; levels and indices are told by how they differ from the event before.
+    Storages are columns; levels and indices are differences from the event before.
     """
     data = to_data(timeline)
     del data["live"], data["streams"]
@@ -166,7 +166,7 @@ def _places(timeline: Timeline) -> Iterator[int]:
 
 
 def _packed(text: str) -> str:
-    """`text`, compressed, in the letters of base64: short, and nothing in it can end the element that holds it."""
+    """Compress `text` and encode it in base64: short, and without characters that could end the element around it."""
     return base64.b64encode(gzip.compress(printable_lines(text).encode(), mtime=0)).decode()
 
 

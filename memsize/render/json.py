@@ -16,7 +16,7 @@ _AT_ONCE: Final = 1000
 
 
 def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> Iterator[str]:
-    """The data of `document`, piece by piece; `unit` is for the sentences of findings, figures are in bytes."""
+    """Yield the JSON of `document` piece by piece; `unit` is for the sentences of findings, figures are in bytes."""
     data = document.data(unit)
     if document.indent is None:
         return iter((_dumps(data), "\n"))

@@ -18,7 +18,7 @@ _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<
 
 
 def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
-    """The sections of `document`, bytes in `unit`. Lines are as long as they are, whatever `screen` says."""
+    """The sections of `document`, bytes in `unit`. Lines are never wrapped: `screen` is ignored."""
     return "\n\n".join("\n".join(_block(section, unit)) for section in document.sections()) + "\n"
 
 

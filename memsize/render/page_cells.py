@@ -1,4 +1,4 @@
-"""The cells of a page's tables, drawn once however often they come: scenarios repeat most of each other's rows."""
+"""The cells of a page's tables, each drawn only once: scenarios repeat most of each other's rows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _row(table: Table, row: tuple[Cell, ...], largest: list[int], unit: str) -> 
 def _drawn(cell: Cell, kind: str, role: Role | None, largest: int, unit: str, hidden: bool) -> str:
     """A cell with its bar, which is as long as its share of the column's `largest`.
 
-    What sorts and adds up is `data-value`, which words don't have; `data-path` is the module that the cell names.
+    Scripts sort and sum `data-value`, which cells of text lack; `data-path` is the module that the cell names.
     """
     bar = round(100 * cell / largest, 1) if isinstance(cell, Bytes) and largest else 0
     text = draw_cell(cell, unit)

@@ -1,6 +1,6 @@
 """A timeline as a picture in a web page: areas stacked by role.
 
-What a pointer rests on says what it is: a phase, a layer's stretch of events, a role.
+Phases, stretches of events in a layer, and roles have tooltips.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STRETCHES: Final = 400
 
 
 class Box(NamedTuple):
-    """A rectangle, its label where there is room for one, and what it says to a pointer."""
+    """A rectangle, its label where there is room for one, and its tooltip."""
 
     x: float
     width: float
@@ -71,7 +71,7 @@ def picture(timeline: Timeline, unit: str) -> dict[str, Any]:
 def _areas(
     timeline: Timeline, frame: Frame, moments: Sequence[int], edges: Sequence[float], unit: str
 ) -> Iterator[tuple[Role, str, str]]:
-    """Each role's area on top of the one before: its role, its polygon, what it says."""
+    """Stack one area per role: its role, its polygon and its tooltip."""
     levels = accumulate(
         ([column[event] for event in moments] for column in timeline.live.values()),
         lambda below, own: [a + b for a, b in zip(below, own, strict=True)],

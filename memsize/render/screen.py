@@ -14,7 +14,7 @@ from memsize.records.roles import TITLES
 
 
 class Screen(NamedTuple):
-    """Where text is read. None: of no limit. On a screen of some height, as much is shown as needs no scrolling."""
+    """The size of the screen for text; None is no limit. With a height, only as much is shown as needs no scrolling."""
 
     width: int | None = None
     height: int | None = None
@@ -48,5 +48,5 @@ def styled(text: str, style: str, colour: bool = True) -> str:
 
 
 def painted(text: str) -> str:
-    """`text` as a terminal takes it: its styles as escape sequences, whatever else a terminal would obey escaped."""
+    """`text` for a terminal: styles become escape sequences, any other control characters are escaped."""
     return "".join(_SEQUENCES.get(piece) or printable_lines(piece) for piece in _PIECES.split(text))

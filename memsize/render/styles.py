@@ -16,7 +16,7 @@ _BAR: Final = TITLES["parameter"].colour + "55"
 
 
 def draw(table: FlatTable, unit: str) -> Styler:
-    """`table` with a bar in each cell of bytes, to the scale of its column; what is not known is empty."""
+    """Style `table` with a bar in each cell of bytes, to the scale of its column; unknown values are empty cells."""
     frame = table.frame()
     sizes = [*frame.attrs["units"]]
     # Pandas measures bars in floats: it cannot compare integers of which some are missing, nor columns of zeros alone.

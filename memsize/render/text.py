@@ -45,9 +45,9 @@ LEAST = {"name": 18, "text": 12, "specs": 20, "words": 14}
 
 
 def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
-    """The sections of `document`, with bytes in `unit`; no line is longer than the screen is wide where that can be.
+    """Draw the sections of `document`, with bytes in `unit`; lines are no wider than the screen if possible.
 
-    On a screen of some height the opening is drawn, whatever it takes, and of the rest as much as there is room for.
+    With a screen height, the opening sections are always drawn, and of the others only those that have room.
     """
     sections = document.sections()
     if screen.height is None:
@@ -58,7 +58,7 @@ def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
 
 
 def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) -> list[list[str]]:
-    """The sections that a screen has room for, some in a shorter version, and a word on the others."""
+    """The sections that a screen has room for, some in a shorter version, and a line that names the others."""
     sections = document.sections()
     blocks = [[*_block(section, unit, screen)] for section in sections if isinstance(section, _OPENING)]
     rest = [section for section in sections if not isinstance(section, _OPENING)]
@@ -127,7 +127,7 @@ def _block(section: Section, unit: str, screen: Screen) -> Iterator[str]:
 
 
 def _heading(name: str, parts: Sequence[str], width: int | None) -> Iterator[str]:
-    """One line where it fits, else as many phrases in each as fit."""
+    """Put the heading on one line where it fits, else on several, each with as many phrases as fit."""
     line = printable(name)
     for part in parts:
         if width is None or len(line) + 3 + len(part) <= width:
@@ -200,7 +200,7 @@ def _columns(table: Table, unit: str) -> list[_Drawn]:
 
 
 def _title(column: Column, unit: str, body: Sequence[str], total: str) -> tuple[str, ...]:
-    """A title on as many lines as the numbers below it are wide, the unit of bytes on a line of its own."""
+    """Wrap a title to the width of the numbers below it, with the unit of bytes on a line of its own."""
     unit_line = (unit,) if column.kind == "bytes" else ()
     if column.kind in LEFT:
         return (draw_title(column, unit), *unit_line)
@@ -209,7 +209,7 @@ def _title(column: Column, unit: str, body: Sequence[str], total: str) -> tuple[
 
 
 def _fit(columns: Sequence[_Drawn], width: int, chosen: bool) -> list[_Drawn]:
-    """The columns that matter most in `width`: texts are shortened first, then the least of them left out."""
+    """Fit columns into `width`: texts are shortened first, then the columns of least weight are left out."""
     columns_shown = list(columns)
     while not chosen and len(columns_shown) > 2 and _span([column.least for column in columns_shown]) > width:
         least = min(columns_shown, key=lambda column: column.column.weight).column.key
@@ -225,7 +225,7 @@ def _fit(columns: Sequence[_Drawn], width: int, chosen: bool) -> list[_Drawn]:
 
 
 def _need(column: _Drawn) -> int:
-    """By how many characters a column would be shortened at most."""
+    """The number of characters by which a column can be shortened."""
     return column.width - column.least
 
 
@@ -234,7 +234,7 @@ def _span(widths: Sequence[int]) -> int:
 
 
 def _left_out(columns: Sequence[_Drawn], columns_shown: Sequence[_Drawn]) -> str:
-    """The names of the columns that are not among `kept`. What stands beside a figure is named with it."""
+    """Name the columns that are not among `columns_shown`. A column beside another is named with it."""
     keys = {column.column.key for column in columns_shown}
     figures: list[str] = []
     shares: list[str] = []
