@@ -18,12 +18,12 @@ from memsize.records.kinds import KINDS
 
 A = TypeVar("A", bound=Renderable)
 MOST_SENTENCES: Final = 4
-"""How many a verdict has at most: what is read before one scrolls."""
+"""The most findings in a verdict: few enough to read without scrolling."""
 
 
 class Case(NamedTuple):
-    """One thing that was checked about `group`, at a line of a file; what is wrong has a `severity`, a `code` and a
-    `text`. `failed_to_run`: it could not be checked.
+    """One check of `group`, at a line of a file. A failed check has a `severity`, a `code` and a `text`;
+    `failed_to_run` means that it could not be carried out.
     """
 
     group: str
@@ -38,10 +38,10 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Document(ABC, Generic[A]):
-    """One answer for its readers. A document that can show more or less of it has that as further fields."""
+    """An answer to be rendered. Documents that can show more or less of their answer have fields for that."""
 
     indent: ClassVar[int | None] = 2
-    """How far JSON indents the data; None is for long columns of numbers, in one line."""
+    """JSON indentation of the data; `None` writes one line, for long columns of numbers."""
 
     answer: A
 
@@ -50,7 +50,7 @@ class Document(ABC, Generic[A]):
         """Everything but the verdict and the bars as dicts, lists, tuples and scalars, its `schema` first.
 
         `unit` is for sentences: figures are in bytes. A `FlatTable` stands for the list of its records, which may be
-        too many to be made at once.
+        too long to be built at once.
         """
 
     def data(self, unit: str) -> dict[str, Any]:
@@ -61,57 +61,57 @@ class Document(ABC, Generic[A]):
 
     @abstractmethod
     def sections(self) -> tuple[Section, ...]:
-        """What is shown, in reading order: the title, the verdict and the bars before all else."""
+        """The sections in reading order: the title, the verdict and the bars before all others."""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What its answer found out, most important first; of some answers there is nothing to find out."""
+        """The answer's findings, most important first; empty for answers of a kind without findings."""
         members: tuple[Finding, ...] = getattr(self.answer, "findings", ())
         return members
 
     def verdict(self) -> tuple[Finding, ...]:
-        """The answer in a few short sentences: of the findings those that say it in brief, most important first."""
+        """The answer in a few short sentences: the first `MOST_SENTENCES` findings that have a brief form."""
         return tuple(finding for finding in self.findings if finding.brief)[:MOST_SENTENCES]
 
     def reasons(self, title: str = "Why") -> tuple[Section, ...]:
-        """The findings in full, unless the verdict has told each of them so."""
+        """A section with all findings in full; nothing if the verdict already shows each of them in full."""
         codes = {finding.code for finding in self.verdict() if not finding.brief}
         return () if all(finding.code in codes for finding in self.findings) else (Findings(title, self.findings),)
 
     def bars(self) -> Bars | None:
-        """What there is to compare at a glance."""
+        """Bars to compare at a glance; `None` by default."""
         return None
 
     def picture(self) -> Bars | Chart | None:
-        """What a figure draws of it: the bars, unless it is about a run over time."""
+        """The picture of the answer: the bars, or a chart if the answer is about a run over time."""
         return self.bars()
 
     def shorter(self, section: Section) -> Iterator[Section]:
-        """The same section in fewer lines and fewer, where it can be had so."""
+        """Yield shorter and shorter versions of `section`; nothing by default."""
         yield from ()
 
     def opening(self) -> tuple[Section, ...]:
-        """The verdict and the bars, as far as there are any."""
+        """The verdict and the bars, without the ones that are empty."""
         verdict, bars = self.verdict(), self.bars()
         return (*((Verdict(verdict),) if verdict else ()), *((bars,) if bars and bars.bars else ()))
 
     def scenes(self) -> tuple[ScenarioView, ...]:
-        """What a page has room for: the answer's scenarios from the inside, of which its reader chooses one.
+        """The answer's scenarios in detail, for pages on which the reader chooses one of them.
 
-        They are shown in the place of the section that is a table of the same name as one of theirs.
+        They replace the section whose table has the same name as one of their tables.
         """
         return ()
 
     def versions(self) -> tuple[Phrase, ...]:
-        """What the figures were made with, as far as the answer has it: PyTorch, and the GPUs that were simulated."""
+        """Lines on the PyTorch release and the simulated GPUs behind the figures; empty if the answer has neither."""
         return ()
 
     def tables(self) -> dict[str, FlatTable]:
-        """The flat tables by name. The first is the one that a format of a single table holds."""
+        """The flat tables by name. Formats that hold a single table get the first one."""
         return self.answer.tables()
 
     def cases(self, unit: str) -> tuple[Case, ...]:
-        """What was checked, and what is wrong, for the formats of continuous integration; nothing by default."""
+        """The checks, passed and failed, for the formats of continuous integration; empty by default."""
         return ()
 
 
@@ -132,7 +132,7 @@ def _bars_data(bars: Bars | None) -> dict[str, Any] | None:
 def document(answer: Renderable, **view: Any) -> Document[Any]:
     """The document of `answer`. `view` are the document's own fields, such as a report's `depth` and `columns`.
 
-    Raises `OutputError` for a column or a depth that there is not.
+    Raises `OutputError` for an unknown column or an invalid depth.
     """
     shown: Document[Any] = KINDS[answer.kind].document_type(answer, **view)
     return shown

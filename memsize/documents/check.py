@@ -14,7 +14,7 @@ from memsize.records.finding import Finding
 
 SCHEMA: Final = "memsize.check/1"
 MOST_FIGURES: Final = 8
-"""How many sizes are drawn: those that break a limit or their baseline first."""
+"""The most sizes that are drawn; sizes that break a limit or their baseline come first."""
 _PARTS: Final = (
     Part("baseline", "baseline", "buffer"),
     Part("value", "now", "parameter"),
@@ -23,10 +23,10 @@ _PARTS: Final = (
 
 
 class CheckDocument(Document[Check]):
-    """What holds and what does not."""
+    """A check: the limits and baselines of each target, and the ones that are broken."""
 
     def sections(self) -> tuple[Section, ...]:
-        """How it ended, what is wrong with each target, and the figures."""
+        """The outcome, the problems of each target, and the figures."""
         check = self.answer
         return (
             Title(_verdict(check), ((check.project,),)),
@@ -37,7 +37,7 @@ class CheckDocument(Document[Check]):
         )
 
     def bars(self) -> Bars:
-        """Sizes beside their baselines, and how far they are over their limits; what is broken first."""
+        """Sizes beside their baselines, and their excess over the limits; broken ones come first."""
         return figure_bars(self.answer)
 
     def figures(self, unit: str) -> dict[str, Any]:
@@ -52,12 +52,12 @@ class CheckDocument(Document[Check]):
         }
 
     def cases(self, unit: str) -> tuple[Case, ...]:
-        """A case for each figure, and for each problem that is about none."""
+        """A case for each figure, and for each problem that is not about a figure."""
         return tuple(case for model in self.answer.models for case in _cases(model, unit))
 
 
 def figure_bars(check: Check) -> Bars:
-    """A bar of each size, below that of its baseline if it changed; with a line where all have one limit."""
+    """A bar for each size, below the bar of its baseline if it changed. If all sizes have one limit, it is drawn."""
     shown = sorted(_sizes(check), key=lambda size: size.holds)[:MOST_FIGURES]
     several = len({size.target for size in shown}) > 1
     bars: list[Bar] = []
@@ -73,7 +73,7 @@ def figure_bars(check: Check) -> Bars:
 
 
 class _Size(NamedTuple):
-    """What is checked of one size of a target."""
+    """One checked size of a target, with its limit and its baseline; `holds` if neither is broken."""
 
     target: str
     name: str

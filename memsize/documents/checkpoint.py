@@ -53,14 +53,14 @@ _USES: tuple[tuple[Use, str, str], ...] = (
 
 @dataclass(frozen=True)
 class CheckpointDocument(Document[CheckpointReport]):
-    """A checkpoint's report. `depth` cuts the module table; by default it is as deep as it can be read, and in files
-    each tensor by itself.
+    """A checkpoint's report. `depth` cuts the module table; by default it is cut to a readable depth,
+    and files list each tensor.
     """
 
     depth: int | None = None
 
     def sections(self) -> tuple[Section, ...]:
-        """What the bytes are for, by part, dtype, module and file, what would remain of them, and why."""
+        """The bytes by part, dtype, module and file, the bytes that would remain, differences from a model, and why."""
         report, contents = self.answer, self.answer.contents
         return (
             title(report),
@@ -77,11 +77,11 @@ class CheckpointDocument(Document[CheckpointReport]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """What the weights take, and the findings that say how it could be smaller or does not load."""
+        """The size of the weights, then findings on how to shrink the file or why it does not load."""
         return (*_weights(self.answer), *super().verdict())[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
-        """What the bytes are for, the largest part first."""
+        """The bytes by use, largest first."""
         report = self.answer
         sizes = [
             *((str(group.kind), group.bytes) for group in report.breakdown.parts),
@@ -91,7 +91,7 @@ class CheckpointDocument(Document[CheckpointReport]):
         return Bars.of_whole("in the file", rows) if rows else None
 
     def tables(self) -> dict[str, FlatTable]:
-        """The modules down to `depth`, and what else the report has."""
+        """The modules down to `depth`, and the other tables of the report."""
         return self.answer.tables() | {"modules": self.answer.module_table(self.depth)}
 
     def figures(self, unit: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ _ROLES: Final[dict[str, Role]] = {"model": "parameter", "EMA": "master weight", 
 
 
 def _weights(report: CheckpointReport) -> Iterator[Finding]:
-    """What the model's own weights take of the file."""
+    """The bytes that the model's own weights take in the file, as a finding; nothing if there are none."""
     groups = [group for group in report.breakdown.parts if group.kind == "model"]
     size = sum(group.bytes for group in groups)
     if size:
@@ -156,7 +156,7 @@ def title(report: CheckpointReport) -> Title:
 
 
 def parts_table(report: CheckpointReport) -> Table:
-    """What every byte of the files is for: the rows add up to their size."""
+    """The bytes of the files by use; the rows add up to the size of the files."""
     breakdown, size = report.breakdown, report.contents.size
     fields = PART_FIELDS.without("unneeded")
     total = ("total", None, len(report.contents.tensors), None, None, Bytes(size), None)
@@ -166,7 +166,7 @@ def parts_table(report: CheckpointReport) -> Table:
 
 
 def _rest(report: CheckpointReport) -> Iterator[tuple[str, str, int]]:
-    """What is no tensor's: each with a word on what it is, and its bytes."""
+    """Bytes that belong to no tensor: label, explanation and size of each kind. Compression has a negative size."""
     breakdown, contents = report.breakdown, report.contents
     figures = [
         ("behind views", "no tensor covers it", breakdown.unneeded),
@@ -245,7 +245,7 @@ def file_table(report: CheckpointReport) -> Table:
 
 
 def remains_table(report: CheckpointReport) -> Table:
-    """What is left when only some of it is kept."""
+    """The bytes that would remain if only some of the tensors were kept."""
     size = report.contents.size
     columns = (
         Column("kept", "if you keep only", "name", 100, "what is kept"),
@@ -257,7 +257,7 @@ def remains_table(report: CheckpointReport) -> Table:
 
 
 def remains(report: CheckpointReport) -> Iterator[tuple[str, int]]:
-    """What is kept, and the bytes of tensor data that it takes: the tensors, the model's, the same in float16."""
+    """Each choice of tensors to keep, with its bytes of tensor data: all, the model's (or EMA's), these in float16."""
     breakdown = report.breakdown
     everything = list(report.contents.tensors)
     yield "the tensors", sum(tensor.bytes for tensor in everything)
@@ -273,7 +273,7 @@ def remains(report: CheckpointReport) -> Iterator[tuple[str, int]]:
 
 
 def _alone(tensors: list[Tensor]) -> list[Tensor]:
-    """`tensors` when what they share with others outside is theirs to keep, as near as it can be told."""
+    """Return `tensors` as if stored alone: one that shares bytes with a tensor outside gets an estimated full size."""
     names = {tensor.name for tensor in tensors}
     return [
         tensor if tensor.shared_with is None or tensor.shared_with in names else _whole(tensor) for tensor in tensors
@@ -286,7 +286,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def difference_table(match: Match) -> Table:
-    """What is not as the model wants it, the most serious first."""
+    """The differences from the model's own tensors, the most serious first."""
     rows = sorted(match.differences, key=lambda difference: PROBLEMS.index(difference.problem))
     more = len(rows) - MOST_DIFFERENCES
     caption = f"Differences from {match.model}"

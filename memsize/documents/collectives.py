@@ -1,4 +1,4 @@
-"""Tables of what goes on between GPUs: the collectives of a step, and the CUDA streams that they and others use."""
+"""Tables of the collectives between GPUs in a step, and of the CUDA streams that collectives and other work use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CAPTION = "What a GPU sends and gets in a step"
 
 
 def collective_tables(traffic: Sequence[Traffic]) -> tuple[Table, ...]:
-    """One row for each kind of collective, the most bytes first; no table where there are none."""
+    """One row for each kind of collective, the most bytes first; no table if there are no collectives."""
     columns = (
         Column("kind", "collective", "name", 100, "what it does"),
         Column("ranks", "among", "count", 97, "how many ranks take part"),
@@ -31,8 +31,8 @@ def collective_tables(traffic: Sequence[Traffic]) -> tuple[Table, ...]:
 def compared_collectives(
     keys: Sequence[Column], runs: Iterable[tuple[tuple[Cell, ...], Sequence[Traffic]]]
 ) -> tuple[Table, ...]:
-    """One row for each run, which its `keys` name, with the bytes and the number of each kind of collective; no table
-    where there are none.
+    """One row for each run, named by the columns `keys`, with the bytes and the number of each kind of collective; no
+    table if there are no collectives.
     """
     shown = [(names, traffic) for names, traffic in runs if traffic]
     kinds = tuple(dict.fromkeys(row.kind for _, traffic in shown for row in traffic))
@@ -54,7 +54,7 @@ def _cells(kinds: Sequence[str], traffic: Sequence[Traffic]) -> Iterable[Cell]:
 
 
 def stream_tables(shares: Sequence[StreamShare]) -> tuple[Table, ...]:
-    """One row for each stream; no table where there are none."""
+    """One row for each stream; no table if `shares` is empty."""
     columns = (
         Column("stream", "stream", "name", 100, "the default one, or what is allocated on it"),
         Column("role", "mostly", "text", 90, "what most of it is for", alone="role"),
@@ -71,8 +71,8 @@ def stream_tables(shares: Sequence[StreamShare]) -> tuple[Table, ...]:
 def compared_streams(
     keys: Sequence[Column], runs: Iterable[tuple[tuple[Cell, ...], Sequence[StreamShare]]]
 ) -> tuple[Table, ...]:
-    """One row for each run, which its `keys` name, with what each stream has of its segments; no table where no run
-    allocates on several.
+    """One row for each run, named by the columns `keys`, with the reserved bytes of each stream; no table if no run
+    allocates on several streams.
     """
     shown = [(cells, shares) for cells, shares in runs if shares]
     names = tuple(dict.fromkeys(share.name for _, shares in shown for share in shares))

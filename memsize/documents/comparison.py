@@ -19,7 +19,7 @@ from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.comparison/1"
 MOST_ROWS: Final = 40
-"""Layers and tensors that are listed: a comment on a pull request has room for so many. json and csv list all."""
+"""The most layers and tensors listed: a comment on a pull request has little room. JSON and CSV list all."""
 
 _MODEL_COLUMNS: Final = (
     Column("model", "model", "name", 100, "which of the two"),
@@ -48,10 +48,10 @@ def _sizes(comparison: Totals) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ComparisonDocument(Document[Comparison]):
-    """What the two models store and need, and what changed from one to the other."""
+    """A comparison of two models: the bytes that they store and need, and the changes from one to the other."""
 
     def sections(self) -> tuple[Section, ...]:
-        """Both models in a table, what changed, and the layers, figures, tensors and findings that did."""
+        """Both models in a table, a summary of the changes, and the changed layers, figures, tensors and findings."""
         comparison = self.answer
         before, after = comparison.before, comparison.after
         table = Table("models", "Stored", _MODEL_COLUMNS, (_cells("before", before), _cells("after", after)))
@@ -68,11 +68,11 @@ class ComparisonDocument(Document[Comparison]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """What changed, most important first."""
+        """The changes, most important first, at most `MOST_SENTENCES`."""
         return self.answer.findings[:MOST_SENTENCES]
 
     def bars(self) -> Bars:
-        """What both store and, where both were run, keep for backward."""
+        """The bytes that both models store and, if they were run, keep for backward."""
         pairs = zip(("before", "after"), self.answer.totals, strict=True)
         return Bars.of("stored and kept", _PARTS, ((Label(name), _sizes(comparison)) for name, comparison in pairs))
 
@@ -96,7 +96,7 @@ class ComparisonDocument(Document[Comparison]):
 
 
 def _phrases(comparison: Comparison) -> tuple[tuple[str | Bytes, ...], ...]:
-    """What is stored, before and after."""
+    """Phrases for the title: parameters and stored bytes, before and after."""
     before, after = comparison.totals
     if comparison.is_same:
         return ((f"{after.parameters:,} parameters,", Bytes(after.stored), "stored: nothing changed"),)
@@ -133,7 +133,7 @@ def _tables(comparison: Comparison) -> Iterator[Table]:
 
 
 def layer_table(comparison: Comparison) -> Table:
-    """The layers that changed, in the order of the second model; of very many those that changed most."""
+    """Changed layers, in the order of the second model: the `MOST_ROWS` largest changes, then the rest in one row."""
     changes = comparison.layer_changes
     shown = sorted(changes, key=_weight, reverse=True)[:MOST_ROWS]
     table = Table.of("layers", "Layers that changed", LAYER_FIELDS, (change for change in changes if change in shown))
@@ -150,7 +150,7 @@ def _weight(change: LayerChange) -> int:
 
 
 def _sum(changes: Iterable[LayerChange]) -> LayerChange:
-    """What several layers add up to."""
+    """Return the sum of several layers."""
     before, after = zip(*(change.sizes for change in changes), strict=True)
     return _sizes_alone(
         LayerSizes(*map(sum, zip(*before, strict=True))), LayerSizes(*map(sum, zip(*after, strict=True)))
@@ -158,7 +158,7 @@ def _sum(changes: Iterable[LayerChange]) -> LayerChange:
 
 
 def _whole(comparison: Comparison) -> LayerChange:
-    """Both models whole."""
+    """Return the change from one whole model to the other."""
     before, after = comparison.totals
     return _sizes_alone(
         *(
@@ -190,20 +190,20 @@ def figure_table(comparison: Comparison) -> Table:
 
 
 def living_table(comparison: Comparison) -> Table:
-    """Which of the largest tensors alive at the peak changed, those that changed most first."""
+    """The changes among the largest tensors alive at the peak, largest change first."""
     changes = sorted(comparison.living, key=lambda entry: -abs(entry.bytes))[:MOST_ROWS]
     return Table.of("living", "Alive at the peak", LIVING_FIELDS, changes, caption=f"Changed at the {comparison.peak}")
 
 
 class WhyDocument(Document[FindingList]):
-    """Findings without the answer that they are of."""
+    """Findings without the answer that they belong to."""
 
     def sections(self) -> tuple[Section, ...]:
         """The findings, or that there are none."""
         return (Findings("Why", self.answer) if self.answer else Notes("Why", (repr(self.answer),)),)
 
     def verdict(self) -> tuple[Finding, ...]:
-        """None: the findings are all there is."""
+        """Empty: the document has nothing but its findings."""
         return ()
 
     def figures(self, unit: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class ExplanationDocument(Document[Explanation]):
     """An explained snapshot."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The verdict first, then what it rests on."""
+        """The verdict first, then the tables behind it."""
         explanation = self.answer
         return (
             _title(explanation),
@@ -41,7 +41,7 @@ class ExplanationDocument(Document[Explanation]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """What was found, most important first."""
+        """The findings, most important first, at most `MOST_SENTENCES`."""
         return self.answer.findings[:MOST_SENTENCES]
 
     def figures(self, unit: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class FitDocument(Document[Fit]):
         )
 
     def bars(self) -> Bars:
-        """The largest sizes; of one that was asked about, what it needs beside what there is."""
+        """The largest sizes, or the memory that a single size needs if the fit was asked about one."""
         fit = self.answer
         return size_bars(fit) if fit.asked is None else need_bars(fit)
 
@@ -99,7 +99,7 @@ def _budget_data(budget: Budget) -> dict[str, Any]:
 
 
 def _extra_data(row: FitRow) -> dict[str, Any]:
-    """What no flat row of `Fit.tables` can hold."""
+    """The nested fields of a row, which the flat tables of `Fit.tables` cannot hold."""
     return {
         "roles": row.bind.roles if row.bind else None,
         "largest": _largest_data(row.bind),
@@ -117,7 +117,7 @@ def _largest_data(bind: Bind | None) -> dict[str, Any] | None:
 
 
 def _traffic(fit: Fit, row: FitRow) -> tuple[Traffic, ...]:
-    """The collectives of a step of the answer, or of the next size where there is none."""
+    """The collectives in a step at the row's answer, or at the next size without one; empty if that was not run."""
     trace = fit.trace_of(row)
     return traffic(trace) if trace else ()
 
@@ -135,12 +135,12 @@ def _collectives(fit: Fit) -> Iterator[tuple[tuple[Cell, ...], tuple[Traffic, ..
 
 
 def _has_batches(fit: Fit) -> bool:
-    """Whether it has rows of several batches."""
+    """Whether the fit has rows for several batches."""
     return any(row.batch is not None for row in fit.fit_rows)
 
 
 def fit_title(fit: Fit) -> Title:
-    """The model, what is asked of it, how it is run and where."""
+    """The model, the question, how the model is run, and the GPUs."""
     question = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
     how = f"training with {optimizer_in_words(fit.optimizer)}" if fit.optimizer else _generating(fit) or "inference"
     kinds = tuple(dict.fromkeys(budget.strategy for budget in fit.budgets if budget.parallel))
@@ -151,7 +151,7 @@ def fit_title(fit: Fit) -> Title:
 
 
 def _generating(fit: Fit) -> str:
-    """What is generated, where that is what the model does."""
+    """The generation in words: new tokens and prompt. Empty if the fit is not about generation."""
     if not fit.generation:
         return ""
     prompt = "" if fit.vary == CONTEXT else f" after {fit.generation['prompt']:,} of a prompt"
@@ -159,8 +159,8 @@ def _generating(fit: Fit) -> str:
 
 
 def overview_table(fit: Fit) -> Table:
-    """Scenarios down, GPUs across: the largest size, or whether the one that was asked about fits. Of several numbers
-    of GPUs, those down.
+    """Scenarios down, GPUs across: the largest size, or whether the one that was asked about fits. If the
+    number of GPUs varies, each number has a row.
     """
     if len({budget.gpus for budget in fit.budgets}) > 1:
         return _by_number(fit)
@@ -241,7 +241,7 @@ def _label_of_several(fit: Fit, rows: Sequence[FitRow]) -> Label:
 
 
 def need_bars(fit: Fit) -> Bars:
-    """What the allocator needs for the size that was asked about, beside what it gets where that is one figure."""
+    """The bytes that the requested size needs; with a single budget, also the bytes that the allocator may use."""
     part = Part("peak", "needs", "activation")
     rows = [(_bar_label(fit, row), {"peak": row.peak}) for row in fit.fit_rows if row.peak]
     bars = Bars.of(f"{fit.vary} {fit.asked:,} needs", [part], rows)
@@ -285,12 +285,12 @@ def _answer(row: FitRow, fit: Fit) -> Cell:
 
 
 def _is_whole(fit: Fit, row: FitRow) -> bool:
-    """Whether no longer context was looked at since the model has no positions for one."""
+    """Whether the answer is the longest context that the model has positions for."""
     return fit.vary == CONTEXT and row.size != LIMIT
 
 
 def _remarks(fit: Fit) -> Iterator[Remark]:
-    """Why a scenario has no figures, or an answer is not the plain one."""
+    """Remarks on scenarios without figures, and on answers that need an explanation."""
     for row in fit.fit_rows:
         if text := _remark(fit, row):
             yield Remark(row.scenario, row.status, text)
@@ -316,7 +316,7 @@ def _remark(fit: Fit, row: FitRow) -> str | None:
 
 
 def remedies(fit: Fit, remedied: Remedied) -> Table:
-    """What would make a size fit."""
+    """The remedies tried for one size, each run by itself."""
     return remedy_table(
         remedied,
         f"Remedies for {remedied.scenario} at {fit.vary} {remedied.size:,} on {remedied.gpu}, each run by itself",
@@ -324,7 +324,7 @@ def remedies(fit: Fit, remedied: Remedied) -> Table:
 
 
 def remedy_table(remedied: Remedied, caption: str) -> Table:
-    """The remedies, most bytes saved first; those that mean nothing here are named below."""
+    """The remedies, most bytes saved first; remedies that do not apply are remarks below the table."""
     fields = REMEDY_FIELDS.only("name", "outcome", "saved", "peak")
     rows = (row for row in remedied.rows if row.outcome != "not here")
     remarks = tuple(_remedy_remarks(remedied.rows))
@@ -332,7 +332,7 @@ def remedy_table(remedied: Remedied, caption: str) -> Table:
 
 
 def _remedy_remarks(rows: Iterable[RemedyRow]) -> Iterator[Remark]:
-    """What those that help cost, and why others mean nothing here."""
+    """The costs of remedies that help, then the reasons why others do not apply."""
     for row in rows:
         if row.outcome in ("fits", "saves"):
             yield Remark(row.name, "costs", row.cost)

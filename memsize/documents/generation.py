@@ -37,7 +37,7 @@ SCHEMA: Final = "memsize.generation/1"
 
 
 class GenerationDocument(Document[GenerationReport]):
-    """What generating tokens holds."""
+    """The memory of generating tokens, by scenario, batch and prompt."""
 
     def sections(self) -> tuple[Section, ...]:
         """The answer first, then its figures."""
@@ -54,7 +54,7 @@ class GenerationDocument(Document[GenerationReport]):
         )
 
     def bars(self) -> Bars:
-        """What is alive at the peak of each row, beside the card."""
+        """The bytes alive at the peak of each row, by role, beside the memory of the GPU."""
         rows = [(_label(self.answer, row), row.estimate.roles) for row in self.answer.ran if row.estimate]
         parts = [Part(role, TITLES[role].noun, role) for role in in_order(role for _, sizes in rows for role in sizes)]
         bars = Bars.of("alive at the peak", parts, rows)
@@ -121,7 +121,7 @@ def _row_data(row: GenerationRow) -> dict[str, Any]:
 
 
 def _label(report: GenerationReport, row: GenerationRow) -> Label:
-    """The name of a row among others: its scenario, and what else differs between them."""
+    """The label of a row: its scenario, and its batch and prompt where these vary."""
     batches, prompts = ({getattr(other, name) for other in report.ran} for name in ("batch", "prompt"))
     batch = f", batch {row.batch:,}" if len(batches) > 1 else ""
     prompt = f", prompt {row.prompt:,}" if len(prompts) > 1 else ""
@@ -129,7 +129,7 @@ def _label(report: GenerationReport, row: GenerationRow) -> Label:
 
 
 def remedies(remedied: Remedied) -> Table:
-    """What would make the row fit that does not."""
+    """The remedies tried for a row that does not fit, each run by itself."""
     return remedy_table(
         remedied, f"Remedies for {remedied.scenario} at batch {remedied.size:,} on {remedied.gpu}, each run by itself"
     )
@@ -153,7 +153,7 @@ def row_table(report: GenerationReport) -> Table:
 
 
 def cache_table(report: GenerationReport) -> Table:
-    """What the cache of one sequence is made of, for each prompt of the first scenario that keeps one."""
+    """The layers of one sequence's KV cache, for each prompt of the first scenario that has a cache."""
     first = next(row for row in report.ran if row.layers)
     shown = [row for row in report.ran if (row.scenario, row.batch) == (first.scenario, first.batch)]
     rows = (CachedRow(row, cached) for row in shown for cached in row.layers)

@@ -26,12 +26,12 @@ MOST_COPIES: Final = 20
 
 @dataclass(frozen=True)
 class LayoutDocument(Document[LayoutReport]):
-    """A memory-format audit. `depth` cuts the layer table: what deeper layers copy is added to their parents."""
+    """A memory-format audit. `depth` cuts the layer table: copies in deeper layers count for their parents."""
 
     depth: int | None = None
 
     def sections(self) -> tuple[Section, ...]:
-        """What was rearranged, the formats of each layer, the copies, and why."""
+        """The converted tensors, the formats of each layer, the copies, and why."""
         report = self.answer
         return (
             title(report),
@@ -43,18 +43,18 @@ class LayoutDocument(Document[LayoutReport]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """What was found, most important first."""
+        """The findings, most important first, at most `MOST_SENTENCES`."""
         return self.answer.findings[:MOST_SENTENCES]
 
     def bars(self) -> Bars:
-        """What a forward copies only to rearrange tensors, either way."""
+        """The bytes that a forward copies only to rearrange tensors, in row-major order and in channels last."""
         audit = self.answer.audit
         rows = [("row-major", audit.plain), ("channels last", audit.last)]
         sizes = [(Label(name), {"copied": run.copied}) for name, run in rows if audit.plain.copied or audit.last.copied]
         return Bars.of("copied to rearrange", [Part("copied", "copied", "cast copy")], sizes)
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything that is known, whatever `depth` says."""
+        """All figures, regardless of `depth`."""
         report, audit = self.answer, self.answer.audit
         return {
             "schema": SCHEMA,
@@ -82,7 +82,7 @@ def _layer_data(audit: Audit, layer: LayerFormats) -> dict[str, Any]:
 
 
 def title(report: LayoutReport) -> Title:
-    """The model, its inputs and what was rearranged."""
+    """The model, its inputs, and the number of inputs and weights that were converted."""
     audit = report.audit
     inputs = ", ".join(map(input_text, audit.inputs))
     converted = f"{audit.converted:,} weight{'' if audit.converted == 1 else 's'} to channels last"
@@ -106,7 +106,7 @@ def layer_table(audit: Audit, depth: int | None = None) -> Table:
 
 
 def _has_images(layer: LayerFormats) -> bool:
-    """Whether a row says something: containers only repeat what their last layer returns."""
+    """Whether a leaf layer handles images. Containers are left out: they only repeat the output of their last layer."""
     return layer.leaf and bool(layer.parameters or layer.inputs or layer.outputs)
 
 

@@ -61,7 +61,7 @@ _PEAK_FIELDS: Final = Fields[_PeakRow](
 
 
 def peak_bars(report: Report) -> Bars:
-    """What is alive by role at each scenario's peak of a training step, beside the memory of the GPU."""
+    """The bytes alive by role at the peak of each scenario's training step, beside the memory of the GPU."""
     looks = [(result, result.training) for result in report.scenario_results if result.training]
     bars = Bars.of(
         "peak of a training step",
@@ -72,7 +72,7 @@ def peak_bars(report: Report) -> Bars:
 
 
 def peak_table(report: Report) -> Table:
-    """One row per scenario and run: its peak in the allocator's terms, and what is alive there by role."""
+    """One row per scenario and run: its peak in the allocator's terms, and the bytes alive there by role."""
     rows = [_PeakRow(r, run, look) for r in report.scenario_results for run, look in _estimates(r) if look]
     roles = role_fields([row.estimate.roles for row in rows], " alive at the peak", of="estimate.roles")
     # A100, H100, L4 and RTX begin with a vowel when they are read out.
@@ -100,7 +100,7 @@ def _estimates(result: ScenarioResult) -> tuple[tuple[str, GpuEstimate | None], 
 
 
 def living_table(report: Report, count: int = 8) -> Table:
-    """The largest storages alive at the peak of the first scenario that has one, of its training if that was run."""
+    """The largest storages alive at the first peak of a scenario: that of its training, or else of its inference."""
     result, look = next((r, look) for r in report.scenario_results if (look := r.training or r.inference))
     caption = f"Alive at the peak of {result.name}, {'training' if result.training else 'inference'}: the largest"
     table = Table.of("living", "Alive at the peak", LIVE_FIELDS, look.storages[:count], caption=caption)

@@ -30,7 +30,7 @@ from memsize.records.timeline import Timeline, step_courses
 
 SCHEMA: Final = "memsize.program/1"
 _LINES: Final = 5
-"""How many of the lines that relied on an assumption are shown."""
+"""The most lines shown for one assumption."""
 
 
 class ProgramDocument(Document[ProgramRun]):
@@ -42,11 +42,11 @@ class ProgramDocument(Document[ProgramRun]):
         return timeline(run.trace, config_of(run), run.card, few=0)
 
     def sections(self) -> tuple[Section, ...]:
-        """The verdict first, then what it rests on."""
+        """The verdict first, then the sections behind it."""
         return (program_title(self.answer), *self.opening(), *self.reasons(), *self.inside())
 
     def inside(self) -> tuple[Section, ...]:
-        """What the verdict rests on."""
+        """The sections behind the verdict: phases, modules, collectives, streams, tensors, assumptions and notes."""
         run = self.answer
         summaries = step_courses(self._timeline)
         tables = (course_table(summaries), alive_table(summaries), module_table(run)) if summaries else ()
@@ -71,11 +71,11 @@ class ProgramDocument(Document[ProgramRun]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """What was found, most important first."""
+        """The findings, most important first, at most `MOST_SENTENCES`."""
         return self.answer.findings[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
-        """What the peak consists of, the largest first."""
+        """The bytes alive at the peak by role, largest first; `None` if there are none."""
         rows = [(role_part(role), size) for role, size in self.answer.peak.roles.items() if size]
         return Bars.of_whole("alive at the peak", rows) if rows else None
 
@@ -147,7 +147,7 @@ def program_title(run: ProgramRun) -> Title:
 
 
 def module_table(run: ProgramRun) -> Table:
-    """One row for each module, or group of modules, at the peak. Rows add up to it."""
+    """One row for each module, or group of modules. The rows add up to the peak."""
     shares = peak_by_module(run.trace)
     fields = MODULE_FIELDS.plus(*role_fields([share.roles for share in shares]))
     return Table.of("modules", "Modules", fields, shares, caption="Alive at the peak of the run, by module")

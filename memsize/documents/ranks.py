@@ -26,7 +26,7 @@ from memsize.records.roles import in_order
 
 SCHEMA: Final = "memsize.ranks/1"
 _TOLD_OF_ALL: Final = ("run-out-of-memory", "run-fits")
-"""Findings about one rank that are made about all of them."""
+"""Codes of findings that are left out for a single rank, since the findings about all ranks cover them."""
 
 
 class RanksDocument(Document[RankRuns]):
@@ -37,16 +37,16 @@ class RanksDocument(Document[RankRuns]):
         return ProgramDocument(self.answer.worst.run)
 
     def sections(self) -> tuple[Section, ...]:
-        """The verdict and the ranks first, then the one that needs most as if it had been run alone."""
+        """The verdict and the ranks first, then the rank that needs most memory, as in a run of that rank alone."""
         runs = self.answer
         return (ranks_title(runs), *self.opening(), rank_table(runs), *self._remarks(), *self._worst.inside())
 
     def verdict(self) -> tuple[Finding, ...]:
-        """What was found, most important first."""
+        """The findings, most important first, at most `MOST_SENTENCES`."""
         return self.answer.findings[:MOST_SENTENCES]
 
     def _remarks(self) -> tuple[Findings, ...]:
-        """What the verdict has not told whole, and what else is to be said of the rank that needs most."""
+        """Findings that the verdict does not show in full, then findings about the rank that needs most memory."""
         codes = {finding.code for finding in self.verdict() if not finding.brief}
         rest = (finding for finding in self.findings if finding.code not in codes)
         own = (finding for finding in self._worst.findings if finding.code not in _TOLD_OF_ALL)
@@ -58,7 +58,7 @@ class RanksDocument(Document[RankRuns]):
         return self._worst.scenes()
 
     def bars(self) -> Bars | None:
-        """What is alive at the peak of each kind of rank."""
+        """The bytes alive at the peak of each kind of rank, by role; `None` if no rank has any."""
         groups = [group for group in self.answer.groups if group.run.peak.roles]
         parts = map(role_part, in_order(role for group in groups for role in group.run.peak.roles))
         rows = ((Label(spans(group.ranks)), dict(group.run.peak.roles)) for group in groups)

@@ -57,7 +57,7 @@ from memsize.units import Bytes
 SCHEMA: Final = "memsize.report/1"
 
 _FIRST: Final = ("interrupted", "out-of-memory", "training-peak", "no-training-step")
-"""What is told first where it was found: who asks for a training, or for a GPU, asks for this."""
+"""Codes of findings that the verdict puts first: they answer a question about training or about a GPU."""
 
 _RUN_FIGURES: Final = frozenset(
     "cast_bytes output_bytes saved_bytes saved_cast_bytes input_bytes saved_input_bytes inference_bytes training_bytes"
@@ -81,7 +81,7 @@ class ReportDocument(Document[Report]):
             raise OutputError(f"depth {self.depth} is below the model itself, which is depth 0")
 
     def sections(self) -> tuple[Section, ...]:
-        """What it is about, where the run stopped, the tables, why, and what was taken for granted."""
+        """The title, where the run stopped, the tables, why, and the assumptions."""
         report = self.answer
         estimates = (estimate for result in report.scenario_results for estimate in (result.training, result.inference))
         return (
@@ -137,13 +137,13 @@ class ReportDocument(Document[Report]):
         return Chart(run_timeline, "Live bytes over a forward of the whole model"), table
 
     def shorter(self, section: Section) -> Iterator[Section]:
-        """The layer table less deep, down to the model's children."""
+        """Yield the layer table one level less deep each time, down to the model's children."""
         if isinstance(section, Table) and section.name == "layers" and self.depth is None:
             deepest = max((layer.depth for layer in self.answer.trace.layers), default=0)
             yield from (layer_table(self.answer, depth, self.columns) for depth in range(deepest - 1, 0, -1))
 
     def tables(self) -> dict[str, FlatTable]:
-        """The layer table as it is shown, all its columns unless some are chosen, and what else the report has."""
+        """The layer table as it is shown, with all columns unless some are chosen, and the other tables."""
         table = layer_table(self.answer, self.depth, self.columns or COLUMNS)
         names = {column.key: column.name for column in LAYER_FIELDS.columns}
         return self.answer.tables() | {"layers": FlatTable(tuple(map(names.__getitem__, table.keys)), table.rows)}
@@ -153,7 +153,7 @@ class ReportDocument(Document[Report]):
         return versions((self.answer.trace,), (card(self.answer.gpu),) if self.answer.gpu else ())
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything that is known, whatever `depth` and `columns` say."""
+        """All figures, regardless of `depth` and `columns`."""
         report, trace, totals = self.answer, self.answer.trace, self.answer.totals
         return {
             "schema": SCHEMA,
@@ -206,7 +206,7 @@ def _layer_columns(trace: Trace | None, shown: Trace) -> dict[str, list[Any]] | 
 
 
 def _run_only(figures: dict[str, Any], trace: Trace) -> dict[str, Any]:
-    """`figures`, null where only a run could tell."""
+    """Return `figures`; if the model was not run, the ones that need a run are `None`."""
     return figures if trace.ran else figures | dict.fromkeys(figures.keys() & _RUN_FIGURES)
 
 
@@ -254,7 +254,7 @@ def title(report: Report) -> Title:
 
 
 _FROM_RUNS: Final = ("input", "output", "calls", "cast", "new", "saved", "mult_adds", "mult_adds_share")
-"""The columns of which nothing is known where the model was not run."""
+"""The columns that are unknown if the model was not run."""
 
 
 def layer_table(report: Report, depth: int | None = None, columns: Sequence[str] | None = None) -> Table:
@@ -301,7 +301,7 @@ _PARTS: Final = (
 
 
 def scenario_bars(report: Report) -> Bars:
-    """What each scenario holds where a backward begins: each byte once, an input that is kept among what is kept."""
+    """The bytes that each scenario holds when backward begins, each counted once: a saved input counts as kept."""
     return Bars.of(
         "held when backward begins",
         _PARTS,

@@ -21,7 +21,7 @@ Phrase = tuple[str | Bytes, ...]
 
 @dataclass(frozen=True, slots=True)
 class Title:
-    """What a document is about, in one line: a name, and phrases."""
+    """The subject of a document in one line: a name, and phrases."""
 
     name: str
     phrases: tuple[Phrase, ...]
@@ -35,7 +35,7 @@ class Verdict:
 
 
 class Part(NamedTuple):
-    """One kind of what bars are made of: its stable `key`, its title, and the role in whose colour it is drawn."""
+    """One part of which bars are made: its stable `key`, its title, and the role in whose colour it is drawn."""
 
     key: str
     title: str
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """What bars are held against, such as a GPU's memory."""
+    """A size to compare bars with, such as a GPU's memory."""
 
     title: str
     size: int
@@ -51,7 +51,7 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What one bar stands for, all of it with equal figures, and the size of each part. They add up to its total."""
+    """One bar: the labels of its rows, whose figures are (nearly) equal, and the sizes of its parts."""
 
     labels: tuple[Label, ...]
     sizes: tuple[int, ...]
@@ -74,9 +74,9 @@ class Bars:
 
     @classmethod
     def of(cls, title: str, parts: Iterable[Part], rows: Iterable[tuple[Label, Mapping[str, int]]]) -> Bars:
-        """Bars of bytes by key of a part, which is left out where no row has any.
+        """Bars of bytes: `rows` have sizes by the key of a part. Parts that are empty in all rows are left out.
 
-        Rows share a bar where no part differs by a thousandth of the longest: its sizes are those of the first.
+        Rows share a bar if no part differs by more than a thousandth of the longest bar; it has the first row's sizes.
         """
         pairs = list(rows)
         used = tuple(part for part in parts if any(sizes.get(part.key) for _, sizes in pairs))
@@ -93,8 +93,8 @@ class Bars:
 
     @classmethod
     def of_whole(cls, title: str, rows: Iterable[tuple[Part, int]]) -> Bars:
-        """One bar for each part of a whole, the largest first; those below a hundredth of it share the last, in the
-        colour of the largest of them, which no other bar has.
+        """One bar for each part of a whole, the largest first. Parts below a hundredth of the whole share the last bar,
+        in the colour of the largest of them, which no other bar has.
         """
         pairs = sorted(rows, key=lambda row: -row[1])
         rest = [size for _, size in pairs if size * 100 < sum(size for _, size in pairs)]
@@ -108,7 +108,7 @@ class Bars:
 
 
 def _differ(one: Bar, other: Bar) -> int:
-    """By how much the parts of two bars differ at most."""
+    """Return the largest difference between two bars in any one part."""
     return max((abs(a - b) for a, b in zip(one.sizes, other.sizes, strict=True)), default=0)
 
 
@@ -121,7 +121,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A line about a row of a table, or several: what is modelled in it, or why it has no figures."""
+    """A line about one or several rows of a table: how it was modelled, or why it has no figures."""
 
     row: str
     status: str
@@ -129,7 +129,7 @@ class Remark:
 
 
 def said_once(remarks: Iterable[Remark]) -> tuple[Remark, ...]:
-    """Those that say the same of several rows, or of one row twice, as one each: ``fp16, bf16: training: …``."""
+    """Merge remarks that differ only in their row into one that names each row once: ``fp16, bf16: training: …``."""
     rows: dict[tuple[str, str], dict[str, None]] = {}
     for remark in remarks:
         rows.setdefault((remark.status, remark.text), {})[remark.row] = None
@@ -140,8 +140,8 @@ def said_once(remarks: Iterable[Remark]) -> tuple[Remark, ...]:
 class Table:
     """A table with its rows, and a total where rows add up.
 
-    `chosen` columns were asked for and are never left out; `hint` says how to get those that were. A `caption` stands
-    above a table that its columns alone do not explain.
+    If the user has `chosen` the columns, all are shown; else `hint` says how to get the ones that are left out. A
+    `caption` stands above a table that its columns alone do not explain.
     """
 
     name: str
@@ -163,12 +163,12 @@ class Table:
 
     @property
     def modelled(self) -> bool:
-        """Whether a row is marked as modelled."""
+        """Whether any row is marked as modelled."""
         return any(isinstance(row[0], Label) and row[0].modelled for row in self.rows)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of its columns."""
+        """The keys of the columns."""
         return tuple(column.key for column in self.columns)
 
     def picked(self, keys: Iterable[str]) -> Table:
@@ -190,7 +190,7 @@ class Table:
         return self.picked(key for key in self.keys if key not in keys)
 
     def without_empty(self, *keys: str) -> Table:
-        """The table without those columns of `keys` in which no row has a figure or a word."""
+        """The table without the columns of `keys` that are empty, zero or `Missing` in all rows."""
         columns = zip(self.keys, zip(*self.rows, strict=True), strict=False)
         filled = {key for key, cells in columns if any(cell and not isinstance(cell, Missing) for cell in cells)}
         return self.without(*{*keys} - filled)
@@ -228,7 +228,7 @@ class Chart:
 
 
 class ScenarioView(NamedTuple):
-    """What one scenario looks like from the inside. Its sections are made where they are drawn: they cost a replay."""
+    """One scenario in detail. Its sections are made only when they are drawn, since they cost a replay."""
 
     name: str
     hint: str
@@ -239,7 +239,7 @@ Section = Title | Verdict | Bars | Chart | Stop | Table | Findings | Notes
 
 
 def input_text(tensor: InputTensor) -> str:
-    """An input of a model. An argument's name is worth showing, a position is not."""
+    """An input of a model in words: its spec, with its name unless that is only a position."""
     return str(tensor.spec) if tensor.name.isdecimal() else f"{tensor.name} {tensor.spec}"
 
 
@@ -249,7 +249,7 @@ def role_part(role: Role) -> Part:
 
 
 def listed(title: str, lines: tuple[str, ...]) -> tuple[Section, ...]:
-    """`lines` under their title; nothing where there are none."""
+    """A section with `lines` under `title`; nothing if there are no lines."""
     return (Notes(title, lines),) if lines else ()
 
 

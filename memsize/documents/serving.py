@@ -35,7 +35,7 @@ _PARTS = (
 
 
 class ServingDocument(Document[ServingReport]):
-    """What a paged server holds."""
+    """The memory of a paged server, scenario by scenario."""
 
     def sections(self) -> tuple[Section, ...]:
         """The answer first, then its figures."""
@@ -52,7 +52,7 @@ class ServingDocument(Document[ServingReport]):
         )
 
     def bars(self) -> Bars:
-        """What takes each card's memory, with as much outside PyTorch as there may be."""
+        """The uses of each GPU's memory, with the upper bound of the memory outside PyTorch."""
         rows = [(Label(row.scenario, hint=row.title), _sizes(row)) for row in self.answer.ran]
         bars = Bars.of("taken on a card", _PARTS, rows)
         return replace(bars, limit=Limit(self.answer.card.name, self.answer.card.bytes))
@@ -81,7 +81,7 @@ class ServingDocument(Document[ServingReport]):
 
 
 def remedies(remedied: Remedied) -> Table:
-    """What would make room for one request."""
+    """The remedies tried to make room for one request, each run by itself."""
     return remedy_table(
         remedied, f"Remedies for one request of {remedied.size:,} tokens under {remedied.scenario}, each run by itself"
     )

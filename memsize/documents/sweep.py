@@ -16,7 +16,7 @@ from memsize.records.sweep import SETTING_FIELDS, SWEEP_FIELDS, SWEEP_TABLE, Swe
 
 SCHEMA: Final = "memsize.sweep/1"
 MOST_BARS: Final = 12
-"""How many cells are drawn: those that need most, where there are more."""
+"""The most cells that are drawn: the ones with the largest peaks."""
 
 
 class SweepDocument(Document[Sweep]):
@@ -37,7 +37,7 @@ class SweepDocument(Document[Sweep]):
         )
 
     def bars(self) -> Bars | None:
-        """The peak of each way to run each model; where these are very many, the largest of each model."""
+        """The peak of each way to run each model; if there are too many to draw, the largest peak of each model."""
         sweep = self.answer
         ways = tuple(key for key in sweep.varying if key != "gpu") or ("gpu",)
         largest = _largest_peaks(sweep, ways)
@@ -54,7 +54,7 @@ class SweepDocument(Document[Sweep]):
         return replace(bars, limit=Limit(*cards.pop())) if len(cards) == 1 else bars
 
     def shorter(self, section: Section) -> Iterator[Section]:
-        """The first cells."""
+        """Yield the table with only its first rows: 40, 20, 10 and 5."""
         if isinstance(section, Table):
             for count in (40, 20, 10, 5):
                 if count < len(section.rows):
@@ -81,7 +81,7 @@ class SweepDocument(Document[Sweep]):
 
 
 def _largest_peaks(sweep: Sweep, keys: Sequence[str]) -> dict[str, SweepRow]:
-    """Of the cells that are alike in these settings, the one that needs most, by what the settings say."""
+    """Return the cell with the largest peak for each combination of the settings `keys`, by their values in words."""
     largest: dict[str, SweepRow] = {}
     for row in sweep.sweep_rows:
         name = " ".join(_in_words(key, row) for key in keys)
@@ -91,7 +91,7 @@ def _largest_peaks(sweep: Sweep, keys: Sequence[str]) -> dict[str, SweepRow]:
 
 
 def _title(sweep: Sweep) -> Title:
-    """Its name, how many cells there are, and what is the same for all of them."""
+    """The name of the sweep, the number of cells, and the settings that all of them share."""
     count = len(sweep.sweep_rows)
     same = [key for key in sweep.used if key not in sweep.varying]
     settings = sweep.sweep_rows[0].settings if count else {}
@@ -130,7 +130,7 @@ def _largest(rows: Sequence[SweepRow]) -> Cell:
 
 
 def cell_table(sweep: Sweep) -> Table:
-    """Every cell: what it needs, whether it fits, and where its peak is; what all have in common is in the title."""
+    """Every cell: its peak, whether it fits, and where the peak is. Settings that all share are in the title."""
     keys = sweep.varying or ("target",)
     fields = SWEEP_FIELDS.only(*SWEEP_TABLE).after(*SETTING_FIELDS.only(*keys).weighted(100))
     remarks = tuple(
@@ -145,7 +145,7 @@ def _in_words(key: str, row: SweepRow) -> str:
 
 
 def _notes(sweep: Sweep) -> Iterator[str]:
-    """What is to be said of the runs, each once, with how many cells it is about where not about all."""
+    """Notes on the runs, each once, with its number of cells unless all have it; then the number of reused cells."""
     ran = [row for row in sweep.sweep_rows if row.outcome != "failed"]
     for note, count in Counter(note for row in ran for note in row.notes).items():
         yield note if count == len(ran) else f"{count:,} of {len(ran):,} cells: {note}"

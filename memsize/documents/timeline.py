@@ -1,4 +1,4 @@
-"""A timeline as a document: what it is of, its chart, and how each phase runs."""
+"""A timeline as a document: its title, its chart, and a row for each phase."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TimelineDocument(Document[Timeline]):
     indent = None
 
     def sections(self) -> tuple[Section, ...]:
-        """Everything in reading order; of a run without events there is nothing to show but the title."""
+        """All sections in reading order; a run without events has only a title."""
         timeline = self.answer
         if not len(timeline):
             return (timeline_title(timeline),)
@@ -38,7 +38,7 @@ class TimelineDocument(Document[Timeline]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """Where the peak is, and what most of it consists of."""
+        """Where the peak is, and the roles that hold most of it; empty for a run without events."""
         return (peak_finding(self.answer),) if len(self.answer) else ()
 
     def versions(self) -> tuple[Phrase, ...]:
@@ -82,13 +82,13 @@ def peak_finding(timeline: Timeline) -> Finding:
 
 
 def course_table(summaries: Sequence[PhaseSummary]) -> Table:
-    """One row per phase: what it starts with, and when and where it is highest."""
+    """One row per phase: the live bytes at its start, and when and where they are highest."""
     table = Table.of("phases", "Phases", PHASE_FIELDS, summaries, caption="Live bytes, phase by phase")
     return table.without_empty("steps")
 
 
 def alive_table(summaries: Sequence[PhaseSummary]) -> Table:
-    """One row per phase: what is alive by role at its highest moment. Roles add up to what is live then."""
+    """One row per phase: the live bytes by role at its highest moment. Roles add up to the live bytes there."""
     roles = role_fields([summary.summit.roles for summary in summaries], of="summit.roles")
     fields = PHASE_FIELDS.only("name", "steps").plus(*roles)
     table = Table.of("alive", "Alive", fields, summaries, caption="Alive at the highest moment of each phase")

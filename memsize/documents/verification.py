@@ -28,7 +28,7 @@ class VerificationDocument(Document[Verification]):
     """A verification."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The figures beside each other, the allocations that differ, and how both were made."""
+        """Predicted and measured figures, the allocations that differ, the assumptions, and notes on both runs."""
         verification = self.answer
         assumptions = dict.fromkeys(text for run in verification.runs for text in run.prediction.assumptions)
         return (
@@ -45,11 +45,11 @@ class VerificationDocument(Document[Verification]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """How far the predictions are off, at the figure that is off the most."""
+        """The error of the prediction that is furthest off, and the number of allocations that match."""
         return tuple(_accuracy(self.answer))
 
     def bars(self) -> Bars | None:
-        """What was predicted above what was measured, figure by figure."""
+        """The prediction above the measurement for each measured figure; `None` if nothing was measured."""
         return comparison_bars(self.answer)
 
     def figures(self, unit: str) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _compared(run: VerifiedRun) -> Iterator[FigureComparison]:
 
 
 def difference_table(alignment: Alignment) -> Table:
-    """The first allocations that are not as predicted."""
+    """The first allocations that differ from the prediction, at most `MOST_DIFFERENCES`."""
     differences = alignment.differences
     shown = f"the first {MOST_DIFFERENCES} of {len(differences):,} (JSON has them all)"
     caption = f"Allocations of the last step that differ{', ' + shown if len(differences) > MOST_DIFFERENCES else ''}"
