@@ -55,7 +55,7 @@ def said(measured: Mapping[str, Any]) -> FitRow:
     training = None
     if work["optimizer"] is not None:
         training = Training(
-            work["optimizer"], work["loss"], gradient_accumulation_steps=work["accumulate"], ema=work["ema"]
+            work["optimizer"], loss=work["loss"], gradient_accumulation_steps=work["accumulate"], ema=work["ema"]
         )
     fit = memsize.fit(
         str(ROOT / work["model"]),
@@ -94,7 +94,7 @@ def made_up(total: int, error: str | None) -> dict[str, Any]:
             "optimizer": "adamw",
             "loss": None,
             "training": True,
-            "gradient_accumulation_steps": 1,
+            "accumulate": 1,
             "ema": False,
         },
         "stack": {"gpu": "NVIDIA A100-SXM4-40GB", "total": total, "allocator": ""},

@@ -98,7 +98,7 @@ def test_the_suite_has_what_it_promises() -> None:
         assert {entry.scenario for entry in entries if (entry.training is not None) is kind} == wanted
     trainings = [entry.training for entry in entries if entry.training]
     assert {training.optimizer for training in trainings} == {"sgd", "sgd-momentum", "adamw", "adamw:fused"}
-    assert {training.accumulate for training in trainings} == {1, 4}
+    assert {training.gradient_accumulation_steps for training in trainings} == {1, 4}
     batches: dict[tuple[str, str], set[int]] = {}
     for entry in entries:
         batches.setdefault((entry.net, entry.scenario), set()).add(entry.batch)

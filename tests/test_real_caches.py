@@ -20,7 +20,7 @@ from tests.test_generation import SMALL, T5, WINDOW, generator_of
 transformers = pytest.importorskip("transformers")
 
 PROMPT, NEW, BATCH = 13, 30, 2
-GROUPS = {"prompt": 16, "new": 140}
+GROUPS = {"prompt": 16, "max_new_tokens": 140}
 """Quanto packs groups of 64 numbers, and what has come since, of each layer, when those are 128 tokens."""
 PART: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "dtype": "bfloat16"}
 MAMBA = PART | {
@@ -81,23 +81,23 @@ STARTED = T5 | {"decoder_start_token_id": 0, "pad_token_id": 0}
 QUANTO = pytest.mark.skipif(not importlib.util.find_spec("optimum"), reason="needs optimum-quanto")
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dynamic": (SMALL, {}),
-    "in chunks": (SMALL, {"chunk": 5}),
-    "beams": (SMALL, {"beams": 3}),
-    "static": (SMALL, {"cache": "static"}),
-    "offloaded": (SMALL, {"cache": "offloaded"}),
-    "offloaded static": (SMALL, {"cache": "offloaded_static"}),
-    "fp8": (SMALL, {"kv_dtype": "fp8"}),
-    "int4": (SMALL, {"kv_dtype": "int4"} | GROUPS),
-    "int2": (SMALL, {"kv_dtype": "int2"} | GROUPS),
+    "in chunks": (SMALL, {"prefill_chunk_size": 5}),
+    "beams": (SMALL, {"num_beams": 3}),
+    "static": (SMALL, {"cache_implementation": "static"}),
+    "offloaded": (SMALL, {"cache_implementation": "offloaded"}),
+    "offloaded static": (SMALL, {"cache_implementation": "offloaded_static"}),
+    "fp8": (SMALL, {"kv_cache_dtype": "fp8"}),
+    "int4": (SMALL, {"kv_cache_dtype": "int4"} | GROUPS),
+    "int2": (SMALL, {"kv_cache_dtype": "int2"} | GROUPS),
     "sliding": (SMALL | WINDOW, {}),
-    "sliding, static": (SMALL | WINDOW, {"cache": "static"}),
+    "sliding, static": (SMALL | WINDOW, {"cache_implementation": "static"}),
     "sliding and full": (MIXED, {}),
-    "sliding and full, static": (MIXED, {"cache": "static"}),
+    "sliding and full, static": (MIXED, {"cache_implementation": "static"}),
     "latent": (LATENT, {}),
     "states": (MAMBA, {}),
     "states and full": (HYBRID, {}),
     "encoder-decoder": (STARTED, {}),
-    "encoder-decoder, static": (STARTED, {"cache": "static"}),
+    "encoder-decoder, static": (STARTED, {"cache_implementation": "static"}),
 }
 
 QUICK = ("static", "offloaded", "fp8", "sliding", "states")
@@ -126,11 +126,11 @@ def test_each_step_holds_what_a_real_one_does(case: str, tmp_path: Path, request
     entries, options = CASES[case]
     path = tmp_path / "config.json"
     path.write_text(json.dumps(entries))
-    asked = Generation(**({"prompt": PROMPT, "new": NEW} | options))
+    asked = Generation(**({"prompt": PROMPT, "max_new_tokens": NEW} | options))
     with generator_of(f"hf:{path}") as generator:
         found = generator.run(asked, BATCH)
         steps = [step for step, _ in generators._run(found.begun.steps, found.pieces, found.generation)]
-    assert found.exact or asked.beams > 1
+    assert found.exact or asked.num_beams > 1
     held = [sum(layer.bytes for layer in step.cached) for step in steps[1:]]  # the setup first
     if asked.is_offloaded:
         request.getfixturevalue("copies_stay")
@@ -152,7 +152,12 @@ def real_caches(entries: dict[str, Any], asked: Generation) -> Iterator[int]:
 
     model.register_forward_hook(returned, with_kwargs=True)
     tokens = torch.randint(1, 100, (BATCH, asked.prompt))
-    config = {"max_new_tokens": asked.new, "min_new_tokens": asked.new, "eos_token_id": None, "pad_token_id": 0}
+    config = {
+        "max_new_tokens": asked.max_new_tokens,
+        "min_new_tokens": asked.max_new_tokens,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     settings = {name: value for name, value in asked.arguments.items() if name != "max_new_tokens"}
     with torch.no_grad():
         model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings, **config)

@@ -51,7 +51,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"optimizer": "sgd:momentum=0.9", "scenario": "bf16"},
     {"optimizer": "adamw:foreach=False"},
     {"optimizer": "adafactor", "ema": True},
-    {"scenario": "amp-fp16", "accumulate": 2},
+    {"scenario": "amp-fp16", "gradient_accumulation_steps": 2},
     {"scenario": "amp-bf16", "loss": "mean"},
     {"scenario": "fp16", "gpu": "t4"},
 )
