@@ -72,17 +72,17 @@ _KINDS: Final[dict[str, CollectiveKind | None]] = {
     "_c10d_functional::_wrap_tensor_autograd": None,
     "_dtensor::shard_dim_alltoall": "all-to-all",
 }
-"""What each operator does; None for one that moves nothing."""
+"""The kind of collective of each operator; `None` if it moves nothing."""
 NAMESPACES: Final = frozenset(name.partition("::")[0] for name in _KINDS)
 _LEFT: Final = (None, "broadcast", "send", "barrier")
-"""What leaves the buffers as they are, where the ranks are alike."""
+"""Kinds that leave the buffers unchanged if all ranks hold the same; `None` moves nothing."""
 _IN_PLACE: Final = ("all-reduce", "reduce")
 _RECEIVED: Final = "what this rank receives on the CPU stays as it is before"
 _ROOT: Final = 3
-"""Where the arguments of ``c10d::reduce_`` have the rank that gets what is reduced."""
+"""Position of the root rank, which gets the result, in the arguments of ``c10d::reduce_``."""
 _WAITING: Final = ("wait_tensor", "_wrap_tensor_autograd")
 _ON_BUFFERS: Final = "c10d"
-"""The operators that work on buffers that are given; the others return new ones, and have `meta` kernels."""
+"""Namespace of operators that write to existing buffers. The others return new ones, and have `meta` kernels."""
 
 
 def kind_of(func: Any) -> CollectiveKind | None:
@@ -97,12 +97,12 @@ def kind_of(func: Any) -> CollectiveKind | None:
 
 
 def is_given_buffers(func: Any) -> bool:
-    """Whether `func` works on buffers that it is given, and returns no new ones."""
+    """Whether `func` works on buffers that its caller passes, and returns no new ones."""
     return bool(func.namespace == _ON_BUFFERS)
 
 
 def waits(func: Any) -> bool:
-    """Whether `func` moves nothing: it waits for what a collective returned, or wraps that until somebody waits."""
+    """Whether `func` only waits for the result of a collective, or wraps the result until somebody waits for it."""
     return func._overloadpacket.__name__ in _WAITING
 
 
@@ -118,13 +118,13 @@ def waited(func: Any, tensor: Tensor) -> Tensor:
 
 
 def bytes_moved(args: Any, result: Any) -> int:
-    """The larger of what goes into a collective and what comes out of it."""
+    """Return the bytes of the largest argument (a tensor or a list) of a collective, or of its result if larger."""
     sides = [sum(tensor.numel() * tensor.element_size() for tensor in _tensors(side)) for side in (*args, result)]
     return max(sides, default=0)
 
 
 def group_of(args: Any) -> dist.ProcessGroup:
-    """The ranks that take part in a collective with these arguments."""
+    """Return the process group of a collective with these arguments; the default group if they name none."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in argument._type().name():  # type: ignore[attr-defined]
             return dist.ProcessGroup.unbox(argument)
@@ -146,8 +146,8 @@ def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
 
 
 def carry_over(kind: CollectiveKind, args: Any, result: Any) -> None:
-    """Let the new tensors of a collective know the values that they get where the ranks are alike; what an operator
-    wrote to is unknown otherwise.
+    """Set the values of the new tensors of a collective, assuming that all ranks send the same. Tensors for which this
+    does not determine the values become unknown.
     """
     sent, results = list(_tensors(args[:1])), list(_tensors((result,)))
     reduction = next((argument for argument in args[1:2] if isinstance(argument, str)), "")
@@ -158,8 +158,8 @@ def carry_over(kind: CollectiveKind, args: Any, result: Any) -> None:
 def write(
     tensor: Tensor, value: Tensor | None, read_as: str = REDUCED_IS_ONE, assumption: str | None = EXCHANGED_ARE_ALIKE
 ) -> None:
-    """Let `tensor` have a `value`, which is so by an `assumption`. Without one it stays as it is on the CPU, and is
-    unknown on the GPU, where it is taken for what `read_as` says.
+    """Set the `value` of `tensor`, which rests on `assumption`. Without a value, a CPU tensor stays unchanged; a GPU
+    tensor becomes unknown, and a program that reads it gets the value that `read_as` describes.
     """
     if not is_meta(tensor):
         if value is not None:
@@ -171,7 +171,7 @@ def write(
 
 
 def _done(buffers: Sequence[Tensor]) -> Any:
-    """Work that is over, with a future that holds `buffers`: DistributedDataParallel's reducer waits for that."""
+    """Return finished work with a future that holds `buffers`: DistributedDataParallel's reducer waits for it."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(list(buffers))
     module: Any = torch._C._distributed_c10d
@@ -197,7 +197,7 @@ _NAMES: Final = (
     "reduce_scatter_tensor",
     "reduce_scatter_single",
 )
-"""The functions that take an operation; the last is what 2.13 calls the one before."""
+"""The functions that take a reduction. PyTorch 2.13 renames the last but one to the last."""
 _reduction: ContextVar[str] = ContextVar("_reduction", default="sum")
 
 

@@ -1,6 +1,6 @@
-"""The process group of one rank: PyTorch's own fake one, of as many processes as the world has, in this process alone.
+"""The process group of one rank: PyTorch's own fake group, as large as the world, in this process alone.
 
-Whoever joins a group here, by any backend, joins this one; subgroups and device meshes are PyTorch's own over it.
+A program that opens a group with any backend gets this one. Its subgroups and device meshes are PyTorch's own.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ JOINED: Final = (
     "or after destroy_process_group"
 )
 _STARTS: Final = "_setup_world_group_and_device"
-"""What each device mesh of the world begins with."""
+"""The method of `DeviceMesh` that each mesh of the world calls first."""
 _NCCL: Final = "nccl"
 OURS: Final = "memsize"
-"""The backend of a group that no program opened: NCCL to those who ask, and it sends from the CPU too."""
+"""The backend of a group that memsize itself opened: programs see NCCL, and it also sends CPU tensors."""
 _UNNAMED: Final = "undefined"
-"""What PyTorch calls the backend of a program that names none."""
+"""PyTorch's name of the backend if a program names none."""
 
 
 def environment(world: World) -> dict[str, str]:
@@ -56,7 +56,7 @@ def environment(world: World) -> dict[str, str]:
 
 
 def wanted(size: int, world: World) -> str:
-    """Says that a program asked for another number of processes, on all machines, than it is run with."""
+    """Return the error message for a program that wants `size` processes on all machines but runs with `world`."""
     gpus = f"{world.size} GPUs" if world.size > 1 else "one GPU"
     run = f"memsize run --gpus {size}" + (f" --nodes {world.nodes}" if world.nodes > 1 else "")
     return f"this program wants {size} processes, one for each GPU, and it is run with {gpus}: {run} …"
@@ -74,10 +74,11 @@ def is_joined() -> bool:
 
 @contextmanager
 def started(world: World | None) -> Iterator[None]:
-    """While open, this process has the environment of that rank, if any is named; afterwards it is in no group that it
-    joined meanwhile.
+    """Give this process the environment variables of its rank in `world`, if there is one; on exit, restore the old
+    ones and leave any group that was joined meanwhile.
 
-    Raises `InputError` for a rank of a process that is in a group already, which may be of real processes.
+    Raises `InputError` for a `world` if this process is already in a group, which may be one of real processes, or if
+    PyTorch was built without torch.distributed.
     """
     there = is_joined()
     if world is not None and not is_available():
@@ -103,8 +104,9 @@ def started(world: World | None) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """Let DTensor find anew what ops on a mesh return: what it remembers names the subgroups of one rank, and to it the
-    meshes of all ranks are the same. Ranks share their random numbers anew too, as each does first.
+    """Clear DTensor's cache of sharding decisions: its entries name the subgroups of one rank, but it cannot tell the
+    meshes of different ranks apart. Reset its random-number tracker too, so that ranks share
+    their state as on first use.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _random, debug
@@ -114,7 +116,7 @@ def _forget_meshes() -> None:
 
 
 class Backends:
-    """The backends that a program asks for, by which it decides what it sends, and on which device."""
+    """The backends that a program asks for. Programs decide by them what to send, and from which device."""
 
     def __init__(self) -> None:
         self._whole: Any = None
@@ -132,7 +134,7 @@ class Backends:
             self._parts[group] = dist.Backend(backend)
 
     def of(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`get_backend`, which answers what was asked for; `original` knows who is in a group."""
+        """Replace `get_backend`: return the requested backend. `original` checks that this rank is in the group."""
 
         def get_backend(group: Any = None) -> Any:
             original(group)
@@ -141,7 +143,7 @@ class Backends:
         return get_backend
 
     def devices(self, original: Any) -> property:
-        """The devices on which the backend of a group sends: the fake one says that it does on all."""
+        """Return a property with the devices that a group's backend supports: the fake backend claims all devices."""
 
         def device_types(group: Any) -> list[torch.device]:
             backend = self._parts.get(group, self._whole)
@@ -158,7 +160,7 @@ class NoNCCL:
     """`ProcessGroupNCCL` in builds of PyTorch that lack it: no group is one, and its options decide nothing here."""
 
     class Options(SimpleNamespace):
-        """Takes whatever is set."""
+        """Options that accept any attribute."""
 
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
@@ -233,7 +235,7 @@ def _without_backend(original: Callable[..., Any], backends: Backends) -> Callab
 
 
 def _splitting(open_group: Callable[..., Any]) -> Callable[..., Any]:
-    """`split_group`, whose parts are groups of their own, as the fake one cannot be split."""
+    """Replace `split_group`: open each part as a new group, since the fake group cannot be split."""
 
     def split_group(parent_pg: Any = None, split_ranks: Sequence[Sequence[int]] = (), *_: Any, **options: Any) -> Any:
         parent = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)

@@ -15,7 +15,7 @@ _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 
 
 class Blocks(NamedTuple):
-    """The modules to shard, the innermost first, and the words for where they are from."""
+    """The modules to shard, the innermost first, and a description of their source."""
 
     modules: tuple[nn.Module, ...]
     source: str
@@ -39,8 +39,9 @@ def blocks_of(model: nn.Module) -> Blocks:
 
 
 def blocks_in_line(model: nn.Module) -> Blocks:
-    """The blocks that the stages of a pipeline are made of: the lists that a library's plan for that names
-    (transformers' ``pp_plan``), else those of `blocks_of` that hold no others, except for branches of a block.
+    """Return the blocks that pipeline stages consist of: the layers in the lists that the library's plan names
+    (transformers' ``pp_plan``), or else those of `blocks_of` without branches of a block and without blocks that
+    contain others.
     """
     if planned := [block for several in _planned(model) for block in several]:
         return Blocks(tuple(planned), "the model's own pp_plan")
@@ -51,10 +52,10 @@ def blocks_in_line(model: nn.Module) -> Blocks:
 
 
 def _branches(blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Return modules that every block of a class holds in a ModuleList of the same length: experts, which do not run
+    """Yield the modules that all blocks of a class hold in ModuleLists of equal lengths: experts, which do not run
     one after the other.
 
-    Stages, whose layers do, hold a Sequential, or have different numbers of them.
+    Stages, whose layers do run in order, hold them in a Sequential, or in lists of different lengths.
     """
     kinds: dict[type, list[list[nn.ModuleList]]] = {}
     for block in blocks:
@@ -93,5 +94,5 @@ def _alike(several: nn.Module) -> list[nn.Module]:
 
 
 def _inner_first(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """Each once, after all that are inside it: modules are listed before their children."""
+    """Return each module once, children before parents; `modules` lists parents before children."""
     return tuple(reversed(dict.fromkeys(modules)))

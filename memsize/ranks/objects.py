@@ -1,7 +1,7 @@
-"""Objects that ranks send each other, and numbers that one of them broadcasts: in this process there is one of them.
+"""Objects that ranks send each other, and numbers that a rank broadcasts, where this process runs a single rank.
 
-What one rank sends others is asked of it, where it can be run too. What all of them send is taken to be what this rank
-sends, copied; what only another rank has stays as it is here.
+If the sender can be run too, its objects come from its own process. If all ranks send, we assume that they send copies
+of this rank's objects. Objects that only another rank has stay unchanged here.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _ALIKE: Final = "what other ranks send as objects is taken to be what this rank 
 _KEPT: Final = "objects that another rank sends to this one stay as they are here"
 _NUMBERS_KEPT: Final = "numbers that another rank broadcasts to this one stay as they are here"
 Assume = Callable[[str], None]
-"""Is told of what is taken for granted, when it is."""
+"""A callback that gets the text of an assumption whenever it is made."""
 
 
 def replacements(assume: Assume, line: RankConnection | None) -> Iterator[Patch]:
-    """The functions that send objects and numbers between ranks, by `line` where there are others, and a barrier that
-    only one backend has.
+    """Patch the functions that send objects and numbers between ranks, through `line` if other ranks are run, and a
+    barrier that only one backend has.
     """
     functions = {
         "broadcast": _broadcast_tensor(dist.broadcast, assume, line),
@@ -104,12 +104,12 @@ def _broadcast_tensor(original: Callable[..., Any], assume: Assume, line: RankCo
 
 
 def _is_read(tensor: Tensor) -> bool:
-    """Whether its numbers may decide what a program does: sizes, seeds, flags. What a model computes with has none."""
+    """Whether a program may act on the numbers in `tensor` (sizes, seeds, flags), unlike on weights or activations."""
     return is_small(tensor) and (not is_meta(tensor) or tensor.numel() == 1 or not tensor.is_floating_point())
 
 
 def _as_tensor(numbers: Any, tensor: Tensor) -> Tensor | None:
-    """The `numbers` that the sender told, for `tensor`; None where nobody knows it, on the GPU."""
+    """Return the sender's `numbers` in the dtype and shape of `tensor`; `None` if the sender does not know them."""
     return None if numbers is None else torch.tensor(numbers, dtype=tensor.dtype, device="cpu").reshape(tensor.shape)
 
 
@@ -191,7 +191,7 @@ def _receive(assume: Assume, line: RankConnection | None) -> Callable[..., int]:
 
 
 def _number(rank: int | None, group_rank: int | None, group: Any) -> int:
-    """The rank that `rank`, or `group_rank` in `group`, names; by default the first."""
+    """Return the global rank: `rank`, or the rank of `group_rank` in `group`; 0 if neither is given."""
     return (rank or 0) if group_rank is None else dist.get_global_rank(_of(group), group_rank)
 
 

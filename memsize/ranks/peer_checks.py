@@ -24,9 +24,9 @@ REACHING: Final = {
         f"{_SHARED} is that of other processes",
     ),
 }
-"""The functions of a module that need the other processes to be there, and why."""
+"""By module, the functions that need other processes to exist, and the reason."""
 _PEERS: Final = ("dst", "src", "root_rank")
-"""What operators call a rank that they name."""
+"""The argument names by which operators refer to a rank."""
 Assume = Callable[[str], None]
 
 
@@ -51,12 +51,12 @@ def replacements(assume: Assume) -> Iterator[Patch]:
 
 
 def later() -> dict[str, Callable[[Any], Iterator[Patch]]]:
-    """The functions that are refused, by the modules that have them."""
+    """Return, by module, patches that make the functions of `REACHING` raise `InputError`."""
     return {module: _refusing(*refusal) for module, refusal in REACHING.items()}
 
 
 def check_ranks(func: Any, args: Any, size: int) -> None:
-    """Raises `InputError` where the arguments of a collective name a rank that is not in its group of `size`."""
+    """Raise `InputError` if the arguments of a collective name a rank outside its group of `size` ranks."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name in _PEERS and not 0 <= value < size:
             last = size - 1
@@ -64,7 +64,7 @@ def check_ranks(func: Any, args: Any, size: int) -> None:
 
 
 def check_devices(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
-    """Raises PyTorch's error where a collective moves tensors on the CPU, and the group's backend is not there."""
+    """Raise PyTorch's error if a collective moves CPU tensors and the group's backend does not support the CPU."""
     devices: Any = group
     where = {device.type for device in devices._device_types}
     if "cpu" not in where and any(not is_meta(tensor) and tensor.device.type == "cpu" for tensor in tensors):
@@ -72,8 +72,8 @@ def check_devices(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
 
 
 def check_layouts(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
-    """Raises NCCL's error where a collective would add up sparse tensors: those of the GPU, unless another backend does
-    it (ProcessGroupNCCL.cpp, `allreduce_sparse`). `DistributedDataParallel` does so with sparse gradients."""
+    """Raise NCCL's error if a collective would add up sparse tensors on the GPU, unless the group's backend for CUDA is
+    another one (ProcessGroupNCCL.cpp, `allreduce_sparse`). `DistributedDataParallel` does so with sparse gradients."""
     sparse = any(is_meta(tensor) and tensor.layout is not torch.strided for tensor in tensors)
     if (
         sparse
@@ -83,7 +83,7 @@ def check_layouts(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
 
 
 def _from_somebody(original: Callable[..., Any], assume: Assume) -> Callable[..., Any]:
-    """PyTorch then asks who it was."""
+    """Wrap `original` so that a receive from any rank receives from the next rank in the group."""
 
     def receive(
         tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None

@@ -114,8 +114,8 @@ def _within(region: Region, owner: Any, name: str) -> Patch:
 
 
 def _chunked(aside: Region) -> Callable[..., list[torch.Tensor]]:
-    """All ranks' parts of a parameter, of which this one keeps its own. One empty part serves for all that get nothing:
-    PyTorch makes one for each, which takes minutes where thousands share a small model.
+    """Replace FSDP's chunking of a parameter into one part per rank: all ranks without rows share one empty part.
+    PyTorch makes an empty part for each, which takes minutes when thousands of ranks share a small model.
     """
 
     def chunked(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
@@ -172,7 +172,7 @@ def _reducing_flat(original: Callable[..., None], ledger: Ledger) -> Callable[..
 
 
 def _warmed_up(original: Callable[..., None], module: Any, alone: bool) -> Callable[..., None]:
-    """Stages that don't say what they take and return ask the others for it, which have to do the same."""
+    """Wrap a schedule's warm-up: stages without known shapes ask their neighbours. A rank that is `alone` raises."""
 
     def warmup(schedule: Any, stages: list[Any], has_backward: bool, *args: Any, **options: Any) -> None:
         asking = [stage for stage in stages if _asks(stage, has_backward, module)]
@@ -200,7 +200,7 @@ def _asks(stage: Any, has_backward: bool, module: Any) -> bool:
 
 
 def _voted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """All stages are taken to vote as those of this rank do."""
+    """Replace the vote of pipeline stages: assume that all stages vote like those of this rank."""
 
     def result(stage: Any, *args: Any, **options: Any) -> Any:
         original(stage, *args, **options)
@@ -212,13 +212,13 @@ def _voted(original: Callable[..., Any]) -> Callable[..., Any]:
 # -- tensor lists ----------------------------------------------------------------------------------------------------
 
 _BY_ELEMENT: Final = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
-"""The ops that do the same with each element of their lists."""
+"""Prefixes of ops that treat each element of their lists alike."""
 
 
 def each_once(original: Callable[[Any, Any], Any], spec: type) -> Callable[[Any, Any], Any]:
-    """`ShardingPropagator.propagate_op_sharding_non_cached`, asked about a list without its repetitions.
+    """Wrap `ShardingPropagator.propagate_op_sharding_non_cached` so that it processes each distinct list element once.
 
-    `spec` is the class of what describes a sharded tensor.
+    `spec` is the class that describes a sharded tensor (DTensorSpec).
     """
 
     def propagate(propagator: Any, schema: Any) -> Any:
@@ -238,7 +238,7 @@ def each_once(original: Callable[[Any, Any], Any], spec: type) -> Callable[[Any,
 
 
 def _places(schema: Any, spec: type) -> list[int]:
-    """For each element of the lists of tensors, its number among the distinct ones; none without lists."""
+    """Return the index of each list element among the distinct elements; empty for ops without tensor lists."""
     if not schema.op.name().startswith(_BY_ELEMENT):
         return []
     lists = [
@@ -253,7 +253,7 @@ def _places(schema: Any, spec: type) -> list[int]:
 
 
 def _picked(schema: Any, places: Sequence[int], length: int) -> Any:
-    """`schema` with these elements of each list that is so long."""
+    """Return `schema` with only the elements at `places` of each list of `length` elements."""
     args = tuple(_pick(argument, places, length) for argument in schema.args_schema)
     return type(schema)(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info)
 

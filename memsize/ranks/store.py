@@ -1,4 +1,4 @@
-"""A store of keys and values, by which processes find each other, for a process that is alone."""
+"""A key-value store, as processes use it to find each other, for a single process without peers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch._C._distributed_c10d import HashStore
 from memsize.errors import InputError
 
 _POLLS: Final = 1000
-"""How often in a row a program may read the same of the store, and nothing else."""
+"""The number of identical reads in a row at which a program counts as waiting for another process."""
 
 
 class LonelyStore(HashStore):
-    """A store in which no other process writes: whoever waits for one of their keys would wait for ever."""
+    """A store that no other process writes to. Waiting for another process's key raises instead of hanging."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class LonelyStore(HashStore):
         return exists
 
     def wait(self, keys: list[str], *_: Any) -> None:
-        """Return where all of `keys` are there; raises `InputError` otherwise."""
+        """Return if all `keys` are set; raise `InputError` otherwise."""
         missing = [key for key in keys if not super(LonelyStore, self).check([key])]
         if missing:
             raise InputError(
@@ -48,7 +48,7 @@ class LonelyStore(HashStore):
             )
 
     def _check_polling(self, *read: object) -> None:
-        """Raises `InputError` where the same is read so often that the program waits for others to change it."""
+        """Raise `InputError` after `_POLLS` identical reads in a row: the program waits for another process."""
         self._times = self._times + 1 if read == self._latest else 1
         self._latest = read
         if self._times >= _POLLS:

@@ -26,10 +26,10 @@ def spread(
     scenario: Scenario,
     aside: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> nn.Module:
-    """`model` as one process of `parallel` has it, in a process group that is there already.
+    """Return `model` as one process of `parallel` holds it. The process group must exist already.
 
-    The model is changed; for ``dp`` it has been `wrapped`. What is returned is to be called in its place. Layers are
-    divided `aside`, where nothing is recorded: of what is divided, only the shards are stored.
+    `model` itself is changed, and for ``dp`` must come from `wrapped`; call the returned module in its place. Layers
+    are divided by tensor parallelism within `aside`, where nothing is recorded: only their shards are stored.
     """
     if parallel.kind == "dp":
         wrapped = nn.DataParallel(cast(nn.DataParallel[Any], model).module)
@@ -43,7 +43,7 @@ def spread(
 
 
 def mesh_of(parallel: Parallel) -> DeviceMesh:
-    """All processes by what they share out; those that divide a layer are neighbours, stages are furthest apart."""
+    """Return the mesh of all processes: those that divide a layer are neighbours, stages are furthest apart."""
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = {"pp": parallel.stages, "replicate": parallel.replicas, "shard": parallel.shards, "tp": parallel.tensor}
@@ -52,7 +52,7 @@ def mesh_of(parallel: Parallel) -> DeviceMesh:
 
 
 _MATTERS: Final = 0.1
-"""The share of a model's bytes from which it is told what is gathered beside them."""
+"""Padding is reported from this share of a model's bytes on."""
 _AXES: Final[dict[str, tuple[str, ...]]] = {
     "ddp": ("replicate",),
     "fsdp": ("shard",),
@@ -65,7 +65,7 @@ _AXES: Final[dict[str, tuple[str, ...]]] = {
 def shared_out(
     model: nn.Module, blocks: Iterable[nn.Module], parallel: Parallel, mesh: DeviceMesh, scenario: Scenario
 ) -> nn.Module:
-    """`model` as the processes have it that get batches of their own: copied, or sharded block by block."""
+    """Return `model` divided over data-parallel processes: replicated, sharded block by block, or unchanged."""
     if parallel.kind == "ddp":
         group = mesh["replicate"].get_group()
         return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=parallel.views)
@@ -84,15 +84,17 @@ def shared_out(
 
 
 def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
-    """`model` in what `spread` later spreads: for ``dp`` an `nn.DataParallel`, whose GPUs are not there yet."""
+    """Wrap `model` in `nn.DataParallel` for ``dp``, before its GPUs exist, unless it is wrapped already. Other
+    strategies need no wrapper.
+    """
     return nn.DataParallel(model) if parallel.kind == "dp" and not isinstance(model, nn.DataParallel) else model
 
 
 def policy_of(scenario: Scenario) -> MixedPrecisionPolicy:
-    """How sharded parameters are gathered: what autocast is for a whole model, this is for a sharded one.
+    """Return FSDP's mixed-precision policy for `scenario`, which replaces autocast for a sharded model.
 
-    The shards and what the optimizer keeps are float32, layers run in parameters that are gathered in the lower
-    precision, and gradients are reduced in float32. Under the other scenarios nothing is cast.
+    Shards and optimizer state are float32, layers run on parameters that are gathered in the lower precision, and
+    gradients are reduced in float32. Scenarios without autocast cast nothing.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -149,8 +151,8 @@ def _sharded(model: nn.Module, parallel: Parallel, scenario: Scenario, shown: st
 
 
 def _padded(model: nn.Module, parallel: Parallel) -> Iterator[str]:
-    """The parameter of fewer rows than there are shards that is padded most, where that matters: it is gathered with a
-    row of each.
+    """Yield a note on the parameter with the most padding, if padding matters: a parameter with fewer rows than shards
+    is gathered with one row for each shard.
     """
     padded = {
         name: (parallel.shards - len(parameter)) * parameter[0].nbytes

@@ -1,7 +1,8 @@
 """Values of gathered, exchanged or reduced tensors, if each rank sends the same as this one.
 
-Code reads some of them. How many tokens each expert gets of each rank is exchanged before the tokens are, and decides
-how large they are; whether any rank found an infinite gradient decides whether a step is made.
+Programs read some of these values. Mixture-of-experts layers first exchange the number of tokens for each expert, which
+decides the size of the tensors exchanged next. Whether any rank has an infinite gradient decides whether the optimizer
+makes a step.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from memsize.torch_internals.meta import is_meta
 
 _Value = Tensor | None
 _PARTED: Final = ("all-to-all", "scatter", "reduce-scatter")
-"""The collectives of which each rank gets its part of what the others send."""
+"""Collectives that give each rank only its own part of the tensors sent."""
 _REDUCING: Final = ("all-reduce", "reduce", "reduce-scatter")
 _OF_EQUALS: Final = ("min", "max", "avg", "band", "bor")
-"""The reductions whose result is what each rank sent, where they all sent the same."""
+"""Reductions whose result equals the input if all ranks send the same."""
 
 
 def received(
@@ -33,10 +34,10 @@ def received(
     reduction: str,
     group: dist.ProcessGroup,
 ) -> Iterator[tuple[Tensor, _Value]]:
-    """Each of the tensors that a collective writes, with its values; None where they are not known.
+    """Yield each tensor that a collective writes with its values, or with `None` if they are unknown.
 
-    `sent` is what this rank gives, `splits` may have lists of the rows that go to each rank, and `reduction` is what
-    PyTorch calls the operation by which a collective reduces, if it does.
+    `sent` are the tensors that this rank sends. `splits` may contain lists with the number of rows for each rank.
+    `reduction` is PyTorch's name of the reduction, for collectives that reduce.
     """
     values = _values(kind)
     for position, output in enumerate(written):
@@ -69,12 +70,12 @@ def _reduced(value: Tensor, reduction: str, size: int) -> _Value:
 
 
 def _gathered(position: int, output: Tensor, sent: Sequence[Tensor], *_: Any) -> _Value:
-    """Of several that are gathered at once, each rank's are listed together."""
+    """Return the values of a gathered tensor. If several are gathered at once, `position` counts rank by rank."""
     return _repeated(constant_of(sent[position % len(sent)]), output)
 
 
 def _part(position: int, output: Tensor, sent: Sequence[Tensor], splits: Any, group: dist.ProcessGroup) -> _Value:
-    """The part of this rank: a tensor of its own, or an equal share of one's rows."""
+    """Return this rank's part: a tensor of its own, or an equal share of one's rows; `None` if unknown or unequal."""
     rank, size = group.rank(), group.size()
     whole = sent[position % len(sent)]
     if len(sent) > 1 and whole.numel() != size * output.numel():
@@ -86,7 +87,7 @@ def _part(position: int, output: Tensor, sent: Sequence[Tensor], splits: Any, gr
 
 
 def _repeated(value: _Value, output: Tensor) -> _Value:
-    """`value` as often as fills `output`; None where that leaves a rest."""
+    """Repeat `value` to fill `output`; `None` if `value` is unknown or `output` is no multiple of its size."""
     if value is None or not value.numel() or output.numel() % value.numel():
         return None
     return value.reshape(-1).repeat(output.numel() // value.numel()).reshape(output.shape)

@@ -34,17 +34,17 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _apart(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
-    """`plan` without layers whose weight is another's: the library ties weights after it has divided them."""
+    """Return `plan` without layers that share another's weight: the library ties weights after dividing them."""
     there = {name for name, _ in model.named_parameters()}
     tied = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False) if name not in there}
     return {name: style for name, style in plan.items() if not tied & {name, name.rpartition(".")[0]}}
 
 
 def plan_of(model: Any, size: int) -> dict[str, str]:
-    """The plan by which `model` is divided over `size` GPUs: the style of each layer by its name, with ``*`` for
+    """Return the plan that divides `model` over `size` GPUs: the style of each layer by its name, with ``*`` for
     numbers.
 
-    Raises `InputError` for a model that has none, and where its heads cannot be divided.
+    Raises `InputError` if the model has no plan, or if its heads cannot be divided evenly.
     """
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, dict) or not plan or not hasattr(model, "_expand_parallel_plan"):
@@ -63,7 +63,7 @@ def plan_of(model: Any, size: int) -> dict[str, str]:
 
 
 def plan_in_words(model: nn.Module, size: int) -> str:
-    """The plan for a reader."""
+    """Describe the plan that divides `model` over `size` GPUs, for the report."""
     styles = Counter(plan_of(model, size).values())
     tied = len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)])
     whole = "; layers whose weights are tied stay whole" if tied else ""
@@ -74,12 +74,13 @@ def plan_in_words(model: nn.Module, size: int) -> str:
 
 _VIEW: Final = re.compile(r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)")
 _DISTRIBUTED: Final = "torch DTensor"
-"""What the record calls parameters that are divided among processes."""
+"""The `wrapper` that a trace records for parameters divided among processes."""
 
 
 def undivided(failure: str, trace: Trace, ranks: int) -> tuple[str, str] | None:
-    """A sentence with a place for the ``{shape}`` that a view wants, and that shape; None where the run that `trace`
-    records, one of so many `ranks`, failed for another reason.
+    """Explain a view that fails because heads are divided over `ranks` processes: return a sentence with the
+    placeholder ``{shape}``, and the shape that the view asks for. Return `None` if the run in `trace` failed for
+    another reason.
     """
     match = _VIEW.search(failure)
     if match is None or not any(tensor.wrapper == _DISTRIBUTED for tensor in trace.tensors):
