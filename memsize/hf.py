@@ -31,20 +31,20 @@ class MemoryCheck(TrainerCallback):
         self.guard: Guard | None = None
         self.measured: dict[str, int] | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Predict, and warn or stop."""
         from memsize.torch_internals.isolation import isolated
 
         with isolated():  # reading a sample may draw random numbers
-            batch = self._batch if self._batch is not None else _first_batch(given["train_dataloader"], args)
+            batch = self._batch if self._batch is not None else _first_batch(kwargs["train_dataloader"], args)
         if batch is None:
             _LOG.warning("memsize: the training data is a stream, which is not read twice: give MemoryCheck a batch")
             return
         scenario = "amp-bf16" if args.bf16 else "amp-fp16" if args.fp16 else "as-given"
         try:
             self.guard = guard(
-                given["model"],
-                given["optimizer"],
+                kwargs["model"],
+                kwargs["optimizer"],
                 batch,
                 budget=self._budget,
                 on_excess=self._on_excess,
@@ -56,7 +56,7 @@ class MemoryCheck(TrainerCallback):
                 raise
             _LOG.warning("memsize: the step cannot be predicted: %s", error)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note what CUDA measured beside the prediction."""
         if self.guard is not None:
             self.measured = self.guard.measured()

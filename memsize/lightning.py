@@ -67,21 +67,21 @@ _SCENARIOS = {"bf16-mixed": "amp-bf16", "16-mixed": "amp-fp16"}
 
 
 def _loop(module: Any, optimizers: list[Any], accumulate: int) -> Callable[[Any], Callable[[Any], None]]:
-    """The loop of automatic optimization, for a copy of the module; an update after `accumulate` batches."""
+    """The loop of automatic optimization, for a copy of the module; an update after `accumulate` created."""
     makers = [remade(module, optimizer) for optimizer in optimizers]
 
     def begin(copy: Any) -> Callable[[Any], None]:
         trained = [parameter for parameter in copy.parameters() if parameter.requires_grad]
-        made = [make(trained) for make in makers]
+        created = [make(trained) for make in makers]
         own = LightningStep(copy)
 
         def step(batch: Any) -> None:
             for number in range(accumulate):
                 loss = own.loss(batch)
-                for optimizer in made if number == 0 else ():
+                for optimizer in created if number == 0 else ():
                     optimizer.zero_grad()
                 loss.backward()
-            for optimizer in made:
+            for optimizer in created:
                 optimizer.step()
 
         return step

@@ -22,36 +22,11 @@ FREE_RELATIVE = re.compile(r"(What|Those|That which|Which|Whether it|The one tha
 
 # The most that each folder may have: lower a number when yours falls, never raise one. A folder not listed has none.
 IDENTIFIERS = {
-    "analysis": 7,
-    "api": 24,
-    "cli": 15,
-    "documents": 104,
-    "hf.py": 2,
-    "lightning.py": 1,
-    "processes": 22,
-    "pytest_plugin": 16,
-    "ranks": 41,
+    "api": 2,
+    "cli": 2,
     "records": 14,
-    "spec": 32,
-    "torch_internals": 14,
-    "tracing": 19,
-    "virtual": 70,
-    "workloads": 66,
 }
-DOCSTRINGS = {
-    "analysis": 3,
-    "api": 16,
-    "cli": 5,
-    "documents": 0,
-    "processes": 5,
-    "pytest_plugin": 5,
-    "ranks": 17,
-    "spec": 25,
-    "torch_internals": 2,
-    "tracing": 4,
-    "virtual": 41,
-    "workloads": 21,
-}
+DOCSTRINGS: dict[str, int] = {}
 
 
 def _bound(tree: ast.AST) -> Iterator[tuple[str, int]]:

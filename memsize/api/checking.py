@@ -48,10 +48,17 @@ def check(request: CheckRequest, *, progress: Callable[[str], None] | None = Non
     rules = _Rules.of(project, _codes(request.select), _codes(request.ignore))
     if request.update and not any(target.baseline for target in project.targets):
         raise OutputError(f'{project.file.name} names no baseline: add baseline = "memsize-baseline.json" to a target')
-    start, say, count = Path.cwd(), progress or (lambda _: None), len(project.targets)
+    start, report_progress, count = Path.cwd(), progress or (lambda _: None), len(project.targets)
     with contextlib.chdir(project.file.parent):
         checks = [
-            _TargetCheck(target, project, rules, request.update, start, partial(_counted, say, f"{number} of {count}"))
+            _TargetCheck(
+                target,
+                project,
+                rules,
+                request.update,
+                start,
+                partial(_counted, report_progress, f"{number} of {count}"),
+            )
             for number, target in enumerate(project.targets, 1)
         ]
         checked = [check.result() for check in checks]
@@ -83,7 +90,7 @@ def _codes(codes: str | Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """Which findings are problems, and how serious each is."""
+    """The findings that are problems, and how serious each is."""
 
     severity: dict[str, Severity]
     chosen: frozenset[str]
@@ -114,8 +121,8 @@ class _Rules:
             yield from (problem for problem in shown if problem.severity == level)
 
 
-def _counted(say: Callable[[str], None], count: str, text: str) -> None:
-    say(f"{count}: {text}")
+def _counted(report_progress: Callable[[str], None], count: str, text: str) -> None:
+    report_progress(f"{count}: {text}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +134,21 @@ class _TargetCheck:
     rules: _Rules
     update: bool
     start: Path
-    say: Callable[[str], None]
+    report_progress: Callable[[str], None]
 
     def result(self) -> _Checked:
         """The checked model, and its baseline of now."""
         target = self.target
         file, line = _line(target, self.project)
         model = CheckedModel(target.name, os.path.relpath(file, self.start), line)
-        self.say(f"checking {target.name}")
+        self.report_progress(f"checking {target.name}")
         try:
-            measured = _measured(target, self.say)
+            measured = _measured(target, self.report_progress)
             baseline = measured.baseline(target.settings)
-            judged = [*_limits(target, measured, self.say), *([] if self.update else _growth(target, baseline))]
+            judged = [
+                *_limits(target, measured, self.report_progress),
+                *([] if self.update else _growth(target, baseline)),
+            ]
         except MemsizeError as error:
             return replace(model, error="; ".join(filter(None, map(str.strip, str(error).splitlines())))), None
         findings = [(finding, figure.case) for figure, finding in judged if finding]
@@ -156,7 +166,7 @@ def _line(target: CheckedTarget, project: Project) -> tuple[Path, int]:
     return (parsed.file, line_of(parsed)) if parsed.file else (project.file, target.line)
 
 
-def _measured(target: CheckedTarget, say: Callable[[str], None]) -> Measured:
+def _measured(target: CheckedTarget, report_progress: Callable[[str], None]) -> Measured:
     from memsize.analysis.check import Measured
 
     run = target.run
@@ -170,11 +180,11 @@ def _measured(target: CheckedTarget, say: Callable[[str], None]) -> Measured:
         execute=run.execute,
         scenarios=run.scenario,
     )
-    answer = report(request, progress=lambda text: say(f"{target.name}: {text}"))
+    answer = report(request, progress=lambda text: report_progress(f"{target.name}: {text}"))
     return Measured(answer, run.scenario)
 
 
-def _limits(target: CheckedTarget, measured: Measured, say: Callable[[str], None]) -> Iterator[Judged]:
+def _limits(target: CheckedTarget, measured: Measured, report_progress: Callable[[str], None]) -> Iterator[Judged]:
     from memsize.analysis.check import against_batch, against_limit
 
     run = target.run
@@ -182,7 +192,7 @@ def _limits(target: CheckedTarget, measured: Measured, say: Callable[[str], None
         if bound.name != "fits_batch":
             yield against_limit(measured, bound)
             continue
-        say(f"{target.name}: batch {bound.amount}")
+        report_progress(f"{target.name}: batch {bound.amount}")
         request = FitRequest(
             model=replace(run.model, batch_size=bound.amount),
             scenarios=run.scenario,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @takes(DiffRequest)
 def diff(request: DiffRequest, *, progress: Callable[[str], None] | None = None) -> Comparison:
-    """What changed from one model to another, what did not, and why: between two versions of its code, or before and
+    """Compare two models: what changed, what did not, and why: between two versions of its code, or before and
     after `.half()`, `quantize_`, pruning.
 
     `before` and `after` are modules, targets, traces, steps, reports, saved runs or checkpoints; a target may be that

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @takes(CheckpointRequest)
 def checkpoint(request: CheckpointRequest) -> CheckpointReport:
-    """What a checkpoint weighs and why: a file, an index of several, or a folder. Only its headers are read.
+    """Report what a checkpoint weighs and why: a file, an index of several, or a folder. Only its headers are read.
 
     `against` is a module, or a target built with `arguments`, whose tensors the file is compared with.
 
@@ -44,7 +44,8 @@ def checkpoint(request: CheckpointRequest) -> CheckpointReport:
 
 @takes(ExplainRequest)
 def explain(request: ExplainRequest) -> Explanation:
-    """What was alive in a memory snapshot of a real GPU, where it was made, and whether fragmentation is to blame.
+    """Explain a memory snapshot of a real GPU: what was alive, where it was allocated, and whether fragmentation is to
+    blame.
 
     `snapshot` is a file that `torch.cuda.memory._dump_snapshot` wrote. It is explained at the moment when memory ran
     out, else at the peak of its history. `against` is a prediction to compare with: a saved run, or the answer of
@@ -59,7 +60,7 @@ def explain(request: ExplainRequest) -> Explanation:
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """What `save` or ``--save`` wrote: a `Report`, `StepTrace`, `ProgramRun`, `Fit`, `LayoutReport`,
+    """Read what `save` or ``--save`` wrote: a `Report`, `StepTrace`, `ProgramRun`, `Fit`, `LayoutReport`,
     `CheckpointReport`, `Verification`, `Comparison` or `Explanation`, equal to the one that was saved. torch is not
     imported.
 

@@ -1,4 +1,4 @@
-"""What fits a GPU: the largest batch, length, or number of sequences, and what would make it fit."""
+"""Find what fits a GPU: the largest batch, length, or number of sequences, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def fit(
         request.scenarios is None,
         generation,
     )
-    say, show = progress or (lambda _: None), found or (lambda _: None)
+    report_progress, show = progress or (lambda _: None), found or (lambda _: None)
     if generation:
-        return _fit_of_generations(model, search, vary, stack, say, show)
+        return _fit_of_generations(model, search, vary, stack, report_progress, show)
     from memsize.analysis.fit.run_cache import RunCache
 
-    with opened(model, say, capacities[0].card.name, training is not None and training.is_own) as loaded:
-        return find_fit(RunCache(*loaded.run, vary, say, stack=stack), search, loaded.notes, show)
+    with opened(model, report_progress, capacities[0].card.name, training is not None and training.is_own) as loaded:
+        return find_fit(RunCache(*loaded.run, vary, report_progress, stack=stack), search, loaded.notes, show)
 
 
 def _check(request: requests.FitRequest, generates: bool) -> None:
@@ -108,12 +108,12 @@ def _fit_of_generations(
     request: FitRequest,
     vary: Vary,
     stack: Stack,
-    say: Callable[[str], None],
+    report_progress: Callable[[str], None],
     show: Callable[[Finding], None],
 ) -> Fit:
     """The answer to a request about a generation."""
     assert request.generation is not None
-    with model_of(subject, say, request.budgets[0].card.name) as loaded:
+    with model_of(subject, report_progress, request.budgets[0].card.name) as loaded:
         from memsize.analysis.fit.fit import find_fit
         from memsize.analysis.fit.generation_runs import GenerationRunCache
         from memsize.workloads.generation import generate_of
@@ -127,7 +127,7 @@ def _fit_of_generations(
             generation=request.generation,
             batch=subject.batch_size or 1,
             vary=vary,
-            progress=say,
+            progress=report_progress,
             stack=stack,
         )
         return find_fit(runs, request, loaded.notes, show)

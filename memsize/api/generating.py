@@ -1,4 +1,4 @@
-"""What a language model holds while it generates, by itself or behind a server."""
+"""Memory of a language model that generates, by itself or behind a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @takes(GenerateRequest)
 def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None = None) -> GenerationReport:
-    """What a model holds while it generates tokens: reading the prompt, each step after it, and the KV cache.
+    """Report what a model holds while it generates tokens: reading the prompt, each step after it, and the KV cache.
 
     The model is given as to `report`; its own ``generate`` runs, with an input that is made for each length of
     `prompt` (of a model that isn't a library's, its first dimension after the batch). `max_new_tokens` tokens are
@@ -44,15 +44,15 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
-    model, gpu, say = replace(request.model, mode="eval"), request.gpu, progress or (lambda _: None)
+    model, gpu, report_progress = replace(request.model, mode="eval"), request.gpu, progress or (lambda _: None)
     where, allocator = card(gpu.name or DEFAULT_GPU), AllocatorConfig.of(gpu.allocator, gpu.releases.release)
     scenarios = select(GENERATED if request.scenarios is None else request.scenarios)
     lengths, sizes = sorted(set(_counts(request.prompt, "prompts"))), _counts(request.batch_size, "batches")
     generations = [replace(request.generation, prompt=length, draft=request.draft) for length in lengths]
     _check(generations[0], sizes, own_step=request.step is not None)
     with (
-        model_of(model, say, where.name) as loaded,
-        assisted(loaded, request.draft, request.assistant_model, say) as draft,
+        model_of(model, report_progress, where.name) as loaded,
+        assisted(loaded, request.draft, request.assistant_model, report_progress) as draft,
     ):
         from memsize.analysis.fit.remedies import remedies_for_generations
         from memsize.analysis.generation.generation_rows import GenerationRequest, report_generation
@@ -67,8 +67,8 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
         loop = load_loop(request.step, loaded.machine) if isinstance(request.step, str) else request.step
         generations = [replace(generation, draft=draft) for generation in generations]
         search = GenerationRequest(generations, sizes, scenarios, allocator, loop)
-        remedies = partial(remedies_for_generations, runner, prompts, search, say)
-        return report_generation(runner, prompts, search, loaded.notes, say, remedies)
+        remedies = partial(remedies_for_generations, runner, prompts, search, report_progress)
+        return report_generation(runner, prompts, search, loaded.notes, report_progress, remedies)
 
 
 def _counts(value: object, what: str) -> tuple[int, ...]:
@@ -97,7 +97,8 @@ def _check(generation: Generation, sizes: Sequence[int], *, own_step: bool) -> N
 
 @takes(ServeRequest)
 def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = None) -> ServingReport:
-    """What a paged server such as vLLM holds: weights, the largest step, and how many tokens its KV cache has room for.
+    """Report what a paged server such as vLLM holds: weights, the largest step, and how many tokens its KV cache has
+    room for.
 
     The model is a language model of transformers, given as to `report`. The other keywords are vLLM's: the server may
     take `gpu_memory_utilization` of the card; a block of its cache is for `block_size` tokens, a step runs
@@ -109,11 +110,11 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
-    model, gpu, say = replace(request.model, mode="eval"), request.gpu, progress or (lambda _: None)
+    model, gpu, report_progress = replace(request.model, mode="eval"), request.gpu, progress or (lambda _: None)
     where, scenarios = card(gpu.name or DEFAULT_GPU), select(SERVED if request.scenarios is None else request.scenarios)
     if request.serving.tensor_parallel_size > 1:
-        model = _one_of(request.serving.tensor_parallel_size, model, say)
-    with model_of(model, say, where.name) as loaded:
+        model = _one_of(request.serving.tensor_parallel_size, model, report_progress)
+    with model_of(model, report_progress, where.name) as loaded:
         from memsize.analysis.runner import Runner
         from memsize.analysis.serving.server import Server
         from memsize.workloads.generation import generate_of
@@ -121,14 +122,14 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
         generate_of(loaded.model, loaded.name)  # before a prompt is made, as for a generation
         prompts = prompts_of(model, loaded)
         runner = Runner(loaded.name, loaded.model, prompts(1), False, gpu=where, stack=gpu.releases)
-        return Server(runner, prompts, request.serving, say).report(scenarios, loaded.notes)
+        return Server(runner, prompts, request.serving, report_progress).report(scenarios, loaded.notes)
 
 
-def _one_of(gpus: int, model: ModelRequest, say: Callable[[str], None]) -> ModelRequest:
+def _one_of(gpus: int, model: ModelRequest, report_progress: Callable[[str], None]) -> ModelRequest:
     """The part of a model that one of several `gpus` holds. Raises `InputError` where they cannot share it."""
     if not (isinstance(model.model, str) and model.model.startswith("hf:")):
         raise InputError("only a target such as hf:config.json can be divided among cards: its config says how")
-    with model_of(model, say) as loaded:
+    with model_of(model, report_progress) as loaded:
         from memsize.workloads.serving import divided
 
         entries = divided(getattr(loaded.model, "config", None), gpus, loaded.name)

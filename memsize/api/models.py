@@ -39,7 +39,7 @@ _ONE_RANK = (
 
 @takes(ReportRequest)
 def report(request: ReportRequest, *, progress: Callable[[str], None] | None = None) -> Report:
-    """What each byte of a model is, scenario by scenario, and why it did or didn't shrink.
+    """Report what each byte of a model is, scenario by scenario, and why it did or didn't shrink.
 
     The model is a module, which is never run or changed, or a target such as ``"model.py:Net"`` or
     ``"timm:resnet18"``, which is built with `arguments`. Its input is one of:
@@ -64,12 +64,12 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
     """
     model, training, gpu = request.model, request.training, request.gpu
-    scenarios, say = select(request.scenarios), progress or (lambda _: None)
+    scenarios, report_progress = select(request.scenarios), progress or (lambda _: None)
     spread = spread_of(request.parallel, training, execute=request.execute)
     refuse_resizing(model)
     where = card(gpu.name) if gpu.name else None
     allocator = AllocatorConfig.parse_optional(gpu.allocator, gpu.releases.release)
-    with model_of(model, say, gpu.name, training is not None and training.is_own) as loaded:
+    with model_of(model, report_progress, gpu.name, training is not None and training.is_own) as loaded:
         from memsize.analysis.report import ReportBuilder, stored_report
         from memsize.analysis.runner import Runner, plans_of
 
@@ -79,14 +79,14 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
         plans = plans_of(where or card(DEFAULT_GPU)) if where or training else None
         runner = Runner(*run.run, gpu=where, execute=request.execute, plans=plans, stack=gpu.releases)
         builder = ReportBuilder(
-            runner, training, parallel=spread, peaks=where is not None, config=allocator, progress=say
+            runner, training, parallel=spread, peaks=where is not None, config=allocator, progress=report_progress
         )
         return builder.build(scenarios, default=request.scenarios is None, notes=run.notes)
 
 
 @takes(TraceRequest)
 def trace(request: TraceRequest) -> StepTrace:
-    """What is alive at every moment of a training step, and what a GPU would show at its peak.
+    """Trace what is alive at every moment of a training step, and what a GPU would show at its peak.
 
     The model and its input are given as to `report`. It is traced as it is, or under another `scenario`. `optimizer` is
     a name (``"adamw"``, ``"adamw:fused"``, ``"sgd:momentum=0.9"``), a function from parameters to an optimizer, or None
@@ -180,7 +180,7 @@ def verify(request: VerifyRequest, *, progress: Callable[[str], None] | None = N
     """
     from memsize.records.verification import read_measurements
 
-    scenario, say = scenario_named(request.scenario), progress or (lambda _: None)
+    scenario, report_progress = scenario_named(request.scenario), progress or (lambda _: None)
     refuse_resizing(request.model)
     saved = None if request.against is None else read_measurements(os.fspath(request.against))
     if saved is None:
@@ -188,17 +188,22 @@ def verify(request: VerifyRequest, *, progress: Callable[[str], None] | None = N
         from memsize.analysis.verify.cuda_memory import CudaMemory
 
         memory = CudaMemory(request.device)
-    with opened(request.model, say) as model:
+    with opened(request.model, report_progress) as model:
         from memsize.analysis.verify.verification import Experiment, verify_measurements, verify_step
 
         experiment = Experiment(*model.run, scenario, request.training)
-        checked = verify_step(experiment, memory, say) if saved is None else verify_measurements(experiment, saved)
+        checked = (
+            verify_step(experiment, memory, report_progress)
+            if saved is None
+            else verify_measurements(experiment, saved)
+        )
     return replace(checked, notes=(*checked.notes, *model.notes))
 
 
 @takes(LayoutRequest)
 def layout(request: LayoutRequest, *, progress: Callable[[str], None] | None = None) -> LayoutReport:
-    """What channels last does to a model: which layers keep it, which op loses it, and what is copied to rearrange.
+    """Audit what channels last does to a model: which layers keep it, which op loses it, and what is copied to
+    rearrange.
 
     The model and its input are given as to `report`. It is run as it is, and once more with the weights and inputs that
     are images in ``torch.channels_last``, volumes in ``torch.channels_last_3d``, both times under `scenario`.

@@ -48,10 +48,13 @@ def refuse_resizing(model: ModelRequest) -> None:
 
 @contextmanager
 def opened(
-    subject: ModelRequest, say: Callable[[str], None] = lambda _: None, gpu: str | None = None, own: bool = False
+    subject: ModelRequest,
+    report_progress: Callable[[str], None] = lambda _: None,
+    gpu: str | None = None,
+    own: bool = False,
 ) -> Iterator[Opened]:
     """The subject with its model built; while open, a target's own imports work as it expects."""
-    with model_of(subject, say, gpu, own) as loaded:
+    with model_of(subject, report_progress, gpu, own) as loaded:
         yield with_inputs(subject, loaded)
 
 
@@ -75,7 +78,7 @@ def prompts_of(subject: ModelRequest, loaded: Loaded) -> Prompts:
 
 @contextmanager
 def assisted(
-    loaded: Loaded, draft: Draft | None, assistant: nn.Module | str | None, say: Callable[[str], None]
+    loaded: Loaded, draft: Draft | None, assistant: nn.Module | str | None, report_progress: Callable[[str], None]
 ) -> Iterator[Draft | None]:
     """The `draft` of a generation with the number of tokens that the `assistant` proposes, which the model has as a
     module of its own while this is open. Raises `InputError` where transformers wouldn't have that assistant.
@@ -88,15 +91,20 @@ def assisted(
     if draft is None or assistant is None:
         yield draft
         return
-    with model_of(ModelRequest.of(assistant, mode="eval"), say) as found:
-        generate_of(found.model, found.name)
-        with drafts.assisted(loaded.model, found.model):
-            yield replace(draft, assistant=found.name, tokens=drafts.proposed(found.model) or draft.tokens)
+    with model_of(ModelRequest.of(assistant, mode="eval"), report_progress) as loaded_assistant:
+        generate_of(loaded_assistant.model, loaded_assistant.name)
+        with drafts.assisted(loaded.model, loaded_assistant.model):
+            yield replace(
+                draft, assistant=loaded_assistant.name, tokens=drafts.proposed(loaded_assistant.model) or draft.tokens
+            )
 
 
 @contextmanager
 def model_of(
-    subject: ModelRequest, say: Callable[[str], None] = lambda _: None, gpu: str | None = None, own: bool = False
+    subject: ModelRequest,
+    report_progress: Callable[[str], None] = lambda _: None,
+    gpu: str | None = None,
+    own: bool = False,
 ) -> Iterator[Loaded]:
     """The subject's model. While open, a target's own imports work as it expects.
 
@@ -117,10 +125,10 @@ def model_of(
         target = parse_target(subject.model)  # what cannot be one shows before torch is loaded
         from memsize.loading import load
 
-        say(f"loading {subject.model}")
+        report_progress(f"loading {subject.model}")
         with _users_code_runs():
             loaded = load(target, subject.arguments, machine, own)
-            with loaded.importable(), _told(loaded.module), _untouched(loaded.module):
+            with loaded.importable(), _errors_explained(loaded.module), _untouched(loaded.module):
                 yield Loaded(loaded.name, loaded.module, loaded.notes, loaded.inputs, machine)
         return
     from torch import nn
@@ -131,7 +139,7 @@ def model_of(
         raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
     if subject.arguments:
         raise InputError("arguments are for a target, which is built with them: this module is there already")
-    with _users_code_runs(), _told(model), _untouched(model):
+    with _users_code_runs(), _errors_explained(model), _untouched(model):
         yield Loaded(type(model).__name__, model, (), None, machine)
 
 
@@ -159,8 +167,8 @@ def _users_code_runs() -> Iterator[None]:
 
 
 @contextmanager
-def _told(model: nn.Module) -> Iterator[None]:
-    """While open, what the user's own code raises is an error that says where; a model without end is refused."""
+def _errors_explained(model: nn.Module) -> Iterator[None]:
+    """Turn errors of the user's own code into ones that name the line; refuse an endless model."""
     from memsize.loading.building import users_failures_told
     from memsize.model.refusals import refuse_endless
 

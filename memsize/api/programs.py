@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @takes(RunRequest)
 def run(request: RunRequest, *, progress: Callable[[str], None] | None = None) -> ProgramRun | RankRuns:
-    """What a script that was written for a GPU would do to one, from a run of it on a GPU that isn't there.
+    """Report what a script that was written for a GPU would do to one, from a run of it on a GPU that isn't there.
 
     `script` runs in this process with `arguments` as its command line (with `module`, the module of that name, as
     ``python -m`` runs it), until its optimizer has made `steps` steps; 0 runs it to its end. What it computes on the
@@ -57,7 +57,7 @@ def run(request: RunRequest, *, progress: Callable[[str], None] | None = None) -
 
 
 def run_program(
-    request: RunRequest, say: Callable[[str], None], begin: Callable[[], None] = lambda: None
+    request: RunRequest, report_progress: Callable[[str], None], begin: Callable[[], None] = lambda: None
 ) -> tuple[ProgramRun | RankRuns, BaseException | None]:
     """Run a script, and return what ended it beside the answer; of several ranks the answer says that itself.
 
@@ -83,11 +83,13 @@ def run_program(
         stack=gpu.releases,
     )
     if world is None or isinstance(rank, int):
-        return run_rank(world=world, progress=say)
+        return run_rank(world=world, progress=report_progress)
     if not request.module:
         import_packages(path, where, allocator)
-    with others_asked(lambda each: run_rank(world=each), world):
-        return run_ranks(lambda each: run_rank(world=each)[0], world, rank, request.jobs, say), None
+    with others_asked(lambda rank_world: run_rank(world=rank_world), world):
+        return run_ranks(
+            lambda rank_world: run_rank(world=rank_world)[0], world, rank, request.jobs, report_progress
+        ), None
 
 
 @takes(FitScriptRequest)
@@ -114,8 +116,8 @@ def fit_script(
     capacities = budgets(gpu.name, request.budget, request.margin, gpu.releases, fraction)
     from memsize.analysis.fit.script_search import fit_script as search
 
-    say, show = progress or (lambda _: None), found or (lambda _: None)
-    return search(script, capacities, allocator, steps=request.steps, progress=say, tell=show)
+    report_progress, show = progress or (lambda _: None), found or (lambda _: None)
+    return search(script, capacities, allocator, steps=request.steps, progress=report_progress, tell=show)
 
 
 @takes(VirtualGpuRequest)

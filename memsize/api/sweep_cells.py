@@ -114,7 +114,7 @@ class _Shared:
         return trace, tuple(dict.fromkeys((*notes, *trace.notes, *trace.assumptions)))
 
     def _runner(self, cell: Cell) -> tuple[Runner, tuple[str, ...]]:
-        """What runs a cell's input on its kind of card, under any scenario."""
+        """Return what runs a cell's input on its kind of card, under any scenario."""
         from memsize.analysis.runner import Runner, plans_of
 
         where, subject, execute = card_of(cell), cell.subject, cell.settings.get("execute", False)

@@ -35,7 +35,7 @@ _DISTRIBUTIONS: Final = {"hf": "transformers"}
 
 @takes(SweepRequest)
 def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = None) -> Sweep:
-    """What each cell of a grid of models, scenarios, batch sizes, GPUs … needs, and whether it fits.
+    """Report what each cell of a grid of models, scenarios, batch sizes, GPUs … needs, and whether it fits.
 
     `grid` is a TOML file, or a mapping with its keys: those of a ``[[tool.memsize.target]]``, where ``target``,
     ``train``, ``scenario``, ``mode``, ``stack``, ``allocator``, ``seq_len``, ``batch_size`` and ``gpu`` may be lists,
@@ -54,9 +54,9 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
     `OutputError` where the results cannot be kept.
     """
     _check_backend(request)
-    grid, say = _grid(request.grid), progress or (lambda _: None)
+    grid, report_progress = _grid(request.grid), progress or (lambda _: None)
     with contextlib.chdir(grid.folder):
-        say("looking up targets")
+        report_progress("looking up targets")
         cells = grid.cells(targets_of, lambda name: card(name).name)
         _check_allocators(grid, cells)
         made_with = {cell.settings["target"]: _made_with(cell) for cell in cells}
@@ -66,12 +66,12 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
         else results_file(Path(request.results), fresh=request.fresh)
     ) as file:
         rows = _Rows(grid.name, cells, made_with, file, request.retry)
-        say(f"running {len(rows.missing)} cells")
+        report_progress(f"running {len(rows.missing)} cells")
         tasks = _tasks(grid.folder, rows.missing, request.jobs, request.timeout)
         try:
             for task, answers in _outcomes(tasks, request):
                 rows.add(task, answers)
-                say(rows.progress)
+                report_progress(rows.progress)
         except KeyboardInterrupt:
             raise Interrupted(rows.answer()) from None
     return rows.answer()
@@ -150,7 +150,7 @@ def _check_allocators(grid: Grid, cells: Sequence[Cell]) -> None:
 
 
 def _made_with(cell: Cell) -> dict[str, str]:
-    """What a cell's figures come from: they are those of another cell when it has changed."""
+    """Return what a cell's figures come from: when it changes, the figures are those of another cell."""
     return {"memsize": VERSION, "torch": version("torch"), "model": _code(cell.settings["target"])} | (
         {"inputs": _code(cell.settings["inputs"])} if "inputs" in cell.settings else {}
     )

@@ -28,10 +28,10 @@ class _CheckCommand(RequestCommand):
         if flag is None:
             return super().parse_args(ctx, args)
         say("memsize check --init is now memsize init")
-        place = args.index(flag)
-        target = [flag.partition("=")[2]] if "=" in flag else args[place + 1 : place + 2]
-        rest = args[place + 1 :] if "=" in flag else args[place + 2 :]
-        with init.make_context("init", [*target, *args[:place], *rest], parent=ctx.parent) as begun:
+        index = args.index(flag)
+        target = [flag.partition("=")[2]] if "=" in flag else args[index + 1 : index + 2]
+        rest = args[index + 1 :] if "=" in flag else args[index + 2 :]
+        with init.make_context("init", [*target, *args[:index], *rest], parent=ctx.parent) as begun:
             init.invoke(begun)
         ctx.exit()
 

@@ -142,7 +142,7 @@ def _type(choice: Option) -> Any:
 
 
 def _files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """What a shell completes a target with: the names of files."""
+    """Complete a target with the names of files."""
     return [CompletionItem(incomplete, type="file")]
 
 
@@ -152,12 +152,12 @@ def request_of(request: type, values: Mapping[str, Any]) -> Any:
     chosen = {
         key: ",".join(value) if options[key].kind == "list" else value
         for key, value in values.items()
-        if given(key) or (options[key].positional and value is not None)
+        if is_given(key) or (options[key].positional and value is not None)
     }
     return build(request, chosen, spell=lambda choice: choice.key if choice.positional else choice.flag)
 
 
-def given(name: str) -> bool:
+def is_given(name: str) -> bool:
     """Whether the option of that name was given."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
@@ -227,7 +227,7 @@ def refuse_options(why: str, *also: str) -> None:
     """Raise `InputError`, which begins with `why`, where an option was given that asks for a run, other than `also`."""
     for parameter in click.get_current_context().command.params:
         name = str(parameter.name)
-        if isinstance(parameter, RequestOption) and given(name) and name not in also:
+        if isinstance(parameter, RequestOption) and is_given(name) and name not in also:
             raise InputError(f"{why}: {parameter.declared.flag} would need the model to be run again")
 
 

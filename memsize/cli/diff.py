@@ -36,7 +36,7 @@ def diff(request: DiffRequest, output: Destination, jobs: int | None) -> None:
         output,
         "comparison",
         None,
-        lambda api, say: api.diff(request, progress=say),
+        lambda api, progress: api.diff(request, progress=progress),
         jobs=1 if request.execute else jobs,
     )
 

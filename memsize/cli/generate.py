@@ -27,6 +27,6 @@ def generate(request: GenerateRequest, output: Destination, jobs: int | None) ->
         output,
         "generation",
         request.model.model,
-        lambda api, say: api.generate(request, progress=say),
+        lambda api, progress: api.generate(request, progress=progress),
         jobs=jobs,
     )

@@ -24,4 +24,6 @@ def layout(request: LayoutRequest, output: Destination, depth: int | None) -> No
     TARGET is path.py:Name, package.module:name or a library's model, as for memsize report. It is run twice: as it is,
     and with the weights and inputs that are images (4-D) or volumes (5-D) in channels last.
     """
-    answer(output, "layout", request.model.model, lambda api, say: api.layout(request, progress=say), depth=depth)
+    answer(
+        output, "layout", request.model.model, lambda api, progress: api.layout(request, progress=progress), depth=depth
+    )

@@ -148,7 +148,7 @@ def _coloured(color: Color) -> bool:
 
 
 def _format_by_suffix(file: Path, formats: Formats) -> str:
-    suffixes = [suffix for known in formats.values() for suffix in known]
+    suffixes = [suffix for endings in formats.values() for suffix in endings]
     if file.suffix and file.suffix.lower() not in suffixes:
         hint = suggestion(file.suffix, suffixes)
         raise OutputError(

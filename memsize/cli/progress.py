@@ -51,7 +51,7 @@ class Progress:
         beside: Iterable[TextIO | None] = (),
     ) -> None:
         self._stream = stream or sys.stderr
-        self._beside = [_Lines(each) for each in {id(each): each for each in beside}.values() if each is not None]
+        self._beside = [_Lines(lines) for lines in {id(lines): lines for lines in beside}.values() if lines is not None]
         self._on_terminal = self._stream is not None and self._stream.isatty() and not self._beside
         self._patience = (_PATIENCE if self._on_terminal else _FILE_PATIENCE) if patience is None else patience
         self._tick = (_TICK if self._on_terminal else _FILE_TICK) if tick is None else tick
@@ -65,8 +65,8 @@ class Progress:
         self._start = time.monotonic()
         # There is no stderr where it is closed.
         if self._stream is not None and os.environ.get("MEMSIZE_PROGRESS") != "never":
-            for each in self._beside:
-                each.watch()
+            for lines in self._beside:
+                lines.watch()
             self._thread = threading.Thread(target=self._tell, daemon=True)
             self._thread.start()
         return self
@@ -78,8 +78,8 @@ class Progress:
         with _writing:
             if self._shown and self._on_terminal:
                 self._write(_CLEAR)
-            for each in self._beside if self._thread else ():
-                each.leave()
+            for lines in self._beside if self._thread else ():
+                lines.leave()
             self._thread = None
 
     def wipe(self) -> None:

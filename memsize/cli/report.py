@@ -61,7 +61,7 @@ def report(
         output,
         Report.kind,
         request.model.model,
-        lambda api, say: _report(api, replace(request, gpu=gpu), say, errors),
+        lambda api, progress: _report(api, replace(request, gpu=gpu), progress, errors),
         jobs=1 if request.execute else jobs,
         depth=depth,
         columns=_columns(columns),
@@ -73,10 +73,12 @@ def report(
         raise errors[0] if errors else ForwardError(describe_failure(shown.stopped), shown.trace)
 
 
-def _report(api: Any, request: ReportRequest, say: Callable[[str], None], errors: list[ForwardError]) -> Report:
-    """What the API reports; where the forward fails, the layers that ran before it, and the error among `errors`."""
+def _report(api: Any, request: ReportRequest, progress: Callable[[str], None], errors: list[ForwardError]) -> Report:
+    """Return what the API reports; where the forward fails, the layers that ran before it, and the error among
+    `errors`.
+    """
     try:
-        answer: Report = api.report(request, progress=say)
+        answer: Report = api.report(request, progress=progress)
     except ForwardError as error:
         if error.trace is None:
             raise
@@ -94,7 +96,7 @@ def _layer(failure: Failure) -> str:
 
 
 def describe_failure(failure: Failure) -> str:
-    """Which layer stopped the forward, what it was given, and why, in one sentence."""
+    """Say in one sentence which layer stopped the forward, its input, and why."""
     inputs = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
     return f"the forward failed in {_layer(failure)}{inputs}: {failure.reason}"
 

@@ -22,4 +22,4 @@ def serve(request: ServeRequest, output: Destination) -> None:
 
     TARGET is a language model of transformers: hf:NAME, or path.py:Name as for memsize report.
     """
-    answer(output, "serving", request.model.model, lambda api, say: api.serve(request, progress=say))
+    answer(output, "serving", request.model.model, lambda api, progress: api.serve(request, progress=progress))

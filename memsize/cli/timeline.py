@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from memsize.cli.command import WITH_SNAPSHOT, command, given, is_saved
+from memsize.cli.command import WITH_SNAPSHOT, command, is_given, is_saved
 from memsize.cli.output import Destination
 from memsize.cli.working import working
 from memsize.device.allocator_config import AllocatorConfig
@@ -54,7 +54,7 @@ def timeline(request: TimelineRequest, output: Destination) -> None:
 def _saved(request: TimelineRequest) -> StepTrace:
     from memsize.analysis.saved_runs import load_step
 
-    step = load_step(str(request.model.model), request.scenario if given("scenario") else None)
+    step = load_step(str(request.model.model), request.scenario if is_given("scenario") else None)
     allocator = request.gpu.allocator
     return replace(step, config=AllocatorConfig.of(allocator)) if allocator else step
 

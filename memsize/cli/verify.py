@@ -34,5 +34,5 @@ def verify(request: VerifyRequest, output: Destination) -> None:
         output,
         "verification",
         request.model.model,
-        lambda api, say: replace(api.verify(request, progress=say), **made_by),
+        lambda api, progress: replace(api.verify(request, progress=progress), **made_by),
     )

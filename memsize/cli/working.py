@@ -34,7 +34,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def working() -> Iterator[Progress]:
-    """What the user's model prints in here goes to stderr."""
+    """Send what the user's model prints in here to stderr."""
     with Progress() as progress, stdout_to_stderr():
         cleanups.append(progress.wipe)
         try:
@@ -121,7 +121,7 @@ def _to_stderr(descriptor: int) -> None:
 
 
 def _flush(stream: TextIO | None) -> None:
-    """What Python's and C's own buffers still hold was written while stdout was redirected."""
+    """Flush the buffers of Python and C: their text was written while stdout was redirected."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         stream.flush()  # type: ignore[union-attr]
     with contextlib.suppress(OSError, AttributeError, TypeError):

@@ -79,8 +79,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Take over what a worker of xdist found."""
-    if found := getattr(node, "workeroutput", {}).get("memsize"):
-        _outcome(node.config).add(found)
+    if outcome := getattr(node, "workeroutput", {}).get("memsize"):
+        _outcome(node.config).add(outcome)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class Memory:
-    """What memsize says of models in one test. A limit of the test that an answer exceeds fails it.
+    """memsize in one test: reports, traces and fits of models, held against the test's limits. A limit of the test that
+    an answer exceeds fails it.
 
     Every limit has to be checked by one of the test's questions: one that none can tell is an error when the test ends.
     """
@@ -41,28 +42,28 @@ class Memory:
         """`memsize.report` of a model: as it is, unless `scenarios` are named. Each of them is held to the limits."""
         peaks = {LIMITS[bound.name].of_peak for bound in self._bounds} - {""}
         options = {"scenarios": "as-given"} | ({"gpu": DEFAULT_GPU} if peaks else {}) | options
-        found = api.report(model, size, **options)
-        for result in found.scenario_results:
-            self._check(found, result)
-        if not found.scenario_results:  # without an input: what the model stores
-            self._check(found, ScenarioResult("", "", "unavailable"))
-        return found
+        answer = api.report(model, size, **options)
+        for result in answer.scenario_results:
+            self._check(answer, result)
+        if not answer.scenario_results:  # without an input: what the model stores
+            self._check(answer, ScenarioResult("", "", "unavailable"))
+        return answer
 
     def trace(self, model: Any, size: Any = None, **options: Any) -> StepTrace:
         """`memsize.trace` of a training step, or of an inference with ``optimizer=None``, held to the limits."""
-        found = api.trace(model, size, **options)
+        answer = api.trace(model, size, **options)
         inference = options.get("optimizer", "adamw") is None
         result = ScenarioResult(
-            found.trace.scenario,
-            found.trace.scenario,
+            answer.trace.scenario,
+            answer.trace.scenario,
             "run",
-            totals=totals(found.trace),
-            trace=found.trace,
-            inference=found.peak if inference else None,
-            training=None if inference else found.peak,
+            totals=totals(answer.trace),
+            trace=answer.trace,
+            inference=answer.peak if inference else None,
+            training=None if inference else answer.peak,
         )
-        self._check(Report(found.trace.model, found.trace, (result,)), result)
-        return found
+        self._check(Report(answer.trace.model, answer.trace, (result,)), result)
+        return answer
 
     def fit(self, model: Any, size: Any = None, **options: Any) -> Fit:
         """`memsize.fit`; with a limit ``fits_batch`` it asks whether that batch fits, and fails where it doesn't."""
@@ -70,9 +71,9 @@ class Memory:
         for bound in batches:
             options = {"batch_size": bound.amount, "remedies": False} | options
         options = {"scenarios": "as-given"} | options
-        found = api.fit(model, size, **options)
-        self._hold(against_batch(row, bound) for bound in batches for row in found.fit_rows)
-        return found
+        answer = api.fit(model, size, **options)
+        self._hold(against_batch(row, bound) for bound in batches for row in answer.fit_rows)
+        return answer
 
     def table(self, model: Any, size: Any = None, *, name: str = "", **options: Any) -> Report:
         """Compare the layers of a model with a stored file of the test, and fail where they differ.
@@ -80,14 +81,14 @@ class Memory:
         The file stands beside the test's in ``memsize_tables``; ``pytest --memsize-update`` writes it. A test with
         several tables gives each a `name`.
         """
-        found = self.report(model, size, **options)
+        report = self.report(model, size, **options)
         end = f"--{name}" if name else ""
         path = folder_of(self._test) / f"{stem_of(self._test)}{end}.txt"
-        text = layer_table(found.trace)
+        text = layer_table(report.trace)
         stored = path.read_text(encoding="utf-8") if path.exists() else None
         self._outcome.compared.append(str(path))
         if stored == text:
-            return found
+            return report
         if self._update:
             write(path, text)
             self._outcome.written.append(str(path))
@@ -97,7 +98,7 @@ class Memory:
         else:
             changed = difference(stored, text, path)
             pytest.fail(f"the layers changed (pytest --memsize-update accepts it):\n{changed}", pytrace=False)
-        return found
+        return report
 
     def close(self) -> None:
         """Fail where a limit of the test was never checked."""
@@ -105,11 +106,11 @@ class Memory:
             named = f"memsize_limit({', '.join(sorted(self._unchecked))})"
             pytest.fail(f"{named}: no question of the test tells it{_hint(self._unchecked)}", pytrace=False)
 
-    def _check(self, found: Report, result: ScenarioResult) -> None:
-        measured = Measured(found, result.name)
-        told = {"": True, "inference": result.inference, "training": result.training}
-        told["either"] = result.training or result.inference
-        bounds = [bound for bound in self._bounds if bound.unit != "samples" and told[LIMITS[bound.name].of_peak]]
+    def _check(self, report: Report, result: ScenarioResult) -> None:
+        measured = Measured(report, result.name)
+        estimates = {"": True, "inference": result.inference, "training": result.training}
+        estimates["either"] = result.training or result.inference
+        bounds = [bound for bound in self._bounds if bound.unit != "samples" and estimates[LIMITS[bound.name].of_peak]]
         self._hold(against_limit(measured, bound) for bound in bounds)
 
     def _hold(self, judged: Iterable[tuple[Figure, Finding | None]]) -> None:
@@ -126,13 +127,13 @@ class Memory:
 
 def _limits(test: pytest.Item) -> tuple[Bound, ...]:
     """The limits of a test's markers, those nearest to it last."""
-    given: dict[str, object] = {}
+    options: dict[str, object] = {}
     for mark in reversed(list(test.iter_markers("memsize_limit"))):
         if mark.args:
             pytest.fail('memsize_limit names its limits: memsize_limit(parameters="40 MiB")', pytrace=False)
-        given |= mark.kwargs
+        options |= mark.kwargs
     try:
-        return parse_limits(given)
+        return parse_limits(options)
     except InputError as error:
         refused = str(error)
     pytest.fail(refused, pytrace=False)

@@ -1,4 +1,4 @@
-"""What the tests of a session checked, as one worker or all of them saw it."""
+"""The checks of a session's tests, as one worker or all of them saw it."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Outcome:
         for test in tests:
             stems.setdefault(folder_of(test), set()).add(stem_of(test))
         for folder in sorted({Path(path).parent for path in (*self.compared, *self.written)}):
-            known = stems.get(folder, set())
+            folder_stems = stems.get(folder, set())
             for path in sorted(folder.glob("*.txt")):
-                if path.stem not in known and path.stem.partition("--")[0] not in known:
+                if path.stem not in folder_stems and path.stem.partition("--")[0] not in folder_stems:
                     self.obsolete.append(str(path))
 
     def to_data(self) -> dict[str, list[str]]:
-        """What a worker of xdist hands over."""
+        """Return the data that a worker of xdist hands over."""
         return asdict(self)
 
     def add(self, other: dict[str, Any]) -> None:
@@ -56,13 +56,13 @@ class Outcome:
 
     def lines(self) -> list[str]:
         """The summary."""
-        found = sorted(self.figures)
+        lines = sorted(self.figures)
         if self.compared:
-            found.append(f"{_count(self.compared)} compared with what is stored")
+            lines.append(f"{_count(self.compared)} compared with what is stored")
         if self.written:
-            found.append(f"{_count(self.written)} written")
-        found += [f"obsolete, no test has it: {os.path.relpath(path)}" for path in sorted(self.obsolete)]
-        return found
+            lines.append(f"{_count(self.written)} written")
+        lines += [f"obsolete, no test has it: {os.path.relpath(path)}" for path in sorted(self.obsolete)]
+        return lines
 
 
 def _count(paths: list[str]) -> str:
@@ -74,7 +74,7 @@ def _drawn(figure: Figure) -> str:
         return f"{figure.limit:,} does not fit" if figure.limit else str(figure.value)
     if figure.unit == "samples":
         return f"{figure.limit:,} fits"
-    value, limit = (_amount(each, figure.unit) for each in (figure.value, figure.limit))
+    value, limit = (_amount(size, figure.unit) for size in (figure.value, figure.limit))
     share = f" ({figure.value / figure.limit:.0%})" if figure.limit else ""
     return f"{value} of {limit}{share}" + ("" if figure.holds else ": over")
 

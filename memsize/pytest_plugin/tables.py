@@ -27,7 +27,7 @@ def folder_of(test: pytest.Item) -> Path:
 
 
 def stem_of(test: pytest.Item) -> str:
-    """What the files of a test's tables are called: the test with its parameters, in characters that any disk takes."""
+    """Name the files of a test's tables: the test with its parameters, in characters that any disk takes."""
     parts = test.nodeid.split("::")[1:]
     return re.sub(r"[^\w.\[\]=,-]+", "-", ".".join(parts))[:_LONGEST_NAME].rstrip(".-")
 
@@ -46,8 +46,8 @@ def layer_table(trace: Trace) -> str:
                 *_texts(row.parameters, stored, row.output_bytes, row.saved_bytes),
             )
         )
-    found = totals(trace)
-    sums = _texts(found.parameters, found.stored, found.output_bytes, found.saved_bytes)
+    table_totals = totals(trace)
+    sums = _texts(table_totals.parameters, table_totals.stored, table_totals.output_bytes, table_totals.saved_bytes)
     rows.append(("total", "", "", *sums))
     return _aligned(rows)
 
@@ -60,18 +60,18 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(
-            cell.rjust(width) if place >= _NUMBERS else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if column >= _NUMBERS else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     )
     return "\n".join(lines) + "\n"
 
 
-def difference(stored: str, found: str, path: Path) -> str:
-    """What changed from the stored table to this one, the heading and the lines around it included."""
+def difference(stored: str, current: str, path: Path) -> str:
+    """Show what changed from the stored table to this one, the heading and the lines around it included."""
     # Columns may have become wider: that alone changes no figure.
-    before, after = ([re.sub("  +", "  ", line) for line in text.splitlines()] for text in (stored, found))
+    before, after = ([re.sub("  +", "  ", line) for line in text.splitlines()] for text in (stored, current))
     lines = unified_diff(before, after, f"{path.name} (stored)", "now", n=1, lineterm="")
     return "\n".join(lines)
 

@@ -1,1 +1,1 @@
-"""What was asked, parsed once into values."""
+"""Requests as values, parsed once."""

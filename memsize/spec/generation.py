@@ -1,4 +1,4 @@
-"""What a generation is: how many tokens come in and out, and how the KV cache is stored. Parsed and checked once."""
+"""A generation: how many tokens come in and out, and how the KV cache is stored. Parsed and checked once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DRAFTED: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What proposes `tokens` tokens before each step of a model, which checks them all at once: the model named
+    """A source of `tokens` proposed tokens before each step of a model, which checks them all at once: the model named
     `assistant`; None where they are looked up in the prompt.
     """
 
@@ -46,7 +46,7 @@ class Draft:
 
     @classmethod
     def of(cls, assistant: object, lookup: int | None) -> Draft | None:
-        """What an `assistant`, or a `lookup` of so many tokens, proposes; None where there is neither."""
+        """Return the draft of an `assistant`, or of a `lookup` of that many tokens; None where there is neither."""
         if assistant is None:
             return None if lookup is None else cls(tokens=lookup)
         if lookup is not None:

@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class InputRequest:
-    """What inputs are made for. `seq_len` is None where nobody chose one; a text that `goes_on` is a prompt, whose last
-    token ends nothing.
+    """The sizes and the mode that inputs are made for. `seq_len` is None where nobody chose one; a text that `goes_on`
+    is a prompt, whose last token ends nothing.
     """
 
     batch_size: int = 1

@@ -1,4 +1,4 @@
-"""What goes into a model, as values: ``"3,64,64"`` or ``"input_ids=512:int64"`` → `InputSpec`, and back."""
+"""Inputs of a model as values: ``"3,64,64"`` or ``"input_ids=512:int64"`` → `InputSpec`, and back."""
 
 from __future__ import annotations
 
@@ -153,10 +153,10 @@ def _parse_dtype(text: str) -> str:
 
 
 def _parse_span(text: str) -> tuple[int, int]:
-    found = _SPAN.fullmatch(text)
-    if not found:
+    match = _SPAN.fullmatch(text)
+    if not match:
         raise InputError(f"{text!r} is not a range: write it like 0..999, from the least value to the greatest")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _check_span(span: tuple[int, int], dtype: str | None) -> None:

@@ -14,7 +14,7 @@ Unit = Literal["bytes", "elements", "samples"]
 
 
 class Meaning(NamedTuple):
-    """What a limit is about, in the units that its value may have; the first is what a plain number means."""
+    """The quantity that a limit bounds, in the units that its value may have; plain numbers are in the first."""
 
     title: str
     units: tuple[Unit, ...]
@@ -46,12 +46,12 @@ class Bound:
     unit: Unit
 
 
-def parse_limits(given: Mapping[str, object]) -> tuple[Bound, ...]:
+def parse_limits(values: Mapping[str, object]) -> tuple[Bound, ...]:
     """The bounds that ``{"parameters": "40 MiB", "fits_batch": 16}`` names; raises `InputError` for anything else.
 
     A plain number of parameters counts elements, a size such as ``"40 MiB"`` their bytes.
     """
-    return tuple(_bound(name, value) for name, value in given.items())
+    return tuple(_bound(name, value) for name, value in values.items())
 
 
 def _bound(name: str, value: object) -> Bound:
@@ -85,8 +85,8 @@ class Growth:
     def parse(cls, value: object) -> Growth:
         """``"1%"``, a size such as ``"2 MiB"``, or bytes; raises `InputError` for anything else."""
         text = str(value).strip()
-        if found := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*%", text):
-            return cls(share=float(found[1]) / 100)
+        if match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*%", text):
+            return cls(share=float(match[1]) / 100)
         try:
             if not isinstance(value, str | int) or isinstance(value, bool):
                 raise InputError(text)

@@ -1,4 +1,4 @@
-"""What a question is about: a model, what it is built with, and what it is given. Parsed and checked once."""
+"""A model with its constructor's arguments and its inputs. Parsed and checked once."""
 
 from __future__ import annotations
 

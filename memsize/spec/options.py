@@ -243,13 +243,13 @@ def _options_at(declared: Field[Any]) -> Iterator[Option]:
 
 def python_keywords(request: type) -> tuple[str, ...]:
     """The keywords that a function with this request takes, its positional arguments first."""
-    found: list[str] = []
-    for each in fields(request):
-        if _PART in each.metadata:
-            found += each.metadata[_PART].keys(True)
-        elif _OPTION in each.metadata:
-            found.append(_named(each).key)
-    return tuple(dict.fromkeys(found))
+    names: list[str] = []
+    for column in fields(request):
+        if _PART in column.metadata:
+            names += column.metadata[_PART].keys(True)
+        elif _OPTION in column.metadata:
+            names.append(_named(column).key)
+    return tuple(dict.fromkeys(names))
 
 
 def build(
@@ -264,14 +264,14 @@ def build(
     Raises `InputError` for a value that its option cannot have, and for values that cannot be meant together.
     """
     arguments: dict[str, Any] = {}
-    for each in fields(request):  # type: ignore[arg-type]
-        if _PART in each.metadata:
-            arguments[each.name] = each.metadata[_PART].value(each.name, values, spell, python)
-        elif _OPTION in each.metadata:
-            choice = _named(each)
+    for column in fields(request):  # type: ignore[arg-type]
+        if _PART in column.metadata:
+            arguments[column.name] = column.metadata[_PART].value(column.name, values, spell, python)
+        elif _OPTION in column.metadata:
+            choice = _named(column)
             if choice.key in values:
-                arguments[each.name] = choice.taken(values[choice.key], spell, python)
-            elif each.default is MISSING and each.default_factory is MISSING:
+                arguments[column.name] = choice.taken(values[choice.key], spell, python)
+            elif column.default is MISSING and column.default_factory is MISSING:
                 raise InputError(f"{choice.key} is missing")
     return request(**arguments)
 
@@ -287,11 +287,11 @@ def of_keywords(request: type[T], keywords: Mapping[str, Any], also: Iterable[st
         warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=stacklevel)
 
     values = renamed(keywords, options_of(request).values(), warn)  # type: ignore[arg-type]
-    names = {each.name for each in fields(request) if _PART in each.metadata}  # type: ignore[arg-type]
-    known = (*python_keywords(request), *also)
+    names = {column.name for column in fields(request) if _PART in column.metadata}  # type: ignore[arg-type]
+    accepted = (*python_keywords(request), *also)
     for name in values:
-        if name not in known and name not in names:
-            raise UnknownKeywordError("keyword", name, known, problem=f"unknown keyword `{name}`")
+        if name not in accepted and name not in names:
+            raise UnknownKeywordError("keyword", name, accepted, problem=f"unknown keyword `{name}`")
     return build(request, values, python=True)
 
 
@@ -339,7 +339,7 @@ def check_type(key: str, value: object, types: tuple[type, ...]) -> None:
 
 def words(types: Iterable[type]) -> str:
     """The types in words: ``"a text or a list"``."""
-    return " or ".join(dict.fromkeys(_WORDS[each] for each in types if each is not type(None)))
+    return " or ".join(dict.fromkeys(_WORDS[kind] for kind in types if kind is not type(None)))
 
 
 def choices_of(literal: Any) -> tuple[str, ...]:

@@ -80,8 +80,10 @@ class Parallel:
 
     def worlds(self) -> tuple[World, ...]:
         """The process of each stage that has the place in it which the process to show has in its own."""
-        each = self.size // self.stages
-        return tuple(World(self.size, stage * each + self.world.rank % each) for stage in range(self.stages))
+        stage_size = self.size // self.stages
+        return tuple(
+            World(self.size, stage * stage_size + self.world.rank % stage_size) for stage in range(self.stages)
+        )
 
     def microbatches(self, training: Training) -> int:
         """How many batches go through the stages in a step: as many as its backwards, by default as there are stages.
@@ -127,14 +129,14 @@ def _options(optimizer: str) -> Iterable[str]:
 
 
 def spread_of(
-    given: Parallel | str | None, training: Training | None, *, loop: bool = False, execute: bool = False
+    strategy: Parallel | str | None, training: Training | None, *, loop: bool = False, execute: bool = False
 ) -> Parallel | None:
     """The strategy by which `training` is spread; None where none is asked for.
 
     Raises `InputError` where there is no usual loop that could be: an inference, a `loop` of one's own, a step of the
     target's own, or a run that really computes (`execute`).
     """
-    parallel = parse_parallel(given) if isinstance(given, str) else given
+    parallel = parse_parallel(strategy) if isinstance(strategy, str) else strategy
     if parallel is None:
         return None
     if training is None:
@@ -173,8 +175,8 @@ def _options_of(text: str) -> tuple[str, dict[str, Any]]:
     """`text` without what it says at its end of no number of GPUs, and that."""
     options: dict[str, Any] = {}
     parts = text.split(",")
-    while len(parts) > 1 and (found := _OPTION.fullmatch(parts[-1].strip())):
-        options |= {found[1]: True} if found[1] else {"rank": int(found[2])}
+    while len(parts) > 1 and (match := _OPTION.fullmatch(parts[-1].strip())):
+        options |= {match[1]: True} if match[1] else {"rank": int(match[2])}
         parts.pop()
     return ",".join(parts), options
 
@@ -183,10 +185,10 @@ def _sizes(kind: Kind, text: str) -> dict[str, int]:
     _, equals, numbers = (part.strip() for part in text.partition("="))
     if not equals:
         raise InputError(f"on how many GPUs? write it like {_EXAMPLES[kind]}")
-    found = re.fullmatch(r"(\d+)x(\d+)" if kind == "hsdp" else r"(\d+)", numbers)
-    if found is None:
+    match = re.fullmatch(r"(\d+)x(\d+)" if kind == "hsdp" else r"(\d+)", numbers)
+    if match is None:
         raise InputError(f"cannot read --parallel {text!r}: write it like {_EXAMPLES[kind]}")
-    return dict(zip(_FIELDS[kind], map(int, found.groups()), strict=True))
+    return dict(zip(_FIELDS[kind], map(int, match.groups()), strict=True))
 
 
 _FIELDS: Final[dict[Kind, tuple[str, ...]]] = {
@@ -225,14 +227,14 @@ def _kind(name: str) -> Kind:
     return name  # type: ignore[return-value]
 
 
-def on_each(given: str | Iterable[str] | None, gpus: str | Iterable[int] | None) -> tuple[Parallel | None, ...]:
-    """The strategies to compare: each that is `given` on each of the numbers of GPUs; just itself where none are.
+def on_each(strategies: str | Iterable[str] | None, gpus: str | Iterable[int] | None) -> tuple[Parallel | None, ...]:
+    """The strategies to compare: each that is `strategies` on each of the numbers of GPUs; just itself where none are.
 
     ``"1..128"`` doubles from 1 to 128, ``"6,12"`` are two numbers. Without a number of its own, ``fsdp`` and ``ddp``
     take any; ``hsdp=x8`` and ``fsdp,tp=8`` have groups of 8 GPUs. With one, it has to be the number that is asked
     about. ``fsdp,pp=4`` has four stages on any, ``fsdp,offload`` is offloaded on each, ``ddp,views`` has views on each.
     """
-    texts = [given] if isinstance(given, str) else list(given or ())
+    texts = [strategies] if isinstance(strategies, str) else list(strategies or ())
     if not texts:
         if gpus is not None:
             raise InputError("--gpus goes with --parallel: how should the model be spread over them? (--parallel fsdp)")
@@ -250,10 +252,10 @@ def _on(text: str, gpus: int) -> Parallel:
     parts = [part.strip() for part in text.split(",")]
     free = next((part for part in parts if "=" not in part or _GROUPS.fullmatch(part)), None)
     if free is None:
-        found = parse_parallel(text)
-        if found.size != gpus:
-            raise InputError(f"{found} is on {found.size} GPUs, not on {gpus}: leave out one of the two numbers")
-        return found
+        strategy = parse_parallel(text)
+        if strategy.size != gpus:
+            raise InputError(f"{strategy} is on {strategy.size} GPUs, not on {gpus}: leave out one of the two numbers")
+        return strategy
     name, equals, groups = (part.strip() for part in free.partition("="))
     kind = _kind(name)
     if kind == "hsdp" and not equals:
@@ -275,8 +277,8 @@ def _counts(gpus: str | Iterable[int]) -> tuple[int, ...]:
 
 
 def _doubled(text: str) -> Iterable[int]:
-    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last <= MOST_RANKS:
         raise InputError(f"cannot read the number of GPUs {text!r}: write it like 8, 1..128 (doubling) or 6,12")
     while first < last:

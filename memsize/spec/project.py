@@ -31,7 +31,7 @@ class CheckedTarget:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What its figures depend on beside the code, as texts: a baseline is for one such setting."""
+        """Return the settings, as texts, that its figures depend on beside the code; a baseline is for one of them."""
         model, training, gpu = self.run.model, self.run.training, self.run.gpu
         settings = {
             "target": str(model.model),
@@ -88,12 +88,12 @@ def read_project(file: Path) -> Project:
     section = _section(data)
     refuse_unknown("key", section, ("target", "select", "ignore", "severity"), f"{file.name}: [tool.memsize]")
     sections = section.get("target", [])
-    if not (isinstance(sections, list) and all(isinstance(each, dict) for each in sections)):
+    if not (isinstance(sections, list) and all(isinstance(section, dict) for section in sections)):
         raise InputError(f"{file.name}: write targets as {SECTION}, with two brackets")
     if not sections:
         raise InputError(f"{file.name} has no {SECTION}: memsize init TARGET writes one")
     lines = [*_lines(text), *[1] * len(sections)]
-    targets = tuple(_target(file, line, each) for line, each in zip(lines, sections, strict=False))
+    targets = tuple(_target(file, line, section) for line, section in zip(lines, sections, strict=False))
     names = [target.name for target in targets]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

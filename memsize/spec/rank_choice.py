@@ -1,4 +1,4 @@
-"""Which processes of a distributed program are asked about."""
+"""The ranks of a distributed program to run."""
 
 from __future__ import annotations
 

@@ -76,12 +76,12 @@ def select(names: str | Iterable[str] | None) -> tuple[Scenario, ...]:
 
     Raises `ScenarioError` naming the nearest scenarios when one is unknown.
     """
-    asked = DEFAULT if names is None else _split(names)
-    if "all" in asked:
-        asked = tuple(SCENARIOS)
-    named = {name: scenario_named(name) for name in asked}
-    known = tuple(scenario for name, scenario in SCENARIOS.items() if name in named)
-    return known + tuple(scenario for name, scenario in named.items() if name not in SCENARIOS)
+    requested = DEFAULT if names is None else _split(names)
+    if "all" in requested:
+        requested = tuple(SCENARIOS)
+    named = {name: scenario_named(name) for name in requested}
+    scenarios = tuple(scenario for name, scenario in SCENARIOS.items() if name in named)
+    return scenarios + tuple(scenario for name, scenario in named.items() if name not in SCENARIOS)
 
 
 def scenario_named(name: str) -> Scenario:

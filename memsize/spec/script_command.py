@@ -10,7 +10,7 @@ from memsize.errors import InputError, suggestion
 
 @dataclass(frozen=True, slots=True)
 class VariedScript:
-    """A script's `path` and its `arguments`, of which the one at `place` is ``prefix + value`` and varies.
+    """A script's `path` and its `arguments`, of which the one at `index` is ``prefix + value`` and varies.
 
     `name` is what the script calls it: ``--batch-size``, ``train.batch_size``.
     """
@@ -18,7 +18,7 @@ class VariedScript:
     path: str
     arguments: tuple[str, ...]
     name: str
-    place: int
+    index: int
     prefix: str
     value: int
 
@@ -30,7 +30,7 @@ class VariedScript:
         argument, or where it is no whole number above 0.
         """
         names: list[str] = []
-        for place, text in enumerate(arguments):
+        for index, text in enumerate(arguments):
             head, equals, value = text.partition("=")
             if not (equals or text.startswith("-")):
                 continue
@@ -38,11 +38,11 @@ class VariedScript:
             if _plain(head) != _plain(name):
                 continue
             if not equals:
-                value = arguments[place + 1] if place + 1 < len(arguments) else ""
+                value = arguments[index + 1] if index + 1 < len(arguments) else ""
             if not value.isdecimal() or not int(value):
                 raise InputError(f"{head} is {value or 'empty'!r}: what varies has to be a whole number above 0")
-            found = (place, f"{head}=") if equals else (place + 1, "")
-            return cls(path, tuple(arguments), head, *found, int(value))
+            varied = (index, f"{head}=") if equals else (index + 1, "")
+            return cls(path, tuple(arguments), head, *varied, int(value))
         hint = f" ({suggestion(name, names)})" if names else ""
         raise InputError(f"the script is given no argument {name!r}{hint}: write it with a value after {path}")
 
@@ -52,7 +52,7 @@ class VariedScript:
 
     def valued(self, value: int) -> tuple[str, ...]:
         """The arguments with another value of the one that varies."""
-        return (*self.arguments[: self.place], f"{self.prefix}{value}", *self.arguments[self.place + 1 :])
+        return (*self.arguments[: self.index], f"{self.prefix}{value}", *self.arguments[self.index + 1 :])
 
 
 def _plain(name: str) -> str:

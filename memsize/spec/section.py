@@ -26,7 +26,7 @@ _MOST_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """What every section may say of a model and its run."""
+    """The keys that every section may have of a model and its run."""
 
     model: ModelRequest = part(ModelRequest)
     training: Training | None = part(

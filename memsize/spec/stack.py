@@ -63,7 +63,7 @@ class Stack:
         return ",".join(f"{name}={version}" for name, version in versions.items() if version)
 
     def note(self, installed: str) -> str | None:
-        """What follows it, and what stays that of the `installed` PyTorch; None for the installed one itself."""
+        """Say what follows it, and what stays that of the `installed` PyTorch; None for the installed one itself."""
         return _NOTE.format(self, installed) if str(self) else None
 
     @property

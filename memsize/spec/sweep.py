@@ -146,9 +146,9 @@ def _grid(name: str, folder: Path, data: Mapping[str, Any], lines: list[str]) ->
     if not targets:
         raise InputError(f'{name} needs a target, such as target = ["timm:resnet*", "model.py:Net"]')
     rest = {key: value for key, value in data.items() if key != "target"}
-    if isinstance(targets, list) and all(isinstance(each, Mapping) for each in targets):
+    if isinstance(targets, list) and all(isinstance(target, Mapping) for target in targets):
         wheres = [*lines, *[name] * len(targets)]
-        parts = [(where, rest | each) for where, each in zip(wheres, targets, strict=False)]
+        parts = [(where, rest | target) for where, target in zip(wheres, targets, strict=False)]
         alone = {key: value for key, value in rest.items() if key not in _SPREAD}  # each may need the section's other
         _section(name, alone | {"target": "-"})  # what is wrong with keys for all is no section's fault
     else:
@@ -180,7 +180,7 @@ def _parallels(where: str, section: Mapping[str, Any]) -> list[str]:
     """Each strategy on each number of GPUs, in words; none where the models are trained on one GPU."""
     strategies, gpus = ([*_values(where, key, section[key])] if key in section else None for key in _SPREAD)
     try:
-        return [str(each) for text in strategies or (None,) for each in on_each(text, gpus) if each]
+        return [str(strategy) for text in strategies or (None,) for strategy in on_each(text, gpus) if strategy]
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
 

@@ -1,4 +1,4 @@
-"""What a training step does beside the model's own forward: options as one value, parsed and checked once."""
+"""The parts of a training step beside the model's own forward: options as one value, parsed and checked once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search varies: the batch, dimensions of the input that grow together, or the context of a generation."""
+"""The size that a search varies: the batch, input dimensions that grow together, or a generation's context."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ class Vary:
 
     @property
     def context(self) -> bool:
-        """Whether it is the tokens of a generation."""
+        """True for the tokens of a generation."""
         return self.text == CONTEXT
 
     def dimensions(self, inputs: Sequence[InputTensor]) -> tuple[Dimension, ...]:
         """The dimensions of `inputs` (with their batch) that vary; raises `InputError` where there are none such."""
         if self.batch or self.context:
             return ()
-        found = self.named or tuple(_by_kind(self.text, inputs))
-        sizes = {_size(dimension, inputs) for dimension in found}
+        dimensions = self.named or tuple(_by_kind(self.text, inputs))
+        sizes = {_size(dimension, inputs) for dimension in dimensions}
         if len(sizes) != 1:
             raise InputError(f"cannot vary {self.text}: the inputs have no such dimension, or not of one size; {_HOW}")
-        return found
+        return dimensions
 
     def size(self, inputs: Sequence[InputTensor]) -> int:
         """The size that those dimensions have in `inputs`."""
@@ -69,7 +69,7 @@ class Vary:
 
 
 def parse_vary(text: str) -> Vary:
-    """What `text` names; raises `InputError` when it cannot be read."""
+    """Parse what `text` names; raises `InputError` when it cannot be read."""
     word = text.strip().lower()
     if word.replace(" ", "") in _BOTH:
         return Vary(CONTEXT, frontier=True)
