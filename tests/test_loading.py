@@ -369,6 +369,7 @@ class Net(torch.nn.Module):
         ("import absent_library", 2),  # once without a GPU and once with one
         ("undefined", 2),
         ("self.fc.cuda()", 2),
+        ("raise RuntimeError('PyTorch is not linked with support for cuda devices')", 2),  # after a virtual GPU
         ("raise ValueError('size')", 3),  # and once all on `meta`
         ("raise RuntimeError('size')", 3),  # and once with weights
     ],

@@ -199,7 +199,11 @@ def user_traceback(error: BaseException, is_theirs: Callable[[str], bool]) -> st
     return f"{f'at {line}: ' if line else ''}{in_one_line(error)}"
 
 
-_WANTS_GPU = re.compile("not compiled with CUDA|NVIDIA driver|No CUDA GPUs|has no attribute '_cuda_|CUDA driver")
+_WANTS_GPU = re.compile(
+    "not compiled with CUDA|not linked with support for cuda|NVIDIA driver|No CUDA GPUs"
+    "|has no attribute '_cuda_|CUDA driver"
+)
+"""The second is the message after a virtual GPU: PyTorch's C++ asks Python only once whether CUDA is there."""
 
 
 def lacks_gpu(error: BaseException | None) -> bool:
