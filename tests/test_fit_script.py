@@ -124,6 +124,8 @@ def test_the_command_takes_the_scripts_arguments(script: Path, capsys: pytest.Ca
     assert command(["fit-script", *options, str(script), "--size", "20"]) == 0
     answer = capsys.readouterr()
     assert "largest --size that fits" in answer.out and "is now" not in answer.err
+    assert command(["fit-script", *options, str(script), "--", "--size", "20"]) == 0
+    assert capsys.readouterr() == answer
     assert command(["fit-script", *options, "--train", "adamw", str(script), "--size", "20"]) == 2
     assert "No such option" in capsys.readouterr().err
     for old in (

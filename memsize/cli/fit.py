@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
 from memsize.cli.command import RequestCommand, answer, command, jobs_option, parts_shown
@@ -73,6 +75,9 @@ def fit_script(request: FitScriptRequest, output: Destination) -> None:
 
     SCRIPT is run as by memsize run, with one value after another.
     """
+    arguments = tuple(request.arguments)
+    if arguments[:1] == ("--",):  # as after `memsize fit --vary-argument … SCRIPT`, which this was called before
+        request = replace(request, arguments=arguments[1:])
     answer(
         output,
         "fit",
