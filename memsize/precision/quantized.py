@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -19,6 +17,7 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from memsize.errors import ScenarioError, UnknownScenarioError, first_line, quoted
+from memsize.loading.hubs.libraries import quiet
 from memsize.model.stored import TORCHSCRIPT_CONSTANT, stored_tensors
 from memsize.model.tensor_storage import dtype_name, wrapper_name
 from memsize.precision.layouts import Kernel, Layout, Parts
@@ -98,7 +97,7 @@ def apply_torchao(model: nn.Module, config_name: str) -> Quantized:
     torchao = _torchao()
     config = _config(torchao, config_name)
     try:
-        with _quiet():
+        with quiet(logging.WARNING):
             torchao.quantize_(model, config)
     except Exception as error:
         raise ScenarioError(f"torchao cannot apply {config_name} to this model: {first_line(error)}") from error
@@ -329,7 +328,7 @@ def _int8_output(output: Output) -> Output:
 
 def _torchao() -> ModuleType:
     try:
-        with _quiet():
+        with quiet(logging.WARNING):
             import torchao.quantization
     except ImportError as error:
         raise ScenarioError("a torchao: scenario needs torchao: pip install memsize[quant]") from error
@@ -342,7 +341,7 @@ def _config(torchao: ModuleType, name: str) -> Any:
     if name not in names:
         raise UnknownScenarioError("configuration", name, names, problem=f"torchao has no {quoted(name)}")
     try:
-        with _quiet():
+        with quiet(logging.WARNING):
             config = getattr(torchao, name)()
     except Exception as error:
         raise ScenarioError(f"torchao's {name} cannot be made from its defaults: {first_line(error)}") from error
@@ -364,16 +363,3 @@ def _read_back(model: nn.Module, config_name: str) -> Quantized:
     }
     wrapper = next(t.wrapper for t in stored_tensors(model) if t.wrapper) or "torchao"
     return Quantized(f"torchao:{config_name}", replaced, left, wrapper, modelled=False)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torchao's import and deprecation messages off stderr: they are about its own kernels."""
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)

@@ -147,10 +147,10 @@ def is_broken(name: str) -> bool:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the logs and warnings of libraries: they are about weights and other libraries, not about the model."""
+def quiet(most: int = logging.ERROR) -> Iterator[None]:
+    """Silence the warnings of libraries, and logs up to level `most`: they are about weights and kernels."""
     level = logging.root.manager.disable
-    logging.disable(logging.ERROR)
+    logging.disable(most)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
