@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+import memsize
 from memsize.analysis.snapshot import pickled, snapshot
 from memsize.analysis.step import StepTrace
 from memsize.api import trace as trace_step
@@ -166,6 +167,51 @@ def test_frames_name_the_op_the_modules_and_the_phase() -> None:
     assert relu["user_metadata"] == "activation, float32[262144]"
     setup = made["device_traces"][0][1]["frames"]
     assert [(frame["filename"], frame["name"]) for frame in setup][-1] == ("run", "setup")
+
+
+def with_line(line: str) -> Trace:
+    """Two steps in which `line` made every storage."""
+    trace = two_steps()
+    return replace(trace, lines=(line,), storages=tuple(storage._replace(line=0) for storage in trace.storages))
+
+
+def test_frames_name_the_line_that_allocates() -> None:
+    made = snapshot(with_line("train.py:12 > trainer.py:80"))
+    relu = next(e for e in made["device_traces"][0] if e["action"] == "alloc" and e["frames"][0]["name"] == "relu")
+    assert [(frame["filename"], frame["line"]) for frame in relu["frames"]] == [
+        ("aten", 0),
+        ("site-packages/trainer.py", 80),
+        ("train.py", 12),
+        ("body.1", 0),
+        ("body", 0),
+        ("(model)", 0),
+        ("step 1", 0),
+    ]
+    # The line that frees is not known.
+    freed = [entry for entry in made["device_traces"][0] if entry["action"] == "free_completed"]
+    assert freed and not any(frame["line"] for entry in freed for frame in entry["frames"])
+
+
+@pytest.mark.parametrize(
+    ("line", "made_at", "called_from"),
+    [
+        ("train.py:12", "train.py:12", None),
+        ("In [3]:7", "In [3]:7", None),
+        ("train.py:12 > trainer.py:80", "trainer.py:80", "train.py:12"),
+    ],
+)
+def test_explain_shows_the_line(tmp_path: Path, line: str, made_at: str, called_from: str | None) -> None:
+    (tmp_path / "step.pickle").write_bytes(pickled(with_line(line)))
+    explained = memsize.explain(tmp_path / "step.pickle")
+    assert {(place.line, place.called_from) for place in explained.places} == {(made_at, called_from)}
+
+
+def test_several_models_have_no_module_around_them() -> None:
+    trace = two_steps()
+    layers = (replace(trace.layers[0], path="teacher"), *trace.layers[1:])
+    frames = [frame for e in snapshot(replace(trace, layers=layers))["device_traces"][0] for frame in e["frames"]]
+    assert ("body", "Sequential") in {(frame["filename"], frame["name"]) for frame in frames}
+    assert "(model)" not in {frame["filename"] for frame in frames}
 
 
 def test_phases_are_annotations() -> None:

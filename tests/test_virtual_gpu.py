@@ -683,6 +683,32 @@ def test_a_program_writes_snapshots_of_its_memory(tmp_path: Path) -> None:
     assert error is None, error
 
 
+def test_a_snapshot_of_two_models_names_modules_and_lines(tmp_path: Path) -> None:
+    """Two weights and two biases are made at line 4, the batch and two outputs at line 5: 256 · 256 values of 4 B each,
+    256 in a bias, whose line nobody asks for.
+    """
+    _, error = ran(
+        tmp_path,
+        """
+        import pathlib, pickle, torch
+        from torch.cuda import _memory_viz
+        generator, critic = (torch.nn.Linear(256, 256).cuda() for _ in range(2))
+        kept = critic(generator(torch.ones(256, 256, device="cuda")))
+        path = pathlib.Path(__file__).with_name("memory.pickle")
+        torch.cuda.memory._dump_snapshot(str(path))
+        data = pickle.loads(path.read_bytes())
+        assert "Active Memory Timeline" in _memory_viz.trace_plot(data)
+        assert "Allocator State History" in _memory_viz.segment_plot(data)
+        assert "train.py:4" in _memory_viz.memory(data, format_flamegraph=str)
+        """,
+    )
+    assert error is None, error
+    lines = Counter[str | None]()
+    for place in memsize.explain(tmp_path / "memory.pickle").places:
+        lines[place.line] += place.bytes * (place.category != "workspace")
+    assert lines == {"train.py:4": 2 * 256 * 256 * 4, "train.py:5": 3 * 256 * 256 * 4, None: 2 * 256 * 4}
+
+
 def test_graphs_run_at_once_with_a_note() -> None:
     with gpu() as program:
         x, graph = torch.ones(4, 4, device="cuda"), torch.cuda.CUDAGraph()

@@ -4,9 +4,10 @@ Plain dictionaries, lists, texts and integers, so that neither making nor readin
 torch/csrc/cuda/memory_snapshot.cpp for the fields, torch/cuda/_memory_viz.py and torch/utils/viz/MemoryViz.js for how
 they are read.
 
-Frames tell the op, the modules around it and the phase, where a real snapshot tells lines of Python. `category` (which
-the viewer colours by) is the role, `time_us` the number of the event. Known limits: one device; the replay has no
-bound on memory, so that segments are never given back.
+The frames of an allocation are the op, the line of the program that led to it, the modules around it and the phase.
+`category` (which the viewer colours by) is the role, `time_us` the number of the event. Known limits: one device; the
+replay has no bound on memory, so that segments are never given back; of a line, the function and the folder are not
+known.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from memsize.records.trace import Event, Trace
 PROTOCOL: Final = 4
 """The newest pickle protocol that the viewer reads: its own unpickler refuses anything above."""
 
+_PACKAGES: Final = "site-packages"
 _NO_LIMIT: Final = -1
 """How a snapshot represents a `max_split_size` that is not set."""
 
@@ -84,7 +86,7 @@ class _History:
         self._mapped = {segment.address: _Mapped(segment) for segment in segments}
         self._live: dict[int, _Live] = {}
         self._reserved = 0
-        self._frames: dict[tuple[int, int, str], list[Fields]] = {}
+        self._frames: dict[tuple[int, int, str, str | None], list[Fields]] = {}
         self._modules: dict[int, list[Fields]] = {}
 
     def add(self, index: int, event: Event, address: int, reserved: int) -> None:
@@ -126,13 +128,14 @@ class _History:
 
     def _frames_of(self, event: Event) -> list[Fields]:
         """The frames of an event, innermost first; events of the same op share one list, which keeps files small."""
-        key = (event.phase, event.layer, event.op)
+        line = self.trace.line_of(event.storage) if event.delta > 0 else None
+        key = (event.phase, event.layer, event.op, line)
         frames = self._frames.get(key)
         if frames is None:
             name, step = split_phase(self.trace.phases[event.phase])
             op = [_frame("aten", event.op)] if event.op else []
             phase = _frame(f"step {step}" if step else "run", name)
-            frames = self._frames[key] = [*op, *self._modules_of(event.layer), phase]
+            frames = self._frames[key] = [*op, *_line_frames(line), *self._modules_of(event.layer), phase]
         return frames
 
     def _modules_of(self, index: int) -> list[Fields]:
@@ -179,16 +182,30 @@ class _History:
 
 
 def _ancestry(path: str, paths: Iterable[str]) -> Iterator[str]:
-    """A module's path and those of the modules around it, innermost first, the model itself last."""
+    """A module's path and those of the modules around it, innermost first, the model itself last.
+
+    A program that calls several models has none around them.
+    """
     while path:
         if path in paths:
             yield path
         path = path.rpartition(".")[0]
-    yield ""
+    if "" in paths:
+        yield ""
 
 
-def _frame(filename: str, name: str) -> Fields:
-    return {"filename": filename, "line": 0, "name": name}
+def _line_frames(lines: str | None) -> Iterator[Fields]:
+    """The frames of ``"train.py:12 > trainer.py:80"``, innermost first. The second line is that of a package, which
+    readers recognise by its folder.
+    """
+    for position, line in reversed([*enumerate((lines or "").split(" > "))]):
+        file, _, number = line.rpartition(":")
+        if file:
+            yield _frame(f"{_PACKAGES}/{file}" if position else file, "", int(number))
+
+
+def _frame(filename: str, name: str, line: int = 0) -> Fields:
+    return {"filename": filename, "line": line, "name": name}
 
 
 def _taken(events: int) -> Fields:

@@ -39,6 +39,8 @@ _STAGES: Final = re.compile("|".join(f"(?P<{stage}_{n}>{text})" for n, (stage, t
 _RECOMPUTED: Final = re.compile(r"torch/utils/checkpoint\.py:(backward|unpack_hook|recompute_fn|recompute)$")
 _NODE: Final = re.compile(r"torch::autograd::generated::(\w+)::apply")
 _PYTORCH: Final = re.compile(r"(^|/)(site-packages|dist-packages)/torch/|torchinductor_\w+/|^<")
+_CELLS: Final = ("<ipython", "In [")
+"""How a cell of a notebook begins that is named as a file: by IPython, by memsize."""
 _LIBRARY: Final = re.compile(r"(^|/)(site-packages|dist-packages|lib/python3\.\d+|torchinductor_\w+)/|^<|^/usr/lib/")
 
 
@@ -97,7 +99,7 @@ def _call(frame: Frame) -> _Call:
     call = f"{path}:{frame.name}"
     match = _STAGES.search(call)
     stage = None if match is None or match.lastgroup is None else _RULES[int(match.lastgroup.rpartition("_")[2])][0]
-    python = frame.filename.endswith(".py") or frame.filename.startswith("<ipython")
+    python = frame.filename.endswith(".py") or frame.filename.startswith(_CELLS)
     # A forward inside of a backward is that of activation checkpointing.
     recomputes = stage == "backward" or bool(_RECOMPUTED.search(call))
     return _Call(stage, recomputes, python, bool(_PYTORCH.search(path)), bool(_LIBRARY.search(path)))
