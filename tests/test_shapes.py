@@ -16,7 +16,7 @@ from memsize.kernels import convolution, factories, kernel_temporaries, matmul, 
 from memsize.kernels.attention import efficient_rows
 from memsize.kernels.reductions import reduced_shape
 from memsize.kernels.registry import SPARSE_RULES, SPARSE_TABLE, TABLE, shape_rule, sparse_rule
-from memsize.torch_internals.meta_memo import MetaMemo
+from memsize.torch_internals.meta import MetaMemo
 from memsize.torch_internals.sparse_tensors import in_coordinates
 from memsize.tracing.dispatch import MetaDispatchMode
 from tests.conftest import Python

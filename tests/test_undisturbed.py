@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import memsize
-from memsize.torch_internals.settings import settings_kept
+from memsize.torch_internals.isolation import settings_kept
 from tests import models
 from tests.conftest import Python, Write
 from tests.misbehaving import MODELS, fuse, globals_of_modules

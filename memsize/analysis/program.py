@@ -29,8 +29,7 @@ from memsize.records.program import Growth, Holder, KeptGradients, LiveTensor, P
 from memsize.records.trace import Trace
 from memsize.records.world import World
 from memsize.spec.stack import INSTALLED, Stack
-from memsize.torch_internals.isolation import isolated
-from memsize.torch_internals.settings import default_device_kept
+from memsize.torch_internals.isolation import default_device_kept, isolated
 from memsize.virtual.allocator_state import DeviceMemory
 from memsize.virtual.file_guard import Files
 from memsize.virtual.gpu_tensors import CpuRestore

@@ -25,8 +25,7 @@ from torch.optim import optimizer, swa_utils
 from torch.utils import _foreach_utils
 
 from memsize.kernels.semantics import current
-from memsize.processes.simulation import Simulation
-from memsize.torch_internals.thread_patches import Function, Override, ThreadPatches
+from memsize.processes.simulation import Function, Override, Simulation, ThreadPatches
 
 _LIST_KERNELS = "_get_foreach_kernels_supported_devices"
 """Optimizers import this function by name; gradient clipping calls it where it is defined."""

@@ -7,7 +7,7 @@ op's work. `memsize.cuda` decides which kernel runs.
 There are shape rules for two kinds of ops. Where CUDA's kernel returns something other than PyTorch's `meta` kernel, or
 where PyTorch has none, the rule says so and names its source. The other rules cover what ordinary models are made of:
 most `meta` kernels are written in Python, and the first use of one imports sympy or torch._dynamo, which takes as long
-as importing torch. Everything else is left to PyTorch, whose results `memsize.torch_internals.meta_memo` remembers.
+as importing torch. Everything else is left to PyTorch, whose results `memsize.torch_internals.meta` remembers.
 
 A rule gives shape, dtype and strides as the CUDA kernel does, in a few microseconds. It returns NotImplemented where it
 isn't certain: for unusual arguments, and for wrong ones, so that PyTorch's kernel raises its own error.

@@ -27,8 +27,7 @@ from memsize.known_values.propagation import assumption_of, draws_one_number, mi
 from memsize.known_values.toeplitz import diagonals_of, filled
 from memsize.known_values.values import constant_of, is_small, set_constant, state_of
 from memsize.processes.user_code import running_line
-from memsize.torch_internals.meta import is_meta
-from memsize.torch_internals.meta_memo import MetaMemo
+from memsize.torch_internals.meta import MetaMemo, is_meta
 from memsize.torch_internals.pytree import map_tensors, tensors_in
 from memsize.torch_internals.sparse_tensors import (
     PARTS,

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch._compile import _disable_dynamo
 
-from memsize.torch_internals.thread_patches import Function, Override, ThreadPatches
+from memsize.processes.simulation import Function, Override, ThreadPatches
 
 _COMPILER = "torch._dynamo"
 _LATE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {

@@ -170,7 +170,7 @@ def _retry_with_gpu(attempt: Callable[[BaseException | None], _Result], gpu_cont
     """
     import torch
 
-    from memsize.torch_internals.settings import settings_read
+    from memsize.torch_internals.isolation import settings_read
 
     put_back = settings_read()
     try:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from memsize.torch_internals.thread_patches import Function, Override, ThreadPatches
+from memsize.processes.simulation import Function, Override, ThreadPatches
 
 SCHEMAS = (
     "_cuda_version() -> int",

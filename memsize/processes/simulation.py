@@ -4,22 +4,25 @@ Patches of PyTorch, settings and random generators belong to the whole process, 
 simulation. It is held in a context variable: code that runs in it asks for `current()`. Threads do not inherit context
 variables before Python 3.14, so threads that the user's code starts are outside, unless they run in a copy of the
 context, as they do on a virtual GPU. A hook that Python calls in any thread asks for `running()` instead.
+
+`ThreadPatches` are patches that only threads inside notice: others get the originals.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from memsize.errors import MemsizeError
 from memsize.processes.ctrl_c import deferred, raise_waiting
-from memsize.processes.patches import Patches
+from memsize.processes.patches import Patch, Patches
 
 Part = TypeVar("Part")
 
@@ -139,3 +142,82 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+# -- patches for the threads inside ----------------------------------------------------------------------------------
+
+Function = Callable[..., Any]
+"""A function of PyTorch, or its replacement."""
+
+
+class Override(NamedTuple):
+    """A function of PyTorch, by the module or class that holds it, and a function from the original to its replacement.
+
+    The original may also be a plain value; its replacement then has to find out itself which thread is asking.
+    """
+
+    owner: Any
+    name: str
+    replace: Callable[[Function], Function]
+
+
+class ThreadPatches:
+    """Overrides that are in place while a simulation is inside `active`, and that only threads for which `applies()`
+    holds notice: by default those that run in the simulation.
+
+    `choose` lists the overrides whenever a region is entered, since more modules may have been imported by then. It
+    must return equal overrides each time, so that each replacement is made and installed only once.
+    """
+
+    def __init__(self, choose: Callable[[], Iterable[Override]], applies: Callable[[], bool] | None = None) -> None:
+        self._choose = choose
+        self._applies = applies or self.is_inside
+        self._replacements: dict[Override, tuple[Function, Function]] = {}
+        """The last original of each, and its replacement: making them takes longer than installing them."""
+
+    def is_inside(self) -> bool:
+        """Whether this thread runs in a simulation in which these patches are in place."""
+        simulation = current()
+        return simulation is not None and simulation.regions[self] > 0
+
+    @contextmanager
+    def active(self) -> Iterator[Simulation]:
+        """Put the patches in place; may be entered again inside itself. Other threads wait for their turn."""
+        with open_simulation() as simulation:
+            simulation.regions[self] += 1
+            try:
+                self.renew()
+                yield simulation
+            finally:
+                simulation.regions[self] -= 1
+                if not simulation.regions[self]:
+                    simulation.patches.restore(self)
+
+    def renew(self) -> None:
+        """Put the patches in place whose modules were imported since the region was entered."""
+        simulation = running()
+        if simulation is None or not simulation.regions[self]:
+            return
+        in_place = {(id(patch.owner), patch.name) for patch in simulation.patches.of(self)}
+        missing = [override for override in self._choose() if (id(override.owner), override.name) not in in_place]
+        simulation.patches.apply(self, map(self._patch, missing))
+
+    def _patch(self, override: Override) -> Patch:
+        owner, name, replace = override
+        original = getattr(owner, name)
+        known_original, replacement = self._replacements.get(override, (None, None))
+        if known_original is not original or replacement is None:
+            replacement = replace(original)
+            if callable(original):
+                replacement = self._for_threads_inside(original, replacement)
+            self._replacements[override] = original, replacement
+        return owner, name, replacement
+
+    def _for_threads_inside(self, original: Function, replacement: Function) -> Function:
+        applies = self._applies
+
+        @functools.wraps(original)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            return (replacement if applies() else original)(*args, **kwargs)
+
+        return chosen

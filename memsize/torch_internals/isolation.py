@@ -1,20 +1,32 @@
-"""Leave the process as it was: one run at a time, and afterwards all that was changed for it is put back."""
+"""Leave the process as it was: one run at a time, and afterwards all that was changed for it is put back.
+
+Not put back is what PyTorch and Python do not tell: `torch.set_flush_denormal`, the file mode mask, functions for
+`atexit`, threads; nor what a process keeps once it has it, such as imported modules and registered operators.
+"""
 
 from __future__ import annotations
 
 import gc
+import locale
+import logging
+import os
 import random
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memsize.processes.ctrl_c import raise_waiting
+from memsize.processes.patches import assign
 from memsize.processes.simulation import open_simulation
-from memsize.torch_internals.settings import settings_kept
 
 _SEED = 0
 _COMPILER = "torch._dynamo"
@@ -96,3 +108,217 @@ def undisturbed() -> Iterator[None]:
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(_SEED)
         yield
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Afterwards the process's settings and random generators are as they were, also after an error."""
+    put_back = settings_read()
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        put_back()
+
+
+def settings_read() -> Callable[[], None]:
+    """Read the process's settings and random generators; what is returned puts them back."""
+    before = [_read(setting) for setting in _SETTINGS]
+    generators = _random_states()
+
+    def put_back() -> None:
+        for setting, value in zip(_SETTINGS, before, strict=True):
+            if value is not _UNREADABLE and _read(setting) != value:
+                with suppress(Exception):  # such as a signal handler outside of the main thread
+                    setting.write(value)
+        for write, state in generators:
+            write(state)
+
+    return put_back
+
+
+@contextmanager
+def default_device_kept() -> Iterator[None]:
+    """Afterwards tensors that name no device are made where they were before."""
+    before = [setting.read() for setting in _DEFAULT_DEVICES]
+    try:
+        yield
+    finally:
+        dtype = torch.get_default_dtype()
+        for setting, value in zip(_DEFAULT_DEVICES, before, strict=True):
+            if setting.read() != value:
+                setting.write(value)
+        torch.set_default_dtype(dtype)
+
+
+class _Setting(NamedTuple):
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+_UNREADABLE: Final = object()
+
+
+def _read(setting: _Setting) -> Any:
+    try:
+        return setting.read()
+    except Exception:  # PyTorch refuses to tell what two of its interfaces have set differently
+        return _UNREADABLE
+
+
+def _random_states() -> list[tuple[Callable[[Any], object], Any]]:
+    """The states of the global random generators, each after the function that sets it."""
+    states: list[tuple[Callable[[Any], object], Any]] = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+    ]
+    if torch.cuda.is_initialized():
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    if numpy := sys.modules.get("numpy.random"):
+        states.append((numpy.set_state, numpy.get_state()))
+    return states
+
+
+# -- one setting ------------------------------------------------------------------------------------------------------
+
+
+def _attribute(owner: Any, name: str) -> _Setting:
+    return _Setting(lambda: getattr(owner, name), lambda value: assign(owner, name, value))
+
+
+def _list(owner: Any, name: str) -> _Setting:
+    """The items of a list, which stays the same object: others may refer to it."""
+
+    def write(items: list[Any]) -> None:
+        getattr(owner, name)[:] = items
+
+    return _Setting(lambda: list(getattr(owner, name)), write)
+
+
+def _mapping(mapping: Any) -> _Setting:
+    """The entries of a mapping. Only those that changed are touched: other threads may be reading it."""
+
+    def write(before: dict[Any, Any]) -> None:
+        for key in set(mapping) - set(before):
+            del mapping[key]
+        for key, value in before.items():
+            if key not in mapping or mapping[key] != value:
+                mapping[key] = value
+
+    return _Setting(lambda: dict(mapping), write)
+
+
+def _autocast(device: str) -> tuple[_Setting, _Setting]:
+    return (
+        _Setting(lambda: torch.is_autocast_enabled(device), lambda on: torch.set_autocast_enabled(device, on)),
+        _Setting(lambda: torch.get_autocast_dtype(device), lambda dtype: torch.set_autocast_dtype(device, dtype)),
+    )
+
+
+def _fp32_precision(backend: str, op: str) -> _Setting:
+    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    return _Setting(lambda: read(backend, op), lambda precision: write(backend, op, precision))
+
+
+def _handler(number: int) -> _Setting:
+    return _Setting(lambda: signal.getsignal(number), lambda handler: signal.signal(number, handler))
+
+
+def _set_default_type(device: str) -> None:
+    """``torch.set_default_tensor_type(torch.cuda.FloatTensor)`` sets a device too, below that of `torch.device`."""
+    torch._C._set_default_tensor_type(torch.FloatTensor if device == "cpu" else getattr(torch, device).FloatTensor)
+
+
+def _set_numpy_options(options: tuple[Any, Any]) -> None:
+    numpy = sys.modules["numpy"]
+    numpy.set_printoptions(**options[0])
+    numpy.seterr(**options[1])
+
+
+def _numpy_options() -> tuple[Any, Any]:
+    numpy = sys.modules["numpy"]
+    return numpy.get_printoptions(), numpy.geterr()
+
+
+_cuda: Any = torch.backends.cuda
+_backends: Any = torch.backends
+_torch: Any = torch._C
+
+_DEFAULT_DEVICES: Final = (
+    _Setting(torch._C._get_default_device, _set_default_type),
+    _Setting(
+        lambda: getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
+        lambda context: torch.set_default_device(context and context.device),
+    ),
+)
+
+_OF_PYTORCH: Final = (
+    _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+    *_DEFAULT_DEVICES,
+    _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    _Setting(torch.get_num_threads, torch.set_num_threads),
+    _Setting(
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda mode: torch.use_deterministic_algorithms(mode[0], warn_only=mode[1]),
+    ),
+    _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+    _Setting(
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda mode: torch.set_anomaly_enabled(*mode),
+    ),
+    _Setting(_torch._is_multithreading_enabled, _torch._set_multithreading_enabled),
+    *_autocast("cpu"),
+    *_autocast("cuda"),
+    _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    # Some have two interfaces: the older one comes first, since it sets what the newer one tells.
+    _Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    *(_attribute(_backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
+    *(_attribute(_backends.mkldnn, name) for name in ("enabled", "deterministic", "allow_tf32")),
+    *(_attribute(_cuda.matmul, name) for name in ("allow_tf32", "allow_fp16_accumulation")),
+    _Setting(
+        _torch._get_cublas_allow_fp16_reduced_precision_reduction,
+        lambda mode: _torch._set_cublas_allow_fp16_reduced_precision_reduction(*mode),
+    ),
+    _Setting(
+        _torch._get_cublas_allow_bf16_reduced_precision_reduction,
+        lambda mode: _torch._set_cublas_allow_bf16_reduced_precision_reduction(*mode),
+    ),
+    *(_fp32_precision(backend, "all") for backend in ("generic", "cuda", "mkldnn")),
+    *(_fp32_precision(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
+    _Setting(_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    _Setting(_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    _Setting(_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    _Setting(_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    _Setting(_cuda.fp16_bf16_reduction_math_sdp_allowed, _cuda.allow_fp16_bf16_reduction_math_sdp),
+    _Setting(_backends.mha.get_fastpath_enabled, _backends.mha.set_fastpath_enabled),
+    _mapping(vars(torch._tensor_str.PRINT_OPTS)),
+    *(
+        _mapping(hooks)
+        for name, hooks in vars(nn_module).items()
+        if name.startswith("_global_") and isinstance(hooks, dict)
+    ),
+    _attribute(nn_module, "_global_is_full_backward_hook"),
+    _mapping(torch_optimizer._global_optimizer_pre_hooks),
+    _mapping(torch_optimizer._global_optimizer_post_hooks),
+)
+
+_SETTINGS: Final = (
+    *_OF_PYTORCH,
+    _Setting(_numpy_options, _set_numpy_options),
+    _mapping(os.environ),
+    *(_attribute(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook", "displayhook", "argv")),
+    *(_list(sys, name) for name in ("argv", "path")),
+    _attribute(threading, "excepthook"),
+    _list(logging.root, "handlers"),
+    _Setting(lambda: logging.root.level, logging.root.setLevel),
+    _Setting(lambda: logging.root.manager.disable, logging.disable),
+    _Setting(os.getcwd, os.chdir),
+    _Setting(lambda: locale.setlocale(locale.LC_ALL), lambda names: locale.setlocale(locale.LC_ALL, names)),
+    *(_handler(number) for number in signal.valid_signals()),
+    _Setting(sys.getrecursionlimit, sys.setrecursionlimit),
+    _Setting(sys.gettrace, sys.settrace),
+    _Setting(sys.getprofile, sys.setprofile),
+    _Setting(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    _Setting(gc.get_threshold, lambda threshold: gc.set_threshold(*threshold)),
+)
+"""In the order in which they are put back."""

@@ -7,7 +7,7 @@ each storage records the event of its end. Nothing is added up here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -134,7 +134,8 @@ class Ledger(MetaDispatchMode):
         replaced = () if op.sparse_rule is None else parts_of(args)  # alive until the new ones are there
         result = self.run_op(func, args, kwargs)
         if self.counts and op.flops is not None:
-            self._count_multiply_adds(op.flops(*args, **kwargs, out_val=result) // FLOPS_OF_ONE)
+            count = op.flops(*args, **kwargs, out_val=result) // FLOPS_OF_ONE
+            self.multiply_adds[self.clock.layer] = self.multiply_adds.get(self.clock.layer, 0) + count
         if op.allocates_result_alone:
             self._note(result, op.name)
         else:
@@ -148,10 +149,6 @@ class Ledger(MetaDispatchMode):
                 self.read.add(_address(item))
             elif isinstance(item, (list, tuple)) and item and type(item[0]) is not int:
                 self._mark_read(item)
-
-    def _count_multiply_adds(self, count: int) -> None:
-        layer = self.clock.layer
-        self.multiply_adds[layer] = self.multiply_adds.get(layer, 0) + count
 
     def _note(self, result: Any, op: str) -> None:
         """Record the storages of what an op returned: a tensor, or nested sequences of them."""
@@ -171,19 +168,17 @@ class Ledger(MetaDispatchMode):
         """Record the allocations of a kernel in order: copies of arguments, freed at its end, its result, and
         workspaces and temporaries.
         """
-        copies: Sequence[tuple[int, int]] = ()
-        if op.copies is not None and not op.result_first:
-            copies = self._open_copies(op.copies(args, kwargs), op.name)
+        copies = [] if op.result_first else self._open_copies(op, args, kwargs)
         if op.is_forward or op.is_backward:
             self._note_convolution(op, args, result)
         else:
             self._note(result, op.name)
-        if op.copies is not None and op.result_first:
-            copies = self._open_copies(op.copies(args, kwargs), op.name)
+        if op.result_first:
+            copies = self._open_copies(op, args, kwargs)
         if op.is_biased and self.workspaces.lt and takes_cublaslt(args, kwargs):
             self._take_lt_workspace(op.name)
         if op.temporaries is not None:
-            self._note_temporaries(op.temporaries(*args), op.name)
+            self._end_all(self._open_temporaries(op.temporaries(*args), op.name), op.name)
         self._end_all(copies, op.name)
 
     def _keep_workspace(self, threads: set[bool], size: int, op: str) -> None:
@@ -198,10 +193,14 @@ class Ledger(MetaDispatchMode):
         else:
             self._borrow(self.workspaces.lt, op)
 
-    def _open_copies(self, copied: Iterable[tuple[torch.Tensor, Any]], op: str) -> list[tuple[int, int]]:
-        """Record copies of arguments; returns the index and the bytes of each."""
-        sizes = [(tensor, tensor.numel() * tensor.element_size()) for tensor, _ in copied if tensor.numel()]
-        return [(self._open("temporary", size, op, tensor.dtype, shape_of(tensor)), size) for tensor, size in sizes]
+    def _open_copies(self, op: OpFacts, args: Any, kwargs: Any) -> list[tuple[int, int]]:
+        copied = () if op.copies is None else op.copies(args, kwargs)
+        copies = (Temporary(shape_of(tensor), tensor.dtype) for tensor, _ in copied if tensor.numel())
+        return self._open_temporaries(copies, op.name)
+
+    def _open_temporaries(self, temporaries: Iterable[Temporary], op: str) -> list[tuple[int, int]]:
+        """Record allocations of a kernel that are gone at its end; returns the index and the bytes of each."""
+        return [(self._open("temporary", t.bytes, op, t.dtype, t.shape), t.bytes) for t in temporaries]
 
     def _note_convolution(self, op: OpFacts, args: Any, result: Any) -> None:
         """Each result is made, then its workspace is taken and given back."""
@@ -214,11 +213,6 @@ class Ledger(MetaDispatchMode):
         for gradient, size in zip(result, (*sizes, 0), strict=True):
             self._note(gradient, name)
             self._borrow(size, name)
-
-    def _note_temporaries(self, temporaries: Iterable[Temporary], op: str) -> None:
-        """A kernel's own temporaries exist beside its result, and are gone at its end."""
-        opened = [(self._open("temporary", t.bytes, op, t.dtype, t.shape), t.bytes) for t in temporaries]
-        self._end_all(opened, op)
 
     def _borrow(self, size: int, op: str) -> None:
         """Record a workspace that an op takes and gives back."""

@@ -25,13 +25,11 @@ from torch.utils._device import DeviceContext, _device_constructors
 from memsize.cuda import cast_cache
 from memsize.known_values.assumptions import CPU_AUTOCAST, MASKS_COVER_IMAGE, mixed_devices
 from memsize.known_values.values import ConstantState, constant_of, set_constant
-from memsize.processes.simulation import current
+from memsize.processes.simulation import Function, Override, ThreadPatches, current
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import map_tensors, tensors_in
 from memsize.torch_internals.sparse_tensors import is_in_coordinates
-from memsize.torch_internals.thread_patches import Function, Override, ThreadPatches
-from memsize.tracing.named_devices import by_device, on_meta
-from memsize.tracing.places import means_stand_ins, named_gpu, place_of
+from memsize.tracing.named_devices import by_device, means_stand_ins, named_gpu, on_meta, place_of
 
 _RECURRENT = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 _UNREADABLE = "item() cannot be called on meta tensors"

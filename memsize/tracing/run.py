@@ -20,6 +20,7 @@ from memsize.model.restored_globals import restored_globals
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors
 from memsize.precision.recipes import RunPrecision
+from memsize.processes.simulation import Function, Override, ThreadPatches, current
 from memsize.records.trace import Failure, Layer, Storage, StoredTensor, Trace
 from memsize.spec.model_request import Call
 from memsize.spec.stack import INSTALLED, Stack
@@ -27,31 +28,25 @@ from memsize.torch_internals.isolation import undisturbed
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ddp import Buckets
 from memsize.tracing.failure import explain
-from memsize.tracing.functional import functional_transforms_allowed
 from memsize.tracing.ledger import NO_WORKSPACES, Ledger, Workspaces
 from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord
-from memsize.tracing.resizes import resizes_seen
-from memsize.tracing.saved_tensors import saving
+from memsize.tracing.saved_tensors import functional_transforms_allowed, saving
 
 
-@contextmanager
 def gpu_semantics(
-    ledger: Ledger, capability: tuple[int, int] = (8, 0), cudnn: int = CUDNN, release: tuple[int, int] | None = None
-) -> Iterator[Semantics]:
+    ledger: Ledger, capability: tuple[int, int], cudnn: int = CUDNN, release: tuple[int, int] | None = None
+) -> AbstractContextManager[Semantics]:
     """While open, PyTorch behaves as it would for tensors on a GPU, and autocast's copies are marked in the ledger.
 
     `release` is the PyTorch to simulate where it is another than the installed one.
     """
-
-    def copied(source: torch.Tensor, copy: torch.Tensor) -> None:
-        ledger.mark(copy, "cast copy")
-
-    stand_in = (ledger.device.type,)
-    region = cuda_semantics(
-        stands_for=stand_in, capability=capability, cudnn=cudnn, release=release, autocast_observer=copied
+    return cuda_semantics(
+        stands_for=(ledger.device.type,),
+        capability=capability,
+        cudnn=cudnn,
+        release=release,
+        autocast_observer=lambda _, copy: ledger.mark(copy, "cast copy"),
     )
-    with region as semantics:
-        yield semantics
 
 
 @dataclass(frozen=True)
@@ -72,6 +67,26 @@ class GpuSetup:
         if self.capability is None:
             return nullcontext()
         return gpu_semantics(ledger, self.capability, self.cudnn, self.stack.release)
+
+
+@contextmanager
+def resizes_seen(ledger: Ledger) -> Iterator[None]:
+    """Record the ``untyped_storage().resize_(n)`` calls of this run in `ledger` while open."""
+    with _patches.active() as simulation, simulation.with_part(Ledger, ledger):
+        yield
+
+
+def _observed(original: Function) -> Function:
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        if (simulation := current()) and (ledger := simulation.get(Ledger)):
+            ledger.resized(storage)
+        return result
+
+    return resize
+
+
+_patches = ThreadPatches(lambda: (Override(torch.UntypedStorage, "resize_", _observed),))
 
 
 class RunDevice:
@@ -223,13 +238,9 @@ class Run:
         reaches them.
         """
         ledger = self.ledger
-        tensors: dict[str, torch.Tensor] = {}
-        for path, module in self.setup.model.named_modules(remove_duplicate=False):
-            prefix = f"{path}." if path else ""
-            for own in (module._parameters, module._buffers):
-                for name, tensor in own.items():
-                    if tensor is not None:
-                        tensors[prefix + name] = tensor
+        model = self.setup.model
+        tensors: dict[str, torch.Tensor] = dict(nn.Module.named_parameters(model, remove_duplicate=False))
+        tensors |= nn.Module.named_buffers(model, remove_duplicate=False)
 
         def seen(tensor: StoredTensor) -> StoredTensor:
             source = tensors.get(tensor.name)

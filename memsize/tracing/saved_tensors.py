@@ -1,9 +1,16 @@
 """Handles that autograd holds in the place of the tensors that it saves for backward, so that we know what it keeps
-alive."""
+alive.
+
+torch.func.grad, vjp, jacrev and hessian, by which meta-learning takes gradients inside a forward, refuse to run where
+hooks for saved tensors are set, since hooks would have to know of their wrapped tensors. The ledger's does, and it is
+the only one during a run that the user did not set: they run, and what they keep for backward is counted like anything
+else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 
@@ -12,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memsize.known_values.propagation import carry_over
 from memsize.model.tensor_storage import PLAIN_TYPES
-from memsize.tracing.functional import of_the_same_level
+from memsize.processes.simulation import Function, Override, ThreadPatches
 
 
 class SavedTensor:
@@ -53,3 +60,35 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
     with torch._C._DisableTorchDispatch():
         alias = tensor.data  # not detach(), which would cut the outer graphs of torch.func's transforms too
     return carry_over(tensor, alias)
+
+
+# -- torch.func -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def functional_transforms_allowed() -> Iterator[None]:
+    """While open, `torch.func` takes no offence at the hooks of this thread's run."""
+    with _patches.active():
+        yield
+
+
+def of_the_same_level(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a stand-in for a saved `tensor`: itself, or a handle without the graph of the innermost transform.
+
+    A node of that graph would otherwise keep its own output, and both would outlive the transform.
+    """
+    functional = torch._C._functorch
+    if not functional.is_gradtrackingtensor(tensor):
+        return tensor
+    return functional._wrap_for_grad(functional.get_unwrapped(tensor), functional.maybe_get_level(tensor))
+
+
+def _not_disabled(_: Function) -> Function:
+    @contextmanager
+    def disabled(error_message: str) -> Iterator[None]:
+        yield
+
+    return disabled
+
+
+_patches = ThreadPatches(lambda: (Override(torch.autograd.graph, "disable_saved_tensors_hooks", _not_disabled),))

@@ -25,7 +25,7 @@ from memsize.model.tensor_storage import is_wrapper, plain_tensors
 from memsize.processes.simulation import running
 from memsize.records.world import World
 from memsize.torch_internals.meta import is_meta
-from memsize.tracing.places import Gpus
+from memsize.tracing.named_devices import Gpus
 
 HOST: Final = 127
 """The number that stands for the host: the last that PyTorch has for devices."""

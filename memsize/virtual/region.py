@@ -37,12 +37,10 @@ from memsize.records.gpu import Card
 from memsize.records.world import World
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing import overrides
-from memsize.tracing.functional import functional_transforms_allowed
 from memsize.tracing.ledger import Ledger, Workspaces
-from memsize.tracing.places import Gpus
-from memsize.tracing.resizes import resizes_seen
-from memsize.tracing.run import RunDevice, Setup, gpu_semantics
-from memsize.tracing.saved_tensors import saving
+from memsize.tracing.named_devices import Gpus
+from memsize.tracing.run import RunDevice, Setup, gpu_semantics, resizes_seen
+from memsize.tracing.saved_tensors import functional_transforms_allowed, saving
 from memsize.virtual import data_parallel, gpu_tensors, launches, memory_queries, torch_device
 from memsize.virtual.allocator_state import DeviceMemory
 from memsize.virtual.device_assignment import DeviceAssignment
