@@ -25,74 +25,6 @@ from __future__ import annotations
 
 from memsize.version import VERSION
 
-# `typing` and `importlib` would be the longest part of what the command does before it can be interrupted in silence.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from memsize.analysis.program import VirtualGpu as VirtualGpu
-    from memsize.analysis.step import Guard as Guard, StepTrace as StepTrace
-    from memsize.api import (
-        check as check,
-        checkpoint as checkpoint,
-        diff as diff,
-        explain as explain,
-        fit as fit,
-        fit_script as fit_script,
-        generate as generate,
-        guard as guard,
-        init as init,
-        layout as layout,
-        load as load,
-        report as report,
-        run as run,
-        serve as serve,
-        shape_rule as shape_rule,
-        sweep as sweep,
-        timeline as timeline,
-        trace as trace,
-        verify as verify,
-        virtual_gpu as virtual_gpu,
-    )
-    from memsize.checkpoints.checkpoint_report import CheckpointReport as CheckpointReport
-    from memsize.device.allocator_config import AllocatorConfig as AllocatorConfig
-    from memsize.errors import (
-        BudgetError as BudgetError,
-        CheckpointError as CheckpointError,
-        ForwardError as ForwardError,
-        InputError as InputError,
-        MemsizeError as MemsizeError,
-        OutputError as OutputError,
-        ScenarioError as ScenarioError,
-        TargetError as TargetError,
-        UnknownValueError as UnknownValueError,
-    )
-    from memsize.interrupt import Interrupted as Interrupted
-    from memsize.records.check import Check as Check
-    from memsize.records.comparison import Comparison as Comparison
-    from memsize.records.explanation import Explanation as Explanation
-    from memsize.records.finding import Finding as Finding
-    from memsize.records.fit import Fit as Fit
-    from memsize.records.generation import GenerationReport as GenerationReport
-    from memsize.records.layout import LayoutReport as LayoutReport
-    from memsize.records.program import ProgramRun as ProgramRun
-    from memsize.records.ranks import RankRuns as RankRuns
-    from memsize.records.report import Report as Report
-    from memsize.records.serving import ServingReport as ServingReport
-    from memsize.records.sweep import Sweep as Sweep
-    from memsize.records.timeline import Timeline as Timeline
-    from memsize.records.trace import Trace as Trace
-    from memsize.records.verification import Verification as Verification
-    from memsize.records.world import World as World
-    from memsize.spec.generation import Generation as Generation
-    from memsize.spec.inputs import InputSpec as InputSpec
-    from memsize.spec.model_request import ModelRequest as ModelRequest
-    from memsize.spec.parallel import Parallel as Parallel
-    from memsize.spec.scenario import Scenario as Scenario
-    from memsize.spec.serving import Serving as Serving
-    from memsize.spec.stack import Gpu as Gpu, Stack as Stack
-    from memsize.spec.training import Training as Training
-
 __version__ = VERSION
 
 _HOMES = {
@@ -134,8 +66,8 @@ _HOMES = {
     "memsize.spec.stack": "Gpu Stack",
     "memsize.spec.training": "Training",
 }
-"""The public names, and where each lives. It is imported when it is first used: a command pays for what it needs, a
-tenth of a second less for one that only reads a file's header.
+"""The public names, and where each lives; their types are in `__init__.pyi`. A module is imported when one of its names
+is first used: a command pays for what it needs, a tenth of a second less for one that only reads a file's header.
 """
 
 _OLD = {"audit_layout": "memsize.api", "compare": "memsize.api", "read_checkpoint": "memsize.api"}
@@ -144,7 +76,7 @@ _OLD = {"audit_layout": "memsize.api", "compare": "memsize.api", "read_checkpoin
 __all__ = sorted(name for names in _HOMES.values() for name in names.split())
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     homes = {public: home for home, names in _HOMES.items() for public in names.split()}
     home = (homes | _OLD | {"load_ipython_extension": "memsize.cli.magic"}).get(name)
     if home is None:

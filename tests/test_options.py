@@ -15,7 +15,7 @@ import memsize
 from memsize import cli
 from memsize.errors import InputError
 from memsize.spec import requests
-from memsize.spec.options import Option, options_of, python_keywords
+from memsize.spec.options import Option, keywords_of, options_of
 from memsize.spec.section import MODEL_KEYS, ModelSection
 
 REQUESTS = {
@@ -135,7 +135,7 @@ def test_every_option_says_what_it_does() -> None:
 def test_python_has_every_option_of_the_command_line() -> None:
     renamed = {"target": "model", "input": "input_size", "inputs": "input_data"}
     for name, request in REQUESTS.items():
-        keywords = python_keywords(request)
+        keywords = keywords_of(request)
         for key in options_of(request):
             assert renamed.get(key, key) in keywords, (name, key)
 

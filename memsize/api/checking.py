@@ -33,7 +33,7 @@ Judged = tuple[Figure, Finding | None]
 def check(request: CheckRequest, *, progress: Callable[[str], None] | None = None) -> Check:
     """Whether a project's models keep the limits and baselines of its pyproject.toml, and what is wrong where not.
 
-    `path` is that file, or a folder: the file is then looked for from there upwards. `select` names codes of findings
+    `paths` is that file, or a folder: the file is then looked for from there upwards. `select` names codes of findings
     that count as errors, `ignore` codes to leave out, in addition to those in the file. `update` writes the baselines
     instead of comparing with them. `progress` is called with what is being done. The working folder is the project's
     meanwhile. A target that fails is told in its `error`.
@@ -41,10 +41,9 @@ def check(request: CheckRequest, *, progress: Callable[[str], None] | None = Non
     Raises `InputError` for a file that is missing or cannot be meant, and `OutputError` for a baseline that cannot be
     written.
     """
-    paths = (request.paths,) if isinstance(request.paths, str | os.PathLike) else tuple(request.paths) or (".",)
-    if len(paths) > 1:
+    if len(request.projects) > 1:
         raise InputError("a check is of one project: ask about each by itself")
-    project = read_project(find_project(Path(paths[0])).absolute())
+    project = read_project(find_project(request.projects[0]).absolute())
     rules = _Rules.of(project, _codes(request.select), _codes(request.ignore))
     if request.update and not any(target.baseline for target in project.targets):
         raise OutputError(f'{project.file.name} names no baseline: add baseline = "memsize-baseline.json" to a target')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import click
 
@@ -67,7 +66,7 @@ def check(request: CheckRequest, output: Destination, fail_on: Severity) -> int:
     there upwards. [default: the working folder]
     """
     output = replace(output, format="text") if output.format == "terminal" else output
-    files = dict.fromkeys(find_project(Path(path)) for path in request.paths or (".",))
+    files = dict.fromkeys(map(find_project, request.projects))
     # What the user's models print goes to stderr: stdout holds the answer and nothing else.
     with working() as progress:
         from memsize import api

@@ -118,7 +118,7 @@ def _option(choice: Option) -> RequestOption:
         settings["is_flag"] = True
         settings.setdefault("default", choice.default)
     elif choice.kind in ("list", "texts", "table"):
-        settings["multiple"] = True
+        settings |= {"multiple": True, "type": click.STRING}
         if "default" in settings:
             settings["default"] = (settings["default"],)
     else:

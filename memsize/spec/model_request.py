@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 Mode = Literal["train", "eval"]
-InputSize = str | InputSpec | Sequence[int] | Sequence[Sequence[int] | str | InputSpec]
-"""``(3, 64, 64)``, ``"ids=512:int64"``, or several of either, without the batch dimension."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of one call of a model."""
 
@@ -117,7 +115,7 @@ class ModelRequest:
     def of(
         cls,
         model: nn.Module | str | ModelRequest,
-        input_size: InputSize | Any = None,
+        input_size: str | Sequence[Any] | InputSpec | Any = None,
         *,
         input_data: Any = None,
         args: Sequence[Any] = (),
@@ -129,10 +127,10 @@ class ModelRequest:
     ) -> ModelRequest:
         """The subject that the arguments of a question describe; one that is there already comes as it is.
 
-        `input_size` is what is no size taken for `input_data`: a mapping of keyword arguments, a tuple or a list of
-        positional ones, anything else the only one; a function that returns such, or its name. `args` and `kwargs` are
-        real inputs as well; `kwargs` may come beside the data of `input_data`. All real inputs have their batch
-        dimension.
+        `input_size` is a size without the batch dimension, ``(3, 64, 64)`` or ``"ids=512:int64"``, or several. What is
+        no size is taken for `input_data`: a mapping of keyword arguments, a tuple or a list of positional ones,
+        anything else the only one; a function that returns such, or its name. `args` and `kwargs` are real inputs as
+        well; `kwargs` may come beside the data of `input_data`. All real inputs have their batch dimension.
 
         Raises `InputError` where the input is given twice, or cannot be read.
         """

@@ -14,11 +14,15 @@ The command line's options, the keywords of Python, the keys of TOML files and t
 
 from __future__ import annotations
 
+import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache, wraps
-from typing import Any, Final, Literal, TypeVar, get_args
+from inspect import Parameter, signature
+from types import UnionType
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 from memsize.errors import InputError, UnknownInputError, quoted
 
@@ -58,13 +62,15 @@ class UnknownKeywordError(UnknownInputError, TypeError):
 class Option:
     """One field as people write it: `key` in Python and TOML, `flags` on the command line.
 
-    `shown` is its default in help where the value itself would say nothing. `least` is its smallest value. `old` are
-    names of earlier releases, flags with their dashes. `read` makes the value of texts and TOML values. A `positional`
-    one is an argument of the command and of the function. One that is not `written` is Python's alone.
+    `annotation` is its type in Python, where that is another than the field's. `shown` is its default in help where the
+    value itself would say nothing. `least` is its smallest value. `old` are names of earlier releases, flags with their
+    dashes. `read` makes the value of texts and TOML values. A `positional` one is an argument of the command and of the
+    function, a `required` one has no default. One that is not `written` is Python's alone.
     """
 
     help: str
     key: str = ""
+    annotation: str = ""
     flags: tuple[str, ...] = ()
     kind: Kind | None = None
     types: tuple[type, ...] = ()
@@ -76,6 +82,7 @@ class Option:
     old: tuple[str, ...] = ()
     read: Callable[[Any], Any] | None = None
     positional: bool = False
+    required: bool = False
     written: bool = True
 
     @property
@@ -114,6 +121,12 @@ class Option:
         """Return what `value` means, as Python gives it or as it is written."""
         return self.checked(self.read(value) if self.read and not python else value, spell(self))
 
+    def keyword(self, declared_in: type) -> Parameter:
+        """The parameter of a Python function, of an option that is `declared_in` a request."""
+        kind = Parameter.POSITIONAL_OR_KEYWORD if self.positional else Parameter.KEYWORD_ONLY
+        default = Parameter.empty if self.required else self.default
+        return _spelled_out(Parameter(self.key, kind, default=default, annotation=self.annotation), declared_in)
+
     def check_toml(self, value: Any) -> None:
         """Raise `InputError` for a value of another type than a TOML file has for it."""
         check_type(self.key, value, _TOML[self.kind or "text"])
@@ -146,16 +159,21 @@ class Part:
         """The part, called `name` in its request, of the values by their keys."""
         options = self.options()
         values = {n: given_values[o.key] for n, o in options.items() if given_values.get(o.key) is not None}
-        whole = next((v for v in (given_values.get(name), *values.values()) if isinstance(v, self.cls)), None)
-        if whole is not None:
-            others = (key for key in self.keys(python) if given_values.get(key) not in (None, whole))
+        lead = self.lead(name)
+        whole = given_values.get(lead)
+        if isinstance(whole, self.cls):
+            others = (key for key in self.keywords_of(name) if key != lead and given_values.get(key) is not None)
             if (twice := next(others, None)) is not None:
                 raise InputError(f"{twice} is said twice: the {self.cls.__name__} holds it already")
             return whole
+        if whole is not None and lead not in {choice.key for choice in options.values()} | {"model"}:
+            raise InputError(f"{lead} is {quoted(str(whole))}: it should be a {self.cls.__name__}")
+        if missing := next((o.key for o in options.values() if o.required and o.key not in given_values), None):
+            raise InputError(f"{missing} is missing")
         if self.when and self._is_missing(values, options, given_values, spell):
             return None
         if python and self.keywords is not None:
-            return self.keywords(**{key: given_values[key] for key in self.keys(python) if key in given_values})
+            return self.keywords(**{key: given_values[key] for key in self.keywords_of(name) if key in given_values})
         changed = {n: options[n].default for n, change in self.changes.items() if "default" in change and n in options}
         read = {n: options[n].taken(value, spell, python) for n, value in values.items()}
         return self.cls(**(changed | read))
@@ -177,22 +195,30 @@ class Part:
             raise InputError(f"{spell(others[0])} is for {self.purpose.format(spell(lead))}")
         return True
 
-    def keys(self, python: bool) -> tuple[str, ...]:
-        """The keys that it takes."""
-        keys = tuple(choice.key for choice in self.options().values())
-        if not python or self.keywords is None:
-            return keys
-        from inspect import signature
+    def lead(self, name: str) -> str:
+        """The keyword that takes a `cls` whole, of the part called `name` in its request."""
+        return name if self.when in ("", "any") else self.when
 
-        omitted = {choice.key for name, choice in _own_options(self.cls).items() if name in self.without}
-        return tuple(name for name in signature(self.keywords).parameters if name not in omitted)
+    def keywords_of(self, name: str) -> dict[str, Parameter]:
+        """The keywords of a Python function for the part called `name` in its request."""
+        if self.keywords is not None:
+            omitted = {choice.key for n, choice in _own_options(self.cls).items() if n in self.without}
+            parameters = signature(self.keywords).parameters.items()
+            return {key: _spelled_out(parameter, self.cls) for key, parameter in parameters if key not in omitted}
+        keywords = {choice.key: choice.keyword(self.cls) for choice in self.options().values()}
+        lead = self.lead(name)
+        whole = keywords.pop(lead, Parameter(lead, Parameter.KEYWORD_ONLY, default=None, annotation="None"))
+        if not any("annotation" in change for change in self.changes.values()):
+            types = f"{self.cls.__name__} | {whole.annotation}"
+            whole = whole.replace(annotation=types if types.endswith("None") else f"{types} | None")
+        return {lead: whole} | keywords
 
 
 def option(default: Any, help: str, **settings: Any) -> Any:
     """Declare a field with its `help` and the settings of an `Option`; without a `default` it has to be given."""
     factory = settings.pop("factory", None)
     shown = None if default is MISSING or factory else default
-    metadata = {_OPTION: Option(help=help, default=shown, **settings)}
+    metadata = {_OPTION: Option(help=help, default=shown, required=default is MISSING, **settings)}
     return field(default_factory=factory, metadata=metadata) if factory else field(default=default, metadata=metadata)
 
 
@@ -218,14 +244,15 @@ def _own_options(cls: Any) -> dict[str, Option]:
 def _named(declared: Field[Any]) -> Option:
     """The option of a field, with what follows from the field's name and annotation."""
     choice: Option = declared.metadata[_OPTION]
-    annotation = str(declared.type).split(" | ")
+    annotation = choice.annotation or str(declared.type)
+    words = annotation.split(" | ")
     key = choice.key or declared.name
-    types = tuple(_PYTHON[name] for name in annotation) if set(annotation) <= set(_PYTHON) else ()
-    kind = choice.kind or _KINDS.get(annotation[0], "text")
+    types = tuple(_PYTHON[word] for word in words) if set(words) <= set(_PYTHON) else ()
+    kind = choice.kind or _KINDS.get(words[0], "text")
     metavar = choice.metavar or ("N" if kind == "count" and not choice.choices else None)
     flags = choice.flags or (f"--{key.replace('_', '-')}",)
     number = (int, *types) if float in types else types
-    return replace(choice, key=key, kind=kind, types=number, metavar=metavar, flags=flags)
+    return replace(choice, key=key, annotation=annotation, kind=kind, types=number, metavar=metavar, flags=flags)
 
 
 @cache
@@ -241,15 +268,30 @@ def _options_at(declared: Field[Any]) -> Iterator[Option]:
         yield from declared.metadata[_PART].options().values()
 
 
-def python_keywords(request: type) -> tuple[str, ...]:
-    """The keywords that a function with this request takes, its positional arguments first."""
-    names: list[str] = []
+@cache
+def keywords_of(request: Any) -> dict[str, Parameter]:
+    """The parameters of a Python function with this request, by their names, positional ones first."""
+    keywords: dict[str, Parameter] = {}
     for column in fields(request):
         if _PART in column.metadata:
-            names += column.metadata[_PART].keys(True)
+            keywords |= column.metadata[_PART].keywords_of(column.name)
         elif _OPTION in column.metadata:
-            names.append(_named(column).key)
-    return tuple(dict.fromkeys(names))
+            choice = _named(column)
+            keywords[choice.key] = choice.keyword(request)
+    return dict(sorted(keywords.items(), key=lambda item: item[1].kind))
+
+
+def _spelled_out(parameter: Parameter, declared_in: type) -> Parameter:
+    """The parameter with an annotation that says what its aliases stand for, such as ``Literal["train", "eval"]``."""
+    aliases = vars(sys.modules[declared_in.__module__])
+
+    def meaning(word: re.Match[str]) -> str:
+        alias = aliases.get(word[0])
+        if get_origin(alias) not in (Literal, Union, UnionType):
+            return word[0]
+        return re.sub(r"(\w+\.)+", "", repr(alias)).replace("'", '"')
+
+    return parameter.replace(annotation=re.sub(r"\b(?<!\.)[A-Za-z_]\w*", meaning, str(parameter.annotation)))
 
 
 def build(
@@ -287,10 +329,9 @@ def of_keywords(request: type[T], keywords: Mapping[str, Any], also: Iterable[st
         warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=stacklevel)
 
     values = renamed(keywords, options_of(request).values(), warn)  # type: ignore[arg-type]
-    names = {column.name for column in fields(request) if _PART in column.metadata}  # type: ignore[arg-type]
-    accepted = (*python_keywords(request), *also)
+    accepted = (*keywords_of(request), *also)  # type: ignore[arg-type]
     for name in values:
-        if name not in accepted and name not in names:
+        if name not in accepted:
             raise UnknownKeywordError("keyword", name, accepted, problem=f"unknown keyword `{name}`")
     return build(request, values, python=True)
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from memsize.records.ranks import Which
@@ -21,7 +22,7 @@ from memsize.spec.stack import Gpu
 from memsize.spec.training import Training
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import nn, optim  # noqa: F401 - of annotations that are texts
 
 Backend = Literal["loky", "dask", "ray"]
 OnExcess = Literal["warn", "raise", "ignore"]
@@ -70,7 +71,8 @@ def _jobs(help: str = "Processes that run scenarios side by side.", default: int
 
 def _gpus(**changes: Any) -> Any:
     help = "GPUs to simulate: t4, a100,h100 or local (this machine's)."
-    return part(Gpu, name={"help": help, "kind": "list", "metavar": "NAMES", "types": ()}, **changes)
+    several = {"annotation": "Gpu | str | Iterable[str] | None", "kind": "list", "types": ()}
+    return part(Gpu, name={"help": help, "metavar": "NAMES", **several}, **changes)
 
 
 def _budget() -> Any:
@@ -152,7 +154,13 @@ class GuardRequest:
         when="optimizer",
         purpose=_TRAINING["purpose"],
         without=("steps", "ema", "set_to_none", "scaler"),
-        optimizer={"key": "optimizer", "default": None, "positional": True},
+        optimizer={
+            "annotation": "optim.Optimizer | None",
+            "key": "optimizer",
+            "default": None,
+            "positional": True,
+            "required": True,
+        },
     )
     batch: Any = option(REQUIRED, "", positional=True)
     budget: str | int | None = option(None, "What PyTorch may reserve.", written=False)
@@ -255,7 +263,7 @@ class GenerateRequest:
 
     model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode"))
     prompt: int | str | Iterable[int] = option(
-        "512", "Tokens of the prompt; several lengths.", kind="list", metavar="N,…"
+        512, "Tokens of the prompt; several lengths.", kind="list", metavar="N,…"
     )
     generation: Generation = part(Generation)
     assistant_model: nn.Module | str | None = option(
@@ -268,7 +276,7 @@ class GenerateRequest:
         None, "N tokens before each step, looked up in the prompt.", least=1, old=("lookup", "--lookup")
     )
     batch_size: int | str | Iterable[int] = option(
-        "1",
+        1,
         "Sequences at once; several sizes.",
         flags=("-b", "--batch-size"),
         kind="list",
@@ -349,12 +357,11 @@ class CheckpointRequest:
         "Compare with the tensors of this model, a target of memsize report such as model.py:Net.",
         metavar="TARGET",
     )
-    arguments: Mapping[str, object] = option(
-        {},
+    arguments: Mapping[str, object] | None = option(
+        None,
         "Argument for its constructor. Repeatable.",
         flags=("--arg",),
         kind="table",
-        factory=dict,
         read=parse_arguments,
         metavar="NAME=VALUE",
     )
@@ -401,7 +408,7 @@ class SweepRequest:
 class CheckRequest:
     """A project's models against its limits and baselines."""
 
-    paths: Iterable[_Path] = option((), "", positional=True, kind="texts")
+    paths: _Path | Iterable[_Path] = option((), "", positional=True, kind="texts")
     update: bool = option(False, "Write the baselines instead of comparing with them.")
     select: str | Iterable[str] = option(
         "", "Findings that count as errors, separated by commas.", kind="list", metavar="CODES"
@@ -409,6 +416,12 @@ class CheckRequest:
     ignore: str | Iterable[str] = option(
         "", "Findings to leave out, separated by commas.", kind="list", metavar="CODES"
     )
+
+    @property
+    def projects(self) -> tuple[Path, ...]:
+        """The files and folders; the working folder where none is named."""
+        paths = (self.paths,) if isinstance(self.paths, str | os.PathLike) else tuple(self.paths)
+        return tuple(map(Path, paths or (".",)))
 
 
 @dataclass(frozen=True, kw_only=True)

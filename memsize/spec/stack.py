@@ -90,6 +90,7 @@ class Gpu:
     allocator: Any = option(
         None,
         "Settings of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True …",
+        annotation="AllocatorConfig | str | None",
         metavar="SETTINGS",
         old=("config",),
     )
