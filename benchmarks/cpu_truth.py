@@ -36,7 +36,7 @@ from memsize.analysis.verify.alignment import align
 from memsize.analysis.verify.measure import measure
 from memsize.analysis.verify.verification import Experiment, predict
 from memsize.cuda.autocast import autocast_region
-from memsize.cuda.autocast_region import cuda_semantics
+from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.kernels import rules
 from memsize.kernels.cudnn.library import Convolution
 from memsize.kernels.cudnn.workspaces import Plans

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import memsize
-from memsize.cuda.autocast_region import cuda_semantics
+from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.errors import DataDependentError
 from memsize.known_values.assumptions import (
     ALL_FINITE,

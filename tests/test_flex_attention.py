@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
 import memsize
-from memsize.kernels import flex_attention as fused
+from memsize.kernels.attention import UNCOMPILED_FLEX, flex_gradients, flex_outputs
 from tests.conftest import Python
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*is not supported in Python 3.14")
@@ -42,10 +42,10 @@ CASES = {
 def test_results_are_those_of_pytorchs_fake_kernels(name: str) -> None:
     theirs = import_module("torch._higher_order_ops.flex_attention")  # an attribute of that name is the operator
     query, key, value = CASES[name]
-    output = fused.returned(query, key, value)
+    output = flex_outputs(query, key, value)
     rest = (None, (), 1.0, {})
     assert described(output) == described(theirs.flex_attention_fake_impl(query, key, value, *rest))
-    grads = fused.gradients(output[0], query, key, value, *output[:2])
+    grads = flex_gradients(output[0], query, key, value, *output[:2])
     backward = theirs.flex_attention_backward_fake_tensor_mode
     expected = backward(query, key, value, *output[:2], output[0], None, None, *rest)
     assert described(grads) == described(expected[:3])
@@ -85,7 +85,7 @@ def test_a_step_holds_nothing_of_the_size_of_the_scores(compiled: bool) -> None:
     assert back == sorted([whole, whole, whole, rows])
     tensors = [each.bytes for each in trace.storages if each.role != "workspace"]
     assert max(tensors) < 2 * 4 * 128 * 128 * 4
-    assert fused.UNCOMPILED in trace.notes
+    assert UNCOMPILED_FLEX in trace.notes
 
 
 def test_what_is_kept_for_backward() -> None:

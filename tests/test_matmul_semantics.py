@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memsize.cuda.autocast_region import cuda_semantics
+from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.kernels import kernel_copies
 from memsize.kernels.matmul import BIASED, CUBLAS, takes_cublaslt
 from memsize.tracing.ledger import Ledger, Workspaces

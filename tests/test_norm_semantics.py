@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import memsize
 from memsize.cuda.autocast import autocast_region
-from memsize.cuda.autocast_region import cuda_semantics
+from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.cuda.kernel_choice import takes_cudnn
-from memsize.kernels import kernel_temporaries
 from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.ledger import Ledger
+from tests.kernels import kernel_temporaries
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HAS_CUDNN = torch.backends.cudnn.version() is not None
@@ -209,11 +209,11 @@ def test_no_parts_are_staged_elsewhere() -> None:
     last = rows.contiguous(memory_format=torch.channels_last)
     reduce = _aten.batch_norm_backward_reduce.default
     for grad, x in ((rows, rows), (rows, last), (last, rows)):
-        assert not list(kernel_temporaries(reduce, (grad, x, c, c, c, True, True, True)))
-    assert not list(kernel_temporaries(_aten.batch_norm_stats.default, (rows, 1e-5)))
+        assert not kernel_temporaries(reduce, (grad, x, c, c, c, True, True, True))
+    assert not kernel_temporaries(_aten.batch_norm_stats.default, (rows, 1e-5))
     volume = meta(8, 64, 4, 32, 32).contiguous(memory_format=torch.channels_last_3d)
-    assert list(kernel_temporaries(_aten.batch_norm_stats.default, (volume, 1e-5)))
-    assert not list(kernel_temporaries(_aten.native_batch_norm.default, (volume, c, c, c, c, True, 0.1, 1e-5)))
+    assert kernel_temporaries(_aten.batch_norm_stats.default, (volume, 1e-5))
+    assert not kernel_temporaries(_aten.native_batch_norm.default, (volume, c, c, c, c, True, 0.1, 1e-5))
 
 
 def test_layout_is_kept_and_strided_inputs_are_copied() -> None:
@@ -345,7 +345,7 @@ def test_softmax_multiplies_its_gradient_by_its_result(function: Any, products: 
         torch.ops.aten._softmax_backward_data.default if products else torch.ops.aten._log_softmax_backward_data.default
     )
     output = meta(3, 7, dtype=FP32)
-    taken = list(kernel_temporaries(op, (output, output, -1, dtype)))
+    taken = kernel_temporaries(op, (output, output, -1, dtype))
     assert [each.bytes for each in taken] == [3 * 7 * 4] * products
 
     def loop(model: nn.Module) -> Callable[[Tensor], None]:

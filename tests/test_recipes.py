@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsize.cuda.autocast_region import cuda_semantics
+from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.errors import ScenarioError
 from memsize.precision.layouts import Kernel
 from memsize.precision.quantized import run_as

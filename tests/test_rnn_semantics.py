@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from memsize.cuda.autocast import autocast_region
-from memsize.cuda.autocast_region import cuda_semantics
+from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.kernels.rnn import Batch, Net, reserve_bytes, weight_elements
 from memsize.tracing.dispatch import MetaDispatchMode
 

@@ -18,12 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memsize.cuda.attention_backend import Attention, choose_backend
 from memsize.cuda.autocast import autocast_region
-from memsize.cuda.autocast_region import cuda_semantics
-from memsize.kernels import kernel_temporaries
+from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.kernels.semantics import current
 from memsize.torch_internals.dispatch_key import KEY, suspended
 from memsize.tracing.ledger import Ledger
 from tests.conftest import Python
+from tests.kernels import kernel_temporaries
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 WEIGHTS = 2 * (300 * 3 * 9 + 500 * 300 * 9 + 1000 * 500 * 9 + 3_364_000)  # copies of the weights, biases apart
@@ -290,7 +290,7 @@ def test_suspended_passes_the_kernels_over() -> None:
 def test_registering_imports_nothing_heavy(warm_python: Python) -> None:
     code = (
         "import sys, torch\nfrom memsize.cuda.autocast import autocast_region\n"
-        "from memsize.cuda.autocast_region import cuda_semantics\n"
+        "from memsize.cuda.cuda_semantics import cuda_semantics\n"
         "with cuda_semantics(), autocast_region(torch.bfloat16):\n    pass\n"
         "assert not {'sympy', 'torch._dynamo'} & set(sys.modules)"
     )

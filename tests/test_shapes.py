@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch._ops import OpOverload
 
-from memsize.kernels import convolution, factories, kernel_temporaries, matmul, norms, rules, spatial, strides
+from memsize.kernels import convolution, factories, matmul, norms, rules, strides
 from memsize.kernels.attention import efficient_rows
 from memsize.kernels.reductions import reduced_shape
 from memsize.kernels.registry import SPARSE_RULES, SPARSE_TABLE, TABLE, shape_rule, sparse_rule
@@ -20,6 +20,7 @@ from memsize.torch_internals.meta import MetaMemo
 from memsize.torch_internals.sparse_tensors import in_coordinates
 from memsize.tracing.dispatch import MetaDispatchMode
 from tests.conftest import Python
+from tests.kernels import kernel_temporaries
 
 Tensor = torch.Tensor
 META = torch.device("meta")
@@ -883,9 +884,9 @@ def test_convolution_sizes(size: int, kernel: int, stride: int, padding: int, di
 
 def test_pooling_counts_a_partial_window_only_with_ceil_mode() -> None:
     # 5 values in pairs: two whole pairs, and one half; a window that starts in the padding behind doesn't count.
-    assert spatial.pooled_size(5, 2, 2, 0, 1, False) == 2
-    assert spatial.pooled_size(5, 2, 2, 0, 1, True) == 3
-    assert spatial.pooled_size(3, 2, 2, 1, 1, True) == 2
+    assert convolution.pooled_size(5, 2, 2, 0, 1, False) == 2
+    assert convolution.pooled_size(5, 2, 2, 0, 1, True) == 3
+    assert convolution.pooled_size(3, 2, 2, 1, 1, True) == 2
 
 
 def test_small_arithmetic() -> None:

@@ -16,12 +16,13 @@ from torch.optim import SGD, Adagrad, SparseAdam
 
 import memsize
 from memsize.errors import MemsizeError
-from memsize.kernels import kernel_temporaries, rules
+from memsize.kernels import rules
 from memsize.kernels.registry import TEMPORARIES
 from memsize.known_values.assumptions import ALL_DISTINCT, ALL_SELECTED
 from memsize.torch_internals.sparse_tensors import in_coordinates, zeros_in_coordinates
 from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.ledger import Ledger
+from tests.kernels import kernel_temporaries
 
 aten = torch.ops.aten
 ROWS, WIDTH = 1000, 64

@@ -1,6 +1,6 @@
 """PyTorch's fused paths of `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`, used in evaluation on a GPU.
 
-Both modules check the device of their tensors first; `availability` answers as on CUDA. The fused operators have no
+Both modules check the device of their tensors first; `cuda_semantics` answers as on CUDA. The fused operators have no
 inner calls that a dispatch mode sees, so what they allocate is written out here, op by op. Attention whose weights are
 not requested goes through the flash or memory-efficient kernel where one can run; otherwise the scores are
 materialised.

@@ -15,11 +15,10 @@ isn't certain: for unusual arguments, and for wrong ones, so that PyTorch's kern
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from memsize.kernels.registry import COPIES, RULES, SPARSE_RULES, TEMPORARIES, Copies, Rules, Temporary
+from memsize.kernels.registry import COPIES, RULES, SPARSE_RULES, Copies, Rules
 
 
 @cache
@@ -30,14 +29,12 @@ def rules() -> Rules:
         convolution,
         factories,
         foreach,
-        loss_functions,
         matmul,
         norms,
         pointwise,
         reductions,
         rnn,
         sparse,
-        spatial,
     )
 
     return RULES
@@ -47,13 +44,6 @@ def sparse_rules() -> Rules:
     """Return the rules for calls with sparse tensors that the others leave to PyTorch."""
     rules()
     return SPARSE_RULES
-
-
-def kernel_temporaries(func: Any, args: Any) -> Iterator[Temporary]:
-    """Yield the allocations alive at the peak of the kernel of `func`, besides its arguments and results."""
-    rules()
-    temporaries = TEMPORARIES.get(func)
-    return iter(()) if temporaries is None else temporaries(*args)
 
 
 def kernel_copies(func: Any, args: Any, kwargs: Any) -> Copies:

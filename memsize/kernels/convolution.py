@@ -1,7 +1,7 @@
-"""Convolutions: their results, the copies that they make first, and the workspaces that cuDNN or PyTorch's own kernel
-takes.
+"""Windows over signals, images and volumes: convolutions, with the copies that they make first and the workspaces that
+cuDNN or PyTorch's own kernel takes; pooling and interpolation.
 
-The output and the gradients are channels last where the input or the weight is.
+The output and the gradients are channels last where the input is, or the weight of a convolution.
 
 Source: aten/src/ATen/native/Convolution.cpp (`_select_conv_backend`, `use_cudnn`, `use_cudnn_depthwise`,
 `convolution_backward`), cudnn/ConvShared.cpp and cuda/ConvolutionMM2d.cu. Limit: tensors that need 64-bit indices are
@@ -19,9 +19,17 @@ import torch
 
 from memsize.kernels.cudnn.library import WIDTHS, Convolution, Operation
 from memsize.kernels.cudnn.workspaces import Plans
-from memsize.kernels.registry import Copies, copies_of, same_dtype, shape_rule
+from memsize.kernels.registry import Copies, copies_of, copy_unless_contiguous, overloads, same_dtype, shape_rule
 from memsize.kernels.strides import Shape
-from memsize.kernels.tensors import are_alike, are_plain, empty, formatted, is_channels_last, is_dense_channels_last
+from memsize.kernels.tensors import (
+    are_alike,
+    are_floating,
+    are_plain,
+    empty,
+    formatted,
+    is_channels_last,
+    is_dense_channels_last,
+)
 from memsize.model.tensor_storage import dtype_name
 from memsize.records.layout import Format
 
@@ -347,3 +355,87 @@ def _is_worthwhile(batch: int, channels: int, rows: int, width: int, stride: int
     if kernel == 1:
         return batch <= 16 and channels >= 128 and width <= 7
     return channels >= 512 or (channels >= 256 and width >= 28)
+
+
+# -- pooling ----------------------------------------------------------------------------------------------------------
+
+
+def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
+    """Windows along one dimension. With `ceil_mode` a last, partial window counts if it starts inside the input or the
+    padding before it (ATen/native/Pool.h)."""
+    left = size + 2 * padding - dilation * (kernel - 1) - 1 + (stride - 1 if ceil_mode else 0)
+    windows = left // stride + 1
+    return windows - 1 if ceil_mode and (windows - 1) * stride >= size + padding else windows
+
+
+def _pooled_shape(tensor: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
+    """The shape of a pooled image, its batch and channels kept; None for arguments that don't fit. No stride: the
+    kernel's size."""
+    options = [per_dimension(values, 2) for values in (kernel, stride or kernel, padding, dilation)]
+    if not are_floating(tensor) or tensor.dim() not in (3, 4):
+        return None
+    if any(len(values) != 2 for values in options):
+        return None
+    sizes, steps, pads, gaps = options
+    if min(*sizes, *steps, *gaps) < 1 or min(pads) < 0 or 0 in tensor.shape[1:]:
+        return None
+    if any(2 * pad > size for pad, size in zip(pads, sizes, strict=True)):
+        return None
+    pooled = [pooled_size(*d, ceil_mode) for d in zip(tensor.shape[-2:], sizes, steps, pads, gaps, strict=True)]
+    return (*tensor.shape[:-2], *pooled) if min(pooled) > 0 else None
+
+
+@shape_rule("aten::max_pool2d_with_indices")
+def _max_pool2d(
+    tensor: Any, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False
+) -> Any:
+    shape = _pooled_shape(tensor, kernel, stride, padding, dilation, ceil_mode)
+    if shape is None:
+        return NotImplemented
+    last = is_channels_last(tensor)
+    return formatted(shape, tensor.dtype, last), formatted(shape, torch.int64, last)
+
+
+@shape_rule("aten::avg_pool2d")
+def _avg_pool2d(
+    tensor: Any, kernel: Any, stride: Any = (), padding: Any = (0,), ceil_mode: bool = False, _count: bool = True,
+    divisor: int | None = None,
+) -> Any:  # fmt: skip
+    shape = _pooled_shape(tensor, kernel, stride, padding, (1,), ceil_mode)
+    return NotImplemented if shape is None or divisor == 0 else formatted(shape, tensor.dtype, is_channels_last(tensor))
+
+
+@shape_rule("aten::max_pool2d_with_indices_backward", "aten::avg_pool2d_backward")
+def _pool2d_backward(grad: Any, tensor: Any, *_: Any) -> Any:
+    """Like the input."""
+    if not are_plain(grad, tensor) or not are_alike(grad, tensor) or grad.shape[:-3] != tensor.shape[:-3]:
+        return NotImplemented
+    return formatted(tensor.shape, tensor.dtype, is_channels_last(tensor))
+
+
+# -- interpolation and padding ----------------------------------------------------------------------------------------
+
+copies_of(_aten.reflection_pad2d.default)(copy_unless_contiguous)  # cuda/ReflectionPad.cu
+_INTERPOLATIONS = (
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+    "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+)
+
+
+@shape_rule(*overloads(_INTERPOLATIONS))
+def _interpolation(tensor: Any, size: Any, *_: Any, **__: Any) -> Any:
+    """In the input's memory format (UpSample*.cpp, `suggest_memory_format`)."""
+    if not are_floating(tensor) or tensor.dim() != len(size) + 2:
+        return NotImplemented
+    if 0 in tensor.shape or min(size) < 1:
+        return NotImplemented
+    return formatted((*tensor.shape[:2], *size), tensor.dtype, is_channels_last(tensor))
+
+
+@shape_rule(*overloads(_INTERPOLATIONS, "_backward"))
+def _interpolation_backward(grad: Any, size: Any, shape: Any, *_: Any, **__: Any) -> Any:
+    """In the gradient's memory format."""
+    if not are_plain(grad) or tuple(grad.shape) != (*shape[:2], *size):
+        return NotImplemented
+    return formatted(shape, grad.dtype, is_channels_last(grad))

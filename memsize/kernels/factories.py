@@ -16,6 +16,7 @@ from memsize.kernels.tensors import (
     META,
     Tensor,
     are_alike,
+    are_floating,
     are_plain,
     empty,
     formatted,
@@ -69,7 +70,7 @@ def _drawn(size: Any, dtype: Any, *, device: Any = None, layout: Any = None, pin
 @shape_rule("aten::normal_", "aten::uniform_", "aten::exponential_")
 def _filled_with_chance(tensor: Any, *_: Any, **__: Any) -> Any:
     """In place, without drawing random numbers: initialisers run on `meta` parameters too."""
-    return tensor if are_plain(tensor) and tensor.is_floating_point() and not overlaps(tensor) else NotImplemented
+    return tensor if are_floating(tensor) and not overlaps(tensor) else NotImplemented
 
 
 @shape_rule("aten::slice_backward", "aten::select_backward")

@@ -16,6 +16,7 @@ from memsize.kernels.registry import Rule, overloads, shape_rule
 from memsize.kernels.tensors import (
     Tensor,
     are_alike,
+    are_floating,
     are_plain,
     elementwise,
     empty,
@@ -66,16 +67,12 @@ def _truth(dtype: torch.dtype) -> torch.dtype | None:
 
 @shape_rule(*overloads(_FLOATING + " softplus softshrink hardshrink"))
 def _unary(tensor: Any, *_: Any, **__: Any) -> Any:
-    if not are_plain(tensor) or not tensor.is_floating_point():
-        return NotImplemented
-    return mapped(tensor)
+    return mapped(tensor) if are_floating(tensor) else NotImplemented
 
 
 @shape_rule(*overloads(_SIGNED), "aten::relu")
 def _signed(tensor: Any) -> Any:
-    if not are_plain(tensor) or tensor.dtype is torch.bool:
-        return NotImplemented
-    return mapped(tensor)
+    return mapped(tensor) if are_plain(tensor) and tensor.dtype is not torch.bool else NotImplemented
 
 
 @shape_rule("aten::bitwise_not")
@@ -85,9 +82,7 @@ def _bitwise_not(tensor: Any) -> Any:
 
 @shape_rule(*overloads(_FLOATING, "_"), *overloads(_SIGNED, "_"))
 def _unary_in_place(tensor: Any, *_: Any, **__: Any) -> Any:
-    if not are_plain(tensor) or not tensor.is_floating_point() or overlaps(tensor):
-        return NotImplemented
-    return tensor
+    return tensor if are_floating(tensor) and not overlaps(tensor) else NotImplemented
 
 
 @shape_rule("aten::logical_not", "aten::isnan", "aten::isinf", "aten::isfinite", "aten::signbit")
@@ -300,9 +295,7 @@ def _prelu_backward(grad: Any, tensor: Any, weight: Any) -> Any:
 @shape_rule("aten::log_sigmoid_forward")
 def _log_sigmoid(tensor: Any) -> Any:
     """CUDA keeps no buffer (Activation.cpp: an empty one)."""
-    if not are_plain(tensor) or not tensor.is_floating_point():
-        return NotImplemented
-    return like(tensor), empty((0,), tensor.dtype)
+    return (like(tensor), empty((0,), tensor.dtype)) if are_floating(tensor) else NotImplemented
 
 
 @shape_rule("aten::glu_backward")
@@ -319,9 +312,7 @@ def _glu_backward(grad: Any, tensor: Any, _dim: int) -> Any:
 @shape_rule("aten::native_dropout")
 def _dropout(tensor: Any, _probability: float, _train: bool | None) -> Any:
     """The result and a mask of one byte per element (cuda/Dropout.cu)."""
-    if not are_plain(tensor) or not tensor.is_floating_point():
-        return NotImplemented
-    return like(tensor), like(tensor, torch.bool)
+    return (like(tensor), like(tensor, torch.bool)) if are_floating(tensor) else NotImplemented
 
 
 @shape_rule("aten::native_dropout_backward")

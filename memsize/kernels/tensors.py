@@ -101,6 +101,11 @@ def are_alike(*tensors: Tensor) -> bool:
     return all(t.dtype is dtype for t in tensors)
 
 
+def are_floating(*tensors: Any) -> bool:
+    """Whether these are strided `meta` tensors of one floating dtype."""
+    return are_plain(*tensors) and tensors[0].is_floating_point() and are_alike(*tensors)
+
+
 def overlaps(tensor: Tensor) -> bool:
     """Whether several elements share a place, which an op in place refuses."""
     return 0 in tensor.stride() and any(

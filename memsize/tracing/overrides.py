@@ -23,6 +23,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
 from memsize.cuda import cast_cache
+from memsize.kernels.attention import UNCOMPILED_FLEX, flex_attention
 from memsize.known_values.assumptions import CPU_AUTOCAST, MASKS_COVER_IMAGE, mixed_devices
 from memsize.known_values.values import ConstantState, constant_of, set_constant
 from memsize.processes.simulation import Function, Override, ThreadPatches, current
@@ -339,13 +340,11 @@ def _any_device(original: Function) -> Function:
 
 
 def _fused_attention(original: Function) -> Function:
-    from memsize.kernels.flex_attention import UNCOMPILED, fused
-
     def attended(query: Tensor, *args: Any) -> Any:
         if not is_meta(query):
             return original(query, *args)
-        _note(UNCOMPILED)
-        return fused(query, *args)
+        _note(UNCOMPILED_FLEX)
+        return flex_attention(query, *args)
 
     return attended
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memsize.cuda.autocast_region import cuda_semantics
+from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.errors import ForwardError, MemsizeError, exits_caught
 from memsize.kernels.semantics import CUDNN, Semantics
 from memsize.model.input_tensors import input_tensors

@@ -28,6 +28,7 @@ import torch.utils.data
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.context import context
 from memsize.errors import InputError
+from memsize.kernels.attention import compiled_mask
 from memsize.known_values.assumptions import UNCOMPILED
 from memsize.processes.patches import LatePatches, Patch, SuspendablePatches
 from memsize.processes.rank_processes import RankConnection, connected
@@ -202,8 +203,6 @@ def _uncompiled(ledger: VirtualLedger) -> Any:
     def fused(function: Callable[..., Any]) -> Callable[..., Any]:
         if function is not getattr(sys.modules.get(overrides.FLEX), "create_block_mask", None):
             return function
-        from memsize.kernels.flex_attention import compiled_mask
-
         return compiled_mask(function, ledger.absently)
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
