@@ -31,9 +31,9 @@ from memsize.records.world import World
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import default_device_kept, isolated
 from memsize.virtual.allocator_state import DeviceMemory
-from memsize.virtual.file_guard import Files
 from memsize.virtual.gpu_tensors import CpuRestore
 from memsize.virtual.program_code import Held
+from memsize.virtual.saved_weights import Files
 from memsize.workloads.program import Program, StopProgram
 from memsize.workloads.program_steps import Zeroed
 

@@ -9,17 +9,17 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Final, TypeAlias
 
-import torch
-
 _INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen ")
 _STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")},)
 _WORKLOADS = str(Path(__file__).parents[1] / "workloads")
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_TORCH = find_spec("torch")
+_LIBRARIES = (*((str(Path(str(_TORCH.origin)).parent),) if _TORCH else ()), str(Path(__file__).parents[1]))
 _RUNS_SCRIPTS = (f"{Path(__file__).parents[1]}{os.sep}", runpy.run_path.__code__.co_filename)
 
 

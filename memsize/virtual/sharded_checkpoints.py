@@ -17,7 +17,7 @@ from memsize.model.tensor_storage import plain_tensors
 from memsize.processes.patches import Patch
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import tensors_in
-from memsize.virtual.file_guard import Files
+from memsize.virtual.saved_weights import Files
 
 _PACKAGE = "torch.distributed.checkpoint"
 _METADATA = ".metadata"

@@ -31,11 +31,11 @@ from memsize.units import GiB, KiB, MiB
 from memsize.virtual import sharded_checkpoints
 from memsize.virtual.allocator_state import DeviceMemory, OutOfDeviceMemoryError
 from memsize.virtual.driver import Driver
-from memsize.virtual.file_guard import Files, trackers_off
 from memsize.virtual.gpu_ledger import VirtualLedger
 from memsize.virtual.program_code import Held, Waits, holders
 from memsize.virtual.program_modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu
+from memsize.virtual.saved_weights import Files, trackers_off
 from memsize.workloads.optimizers import steps_watched
 from memsize.workloads.program_steps import ProgramSteps, in_step
 
