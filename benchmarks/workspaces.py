@@ -18,9 +18,9 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.truth.suite import SUITE, Entry
+from memsize.device.allocation_events import requests, variants
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.library_workspaces import requests, variants
 from memsize.device.replay import replay
 from memsize.kernels.cudnn.library import Convolution, Library, installed
 from memsize.kernels.cudnn.workspaces import Plans, estimate

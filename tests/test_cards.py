@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from memsize.device.cards import CARDS, card
-from memsize.device.context import EAGER, LAZY, context
-from memsize.device.library_workspaces import cublas_workspace, cublaslt_workspace, release
+from memsize.device.cuda_libraries import EAGER, LAZY, context, cublas_workspace, cublaslt_workspace, torch_release
 from memsize.errors import InputError
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
@@ -259,7 +258,7 @@ def test_cublaslt_workspace():
     [("2.13.0+cpu", (2, 13)), ("2.9", (2, 9)), ("10.2.1", (10, 2)), (None, (2, 14)), ("main", (2, 14)), ("", (2, 14))],
 )
 def test_the_release_of_a_version(text, expected):
-    assert release(text) == expected
+    assert torch_release(text) == expected
 
 
 def test_context():

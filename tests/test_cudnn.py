@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import memsize
 from memsize.analysis.runner import Runner
+from memsize.device.allocation_events import is_estimated, requests, variants
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
-from memsize.device.library_workspaces import is_estimated, requests, variants
 from memsize.device.replay import replay
 from memsize.errors import InputError
 from memsize.kernels.convolution import ConvolutionSettings, ConvolutionWorkspaces

@@ -17,7 +17,7 @@ from memsize.analysis.serving.kv_blocks import FULL, SLIDING, block_layout
 from memsize.analysis.serving.server import LEAST_OUTSIDE
 from memsize.cli import run
 from memsize.device.cards import card
-from memsize.device.context import context
+from memsize.device.cuda_libraries import context
 from memsize.errors import InputError, UnknownInputError
 from memsize.records.gpu import Interval
 from memsize.records.serving import Concurrency

@@ -13,8 +13,7 @@ import memsize
 from memsize.cli import run
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.budget import budgets
-from memsize.device.context import EAGER, LAZY
-from memsize.device.library_workspaces import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
+from memsize.device.cuda_libraries import EAGER, LAZY, cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import InputError
 from memsize.records.trace import Trace
 from memsize.spec.stack import INSTALLED, NEWEST, OLDEST, Stack

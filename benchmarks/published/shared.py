@@ -24,7 +24,7 @@ import memsize
 from benchmarks.accuracy import VISION, predicted
 from benchmarks.zoo.operators import declare
 from memsize.analysis.step import StepTrace
-from memsize.device.library_workspaces import variants
+from memsize.device.allocation_events import variants
 from memsize.device.replay import replay
 from memsize.records.gpu import Interval
 from memsize.records.verification import off_by

@@ -9,7 +9,7 @@ import warnings
 
 from benchmarks.published.rows import Row, rows
 from benchmarks.zoo.operators import declare
-from memsize.device.library_workspaces import variants
+from memsize.device.allocation_events import variants
 from memsize.device.replay import replay
 
 RECIPES = {"litgpt": "litgpt", "vit-l": "vision", "preflight": "preflight"}

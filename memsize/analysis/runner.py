@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memsize.device.cards import card
-from memsize.device.library_workspaces import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
+from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError
 from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.workspaces import Plans

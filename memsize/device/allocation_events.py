@@ -1,20 +1,33 @@
-"""The events of a run as the allocator takes them, in columns: a run of a million events then takes 16 MB."""
+"""The events of a run as the allocator takes them, in columns: a run of a million events then takes 16 MB.
+
+The workspaces of cuDNN's convolutions may be estimates: then there are other versions of the events, with a lower and
+an upper bound.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from memsize.records.columns import numbers
+from memsize.device.replay import OMITTED
+from memsize.records.columns import numbers, places
 from memsize.records.trace import Trace
 
 if TYPE_CHECKING:
     import numpy as np
 
     Column = np.ndarray[Any, np.dtype[np.int64]]
+
+
+CONVOLUTIONS: Final = frozenset({"convolution", "convolution_backward"})
+"""Ops that cuDNN computes with a workspace."""
+DOUBLED: Final = 2
+"""An estimated workspace may be up to this many times as large (`python -m benchmarks.workspaces` says how often it
+is).
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,3 +86,34 @@ def flow_of(trace: Trace) -> AllocationEvents:
         trace.emptied,
         {block.event: len(trace.events) if block.until < 0 else block.until for block in trace.deferred},
     )
+
+
+def requests(trace: Trace, factor: int = 1) -> AllocationEvents:
+    """The events of a trace, with the workspaces of its convolutions `factor` times as large; 0 leaves them out."""
+    import numpy as np
+
+    flow = flow_of(trace)
+    if factor == 1:
+        return flow
+    scaled = np.isin(flow.storages, list(dispensable(trace)))
+    storages = flow.storages if factor else np.where(scaled, OMITTED[0], flow.storages)
+    return replace(flow, storages=storages, deltas=np.where(scaled, factor * flow.deltas, flow.deltas))
+
+
+def is_estimated(trace: Trace) -> bool:
+    """Whether any convolution workspace in the trace is an estimate."""
+    workspaces = dispensable(trace) if trace.cudnn is None else frozenset()
+    return bool(workspaces) and any(event.storage in workspaces for event in trace.events)
+
+
+def variants(trace: Trace) -> list[AllocationEvents]:
+    """The events as they are; where workspaces are estimates, also without those and with twice as much (`DOUBLED`)."""
+    return [requests(trace, factor) for factor in ((1, 0, DOUBLED) if is_estimated(trace) else (1,))]
+
+
+def dispensable(trace: Trace) -> frozenset[int]:
+    """The workspaces that a run can do without: where one does not fit, PyTorch tries the next of cuDNN's plans, and
+    most convolutions have a plan that needs little.
+    """
+    storages = trace.storages
+    return frozenset(index for index in places(storages, "role", {"workspace"}) if storages[index].op in CONVOLUTIONS)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from memsize.device.cards import CARDS, card
-from memsize.device.context import context, context_on
+from memsize.device.cuda_libraries import context, context_on
 from memsize.errors import InputError, first_line
 from memsize.records.fit import Budget
 from memsize.records.gpu import DEFAULT_GPU, Card

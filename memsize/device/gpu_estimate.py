@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
-from memsize.device.allocation_events import AllocationEvents, flow_of
+from memsize.device.allocation_events import AllocationEvents, dispensable, flow_of, variants
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.context import context, context_on, nccl
-from memsize.device.library_workspaces import dispensable, factors, requests
+from memsize.device.cuda_libraries import context, context_on, nccl
 from memsize.device.replay import BoundedReplay, Replay, replay, replay_within
 from memsize.records.aggregates import split_phase, traffic
 from memsize.records.columns import numbers, places
@@ -64,7 +63,7 @@ def estimate_gpu(
     """
     replays = replays or Replays(config)
     flow = flow_of(trace)
-    replayed, shortage = _on_card(trace, flow=flow, where=where, replays=replays)
+    replayed, shortage = _on_card(trace, flow, where, replays)
     index = replayed.requested.event
     live = {storage: size for storage, size in flow.alive(index).items() if storage not in replayed.skipped}
     event = trace.events[index] if index >= 0 else None
@@ -108,7 +107,7 @@ def replay_on(
 
     If it certainly does, the replay is that of a card whose memory never ends.
     """
-    return _on_card(trace, flow=flow_of(trace), where=where, replays=Replays(config, timeline=timeline))
+    return _on_card(trace, flow_of(trace), where, Replays(config, timeline=timeline))
 
 
 def _on_card(
@@ -138,7 +137,7 @@ def _device(trace: Trace, where: Card | None, replays: Replays, *, bounded: bool
     its peak `since` an event. For one that isn't the first the replays have timelines.
     """
     outside = _outside(trace, where)
-    flows = [requests(trace, factor) for factor in factors(trace)]
+    flows = variants(trace)
     cases = [*((flow, False) for flow in flows), *((flow, True) for flow in flows if flow.deferred)]
     replays_of_cases = [replays.of(trace, flow, where, lags=lags) for flow, lags in cases]
     reserved = [

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from memsize.device.allocator import SMALL_BLOCKS, Allocator, LiveBlock, Segment
 from memsize.device.allocator_config import BLOCK, AllocatorConfig
-from memsize.device.pools import ADDRESS, SHIFT
+from memsize.device.pools import ADDRESS, SHIFT, Pool
 from memsize.errors import InputError
 from memsize.records.gpu import Interval
 
@@ -136,74 +136,79 @@ def replay(
     if not isinstance(events, Sized):
         events = tuple(events)
     whole = total if total is not None else capacity
-    allowed = None if whole is None else config.allowed(whole)
+    allocator = Allocator(config, capacity, None if whole is None else config.allowed(whole))
+    run = _Run(allocator, streams or {}, optional, deferred or {}, rows=[] if timeline else None)
     marks = [Mark(event, "empty the cache") for event in emptied]
     marks += [Mark(event, "wait for streams") for event in dict.fromkeys((deferred or {}).values())]
-    allocator = Allocator(config, capacity, allowed)
-    run = _run(
-        events,
-        allocator,
-        marks=sorted(mark for mark in marks if mark.event < len(events)),
-        streams=streams or {},
-        optional=optional,
-        deferred=deferred or {},
-        with_rows=timeline,
-    )
-    end = len(events) if run.failure is None else run.failure.event
-    return Replay(
-        requested=run.requested,
-        allocated=run.allocated,
-        reserved=run.reserved,
-        idle=run.idle,
-        final=run.final,
-        segments=allocator.segments(run.live),
-        out_of_memory=run.failure,
-        timeline=None if run.rows is None else _timeline(run.rows, allocator.memory.changes, end),
-        skipped=frozenset(run.skipped),
-        refused=allocator.refused,
-        of_streams=_of_streams(allocator.memory.changes, run.reserved.event),
-    )
-
-
-class _Run(NamedTuple):
-    """The result of the loop. `rows` are (event, requested, allocated, reserved, address), the last three in blocks."""
-
-    requested: Peak
-    allocated: Peak
-    reserved: Peak
-    idle: int
-    final: Levels
-    live: Mapping[int, LiveBlock]
-    skipped: Collection[int]
-    failure: OutOfMemory | None
-    rows: list[tuple[int, int, int, int, int]] | None
-
-
-def _run(
-    events: Events,
-    allocator: Allocator,
-    *,
-    marks: Sequence[Mark],
-    streams: Mapping[int, int],
-    optional: Collection[int],
-    deferred: Mapping[int, int],
-    with_rows: bool,
-) -> _Run:
-    """Loop over `events`. State is in local names: an attribute or a call per figure would halve the speed."""
-    small, large = allocator.pool(0, True), allocator.pool(0, False)
-    memory, block_size = allocator.memory, allocator.config.block_size
-    plain = max(allocator.config.roundup_divisions) < 2
-    live: dict[int, LiveBlock] = {}
-    skipped: set[int] = set()
-    rows: list[tuple[int, int, int, int, int]] | None = [] if with_rows else None
-    requested = allocated = reserved = most_requested = most_allocated = most_reserved = idle = 0
-    at_requested = at_allocated = at_reserved = -1
-    failure: OutOfMemory | None = None
-    for mark, stretch in _stretches(events, marks):
+    for mark, stretch in _stretches(events, sorted(mark for mark in marks if mark.event < len(events))):
         if mark is not None:
-            _apply_mark(mark, allocator)
-            reserved = memory.reserved
-        for event, (storage, delta) in _without(skipped, stretch) if optional else stretch:
+            run.apply(mark)
+        run.replay(stretch)
+        if run.failure is not None:
+            break
+    return run.result(len(events))
+
+
+def _stretches(events: Events, marks: Sequence[Mark]) -> Iterator[tuple[Mark | None, Numbered]]:
+    """The numbered events, parted at the marks: each stretch with the mark before its first event."""
+    numbered = iter(enumerate(events))
+    first, mark = 0, None
+    for following in marks:
+        yield mark, islice(numbered, following.event - first)
+        first, mark = following.event, following
+    yield mark, numbered
+
+
+class _Failure(NamedTuple):
+    """The request that failed: its event, its bytes, and those then requested from CUDA."""
+
+    event: int
+    storage: int
+    request: int
+    segment: int
+
+
+@dataclass(slots=True)
+class _Run:
+    """A replay in progress: what is alive, and the figures after the events so far.
+
+    `allocated`, `reserved` and `idle` count blocks of 512 B. `rows` are (event, requested, allocated, reserved,
+    address) after each event; None where nobody reads them.
+    """
+
+    allocator: Allocator
+    streams: Mapping[int, int]
+    optional: Collection[int]
+    deferred: Mapping[int, int]
+    rows: list[tuple[int, int, int, int, int]] | None
+    live: dict[int, LiveBlock] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
+    failure: _Failure | None = None
+    requested: int = 0
+    allocated: int = 0
+    peaks: tuple[tuple[int, int], tuple[int, int], tuple[int, int]] = (0, -1), (0, -1), (0, -1)
+    """The most requested, allocated and reserved, and after which event."""
+    idle: int = 0
+
+    def apply(self, mark: Mark) -> None:
+        """Do what the program does between two events."""
+        self.allocator.memory.event = mark.event
+        if mark.action == "empty the cache":
+            self.allocator.release()
+        else:
+            self.allocator.free_deferred(mark.event)
+
+    def replay(self, numbered: Numbered) -> None:
+        """Loop over events, up to a failure. State is in local names: an attribute or a call per figure would halve the
+        speed.
+        """
+        live, streams, deferred, rows = self.live, self.streams, self.deferred, self.rows
+        allocator, memory, block_size = self.allocator, self.allocator.memory, self.allocator.config.block_size
+        small, large = allocator.pool(0, True), allocator.pool(0, False)
+        plain = max(allocator.config.roundup_divisions) < 2
+        requested, allocated, reserved, idle = self.requested, self.allocated, memory.reserved, self.idle
+        (most_requested, at_requested), (most_allocated, at_allocated), (most_reserved, at_reserved) = self.peaks
+        for event, (storage, delta) in self._without_skipped(numbered) if self.optional else numbered:
             before = live.get(storage)
             request = delta if before is None else before[0] + delta
             if request > 0:
@@ -213,16 +218,12 @@ def _run(
                     pool = allocator.pool(streams[storage], size <= SMALL_BLOCKS)
                 block = pool.take(size)
                 if not block:
-                    memory.event = event
-                    block = allocator.grow(pool, size)
+                    block = self._grow(pool, size, event=event, storage=storage, request=request)
                     reserved = memory.reserved
-                    if not block and before is None and storage in optional:
-                        skipped.add(storage)
-                        continue
-                    if not block:
-                        levels = Levels(requested, allocated * BLOCK, reserved * BLOCK)
-                        failure = OutOfMemory(event, storage, request, allocator.segment(size) * BLOCK, levels)
+                    if not block and self.failure is not None:
                         break
+                    if not block:
+                        continue
                 live[storage] = (request, block, pool)
                 requested += request
                 allocated += block >> SHIFT
@@ -247,42 +248,42 @@ def _run(
                     before[2].give(before[1])
             if rows is not None:
                 rows.append((event, requested, allocated, reserved, block & ADDRESS))
-        if failure is not None:
-            break
-    return _Run(
-        requested=Peak(most_requested, at_requested),
-        allocated=Peak(most_allocated * BLOCK, at_allocated),
-        reserved=Peak(most_reserved * BLOCK, at_reserved),
-        idle=idle * BLOCK,
-        final=Levels(requested, allocated * BLOCK, reserved * BLOCK),
-        live=live,
-        skipped=skipped,
-        failure=failure,
-        rows=rows,
-    )
+        self.requested, self.allocated, self.idle = requested, allocated, idle
+        self.peaks = (most_requested, at_requested), (most_allocated, at_allocated), (most_reserved, at_reserved)
 
+    def _without_skipped(self, numbered: Numbered) -> Numbered:
+        """The events of storages that the run allocates; there may be fewer of these meanwhile."""
+        return (event for event in numbered if event[1][0] not in self.skipped)
 
-def _stretches(events: Events, marks: Sequence[Mark]) -> Iterator[tuple[Mark | None, Numbered]]:
-    """The numbered events, parted at the marks: each stretch with the mark before its first event."""
-    numbered = iter(enumerate(events))
-    first, mark = 0, None
-    for following in marks:
-        yield mark, islice(numbered, following.event - first)
-        first, mark = following.event, following
-    yield mark, numbered
+    def _grow(self, pool: Pool, size: int, *, event: int, storage: int, request: int) -> int:
+        """A block from more memory; 0 where there is none, and the run goes on without the storage or fails."""
+        self.allocator.memory.event = event
+        block = self.allocator.grow(pool, size)
+        if not block and storage in self.optional and storage not in self.live:
+            self.skipped.add(storage)
+        elif not block:
+            self.failure = _Failure(event, storage, request, self.allocator.segment(size) * BLOCK)
+        return block
 
-
-def _apply_mark(mark: Mark, allocator: Allocator) -> None:
-    allocator.memory.event = mark.event
-    if mark.action == "empty the cache":
-        allocator.release()
-    else:
-        allocator.free_deferred(mark.event)
-
-
-def _without(skipped: Collection[int], numbered: Numbered) -> Numbered:
-    """The events of storages that the run allocates; `skipped` may grow meanwhile."""
-    return (event for event in numbered if event[1][0] not in skipped)
+    def result(self, events: int) -> Replay:
+        """The result of a run of so many events."""
+        requested, allocated, reserved = self.peaks
+        changes, failure = self.allocator.memory.changes, self.failure
+        final = Levels(self.requested, self.allocated * BLOCK, self.allocator.memory.reserved * BLOCK)
+        ended = events if failure is None else failure.event
+        return Replay(
+            requested=Peak(*requested),
+            allocated=Peak(allocated[0] * BLOCK, allocated[1]),
+            reserved=Peak(reserved[0] * BLOCK, reserved[1]),
+            idle=self.idle * BLOCK,
+            final=final,
+            segments=self.allocator.segments(self.live),
+            out_of_memory=None if failure is None else OutOfMemory(*failure, levels=final),
+            timeline=None if self.rows is None else _timeline(self.rows, changes, ended),
+            skipped=frozenset(self.skipped),
+            refused=self.allocator.refused,
+            of_streams=_of_streams(changes, reserved[1]),
+        )
 
 
 def _of_streams(changes: Iterable[tuple[int, int, int, int]], event: int) -> dict[int, int]:

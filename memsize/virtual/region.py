@@ -26,7 +26,7 @@ import torch.utils.checkpoint
 import torch.utils.data
 
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.context import context
+from memsize.device.cuda_libraries import context
 from memsize.errors import InputError
 from memsize.kernels.attention import compiled_mask
 from memsize.known_values.assumptions import UNCOMPILED

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from memsize.device.context import nccl_notes
+from memsize.device.cuda_libraries import nccl_notes
 from memsize.errors import ForwardError
 from memsize.model.meta_copy import in_mode
 from memsize.ranks.group import OURS

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memsize.device.allocator_config import AllocatorConfig, settings_in
-from memsize.device.context import context, nccl_notes
+from memsize.device.cuda_libraries import context, nccl_notes
 from memsize.errors import first_line
 from memsize.processes.patches import Patch, assigned
 from memsize.processes.user_code import Lines, running_lines, shown

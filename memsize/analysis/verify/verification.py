@@ -13,18 +13,9 @@ from memsize.analysis.runner import Runner
 from memsize.analysis.verify.alignment import align
 from memsize.analysis.verify.cuda_memory import DeviceMemory
 from memsize.analysis.verify.measure import SEED, MeasurementPlan, materialized_setup, measure
-from memsize.device.allocation_events import AllocationEvents
+from memsize.device.allocation_events import CONVOLUTIONS, AllocationEvents, dispensable, requests, variants
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.context import context
-from memsize.device.library_workspaces import (
-    CONVOLUTIONS,
-    cublas_workspace,
-    cublaslt_workspace,
-    dispensable,
-    keeps_cublaslt_workspace,
-    requests,
-    variants,
-)
+from memsize.device.cuda_libraries import context, cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.device.replay import replay_within
 from memsize.errors import InputError
 from memsize.kernels.convolution import ConvolutionWorkspaces

@@ -1,12 +1,24 @@
-"""The memory of a process outside the caching allocator: the CUDA context, loaded kernels, library handles, and NCCL's
-buffers if it is one of many.
+"""The memory that CUDA and its libraries take for a process, whatever the model: outside the caching allocator the CUDA
+context and NCCL's buffers, inside it the workspaces of cuBLAS and cuBLASLt.
 
-It depends on the software stack, the card and how cards are connected, not on the model, and cannot be derived offline:
-it is an interval.
+What is outside, loaded kernels and library handles included, depends on the software stack, the card and how cards are
+connected, and cannot be derived offline: it is an interval.
+
+cuBLAS: PyTorch allocates one workspace per handle and stream when a matrix product first runs there and keeps it. The
+autograd thread has its own handle, so a training step has two workspaces. cuBLASLt, which computes products with a bias
+or a float8 operand, had a workspace of its own until it came to share that of cuBLAS.
+
+Source of the workspaces: PyTorch's aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp, 2.0 to 2.14, and the pull
+requests that changed them: 91564 (2.0), 156495 (2.9), 168175, 175344 and 175879 (2.12), 189312 (2.14). Which release
+first had each was read in the compiled libraries of 2.0, 2.8 to 2.12 and 2.14.
+
+Known limit: from PyTorch 2.15 on (194311), each op takes its workspace and gives it back unless
+`TORCH_CUBLAS_WORKSPACE_CACHE` is 1; runs are simulated with workspaces that stay, as in releases up to 2.14.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -14,8 +26,8 @@ from typing import Final, NamedTuple
 from memsize.errors import InputError
 from memsize.records.gpu import Card, Interval
 from memsize.records.world import Collective
-from memsize.spec.stack import release
-from memsize.units import MiB, format_bytes
+from memsize.spec.stack import NEWEST, Release, release
+from memsize.units import KiB, MiB, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +134,56 @@ def nccl_notes(collectives: Sequence[Collective]) -> Iterator[str]:
             f"as measured with NVLink (NVIDIA/nccl{' and '.join(measured)}), and none where GPUs cannot reach each "
             "other"
         )
+
+
+# -- workspaces of cuBLAS ----------------------------------------------------------------------------------------------
+
+CUBLAS: Final = 2 * 4096 * KiB + 8 * 16 * KiB
+"""``:4096:2:16:8``: two of 4 MiB and eight of 16 KiB, 8,519,680 B."""
+CUBLAS_HOPPER: Final = 32 * MiB
+CUBLASLT: Final = 1 * MiB
+"""cuBLASLt's own workspace where it does not share that of cuBLAS (pytorch/pytorch issue 73328)."""
+_LARGE_SINCE: Final[dict[int, Release]] = {9: (2, 12), 10: (2, 12), 12: (2, 12), 11: (2, 14)}
+"""Since when a card has the large workspace that Hopper (9.0) always had, by its major compute capability."""
+_KEPT_SINCE: Final = (2, 9)
+"""Before, cuBLASLt's workspace was taken for each product and given back."""
+_SHARED_SINCE: Final = (2, 12)
+
+
+def cublas_workspace(
+    capability: tuple[int, int], *, config: str | None = None, torch_version: str | None = None
+) -> int:
+    """The bytes of one cuBLAS workspace on a GPU of compute capability `capability`.
+
+    `config` is the value of `CUBLAS_WORKSPACE_CONFIG`: pairs ``:SIZE:COUNT`` in KiB that are added up; PyTorch ignores
+    what it cannot read. Without it, 32 MiB on Hopper, since 2.12 on Blackwell and since 2.14 on Thor; 8,519,680 B
+    elsewhere.
+    """
+    pairs = re.findall(r":([0-9]+):([0-9]+)", config or "")
+    if pairs:
+        return sum(int(size) * KiB * int(count) for size, count in pairs)
+    since = _LARGE_SINCE.get(capability[0])
+    is_large = capability == (9, 0) or (since is not None and torch_release(torch_version) >= since)
+    return CUBLAS_HOPPER if is_large else CUBLAS
+
+
+def cublaslt_workspace(*, size: str | None = None, unified: str | None = None, torch_version: str | None = None) -> int:
+    """The bytes that cuBLASLt takes beside cuBLAS's workspace, per handle and stream: 0 where it shares that one.
+
+    `size` is the value of `CUBLASLT_WORKSPACE_SIZE` in KiB, `unified` that of `TORCH_CUBLASLT_UNIFIED_WORKSPACE`:
+    sharing is the default since 2.12 and opt-in before.
+    """
+    shared = unified == "1" if unified in ("0", "1") else torch_release(torch_version) >= _SHARED_SINCE
+    if shared:
+        return 0
+    return int(size) * KiB if size is not None and size.isdecimal() else CUBLASLT
+
+
+def keeps_cublaslt_workspace(torch_version: str | None = None) -> bool:
+    """Whether cuBLASLt's own workspace stays once a product took it, as since 2.9; before, each took and freed one."""
+    return torch_release(torch_version) >= _KEPT_SINCE
+
+
+def torch_release(torch_version: str | None) -> Release:
+    """Major and minor of ``"2.13.0+cpu"``; those of the newest release that is known where None or unreadable."""
+    return release(torch_version or "") or NEWEST
