@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from memsize.device.allocator_config import AllocatorConfig
+from memsize import AllocatorConfig
 from memsize.device.replay import BoundedReplay, replay, replay_within
 from memsize.errors import InputError
 from memsize.records.gpu import Interval

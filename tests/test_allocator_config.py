@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from memsize.device.allocator_config import IGNORED, AllocatorConfig, settings_in
+from memsize import AllocatorConfig
+from memsize.device.allocator_config import IGNORED, settings_in
 from memsize.errors import InputError
 
 MiB = 1 << 20

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import memsize
+from memsize import Generation, GenerationReport, ModelRequest
 from memsize.analysis.generation import generator as generators
 from memsize.analysis.generation.generator import Generator, Sample
 from memsize.analysis.runner import Runner
@@ -22,9 +23,7 @@ from memsize.cli import run
 from memsize.device.cards import card
 from memsize.errors import InputError
 from memsize.known_values.values import set_constant, set_filled
-from memsize.records.generation import GenerationReport
-from memsize.spec.generation import Draft, Generation
-from memsize.spec.model_request import ModelRequest
+from memsize.spec.generation import Draft
 from memsize.spec.scenario import scenario_named
 from memsize.workloads import drafts
 from tests.test_generation import HEAD, SMALL, TOKEN, traced_whole

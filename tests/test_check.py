@@ -13,14 +13,14 @@ import jsonschema
 import pytest
 
 import memsize
+from memsize import Check, Finding
 from memsize.analysis.findings import report_rules
 from memsize.analysis.findings.report_rules import SEVERITY
 from memsize.cli import run
 from memsize.documents import document
 from memsize.errors import InputError, MemsizeError, OutputError
 from memsize.records.baseline import Baseline, LayerFigures, read_baselines, write_baselines
-from memsize.records.check import Check, CheckedModel, Figure, Problem
-from memsize.records.finding import Finding
+from memsize.records.check import CheckedModel, Figure, Problem
 from memsize.render import render
 from memsize.spec.limits import LIMITS, Bound, Growth, parse_limits
 from memsize.spec.project import find_project, parse_section, read_project

@@ -22,8 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from memsize import CheckpointReport
 from memsize.checkpoints import read
-from memsize.checkpoints.checkpoint_report import CheckpointReport
 from memsize.checkpoints.contents import Contents, Tensor
 from memsize.checkpoints.dtypes import BITS, GGML, SAFETENSORS, STORAGES
 from memsize.errors import CheckpointError

@@ -25,8 +25,8 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
+from memsize import CheckpointReport
 from memsize.checkpoints import pickle_names, read
-from memsize.checkpoints.checkpoint_report import CheckpointReport
 from memsize.checkpoints.pickle_names import is_allowed, is_refused
 from memsize.checkpoints.pickle_values import Blob, Dict, Object
 from memsize.checkpoints.source import Source

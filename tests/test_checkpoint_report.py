@@ -17,9 +17,9 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
+from memsize import CheckpointReport
 from memsize.checkpoints import read
 from memsize.checkpoints.breakdown import Breakdown, halved
-from memsize.checkpoints.checkpoint_report import CheckpointReport
 from memsize.checkpoints.contents import USES, Contents, FileRecord, Mark, Match, Storage, Tensor, View
 from memsize.checkpoints.source import Claims
 from memsize.checkpoints.state_dict_diff import Expected, compared, expected_from

@@ -14,17 +14,14 @@ from typing import Any
 
 import pytest
 
-from memsize import api
+from memsize import Gpu, InputSpec, ModelRequest, Report, Trace, api
 from memsize.cli import main, run
 from memsize.cli.progress import Progress, remaining
 from memsize.cli.report import describe_failure
 from memsize.errors import ForwardError, InputError
-from memsize.records.report import Report
-from memsize.records.trace import Failure, Layer, Trace
-from memsize.spec.inputs import InputSpec
-from memsize.spec.model_request import ModelRequest, parse_arguments
+from memsize.records.trace import Failure, Layer
+from memsize.spec.model_request import parse_arguments
 from memsize.spec.requests import ReportRequest
-from memsize.spec.stack import Gpu
 from tests.conftest import Python
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from memsize.analysis.step import StepTrace
+from memsize import StepTrace, Trace
 from memsize.errors import InputError
 from memsize.records.codec import SCHEMA, decode, encode
-from memsize.records.trace import StoredPart, StoredTensor, TensorSpec, Trace, World
+from memsize.records.trace import StoredPart, StoredTensor, TensorSpec, World
 from tests import records
 
 KEPT = Path(__file__).parent / "traces"

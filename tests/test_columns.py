@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
+from memsize import Trace
 from memsize.device.allocation_events import flow_of
 from memsize.records.aggregates import alive
 from memsize.records.codec import decode, encode
 from memsize.records.columns import Columns, in_columns, numbers, places
-from memsize.records.trace import Event, Storage, Trace
+from memsize.records.trace import Event, Storage
 from tests.records import toy
 
 OPS = ("cat", "mm", "add")

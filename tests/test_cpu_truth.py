@@ -27,6 +27,7 @@ from benchmarks.cpu_truth import (
     main,
 )
 from benchmarks.truth.suite import NETS
+from memsize import Training
 from memsize.analysis.verify.verification import Experiment
 from memsize.known_values.values import constant_of
 from memsize.model.input_tensors import inputs_from_specs
@@ -34,7 +35,6 @@ from memsize.records.measurement import OpLocation
 from memsize.records.verification import Alignment, AllocationDifference
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
-from memsize.spec.training import Training
 from memsize.tracing.dispatch import MetaDispatchMode
 from tests.conftest import Python
 

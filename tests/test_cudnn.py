@@ -14,9 +14,9 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 import memsize
+from memsize import AllocatorConfig, Trace
 from memsize.analysis.runner import Runner
 from memsize.device.allocation_events import is_estimated, requests, variants
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.replay import replay
@@ -27,7 +27,7 @@ from memsize.kernels.cudnn.library import OLDEST, Convolution, Library, Plan, in
 from memsize.kernels.cudnn.workspaces import Plans, estimate
 from memsize.loading.weightless import Weightless
 from memsize.model.input_tensors import inputs_from_data
-from memsize.records.trace import Event, Trace
+from memsize.records.trace import Event
 from memsize.spec.scenario import SCENARIOS
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.units import dotted_cudnn

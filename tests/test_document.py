@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from memsize import Finding, Fit, LayoutReport, Report
 from memsize.analysis.compare import compare_traces
 from memsize.analysis.timeline import timeline
 from memsize.documents import document
@@ -22,11 +23,10 @@ from memsize.records.aggregates import Totals, totals
 from memsize.records.answer import Renderable
 from memsize.records.cells import Label, Missing
 from memsize.records.fields import Column, FlatTable
-from memsize.records.finding import Finding
-from memsize.records.fit import Budget, Fit, FitRow
+from memsize.records.fit import Budget, FitRow
 from memsize.records.gpu import Card
-from memsize.records.layout import Audit, LayerFormats, LayoutReport, Run as LayoutRun
-from memsize.records.report import COLUMNS, FIGURES, Report
+from memsize.records.layout import Audit, LayerFormats, Run as LayoutRun
+from memsize.records.report import COLUMNS, FIGURES
 from memsize.render import FORMATS, render
 from memsize.units import Bytes
 from tests import records

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import memsize
+from memsize import Trace
 from memsize.cuda import encoder
-from memsize.records.trace import Trace
 
 BATCH, TOKENS, WIDTH, HEADS, INNER = 2, 5, 16, 4, 24
 

@@ -13,14 +13,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 import memsize
+from memsize import Explanation, Trace
 from memsize.analysis.explain.history import History
 from memsize.analysis.explain.snapshot_file import MOST_RECORDS, read_snapshot
 from memsize.analysis.explain.stacks import summarize
 from memsize.analysis.snapshot import pickled
 from memsize.cli import run
 from memsize.records.aggregates import live_bytes
-from memsize.records.explanation import Explanation
-from memsize.records.trace import Trace
 from memsize.render import FORMATS, render
 from tests.pages import check_golden
 from tests.snapshots import (

@@ -13,17 +13,14 @@ from typing import Any
 import pytest
 
 import memsize
-from memsize import render
+from memsize import Fit, LayoutReport, StepTrace, Timeline, render
 from memsize.analysis.compare import compare_traces
-from memsize.analysis.step import StepTrace
 from memsize.analysis.timeline import timeline
 from memsize.cli import run
 from memsize.errors import OutputError
 from memsize.records.answer import Answer
-from memsize.records.fit import Fit
-from memsize.records.layout import Audit, LayoutReport, Run
+from memsize.records.layout import Audit, Run
 from memsize.records.roles import TITLES, noun
-from memsize.records.timeline import Timeline
 from memsize.render import figures
 from tests import records
 from tests.browser import CHROMIUM

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from memsize import Finding, Trace
 from memsize.analysis.crossover import Crossover
 from memsize.analysis.findings import layout, precision, structure, training
 from memsize.analysis.findings.evidence import Evidence
 from memsize.analysis.findings.report_rules import RULES
-from memsize.records.finding import Finding
 from memsize.records.gpu import GpuEstimate, Interval, Shortage
 from memsize.records.layout import Audit, Copy, LayerFormats, Loss, Run
-from memsize.records.trace import InputTensor, Layer, Storage, StoredPart, StoredTensor, TensorSpec, ToolReport, Trace
+from memsize.records.trace import InputTensor, Layer, Storage, StoredPart, StoredTensor, TensorSpec, ToolReport
 from tests.records import layer, spec, stored
 
 Rule = Callable[[Evidence], Iterator[Finding]]

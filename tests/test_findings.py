@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 import memsize
+from memsize import Finding
 from memsize.analysis.compare import compare_traces
 from memsize.analysis.crossover import find_crossover
 from memsize.records.answer import FindingList
-from memsize.records.finding import Finding, Rules
+from memsize.records.finding import Rules
 from memsize.render import render
 from memsize.units import Bytes
 from tests import models, records

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 import memsize
-from memsize import api
+from memsize import AllocatorConfig, Finding, Fit, Gpu, ModelRequest, Trace, Training, api
 from memsize.analysis.crossover import first_size
 from memsize.analysis.findings.fit import FitEvidence, what_binds, what_fits_on_the_others
 from memsize.analysis.fit.crossovers import FARTHEST, activations_outweigh, peak_has_left_the_optimizer
@@ -34,21 +34,16 @@ from memsize.analysis.fit.generation_runs import GenerationRunCache
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.cli import run
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.budget import budgets
 from memsize.device.cards import card
 from memsize.errors import ForwardError, InputError
 from memsize.model.input_tensors import inputs_from_data, inputs_from_specs
-from memsize.records.finding import Finding
-from memsize.records.fit import Bind, Fit, FitRow, Remedied, RemedyRow
-from memsize.records.trace import Event, InputTensor, Storage, TensorSpec, Trace
+from memsize.records.fit import Bind, FitRow, Remedied, RemedyRow
+from memsize.records.trace import Event, InputTensor, Storage, TensorSpec
 from memsize.render import render
 from memsize.spec.inputs import parse_input
-from memsize.spec.model_request import ModelRequest
 from memsize.spec.requests import FitRequest
 from memsize.spec.scenario import SCENARIOS
-from memsize.spec.stack import Gpu
-from memsize.spec.training import Training
 from memsize.spec.vary import Dimension, Vary, parse_vary
 from tests import models
 from tests.conftest import Python

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import memsize
+from memsize import AllocatorConfig, Fit, Generation
 from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
 from memsize.analysis.generation.generator import Generator, Sample, Traced
 from memsize.cli import run
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.errors import InputError
-from memsize.records.fit import Fit, FitRow
-from memsize.spec.generation import Generation
+from memsize.records.fit import FitRow
 from tests.test_generation import SMALL, generated, generator_of
 
 transformers = pytest.importorskip("transformers")

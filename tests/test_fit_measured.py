@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import memsize
+from memsize import InputSpec, Training
 from memsize.records.fit import FitRow
-from memsize.spec.inputs import InputSpec, parse_input
-from memsize.spec.training import Training
+from memsize.spec.inputs import parse_input
 
 MiB = 1 << 20
 CONTEXT = 650 * MiB

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
+from memsize import Trace
 from memsize.records.aggregates import Totals, alive, live_bytes, own_rows, peak, totals, visible
-from memsize.records.trace import Event, Layer, Storage, StoredTensor, TensorSpec, Trace
+from memsize.records.trace import Event, Layer, Storage, StoredTensor, TensorSpec
 from tests import records
 
 ROW_FIGURES = (

@@ -17,6 +17,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
+from memsize import Generation, ModelRequest
 from memsize.analysis.generation import generator as generators
 from memsize.analysis.generation.generator import Generated, Generator
 from memsize.analysis.generation.step_polynomials import Curve, Polynomials, weighted
@@ -31,8 +32,6 @@ from memsize.errors import InputError, UnknownInputError
 from memsize.loading import load_loop
 from memsize.processes.workers import side_by_side
 from memsize.records.aggregates import split_phase
-from memsize.spec.generation import Generation
-from memsize.spec.model_request import ModelRequest
 from memsize.spec.scenario import scenario_named
 from memsize.workloads import caches
 from memsize.workloads.generation import GenerationSteps

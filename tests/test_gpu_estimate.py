@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import memsize
+from memsize import AllocatorConfig, Trace
 from memsize.analysis.timeline import timeline
 from memsize.device.allocation_events import is_estimated, requests, variants
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.replay import OMITTED
 from memsize.records.gpu import Card, LiveStorage, Platform, Shortage
-from memsize.records.trace import Event, Role, Storage, Trace
+from memsize.records.trace import Event, Role, Storage
 from tests.records import layer
 
 KiB, MiB = 1 << 10, 1 << 20

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import memsize
-from memsize.device.allocator_config import AllocatorConfig
+from memsize import AllocatorConfig, Trace
 from memsize.device.cards import card
-from memsize.records.trace import Trace
 from memsize.tracing.ledger import Workspaces
 from memsize.units import format_bytes
 from memsize.virtual import device_assignment

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import memsize
+from memsize import LayoutReport
 from memsize.analysis.findings.layout import RULES
 from memsize.analysis.layout import format_of
 from memsize.api import layout
@@ -20,7 +21,7 @@ from memsize.cli import run
 from memsize.documents import document
 from memsize.documents.sections import Findings, Table, Verdict
 from memsize.errors import ForwardError, OutputError
-from memsize.records.layout import Audit, Copy, Format, LayerFormats, LayoutReport, Loss, Run
+from memsize.records.layout import Audit, Copy, Format, LayerFormats, Loss, Run
 from memsize.records.trace import InputTensor, TensorSpec
 from memsize.render import FORMATS, render
 from tests.pages import check_golden as check

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memsize
-from memsize.records.program import ProgramRun
+from memsize import ProgramRun
 
 pytest.importorskip("IPython", reason="IPython is not installed")
 from IPython.core.error import UsageError

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
+from memsize import Comparison, Trace
 from memsize.analysis.compare import compare_traces
 from memsize.analysis.matching import matched
 from memsize.records.aggregates import totals
-from memsize.records.comparison import Comparison, LayerChange
-from memsize.records.trace import Trace
+from memsize.records.comparison import LayerChange
 from tests.records import layer, stored
 
 Module = tuple[str, tuple[int, ...]]

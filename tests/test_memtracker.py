@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from memsize import Trace, Training
 from memsize.model.input_tensors import inputs_from_data
 from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import peak
-from memsize.records.trace import Trace
-from memsize.spec.training import Training
 from memsize.tracing.run import Setup
 from memsize.workloads.training import TrainingSteps
 from tests.test_step import OPTIMIZERS, Block

@@ -15,11 +15,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 from torch.utils.checkpoint import checkpoint
 
 import memsize
+from memsize import Trace
 from memsize.known_values.assumptions import ALL_SELECTED, BALANCED, MIXED_DEVICES
 from memsize.model.input_tensors import inputs_from_data
 from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import totals, visible
-from memsize.records.trace import Trace
 from memsize.tracing.run import Setup
 from memsize.workloads import Forward
 

@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import memsize
+from memsize import Report
 from memsize.errors import UnknownValueError
 from memsize.records.aggregates import totals, visible
-from memsize.records.report import Report, column_keys
+from memsize.records.report import column_keys
 from memsize.render import render
 from tests.models import Toy
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import memsize
+from memsize import Generation
 from memsize.analysis.generation import generator as generators
 from memsize.device.cards import card
 from memsize.errors import InputError
-from memsize.spec.generation import Generation
 from memsize.workloads.caches import on_gpu_with_host
 from tests.test_generation import HEAD, SMALL, T5, WINDOW, generator_of, traced_whole
 

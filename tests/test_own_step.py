@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import memsize
+from memsize import Trace
 from memsize.cli import run as command
-from memsize.records.trace import Trace
 
 LIGHTNING = """
 import torch

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 import memsize
+from memsize import Finding, Report
 from memsize.analysis.timeline import timeline
 from memsize.documents.sections import Bars, Limit, Part
 from memsize.records.answer import Renderable
 from memsize.records.cells import Label
-from memsize.records.finding import Finding, Moment
-from memsize.records.report import Report
+from memsize.records.finding import Moment
 from memsize.render import render
 from memsize.render.assets import LIBRARIES, SCRIPTS, script
 from memsize.render.html import _bars as drawn_bars

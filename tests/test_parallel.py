@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
+from memsize import Parallel, Trace, World
 from memsize.analysis.findings.fit import FitEvidence, gpus_needed
 from memsize.analysis.fit.fit_rows import likely_size
 from memsize.cli import run
@@ -23,9 +24,7 @@ from memsize.documents.sections import Table
 from memsize.errors import InputError, ScenarioError
 from memsize.ranks.model_blocks import blocks_of
 from memsize.records.fit import FitRow
-from memsize.records.trace import Trace
-from memsize.records.world import World
-from memsize.spec.parallel import Parallel, on_each, parse_parallel
+from memsize.spec.parallel import on_each, parse_parallel
 from memsize.units import MiB, format_bytes
 from tests.conftest import Python, Write
 from tests.test_ranks import BLOCK, IDS, LAYERS, PARAMETERS, WIDTH, Block, Model, at_the_end, most

@@ -10,17 +10,14 @@ import torch
 from torch import nn
 
 import memsize
+from memsize import ModelRequest, Trace, Training, World
 from memsize.analysis.runner import Runner
 from memsize.api.opened import opened
 from memsize.device.cards import card
 from memsize.errors import InputError
 from memsize.ranks.model_blocks import blocks_in_line
-from memsize.records.trace import Trace
-from memsize.records.world import World
-from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import parse_parallel
 from memsize.spec.scenario import scenario_named
-from memsize.spec.training import Training
 from memsize.tracing.run import Setup
 from memsize.workloads.parallel import spread_setup
 from memsize.workloads.pipelines import stage_traces

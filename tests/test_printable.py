@@ -15,11 +15,10 @@ import click
 import pytest
 from hypothesis import given, strategies as st
 
-from memsize import cli
+from memsize import CheckpointReport, Finding, cli
 from memsize.analysis.saved_runs import load
 from memsize.analysis.timeline import timeline
 from memsize.checkpoints import read
-from memsize.checkpoints.checkpoint_report import CheckpointReport
 from memsize.cli import run
 from memsize.cli.progress import Progress
 from memsize.documents import Document
@@ -27,7 +26,6 @@ from memsize.errors import CheckpointError, ForwardError, MemsizeError, UnknownI
 from memsize.printable import LONGEST, printable, printable_lines
 from memsize.records.answer import FindingList, Renderable
 from memsize.records.fields import FlatTable
-from memsize.records.finding import Finding
 from memsize.render import FORMATS, render
 from memsize.render.csv import draw as draw_csv
 from tests import records

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from memsize import ProgramRun, Trace
 from memsize.analysis.findings.program import RULES
 from memsize.analysis.timeline import timeline
 from memsize.device.cards import card
@@ -19,9 +20,9 @@ from memsize.documents.sections import Findings
 from memsize.known_values.assumptions import UNCOMPILED
 from memsize.records.gpu import GpuEstimate, Interval
 from memsize.records.peak_by_module import ModuleShare, peak_by_module
-from memsize.records.program import Assumed, Growth, Holder, KeptGradients, LiveTensor, ProgramRun, Refused, WentOn
+from memsize.records.program import Assumed, Growth, Holder, KeptGradients, LiveTensor, Refused, WentOn
 from memsize.records.timeline import step_courses
-from memsize.records.trace import Event, Storage, Trace
+from memsize.records.trace import Event, Storage
 from memsize.render import render
 from tests import records
 from tests.pages import check_golden as check

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import memsize
+from memsize import LayoutReport
 from memsize.errors import first_line, nearest, suggestion
-from memsize.records.layout import Audit, LayoutReport, Run
+from memsize.records.layout import Audit, Run
 from memsize.render import render
 from memsize.spec.inputs import parse_input
 

@@ -15,8 +15,8 @@ from benchmarks.published.rows import Compared, Row, compared, read, rows
 from benchmarks.published.sources import SOURCES
 from benchmarks.published.table import Error, Group
 from benchmarks.published.worker import predict
+from memsize import Stack
 from memsize.records.gpu import Interval
-from memsize.spec.stack import Stack
 
 ROOT = Path(__file__).parents[1]
 

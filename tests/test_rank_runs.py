@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import memsize
+from memsize import ProgramRun, RankRuns, World
 from memsize.analysis.findings.ranks import RULES
 from memsize.analysis.ranks import run_ranks
 from memsize.cli import run as command
@@ -24,9 +25,9 @@ from memsize.known_values.assumptions import UNCOMPILED
 from memsize.processes.forks import can_fork
 from memsize.records.aggregates import traffic
 from memsize.records.gpu import Interval
-from memsize.records.program import ProgramRun, Refused, WentOn
-from memsize.records.ranks import RankGroup, RankRuns, spans
-from memsize.records.world import Collective, World
+from memsize.records.program import Refused, WentOn
+from memsize.records.ranks import RankGroup, spans
+from memsize.records.world import Collective
 from memsize.render import render
 from tests.conftest import Python
 from tests.pages import check_golden as check

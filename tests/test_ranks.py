@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import memsize
+from memsize import AllocatorConfig, ProgramRun, Trace, World
 from memsize.analysis.findings.unfinished_runs import out_of_memory
 from memsize.analysis.program import run_program
 from memsize.analysis.timeline import timeline
 from memsize.cli import run
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.known_values.assumptions import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
@@ -29,10 +29,8 @@ from memsize.processes.forks import can_fork
 from memsize.ranks.sharding import _chunked
 from memsize.ranks.store import LonelyStore
 from memsize.records.aggregates import alive
-from memsize.records.program import ProgramRun
 from memsize.records.timeline import from_data
-from memsize.records.trace import Trace
-from memsize.records.world import Traffic, World
+from memsize.records.world import Traffic
 from memsize.render import render
 from memsize.units import MiB, format_bytes
 from memsize.virtual.host_memory import HostMemory

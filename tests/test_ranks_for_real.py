@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import memsize
-from memsize.records.world import World
+from memsize import World
 from memsize.units import KiB
 from tests.gloo import STEPS, events
 from tests.ranks import LOOPS

@@ -29,14 +29,14 @@ import click
 import pytest
 import torch
 
-from memsize import cli
+from memsize import Report, Trace, cli
 from memsize.analysis import compare
 from memsize.analysis.findings import explanation, fit, generation, layout, program, ranks, report_rules, serving, sweep
 from memsize.checkpoints import findings as checkpoint
 from memsize.cli.working import Session
 from memsize.documents.report import layer_table
-from memsize.records.report import COLUMNS, Report
-from memsize.records.trace import Role, Trace
+from memsize.records.report import COLUMNS
+from memsize.records.trace import Role
 from memsize.render import render
 from memsize.spec.scenario import DEFAULT, SCENARIOS
 from tests.conftest import ROOT

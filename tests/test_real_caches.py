@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from memsize import Generation
 from memsize.analysis.generation import generator as generators
-from memsize.spec.generation import Generation
 from memsize.torch_internals.pytree import tensors_in
 from tests.test_generation import SMALL, T5, WINDOW, generator_of
 

@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from memsize import AllocatorConfig
 from memsize.analysis.program import run_program
 from memsize.analysis.real_gpu import needs_gpu
 from memsize.cli import run as command
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.records.program import NeedsGpu
 

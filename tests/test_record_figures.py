@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from memsize import Comparison, Fit, LayoutReport, Timeline, Verification
 from memsize.documents.sections import Table
 from memsize.errors import InputError
 from memsize.precision.layouts import LAYOUTS, part
@@ -16,11 +17,11 @@ from memsize.precision.quantized import modelled
 from memsize.precision.recipes import apply_scenario
 from memsize.records.aggregates import Row, Totals, alive, own_rows, peak, split_phase, stored_dtypes, totals, visible
 from memsize.records.cells import Cell, Share, Specs, Words
-from memsize.records.comparison import Change, Comparison
+from memsize.records.comparison import Change
 from memsize.records.fields import Column, ColumnKind
-from memsize.records.fit import Budget, Fit, FitRow, Remedied, RemedyRow
+from memsize.records.fit import Budget, FitRow, Remedied, RemedyRow
 from memsize.records.gpu import Card, Interval
-from memsize.records.layout import Audit, Copy, LayerFormats, LayoutReport, Loss, Run
+from memsize.records.layout import Audit, Copy, LayerFormats, Loss, Run
 from memsize.records.measurement import (
     AllocationLog,
     LogEntry,
@@ -34,16 +35,9 @@ from memsize.records.measurement import (
 )
 from memsize.records.report import figures
 from memsize.records.roles import FIXED, PER_PARAMETER, in_order, noun
-from memsize.records.timeline import PeakMoment, Phase, Timeline, courses
+from memsize.records.timeline import PeakMoment, Phase, courses
 from memsize.records.trace import Event, StoredPart, StoredTensor
-from memsize.records.verification import (
-    Alignment,
-    AllocationDifference,
-    FigureComparison,
-    Prediction,
-    Verification,
-    VerifiedRun,
-)
+from memsize.records.verification import Alignment, AllocationDifference, FigureComparison, Prediction, VerifiedRun
 from memsize.render.text import draw
 from memsize.spec.scenario import SCENARIOS
 from memsize.units import Bytes

@@ -15,16 +15,15 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import memsize
+from memsize import AllocatorConfig, ProgramRun, Trace
 from memsize.analysis.findings.unfinished_runs import lagging
 from memsize.analysis.program import program_run
 from memsize.analysis.timeline import timeline
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.replay import replay
 from memsize.documents import document
 from memsize.records.gpu import RecordStreamCost
-from memsize.records.program import ProgramRun
-from memsize.records.trace import DeferredFree, Trace
+from memsize.records.trace import DeferredFree
 from memsize.tracing.ledger import Workspaces
 from memsize.virtual.stream_order import StreamOrder
 from memsize.workloads.program import Program

@@ -14,20 +14,19 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memsize
+from memsize import AllocatorConfig, Fit, Trace, Training
 from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.optimized_models import Adam8bit, repeated_blocks
 from memsize.analysis.fit.remedies import SEGMENT, remedies_of
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
 from memsize.analysis.fit.step_remedies import RANK, STEP_REMEDIES, accumulation
 from memsize.analysis.remedies import Need, NotApplicable, RemedySearch, try_remedies
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.model.input_tensors import inputs_from_specs
-from memsize.records.fit import Fit, RemedyRow
-from memsize.records.trace import Event, Storage, Trace
+from memsize.records.fit import RemedyRow
+from memsize.records.trace import Event, Storage
 from memsize.spec.inputs import parse_input
 from memsize.spec.scenario import SCENARIOS
-from memsize.spec.training import Training
 from memsize.spec.vary import Vary
 
 MiB = 1 << 20

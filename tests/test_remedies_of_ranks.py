@@ -8,15 +8,14 @@ import pytest
 from torch import nn
 
 import memsize
+from memsize import Fit, Training
 from memsize.analysis.fit.remedies import remedies_of
 from memsize.analysis.fit.run_cache import RunVariant
 from memsize.analysis.fit.step_remedies import STEP_REMEDIES, more_gpus
 from memsize.analysis.remedies import NotApplicable
 from memsize.device.cards import card
-from memsize.records.fit import Fit
 from memsize.spec.parallel import parse_parallel
 from memsize.spec.scenario import SCENARIOS
-from memsize.spec.training import Training
 from tests.ranks import Block
 
 MiB = 1 << 20

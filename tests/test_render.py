@@ -16,12 +16,13 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, strategies as st
 
+from memsize import Report
 from memsize.documents import Document, document
 from memsize.documents.sections import Section
 from memsize.errors import OutputError
 from memsize.records.aggregates import totals
 from memsize.records.fields import FlatTable, role_fields
-from memsize.records.report import LAYER_FIELDS, Report
+from memsize.records.report import LAYER_FIELDS
 from memsize.records.trace import TensorSpec
 from memsize.render import FORMATS, format_of, pieces, render, unit_of
 from memsize.render.cell_text import draw_specs, shorten_path

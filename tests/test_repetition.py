@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memsize
-from memsize.records.trace import Trace
+from memsize import Trace
 from memsize.tracing.repetition import StepRepetition
 
 

@@ -12,8 +12,9 @@ from torch import nn
 
 import memsize
 from benchmarks.resnet import ResNet50
+from memsize import Report
 from memsize.records.aggregates import Totals
-from memsize.records.report import Report, ScenarioResult
+from memsize.records.report import ScenarioResult
 from memsize.render import render
 from tests import models
 

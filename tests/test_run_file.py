@@ -16,15 +16,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from memsize import Finding, Fit, Report, Trace
 from memsize.errors import InputError, OutputError
 from memsize.records import run_file
 from memsize.records.codec import coder
-from memsize.records.finding import Finding
-from memsize.records.fit import Budget, Fit, FitRow, FitRun, Remedied
+from memsize.records.fit import Budget, FitRow, FitRun, Remedied
 from memsize.records.layout import Audit
-from memsize.records.report import Report
 from memsize.records.run_file import NEWEST, is_run_file, read_data, read_run, write_run
-from memsize.records.trace import InputTensor, TensorSpec, Trace
+from memsize.records.trace import InputTensor, TensorSpec
 from memsize.records.verification import VerifiedRun
 from memsize.units import Bytes
 from memsize.version import VERSION

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from memsize import Report
 from memsize.cli import output
 from memsize.cli.output import Color, destination
 from memsize.documents.sections import Table
 from memsize.records.cells import Path
 from memsize.records.fields import Column
-from memsize.records.report import Report
 from memsize.render import render
 from memsize.render.cell_text import columns_of, padded, shorten
 from memsize.render.screen import Screen

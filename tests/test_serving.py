@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
+from memsize import Serving
 from memsize.analysis.serving.kv_blocks import FULL, SLIDING, block_layout
 from memsize.analysis.serving.server import LEAST_OUTSIDE
 from memsize.cli import run
@@ -21,7 +22,6 @@ from memsize.device.cuda_libraries import context
 from memsize.errors import InputError, UnknownInputError
 from memsize.records.gpu import Interval
 from memsize.records.serving import Concurrency
-from memsize.spec.serving import Serving
 from memsize.units import GiB, MiB
 from memsize.workloads.caches import CachedLayer
 

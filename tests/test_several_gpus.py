@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 import memsize
+from memsize import RankRuns, Trace, World
 from memsize.cli import run as command
 from memsize.errors import InputError
-from memsize.records.ranks import RankRuns
-from memsize.records.trace import Trace
-from memsize.records.world import World
 from tests.ranks import BLOCK, LAYERS, PARAMETERS, WIDTH, Model
 from tests.test_ranks import at_the_end, most
 

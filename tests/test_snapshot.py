@@ -14,12 +14,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 import memsize
+from memsize import AllocatorConfig, StepTrace, Trace
 from memsize.analysis.snapshot import pickled, snapshot
-from memsize.analysis.step import StepTrace
 from memsize.api import trace as trace_step
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.replay import replay
-from memsize.records.trace import Trace
 from tests.test_timeline import MiB, empty, inference, traces, two_steps
 
 CONFIGS = {

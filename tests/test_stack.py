@@ -10,13 +10,12 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
+from memsize import AllocatorConfig, Stack, Trace
 from memsize.cli import run
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.budget import budgets
 from memsize.device.cuda_libraries import EAGER, LAZY, cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import InputError
-from memsize.records.trace import Trace
-from memsize.spec.stack import INSTALLED, NEWEST, OLDEST, Stack
+from memsize.spec.stack import INSTALLED, NEWEST, OLDEST
 from tests.test_ranks import most
 
 MiB = 1 << 20

@@ -17,15 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memsize
+from memsize import Trace, Training
 from memsize.analysis.runner import Runner
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.replay import replay
 from memsize.model.input_tensors import inputs_from_data
 from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import alive, live_bytes, peak
-from memsize.records.trace import Event, Storage, Trace
+from memsize.records.trace import Event, Storage
 from memsize.spec.scenario import SCENARIOS
-from memsize.spec.training import OPTIMIZERS as NAMED, Training, parse_optimizer
+from memsize.spec.training import OPTIMIZERS as NAMED, parse_optimizer
 from memsize.tracing.run import Run, Setup
 from memsize.workloads import Inference
 from memsize.workloads.training import OwnLoop, TrainingSteps

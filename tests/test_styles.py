@@ -9,7 +9,7 @@ import pandas
 import pytest
 
 import memsize
-from memsize.analysis.step import StepTrace
+from memsize import StepTrace
 from memsize.errors import OutputError
 from memsize.records.answer import Answer
 from memsize.records.fields import FlatTable

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import memsize
+from memsize import InputSpec, ModelRequest
 from memsize.errors import InputError
-from memsize.spec.inputs import InputSpec
-from memsize.spec.model_request import ModelRequest, call_of
+from memsize.spec.model_request import call_of
 
 ROW = torch.zeros(4, 8)
 ROWS = InputSpec(None, (3, 64, 64))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import memsize
+from memsize import Sweep
 from memsize.analysis.findings.sweep import RULES
 from memsize.cli import run
 from memsize.device.cards import card
@@ -22,7 +23,7 @@ from memsize.loading.loader import targets_of
 from memsize.processes.spread import Died, spread
 from memsize.records.gpu import Interval
 from memsize.records.results_file import results_file
-from memsize.records.sweep import Outcome, Sweep, SweepRow
+from memsize.records.sweep import Outcome, SweepRow
 from memsize.render import FORMATS, render
 from memsize.spec.sweep import grid_of
 from memsize.units import GiB, MiB

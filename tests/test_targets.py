@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from benchmarks.zoo.operators import declare
-from memsize import api
+from memsize import InputSpec, api
 from memsize.cli import run
 from memsize.errors import InputError, TargetError
 from memsize.known_values.values import constant_of
@@ -28,7 +28,7 @@ from memsize.loading.hubs import libraries
 from memsize.loading.target import Target, parse_target
 from memsize.model.input_tensors import inputs_from_data, inputs_from_maker, inputs_from_specs
 from memsize.spec.input_maker import InputRequest
-from memsize.spec.inputs import InputSpec, parse_input
+from memsize.spec.inputs import parse_input
 from memsize.torch_internals.pytree import tensors_in
 from tests.conftest import Python, Write
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import memsize
+from memsize import AllocatorConfig
 from memsize.cli import run as command
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.tracing.ledger import Workspaces
 from memsize.workloads.program import Program

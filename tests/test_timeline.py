@@ -18,18 +18,17 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from memsize.analysis.step import StepTrace
+from memsize import AllocatorConfig, StepTrace, Timeline, Trace
 from memsize.analysis.timeline import timeline
 from memsize.api import trace as trace_step
 from memsize.cli import run
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.replay import replay
 from memsize.errors import InputError
 from memsize.records.aggregates import alive, live_bytes, peak as peak_of
 from memsize.records.roles import ROLES, TITLES, Role, in_order
-from memsize.records.timeline import Phase, Stretch, Timeline, courses, from_data, to_data
-from memsize.records.trace import Event, Storage, Trace
+from memsize.records.timeline import Phase, Stretch, courses, from_data, to_data
+from memsize.records.trace import Event, Storage
 from memsize.render import FORMATS, plot, render
 from tests import records
 from tests.pages import Tags, check_golden as check, check_page

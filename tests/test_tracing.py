@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 import memsize
+from memsize import Trace
 from memsize.errors import ForwardError
 from memsize.kernels import registry
 from memsize.model.input_tensors import inputs_from_data
 from memsize.model.meta_copy import meta_copy
 from memsize.records.aggregates import live_bytes, split_phase, totals, visible
-from memsize.records.trace import Trace
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Setup
 from memsize.tracing.saved_tensors import saving

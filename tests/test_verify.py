@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memsize
+from memsize import Training, Verification
 from memsize.analysis.snapshot import snapshot
 from memsize.analysis.verify import cuda_memory
 from memsize.analysis.verify.cuda_memory import AllocationEvent, CudaMemory, allocation_events
@@ -54,18 +55,10 @@ from memsize.records.measurement import (
     log_of,
     read,
 )
-from memsize.records.verification import (
-    AllocationDifference,
-    Prediction,
-    Verification,
-    VerifiedRun,
-    off_by,
-    read_measurements,
-)
+from memsize.records.verification import AllocationDifference, Prediction, VerifiedRun, off_by, read_measurements
 from memsize.render import FORMATS, render
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
-from memsize.spec.training import Training
 from tests import records
 from tests.conftest import Python
 from tests.pages import check_golden as check

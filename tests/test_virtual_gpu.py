@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import memsize
+from memsize import AllocatorConfig, ProgramRun, Trace, World
 from memsize.analysis.program import program_run, run_program
 from memsize.cli import run as command
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.replay import replay
 from memsize.documents import document
@@ -35,9 +35,8 @@ from memsize.errors import ForwardError, InputError
 from memsize.known_values.assumptions import ALL_DISTINCT
 from memsize.records.aggregates import split_phase
 from memsize.records.gpu import Interval
-from memsize.records.program import Holder, KeptGradients, ProgramRun, WentOn
-from memsize.records.trace import Event, Trace
-from memsize.records.world import World
+from memsize.records.program import Holder, KeptGradients, WentOn
+from memsize.records.trace import Event
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.units import format_bytes
 from memsize.workloads.program import Program
