@@ -22,7 +22,7 @@ from memsize.documents import document
 from memsize.documents.fit import overview_table, size_bars
 from memsize.documents.sections import Table
 from memsize.errors import InputError, ScenarioError
-from memsize.ranks.model_blocks import blocks_of
+from memsize.ranks.strategies import blocks_of
 from memsize.records.fit import FitRow
 from memsize.spec.parallel import on_each, parse_parallel
 from memsize.units import MiB, format_bytes

@@ -15,7 +15,7 @@ from memsize.analysis.runner import Runner
 from memsize.api.opened import opened
 from memsize.device.cards import card
 from memsize.errors import InputError
-from memsize.ranks.model_blocks import blocks_in_line
+from memsize.ranks.strategies import blocks_in_line
 from memsize.spec.parallel import parse_parallel
 from memsize.spec.scenario import scenario_named
 from memsize.tracing.run import Setup

@@ -13,9 +13,11 @@ _flat_param.py and _runtime_utils.py of torch/distributed/fsdp (2.11 to 2.14).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import torch
@@ -34,7 +36,7 @@ def replacements(in_pytorch: Region) -> Iterator[Patch]:
     from torch.nn.parallel import DistributedDataParallel
 
     for name in ("_ddp_init_helper", "_pre_forward"):  # makes the buckets, and makes them once more
-        yield _within(in_pytorch, DistributedDataParallel, name)
+        yield DistributedDataParallel, name, _within(in_pytorch, getattr(DistributedDataParallel, name))
     # It knows clocks of CPUs and CUDA only, and warns.
     distributed: Any = torch.distributed
     yield distributed.Logger, "set_runtime_stats_and_log", lambda logger: None
@@ -46,74 +48,56 @@ def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callab
     """Return the patches of sharding, by module name, for when the program imports it: importing takes a second, and
     most programs never do. Within `aside` nothing is recorded. A rank that is `alone` cannot ask others.
     """
-
-    def propagation(module: Any) -> Iterator[Patch]:
-        propagator, name = module.ShardingPropagator, "propagate_op_sharding_non_cached"
-        yield _within(aside, propagator, "_propagate_tensor_meta_non_cached")
-        yield propagator, name, each_once(getattr(propagator, name), module.DTensorSpec)
-
-    def random_numbers(module: Any) -> Iterator[Patch]:
-        # Each rank would be given its part of one sequence of random numbers; none are drawn here.
-        tracker = module.OffsetBasedRNGTracker
-        yield tracker, "distribute_region_enabled", property(lambda _: False, lambda *_: None)
-        yield (
-            tracker,
-            "_distribute_region",
-            lambda *args, **options: nullcontext(),
-        )  # PyTorch 2.11 enters it all the same
-        yield tracker, "_set_device_state", lambda *_: None
-
-    def parameters(module: Any) -> Iterator[Patch]:
-        yield module, "_chunk_with_empty", _chunked(aside)
-        name = "init_all_gather_outputs"
-        yield module.FSDPParam, name, _gathering(getattr(module.FSDPParam, name), ledger)
-
-    def groups(module: Any) -> Iterator[Patch]:
-        name = "post_backward"
-        yield module.FSDPParamGroup, name, _reducing(getattr(module.FSDPParamGroup, name), ledger)
-
-    def flat_parameters(module: Any) -> Iterator[Patch]:
-        handle, name = module.FlatParamHandle, "_alloc_padded_unsharded_flat_param"
-        yield handle, name, _gathering_flat(getattr(handle, name), ledger)
-
-    def flat_gradients(module: Any) -> Iterator[Patch]:
-        yield module, "_post_backward_hook", _reducing_flat(module._post_backward_hook, ledger)
-
-    def stages(module: Any) -> Iterator[Patch]:
-        name = "_warmup_backward_result"
-        if hasattr(module.PipelineStage, name):
-            yield module.PipelineStage, name, _voted(getattr(module.PipelineStage, name))
-        if alone and hasattr(module.PipelineStage, "_shape_inference"):  # of PyTorch before 2.12
-            yield module.PipelineStage, "_shape_inference", _would_ask
-
-    def schedules(module: Any) -> Iterator[Patch]:
-        name = "_warmup_p2p"
-        if hasattr(module._PipelineSchedule, name):
-            yield module._PipelineSchedule, name, _warmed_up(getattr(module._PipelineSchedule, name), module, alone)
-
-    return {
-        "torch.distributed.pipelining.schedules": schedules,
-        "torch.distributed.pipelining.stage": stages,
-        "torch.distributed.tensor._sharding_prop": propagation,
-        "torch.distributed.tensor._random": random_numbers,
-        "torch.distributed.fsdp._flat_param": flat_parameters,
-        "torch.distributed.fsdp._runtime_utils": flat_gradients,
-        "torch.distributed.fsdp._fully_shard._fsdp_param": parameters,
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group": groups,
+    fsdp, pipelining, tensor = (f"torch.distributed.{name}" for name in ("fsdp", "pipelining", "tensor"))
+    wrappers: dict[str, dict[str, Callable[[Any], Any]]] = {
+        f"{pipelining}.schedules": {"_PipelineSchedule._warmup_p2p": partial(_warmed_up, alone)},
+        f"{pipelining}.stage": {
+            "PipelineStage._warmup_backward_result": _voted,
+            "PipelineStage._shape_inference": lambda original: _would_ask if alone else original,
+        },
+        f"{tensor}._sharding_prop": {
+            "ShardingPropagator._propagate_tensor_meta_non_cached": partial(_within, aside),
+            "ShardingPropagator.propagate_op_sharding_non_cached": each_once,
+        },
+        f"{tensor}._random": {
+            # Each rank would be given its part of one sequence of random numbers; none are drawn here.
+            "OffsetBasedRNGTracker.distribute_region_enabled": lambda _: property(lambda _: False, lambda *_: None),
+            # PyTorch 2.11 enters it all the same.
+            "OffsetBasedRNGTracker._distribute_region": lambda _: lambda *args, **options: nullcontext(),
+            "OffsetBasedRNGTracker._set_device_state": lambda _: lambda *_: None,
+        },
+        f"{fsdp}._flat_param": {"FlatParamHandle._alloc_padded_unsharded_flat_param": partial(_gathering_flat, ledger)},
+        f"{fsdp}._runtime_utils": {"_post_backward_hook": partial(_reducing_flat, ledger)},
+        f"{fsdp}._fully_shard._fsdp_param": {
+            "_chunk_with_empty": partial(_chunked, aside),
+            "FSDPParam.init_all_gather_outputs": partial(_gathering, ledger),
+        },
+        f"{fsdp}._fully_shard._fsdp_param_group": {"FSDPParamGroup.post_backward": partial(_reducing, ledger)},
     }
+    return {module: partial(_wrapped, functions) for module, functions in wrappers.items()}
 
 
-def _within(region: Region, owner: Any, name: str) -> Patch:
-    original = getattr(owner, name)
+_NOT_IN_ALL_RELEASES: Final = ("_warmup_p2p", "_warmup_backward_result", "_shape_inference")
 
+
+def _wrapped(functions: dict[str, Callable[[Any], Any]], module: Any) -> Iterator[Patch]:
+    """Patch functions of `module` and methods of its classes, by their paths, with what wraps each of them."""
+    for path, wrapper in functions.items():
+        kind, _, name = path.rpartition(".")
+        owner = getattr(module, kind) if kind else module
+        if name not in _NOT_IN_ALL_RELEASES or hasattr(owner, name):
+            yield owner, name, wrapper(getattr(owner, name))
+
+
+def _within(region: Region, original: Callable[..., Any]) -> Callable[..., Any]:
     def called(*args: Any, **options: Any) -> Any:
         with region():
             return original(*args, **options)
 
-    return owner, name, called
+    return called
 
 
-def _chunked(aside: Region) -> Callable[..., list[torch.Tensor]]:
+def _chunked(aside: Region, _: Any = None) -> Callable[..., list[torch.Tensor]]:
     """Replace FSDP's chunking of a parameter into one part per rank: all ranks without rows share one empty part.
     PyTorch makes an empty part for each, which takes minutes when thousands of ranks share a small model.
     """
@@ -126,7 +110,7 @@ def _chunked(aside: Region) -> Callable[..., list[torch.Tensor]]:
     return chunked
 
 
-def _gathering(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
+def _gathering(ledger: Ledger, original: Callable[..., None]) -> Callable[..., None]:
     def init(parameter: Any, *args: Any, **options: Any) -> None:
         original(parameter, *args, **options)
         for tensor in parameter.all_gather_outputs:
@@ -135,7 +119,7 @@ def _gathering(original: Callable[..., None], ledger: Ledger) -> Callable[..., N
     return init
 
 
-def _reducing(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
+def _reducing(ledger: Ledger, original: Callable[..., None]) -> Callable[..., None]:
     def post_backward(group: Any, *args: Any) -> None:
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
@@ -150,7 +134,7 @@ def _reducing(original: Callable[..., None], ledger: Ledger) -> Callable[..., No
     return post_backward
 
 
-def _gathering_flat(original: Callable[..., torch.Tensor], ledger: Ledger) -> Callable[..., torch.Tensor]:
+def _gathering_flat(ledger: Ledger, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def allocate(handle: Any) -> torch.Tensor:
         whole = original(handle)
         ledger.mark(whole, "gathered parameter")
@@ -159,7 +143,7 @@ def _gathering_flat(original: Callable[..., torch.Tensor], ledger: Ledger) -> Ca
     return allocate
 
 
-def _reducing_flat(original: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
+def _reducing_flat(ledger: Ledger, original: Callable[..., None]) -> Callable[..., None]:
     def post_backward(state: Any, handle: Any, *args: Any) -> None:
         parameter = handle.flat_param
         if parameter.grad is not None:
@@ -171,11 +155,14 @@ def _reducing_flat(original: Callable[..., None], ledger: Ledger) -> Callable[..
     return post_backward
 
 
-def _warmed_up(original: Callable[..., None], module: Any, alone: bool) -> Callable[..., None]:
+def _warmed_up(alone: bool, original: Callable[..., None]) -> Callable[..., None]:
     """Wrap a schedule's warm-up: stages without known shapes ask their neighbours. A rank that is `alone` raises."""
 
     def warmup(schedule: Any, stages: list[Any], has_backward: bool, *args: Any, **options: Any) -> None:
-        asking = [stage for stage in stages if _asks(stage, has_backward, module)]
+        module: Any = sys.modules["torch.distributed.pipelining.schedules"]
+        is_dynamic = module.InferenceMode.needs_dynamic
+        own = [stage for stage in stages if isinstance(stage, module.PipelineStage)]
+        asking = [stage for stage in own if is_dynamic(stage._user_meta, has_backward)]
         if asking and alone:
             _would_ask(asking[0])
         original(schedule, stages, has_backward, *args, **options)
@@ -190,12 +177,6 @@ def _would_ask(stage: Any, *_: Any, **__: Any) -> NoReturn:
         f"stage {stage.stage_index} of the pipeline would ask its neighbours for the shapes that they send: give "
         "PipelineStage its input_args and output_args, or use memsize run or memsize.trace where processes fork, as on "
         "Linux: they run those too"
-    )
-
-
-def _asks(stage: Any, has_backward: bool, module: Any) -> bool:
-    return isinstance(stage, module.PipelineStage) and module.InferenceMode.needs_dynamic(
-        stage._user_meta, has_backward
     )
 
 
@@ -215,14 +196,13 @@ _BY_ELEMENT: Final = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
 """Prefixes of ops that treat each element of their lists alike."""
 
 
-def each_once(original: Callable[[Any, Any], Any], spec: type) -> Callable[[Any, Any], Any]:
-    """Wrap `ShardingPropagator.propagate_op_sharding_non_cached` so that it processes each distinct list element once.
-
-    `spec` is the class that describes a sharded tensor (DTensorSpec).
+def each_once(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wrap `ShardingPropagator.propagate_op_sharding_non_cached` so that it processes each distinct list element
+    once.
     """
 
     def propagate(propagator: Any, schema: Any) -> Any:
-        places = _places(schema, spec)
+        places = _places(schema)
         if len(set(places)) == len(places):
             return original(propagator, schema)
         firsts = [places.index(number) for number in range(max(places) + 1)]
@@ -237,14 +217,16 @@ def each_once(original: Callable[[Any, Any], Any], spec: type) -> Callable[[Any,
     return propagate
 
 
-def _places(schema: Any, spec: type) -> list[int]:
+def _places(schema: Any) -> list[int]:
     """Return the index of each list element among the distinct elements; empty for ops without tensor lists."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
     if not schema.op.name().startswith(_BY_ELEMENT):
         return []
     lists = [
         argument
         for argument in schema.args_schema
-        if isinstance(argument, (list, tuple)) and argument and type(argument[0]) is spec
+        if isinstance(argument, (list, tuple)) and argument and type(argument[0]) is DTensorSpec
     ]
     if len(set(map(len, lists))) != 1:
         return []

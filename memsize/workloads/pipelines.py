@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memsize.model.input_tensors import input_tensors
-from memsize.ranks.model_blocks import blocks_in_line
-from memsize.ranks.strategies import mesh_of, policy_of, shared_out, spread
+from memsize.ranks.strategies import blocks_in_line, mesh_of, policy_of, shared_out, spread
 from memsize.ranks.tensor_parallel import divide
 from memsize.records.aggregates import peak
 from memsize.records.gpu import Card

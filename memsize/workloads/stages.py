@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from memsize.errors import InputError
-from memsize.ranks.model_blocks import Blocks
+from memsize.ranks.strategies import Blocks
 from memsize.spec.model_request import Call
 from memsize.torch_internals.pytree import arguments_in, tensors_in
 from memsize.tracing.module_calls import parameters_reached
