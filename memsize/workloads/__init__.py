@@ -27,10 +27,7 @@ class Forward:
     """One forward in gradient mode, up to the tensors that autograd saves, as shown in the tables of a report."""
 
     def run(self, setup: Setup) -> Trace:
-        run = Run(setup)
-        with run.recording(), torch.enable_grad(), setup.precision.autocast():
-            run.result = setup.model(*setup.call[0], **setup.call[1])
-        return run.trace()
+        return _forward(Run(setup), gradients=True).trace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +35,16 @@ class Inference:
     """One forward without gradients, outputs freed as PyTorch frees them."""
 
     def run(self, setup: Setup) -> Trace:
-        run = Run(setup)
-        with run.recording(), torch.no_grad(), setup.precision.autocast():
-            run.result = setup.model(*setup.call[0], **setup.call[1])
-        return run.trace()
+        return _forward(Run(setup), gradients=False).trace()
 
 
 def kept_for_backward(setup: Setup) -> int:
     """Measure the bytes that one forward saves for backward, parameters apart."""
-    run = Run(setup, tables=False)
-    with run.recording(inner=False), torch.enable_grad(), setup.precision.autocast():
-        run.result = setup.model(*setup.call[0], **setup.call[1])
+    run = _forward(Run(setup, tables=False), gradients=True, inner=False)
     return run.ledger.saved_bytes(run.calls.saved_storages)
+
+
+def _forward(run: Run, gradients: bool, inner: bool = True) -> Run:
+    with run.recording(inner), torch.set_grad_enabled(gradients), run.setup.precision.autocast():
+        run.result = run.setup.model(*run.setup.call[0], **run.setup.call[1])
+    return run

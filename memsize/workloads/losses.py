@@ -32,14 +32,13 @@ class Losses:
         if callable(self.wanted):
             self.name = getattr(self.wanted, "__name__", "the given function")
             return self.wanted(output)
-        name = self.wanted or _suggested(output)
-        self.name = name
-        return _KINDS[name](self, output)
+        self.name = self.wanted or _suggested(output)
+        return _KINDS[self.name][0](self, output)
 
     @property
     def note(self) -> str:
         """A note about the loss that was used."""
-        return f"the loss is {_LOSS_NAMES.get(self.name, self.name)}"
+        return f"the loss is {_KINDS[self.name][1] if self.name in _KINDS else self.name}"
 
     def own(self, output: Any) -> torch.Tensor:
         """The loss that the model itself returned."""
@@ -50,7 +49,8 @@ class Losses:
 
     def cross_entropy(self, output: Any) -> torch.Tensor:
         """Cross-entropy of the logits: classes last in 2 and 3 dimensions, second in 4 and more (segmentation)."""
-        logits = _logits(output)
+        named = _named(output, "logits")
+        logits = _floating(output)[0] if named is None else named
         if logits.dim() == 3:
             logits = logits.flatten(0, 1)
         shape = (logits.shape[0], *logits.shape[2:])
@@ -58,14 +58,11 @@ class Losses:
 
     def mse(self, output: Any) -> torch.Tensor:
         """Mean squared error against a target like the first floating output."""
-        first = _floating(output)[0]
-        return functional.mse_loss(first, self._target(tuple(first.shape), first.dtype, first.device))
+        return self._beside_target(functional.mse_loss, output)
 
     def bce(self, output: Any) -> torch.Tensor:
         """Binary cross-entropy with logits against a target like the first floating output."""
-        first = _floating(output)[0]
-        target = self._target(tuple(first.shape), first.dtype, first.device)
-        return functional.binary_cross_entropy_with_logits(first, target)
+        return self._beside_target(functional.binary_cross_entropy_with_logits, output)
 
     def mean(self, output: Any) -> torch.Tensor:
         """The sum of the means of all floating outputs that require a gradient."""
@@ -74,6 +71,10 @@ class Losses:
     def sum(self, output: Any) -> torch.Tensor:
         """The sum of all floating outputs that require a gradient."""
         return _total(tensor.sum() for tensor in _floating(output))
+
+    def _beside_target(self, loss: Callable[..., torch.Tensor], output: Any) -> torch.Tensor:
+        first = _floating(output)[0]
+        return loss(first, self._target(tuple(first.shape), first.dtype, first.device))
 
     def _target(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         key = (shape, dtype)
@@ -89,14 +90,15 @@ class Losses:
         return self.targets[key]
 
 
-_KINDS: dict[str, Callable[[Losses, Any], torch.Tensor]] = {
-    "own": Losses.own,
-    "cross_entropy": Losses.cross_entropy,
-    "mse": Losses.mse,
-    "bce": Losses.bce,
-    "mean": Losses.mean,
-    "sum": Losses.sum,
+_KINDS: dict[str, tuple[Callable[[Losses, Any], torch.Tensor], str]] = {
+    "own": (Losses.own, "the model's own"),
+    "cross_entropy": (Losses.cross_entropy, "cross-entropy of the output"),
+    "mse": (Losses.mse, "the mean squared error of the output"),
+    "bce": (Losses.bce, "the binary cross-entropy of the output"),
+    "mean": (Losses.mean, "the mean of the floating outputs"),
+    "sum": (Losses.sum, "the sum of the floating outputs"),
 }
+"""How each loss is computed, and what notes call it."""
 
 
 def _suggested(output: Any) -> str:
@@ -115,11 +117,6 @@ def _named(output: Any, name: str) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _logits(output: Any) -> torch.Tensor:
-    named = _named(output, "logits")
-    return _floating(output)[0] if named is None else named
-
-
 def _floating(output: Any) -> list[torch.Tensor]:
     """Every floating output from which a gradient can start, once."""
     tensors = [t for t in dict.fromkeys(tensors_in(output)) if t.is_floating_point() and t.requires_grad]
@@ -133,13 +130,3 @@ def _total(terms: Any) -> torch.Tensor:
     for term in rest:
         first = first + term.to(first.dtype)
     return first  # type: ignore[no-any-return]
-
-
-_LOSS_NAMES = {
-    "own": "the model's own",
-    "cross_entropy": "cross-entropy of the output",
-    "mse": "the mean squared error of the output",
-    "bce": "the binary cross-entropy of the output",
-    "mean": "the mean of the floating outputs",
-    "sum": "the sum of the floating outputs",
-}

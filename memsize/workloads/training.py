@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from memsize.errors import InputError
-from memsize.loading.model_defined_step import ModelDefinedStep, model_defined_step_of
+from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.tensor_storage import plain_tensors, spec_of
 from memsize.records.trace import Trace
 from memsize.spec.training import USUAL_STEPS, Training
-from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.repetition import StepRepetition
 from memsize.tracing.run import Run, Setup
@@ -119,26 +118,23 @@ def gradients_marked(run: Run) -> Iterator[None]:
     offloaded are left alone, as PyTorch copies them otherwise where somebody watches, and those of flat parameters,
     which are whole until they are reduced.
     """
-    index_of = run.ledger.index_of
-    trained = [
-        parameter
+    ledger = run.ledger
+
+    def mark(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            ledger.mark(parameter.grad, "gradient")
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(mark)
         for parameter in _trainable(run.setup.model)
-        if any(index_of(part) >= 0 for part in plain_tensors(parameter)) and not hasattr(parameter, "_is_flat_param")
+        if any(ledger.index_of(part) >= 0 for part in plain_tensors(parameter))
+        and not hasattr(parameter, "_is_flat_param")
     ]
-    handles = [parameter.register_post_accumulate_grad_hook(_marks_gradient(run.ledger)) for parameter in trained]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _marks_gradient(ledger: Ledger) -> Callable[[torch.Tensor], None]:
-    def mark(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            ledger.mark(parameter.grad, "gradient")
-
-    return mark
 
 
 def _trainable(model: nn.Module) -> list[torch.Tensor]:
@@ -159,13 +155,15 @@ class Loop:
         if not self.parameters:
             raise InputError("no parameter of the model requires a gradient: there is nothing to train")
         self.masters = _master_copies(self.parameters, self.ledger) if setup.precision.masters else None
-        own = _own_step(setup.model) if training.is_own else None
-        self.optimizer = own.optimizer() if own else self._named_optimizer()
-        self.accumulate = (
-            own.accumulate
-            if own and training.gradient_accumulation_steps == 1
-            else training.gradient_accumulation_steps
-        )
+        own = model_defined_step_of(setup.model) if training.is_own else None
+        if training.is_own and own is None:
+            kind = type(setup.model).__name__
+            raise InputError(f"{kind} was not given as a target: its own training step is unknown")
+        updated = self.parameters if self.masters is None else self.masters
+        self.optimizer = own.optimizer() if own else make_optimizer(training.optimizer, updated)
+        self.accumulate = training.gradient_accumulation_steps
+        if own and self.accumulate == 1:
+            self.accumulate = own.accumulate
         self.clip = own.clip if own else 0
         self.losses = Losses(training.loss, self.ledger)
         scaled = setup.precision.scaled if training.scaler is None else training.scaler
@@ -178,18 +176,14 @@ class Loop:
         for _ in range(self.accumulate):
             self._forward_and_backward()
         if self.clip:
-            self._clip()
+            with self.ledger.clock.during("clip"):
+                if self.scaler is not None:
+                    self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self._step()
         if self.average:
             with self.ledger.clock.during("ema"), torch.no_grad():
                 torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 0.001)
-
-    def _named_optimizer(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.training.optimizer, self._updated())
-
-    def _updated(self) -> list[torch.Tensor]:
-        """Return the tensors that the optimizer updates: the parameters, or their float32 masters."""
-        return self.parameters if self.masters is None else self.masters
 
     def _zero_grad(self) -> None:
         views = self.setup.buckets is not None and self.setup.buckets.views  # views of buckets, which stay
@@ -210,12 +204,6 @@ class Loop:
         # A training loop usually holds the output until the next one replaces it; so does this one.
         self.output = output
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-
-    def _clip(self) -> None:
-        with self.ledger.clock.during("clip"):
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.parameters, self.clip)
 
     def _step(self) -> None:
         if self.masters is not None:
@@ -242,13 +230,6 @@ class Loop:
                         parameter.copy_(master)
 
 
-def _own_step(model: nn.Module) -> ModelDefinedStep:
-    step = model_defined_step_of(model)
-    if step is None:
-        raise InputError(f"{type(model).__name__} was not given as a target: its own training step is unknown")
-    return step
-
-
 def one_number(loss: Any) -> torch.Tensor:
     """`loss`; raises `InputError` where a backward cannot start from it."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -266,6 +247,6 @@ def _master_copies(parameters: list[torch.Tensor], ledger: Ledger) -> list[torch
 
 def _copies(parameters: list[torch.Tensor], ledger: Ledger, role: Any) -> list[torch.Tensor]:
     copies = [parameter.detach().to(torch.float32, copy=True) for parameter in parameters]
-    for copy in tensors_in(copies):
+    for copy in copies:
         ledger.mark(copy, role)
     return copies
