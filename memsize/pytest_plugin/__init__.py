@@ -12,6 +12,7 @@ imported before a test asks for the fixture.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -73,7 +74,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.items and not named and not session.config.stash.get(_PARTIAL, False):
         outcome.look_for_obsolete(session.items)
     if (handed := getattr(session.config, "workeroutput", None)) is not None:
-        handed["memsize"] = outcome.to_data()
+        handed["memsize"] = asdict(outcome)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Iterable, Sequence
+from difflib import unified_diff
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from memsize import api
+from memsize import api, files
 from memsize.analysis.check import Measured, against_batch, against_limit
 from memsize.errors import InputError
-from memsize.pytest_plugin.outcome import Outcome
-from memsize.pytest_plugin.tables import difference, folder_of, layer_table, stem_of, write
-from memsize.records.aggregates import totals
+from memsize.pytest_plugin.outcome import Outcome, folder_of, stem_of
+from memsize.records.aggregates import own_rows, totals
 from memsize.records.check import Figure
 from memsize.records.finding import Finding
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import Report, ScenarioResult
+from memsize.records.trace import Trace
 from memsize.spec.limits import LIMITS, Bound, parse_limits
 
 if TYPE_CHECKING:
@@ -143,3 +146,60 @@ def _hint(names: set[str]) -> str:
     if "fits_batch" in names:
         return "; memsize.fit does"
     return '; train="adamw" asks for training steps' if "training_peak" in names else ""
+
+
+# -- layer tables: exact figures in aligned columns, so that a difference can be read ----------------------------------
+
+_HEAD: Final = ("layer", "type", "output", "parameters", "stored", "new output", "kept")
+_NUMBERS: Final = 3
+"""The columns from here on are numbers."""
+
+
+def layer_table(trace: Trace) -> str:
+    """One line for each layer with its own figures: elements of its parameters, and bytes."""
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for row in own_rows(trace):
+        stored = row.parameter_bytes + row.buffer_bytes + row.attribute_bytes
+        outputs = ", ".join(str(output.spec) for output in row.outputs)
+        rows.append(
+            (
+                row.path or "(model)",
+                row.type,
+                outputs,
+                *_texts(row.parameters, stored, row.output_bytes, row.saved_bytes),
+            )
+        )
+    table_totals = totals(trace)
+    sums = _texts(table_totals.parameters, table_totals.stored, table_totals.output_bytes, table_totals.saved_bytes)
+    rows.append(("total", "", "", *sums))
+    return _aligned(rows)
+
+
+def _texts(*values: int) -> tuple[str, ...]:
+    return tuple(f"{value:,}" for value in values)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.rjust(width) if column >= _NUMBERS else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+    return "\n".join(lines) + "\n"
+
+
+def difference(stored: str, current: str, path: Path) -> str:
+    """Show what changed from the stored table to this one, the heading and the lines around it included."""
+    # Columns may have become wider: that alone changes no figure.
+    before, after = ([re.sub("  +", "  ", line) for line in text.splitlines()] for text in (stored, current))
+    lines = unified_diff(before, after, f"{path.name} (stored)", "now", n=1, lineterm="")
+    return "\n".join(lines)
+
+
+def write(path: Path, text: str) -> None:
+    """Store a table, with the folders that it needs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(path, text, overwrite=True)

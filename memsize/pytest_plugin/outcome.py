@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
-from memsize.pytest_plugin.tables import folder_of, stem_of
 from memsize.records.check import Figure
 from memsize.units import Bytes, format_bytes
+
+_FOLDER: Final = "memsize_tables"
+_LONGEST_NAME: Final = 100
+
+
+def folder_of(test: pytest.Item) -> Path:
+    """The folder of the tables of a test's file."""
+    return test.path.parent / _FOLDER / test.path.stem
+
+
+def stem_of(test: pytest.Item) -> str:
+    """Name the files of a test's tables: the test with its parameters, in characters that any disk takes."""
+    parts = test.nodeid.split("::")[1:]
+    return re.sub(r"[^\w.\[\]=,-]+", "-", ".".join(parts))[:_LONGEST_NAME].rstrip(".-")
 
 
 @dataclass
@@ -44,10 +58,6 @@ class Outcome:
                 if path.stem not in folder_stems and path.stem.partition("--")[0] not in folder_stems:
                     self.obsolete.append(str(path))
 
-    def to_data(self) -> dict[str, list[str]]:
-        """Return the data that a worker of xdist hands over."""
-        return asdict(self)
-
     def add(self, other: dict[str, Any]) -> None:
         """Take over what another worker found."""
         for name, values in other.items():
@@ -74,10 +84,7 @@ def _drawn(figure: Figure) -> str:
         return f"{figure.limit:,} does not fit" if figure.limit else str(figure.value)
     if figure.unit == "samples":
         return f"{figure.limit:,} fits"
-    value, limit = (_amount(size, figure.unit) for size in (figure.value, figure.limit))
+    drawn = (format_bytes(Bytes(n)) if figure.unit == "bytes" else f"{n:,}" for n in (figure.value, figure.limit))
+    value, limit = drawn
     share = f" ({figure.value / figure.limit:.0%})" if figure.limit else ""
     return f"{value} of {limit}{share}" + ("" if figure.holds else ": over")
-
-
-def _amount(value: int, unit: str) -> str:
-    return format_bytes(Bytes(value)) if unit == "bytes" else f"{value:,}"
