@@ -209,6 +209,19 @@ def test_resetting_accumulated_statistics_leaves_current_and_peak() -> None:
         assert (after["allocation.all.current"], after["allocation.all.peak"]) == (1, 2)
 
 
+def test_resetting_accumulated_statistics_forgets_refused_requests() -> None:
+    """As in PyTorch's `resetAccumulatedStats` (c10/cuda/CUDACachingAllocator.cpp), which zeroes both counts."""
+    counts = ("num_ooms", "num_alloc_retries")
+    with gpu():
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        before = torch.cuda.memory_stats()
+        torch.cuda.reset_peak_memory_stats()
+        assert [before[name] for name in counts] == [torch.cuda.memory_stats()[name] for name in counts] == [1, 1]
+        torch.cuda.reset_accumulated_memory_stats()
+        assert [torch.cuda.memory_stats()[name] for name in counts] == [0, 0]
+
+
 @pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
 def test_old_types_make_tensors_and_know_them() -> None:
     with gpu():

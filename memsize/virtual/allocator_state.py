@@ -149,7 +149,8 @@ class DeviceMemory:
         block = pool.take(size)
         if not block:
             block = self._allocator.grow(pool, size)
-            self._retries += self._count_segments()
+            # Before it refuses a request PyTorch tries again, whether there was anything to give back or not.
+            self._retries += self._count_segments() or not block
             if not block:
                 self._failures += 1
                 self.emptied.append(self._done)
@@ -214,8 +215,9 @@ class DeviceMemory:
             stat.peak = stat.current
 
     def reset_accumulated(self) -> None:
-        """Forget what was ever allocated and freed."""
+        """Forget what was ever allocated, freed, tried again and refused."""
         self.follow()
+        self._failures = self._retries = 0
         for stat in self._stats.values():
             stat.allocated = stat.freed = 0
 
