@@ -44,7 +44,7 @@ def replacements(assume: Assume, line: RankConnection | None) -> Iterator[Patch]
 
 
 class _Exchange:
-    """What PyTorch's functions of the same names do, for one rank."""
+    """PyTorch's functions of the same names, for one rank."""
 
     def __init__(self, assume: Assume, line: RankConnection | None, original: Callable[..., Any]) -> None:
         self._assume = assume
