@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from memsize import Finding, Trace
-from memsize.analysis.crossover import Crossover
 from memsize.analysis.findings import layout, precision, structure, training
-from memsize.analysis.findings.evidence import Evidence
+from memsize.analysis.findings.evidence import Crossover, Evidence
 from memsize.analysis.findings.report_rules import RULES
 from memsize.records.gpu import GpuEstimate, Interval, Shortage
 from memsize.records.layout import Audit, Copy, LayerFormats, Loss, Run

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 import memsize
 from memsize import Finding
 from memsize.analysis.compare import compare_traces
-from memsize.analysis.crossover import find_crossover
+from memsize.analysis.fit.crossovers import find_crossover
 from memsize.records.answer import FindingList
 from memsize.records.finding import Rules
 from memsize.render import render

@@ -25,9 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize import AllocatorConfig, Finding, Fit, Gpu, ModelRequest, Trace, Training, api
-from memsize.analysis.crossover import first_size
 from memsize.analysis.findings.fit import FitEvidence, what_binds, what_fits_on_the_others
-from memsize.analysis.fit.crossovers import FARTHEST, activations_outweigh, peak_has_left_the_optimizer
+from memsize.analysis.fit.crossovers import FARTHEST, activations_outweigh, first_size, peak_has_left_the_optimizer
 from memsize.analysis.fit.footprint import Footprint, limit_of
 from memsize.analysis.fit.forecast import Forecast
 from memsize.analysis.fit.generation_runs import GenerationRunCache

@@ -17,7 +17,7 @@ import memsize
 from memsize import AllocatorConfig, Fit, Trace, Training
 from memsize.analysis.fit.footprint import Footprint
 from memsize.analysis.fit.optimized_models import Adam8bit, repeated_blocks
-from memsize.analysis.fit.remedies import SEGMENT, remedies_of
+from memsize.analysis.fit.remedy_trials import SEGMENT, remedies_of
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
 from memsize.analysis.fit.step_remedies import RANK, STEP_REMEDIES, accumulation
 from memsize.analysis.remedies import Need, NotApplicable, RemedySearch, try_remedies

@@ -9,7 +9,7 @@ from torch import nn
 
 import memsize
 from memsize import Fit, Training
-from memsize.analysis.fit.remedies import remedies_of
+from memsize.analysis.fit.remedy_trials import remedies_of
 from memsize.analysis.fit.run_cache import RunVariant
 from memsize.analysis.fit.step_remedies import STEP_REMEDIES, more_gpus
 from memsize.analysis.remedies import NotApplicable

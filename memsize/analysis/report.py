@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from memsize.analysis.crossover import Crossover, find_crossover
-from memsize.analysis.findings.evidence import Evidence
+from memsize.analysis.findings.evidence import Crossover, Evidence
 from memsize.analysis.findings.report_rules import RULES
 from memsize.analysis.findings.unfinished_runs import interrupted
+from memsize.analysis.fit.crossovers import find_crossover
 from memsize.analysis.runner import Runner, is_float32, own_autocast
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.device.allocator_config import AllocatorConfig

@@ -54,7 +54,7 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
         model_of(model, report_progress, where.name) as loaded,
         assisted(loaded, request.draft, request.assistant_model, report_progress) as draft,
     ):
-        from memsize.analysis.fit.remedies import remedies_for_generations
+        from memsize.analysis.fit.remedy_trials import remedies_for_generations
         from memsize.analysis.generation.generation_rows import GenerationRequest, report_generation
         from memsize.analysis.runner import Runner
         from memsize.loading import load_loop

@@ -5,11 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from memsize.analysis.crossover import Crossover
 from memsize.records.aggregates import Totals, totals
 from memsize.records.gpu import GpuEstimate
 from memsize.records.trace import StoredTensor, ToolReport, Trace
 from memsize.spec.parallel import Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """The batch size from which on one way of running keeps fewer bytes than another.
+
+    `batch` is the smallest such batch: measured to keep less, with `batch - 1` measured to keep as much or more (unless
+    `batch` is 1). None when there is none. `start` is the batch asked about, with what each keeps there; `per_sample`
+    is what one more sample adds to each.
+    """
+
+    batch: int | None
+    start: int
+    first: int
+    second: int
+    first_per_sample: int
+    second_per_sample: int
 
 
 @dataclass(frozen=True)

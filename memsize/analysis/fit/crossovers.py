@@ -1,7 +1,7 @@
 """Find the sizes from which on something changes: autocast pays, activations outweigh parameters, the peak leaves the
 optimizer.
 
-A forecast says where to look; runs of that size and of the one before decide.
+A line or a forecast says where to look; runs of that size and of the one before decide.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Final, Literal
 
-from memsize.analysis.crossover import first_size
+from memsize.analysis.findings.evidence import Crossover
 from memsize.analysis.fit.footprint import phase_name
 from memsize.analysis.fit.forecast import Forecast, forecast
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
@@ -23,9 +23,70 @@ from memsize.spec.scenario import SCENARIOS, Scenario
 
 FARTHEST: Final = 2**16
 """The largest size at which a crossing is looked for."""
+_FARTHEST_BATCH: Final = 2**24
+"""The same where a line says where to look."""
+_LOOKS: Final = 6
+"""How many sizes are measured around a predicted one: each takes a run or two of the model."""
 
 Deltas = Sequence[tuple[int, int]]
 """The events of a run or of a forecast: a storage of the trace, and the bytes that it gains or loses."""
+
+
+def find_crossover(measure: Callable[[int], tuple[int, int]], start: int) -> Crossover:
+    """The smallest batch from which the second of `measure(batch)`'s figures is below the first.
+
+    `measure` gives the bytes that both keep at a batch size; it is called a handful of times, once per batch size.
+    """
+    seen: dict[int, tuple[int, int]] = {}
+
+    def gap(batch: int) -> int:
+        if batch not in seen:
+            seen[batch] = measure(batch)
+        return seen[batch][1] - seen[batch][0]
+
+    here, slope = gap(start), gap(start + 1) - gap(start)
+
+    def foretold(batch: int) -> bool:
+        return slope <= 0 and here + slope * (batch - start) < 0
+
+    batch = first_size(foretold, lambda batch: gap(batch) < 0, _FARTHEST_BATCH)
+    (first, second), following = seen[start], seen[start + 1]
+    return Crossover(
+        batch=batch,
+        start=start,
+        first=first,
+        second=second,
+        first_per_sample=following[0] - first,
+        second_per_sample=following[1] - second,
+    )
+
+
+def first_size(foretold: Callable[[int], bool], measured: Callable[[int], bool], most: int) -> int | None:
+    """The smallest size for which `measured` holds while it doesn't for the one before; None where none was found.
+
+    `foretold` says where to look, up to `most`, and costs next to nothing.
+    """
+    if not foretold(most):
+        return None
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if foretold(middle) else (middle, high)
+    seen = {0: False}
+
+    def holds(size: int) -> bool:
+        if size not in seen:
+            seen[size] = measured(size)
+        return seen[size]
+
+    while len(seen) <= _LOOKS:
+        if not holds(high):
+            high += 1
+        elif holds(high - 1):
+            high -= 1
+        else:
+            return high
+    return None
 
 
 def crossings(runs: RunCache, scenarios: Sequence[Scenario], base: RunVariant) -> Iterator[Crossing]:

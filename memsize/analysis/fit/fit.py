@@ -12,7 +12,7 @@ from memsize.analysis.findings.unfinished_runs import interrupted
 from memsize.analysis.fit.crossovers import crossings
 from memsize.analysis.fit.fit_rows import likely_size, row_of_search, row_of_size
 from memsize.analysis.fit.generation_runs import MOST_SEQUENCES
-from memsize.analysis.fit.remedies import RemedyWork
+from memsize.analysis.fit.remedy_trials import RemedyWork
 from memsize.analysis.fit.run_cache import NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.search import Search
 from memsize.analysis.runner import is_float32

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
@@ -13,6 +13,7 @@ from memsize.analysis.fit.step_remedies import (
     EXPANDABLE_SEGMENTS,
     INT8_WEIGHTS,
     VariantRemedy,
+    edited,
     quantized,
     remedy,
 )
@@ -30,23 +31,7 @@ def _generation(variant: RunVariant) -> Generation:
     return variant.generation
 
 
-def _int4_weights(variant: RunVariant) -> RunVariant:
-    return quantized(variant, "int4-weight")
-
-
-def _fp8_cache(variant: RunVariant) -> RunVariant:
-    return _with_cache(variant, "quantized", "fp8")
-
-
-def _static_cache(variant: RunVariant) -> RunVariant:
-    return _with_cache(variant, "static", None)
-
-
-def _offloaded_cache(variant: RunVariant) -> RunVariant:
-    return _with_cache(variant, "offloaded", None)
-
-
-def _with_cache(variant: RunVariant, cache: str, dtype: str | None) -> RunVariant:
+def _with_cache(variant: RunVariant, cache: str, dtype: str | None = None) -> RunVariant:
     generation = _generation(variant)
     chosen = generation.cache_implementation or ("quantized" if generation.kv_cache_dtype else None)
     if chosen not in (None, "dynamic"):
@@ -61,14 +46,6 @@ def _chunked_prefill(variant: RunVariant) -> RunVariant:
     return replace(variant, generation=replace(generation, prefill_chunk_size=CHUNK))
 
 
-def _last_logits_only(variant: RunVariant) -> RunVariant:
-    return variant.edited(keep_the_last_logits)
-
-
-def _two_cards(variant: RunVariant) -> RunVariant:
-    return variant.edited(Share(2))
-
-
 GENERATION_REMEDIES: Final = (
     BF16_PARAMETERS,
     EXPANDABLE_SEGMENTS,
@@ -78,7 +55,7 @@ GENERATION_REMEDIES: Final = (
         "weight-only quantization of the linear layers to 4 bits",
         "weights rounded to 16 values, unpacked each time they are used",
         "numbers",
-        _int4_weights,
+        partial(quantized, name="int4-weight"),
         "precision",
     ),
     remedy(
@@ -86,7 +63,7 @@ GENERATION_REMEDIES: Final = (
         "a quantized cache with the backend fp8",
         "rounded keys and values, unpacked each time they are used",
         "numbers",
-        _fp8_cache,
+        partial(_with_cache, cache="quantized", dtype="fp8"),
         "cache",
     ),
     remedy(
@@ -101,14 +78,14 @@ GENERATION_REMEDIES: Final = (
         "the head applied to the last token of the prompt alone",
         "none: generate looks at no other",
         "nothing",
-        _last_logits_only,
+        edited(keep_the_last_logits),
     ),
     remedy(
         "static cache",
         'cache_implementation="static"',
         "room for the whole context from the first token on",
         "nothing",
-        _static_cache,
+        partial(_with_cache, cache="static"),
         "cache",
     ),
     remedy(
@@ -116,7 +93,7 @@ GENERATION_REMEDIES: Final = (
         'cache_implementation="offloaded"',
         "as much memory of the host, and each step copies the whole cache to the GPU and back",
         "speed",
-        _offloaded_cache,
+        partial(_with_cache, cache="offloaded"),
         "cache",
     ),
     remedy(
@@ -124,7 +101,7 @@ GENERATION_REMEDIES: Final = (
         "each layer divided between two such GPUs (tensor parallelism), as vLLM divides it",
         "a second card, and what all of them exchange after each layer",
         "hardware",
-        _two_cards,
+        edited(Share(2)),
         "cards precision",
     ),
 )
@@ -142,12 +119,9 @@ def fewer_sequences(parts: int) -> VariantRemedy:
     return remedy(f"batch ÷{parts}", title, cost, "speed", apply, "parts")
 
 
-def larger_gpus(budgets: Iterable[Budget], needed: int) -> Iterator[VariantRemedy]:
-    """Yield the GPUs of `budgets` on which `needed` bytes may fit."""
-    return (_on_gpu(budget) for budget in budgets if budget.allocator >= needed)
+def on_larger_gpu(budget: Budget) -> VariantRemedy:
+    """Generate on the GPU of `budget`."""
 
-
-def _on_gpu(budget: Budget) -> VariantRemedy:
     def apply(variant: RunVariant) -> RunVariant:
         return replace(variant, card=budget.card, capacity=budget.allocator)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from memsize.analysis.fit.optimized_models import (
@@ -15,7 +16,7 @@ from memsize.analysis.fit.optimized_models import (
     recompute_blocks,
     write_in_place,
 )
-from memsize.analysis.fit.run_cache import RunVariant
+from memsize.analysis.fit.run_cache import Edit, RunVariant
 from memsize.analysis.remedies import Changes, NotApplicable, Remedy
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import SCENARIOS, quantized_from
@@ -46,19 +47,14 @@ def remedy(name: str, title: str, cost: str, changes: Changes, apply: Apply, gro
 # -- precision --------------------------------------------------------------------------------------------------------
 
 
-def _check_full_precision(variant: RunVariant) -> None:
+def _in_lower_precision(variant: RunVariant, name: str) -> RunVariant:
     if variant.scenario.name not in ("as-given", "fp32"):
         raise NotApplicable(f"the scenario is {variant.scenario.name} already")
+    return replace(variant, scenario=SCENARIOS[name])
 
 
 def _autocast(variant: RunVariant) -> RunVariant:
-    _check_full_precision(variant)
-    return replace(variant, scenario=SCENARIOS["amp-bf16" if variant.card.capability >= (8, 0) else "amp-fp16"])
-
-
-def _bf16_parameters(variant: RunVariant) -> RunVariant:
-    _check_full_precision(variant)
-    return replace(variant, scenario=SCENARIOS["bf16"])
+    return _in_lower_precision(variant, "amp-bf16" if variant.card.capability >= (8, 0) else "amp-fp16")
 
 
 def quantized(variant: RunVariant, name: str) -> RunVariant:
@@ -89,15 +85,7 @@ def _optimizer_text(training: Training) -> str:
     return training.optimizer
 
 
-def _fused_optimizer(variant: RunVariant) -> RunVariant:
-    return _with_option(variant, "fused", _FUSED)
-
-
-def _without_foreach(variant: RunVariant) -> RunVariant:
-    return _with_option(variant, "foreach=False", None)
-
-
-def _with_option(variant: RunVariant, option: str, optimizers: tuple[str, ...] | None) -> RunVariant:
+def _with_option(variant: RunVariant, option: str, optimizers: tuple[str, ...] | None = None) -> RunVariant:
     """Give the optimizer an option that only `optimizers` have (None: all have it)."""
     training = _training(variant)
     text = _optimizer_text(training)
@@ -136,9 +124,15 @@ def _set_to_none(variant: RunVariant) -> RunVariant:
 # -- activations, trained parameters, the allocator -------------------------------------------------------------------
 
 
-def _activation_checkpointing(variant: RunVariant) -> RunVariant:
-    _training(variant)
-    return variant.edited(recompute_blocks)
+def edited(edit: Edit, *, trained: bool = False) -> Apply:
+    """Turn an edit of the meta copy into a change of variants; `trained`: of those with a training alone."""
+
+    def apply(variant: RunVariant) -> RunVariant:
+        if trained:
+            _training(variant)
+        return variant.edited(edit)
+
+    return apply
 
 
 def _chunked_cross_entropy(variant: RunVariant) -> RunVariant:
@@ -147,15 +141,6 @@ def _chunked_cross_entropy(variant: RunVariant) -> RunVariant:
         raise NotApplicable("the loss is not cross-entropy")
     _check_undivided(variant)
     return replace(variant, training=replace(training, loss=loss_of_the_head)).edited(chunk_the_head)
-
-
-def _in_place_activations(variant: RunVariant) -> RunVariant:
-    return variant.edited(write_in_place)
-
-
-def _freezing(variant: RunVariant) -> RunVariant:
-    _training(variant)
-    return variant.edited(freeze_all_but_head)
 
 
 def _lora(variant: RunVariant) -> RunVariant:
@@ -217,7 +202,7 @@ BF16_PARAMETERS: Final = remedy(
     "model.bfloat16(): weights, gradients, optimizer state and activations",
     "updates smaller than 1/256 of a weight are lost",
     "numbers",
-    _bf16_parameters,
+    partial(_in_lower_precision, name="bf16"),
     "precision",
 )
 INT8_WEIGHTS: Final = remedy(
@@ -251,15 +236,22 @@ STEP_REMEDIES: Final = (
         "torch.utils.checkpoint around each repeated block",
         "one more forward of these blocks per step, about a third more time",
         "speed",
-        _activation_checkpointing,
+        edited(recompute_blocks, trained=True),
     ),
-    remedy("fused optimizer", "fused=True", "none; usually faster", "nothing", _fused_optimizer, "optimizer"),
+    remedy(
+        "fused optimizer",
+        "fused=True",
+        "none; usually faster",
+        "nothing",
+        partial(_with_option, option="fused", optimizers=_FUSED),
+        "optimizer",
+    ),
     remedy(
         "foreach=False",
         "the optimizer's loop over single parameters",
         "a slower optimizer step, many small kernels",
         "speed",
-        _without_foreach,
+        partial(_with_option, option="foreach=False"),
         "optimizer",
     ),
     remedy(
@@ -291,10 +283,17 @@ STEP_REMEDIES: Final = (
         "inplace=True where the backward needs the output only",
         "wrong results where something else reads an activation's input",
         "nothing",
-        _in_place_activations,
+        edited(write_in_place),
     ),
     EXPANDABLE_SEGMENTS,
-    remedy("freezing", "all but the last layer frozen", "only the last layer learns", "training", _freezing, "trained"),
+    remedy(
+        "freezing",
+        "all but the last layer frozen",
+        "only the last layer learns",
+        "training",
+        edited(freeze_all_but_head, trained=True),
+        "trained",
+    ),
     remedy(
         "LoRA",
         f"adapters of rank {RANK} beside the linear layers, the rest frozen",

@@ -15,7 +15,7 @@ import torch
 from memsize.analysis.findings.serving import RULES
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
-from memsize.analysis.serving.remedies import ServedModel, remedies_for_server
+from memsize.analysis.serving.server_remedies import ServedModel, remedies_for_server
 from memsize.device.cuda_libraries import context_on
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError

@@ -1,11 +1,11 @@
-"""Apply the engine of `memsize.analysis.remedies` to training steps and generations: choose the table, measure runs."""
+"""Try remedies on runs of training steps and generations: choose the table, and measure each variant."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
-from memsize.analysis.fit.generation_remedies import GENERATION_REMEDIES, fewer_sequences, larger_gpus
+from memsize.analysis.fit.generation_remedies import GENERATION_REMEDIES, fewer_sequences, on_larger_gpu
 from memsize.analysis.fit.generation_runs import GenerationRunCache
 from memsize.analysis.fit.run_cache import NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.step_remedies import VariantRemedy, accumulation, more_gpus, numbers_of_parts, step_remedies
@@ -40,7 +40,8 @@ def ladders_of(
         in_parts = fewer_sequences if base.generation else accumulation
         yield Ladder(map(in_parts, numbers_of_parts(size)), until="last")
     if larger and not search.need.fits:
-        yield Ladder(larger_gpus(larger, search.need.bytes), until="enough")
+        enough = (budget for budget in larger if budget.allocator >= search.need.bytes)
+        yield Ladder(map(on_larger_gpu, enough), until="enough")
     yield Ladder(more_gpus(base.parallel), until="no gain")
 
 
