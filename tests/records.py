@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from memsize.records.aggregates import totals
+from memsize.records.comparison import Comparison
 from memsize.records.finding import Finding
 from memsize.records.report import Report, ScenarioResult
 from memsize.records.trace import Event, Failure, InputTensor, Layer, Output, Storage, StoredTensor, TensorSpec, Trace
@@ -183,6 +184,14 @@ def failing() -> Trace:
 
 def _run(trace: Trace, title: str) -> ScenarioResult:
     return ScenarioResult(trace.scenario, title, "run", None, totals(trace), trace)
+
+
+def compared(before: Trace, after: Trace) -> Comparison:
+    """The comparison of two traces."""
+    from memsize.analysis.compare import compare_sides
+    from memsize.analysis.differences import Side
+
+    return compare_sides(Side(before), Side(after))
 
 
 def toy_report() -> Report:

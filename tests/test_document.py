@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from memsize import Finding, Fit, LayoutReport, Report
-from memsize.analysis.compare import compare_traces
 from memsize.analysis.timeline import timeline
 from memsize.documents import document
 from memsize.documents.report import layer_table
@@ -166,7 +165,7 @@ def test_a_peak_is_told_before_what_is_stored() -> None:
 
 
 def test_what_the_verdict_has_told_in_full_is_not_repeated() -> None:
-    comparison = compare_traces(records.toy(), records.toy("fp16", "float16"))
+    comparison = records.compared(records.toy(), records.toy("fp16", "float16"))
     assert len(comparison.findings) <= 4 and document(comparison).reasons() == ()
     many = replace(comparison, findings=tuple(Finding(f"f{n}", "So.") for n in range(5)))
     assert len(document(many).verdict()) == 4 and len(document(many).reasons()) == 1
@@ -208,7 +207,7 @@ def test_small_parts_of_a_whole_share_a_bar() -> None:
 def answers() -> dict[str, Renderable]:
     """An answer of each kind that can be made without torch."""
     report = records.toy_report()
-    comparison = compare_traces(records.toy(), records.toy("fp16", "float16"))
+    comparison = records.compared(records.toy(), records.toy("fp16", "float16"))
     forward = LayoutRun((LayerFormats("", "Net", 0, True, 1),))
     layout = LayoutReport(Audit("net", (), "fp32", True, forward, forward))
     return {

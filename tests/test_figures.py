@@ -14,7 +14,6 @@ import pytest
 
 import memsize
 from memsize import Fit, LayoutReport, StepTrace, Timeline, render
-from memsize.analysis.compare import compare_traces
 from memsize.analysis.timeline import timeline
 from memsize.cli import run
 from memsize.errors import OutputError
@@ -44,7 +43,7 @@ def asked(there: int) -> Fit:
 
 BARS: dict[str, Callable[[], Answer]] = {
     "report": records.toy_report,
-    "comparison": lambda: compare_traces(records.toy(), records.toy("fp16", "float16")),
+    "comparison": lambda: records.compared(records.toy(), records.toy("fp16", "float16")),
     "largest sizes": made_by_hand,
     "need": lambda: asked(13_000 * MiB),
     "checkpoint": lambda: memsize.load(SAVED / "checkpoint.1.memsize"),

@@ -12,7 +12,6 @@ from torch.nn.utils import prune
 
 import memsize
 from memsize import Finding
-from memsize.analysis.compare import compare_traces
 from memsize.analysis.fit.crossovers import find_crossover
 from memsize.records.answer import FindingList
 from memsize.records.finding import Rules
@@ -205,7 +204,7 @@ def test_in_a_notebook_they_are_pages() -> None:
 
 
 def test_golden_comparison() -> None:
-    comparison = compare_traces(records.toy(), records.toy("fp16", "float16"))
+    comparison = records.compared(records.toy(), records.toy("fp16", "float16"))
     check("comparison.html", comparison._repr_html_())
     check("comparison.txt", f"{comparison!r}\n")
     check("comparison.json", comparison.to_json())

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from memsize import load
-from memsize.analysis.compare import compare_traces
 from memsize.analysis.timeline import timeline
 from memsize.records.answer import Renderable
 from memsize.render import render
@@ -31,7 +30,7 @@ SAVED = Path(__file__).parent / "saved"
 ANSWERS: dict[str, Callable[[], Renderable]] = {
     **REPORTS,
     "checkpoint": test_checkpoint_report.made_by_hand,
-    "comparison": lambda: compare_traces(records.toy(), records.toy("fp16", "float16")),
+    "comparison": lambda: records.compared(records.toy(), records.toy("fp16", "float16")),
     "fit": test_fit.made_by_hand,
     "layout": test_layout.made_by_hand,
     "program": program,

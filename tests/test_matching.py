@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from memsize import Comparison, Trace
-from memsize.analysis.compare import compare_traces
 from memsize.analysis.matching import matched
 from memsize.records.aggregates import totals
 from memsize.records.comparison import LayerChange
-from tests.records import layer, stored
+from tests.records import compared, layer, stored
 
 Module = tuple[str, tuple[int, ...]]
 """A module's type, and the shape of its weight: none where it is empty."""
@@ -38,7 +37,7 @@ def numbered(*modules: Module) -> Trace:
 
 def said(before: Trace, after: Trace) -> dict[str, str]:
     """What happened to each layer that changed: ``{"fc → head": "renamed"}``."""
-    return {_path(change): ", ".join(change.how) for change in compare_traces(before, after).layer_changes}
+    return {_path(change): ", ".join(change.how) for change in compared(before, after).layer_changes}
 
 
 def _path(change: LayerChange) -> str:
@@ -109,14 +108,14 @@ def test_what_happened_to_each_layer(before: Trace, after: Trace, expected: dict
 
 
 def test_a_part_is_counted_as_a_whole() -> None:
-    (change,) = compare_traces(model(), model(**BLOCK)).layer_changes
+    (change,) = compared(model(), model(**BLOCK)).layer_changes
     assert (change.before, change.after, change.layers) == (None, "a", 3)
     assert change.sizes[1].parameters == 2 * 4 * 4
     assert change.sizes[1].stored == 2 * 4 * 4 * 4
 
 
 def test_tensors_follow_their_layers() -> None:
-    found = compare_traces(numbered(CONV, WIDE), numbered(NORM, CONV, WIDE))
+    found = compared(numbered(CONV, WIDE), numbered(NORM, CONV, WIDE))
     pairs = {pair.name: pair.before and pair.before.name for pair in found.pairs}
     assert pairs == {"1.weight": "0.weight", "2.weight": "1.weight", "0.weight": None}
     renamed = found.tables()["changes"].records()[0]
@@ -141,14 +140,14 @@ def test_laws(before: Trace, after: Trace) -> None:
         nodes = [pair[side] for pair in pairs]
         paths = [node.layer.path for node in nodes if node]
         assert sorted(paths) == sorted(layer.path for layer in trace.layers)
-    found = compare_traces(before, after)
+    found = compared(before, after)
     grown = totals(after).stored - totals(before).stored
     assert sum(change.sizes[1].stored - change.sizes[0].stored for change in found.layer_changes) == grown
     assert sum(pair.bytes for pair in found.pairs) == grown
-    assert compare_traces(after, after).is_same
+    assert compared(after, after).is_same
 
 
 def test_it_is_the_same_where_nothing_differs() -> None:
-    same: Comparison = compare_traces(model(**BLOCK), model(**BLOCK))  # type: ignore[arg-type]
+    same: Comparison = compared(model(**BLOCK), model(**BLOCK))  # type: ignore[arg-type]
     assert same.is_same and not same.layer_changes
-    assert not compare_traces(model(fc=CONV), model(fc=WIDE)).is_same
+    assert not compared(model(fc=CONV), model(fc=WIDE)).is_same

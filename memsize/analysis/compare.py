@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from memsize.analysis.comparison_sides import Side
-from memsize.analysis.differences import figure_changes, layer_changes, living_changes, new_findings, paired_tensors
+from memsize.analysis.differences import (
+    Side,
+    figure_changes,
+    layer_changes,
+    living_changes,
+    new_findings,
+    paired_tensors,
+)
 from memsize.analysis.findings.evidence import Evidence, layers_of
 from memsize.analysis.findings.precision import mixed_dtypes, wrappers_that_misreport
 from memsize.analysis.matching import matched
@@ -17,6 +23,8 @@ from memsize.records.trace import Trace
 from memsize.units import Bytes, signed_share
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
+_STRUCTURAL = {"added", "removed", "resized"}
+"""Changes of a layer that no conversion makes."""
 
 
 class Models(NamedTuple):
@@ -35,18 +43,13 @@ class Models(NamedTuple):
 RULES = Rules[Models]()
 
 
-def compare_traces(before: Trace, after: Trace) -> Comparison:
-    """The comparison of two traces."""
-    return compare_sides(Side(before), Side(after))
-
-
 def compare_sides(before: Side, after: Side) -> Comparison:
     """The comparison of all that is known of two models or files. Layers are paired by `memsize.analysis.matching`."""
     layers = matched(before.trace, after.trace)
     pairs = paired_tensors(before.trace, after.trace, layers)
     changes, figures = layer_changes(layers), figure_changes(before, after)
     peak, living = living_changes(before, after, layers)
-    converted = not (before.file or after.file or any(_is_structural(change.how) for change in changes))
+    converted = not (before.file or after.file or any(_STRUCTURAL & {*change.how} for change in changes))
     appeared, gone = new_findings(before.findings, after.findings, layers)
     return Comparison(
         before=before.trace,
@@ -66,10 +69,6 @@ def compare_sides(before: Side, after: Side) -> Comparison:
         optimizer=after.optimizer or before.optimizer,
         notes=tuple(dict.fromkeys((*before.notes, *after.notes))),
     )
-
-
-def _is_structural(how: tuple[str, ...]) -> bool:
-    return not {"added", "removed", "resized"}.isdisjoint(how)
 
 
 @RULES.rule("stored-changed", "stored-unchanged")

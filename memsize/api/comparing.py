@@ -35,7 +35,7 @@ def diff(request: DiffRequest, *, progress: Callable[[str], None] | None = None)
     Raises `MemsizeError` for anything else, and what `report` and `checkpoint` raise.
     """
     from memsize.analysis.compare import compare_sides
-    from memsize.analysis.comparison_sides import Side
+    from memsize.analysis.differences import Side
 
     settings = ReportRequest(
         model=request.model,

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from memsize.analysis.explain.categories import Category, categories
-from memsize.analysis.explain.history import History, Life
+from memsize.analysis.explain.history import Category, History, Life, categories
 from memsize.analysis.explain.snapshot_file import Segment, Snapshot, read_snapshot
 from memsize.analysis.explain.stacks import python_calls
 from memsize.analysis.findings.explanation import RULES

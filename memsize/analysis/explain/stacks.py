@@ -1,7 +1,7 @@
 """The stage of a run at which a stack allocates, and the line of the program that leads there.
 
 A stack shows where a block was allocated, not its purpose: roles follow from the stack together with the lifetime of
-the block (`memsize.analysis.explain.categories`). Every rule is a name in PyTorch or in a library that trains with it.
+the block (`memsize.analysis.explain.history`). Every rule is a name in PyTorch or in a library that trains with it.
 """
 
 from __future__ import annotations

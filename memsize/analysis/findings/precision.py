@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from memsize.analysis.crossover import Crossover
-from memsize.analysis.findings.evidence import Evidence, bytes_of, layers_of
+from memsize.analysis.findings.evidence import Crossover, Evidence, bytes_of, layers_of
 from memsize.records.aggregates import stored_dtypes
 from memsize.records.finding import Finding, Rules
 from memsize.records.trace import StoredTensor

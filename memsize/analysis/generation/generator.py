@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from memsize.analysis.generation.run_record import columns_of
 from memsize.analysis.generation.step_polynomials import (
     ALIGNED,
     Curve,
@@ -23,7 +22,7 @@ from memsize.analysis.generation.step_polynomials import (
     Steps,
     polynomial_in,
 )
-from memsize.analysis.generation.steps import Step, steps_of
+from memsize.analysis.generation.steps import Step, columns_of, steps_of
 from memsize.analysis.runner import Runner
 from memsize.device.allocation_events import AllocationEvents, flow_of
 from memsize.device.allocator_config import SMALL
