@@ -36,6 +36,10 @@ from memsize.records.layout import Format
 _aten = torch.ops.aten
 FORWARD = _aten.convolution.default
 BACKWARD = _aten.convolution_backward.default
+TRACED = _aten._convolution.default
+"""As `torch.jit.trace` records it: the same, with settings of cuDNN."""
+TRACED_AS = 9
+"""How many of its arguments are those of `FORWARD`."""
 
 same_dtype(slice(0, 3), FORWARD)  # Convolution.cpp, at the head of `convolution`
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memsize.kernels.convolution import ConvolutionWorkspaces
+from memsize.kernels.convolution import FORWARD, TRACED, TRACED_AS, ConvolutionWorkspaces
 from memsize.kernels.matmul import takes_cublas, takes_cublaslt
 from memsize.kernels.multiply_adds import FLOPS_OF_ONE
 from memsize.kernels.registry import Temporary
@@ -125,6 +125,8 @@ class Ledger(MetaDispatchMode):
             return NotImplemented
         if func is DETACH:
             return carry_over(args[0], func(*args))
+        if func is TRACED:
+            func, args = FORWARD, args[:TRACED_AS]
         kwargs, op = kwargs or {}, self.op_facts[func]
         self.clock.tick()
         self.last_op = op.name

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memsize.kernels.convolution import FORWARD as CONVOLUTION
 from memsize.known_values.evaluation import as_stand_ins
 from memsize.model.tensor_storage import plain_tensors
 from memsize.processes.user_code import Lines
@@ -35,6 +36,7 @@ from memsize.ranks.peer_checks import check_devices, check_layouts, check_ranks
 from memsize.records.roles import Role
 from memsize.records.trace import Storage
 from memsize.records.world import Collective, CollectiveKind
+from memsize.torch_internals.jit_tracing import is_tracing, record_as, record_convolution, untraced
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import arguments_in
 from memsize.tracing.dispatch import has_own_dispatch
@@ -55,6 +57,8 @@ from memsize.virtual.stream_order import StreamOrder, host_waits
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+"""The dtypes of tensors that stand for numbers."""
 _TO_COPY = torch.ops.aten._to_copy.default
 _SET_STORAGE = torch.ops.aten.set_.source_Storage_storage_offset
 """As `torch.load` makes tensors."""
@@ -134,10 +138,26 @@ class VirtualLedger(Ledger):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and has_own_dispatch(types):
             return NotImplemented
+        if is_tracing() is not None:
+            return self._traced(func, types, args, kwargs)
         kwargs = kwargs or {}
         if func.namespace in NAMESPACES and self.alone:
             return self._between_ranks(func, types, args, kwargs)
         return self._run(func, types, args, kwargs)
+
+    def _traced(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that `torch.jit.trace` has not recorded itself."""
+        if func is not CONVOLUTION:
+            with untraced():
+                return self.__torch_dispatch__(func, types, args, kwargs)
+        with self.aside():
+            recorded = record_convolution(args)
+        if not on_gpu(args):
+            return recorded
+        with untraced():
+            result = self.__torch_dispatch__(func, types, args, kwargs)
+        record_as(result, recorded)
+        return result
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = self._placed(func, types, args, kwargs)
@@ -271,6 +291,7 @@ class VirtualLedger(Ledger):
     def _off_gpu(self, func: Any, args: Any, kwargs: Any, device: torch.device | None) -> Any:
         """Run an op on the CPU, or on the program's own `meta` tensors, which nobody records."""
         if not any_own_meta(args) and (device is None or device.type != "meta"):
+            args = _with_numbers_as_tensors(func, args)
             result = func(*args, **_unpinned(kwargs))
             return self.host_memory.pin(result) if kwargs.get("pin_memory") else result
         if func is _TO_COPY and device is not None and (device.type == "cpu" or _names_gpu(device)):
@@ -433,6 +454,20 @@ class VirtualLedger(Ledger):
 def _writes_into_memory(func: Any, args: Any) -> bool:
     """Whether an op changes its first argument, and that is no stand-in."""
     return func._schema.is_mutable and not all(map(is_meta, arguments_in(args[:1])))
+
+
+def _with_numbers_as_tensors(func: Any, args: Any) -> Any:
+    """The arguments of an op, with tensors where it wants them: of those that stand for numbers in a graph, PyTorch
+    hands a dispatch mode the numbers.
+    """
+    kinds = [type(value) for value in args]
+    if not any(kind in _NUMBERS for kind in kinds):
+        return args
+    wanted = (str(argument.type) == "Tensor" for argument in func._schema.arguments)
+    return tuple(
+        torch.scalar_tensor(value, dtype=_NUMBERS[kind], device=_CPU) if is_tensor and kind in _NUMBERS else value
+        for value, kind, is_tensor in zip(args, kinds, wanted, strict=False)
+    )
 
 
 def _unpinned(kwargs: dict[str, Any]) -> dict[str, Any]:

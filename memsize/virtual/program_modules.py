@@ -20,6 +20,7 @@ from memsize.processes.user_code import users_frames, variables
 from memsize.records.aggregates import split_phase
 from memsize.records.timeline import AROUND
 from memsize.records.trace import InputTensor, StoredTensor
+from memsize.torch_internals.jit_tracing import traced_again, untraced
 from memsize.torch_internals.pytree import arguments_in, tensors_in
 from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord, kernel_size, module_type, version_of
 from memsize.virtual.device_assignment import devices
@@ -71,14 +72,16 @@ class ProgramCalls(ModuleCallRecorder):
 
     def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            index = self._index(module)
-            if index < 0:
-                if not _works_on_gpu(module, args, kwargs):
-                    return original(module, *args, **kwargs)
-                index = self._add(module)
-            if not self.ledger.clock.inside:
-                return self._call_root(module, index, args, kwargs)
-            return self._call_module(module, index, args, kwargs)
+            with untraced():
+                index = self._index(module)
+                if index < 0 and _works_on_gpu(module, args, kwargs):
+                    index = self._add(module)
+                if index < 0:
+                    with traced_again():
+                        return original(module, *args, **kwargs)
+                if not self.ledger.clock.inside:
+                    return self._call_root(module, index, args, kwargs)
+                return self._call_module(module, index, args, kwargs)
 
         return called
 
@@ -166,7 +169,8 @@ class ProgramCalls(ModuleCallRecorder):
         is_open = not self.roots[self.root_of[index]].trained and devices().current == devices().index
         arguments = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs))] if is_open else []
         try:
-            result = module._call_impl(*args, **kwargs)
+            with traced_again():
+                result = module._call_impl(*args, **kwargs)
         finally:
             clock.leave(outer)
         if is_open:

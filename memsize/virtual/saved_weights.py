@@ -96,22 +96,22 @@ class Files(FileGuard):
 
     def _saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            size = _stand_in_bytes(obj)
+            size = stand_in_bytes(obj)
             if not size or not isinstance(f, (str, os.PathLike)):
                 if isinstance(f, (str, os.PathLike)):
                     self.check_open(f)  # C++ opens it, without an audit event
                 elif size:
-                    self._counted_in(f, size)
+                    self.counted_in(f, size)
                 return original(obj, f, *args, **kwargs)
             buffer = io.BytesIO()
             original(obj, buffer, *args, **kwargs)
             self._saved_files[os.path.abspath(f)] = buffer.getvalue()
-            self._left_out(f, size)
+            self.left_out(f, size)
             return None
 
         return save
 
-    def _counted_in(self, file: Any, size: int) -> None:
+    def counted_in(self, file: Any, size: int) -> None:
         """Note `size` bytes of weights that an open file gets, or a buffer that may be written later."""
         name = getattr(file, "name", None)
         if isinstance(name, str):
@@ -119,7 +119,7 @@ class Files(FileGuard):
         else:
             self.saved["a buffer in memory"] = size
 
-    def _left_out(self, path: Any, size: int) -> None:
+    def left_out(self, path: Any, size: int) -> None:
         """Note `size` bytes of weights; a file without them is there for programs that move it or look at it."""
         self.counted(path, size)
         self.stand_in(Path(os.fsdecode(path)))
@@ -147,11 +147,11 @@ class Files(FileGuard):
 
     def _saving_named(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-            size = _stand_in_bytes(tensors)
+            size = stand_in_bytes(tensors)
             if not size:
                 self.check_open(filename)  # Rust opens it
                 return original(tensors, filename, *args, **kwargs)
-            self._left_out(filename, size)
+            self.left_out(filename, size)
             return None
 
         return save_file
@@ -165,7 +165,7 @@ class Files(FileGuard):
         return from_file
 
 
-def _stand_in_bytes(value: Any) -> int:
+def stand_in_bytes(value: Any) -> int:
     """The bytes of the GPU that a state holds, each storage once; of what is sharded, this rank's."""
     if isinstance(value, torch.nn.Module):
         value = value.state_dict()

@@ -36,6 +36,7 @@ from memsize.virtual.program_code import Held, Waits, holders
 from memsize.virtual.program_modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu
 from memsize.virtual.saved_weights import Files, trackers_off
+from memsize.virtual.torchscript import ScriptFiles
 from memsize.workloads.optimizers import steps_watched
 from memsize.workloads.program_steps import ProgramSteps, in_step
 
@@ -122,7 +123,8 @@ class Program:
             self.card, self.memory, lambda: self._snapshot(self._trace(None), self.memory.config), self.stack
         )
         quiet = threading, "excepthook", _unless_stopped(threading.excepthook)
-        own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *self.files.replacements())
+        files = (*self.files.replacements(), *ScriptFiles(self.files, self.ledger).replacements())
+        own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files)
         with (
             virtual_gpu(driver, self.ledger, (*own, *more), self.world, sharded_checkpoints.later(self.files)),
             steps_watched(self.ledger, everywhere=True),

@@ -1,0 +1,133 @@
+"""TorchScript on a virtual GPU: graphs that `torch.jit.trace` records, modules that move there, and their files.
+
+A graph has the kernels that the GPU would run; `SummaryWriter.add_graph` traces too. The parameters of a scripted
+module belong to C++ code, which takes new ones in their place when the module moves.
+
+Known limit: an optimizer that was made before such a module moved keeps the parameters that it had.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memsize.processes.patches import Patch
+from memsize.tracing.named_devices import named_gpu
+from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.saved_weights import Files, stand_in_bytes
+
+_OWN_CODE = r"memsize(\.|$)"
+
+
+def replacements() -> Iterator[Patch]:
+    """Patch the functions that trace, and the one that moves a scripted module."""
+    module: Any = torch.jit._trace
+    yield module, "_check_trace", lambda *args, **options: None  # it runs the model again, and compares the values
+    for name in ("trace", "trace_module"):
+        quiet = _without_own_warnings(getattr(module, name))
+        for owner in (module, torch.jit):
+            yield owner, name, quiet
+    yield torch.jit.ScriptModule, "_apply", _moved
+
+
+def _without_own_warnings(original: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch warns of each decision by a shape, which its own kernels in C++ and those of memsize make too."""
+
+    @wraps(original)
+    def trace(*args: Any, **options: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning, module=_OWN_CODE)
+            return original(*args, **options)
+
+    return trace
+
+
+def _moved(module: Any, move: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """`Module._apply`, which would put the data of another device into the tensors that are there."""
+    for child in module.children() if recurse else ():
+        child._apply(move)
+    with torch.no_grad():
+        for name, parameter in module._parameters.items():
+            moved = move(parameter)
+            if moved is not parameter:
+                module._parameters[name] = fresh = nn.Parameter(moved, parameter.requires_grad)
+                fresh.grad = None if parameter.grad is None else move(parameter.grad)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = move(buffer)
+    return module
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+class ScriptFiles:
+    """Scripted modules that a program saves and loads, whose files C++ code writes and reads.
+
+    Weights of the GPU are not written: the program may load the module again, in a copy.
+    """
+
+    def __init__(self, files: Files, ledger: VirtualLedger) -> None:
+        self._files = files
+        self._ledger = ledger
+        self._saved: dict[str | bytes, nn.Module] = {}
+        """Copies that take no memory, by the path of the file, or what a buffer was given."""
+
+    def replacements(self) -> Iterator[Patch]:
+        """Patch the functions that save and load scripted modules."""
+        script: Any = torch.jit._script
+        for kind in (script.ScriptModule, script.RecursiveScriptModule):
+            yield kind, "save", self._saving(kind.save)
+            yield kind, "save_to_buffer", self._saving_to_buffer(kind.save_to_buffer)
+        loading = self._loading(torch.jit.load)
+        for owner in (torch.jit, torch.jit._serialization):
+            yield owner, "load", loading
+
+    def _keep(self, name: str | bytes, module: nn.Module) -> None:
+        with self._ledger.aside(), torch.no_grad():
+            self._saved[name] = copy.deepcopy(module)
+
+    def _saving(self, original: Callable[..., None]) -> Callable[..., None]:
+        def save(module: nn.Module, f: Any, **options: Any) -> None:
+            size = stand_in_bytes(module)
+            if size:
+                self._keep(os.path.abspath(f), module)
+                self._files.left_out(f, size)
+            else:
+                self._files.check_open(f)  # C++ opens it, without an audit event
+                original(module, f, **options)
+
+        return save
+
+    def _saving_to_buffer(self, original: Callable[..., bytes]) -> Callable[..., bytes]:
+        def save_to_buffer(module: nn.Module, *args: Any, **options: Any) -> bytes:
+            contents, size = original(module, *args, **options), stand_in_bytes(module)
+            if size:
+                self._keep(contents, module)
+                self._files.counted_in(None, size)
+            return contents
+
+        return save_to_buffer
+
+    def _loading(self, original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        def load(f: Any, map_location: Any = None, *args: Any, **options: Any) -> nn.Module:
+            contents = os.path.abspath(f) if isinstance(f, (str, os.PathLike)) else f.read()
+            gpu = named_gpu(map_location)
+            saved = self._saved.get(contents)
+            if saved is not None:
+                with torch.no_grad():
+                    module = copy.deepcopy(saved)
+                return module if map_location is None else module.to(map_location)
+            source = f if isinstance(contents, str) else io.BytesIO(contents)
+            if gpu is None:
+                return original(source, map_location, *args, **options)
+            return original(source, "cpu", *args, **options).to(map_location)
+
+        return load
