@@ -332,7 +332,7 @@ def test_no_positions_are_no_limit() -> None:
         (
             T5,
             {"kv_cache_dtype": "fp8"},
-            "quantizes no cache of an encoder-decoder: use --cache-implementation dynamic or static",
+            "quantizes no cache of an encoder-decoder: use cache_implementation dynamic or static",
         ),
         (
             SMALL | WINDOW,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import nn
 
 import memsize
 from memsize import cli
-from memsize.errors import InputError
+from memsize.errors import InputError, MemsizeError
 from memsize.spec import requests
 from memsize.spec.options import Option, keywords_of, options_of
 from memsize.spec.section import MODEL_KEYS, ModelSection
@@ -32,7 +34,7 @@ def options() -> list[tuple[str, Option]]:
     ("call", "problem"),
     [
         (lambda: memsize.report(NET, (8,), scenario="fp32"), "unknown keyword `scenario`: did you mean scenarios"),
-        (lambda: memsize.report(NET, (8,), gpu=["t4", "a100"]), "gpu is .*: it should be a text"),
+        (lambda: memsize.report(NET, (8,), gpu=["t4", "a100"]), "gpu is .*: it should be a Gpu, a text or None"),
         (lambda: memsize.report(NET, (8,), train="adamw", allocator="nonsense:1"), "no allocator setting"),
         (lambda: memsize.report(NET, (8,), loss="mse"), "loss is for training steps: name an optimizer with train"),
         (lambda: memsize.report(NET, (8,), arguments={"width": 3}), "arguments are for a target"),
@@ -47,6 +49,25 @@ def options() -> list[tuple[str, Option]]:
             lambda: memsize.report(NET, (8,), train=memsize.Training("sgd"), loss="mse"),
             "loss is said twice: the Training holds it already",
         ),
+        (
+            lambda: memsize.report(NET, (8,), training=memsize.Training("sgd")),
+            "unknown keyword `training`: did you mean",
+        ),
+        (lambda: memsize.report(memsize.ModelRequest.of(NET, (8,)), batch_size=2), "batch_size is said twice"),
+        (lambda: memsize.report(NET, input_data=torch.zeros(4, 8), seq_len=2), "these say their own sizes"),
+        (lambda: memsize.report(NET, gpu="t4"), "gpu is about a run of the model, which needs an input"),
+        (lambda: memsize.report(NET, mode="eval"), "mode is about a run of the model, which needs an input"),
+        (lambda: memsize.report(nn.ReLU), r"the class ReLU: give an instance, ReLU\(…\), or a target, 'file.py:ReLU'"),
+        (lambda: memsize.guard(NET, "adamw", torch.zeros(1, 8)), "optimizer is 'adamw': give the one of your loop"),
+        (lambda: memsize.fit(NET, (8,), gpus="t4"), "cannot read the number of GPUs 't4'.*; gpu names the kind of GPU"),
+        (lambda: memsize.fit(NET, (8,), gpus=2), r"gpus goes with parallel.*\(parallel fsdp\)"),
+        (lambda: memsize.fit("hf:gpt2", prompt=8, mode="train"), "mode is about a step of the model's own"),
+        (lambda: memsize.diff(*[memsize.report(NET)] * 2, scenarios="fp16"), "scenarios is for models that are run"),
+        (lambda: memsize.run("train.py", "--epochs 1"), "arguments is '--epochs 1': it should be a list"),
+        (lambda: memsize.sweep({"target": "torch.nn:ReLU"}, fresh=True), "retry and fresh are about the file"),
+        (lambda: memsize.checkpoint("a.pt", arguments={"width": 1}), "name it with against"),
+        (lambda: memsize.verify(NET, (8,), against="a.memsize", device=1), "device is a GPU of this machine"),
+        (lambda: memsize.generate("hf:gpt2", num_beams=2, prompt_lookup_num_tokens=2), "leave out num_beams"),
         (lambda: memsize.explain(), "snapshot is missing"),
         (lambda: memsize.explain("a", "b"), "explain takes snapshot, and the rest by keywords"),
         (lambda: memsize.explain("a", snapshot="b"), "snapshot is given twice"),
@@ -55,6 +76,51 @@ def options() -> list[tuple[str, Option]]:
 def test_no_argument_is_ignored(call: Callable[[], object], problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         call()
+
+
+class Odd:
+    """What no keyword takes."""
+
+
+FUNCTIONS = [
+    name
+    for name in memsize.__all__
+    if inspect.isfunction(getattr(memsize, name)) and name not in ("load", "shape_rule")
+]
+KEYWORDS = [
+    (name, parameter.name)
+    for name in FUNCTIONS
+    for parameter in inspect.signature(getattr(memsize, name)).parameters.values()
+    if not re.search(r"Any$|Module|Optimizer", parameter.annotation)  # what a model's forward takes, and models
+]
+REST: dict[str, dict[str, Any]] = {
+    "check": {},
+    "checkpoint": {"path": "a.pt"},
+    "diff": {"before": NET, "after": NET},
+    "explain": {"snapshot": "a.pickle"},
+    "fit_script": {"script": "a.py", "arguments": ["-b", "1"], "vary": "b"},
+    "generate": {"model": "hf:a.json"},
+    "guard": {"model": NET, "optimizer": None, "batch": torch.zeros(1, 8)},
+    "run": {"script": "a.py"},
+    "serve": {"model": "hf:a.json"},
+    "sweep": {"grid": {"target": "torch.nn:ReLU"}},
+    "virtual_gpu": {},
+}
+"""What else a call needs; of the other functions a model and its input."""
+
+
+@pytest.mark.parametrize(("name", "key"), KEYWORDS)
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_keyword(name: str, key: str) -> None:
+    rest = REST.get(name, {"model": NET, "input_size": (8,)})
+    annotation = inspect.signature(getattr(memsize, name)).parameters[key].annotation
+    with pytest.raises(MemsizeError) as caught:
+        getattr(memsize, name)(**rest | {key: Odd()})
+    text = str(caught.value)
+    assert not re.search(r"(^|\s)--\w", text)
+    if "Literal" in annotation:
+        assert text.startswith(f"no {key.replace('_', ' ')} ")
+    else:
+        assert re.match(rf"{key} is '.*Odd object.*': it should be ", text)
 
 
 def test_an_unknown_keyword_is_a_type_error_too() -> None:

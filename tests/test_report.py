@@ -246,7 +246,9 @@ def test_what_has_to_be_run_says_which_input_is_missing(asked: dict[str, object]
 
 def test_a_batch_of_one_that_batch_norm_refuses() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4))
-    with pytest.raises(memsize.ForwardError, match="--mode eval"):
+    with pytest.raises(
+        memsize.ForwardError, match=r"use batch_size 2, or mode eval \(batch_size=2, or mode=\"eval\"\)"
+    ):
         memsize.report(model, (3, 8, 8))
     assert memsize.report(model, (3, 8, 8), mode="eval", scenarios="fp32").totals.parameters == 3 * 4 * 64 + 4 + 8
 
@@ -255,7 +257,7 @@ def test_a_batch_of_one_that_batch_norm_refuses() -> None:
     "layer", [nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(3, 4, 3), nn.BatchNorm2d(3), nn.InstanceNorm2d(3)]
 )
 def test_a_size_that_includes_the_batch(layer: nn.Module) -> None:
-    advice = "a size is given without the batch, which --batch-size sets"
+    advice = "a size is given without the batch, which batch_size sets"
     with pytest.raises(memsize.ForwardError, match=advice):
         memsize.report(nn.Sequential(layer), (8, 3, 32, 32))
     with pytest.raises(memsize.ForwardError) as other:  # one image of another number of channels

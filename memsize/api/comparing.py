@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memsize.api.file_readers import checkpoint, load
 from memsize.api.keywords import takes
 from memsize.api.models import report
+from memsize.errors import InputError
 from memsize.loading.revision import parse_revision
 from memsize.loading.target import LIBRARIES, is_checkpoint
 from memsize.records.answer import Saveable
@@ -34,6 +35,8 @@ def diff(request: DiffRequest, *, progress: Callable[[str], None] | None = None)
 
     Raises `MemsizeError` for anything else, and what `report` and `checkpoint` raise.
     """
+    if not any(map(_is_run, (request.before, request.after))):
+        _refuse_run_options(request)
     from memsize.analysis.compare import compare_sides
     from memsize.analysis.differences import Side
 
@@ -53,6 +56,22 @@ def diff(request: DiffRequest, *, progress: Callable[[str], None] | None = None)
         return Side.of(answer, model.model if isinstance(model.model, str) else "")
 
     return compare_sides(side(request.before), side(request.after))
+
+
+def _is_run(side: Any) -> bool:
+    """Whether a side is a model, or a target, and no answer or file that is there already."""
+    if isinstance(side, str | os.PathLike):
+        return not (is_run_file(os.fspath(side)) or is_checkpoint(os.fspath(side)))
+    return not isinstance(side, Trace | Saveable | ModelRequest)
+
+
+def _refuse_run_options(request: DiffRequest) -> None:
+    """Raise `InputError` for what is asked of models that are run where both sides are there already."""
+    plain = DiffRequest(before=request.before, after=request.after)
+    options = {"model": "an input", "training": "train", "gpu": "a GPU", "execute": "execute", "scenarios": "scenarios"}
+    for name, option in options.items():
+        if getattr(request, name) != getattr(plain, name):
+            raise InputError(f"{option} is for models that are run, and both sides are there already")
 
 
 def _named(model: Any) -> Any:

@@ -27,7 +27,7 @@ def checkpoint(request: CheckpointRequest) -> CheckpointReport:
     `TargetError` for the target.
     """
     if request.against is None and request.arguments:
-        raise InputError("--arg is for the model of --against: name one")
+        raise InputError("--arg is for the constructor of a model to compare with: name it with --against")
     if isinstance(request.against, str):
         parse_target(request.against)
     from memsize.checkpoints import read

@@ -97,7 +97,9 @@ def _check(request: requests.FitRequest, generates: bool) -> None:
         "train": request.training,
         "crossovers": request.crossovers,
         "seq_len": request.model.seq_len,
-        "parallel": request.parallel or request.gpus,
+        "mode": request.model.mode == "train",
+        "parallel": request.parallel,
+        "gpus": request.gpus,
     }
     if generates and any(steps.values()):
         raise InputError(f"{next(name for name, value in steps.items() if value)} {_NO_STEP}")

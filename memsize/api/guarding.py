@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from memsize.analysis.step import Guard
 from memsize.api.keywords import takes
 from memsize.api.models import trace
-from memsize.errors import BudgetError
+from memsize.errors import BudgetError, InputError, quoted
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.requests import GuardRequest, OnExcess, TraceRequest
 from memsize.units import parse_bytes
@@ -64,6 +64,8 @@ def remade(model: nn.Module, optimizer: Any) -> Callable[[list[Any]], Any]:
     """Return a function that makes an optimizer like this one for another copy of the model's trained parameters."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None:  # those of accelerate and Lightning
         optimizer = inner
+    if not hasattr(optimizer, "param_groups"):
+        raise InputError(f"optimizer is {quoted(str(optimizer))}: give the one of your loop, or None")
     trained = (p for p in model.parameters() if p.requires_grad)
     numbers = {id(parameter): number for number, parameter in enumerate(trained)}
     groups = [

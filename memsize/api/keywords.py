@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from memsize.errors import InputError
-from memsize.spec.options import keywords_of, of_keywords
+from memsize.errors import InputError, MemsizeError
+from memsize.spec.options import keywords_of, of_keywords, options_of
 
 Answer = TypeVar("Answer")
 
 
-def takes(request: type) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+def takes(request: type[Any]) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
     """Let a function of a `request` be called with the keywords of its options, or with the request itself.
 
     Its own keyword-only parameters, such as `progress`, stay keywords. `help` and notebooks show all of them.
@@ -22,8 +23,8 @@ def takes(request: type) -> Callable[[Callable[..., Answer]], Callable[..., Answ
 
     def decorate(function: Callable[..., Answer]) -> Callable[..., Answer]:
         plain = inspect.signature(function)
-        own = [p for p in plain.parameters.values() if p.kind is p.KEYWORD_ONLY]
-        keywords_of_request = keywords_of(request)
+        own = {name: p for name, p in plain.parameters.items() if p.kind is p.KEYWORD_ONLY}
+        keywords_of_request = keywords_of(request)  # type: ignore[arg-type]
         positional = [p.name for p in keywords_of_request.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
         @wraps(function)
@@ -32,16 +33,37 @@ def takes(request: type) -> Callable[[Callable[..., Answer]], Callable[..., Answ
                 return function(*values, **keywords)
             if len(values) > len(positional):
                 raise InputError(f"{function.__name__} takes {', '.join(positional)}, and the rest by keywords")
-            beside = {p.name: keywords.pop(p.name) for p in own if p.name in keywords}
             named = dict(zip(positional, values, strict=False))
             if twice := next((name for name in named if name in keywords), None):
                 raise InputError(f"{twice} is given twice, by its place and by its name")
-            return function(of_keywords(request, named | keywords, [p.name for p in own]), **beside)
+            try:
+                parsed, own_values = of_keywords(request, named | keywords, own)
+                return function(parsed, **own_values)
+            except MemsizeError as error:
+                error.args = (_in_python(error.args[0], request), *error.args[1:])
+                raise
 
-        call.__signature__ = plain.replace(parameters=[*keywords_of_request.values(), *own])  # type: ignore[attr-defined]
+        call.__signature__ = plain.replace(parameters=[*keywords_of_request.values(), *own.values()])  # type: ignore[attr-defined]
         return call
 
     return decorate
+
+
+_PYTHON_NAMES: Final = {"target": "model", "input": "input_size", "inputs": "input_data"}
+
+
+def _in_python(text: str, request: type) -> str:
+    """The text of an error with the options of a request by their keywords, but where it quotes a command."""
+    keywords = {
+        flag: _PYTHON_NAMES.get(key, key) for key, choice in options_of(request).items() for flag in choice.flags
+    }
+
+    def keyword(flag: re.Match[str]) -> str:
+        if re.search(r"memsize [a-z-]+ [^,;:()]*$", text[: flag.start()]):
+            return flag[0]
+        return keywords.get(flag[0], flag[0])
+
+    return re.sub(r"(?<![\w-])--[a-z][a-z-]*", keyword, text).replace("(in Python: ", "(")
 
 
 def renamed_to(function: Callable[..., Answer], old: str) -> Callable[..., Answer]:

@@ -16,9 +16,11 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.errors import InputError
 from memsize.records.gpu import DEFAULT_GPU
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import spread_of
 from memsize.spec.requests import LayoutRequest, ReportRequest, TimelineRequest, TraceRequest, VerifyRequest
 from memsize.spec.scenario import scenario_named, select
+from memsize.spec.stack import Gpu
 from memsize.spec.training import USUAL_STEPS, Training
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
         from memsize.analysis.runner import Runner, plans_of
 
         if not (model.has_input or loaded.maker or training or request.execute or request.scenarios is not None):
+            _refuse_run_options(model, gpu)
             return stored_report(loaded.name, loaded.model, loaded.notes)
         run = with_inputs(model, loaded)
         plans = plans_of(where or card(DEFAULT_GPU)) if where or training else None
@@ -82,6 +85,20 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
             runner, training, parallel=spread, peaks=where is not None, config=allocator, progress=report_progress
         )
         return builder.build(scenarios, default=request.scenarios is None, notes=run.notes)
+
+
+def _refuse_run_options(model: ModelRequest, gpu: Gpu) -> None:
+    """Raise `InputError` for what is asked of a run where there is none; the usual GPU may be a command's default."""
+    options = {
+        "batch_size": model.batch_size,
+        "seq_len": model.seq_len,
+        "mode": model.mode,
+        "gpu": gpu.name != DEFAULT_GPU and gpu.name,
+        "stack": str(gpu.releases),
+        "allocator": gpu.allocator,
+    }
+    if unused := next((name for name, value in options.items() if value), None):
+        raise InputError(f"{unused} is about a run of the model, which needs an input: give one, such as 3,224,224")
 
 
 @takes(TraceRequest)
@@ -182,6 +199,8 @@ def verify(request: VerifyRequest, *, progress: Callable[[str], None] | None = N
 
     scenario, report_progress = scenario_named(request.scenario), progress or (lambda _: None)
     refuse_resizing(request.model)
+    if request.device and request.against is not None:
+        raise InputError("device is a GPU of this machine, and a saved measurement (against) needs none: leave out one")
     saved = None if request.against is None else read_measurements(os.fspath(request.against))
     if saved is None:
         # Before anything else: this may be all there is to say, and it must see the device untouched.

@@ -53,7 +53,7 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
     Raises `InputError` for a grid that cannot be meant, `TargetError` for a pattern that matches nothing, and
     `OutputError` where the results cannot be kept.
     """
-    _check_backend(request)
+    _check(request)
     grid, report_progress = _grid(request.grid), progress or (lambda _: None)
     with contextlib.chdir(grid.folder):
         report_progress("looking up targets")
@@ -77,9 +77,11 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
     return rows.answer()
 
 
-def _check_backend(request: SweepRequest) -> None:
+def _check(request: SweepRequest) -> None:
     if request.scheduler is not None and request.backend == "loky":
         raise InputError("a scheduler is that of a cluster: choose the backend dask or ray")
+    if (request.retry or request.fresh) and request.results is None:
+        raise InputError("retry and fresh are about the file that keeps the results: name it (results)")
     if request.timeout is not None and request.backend == "dask":
         raise InputError("timeout: Dask runs cells in threads, which cannot be interrupted; choose loky or ray")
 

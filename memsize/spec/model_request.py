@@ -96,7 +96,7 @@ class ModelRequest:
     def __post_init__(self) -> None:
         if self.specs and self.source is not None:
             raise InputError("give the inputs as input or as inputs, not as both")
-        if self.specs and self.seq_len is not None:
+        if (self.specs or self.call is not None) and self.seq_len is not None:
             raise InputError("a sequence length is for inputs that are made: these say their own sizes")
         for what, size in (("batch size", self.batch_size), ("sequence length", self.seq_len)):
             if size is not None and size < 1:
@@ -118,7 +118,7 @@ class ModelRequest:
         input_size: str | Sequence[Any] | InputSpec | Any = None,
         *,
         input_data: Any = None,
-        args: Sequence[Any] = (),
+        args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         batch_size: int | None = None,
         seq_len: int | None = None,
@@ -150,7 +150,7 @@ class ModelRequest:
         elif input_data is not None:
             call = _joined(call_of(input_data), beside or {})
         elif args or kwargs:
-            call = tuple(args), dict(kwargs or {})
+            call = tuple(args or ()), dict(kwargs or {})
         rest = {"batch_size": batch_size, "seq_len": seq_len, "mode": mode}
         return cls(model, specs, call=call, source=source, arguments=dict(arguments or {}), **rest)  # type: ignore[arg-type]
 

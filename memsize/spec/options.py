@@ -14,14 +14,16 @@ The command line's options, the keywords of Python, the keys of TOML files and t
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache, wraps
 from inspect import Parameter, signature
-from types import UnionType
+from numbers import Integral, Real
+from types import MappingProxyType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 from memsize.errors import InputError, UnknownInputError, quoted
@@ -49,6 +51,30 @@ _WORDS: Final = {
     float: "a number",
     bool: "true or false",
     type(None): "None",
+}
+_ABSTRACT: Final[Mapping[str, Any]] = {
+    "None": type(None),
+    "int": Integral,
+    "float": Real,
+    "Callable": Callable,
+    "Iterable": Iterable,
+    "Sequence": Sequence,
+    "Mapping": Mapping,
+    "PathLike": os.PathLike,
+}
+"""What a word of an annotation stands for, where that is not a class of this name."""
+_NAMED: Final = {
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "True or False",
+    "None": "None",
+    "Callable": "a function",
+    "Iterable": "a list",
+    "Sequence": "a list",
+    "Mapping": "a mapping",
+    "PathLike": "a path",
+    "AllocatorConfig": "an AllocatorConfig",
 }
 _OPTION: Final = "option"
 _PART: Final = "part"
@@ -318,22 +344,43 @@ def build(
     return request(**arguments)
 
 
-def of_keywords(request: type[T], keywords: Mapping[str, Any], also: Iterable[str] = (), stacklevel: int = 5) -> T:
-    """The request of a Python call; old keywords are renamed with a `DeprecationWarning`.
+def of_keywords(
+    request: type[T], keywords: Mapping[str, Any], also: Mapping[str, Parameter] = MappingProxyType({})
+) -> tuple[T, dict[str, Any]]:
+    """The request of a Python call, and the keywords of the function's own, `also`.
 
-    Raises `UnknownKeywordError` for a keyword that is neither the request's nor one of `also`, and `InputError` for a
-    value that it cannot have.
+    Old keywords are renamed with a `DeprecationWarning`. Raises `UnknownKeywordError` for a keyword that there is not,
+    and `InputError` for a value that it cannot have.
     """
 
     def warn(old: str, new: str) -> None:
-        warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=stacklevel)
+        warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=5)
 
     values = renamed(keywords, options_of(request).values(), warn)  # type: ignore[arg-type]
-    accepted = (*keywords_of(request), *also)  # type: ignore[arg-type]
-    for name in values:
+    accepted = {**keywords_of(request), **also}  # type: ignore[arg-type]
+    for name, value in values.items():
         if name not in accepted:
             raise UnknownKeywordError("keyword", name, accepted, problem=f"unknown keyword `{name}`")
-    return build(request, values, python=True)
+        _check_annotation(name, value, accepted[name].annotation)
+    own = {name: values.pop(name) for name in also if name in values}
+    return build(request, values, python=True), own
+
+
+def _check_annotation(name: str, value: object, annotation: str) -> None:
+    """Raise `InputError` for a value of another type; a class goes by its name, since torch may not be imported yet."""
+    plain = re.sub(r"\b(\w+\.)+", "", annotation)
+    while "[" in plain:
+        plain = re.sub(r"\[[^][]*\]", "", plain)
+    types = plain.split(" | ")
+    # Models and optimizers are checked where they are used, choices with the other ones in view.
+    if {"Any", "Module", "Optimizer", "Literal"} & {*types}:
+        return
+    classes = {base.__name__ for base in type(value).__mro__}
+    simple = isinstance(value, bool | str) and type(value).__name__
+    if not (simple in types if simple else any(t in classes or isinstance(value, _ABSTRACT.get(t, ())) for t in types)):
+        *others, last = (_NAMED.get(word, f"a {word}") for word in types)
+        words = f"{', '.join(others)} or {last}" if others else last
+        raise InputError(f"{name} is {quoted(str(value))}: it should be {words}")
 
 
 def renamed(values: Mapping[str, Any], options: Iterable[Option], warn: Callable[[str, str], None]) -> dict[str, Any]:

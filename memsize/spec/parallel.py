@@ -227,7 +227,9 @@ def _kind(name: str) -> Kind:
     return name  # type: ignore[return-value]
 
 
-def on_each(strategies: str | Iterable[str] | None, gpus: str | Iterable[int] | None) -> tuple[Parallel | None, ...]:
+def on_each(
+    strategies: str | Iterable[str] | None, gpus: int | str | Iterable[int] | None
+) -> tuple[Parallel | None, ...]:
     """The strategies to compare: each that is `strategies` on each of the numbers of GPUs; just itself where none are.
 
     ``"1..128"`` doubles from 1 to 128, ``"6,12"`` are two numbers. Without a number of its own, ``fsdp`` and ``ddp``
@@ -235,13 +237,13 @@ def on_each(strategies: str | Iterable[str] | None, gpus: str | Iterable[int] | 
     about. ``fsdp,pp=4`` has four stages on any, ``fsdp,offload`` is offloaded on each, ``ddp,views`` has views on each.
     """
     texts = [strategies] if isinstance(strategies, str) else list(strategies or ())
+    counts = () if gpus is None else _counts(gpus)
     if not texts:
-        if gpus is not None:
+        if counts:
             raise InputError("--gpus goes with --parallel: how should the model be spread over them? (--parallel fsdp)")
         return (None,)
     if gpus is None:
         return tuple(dict.fromkeys(map(parse_parallel, texts)))
-    counts = _counts(gpus)
     return tuple(dict.fromkeys(_on(text, number) for text in texts for number in counts))
 
 
@@ -268,8 +270,8 @@ def _on(text: str, gpus: int) -> Parallel:
     return replace(one, **grown)
 
 
-def _counts(gpus: str | Iterable[int]) -> tuple[int, ...]:
-    parts = gpus.split(",") if isinstance(gpus, str) else list(map(str, gpus))
+def _counts(gpus: int | str | Iterable[int]) -> tuple[int, ...]:
+    parts = str(gpus).split(",") if isinstance(gpus, int | str) else list(map(str, gpus))
     counts = [number for part in parts for number in _doubled(part.strip())]
     if not counts:
         raise InputError("no number of GPUs given: write it like 8, 1..128 or 6,12")
@@ -280,7 +282,8 @@ def _doubled(text: str) -> Iterable[int]:
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last <= MOST_RANKS:
-        raise InputError(f"cannot read the number of GPUs {text!r}: write it like 8, 1..128 (doubling) or 6,12")
+        how = "write it like 8, 1..128 (doubling) or 6,12; --gpu names the kind of GPU"
+        raise InputError(f"cannot read the number of GPUs {text!r}: {how}")
     while first < last:
         yield first
         first *= 2

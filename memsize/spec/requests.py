@@ -224,7 +224,7 @@ class FitRequest:
         kind="texts",
         metavar="STRATEGY",
     )
-    gpus: str | Iterable[int] | None = option(
+    gpus: int | str | Iterable[int] | None = option(
         None,
         "Numbers of GPUs to compare, for --parallel fsdp, ddp or hsdp=x8: 1..128 (doubling), or 6,12.",
         kind="list",
