@@ -48,13 +48,12 @@ def kernels() -> Mapping[str, Kernel]:
 
 def _layers(name: str, form: str) -> Kernel:
     """The kernel of ``lstm.input`` and its relatives."""
-    run = _run_padded if form == "input" else _run_packed
 
     def kernel(*args: Any) -> Any:
         semantics = current()
         with key_excluded:
             if semantics is not None and _takes_cudnn(args[0], semantics):
-                outputs = run(MODES[name], semantics, *args)
+                outputs = _cudnn(MODES[name], semantics, *_arguments(form, *args))
                 if outputs is not None:
                     return outputs[: 3 if name == "lstm" else 2]
             if not is_meta(args[0]):
@@ -74,24 +73,15 @@ def _takes_cudnn(tensor: Tensor, semantics: Semantics) -> bool:
     return tensor.dtype in (torch.float16, torch.float32, torch.float64)
 
 
-def _run_padded(
-    mode: int, semantics: Semantics, tensor: Tensor, hidden: Any, weights: list[Tensor], *options: Any
-) -> Any:
-    *shared, batch_first = options
-    return _cudnn(mode, semantics, tensor, hidden, weights, Layers(*shared), batch_first, [])
-
-
-def _run_packed(
-    mode: int,
-    semantics: Semantics,
-    tensor: Tensor,
-    batch_sizes: Tensor,
-    hidden: Any,
-    weights: list[Tensor],
-    *options: Any,
-) -> Any:
-    sizes = _values(batch_sizes)
-    return None if sizes is None else _cudnn(mode, semantics, tensor, hidden, weights, Layers(*options), False, sizes)
+def _arguments(form: str, tensor: Tensor, *args: Any) -> tuple[Any, ...]:
+    """Return the input, the states, the weights, what the operators share, whether the batch comes first, and how many
+    sequences take part in each step of packed ones.
+    """
+    if form == "input":
+        hidden, weights, *shared, batch_first = args
+        return tensor, hidden, weights, Layers(*shared), batch_first, []
+    batch_sizes, hidden, weights, *shared = args
+    return tensor, hidden, weights, Layers(*shared), False, _values(batch_sizes)
 
 
 def _values(sizes: Tensor) -> list[int] | None:
@@ -110,9 +100,13 @@ def _cudnn(
     weights: list[Tensor],
     options: Layers,
     batch_first: bool,
-    sizes: list[int],
+    sizes: list[int] | None,
 ) -> Any:
-    """The outputs of `_cudnn_rnn`, or None where PyTorch should say what is wrong with the arguments."""
+    """The outputs of `_cudnn_rnn`, or None where PyTorch should say what is wrong with the arguments, or only the data
+    could tell the sizes.
+    """
+    if sizes is None:
+        return None
     first, cell = hidden if isinstance(hidden, (list, tuple)) else (hidden, None)
     width, projected = _widths(first, cell)
     stride = (4 if options.has_biases else 2) + (projected > 0)

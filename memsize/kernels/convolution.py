@@ -158,11 +158,8 @@ def _backward_copies(args: Any, _: Any) -> Copies:
 
 def _misfits(operands: tuple[torch.Tensor, ...], last: bool) -> Copies:
     wanted: Format = "channels last" if last else "row-major"
-    return ((operand, wanted) for operand in operands if not _has(operand, wanted))
-
-
-def _has(tensor: torch.Tensor, wanted: Format) -> bool:
-    return tensor.is_contiguous() if wanted == "row-major" else is_dense_channels_last(tensor)
+    lies_so = is_dense_channels_last if last else torch.Tensor.is_contiguous
+    return ((operand, wanted) for operand in operands if not lies_so(operand))
 
 
 # -- workspaces -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ in what matters here from PyTorch 2.1 to 2.14; the checks raise in the words of 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def product(one: Shape, other: Shape) -> tuple[int, ...] | None:
     return (*one[:-1], other[-1])
 
 
-def _multiplied(one: Any, other: Any, rank: int) -> Any:
+def _multiplied(rank: int, one: Any, other: Any) -> Any:
     is_readable = are_plain(other) and (are_plain(one) or _is_sparse(one))
     if not is_readable or not are_alike(one, other) or one.dtype is torch.bool:
         return NotImplemented
@@ -55,33 +56,19 @@ def _is_sparse(tensor: Any) -> bool:
     return tensor.layout in PARTS and is_meta(tensor)
 
 
-def _added(start: Any, one: Any, other: Any, rank: int) -> Any:
+def _added(rank: int, start: Any, one: Any, other: Any, **_: Any) -> Any:
     """`start` must expand to the product's shape, which it never widens."""
-    result = _multiplied(one, other, rank)
+    result = _multiplied(rank, one, other)
     if result is NotImplemented or not are_plain(start) or start.dtype is not one.dtype:
         return NotImplemented
     shape = result.shape
     return result if start.shape == shape or broadcast((shape, start.shape)) == tuple(shape) else NotImplemented
 
 
-@shape_rule("aten::mm")
-def _mm(one: Any, other: Any) -> Any:
-    return _multiplied(one, other, 2)
-
-
-@shape_rule("aten::bmm")
-def _bmm(one: Any, other: Any) -> Any:
-    return _multiplied(one, other, 3)
-
-
-@shape_rule("aten::addmm", "aten::_addmm_activation", "aten::_sparse_addmm")
-def _addmm(start: Any, one: Any, other: Any, **_: Any) -> Any:
-    return _added(start, one, other, 2)
-
-
-@shape_rule("aten::baddbmm")
-def _baddbmm(start: Any, one: Any, other: Any, **_: Any) -> Any:
-    return _added(start, one, other, 3)
+shape_rule("aten::mm")(partial(_multiplied, 2))
+shape_rule("aten::bmm")(partial(_multiplied, 3))
+shape_rule("aten::addmm", "aten::_addmm_activation", "aten::_sparse_addmm")(partial(_added, 2))
+shape_rule("aten::baddbmm")(partial(_added, 3))
 
 
 @shape_rule("aten::t")

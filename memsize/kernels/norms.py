@@ -193,21 +193,16 @@ def _batch_norm_sums(_grad: Tensor, tensor: Tensor, *more: Any) -> Iterator[Temp
         yield from [Temporary((tensor.shape[1],), accumulation(tensor.dtype))] * 2
 
 
-@temporaries_of(_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
-def _trained_parts(tensor: Tensor, _weight: Any, _bias: Any, _mean: Any, _variance: Any, *more: Any) -> Iterator[Any]:
-    if more[0]:
-        yield from _parts_unless_volume(tensor)
+_legit = _aten._native_batch_norm_legit
 
 
-@temporaries_of(_aten._native_batch_norm_legit.no_stats)
-def _trained_parts_without_running(tensor: Tensor, _weight: Any, _bias: Any, training: bool, *_: Any) -> Iterator[Any]:
-    if training:
-        yield from _parts_unless_volume(tensor)
-
-
-def _parts_unless_volume(tensor: Tensor) -> Iterator[Temporary]:
-    """A volume whose channels lie innermost is reduced by another kernel (`batch_norm_choose_impl`)."""
-    if tensor.dim() < 5:
+@temporaries_of(_aten.native_batch_norm.default, _legit.default, _legit.no_stats)
+def _trained_parts(tensor: Tensor, *more: Any) -> Iterator[Temporary]:
+    """In training, which is what the first flag says. A volume whose channels lie innermost is reduced by another
+    kernel (`batch_norm_choose_impl`).
+    """
+    training = next(argument for argument in more if isinstance(argument, bool))
+    if training and tensor.dim() < 5:
         yield from _parts(4, tensor)
 
 

@@ -51,8 +51,8 @@ def reduced_shape(shape: Shape, dims: Dims, keepdim: bool) -> tuple[int, ...] | 
     return tuple(size for dim, size in enumerate(shape) if dim not in chosen)
 
 
-@shape_rule("aten::sum.dim_IntList")
-def _sum(tensor: Any, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+@shape_rule("aten::sum", "aten::sum.dim_IntList")
+def _sum(tensor: Any, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """Integers and booleans are summed in int64."""
     shape = reduced_shape(tensor.shape, dims, keepdim) if are_plain(tensor) else None
     if shape is None:
@@ -60,19 +60,9 @@ def _sum(tensor: Any, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype |
     return empty(shape, dtype or (tensor.dtype if tensor.is_floating_point() else torch.int64))
 
 
-@shape_rule("aten::sum")
-def _sum_of_all(tensor: Any, *, dtype: torch.dtype | None = None) -> Any:
-    return _sum(tensor, None, dtype=dtype)
-
-
-@shape_rule("aten::mean.dim")
-def _mean(tensor: Any, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+@shape_rule("aten::mean", "aten::mean.dim")
+def _mean(tensor: Any, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     return _sum(tensor, dims, keepdim, dtype=dtype) if tensor.is_floating_point() else NotImplemented
-
-
-@shape_rule("aten::mean")
-def _mean_of_all(tensor: Any, *, dtype: torch.dtype | None = None) -> Any:
-    return _mean(tensor, None, dtype=dtype)
 
 
 @shape_rule("aten::all", "aten::any")

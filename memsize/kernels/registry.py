@@ -62,7 +62,8 @@ def _ruled(names: tuple[str, ...], table: dict[str, Rule], rules: Rules) -> Call
     def register(rule: _F) -> _F:
         for name in names:
             if name in table:
-                raise ValueError(f"{name} has a shape rule already: {table[name].__qualname__}")
+                other = getattr(table[name], "func", table[name])
+                raise ValueError(f"{name} has a shape rule already: {other.__qualname__}")
             table[name] = rule
         rules.clear()  # an op that had no rule may have one now
         return rule

@@ -40,12 +40,12 @@ def is_library(file: str) -> bool:
     return file.startswith(_INSTALLED) or is_packaged(file)
 
 
-def running_line(until: CodeType | None = None, libraries: bool = True) -> str:
-    """The innermost line outside of torch and memsize, as ``"model.py:12"``; without `libraries`, outside of those too.
+def running_line(until: CodeType | None = None) -> str:
+    """The innermost line outside of torch and memsize, as ``"model.py:12"``.
 
     The search ends at a call of `until`; the line is empty where there is none before it.
     """
-    frame = next(users_frames(until, libraries), None)
+    frame = next(users_frames(until, libraries=True), None)
     return "" if frame is None else line_of(frame.f_code.co_filename, frame.f_lineno)
 
 

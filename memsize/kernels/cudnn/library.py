@@ -24,6 +24,7 @@ from typing import Final, Literal, NamedTuple, get_args
 
 from memsize.errors import InputError
 from memsize.kernels.cudnn.backend import Attribute, Backend, CudnnError, Descriptors, Handle, Kind, Type
+from memsize.kernels.strides import permuted
 from memsize.units import dotted_cudnn
 
 Operation = Literal["forward", "data", "filter"]
@@ -103,19 +104,8 @@ class Convolution(NamedTuple):
         flags = frozenset(rest[6:])
         if operation not in get_args(Operation) or dtype not in WIDTHS or not flags <= {"deterministic", "tf32"}:
             raise InputError(f"not a convolution: {text!r}")
-        return cls(
-            operation,  # type: ignore[arg-type]
-            dtype,
-            x,
-            w,
-            y,
-            padding,
-            stride,
-            dilation,
-            last,
-            "deterministic" in flags,
-            "tf32" in flags,
-        )
+        settings = last, "deterministic" in flags, "tf32" in flags
+        return cls(operation, dtype, x, w, y, padding, stride, dilation, *settings)  # type: ignore[arg-type]
 
 
 def _joined(numbers: tuple[int, ...]) -> str:
@@ -269,27 +259,17 @@ def _graph(descriptors: Descriptors, convolution: Convolution) -> Handle:
 
 
 def _tensor(descriptors: Descriptors, name: str, shape: tuple[int, ...], convolution: Convolution) -> Handle:
+    # Of the format, for dimensions of size one too (Conv_v8.cpp, `fixSizeOneDimStride`).
+    row_major = range(len(shape))[::-1]
+    order = (1, *row_major[:-2], 0) if convolution.channels_last else row_major
     return descriptors.make(
         Kind.TENSOR,
         (Attribute.TENSOR_TYPE, Type.DATA_TYPE, [_TYPES[convolution.dtype]]),
         (Attribute.TENSOR_SHAPE, Type.INT64, shape),
-        (Attribute.TENSOR_STRIDES, Type.INT64, _strides(shape, convolution.channels_last)),
+        (Attribute.TENSOR_STRIDES, Type.INT64, permuted(shape, order)),
         (Attribute.TENSOR_NAME, Type.INT64, [ord(name)]),
         (Attribute.TENSOR_ALIGNMENT, Type.INT64, [_ALIGNMENT]),
     )
-
-
-def _strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
-    """As PyTorch gives them to cuDNN: of the format, for dimensions of size one too (Conv_v8.cpp,
-    `fixSizeOneDimStride`).
-    """
-    dimensions = range(len(shape))
-    order = [0, *dimensions[2:], 1] if channels_last else list(dimensions)
-    strides, step = [0] * len(shape), 1
-    for dimension in reversed(order):
-        strides[dimension] = step
-        step *= shape[dimension]
-    return tuple(strides)
 
 
 def _configs(descriptors: Descriptors, graph: Handle, device: Handle, mode: int, most: int | None) -> list[Handle]:
