@@ -22,7 +22,7 @@ from memsize.analysis.ranks import run_ranks
 from memsize.cli import run as command
 from memsize.documents import document
 from memsize.known_values.assumptions import UNCOMPILED
-from memsize.processes.forks import can_fork
+from memsize.processes.workers import can_fork
 from memsize.records.aggregates import traffic
 from memsize.records.gpu import Interval
 from memsize.records.program import Refused, WentOn

@@ -25,7 +25,7 @@ from memsize.cli import run
 from memsize.device.cards import card
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.known_values.assumptions import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
-from memsize.processes.forks import can_fork
+from memsize.processes.workers import can_fork
 from memsize.ranks.sharding import _chunked
 from memsize.ranks.store import LonelyStore
 from memsize.records.aggregates import alive

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from memsize.processes import forks
 from memsize.processes.rank_processes import RankConnection, connected, opened
+from memsize.processes.workers import can_fork
 
-pytestmark = pytest.mark.skipif(not forks.can_fork(), reason="this platform does not fork")
+pytestmark = pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
 Rank = Callable[[RankConnection], None]
 
 

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from memsize.cli import run
-from memsize.processes import forks
-from memsize.processes.workers import Workers, side_by_side
+from memsize.processes.workers import Workers, can_fork, side_by_side
 
-pytestmark = pytest.mark.skipif(not forks.can_fork(), reason="this platform does not fork")
+pytestmark = pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
 
 
 class Subject:

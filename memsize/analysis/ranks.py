@@ -23,10 +23,9 @@ from typing import Any, Final
 from memsize.analysis.findings.ranks import RULES
 from memsize.analysis.program import run_program, virtual_gpu
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.processes.forks import can_fork, silent
 from memsize.processes.rank_processes import opened
 from memsize.processes.user_code import is_library, parsed
-from memsize.processes.workers import Workers, cores, side_by_side
+from memsize.processes.workers import Workers, can_fork, cores, side_by_side, silent
 from memsize.records.gpu import Card
 from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankGroup, RankRuns, Which

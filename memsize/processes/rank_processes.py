@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Final
 
 from memsize.processes.ctrl_c import raise_waiting
-from memsize.processes.forks import can_fork, end_processes, forked, silent, use_pytorch
+from memsize.processes.workers import can_fork, end_processes, forked, silent, use_pytorch
 
 RunAs = Callable[[int], object]
 """Runs what this process would run, as another rank."""

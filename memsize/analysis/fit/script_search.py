@@ -20,8 +20,7 @@ from memsize.analysis.ranks import import_packages
 from memsize.device.allocator_config import AllocatorConfig, config_of
 from memsize.errors import ForwardError, InputError, first_line
 from memsize.processes.ctrl_c import found_kept
-from memsize.processes.forks import can_fork, silent
-from memsize.processes.workers import Workers
+from memsize.processes.workers import Workers, can_fork, silent
 from memsize.records.finding import Finding
 from memsize.records.fit import Budget, Fit, FitRow, FitRun
 from memsize.records.gpu import Card
