@@ -17,7 +17,7 @@ from memsize import Explanation, Trace
 from memsize.analysis.explain.history import History
 from memsize.analysis.explain.snapshot_file import MOST_RECORDS, read_snapshot
 from memsize.analysis.explain.stacks import summarize
-from memsize.analysis.snapshot import pickled
+from memsize.analysis.timeline import pickled
 from memsize.cli import run
 from memsize.records.aggregates import live_bytes
 from memsize.render import FORMATS, render

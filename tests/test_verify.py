@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize import Training, Verification
-from memsize.analysis.snapshot import snapshot
+from memsize.analysis.timeline import snapshot
 from memsize.analysis.verify import cuda_memory
 from memsize.analysis.verify.cuda_memory import AllocationEvent, CudaMemory, allocation_events
 from memsize.analysis.verify.measure import OpSpan, located, measure

@@ -176,7 +176,9 @@ def against_baseline(now: Baseline, before: Baseline, growth: Growth) -> Iterato
 
     Raises `InputError` for a baseline of another setting.
     """
-    if changed := [key for key in {**before.settings, **now.settings} if _differs(key, before, now)]:
+    if changed := [
+        key for key in {**before.settings, **now.settings} if before.settings.get(key) != now.settings.get(key)
+    ]:
         was = ", ".join(f"{key} {before.settings.get(key, 'none')}" for key in changed)
         raise InputError(f"its baseline is for another setting ({was}): memsize check --update writes it anew")
     for name, value in now.figures.items():
@@ -189,10 +191,6 @@ def against_baseline(now: Baseline, before: Baseline, growth: Growth) -> Iterato
             name=name, unit=unit, value=value, limit=None, baseline=base, allowed=allowed, holds=value <= allowed
         )
         yield figure, _moved(figure, now, before) if value > allowed or value < base else None
-
-
-def _differs(key: str, before: Baseline, now: Baseline) -> bool:
-    return before.settings.get(key) != now.settings.get(key)
 
 
 def _moved(figure: Figure, now: Baseline, before: Baseline) -> Finding:

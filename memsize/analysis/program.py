@@ -18,7 +18,7 @@ import torch
 from memsize.analysis.findings.program import RULES
 from memsize.analysis.real_gpu import needs_gpu
 from memsize.analysis.runner import plans_of, workspaces
-from memsize.analysis.snapshot import snapshot
+from memsize.analysis.timeline import snapshot
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import device_since, estimate_gpu
 from memsize.errors import InputError

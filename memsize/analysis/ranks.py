@@ -140,7 +140,7 @@ def distinct(processes: RankProcesses) -> dict[int, int]:
     runs, parts = processes.runs, [(0, processes.size - 1)]
     processes.run(parts[0])
     while parts:
-        if any(_is_stage(run) for run in runs.values()):
+        if any(collective.kind in _MESSAGES for run in runs.values() for collective in run.trace.collectives):
             processes.run(range(processes.size))
             return {}
         cut: list[tuple[int, int]] = []
@@ -167,17 +167,13 @@ def _groups(runs: dict[int, ProgramRun], between: dict[int, int]) -> Iterator[Ra
 
 def _same(one: ProgramRun, other: ProgramRun) -> bool:
     """Whether two ranks did the same on their GPUs: what either did with copies on the host is no part of it."""
-    return _on_gpu(one.trace) == _on_gpu(other.trace)
 
+    def on_gpu(trace: Trace) -> Trace:
+        """Drop the rank, the notes, and the ops after which memory was let go of, which may be of the host."""
+        events = tuple(event if event.delta > 0 else event._replace(op="") for event in trace.events)
+        return replace(trace, world=ALONE, notes=(), events=events)
 
-def _on_gpu(trace: Trace) -> Trace:
-    """`trace` of no rank, without its notes, and the ops after which memory was let go of: they may be of the host."""
-    events = tuple(event if event.delta > 0 else event._replace(op="") for event in trace.events)
-    return replace(trace, world=ALONE, notes=(), events=events)
-
-
-def _is_stage(run: ProgramRun) -> bool:
-    return any(collective.kind in _MESSAGES for collective in run.trace.collectives)
+    return on_gpu(one.trace) == on_gpu(other.trace)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -210,7 +210,7 @@ class ReportBuilder:
             notes=(*notes, *self._how(scenarios, parts.notes)),
             baseline=_as_float32(fp32.totals, as_given) if fp32 else None,
             gpu=self.runner.gpu.name if self.peaks else "",
-            optimizer=self._optimizer(),
+            optimizer=self.training.optimizer_name if self.training else "",
             allocator=json.dumps(plain(self.config)) if self.config else "",
             missing=missing,
         )
@@ -294,12 +294,6 @@ class ReportBuilder:
             # A model may run with gradients only; what it stores and keeps is still reported.
             return None
 
-    def _optimizer(self) -> str:
-        if self.training is None:
-            return ""
-        kind = self.training.optimizer
-        return kind if isinstance(kind, str) else getattr(kind, "__name__", "the given optimizer")
-
     def trace(self, scenario: Scenario) -> Trace:
         """The run under a scenario; raises `ScenarioError` or `ForwardError` when there can be none."""
         if scenario.name not in self._traces:
@@ -347,7 +341,7 @@ class ReportBuilder:
             untrained={result.name: result.untrained for result in results if result.untrained},
             gpu=self.runner.gpu.name,
             gpu_bytes=self.runner.gpu.bytes,
-            optimizer=self._optimizer(),
+            optimizer=self.training.optimizer_name if self.training else "",
             crossover=crossover,
             amp=amp,
             buckets=bucket_bytes(self.runner.model),

@@ -18,7 +18,7 @@ from memsize.records.run_file import read_run
 
 def load(path: str | os.PathLike[str]) -> Any:
     """The answer in a saved run; raises `InputError` where the file is none, is damaged, or newer than this memsize."""
-    return read_run(path, _record_of)
+    return read_run(path, lambda kind: SAVED_KINDS[kind].record_type if kind in SAVED_KINDS else None)
 
 
 def load_kind(path: str | os.PathLike[str], *kinds: str) -> Any:
@@ -39,21 +39,13 @@ def load_step(path: str | os.PathLike[str], scenario: str | None) -> StepTrace:
     if isinstance(answer, (ProgramRun, GenerationReport)):
         answer = StepTrace(answer.trace, answer.card.name, config_of(answer))
     if not isinstance(answer, Report):
-        return _only(answer, path, scenario)
+        step: StepTrace = answer if isinstance(answer, StepTrace) else load_kind(path, StepTrace.kind)
+        if scenario is not None and step.trace.scenario != scenario:
+            raise InputError(f"{path} was run under {step.trace.scenario}, and under no other scenario")
+        return step
     runs = {result.name: result.trace for result in answer.scenario_results if result.trace}
     runs.setdefault(answer.trace.scenario, answer.trace)
     if scenario is not None and scenario not in runs:
         raise UnknownScenarioError("scenario", scenario, runs)
     trace = answer.trace if scenario is None else runs[scenario]
     return StepTrace(trace, answer.gpu or DEFAULT_GPU, config_of(answer))
-
-
-def _only(answer: Any, path: str | os.PathLike[str], scenario: str | None) -> StepTrace:
-    step: StepTrace = answer if isinstance(answer, StepTrace) else load_kind(path, StepTrace.kind)
-    if scenario is not None and step.trace.scenario != scenario:
-        raise InputError(f"{path} was run under {step.trace.scenario}, and under no other scenario")
-    return step
-
-
-def _record_of(kind: str) -> type | None:
-    return SAVED_KINDS[kind].record_type if kind in SAVED_KINDS else None

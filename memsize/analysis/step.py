@@ -125,7 +125,7 @@ class StepTrace(Saveable):
 
     def snapshot(self, path: str | Path) -> None:
         """Write a PyTorch memory snapshot, which https://pytorch.org/memory_viz opens, to `path`."""
-        from memsize.analysis.snapshot import pickled
+        from memsize.analysis.timeline import pickled
 
         files.write(path, pickled(self.trace, self.config), overwrite=True)
 

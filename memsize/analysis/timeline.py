@@ -1,25 +1,40 @@
-"""Live memory over a run: bytes by role after each event, its phase and layer, and what the allocator holds.
+"""Live memory over a run, from its `Trace` and the replay through the caching allocator: as a timeline, which has the
+bytes by role after each event, its phase and layer, and what the allocator holds; and as a PyTorch memory snapshot.
 
-Everything is read from a `Trace` and its replay through the caching allocator. Events stand in for time, which a run
-that computes nothing does not have.
+Events stand in for time, which a run that computes nothing does not have.
+
+A snapshot is what `torch.cuda.memory._snapshot()` returns on a GPU, for the same viewers: plain dictionaries, lists,
+texts and integers, so that neither making nor reading one needs torch. Sources: PyTorch's
+torch/csrc/cuda/memory_snapshot.cpp for the fields, torch/cuda/_memory_viz.py and torch/utils/viz/MemoryViz.js for how
+they are read.
+
+The frames of an allocation are the op, the line of the program that led to it, the modules around it and the phase.
+`category` (which the viewer colours by) is the role, `time_us` the number of the event. Known limits: one device; the
+replay has no bound on memory, so that segments are never given back; of a line, the function and the folder are not
+known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, groupby
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from memsize.analysis.findings.unfinished_runs import lagging, out_of_memory
 from memsize.device.allocation_events import flow_of
+from memsize.device.allocator import Segment
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import Replays, lag, replay_on, stream_shares
+from memsize.device.replay import replay
 from memsize.records.aggregates import split_phase, traffic
 from memsize.records.gpu import Card
-from memsize.records.roles import Role, in_order
-from memsize.records.timeline import AROUND, Phase, Segment, Timeline
-from memsize.records.trace import Trace
+from memsize.records.roles import in_order
+from memsize.records.timeline import AROUND, Phase, Segment as SegmentChange, Timeline
+from memsize.records.trace import Event, Trace
+
+# -- the timeline ------------------------------------------------------------------------------------------------------
 
 _FEW: Final = 4
 """How many events outside every phase are no phase of their own."""
@@ -46,7 +61,10 @@ def timeline(
         op=tuple(event.op for event in events),
         layer=tuple(event.layer for event in events),
         delta=delta,
-        live={name: tuple(_column(name, role, delta)) for name in in_order(role)},
+        live={
+            name: tuple(accumulate(change if of == name else 0 for of, change in zip(role, delta, strict=True)))
+            for name in in_order(role)
+        },
         allocated=tuple(levels.allocated.tolist()),
         reserved=tuple(levels.reserved.tolist()),
         assumptions=trace.assumptions,
@@ -65,12 +83,8 @@ def timeline(
         storage=tuple(event.storage for event in events),
         address=tuple(levels.address.tolist()),
         storages=storages,
-        segments=tuple(Segment(*segment) for segment in levels.segments),
+        segments=tuple(SegmentChange(*segment) for segment in levels.segments),
     )
-
-
-def _column(name: Role, role: Sequence[Role], delta: Sequence[int]) -> Iterator[int]:
-    return accumulate(change if of == name else 0 for of, change in zip(role, delta, strict=True))
 
 
 def phases(trace: Trace, few: int = _FEW) -> Iterator[Phase]:
@@ -86,3 +100,216 @@ def phases(trace: Trace, few: int = _FEW) -> Iterator[Phase]:
         if not between or stop == len(trace.events):
             yield Phase(name, step, start, stop)
             start = stop
+
+
+# -- the snapshot ------------------------------------------------------------------------------------------------------
+
+PROTOCOL: Final = 4
+"""The newest pickle protocol that the viewer reads: its own unpickler refuses anything above."""
+
+_PACKAGES: Final = "site-packages"
+_NO_LIMIT: Final = -1
+"""How a snapshot represents a `max_split_size` that is not set."""
+
+Fields = dict[str, Any]
+
+
+def pickled(trace: Trace, config: AllocatorConfig | None = None) -> bytes:
+    """The snapshot of `trace`, as the file that https://pytorch.org/memory_viz opens."""
+    return pickle.dumps(snapshot(trace, config), protocol=PROTOCOL)
+
+
+def snapshot(trace: Trace, config: AllocatorConfig | None = None) -> Fields:
+    """The snapshot after the last event of `trace`, with everything that led to it."""
+    config = config or AllocatorConfig()
+    replayed = replay(flow_of(trace), config, streams=trace.streams, emptied=trace.emptied, timeline=True)
+    assert replayed.timeline is not None
+    history = _History(trace, replayed.segments, config.expandable_segments)
+    levels = zip(replayed.timeline.address.tolist(), replayed.timeline.reserved.tolist(), strict=True)
+    for index, (event, (address, reserved)) in enumerate(zip(trace.events, levels, strict=True)):
+        history.add(index, event, address, reserved)
+    return {
+        "segments": list(history.segments()),
+        "device_traces": [[*history.entries, _taken(len(trace.events))]],
+        "allocator_settings": _settings(config),
+        "external_annotations": list(_annotations(trace)),
+    }
+
+
+class _Live(NamedTuple):
+    """A live storage: where its block is, the bytes it asked for, and the frames of its allocation."""
+
+    address: int
+    bytes: int
+    frames: list[Fields]
+
+
+class _Mapped:
+    """A segment of the replay, and how far it has been taken from CUDA so far."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.size = 0
+        self.frames: list[Fields] = []
+
+    def __contains__(self, address: int) -> bool:
+        return self.segment.address <= address < self.segment.address + self.segment.bytes
+
+
+class _History:
+    """The entries of a trace, as they are added event by event."""
+
+    def __init__(self, trace: Trace, segments: Iterable[Segment], expandable: bool) -> None:
+        self.trace = trace
+        self.expandable = expandable
+        self.entries: list[Fields] = []
+        self._mapped = {segment.address: _Mapped(segment) for segment in segments}
+        self._live: dict[int, _Live] = {}
+        self._reserved = 0
+        self._frames: dict[tuple[int, int, str, str | None], list[Fields]] = {}
+        self._modules: dict[int, list[Fields]] = {}
+
+    def add(self, index: int, event: Event, address: int, reserved: int) -> None:
+        """Add the entries that the allocator makes for `event`, which leaves `reserved` bytes; `address` is that of its
+        block.
+        """
+        frames = self._frames_of(event)
+        freed = self._live.pop(event.storage, None)
+        left = event.delta if freed is None else freed.bytes + event.delta
+        stream = self.trace.storages[event.storage].stream
+        if reserved > self._reserved:
+            self._grow(index, address, reserved - self._reserved, frames)
+            self._reserved = reserved
+        if left:
+            self._live[event.storage] = _Live(address, left, frames)
+            self._write("alloc", address, left, stream, index, frames, **self._about(event))
+        if freed is not None:
+            self._write("free_requested", freed.address, freed.bytes, stream, index, frames)
+            self._write("free_completed", freed.address, freed.bytes, stream, index, frames)
+
+    def _grow(self, index: int, address: int, size: int, frames: list[Fields]) -> None:
+        """A new segment, or more of an expandable one: `size` bytes at the end of what it has so far."""
+        grown = next(mapped for mapped in self._mapped.values() if address in mapped)
+        action = "segment_map" if self.expandable else "segment_alloc"
+        self._write(action, grown.segment.address + grown.size, size, grown.segment.stream, index, frames)
+        grown.size += size
+        grown.frames = grown.frames or frames
+
+    def _write(
+        self, action: str, address: int, size: int, stream: int, index: int, frames: list[Fields], **more: str
+    ) -> None:
+        entry = {"action": action, "addr": address, "size": size, "stream": stream, "time_us": index, "frames": frames}
+        self.entries.append({**entry, "compile_context": "N/A", "user_metadata": "", **more})
+
+    def _about(self, event: Event) -> dict[str, str]:
+        storage = self.trace.storages[event.storage]
+        tensor = f"{storage.dtype}[{','.join(map(str, storage.shape))}]"
+        return {"category": storage.role, "user_metadata": f"{storage.role}, {tensor}"}
+
+    def _frames_of(self, event: Event) -> list[Fields]:
+        """The frames of an event, innermost first; events of the same op share one list, which keeps files small."""
+        line = self.trace.line_of(event.storage) if event.delta > 0 else None
+        key = (event.phase, event.layer, event.op, line)
+        frames = self._frames.get(key)
+        if frames is None:
+            name, step = split_phase(self.trace.phases[event.phase])
+            op = [_frame("aten", event.op)] if event.op else []
+            phase = _frame(f"step {step}" if step else "run", name)
+            frames = self._frames[key] = [*op, *_line_frames(line), *self._modules_of(event.layer), phase]
+        return frames
+
+    def _modules_of(self, index: int) -> list[Fields]:
+        if index < 0:
+            return []
+        if not self._modules:
+            types = {layer.path: layer.type for layer in self.trace.layers}
+            for index_of_layer, layer in enumerate(self.trace.layers):
+                self._modules[index_of_layer] = [
+                    _frame(path or "(model)", types[path]) for path in _ancestry(layer.path, types)
+                ]
+        return self._modules[index]
+
+    def segments(self) -> Iterator[Fields]:
+        """The segments at the end, with their blocks."""
+        for mapped in self._mapped.values():
+            segment = mapped.segment
+            blocks = [self._block(*block) for block in segment.blocks]
+            used = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+            yield {
+                "device": 0,
+                "address": segment.address,
+                "total_size": segment.bytes,
+                "allocated_size": used,
+                "active_size": used,
+                "requested_size": sum(block["requested_size"] for block in blocks),
+                "stream": segment.stream,
+                "segment_type": "small" if segment.small else "large",
+                "segment_pool_id": (0, 0),
+                "is_expandable": self.expandable,
+                "frames": mapped.frames,
+                "blocks": blocks,
+            }
+
+    def _block(self, address: int, size: int, storage: int | None) -> Fields:
+        live = None if storage is None else self._live[storage]
+        return {
+            "address": address,
+            "size": size,
+            "requested_size": live.bytes if live else 0,
+            "state": "active_allocated" if live else "inactive",
+            "frames": live.frames if live else [],
+        }
+
+
+def _ancestry(path: str, paths: Iterable[str]) -> Iterator[str]:
+    """A module's path and those of the modules around it, innermost first, the model itself last.
+
+    A program that calls several models has none around them.
+    """
+    while path:
+        if path in paths:
+            yield path
+        path = path.rpartition(".")[0]
+    if "" in paths:
+        yield ""
+
+
+def _line_frames(lines: str | None) -> Iterator[Fields]:
+    """The frames of ``"train.py:12 > trainer.py:80"``, innermost first. The second line is that of a package, which
+    readers recognise by its folder.
+    """
+    for position, line in reversed([*enumerate((lines or "").split(" > "))]):
+        file, _, number = line.rpartition(":")
+        if file:
+            yield _frame(f"{_PACKAGES}/{file}" if position else file, "", int(number))
+
+
+def _frame(filename: str, name: str, line: int = 0) -> Fields:
+    return {"filename": filename, "line": line, "name": name}
+
+
+def _taken(events: int) -> Fields:
+    """The entry that a snapshot makes of itself.
+
+    Its category is there for the viewer: it fails on a trace that has categories unless one is called ``unknown``.
+    """
+    entry = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": events, "frames": []}
+    return {**entry, "compile_context": "N/A", "user_metadata": "", "category": "unknown"}
+
+
+def _settings(config: AllocatorConfig) -> Fields:
+    divisions = {str(1 << power): count for power, count in enumerate(config.roundup_divisions)}
+    return {
+        "PYTORCH_CUDA_ALLOC_CONF": "",
+        "max_split_size": _NO_LIMIT if config.max_split_size is None else config.max_split_size,
+        "garbage_collection_threshold": config.garbage_collection_threshold,
+        "expandable_segments": config.expandable_segments,
+        "roundup_power2_divisions": divisions,
+    }
+
+
+def _annotations(trace: Trace) -> Iterator[Fields]:
+    """Where phases begin and end, as `torch.profiler.record_function` would have noted them."""
+    for phase in phases(trace):
+        for stage, event in (("START", phase.start), ("END", phase.stop)):
+            yield {"name": str(phase), "stage": stage, "device": 0, "time_us": event}

@@ -11,7 +11,7 @@ from memsize.records.trace import ToolReport
 from memsize.spec.model_request import Call
 from memsize.torch_internals.isolation import undisturbed
 from memsize.tracing.dispatch import MetaDispatchMode
-from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord
+from memsize.tracing.module_calls import ModuleCallRecorder
 
 
 def torchinfo_reading(model: nn.Module, call: Call) -> ToolReport | None:
@@ -49,9 +49,6 @@ def counts_without_running(calls: ModuleCallRecorder) -> bool:
         if not times[called] and (caller != holders[called] or (caller >= 0 and times[caller] != 1)):
             return False
         times[called] += 1
+    is_ordinary = all(layer.plain and all(output.spec.shape for output in layer.outputs) for layer in seen)
     registered = sum(1 for layer in seen for module in layer.module._modules.values() if module is not None)
-    return registered == len(seen) - 1 and all(times) and all(map(_is_ordinary, seen))
-
-
-def _is_ordinary(layer: ModuleRecord) -> bool:
-    return layer.plain and all(output.spec.shape for output in layer.outputs)
+    return registered == len(seen) - 1 and all(times) and is_ordinary

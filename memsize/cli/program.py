@@ -118,7 +118,7 @@ def _is_found(module: str) -> bool:
 def _answer(answer: ProgramRun | RankRuns, output: Destination) -> None:
     output.keep(answer)
     if output.format == "snapshot":
-        from memsize.analysis.snapshot import pickled
+        from memsize.analysis.timeline import pickled
         from memsize.device.allocator_config import config_of
 
         run = answer.worst.run if isinstance(answer, RankRuns) else answer

@@ -61,7 +61,7 @@ def _saved(request: TimelineRequest) -> StepTrace:
 
 def _content(step: StepTrace, output: Destination) -> Content:
     if output.format == "snapshot":
-        from memsize.analysis.snapshot import pickled
+        from memsize.analysis.timeline import pickled
 
         return pickled(step.trace, step.config)
     from memsize.analysis.timeline import timeline

@@ -80,6 +80,12 @@ class Training:
         """Whether the step is the target's own."""
         return self.optimizer == OWN
 
+    @property
+    def optimizer_name(self) -> str:
+        """The optimizer's name, for titles and sentences."""
+        kind = self.optimizer
+        return kind if isinstance(kind, str) else getattr(kind, "__name__", "the given optimizer")
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:

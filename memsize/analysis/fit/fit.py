@@ -117,7 +117,7 @@ def _fit(
         budgets=budgets,
         fit_rows=tuple(rows),
         asked=request.size,
-        optimizer=_optimizer(request.training),
+        optimizer=request.training.optimizer_name if request.training else "",
         findings=(
             *interrupted(missing),
             *RULES.findings(FitEvidence(first_batch, budgets, vary, remedied, crossed, tuple(rows))),
@@ -129,13 +129,6 @@ def _fit(
         generation=request.generation.record if request.generation else {},
         missing=missing,
     )
-
-
-def _optimizer(training: Training | None) -> str:
-    if training is None:
-        return ""
-    kind = training.optimizer
-    return kind if isinstance(kind, str) else getattr(kind, "__name__", "the given optimizer")
 
 
 # -- an interrupted fit -----------------------------------------------------------------------------------------------
