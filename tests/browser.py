@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -38,22 +39,33 @@ def wait_until(page: Any, expression: str) -> None:
 
 
 class Opened:
-    """A page that was opened from disk, offline. What it asked for and complained about is kept."""
+    """A page that was opened from disk, offline. What it asked for and complained about is kept.
+
+    Pages are opened in one tab after the other, since a tab has a process of its own: one for each choice of scripts and
+    colours. One in which a test failed is not used again.
+    """
+
+    _tabs: ClassVar[WeakKeyDictionary[Any, dict[tuple[bool, bool], Any]]] = WeakKeyDictionary()
 
     def __init__(self, browser: Any, path: Path, *, scripts: bool = True, dark: bool = False) -> None:
-        self.context = browser.new_context(
-            viewport={"width": 1000, "height": 900},
-            offline=True,
-            java_script_enabled=scripts,
-            color_scheme="dark" if dark else "light",
-            reduced_motion="reduce",
-        )
-        self.page = self.context.new_page()
+        self._of_browser = self._tabs.setdefault(browser, {})
+        self._kind = scripts, dark
+        if self._kind not in self._of_browser:
+            context = browser.new_context(offline=True, java_script_enabled=scripts, reduced_motion="reduce")
+            self._of_browser[self._kind] = context.new_page()
+        self.page = self._of_browser[self._kind]
+        self.page.mouse.move(0, 0)
+        self.page.set_viewport_size({"width": 1000, "height": 900})
+        self.page.emulate_media(media="screen", color_scheme="dark" if dark else "light")
         self.complaints: list[str] = []
         self.requests: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
+        self._listeners: dict[str, Callable[[Any], None]] = {
+            "console": lambda message: self.complaints.append(message.text),
+            "pageerror": lambda error: self.complaints.append(str(error)),
+            "request": lambda request: self.requests.append(request.url),
+        }
+        for event, listener in self._listeners.items():
+            self.page.on(event, listener)
         self.page.goto(path.as_uri())
         if scripts:
             wait_until(self.page, "document.documentElement.dataset.ready === 'yes'")
@@ -63,8 +75,12 @@ class Opened:
 
     def __exit__(self, *error: object) -> None:
         """Nothing but the file itself was asked for, and nothing went wrong."""
-        self.context.close()
-        if error[0] is None:
-            assert self.complaints == []
-            assert [url for url in self.requests if not url.startswith("file:")] == []
-            assert len(self.requests) == 1
+        if error[0] is not None:
+            self._of_browser.pop(self._kind).context.close()
+            return
+        self.page.evaluate("0")  # answered after all that the page had to say before
+        for event, listener in self._listeners.items():
+            self.page.remove_listener(event, listener)
+        assert self.complaints == []
+        assert [url for url in self.requests if not url.startswith("file:")] == []
+        assert len(self.requests) == 1

@@ -52,6 +52,12 @@ def chromium() -> Iterator[Any]:
         yield launched
 
 
+@pytest.fixture(scope="module")
+def blank(chromium: Any) -> Any:
+    """A page of nothing, which may evaluate text."""
+    return chromium.new_page()
+
+
 def opened(chromium: Any, folder: Path, answer: Renderable, unit: str = "MiB", **how: Any) -> Opened:
     """The page of `answer`, opened from disk."""
     path = folder / "page.html"
@@ -226,7 +232,7 @@ def test_a_page_names_what_its_figures_were_made_with() -> None:
 
 
 @pytest.mark.parametrize("unit", ["B", "KiB", "MiB", "MB"])
-def test_sums_that_scripts_draw_read_like_all_others(unit: str, chromium: Any, tmp_path: Path) -> None:
+def test_sums_that_scripts_draw_read_like_all_others(unit: str, chromium: Any, blank: Any, tmp_path: Path) -> None:
     sizes = [0, 1, 5242, 5243, 2**17, 3 * 2**17, 5 * 2**17, 7 * 2**17, 2**20 + 1, 1_005_000, 1_015_000, 123_456_789_012]
     report = wide_report(20)
     with opened(chromium, tmp_path, report, unit=unit) as page:
@@ -234,11 +240,9 @@ def test_sums_that_scripts_draw_read_like_all_others(unit: str, chromium: Any, t
         assert int(group.get_attribute("data-sum")) == 210 * 1024 == int(total.get_attribute("data-value"))
         assert group.inner_text() == total.inner_text() == format_bytes(210 * 1024, unit).rpartition(" ")[0]
     source = files("memsize.render").joinpath("page", "size.js").read_text()
-    blank = chromium.new_page()
     blank.set_content(f"<body data-unit='{unit}' data-unit-bytes='{UNITS.get(unit, 10**6)}'></body>")
     drawn = blank.evaluate(f"sizes => {{ {source}; return sizes.map(size); }}", sizes)
-    blank.close()
-    assert drawn == [format_bytes(each, unit) if each else f"0 {unit}" for each in sizes]
+    assert drawn == [format_bytes(size, unit) if size else f"0 {unit}" for size in sizes]
 
 
 def column(page: Any, place: int, rows: str = "#layers tbody tr") -> list[str]:
