@@ -41,8 +41,8 @@ def wait_until(page: Any, expression: str) -> None:
 class Opened:
     """A page that was opened from disk, offline. What it asked for and complained about is kept.
 
-    Pages are opened in one tab after the other, since a tab has a process of its own: one for each choice of scripts and
-    colours. One in which a test failed is not used again.
+    A tab has a process of its own, so pages are opened one after the other in the same: one for each choice of scripts
+    and colours. A tab in which a test failed is not used again.
     """
 
     _tabs: ClassVar[WeakKeyDictionary[Any, dict[tuple[bool, bool], Any]]] = WeakKeyDictionary()
