@@ -10,7 +10,7 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cuda_libraries import context, context_on, nccl
 from memsize.device.replay import BoundedReplay, Replay, replay, replay_within
 from memsize.records.aggregates import split_phase, traffic
-from memsize.records.columns import numbers, places
+from memsize.records.columns import numbers, places, rows_at
 from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, RecordStreamCost, Shortage, StreamShare
 from memsize.records.roles import Role
 from memsize.records.trace import Trace
@@ -78,7 +78,7 @@ def estimate_gpu(
         peak_step=step,
         peak_layer=trace.layers[event.layer].path if event and event.layer >= 0 else "",
         peak_op=event.op if event else "",
-        roles=_roles(trace, live),
+        roles=roles_of(trace, live),
         storages=_largest(trace, flow=flow, live=live, count=largest),
         shortage=shortage,
         tensors=_most_of_tensors(trace, flow),
@@ -193,7 +193,7 @@ def stream_shares(trace: Trace, flow: AllocationEvents, replayed: Replay) -> tup
 def _stream_share(trace: Trace, flow: AllocationEvents, *, stream: int, replayed: Replay) -> StreamShare:
     live = flow.deltas.cumsum()
     peak = int(live.argmax())
-    roles = _roles(trace, flow.alive(peak))
+    roles = roles_of(trace, flow.alive(peak))
     kinds = dict.fromkeys(collective.kind for collective in trace.collectives if collective.stream == stream)
     return StreamShare(
         stream=stream,
@@ -212,11 +212,11 @@ def _most_of_tensors(trace: Trace, flow: AllocationEvents) -> int:
     return int(flow.deltas[tensors].cumsum().max(initial=0))
 
 
-def _roles(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
+def roles_of(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
+    """The bytes of `live` storages by role, most first."""
     roles: dict[Role, int] = {}
-    for storage, size in live.items():
-        role = trace.storages[storage].role
-        roles[role] = roles.get(role, 0) + size
+    for storage, size in zip(rows_at(trace.storages, live), live.values(), strict=True):
+        roles[storage.role] = roles.get(storage.role, 0) + size
     return dict(sorted(roles.items(), key=lambda item: -item[1]))
 
 

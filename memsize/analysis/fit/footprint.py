@@ -9,9 +9,10 @@ from typing import Final
 
 from memsize.device.allocation_events import AllocationEvents, flow_of
 from memsize.device.allocator_config import SEGMENT_STEP, AllocatorConfig
+from memsize.device.gpu_estimate import roles_of
 from memsize.device.replay import Replay, replay
+from memsize.records.columns import rows_at
 from memsize.records.fit import Alike, Bind
-from memsize.records.roles import Role
 from memsize.records.trace import TensorSpec, Trace
 
 _VOCABULARY: Final = 1000
@@ -163,17 +164,15 @@ def limit_of(run: Footprint, capacity: int | None) -> Bind:
     number = failure.event if failure else run.unbounded.requested.event
     trace = run.trace
     alive = run.flow.alive(number)
-    roles: dict[Role, int] = {}
-    for storage, size in alive.items():
-        roles[trace.storages[storage].role] = roles.get(trace.storages[storage].role, 0) + size
+    roles = roles_of(trace, alive)
     event = trace.events[number]
     return Bind(
         phase=phase_name(trace.phases[event.phase]),
         layer=trace.layers[event.layer].path if event.layer >= 0 else "",
         op=event.op,
-        role=max(roles, key=lambda role: roles[role]),
+        role=next(iter(roles)),
         request=failure.request if failure else 0,
-        roles=dict(sorted(roles.items(), key=lambda item: -item[1])),
+        roles=roles,
         largest=_largest_group(trace, alive),
     )
 
@@ -181,19 +180,14 @@ def limit_of(run: Footprint, capacity: int | None) -> Bind:
 def _largest_group(trace: Trace, alive: Mapping[int, int]) -> Alike | None:
     """Return the tensors of one shape and dtype with most bytes; None where nothing is `alive`."""
     groups: dict[TensorSpec, Alike] = {}
-    for index, size in alive.items():
-        storage = trace.storages[index]
+    for storage, size in zip(rows_at(trace.storages, alive), alive.values(), strict=True):
         spec = TensorSpec(storage.dtype, storage.shape)
         group = groups.get(spec, Alike(0, spec, 0))
         groups[spec] = Alike(group.tensors + 1, spec, group.bytes + size)
     most = max(groups.values(), key=lambda group: group.bytes, default=None)
-    return most and most._replace(logits=bool(most.spec.shape) and most.spec.shape[-1] in _vocabularies(trace))
-
-
-def _vocabularies(trace: Trace) -> set[int]:
-    """Return the last dimensions of the model's outputs that are as large as a vocabulary."""
     widths = {out.spec.shape[-1] for layer in trace.layers[:1] for out in layer.outputs if out.spec.shape}
-    return {width for width in widths if width and width >= _VOCABULARY}
+    vocabularies = {width for width in widths if width and width >= _VOCABULARY}
+    return most and most._replace(logits=bool(most.spec.shape) and most.spec.shape[-1] in vocabularies)
 
 
 def phase_name(label: str) -> str:
