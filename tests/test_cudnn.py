@@ -250,8 +250,9 @@ def events_of(module: nn.Module, x: Tensor, plans: Any) -> list[tuple[str, int]]
         start = len(ledger.events)
         # both gradients: the input's is read, the weight's is kept
         torch.autograd.grad(y, [x, *module.parameters()], gradient)
-    roles = ledger._roles
-    return [(roles[event.storage], event.delta) for event in (*ledger.events[:start], *ledger.events[start:])]
+    return [
+        (ledger.rows[event.storage].role, event.delta) for event in (*ledger.events[:start], *ledger.events[start:])
+    ]
 
 
 def test_each_gradient_is_followed_by_its_workspace() -> None:

@@ -134,7 +134,7 @@ class FormatLedger(Ledger):
     def _was_last(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is an image from channels last that is not row-major as it stands; weights are none."""
         index = self.index_of(tensor)
-        if index not in self._last or self._roles[index] in ("parameter", "buffer"):
+        if index not in self._last or self.rows[index].role in ("parameter", "buffer"):
             return False
         return format_of(tensor) in ("channels last", "other")
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
-from functools import partial
-from itertools import repeat
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +50,12 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
         return other
 
 
-class Row(NamedTuple):
-    """The facts that the ledger has of a storage: `bytes` that it takes now, and columns of `Storage`."""
+@dataclass(slots=True, unsafe_hash=True)
+class Row:
+    """The present facts of a storage: its `bytes`, which a resize changes, and columns of `Storage`.
+
+    Two are equal if their storages are alike, whatever keeps them.
+    """
 
     bytes: int
     role: Role
@@ -61,6 +64,10 @@ class Row(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     line: int
+    most_bytes: int = field(compare=False)
+    """The most that the storage has taken."""
+    saved_by: int = field(default=-1, compare=False)
+    saved_at: int = field(default=-1, compare=False)
 
 
 class Workspaces(NamedTuple):
@@ -100,18 +107,8 @@ class Ledger(MetaDispatchMode):
         """By layer."""
         self.read: set[int] = set()
         """Addresses of storages that some op took as an argument."""
-        self._bytes: list[int] = []
-        """The most bytes that each storage has taken."""
-        self._current_bytes: list[int] = []
-        """The bytes that each storage takes now; a resize changes them."""
-        self._roles: list[Role] = []
-        self._layers: list[int] = []
-        self._ops: list[str] = []
-        self._dtypes: list[torch.dtype] = []
-        self._shapes: list[tuple[int, ...]] = []
-        self._saved_by: list[int] = []
-        self._saved_at: list[int] = []
-        self._lines: list[int] = []
+        self.rows: list[Row] = []
+        """Every storage that has appeared, in order."""
         self._numbers: dict[Lines, int] = {}
         """The position in `lines` of each line."""
         self._saved: list[weakref.ref[SavedTensor]] = []
@@ -247,31 +244,15 @@ class Ledger(MetaDispatchMode):
         return index
 
     def _open(self, role: Role, size: int, op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        clock = self.clock
-        index = self._append(size, role, op, dtype, shape, clock.layer, self._line())
+        clock, index = self.clock, len(self.rows)
+        self.rows.append(Row(size, role, clock.layer, op, dtype, shape, self._line(), size))
         if size:
             self.events.append(_new(Event, (index, size, clock.phase, clock.layer, op)))
         return index
 
-    def _append(
-        self, size: int, role: Role, op: str, dtype: torch.dtype, shape: tuple[int, ...], layer: int, line: int
-    ) -> int:
-        index = len(self._bytes)
-        self._bytes.append(size)
-        self._current_bytes.append(size)
-        self._roles.append(role)
-        self._layers.append(layer)
-        self._ops.append(op)
-        self._dtypes.append(dtype)
-        self._shapes.append(shape)
-        self._saved_by.append(-1)
-        self._saved_at.append(-1)
-        self._lines.append(line)
-        return index
-
     def _leave(self, reference: Any) -> None:
         del self.live[reference.address]
-        size = self._current_bytes[reference.index]
+        size = self.rows[reference.index].bytes
         if size:
             self.events.append(_new(Event, (reference.index, -size, self.clock.phase, self.clock.layer, self.last_op)))
 
@@ -280,12 +261,11 @@ class Ledger(MetaDispatchMode):
         reference = self.live.get(storage._cdata)
         if reference is None:
             return
-        index, size = reference.index, storage.nbytes()
-        delta = size - self._current_bytes[index]
-        self._current_bytes[index] = size
-        self._bytes[index] = max(size, self._bytes[index])
+        row, size = self.rows[reference.index], storage.nbytes()
+        delta, row.bytes = size - row.bytes, size
+        row.most_bytes = max(size, row.most_bytes)
         if delta:
-            self.events.append(Event(index, delta, self.clock.phase, self.clock.layer, "resize_"))
+            self.events.append(Event(reference.index, delta, self.clock.phase, self.clock.layer, "resize_"))
 
     @staticmethod
     def addresses(tensor: torch.Tensor) -> set[int]:
@@ -301,30 +281,27 @@ class Ledger(MetaDispatchMode):
         """Give the storage of `tensor` a role, unless it has one already."""
         for piece in plain_tensors(tensor):
             index = self.index_of(piece)
-            if index >= 0 and self._roles[index] in _UNCLAIMED:
-                self._roles[index] = role
+            if index >= 0 and self.rows[index].role in _UNCLAIMED:
+                self.rows[index].role = role
 
     def saved(self, tensor: torch.Tensor) -> SavedTensor:
         """Autograd keeps `tensor` for backward."""
         index = self.index_of(tensor)
         if index >= 0:
-            storages = [index] if self._roles[index] not in _NOT_SAVED else []
+            storages = [index] if self.rows[index].role not in _NOT_SAVED else []
         else:  # a wrapper keeps what it is made of
             pieces = map(self.index_of, plain_tensors(tensor)) if is_wrapper(tensor) else ()
-            storages = [piece for piece in pieces if piece >= 0 and self._roles[piece] not in _NOT_SAVED]
+            storages = [piece for piece in pieces if piece >= 0 and self.rows[piece].role not in _NOT_SAVED]
         line = self._line() if storages else -1
         saved = SavedTensor(without_graph(tensor), storages, self.clock.layer, line)
         if storages:
             self._saved.append(weakref.ref(saved))
-            for storage in storages:
-                self._save(storage, line)
+            for row in map(self.rows.__getitem__, storages):
+                if row.saved_by < 0:
+                    row.saved_by, row.saved_at = self.clock.layer, line
+                    if row.role in _UNCLAIMED:
+                        row.role = "activation"
         return saved
-
-    def _save(self, index: int, line: int) -> None:
-        if self._saved_by[index] < 0:
-            self._saved_by[index], self._saved_at[index] = self.clock.layer, line
-            if self._roles[index] in _UNCLAIMED:
-                self._roles[index] = "activation"
 
     def forget_released(self) -> None:
         """Take storages that autograd has released, and that something else keeps alive, as not saved for backward."""
@@ -335,9 +312,10 @@ class Ledger(MetaDispatchMode):
             for index in saved.storages:
                 saved_by.setdefault(index, (saved.layer, saved.line))
         for index in (reference.index for reference in self.live.values()):
-            self._saved_by[index], self._saved_at[index] = saved_by.get(index, (-1, -1))
-            if index not in saved_by and self._roles[index] == "activation":
-                self._roles[index] = "temporary"
+            row = self.rows[index]
+            row.saved_by, row.saved_at = saved_by.get(index, (-1, -1))
+            if index not in saved_by and row.role == "activation":
+                row.role = "temporary"
 
     def _line(self) -> int:
         line = None if self.clock.backward else self._running_line()
@@ -349,42 +327,23 @@ class Ledger(MetaDispatchMode):
 
     def saved_bytes(self, alive: Set[int]) -> int:
         """Return the bytes of those storages among `alive` that are saved for backward."""
-        return sum(self._bytes[index] for index in alive if self._saved_by[index] >= 0)
+        return sum(self.rows[index].most_bytes for index in alive if self.rows[index].saved_by >= 0)
 
     @property
     def count(self) -> int:
         """How many storages have appeared so far. Storages with this index or above are newer than this call."""
-        return len(self._bytes)
+        return len(self.rows)
 
     def size(self, index: int) -> int:
-        """Bytes of storage `index`."""
-        return self._bytes[index]
+        """The most bytes that storage `index` has taken."""
+        return self.rows[index].most_bytes
 
     # -- a step recorded without being run (`memsize.tracing.repetition`) --------------------------------------------
 
-    def row(self, index: int) -> Row:
-        """Return the present facts of storage `index`."""
-        return Row(
-            self._current_bytes[index],
-            self._roles[index],
-            self._layers[index],
-            self._ops[index],
-            self._dtypes[index],
-            self._shapes[index],
-            self._lines[index],
-        )
-
     def made_again(self, index: int) -> int:
         """Append a storage like storage `index`, without an event; returns its index."""
-        role, layer, op, dtype, shape, line = self.row(index)[1:]
-        again = self._append(self._bytes[index], role, op, dtype, shape, layer, line)
-        self._current_bytes[again] = self._current_bytes[index]
-        self._saved_by[again], self._saved_at[again] = self._saved_by[index], self._saved_at[index]
-        return again
-
-    def give_role(self, index: int, role: Role) -> None:
-        """Change the role of storage `index`."""
-        self._roles[index] = role
+        self.rows.append(replace(self.rows[index]))
+        return len(self.rows) - 1
 
     def renamed(self, indexes: Mapping[int, int]) -> None:
         """Let live references stand for other storages from now on: for index `i`, ``indexes[i]``."""
@@ -399,12 +358,12 @@ class Ledger(MetaDispatchMode):
 
     def storages(self, saved: Set[int]) -> tuple[Storage, ...]:
         """Return every storage that appeared, in order; `saved_by` is set for those in `saved` only."""
-        dtypes = map(dtype_name, self._dtypes)
-        saved_by = [by if by < 0 or index in saved else -1 for index, by in enumerate(self._saved_by)]
-        saved_at = [at if by >= 0 else -1 for at, by in zip(self._saved_at, saved_by, strict=True)]
-        origin = (self._bytes, self._roles, self._layers, self._ops, dtypes, self._shapes)
-        columns = (*origin, saved_by, repeat(0), self._lines, saved_at)
-        return tuple(map(partial(_new, Storage), zip(*columns, strict=False)))
+        storages = []
+        for index, row in enumerate(self.rows):
+            by, at = (row.saved_by, row.saved_at) if row.saved_by >= 0 and index in saved else (-1, -1)
+            own = (row.most_bytes, row.role, row.layer, row.op, dtype_name(row.dtype), row.shape)
+            storages.append(_new(Storage, (*own, by, 0, row.line, at)))
+        return tuple(storages)
 
     @property
     def lines(self) -> tuple[str, ...]:

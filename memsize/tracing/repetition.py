@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from memsize.records.trace import Event
@@ -57,10 +58,10 @@ class StepRepetition:
         before, last = self._ends[-2:]
         ledger = self.ledger
         follows = dict(self._followed(before, last))
-        roles = {later: ledger.row(earlier).role for earlier, later in follows.items()}
+        roles = {later: ledger.rows[earlier].role for earlier, later in follows.items()}
         copies = {index: ledger.made_again(index) for index in range(before.storages, last.storages)}
         for later, role in roles.items():
-            ledger.give_role(later, role)
+            ledger.rows[later].role = role
         phases = ledger.clock.of_this_step()
         for storage, delta, phase, layer, op in ledger.events[before.events : last.events]:
             index = copies.get(storage, follows.get(storage, storage))
@@ -74,13 +75,13 @@ class StepRepetition:
             self._bytes[event.storage] = self._bytes.get(event.storage, 0) + event.delta
             if not self._bytes[event.storage]:
                 del self._bytes[event.storage]
-        return _End(len(ledger.events), ledger.count, {index: ledger.row(index) for index in self._bytes})
+        return _End(len(ledger.events), ledger.count, {index: replace(ledger.rows[index]) for index in self._bytes})
 
     def _allocations(self, start: _End, end: _End, apart: Container[int]) -> Iterator[tuple[object, ...]]:
         """Yield the allocations of a step, but for those of the storages `apart`."""
         for event in self.ledger.events[start.events : end.events]:
             if event.delta > 0 and event.storage not in apart:
-                row = self.ledger.row(event.storage)
+                row = self.ledger.rows[event.storage]
                 yield event.delta, event.layer, event.op, row.dtype, row.shape
 
     def _followed(self, before: _End, last: _End) -> Iterator[tuple[int, int]]:

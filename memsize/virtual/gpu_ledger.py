@@ -345,14 +345,14 @@ class VirtualLedger(Ledger):
     def resized(self, storage: torch.UntypedStorage) -> None:
         """As the base class has it; one that was empty gets its memory anew, perhaps from another stream."""
         reference = self.live.get(storage._cdata)
-        if reference is not None and not self._current_bytes[reference.index]:
+        if reference is not None and not self.rows[reference.index].bytes:
             self._allocated(reference.index)
-        elif reference is not None and self._current_bytes[reference.index] != storage.nbytes():
+        elif reference is not None and self.rows[reference.index].bytes != storage.nbytes():
             self._freed(reference.index)
         super().resized(storage)
 
     def _leave(self, reference: Any) -> None:
-        if self._current_bytes[reference.index]:
+        if self.rows[reference.index].bytes:
             self._freed(reference.index)
         super()._leave(reference)
 
@@ -369,7 +369,7 @@ class VirtualLedger(Ledger):
 
     def made_at(self, storage: int, lines: Lines) -> None:
         """`lines` of the program made `storage`."""
-        self._lines[storage] = self._numbers.setdefault(lines, len(self._numbers))
+        self.rows[storage].line = self._numbers.setdefault(lines, len(self._numbers))
 
     def _running_line(self) -> None:
         """Far above PyTorch's own calls: looked up for large storages alone, by the program (`made_at`)."""
@@ -426,9 +426,9 @@ class VirtualLedger(Ledger):
         """
         index = self.index_of(tensor)
         if index >= 0:
-            self._layers[index] = layer
-            if self._roles[index] != "gathered parameter":
-                self._roles[index] = role
+            self.rows[index].layer = layer
+            if self.rows[index].role != "gathered parameter":
+                self.rows[index].role = role
 
     def own(self, module: nn.Module, layer: int) -> None:
         """Give the tensors that `module` itself stores their role and their layer."""
@@ -441,12 +441,12 @@ class VirtualLedger(Ledger):
     def belongs(self, tensor: torch.Tensor, owner: torch.Tensor) -> None:
         """Let the storage of `tensor`, which no module made, be in the layer of that of `owner`."""
         index, owner_index = self.index_of(tensor), self.index_of(owner)
-        if index >= 0 and owner_index >= 0 and self._layers[index] < 0:
-            self._layers[index] = self._layers[owner_index]
+        if index >= 0 and owner_index >= 0 and self.rows[index].layer < 0:
+            self.rows[index].layer = self.rows[owner_index].layer
 
     def refuse(self, storage: int) -> None:
         """Forget that `storage` appeared: there was no memory for it."""
-        self._current_bytes[storage] = 0
+        self.rows[storage].bytes = 0
         position = next(i for i in reversed(range(len(self.events))) if self.events[i].storage == storage)
         del self.events[position]
 
