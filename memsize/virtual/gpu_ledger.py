@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 from memsize.kernels.convolution import FORWARD as CONVOLUTION
 from memsize.known_values.evaluation import as_stand_ins
@@ -42,6 +42,7 @@ from memsize.torch_internals.pytree import arguments_in
 from memsize.tracing.dispatch import has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.run_position import RunPosition
+from memsize.virtual.custom_ops import backend_of, needs_gpu, replaced_note
 from memsize.virtual.data_parallel import gpu_of
 from memsize.virtual.device_assignment import (
     HOST,
@@ -129,6 +130,8 @@ class VirtualLedger(Ledger):
         self.host_memory = HostMemory()
         self.absent = False
         """Whether what runs is the work of another rank: it is done here without memory, and not recorded."""
+        self.custom_op = ""
+        """The op that is defined in Python and running."""
         self._in_pytorch = False
         self._elsewhere: dict[int, torch.UntypedStorage] = {}
         super().__init__("meta", workspaces)
@@ -160,9 +163,48 @@ class VirtualLedger(Ledger):
         return result
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        result = self._placed(func, types, args, kwargs)
+        backend = backend_of(func, args, kwargs)
+        if backend is None or self.absent or self.op_facts[func].rule is not None:
+            result = self._placed(func, types, args, kwargs)
+        else:
+            result = self._run_body(backend, func, types, args, kwargs)
         if self.order.waiting and host_waits(func, args, kwargs):
             self.order.synchronize(self.order.moment((self.devices.index, self.current_stream())))
+        return result
+
+    def _run_body(self, backend: Any, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op that is defined in Python, its ops one by one."""
+        outer, depth = self.custom_op, _thread.depth
+        self.custom_op, _thread.depth = func.name(), 0
+        try:
+            with self._again():
+                return func.redispatch(backend, *args, **kwargs)
+        except Exception as error:
+            if not needs_gpu(error) or not on_gpu((*args, *kwargs.values())):
+                raise
+            _thread.depth = depth
+            return self._run_fake(error, func, types, args, kwargs)
+        finally:
+            self.custom_op, _thread.depth = outer, depth
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Make this the mode again while open within an op, in whichever thread. A mode's own way in and out also
+        changes what belongs to the whole process.
+        """
+        _push_mode(self)
+        try:
+            yield
+        finally:
+            _pop_mode()
+
+    def _run_fake(self, error: Exception, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the fake of an op whose body raised `error`, which is the op's own if there is no fake."""
+        try:
+            result = self._placed(func, types, args, kwargs)
+        except RuntimeError:
+            raise error from None
+        self.evaluator.notes[replaced_note(func, error)] = None
         return result
 
     def _placed(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -19,6 +19,7 @@ import torch
 
 from memsize.known_values.values import state_of
 from memsize.processes.patches import Patch
+from memsize.records.finding import join_names
 from memsize.torch_internals.pytree import arguments_in
 from memsize.virtual.gpu_ledger import VirtualLedger
 
@@ -84,15 +85,18 @@ def _in_pool(pool: Any, device: Any = None) -> AbstractContextManager[None]:
 MODULE: Final = "triton.runtime.autotuner"
 """What imports the rest of Triton's launching, and is imported with it."""
 _NOTE: Final = (
-    "Triton kernels are not run: they write to tensors that are there, and take no memory of PyTorch's allocator"
+    "Triton kernels are not run ({}): they write to tensors that are there, and take no memory of PyTorch's allocator"
 )
 
 
 def later(ledger: VirtualLedger) -> dict[str, Callable[[Any], Iterator[Patch]]]:
     """Return the patches of Triton, for when the program has imported it."""
+    kernels: dict[str, None] = {}
 
     def left_out(kernel: Any, *args: Any, **options: Any) -> None:
-        ledger.evaluator.notes[_NOTE] = None
+        ledger.evaluator.notes.pop(_NOTE.format(join_names(tuple(kernels))), None)
+        kernels[_name_of(kernel) + (f" in {ledger.custom_op}" if ledger.custom_op else "")] = None
+        ledger.evaluator.notes[_NOTE.format(join_names(tuple(kernels)))] = None
         for tensor in arguments_in((args, options)):
             state = state_of(tensor)
             if state is not None:
@@ -103,3 +107,10 @@ def later(ledger: VirtualLedger) -> dict[str, Callable[[Any], Iterator[Patch]]]:
         yield sys.modules["triton.runtime.jit"].JITFunction, "run", left_out
 
     return {MODULE: replacements}
+
+
+def _name_of(kernel: Any) -> str:
+    """The name of a kernel's function, which an autotuner and a set of heuristics wrap."""
+    while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return getattr(kernel, "__name__", "a kernel without a name")
