@@ -25,12 +25,13 @@ from memsize.errors import InputError
 from memsize.records.aggregates import alive, live_bytes, split_phase
 from memsize.records.codec import plain
 from memsize.records.gpu import Card
-from memsize.records.program import Growth, Holder, KeptGradients, LiveTensor, ProgramRun, WentOn
+from memsize.records.program import ChildRun, Growth, Holder, KeptGradients, LiveTensor, ProgramRun, WentOn
 from memsize.records.trace import Trace
 from memsize.records.world import World
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import default_device_kept, isolated
 from memsize.virtual.allocator_state import DeviceMemory
+from memsize.virtual.child_processes import ChildProcesses, Settings
 from memsize.virtual.gpu_tensors import CpuRestore
 from memsize.virtual.program_code import Held
 from memsize.virtual.saved_weights import Files
@@ -64,20 +65,7 @@ def run_program(
     The program is one process of `world` (None: alone) on a card whose software is `stack`; unless the card is
     `bounded`, nothing is too large for it. `progress` is called with what the program is doing.
     """
-    files = Files(allow_writes)
-    taken = workspaces(card, plans_of(card), stack)
-    program = Program(
-        name=path,
-        card=card,
-        workspaces=taken,
-        config=config,
-        steps=steps,
-        files=files,
-        snapshot=snapshot,
-        world=world,
-        bounded=bounded,
-        stack=stack,
-    )
+    program = program_on(path, Settings(card, config, steps, world, bounded, stack, allow_writes))
     if not module and not Path(path).is_file():
         raise InputError(f"no such script: {path}")
     name = Path(path).name
@@ -89,6 +77,26 @@ def run_program(
         raise InputError(f"cannot run the module {path}: {error}") from error
     progress(f"{name}: adding up what it held")
     return program_run(program, " ".join((path, *arguments)), error), error
+
+
+def program_on(
+    name: str, settings: Settings, files: Files | None = None, processes: ChildProcesses | None = None
+) -> Program:
+    """Return a program on such a machine, which has not begun, with the `files` and `processes` that it has already."""
+    card, stack = settings.card, settings.stack
+    return Program(
+        name=name,
+        card=card,
+        workspaces=workspaces(card, plans_of(card), stack),
+        config=settings.config,
+        steps=settings.steps,
+        files=files or Files(settings.allowed),
+        snapshot=snapshot,
+        world=settings.world,
+        bounded=settings.bounded,
+        stack=stack,
+        processes=processes,
+    )
 
 
 def _is_runpys(error: ImportError) -> bool:
@@ -132,17 +140,7 @@ def virtual_gpu(
     Modules that the block moves there are back on the CPU, with their values, when it is over, and so is what it makes
     the default device.
     """
-    files = Files(allow_writes)
-    program = Program(
-        name=name,
-        card=card,
-        workspaces=workspaces(card, plans_of(card)),
-        config=config,
-        steps=steps,
-        files=files,
-        snapshot=snapshot,
-        world=world,
-    )
+    program = program_on(name, Settings(card, config, steps, world, True, INSTALLED, allow_writes))
     region = VirtualGpu()
     error: BaseException | None = None
     restore = CpuRestore()
@@ -177,7 +175,8 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         growth=_growth(program, trace),
         kept_gradients=_kept_gradients(trace, program.steps.zeroed),
         waits=program.waits.line,
-        unwritten=program.files.remarks,
+        unwritten=(*program.files.remarks, *program.processes.failures),
+        children=tuple(ChildRun(**result) for result in program.processes.results),
         failure=None if trace.failure is None else trace.failure.reason,
         needs_gpu=needs_gpu(error),
         allocator=json.dumps(plain(program.memory.config)),

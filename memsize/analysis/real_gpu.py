@@ -33,15 +33,12 @@ _INSTEAD: Final = {
     "fla": "take the model's implementation without it, or register fakes of its kernels",
     "liger_kernel": "set use_liger_kernel=False",
     "mamba_ssm": _MAMBA,
-    "nvidia-smi": "leave that call out, or put a script of that name on the PATH, which prints what it is asked for",
     "transformer_engine": "take torch.nn.Linear and torch.nn.LayerNorm, in bfloat16 instead of float8",
     "triton": "it comes with PyTorch's CUDA builds, and its kernels want a torch.library.custom_op around them",
     "unsloth": "load the model with transformers and peft themselves",
     "xformers": "take torch.nn.functional.scaled_dot_product_attention, as diffusers and transformers do without it",
 }
-"""Packages of CUDA kernels, and the driver's own program, and what does the same, with about the same memory, in ops of
-PyTorch.
-"""
+"""Packages of CUDA kernels, and what does the same, with about the same memory, in ops of PyTorch."""
 _RAISED: Final = (ImportError, RuntimeError, OSError, AssertionError)
 """What such packages raise without a GPU; other errors are the program's own."""
 _WITHOUT_RULE: Final = re.compile(

@@ -18,10 +18,9 @@ from memsize.interrupt import INTERRUPTED
 from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankRuns
 from memsize.spec.requests import RunRequest
+from memsize.virtual.child_processes import is_launcher
 
 _STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that the program prints are stand-ins"
-_LAUNCHERS = frozenset(("torchrun", "accelerate", "deepspeed", "mpirun"))
-_LAUNCHING_MODULES = frozenset(("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"))
 
 
 @command(
@@ -100,7 +99,7 @@ def _status(error: BaseException | None) -> int:
 
 def _check_started(program: str, module: bool) -> None:
     """Raise `InputError` where PROGRAM is no script or module that trains, or only starts one in other processes."""
-    if (program in _LAUNCHING_MODULES) if module else (Path(program).name in _LAUNCHERS):
+    if is_launcher(program):
         raise InputError(
             f"{program} starts processes, one for each GPU: give the script itself and how many, as in memsize run "
             "--gpus 8 train.py …"

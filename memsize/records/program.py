@@ -110,6 +110,21 @@ class NeedsGpu(NamedTuple):
     instead: str | None = None
 
 
+class ChildRun(NamedTuple):
+    """The peak on the GPU of a process that a program started: its own memory, beside the program's.
+
+    `rank` is which of a job it was, where a launcher started it; `reserved`, `low` and `high` are bytes at its peak.
+    """
+
+    command: str
+    rank: int | None
+    steps: int
+    reserved: int
+    low: int
+    high: int
+    ran_out: bool
+
+
 @dataclass(frozen=True, repr=False)
 class ProgramRun(Answer):
     """A program's run on `card`: `steps` optimizer steps, after which it was stopped, or its own end.
@@ -142,6 +157,7 @@ class ProgramRun(Answer):
     needs_gpu: NeedsGpu | None = None
     allocator: str = ""
     went_on: WentOn | None = None
+    children: tuple[ChildRun, ...] = ()
     findings: tuple[Finding, ...] = attribute(default=())
 
     @property

@@ -23,6 +23,7 @@ from memsize.processes.simulation import running
 from memsize.records.gpu import Card
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.virtual.allocator_state import DeviceMemory
+from memsize.virtual.child_processes import Gpu
 from memsize.virtual.device_assignment import DeviceAssignment, devices
 from memsize.virtual.stream_order import Moment, Queue, StreamOrder
 
@@ -229,6 +230,12 @@ class Driver:
     def properties(self) -> Properties:
         """The card's."""
         return Properties(self.card.name, *self.card.capability, self.memory.total)
+
+    def gpu(self) -> Gpu:
+        """Return the card as it is now, for ``nvidia-smi`` and NVML."""
+        memory = self.memory
+        capability = ".".join(map(str, self.card.capability))
+        return Gpu(self.card.name, capability, self.devices.count, memory.total, memory.total - memory.free)
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The functions of `torch._C` by name."""

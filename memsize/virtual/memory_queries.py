@@ -1,19 +1,19 @@
-"""Answers of the CUDA runtime, NVML and profilers to a program: used and free memory, load of the GPU.
+"""Answers of the CUDA runtime and profilers to a program: used and free memory, load of the GPU.
 
-Memory is that of the simulated allocator; a load, a temperature or a clock there is none, and it is 0. Sources:
-torch/cuda/__init__.py; NVIDIA's nvidia-ml-py (``pynvml``), whose functions are replaced where it is installed.
+Memory is that of the simulated allocator; a load, a temperature or a clock there is none, and it is 0. Source:
+torch/cuda/__init__.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from memsize.processes.patches import Patch
+from memsize.virtual import nvml
 from memsize.virtual.device_assignment import devices
 from memsize.virtual.driver import Driver
 
@@ -51,8 +51,7 @@ def replacements(driver: Driver) -> Iterator[Patch]:
     yield cuda, "memory_usage", lambda device=None: round(100 * (1 - memory.free / memory.total))
     yield cuda, "device_memory_used", lambda device=None: memory.total - memory.free
     yield torch.autograd.profiler.profile, "__init__", _of_the_cpu(torch.autograd.profiler.profile.__init__)
-    if find_spec("pynvml"):
-        yield from _of_nvml(driver)
+    yield from nvml.replacements(driver.gpu)
 
 
 def _of_the_cpu(original: Callable[..., None]) -> Callable[..., None]:
@@ -64,26 +63,3 @@ def _of_the_cpu(original: Callable[..., None]) -> Callable[..., None]:
         original(profiler, *args, **options)
 
     return profile
-
-
-def _of_nvml(driver: Driver) -> Iterator[Patch]:
-    import pynvml
-
-    memory, name = driver.memory, driver.card.name
-
-    def info(handle: Any, version: Any = None) -> Any:
-        return SimpleNamespace(total=memory.total, free=memory.free, used=memory.total - memory.free)
-
-    answers: dict[str, Any] = {
-        "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
-        "nvmlDeviceGetCount": lambda: 1,
-        "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetName": lambda handle: name,
-        "nvmlDeviceGetMemoryInfo": info,
-        "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=0, memory=0),
-        "nvmlDeviceGetTemperature": lambda handle, sensor=0: 0,
-        "nvmlDeviceGetPowerUsage": lambda handle: 0,
-        "nvmlDeviceGetComputeRunningProcesses": lambda handle: [],
-    }
-    yield from ((pynvml, function, answer) for function, answer in answers.items())

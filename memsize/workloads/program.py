@@ -30,6 +30,7 @@ from memsize.tracing.run import layer_rows
 from memsize.units import GiB, KiB, MiB
 from memsize.virtual import sharded_checkpoints
 from memsize.virtual.allocator_state import DeviceMemory, OutOfDeviceMemoryError
+from memsize.virtual.child_processes import ChildProcesses, Settings
 from memsize.virtual.driver import Driver
 from memsize.virtual.gpu_ledger import VirtualLedger
 from memsize.virtual.program_code import Held, Waits, holders
@@ -46,8 +47,8 @@ _LINE_FROM = 64 * 1024
 _SET = "the caching allocator's settings are those that the environment has for it: {}"
 
 
-class StopProgram(BaseException):
-    """Ends the program once it has done its steps; its ``finally`` blocks run."""
+class StopProgram(SystemExit):
+    """Ends the program, or a thread of it, once it has done its steps; its ``finally`` blocks run."""
 
 
 class Program:
@@ -55,7 +56,7 @@ class Program:
 
     `config` holds the settings of the caching allocator; None: those that the environment has when it is first used.
     `world` is the job of which it is one process (None: it was started alone). Where it is not `bounded`, nothing is
-    too large for the card. `stack` is the software on the GPU.
+    too large for the card. `stack` is the software on the GPU. `processes` are those that it starts.
 
     `snapshot` makes of what has run what `torch.cuda.memory._snapshot` returns.
     """
@@ -72,6 +73,7 @@ class Program:
         world: World | None = None,
         bounded: bool = True,
         stack: Stack = INSTALLED,
+        processes: ChildProcesses | None = None,
     ) -> None:
         self.name = name
         self.card = card
@@ -83,6 +85,8 @@ class Program:
         self.gpu_variables: tuple[Held, ...] = ()
         """The variables that hold tensors on the GPU when the program is stopped."""
         self.files = files or Files()
+        settings = Settings(card, config, steps, world, bounded, stack, self.files.allowed)
+        self.processes = processes or ChildProcesses(self.files, settings)
         self.ledger = VirtualLedger(workspaces, self._after_op)
         self.ledger.evaluator.observer = self._relied
         self.memory = DeviceMemory(
@@ -131,7 +135,9 @@ class Program:
             self.steps.counted(),
             trackers_off(),
             self.files.guarded(),
+            self.processes.open(),
         ):
+            self.processes.gpu = driver.gpu
             yield
 
     def _settings(self) -> AllocatorConfig:

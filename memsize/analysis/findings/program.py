@@ -123,9 +123,42 @@ def _divides_heads(run: ProgramRun) -> Iterator[Finding]:
         yield Finding("run-divides-heads", template, {"shape": shape})
 
 
+@RULES.rule("run-children")
+def _children(run: ProgramRun) -> Iterator[Finding]:
+    if not run.children:
+        return
+    largest = max(run.children, key=lambda child: child.high)
+    template = (
+        "A process that it started takes {low} to {high} of {total} at its peak, which is not among the figures here: "
+        if len(run.children) == 1
+        else "The largest of {count} processes that it started takes {low} to {high} of {total} at its peak, which is "
+        "not among the figures here: "
+    ) + "{command}"
+    ranks = [child for child in run.children if child.rank is not None]
+    if ranks:
+        template += " (rank {rank}). memsize run --gpus {count} with the script itself shows each rank"
+    values = {
+        "count": len(run.children),
+        "low": Bytes(largest.low),
+        "high": Bytes(largest.high),
+        "total": Bytes(run.card.bytes),
+        "command": largest.command,
+        "rank": largest.rank,
+    }
+    yield Finding("run-children", f"{template}.", values, bytes=largest.high)
+
+
+@RULES.rule("run-child-out-of-memory")
+def _child_ran_out(run: ProgramRun) -> Iterator[Finding]:
+    for child in run.children:
+        if child.ran_out:
+            template = "{card} is too small for a process that it started: {command}."
+            yield Finding("run-child-out-of-memory", template, {"card": run.card.name, "command": child.command})
+
+
 @RULES.rule("run-nothing-on-gpu")
 def _nothing(run: ProgramRun) -> Iterator[Finding]:
-    if run.trace.events or run.refused or run.needs_gpu is not None:
+    if run.trace.events or run.refused or run.needs_gpu is not None or run.children:
         return
     if run.failure:
         template = "Nothing was put on the GPU before the program failed: {failure}."

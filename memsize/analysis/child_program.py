@@ -1,0 +1,122 @@
+"""A Python process that a program started: its files are guarded, and it has the GPU once it imports torch.
+
+`start` is called before anything else of the process. Nothing here needs torch until then. The process is stopped
+after as many optimizer steps as the program, and a rank that a launcher such as ``torchrun`` started is that rank.
+What it took on the GPU is written for the process that started the program when it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from memsize.errors import InputError
+from memsize.records.world import World
+from memsize.virtual.child_processes import ChildProcesses, Settings, is_launcher
+from memsize.virtual.file_guard import FileGuard
+
+if TYPE_CHECKING:
+    from memsize.workloads.program import Program
+
+
+def start(folder: str) -> None:
+    """Guard the files of this process, and let it have the GPU when it imports torch; `folder` is that of the run."""
+    settings: Settings = pickle.loads((Path(folder) / "settings.pickle").read_bytes())
+    regions = ExitStack()
+    guard = FileGuard(settings.allowed)
+    processes = ChildProcesses(guard, settings)
+    regions.enter_context(guard.guarded())
+    regions.enter_context(processes.open(Path(folder)))
+    process = os.getpid()
+    programs: list[Program] = []
+
+    def simulate() -> None:
+        programs.append(_started(settings, guard, processes, regions))
+
+    def end() -> None:
+        if os.getpid() == process:  # not in one that it forked
+            results = [_result(program) for program in programs]
+            processes.announce()
+            regions.close()
+            for result in filter(None, results):
+                processes.report(result)
+
+    atexit.register(end)
+    if not any(map(is_launcher, sys.orig_argv[1:3])):  # the program, or -m and the module
+        sys.meta_path.insert(0, _AfterImport("torch", simulate))
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls `then` once the module `name` has been imported."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            original = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                original(module)
+                self._then()
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def _started(settings: Settings, guard: FileGuard, processes: ChildProcesses, regions: ExitStack) -> Program:
+    from memsize.analysis.program import program_on
+    from memsize.virtual.saved_weights import Files
+
+    files = Files(guard.allowed)
+    files.new, files.others_new = guard.new, guard.others_new
+    own = settings._replace(world=_world() or settings.world)
+    program = program_on(shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]), own, files, processes)
+    regions.enter_context(program.open())
+    return program
+
+
+def _world() -> World | None:
+    """The job that a launcher put this process into, by the variables that it sets; None where it was started alone."""
+    size, rank, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"))
+    if not (size.isdigit() and rank.isdigit()):
+        return None
+    try:
+        return World(int(size), int(rank), nodes=int(size) // int(local) if local.isdigit() and int(local) else 1)
+    except InputError:
+        return None
+
+
+def _result(program: Program) -> dict[str, Any] | None:
+    """Return the process's peak on the GPU as data; None where it never used it."""
+    from memsize.device.gpu_estimate import estimate_gpu
+
+    trace = program.trace()
+    if not trace.events:
+        return None
+    peak = estimate_gpu(trace, program.card, config=program.memory.config)
+    return {
+        "command": program.name,
+        "rank": None if program.world is None else program.world.rank,
+        "steps": program.steps.done,
+        "reserved": peak.reserved,
+        "low": peak.device.low,
+        "high": peak.device.high,
+        "ran_out": bool(program.refused),
+    }

@@ -1,0 +1,268 @@
+"""Processes that a program starts: they meet the same GPU, and leave files that were there before as they are.
+
+A process that runs Python imports a ``sitecustomize`` module by way of ``PYTHONPATH``. It guards the files and lets the
+process have the GPU once it imports torch; the results of its run on the GPU are written for the program. Any other
+process may change files only in folders that the run has made (`memsize.virtual.landlock`), and finds an
+``nvidia-smi`` that answers for the same card.
+
+This module does not need torch: processes that a process starts get the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import takewhile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, NamedTuple
+
+from memsize.device.allocator_config import AllocatorConfig
+from memsize.processes.patches import Patch
+from memsize.processes.simulation import open_simulation
+from memsize.records.gpu import Card
+from memsize.records.world import World
+from memsize.spec.stack import Stack
+from memsize.virtual import landlock
+from memsize.virtual.file_guard import FileGuard
+
+_PYTHON: Final = re.compile(r"(?:.*/)?python[\d.]*(?:\.exe)?$")
+_SHEBANG: Final = re.compile(rb"#!.*\bpython[\d.]*\s")
+_ISOLATING: Final = re.compile(r"-[a-zA-Z]*[EIS]")
+"""Flags with which Python imports no ``sitecustomize``, or none of ``PYTHONPATH``."""
+_START: Final = """\
+import importlib.machinery, importlib.util, sys
+sys.path[:] = [{package!r}, *(entry for entry in sys.path if entry != {folder!r})]
+try:
+    from memsize.analysis.child_program import start
+except Exception as error:
+    print(f"memsize: this process has no simulated GPU: {{error}}", file=sys.stderr)
+else:
+    start({folder!r})
+sys.path.remove({package!r})
+spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
+if spec is not None:
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+"""
+_SMI: Final = """\
+#!/bin/sh
+exec {} "$@"
+"""
+
+
+_LAUNCHERS: Final = frozenset({"accelerate", "deepspeed", "mpirun", "torchrun"})
+_LAUNCHER_MODULES: Final = frozenset(
+    {"accelerate.commands.launch", "torch.distributed.launch", "torch.distributed.run"}
+)
+
+
+def is_launcher(program: str) -> bool:
+    """Return whether `program`, a script or a module, starts one process for each GPU and uses none itself."""
+    return program in _LAUNCHER_MODULES or Path(program).name in _LAUNCHERS
+
+
+class Gpu(NamedTuple):
+    """The card at a moment, for ``nvidia-smi``; sizes in bytes."""
+
+    name: str
+    capability: str
+    gpus: int
+    total: int
+    used: int
+
+
+class Settings(NamedTuple):
+    """The machine that a program has, which the processes that it starts have, too: see `memsize.workloads.program`.
+    `allowed` lets them change files that were there before.
+    """
+
+    card: Card
+    config: AllocatorConfig | None
+    steps: int
+    world: World | None
+    bounded: bool
+    stack: Stack
+    allowed: bool
+
+
+class ChildProcesses:
+    """The processes that a program, or one of its processes, starts, on a machine with these `settings`. `gpu` returns
+    the card as it is, None where this process does not use it.
+    """
+
+    def __init__(self, guard: FileGuard, settings: Settings, gpu: Callable[[], Gpu | None] = lambda: None) -> None:
+        self.gpu = gpu
+        self._guard = guard
+        self._settings = settings
+        self._folder = Path()
+        self._is_open = False
+        self._limited_processes: list[tuple[str, subprocess.Popen[Any]]] = []
+        self.results: tuple[dict[str, Any], ...] = ()
+        """The results of the processes that used the GPU, as they ended."""
+
+    @contextmanager
+    def open(self, folder: Path | None = None) -> Iterator[None]:
+        """While open, processes are started so. `folder` is that of the run, in a process that the program started.
+        Has no effect inside itself.
+        """
+        if self._is_open:
+            yield
+            return
+        with TemporaryDirectory(prefix="memsize-", ignore_cleanup_errors=True) as temporary:
+            self._folder, self._is_open = folder or Path(temporary).resolve(), True
+            if folder is None:
+                self._fill()
+            self._guard.new.add(str(self._folder))
+            self._guard.others_new = self._new_of_others
+            switches = self._environment(os.environ)
+            before = {name: os.environ.get(name) for name in switches}
+            os.environ.update(switches)
+            try:
+                with open_simulation() as simulation, simulation.patches.applied(self._patches()):
+                    yield
+            finally:
+                for name, value in before.items():
+                    if value is None:
+                        os.environ.pop(name, None)
+                    else:
+                        os.environ[name] = value
+                if folder is None:
+                    self.results = tuple(self._read_results())
+
+    def _fill(self) -> None:
+        for name in ("bin", "results", "new", "tmp"):
+            (self._folder / name).mkdir()
+        package = str(Path(__file__).parents[2])
+        (self._folder / "sitecustomize.py").write_text(
+            _START.format(folder=str(self._folder), package=package), "utf-8"
+        )
+        (self._folder / "settings.pickle").write_bytes(pickle.dumps(self._settings))
+        smi = self._folder / "bin" / "nvidia-smi"
+        script, state = Path(__file__).with_name("nvidia_smi.py"), self._folder / "gpu.json"
+        words = map(shlex.quote, map(str, (sys.executable, "-I", "-S", script, state)))
+        smi.write_text(_SMI.format(" ".join(words)), "utf-8")
+        smi.chmod(0o755)
+
+    def _environment(self, environment: Any) -> dict[str, str]:
+        """Return the variables that let a process find the folder of the run, in front of what `environment` has."""
+        return {
+            name: os.pathsep.join((str(folder), *(part for part in (environment.get(name),) if part)))
+            for name, folder in (("PYTHONPATH", self._folder), ("PATH", self._folder / "bin"))
+            if str(folder) not in environment.get(name, "").split(os.pathsep)
+        }
+
+    def _new_of_others(self) -> set[str]:
+        """Return the paths that other processes of the run have made."""
+        names = set[str]()
+        for file in (self._folder / "new").glob("*.json"):
+            with suppress(OSError, ValueError):  # it is being written
+                names.update(json.loads(file.read_text("utf-8")))
+        return names
+
+    def announce(self) -> None:
+        """Write down what this process has made, and what it takes on the GPU, for those that it starts."""
+        (self._folder / "new" / f"{os.getpid()}.json").write_text(json.dumps(sorted(self._guard.new)), "utf-8")
+        gpu = self.gpu()
+        if gpu is not None:
+            (self._folder / "gpu.json").write_text(json.dumps(gpu._asdict()), "utf-8")
+
+    def report(self, result: dict[str, Any]) -> None:
+        """Write down what this process took on the GPU, for the process that started it."""
+        number = len([*(self._folder / "results").iterdir()])
+        (self._folder / "results" / f"{number:06d}-{os.getpid()}.json").write_text(json.dumps(result), "utf-8")
+
+    def _read_results(self) -> Iterator[dict[str, Any]]:
+        for file in sorted((self._folder / "results").glob("*.json")):
+            with suppress(OSError, ValueError):  # its process was ended while it wrote
+                yield json.loads(file.read_text("utf-8"))
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """One line for each program without Python that failed, perhaps for want of the right to change files."""
+        return tuple(
+            f"{command} ended with status {process.returncode}: programs that the "
+            "script starts change no files that were there before (--allow-writes lets them)"
+            for command, process in self._limited_processes
+            if process.returncode
+        )
+
+    # -- how they are started -----------------------------------------------------------------------------------------
+
+    def _patches(self) -> Iterator[Patch]:
+        yield subprocess.Popen, "__init__", self._starting(subprocess.Popen.__init__)
+        yield os, "system", _system
+        for name in ("execv", "execve"):
+            yield os, name, self._replacing(getattr(os, name))
+
+    def _starting(self, original: Callable[..., None]) -> Callable[..., None]:
+        def start(
+            process: subprocess.Popen[Any],
+            args: Any,
+            bufsize: int = -1,
+            executable: Any = None,
+            *rest: Any,
+            shell: bool = False,
+            env: Any = None,
+            **options: Any,
+        ) -> None:
+            self.announce()
+            environment = dict(os.environ if env is None else env)
+            environment |= self._environment(environment)
+            command = self._limited(args, executable, shell, environment)
+            if command is None:
+                original(process, args, bufsize, executable, *rest, shell=shell, env=environment, **options)
+                return
+            environment["TMPDIR"] = str(self._folder / "tmp")
+            original(process, command, bufsize, None, *rest, shell=False, env=environment, **options)
+            process.args = args
+            self._limited_processes.append((shlex.join(command[command.index("--") + 2 :]), process))
+
+        return start
+
+    def _limited(self, args: Any, executable: Any, shell: bool, environment: dict[str, str]) -> list[str] | None:
+        """Return the command that starts a program with limited rights; None: it is started as it is."""
+        single = isinstance(args, (str, bytes, os.PathLike))
+        words = [os.fsdecode(word) for word in ([args] if single else args)]
+        if shell:
+            words = ["/bin/sh", "-c", *words]
+        if self._guard.allowed or not words or not landlock.version():
+            return None
+        program = shutil.which(os.fsdecode(executable or words[0]), path=environment.get("PATH"))
+        if program is None or runs_python(program, words):
+            return None
+        folders = [path for path in self._guard.new if os.path.isdir(path)]
+        return [sys.executable, "-I", "-S", landlock.__file__, *folders, str(self._folder), "--", program, *words]
+
+    def _replacing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def exec_(path: Any, args: Sequence[Any], *env: Any) -> Any:
+            self.announce()
+            if not self._guard.allowed and not runs_python(os.fsdecode(path), [*map(os.fsdecode, args)]):
+                if not os.access(path, os.X_OK):
+                    return original(path, args, *env)  # which says so; rights that are given up do not come back
+                landlock.restrict([*filter(os.path.isdir, self._guard.new), str(self._folder)])
+            return original(path, args, *env)
+
+        return exec_
+
+
+def runs_python(program: str, words: Sequence[str]) -> bool:
+    """Return whether a command runs Python, and so that it imports ``sitecustomize``."""
+    if _PYTHON.match(program) or _PYTHON.match(os.path.realpath(program)):
+        return not any(_ISOLATING.fullmatch(flag) for flag in takewhile(lambda word: word.startswith("-"), words[1:]))
+    with suppress(OSError), open(program, "rb") as file:
+        return bool(_SHEBANG.match(file.readline(200) + b" "))
+    return False
+
+
+def _system(command: Any) -> int:
+    """`os.system`, by a process that `subprocess` starts; the status is that of `os.waitpid`."""
+    status = subprocess.call(command, shell=True)
+    return -status if status < 0 else status << 8

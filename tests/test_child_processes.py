@@ -1,0 +1,191 @@
+"""Processes that a script starts under `memsize run`: they have the same GPU, and leave the user's files alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memsize
+from memsize.units import MiB
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Landlock is Linux's")
+
+
+def run(folder: Path, text: str, **options: object) -> memsize.ProgramRun:
+    (folder / "train.py").write_text("import os, subprocess, sys\n" + text, encoding="utf-8")
+    answer = memsize.run(folder / "train.py", **{"gpu": "t4", **options})  # type: ignore[arg-type]
+    assert isinstance(answer, memsize.ProgramRun)
+    return answer
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("old.txt").write_text("mine", encoding="utf-8")
+    return tmp_path
+
+
+CHILD = "import torch\nx = torch.ones(64, 1024, 1024, device='cuda')\n"
+
+
+def test_a_process_that_runs_python_has_the_gpu_and_says_what_it_took(folder: Path) -> None:
+    """64 × 1024 × 1024 × 4 B = 256 MiB, which the allocator has in one segment; the script itself has 4 MiB."""
+    (folder / "child.py").write_text(
+        CHILD + "with open('log.txt', 'a') as log:\n    log.write('more')\n"
+        "try:\n    open('old.txt', 'w')\nexcept PermissionError:\n    print(torch.cuda.memory_allocated())\n",
+        encoding="utf-8",
+    )
+    answer = run(
+        folder,
+        "import torch\n"
+        "x = torch.ones(1024, 1024, device='cuda')\n"
+        "import pathlib\n"
+        "pathlib.Path('log.txt').write_text('begun ')\n"
+        "out = subprocess.check_output([sys.executable, 'child.py'], text=True)\n"
+        "assert out == f'{2**28}\\n', out\n"
+        "with open('log.txt', 'a') as log:\n    log.write(' done')\n",
+    )
+    (child,) = answer.children
+    assert (child.rank, child.steps, child.reserved, child.ran_out) == (None, 0, 256 * MiB, False)
+    assert child.command.endswith("child.py")
+    assert child.low == answer.peak.device.low + (256 - 20) * MiB  # that of the script has a segment of 20 MiB
+    assert "run-children" in {finding.code for finding in answer.findings}
+    assert Path("old.txt").read_text(encoding="utf-8") == "mine"
+    assert Path("log.txt").read_text(encoding="utf-8") == "begun more done"
+
+
+def test_a_process_without_torch_is_guarded_too(folder: Path) -> None:
+    """It may write what the script has made, and the script what it has made."""
+    run(
+        folder,
+        "os.mkdir('out')\n"
+        "child = '''\n"
+        "import pathlib, sys\n"
+        'pathlib.Path("out/a.txt").write_text("a")\n'
+        'pathlib.Path("new.txt").write_text("child")\n'
+        'assert "torch" not in sys.modules\n'
+        'pathlib.Path("old.txt").write_text("lost")\n'
+        "'''\n"
+        "assert subprocess.call([sys.executable, '-c', child], stderr=subprocess.DEVNULL) == 1\n"
+        "with open('new.txt', 'a') as new:\n    new.write(' parent')\n",
+    )
+    assert Path("old.txt").read_text(encoding="utf-8") == "mine"
+    assert Path("new.txt").read_text(encoding="utf-8") == "child parent"
+
+
+@linux
+@pytest.mark.parametrize(
+    "line",
+    [
+        "subprocess.call(['rm', '-f', 'old.txt'])",
+        "subprocess.call('echo lost > old.txt', shell=True)",
+        "subprocess.Popen(['mv', 'old.txt', 'new.txt']).wait()",
+        "os.system('truncate -s 0 old.txt')",
+        "os.popen('echo lost >> old.txt').close()",
+        "os.spawnlp(os.P_WAIT, 'rm', 'rm', '-f', 'old.txt')",
+        "subprocess.call([sys.executable, '-S', '-c', 'open(\"old.txt\", \"w\")'])",
+    ],
+)
+def test_other_programs_change_no_files_that_were_there(folder: Path, line: str) -> None:
+    answer = run(folder, line)
+    assert Path("old.txt").read_text(encoding="utf-8") == "mine"
+    if "spawn" not in line:
+        (remark,) = answer.unwritten
+        assert "(--allow-writes lets them)" in remark
+
+
+@linux
+def test_other_programs_write_in_new_folders(folder: Path) -> None:
+    run(
+        folder,
+        "os.mkdir('out')\n"
+        "assert os.system('echo 1 > out/a.txt && mv out/a.txt out/b.txt') == 0\n"
+        "assert os.system('exit 3') == 3 << 8\n"
+        "assert subprocess.check_output('mktemp | xargs rm && cat old.txt', shell=True) == b'mine'\n"
+        "try:\n    subprocess.run(['no-such-program'])\nexcept FileNotFoundError:\n    pass\n"
+        "else:\n    raise SystemExit('it was started')\n",
+    )
+    assert Path("out/b.txt").read_text(encoding="utf-8") == "1\n"
+
+
+def test_with_writes_allowed_they_are_started_as_they_are(folder: Path) -> None:
+    answer = run(folder, "subprocess.call('echo other > old.txt', shell=True)", allow_writes=True)
+    assert Path("old.txt").read_text(encoding="utf-8") == "other\n"
+    assert answer.unwritten == ()
+
+
+def test_nvidia_smi_answers_for_the_card(folder: Path) -> None:
+    """14,909 MiB of the T4's 14,909.44; 20 MiB are reserved beside the context's 300."""
+    run(
+        folder,
+        "import torch\n"
+        "x = torch.ones(1024, 1024, device='cuda')\n"
+        "def smi(*options):\n    return subprocess.check_output(['nvidia-smi', *options], text=True)\n"
+        "total = torch.cuda.mem_get_info()[1] // 2**20\n"
+        "used = total - torch.cuda.mem_get_info()[0] // 2**20\n"
+        "line = smi('--query-gpu=name,memory.total', '--format=csv,noheader,nounits')\n"
+        "assert line == f'Tesla T4, {total}\\n', line\n"
+        "assert abs(int(smi('--query-gpu=memory.used', '--format=csv,noheader,nounits', '-i', '0')) - used) <= 1\n"
+        "assert smi('-L').startswith('GPU 0: Tesla T4 (UUID: GPU-')\n"
+        "assert 'Tesla T4' in smi()\n"
+        "assert subprocess.call(['nvidia-smi', '--query-gpu=nonsense'], stderr=subprocess.DEVNULL) == 1\n",
+    )
+
+
+def test_the_environment_is_as_before_afterwards(folder: Path) -> None:
+    before = dict(os.environ)
+    run(folder, "assert os.environ['PYTHONPATH']")
+    assert dict(os.environ) == before
+    assert subprocess.Popen.__init__.__module__ == "subprocess"
+
+
+@pytest.mark.thorough
+def test_ranks_that_a_launcher_starts_are_ranks(folder: Path) -> None:
+    """One parameter of 1024 × 1024 × 4 B = 4 MiB; DDP's bucket of gradients has 4 MiB, and so have gradients."""
+    (folder / "child.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\n"
+        "assert dist.get_world_size() == 2 and dist.get_rank() == int(os.environ['RANK'])\n"
+        "torch.cuda.set_device(dist.get_rank())\n"
+        "net = torch.nn.Linear(1024, 1024, bias=False).cuda()\n"
+        "net = torch.nn.parallel.DistributedDataParallel(net, device_ids=[dist.get_rank()])\n"
+        "optimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "for step in range(100):\n"
+        "    net(torch.ones(1, 1024, device='cuda')).sum().backward()\n"
+        "    optimizer.step()\n",
+        encoding="utf-8",
+    )
+    launch = "'-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', 'child.py'"
+    answer = run(folder, f"subprocess.check_call([sys.executable, {launch}])")
+    assert sorted((child.rank, child.steps) for child in answer.children) == [(0, 3), (1, 3)]
+    (finding,) = [finding for finding in answer.findings if finding.code == "run-children"]
+    assert "memsize run --gpus 2" in finding.text()
+
+
+def test_nvml_by_ctypes_answers_for_the_card(folder: Path) -> None:
+    """As pynvml calls it: 14,909.44 MiB of the T4."""
+    run(
+        folder,
+        "import ctypes, torch\n"
+        "x = torch.ones(1024, 1024, device='cuda')\n"
+        "class Memory(ctypes.Structure):\n"
+        "    _fields_ = [(name, ctypes.c_ulonglong) for name in ('total', 'free', 'used')]\n"
+        "class Device(ctypes.Structure):\n    pass\n"
+        "library = ctypes.CDLL('libnvidia-ml.so.1')\n"
+        "assert library.nvmlInit_v2() == 0\n"
+        "count, handle, memory = ctypes.c_uint(), ctypes.POINTER(Device)(), Memory()\n"
+        "name = ctypes.create_string_buffer(96)\n"
+        "assert library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 and count.value == 1\n"
+        "assert library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(1), ctypes.byref(handle)) != 0\n"
+        "assert library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(0), ctypes.byref(handle)) == 0 and handle\n"
+        "assert library.nvmlDeviceGetName(handle, name, ctypes.c_uint(96)) == 0 and name.value == b'Tesla T4'\n"
+        "assert library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0\n"
+        "assert (memory.free, memory.total) == torch.cuda.mem_get_info()\n"
+        "assert memory.used == memory.total - memory.free\n"
+        "assert not hasattr(library, 'nvmlDeviceGetSomethingNew')\n"
+        "assert isinstance(ctypes.CDLL(None), ctypes.CDLL)\n",
+    )
