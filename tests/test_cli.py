@@ -222,6 +222,7 @@ def test_characters_that_the_terminal_lacks_do_not_stop_it(asked: Asked, monkeyp
         (["model.py:Net", "-o", "report"], "cannot tell a format"),
         (["model.py:Net", "-o", "."], "is a folder"),
         (["model.py:Net", "-o", "nowhere/a.json"], "there is no folder nowhere"),
+        (["model.py:Net", "--gpu", ""], "gpu is '': name one, such as t4"),
         (["model.py:Net", "-o", "a.html", "--save", "a.html"], "cannot hold both the output and the saved run"),
         (["model.py:Net", "--units", "MiBs"], "no unit 'MiBs': did you mean MiB"),
         (["model.py:Net", "--columns", "layer,paramters"], "no column 'paramters': did you mean parameters"),

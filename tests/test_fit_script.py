@@ -119,6 +119,11 @@ def test_a_value_without_effect_and_a_failing_script_are_said(script: Path) -> N
         memsize.fit_script("none.py", ["--size", "3"], vary="size", gpu="t4")
 
 
+def test_a_script_that_is_not_there_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    assert command(["fit-script", "--vary-argument", "b", "gone.py", "-b", "3"]) == 2
+    assert capfd.readouterr().err.strip() == "error: no such script: gone.py"
+
+
 def test_the_command_takes_the_scripts_arguments(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpu", "t4", "--budget", "750MiB", "--vary-argument", "size"]
     assert command(["fit-script", *options, str(script), "--size", "20"]) == 0

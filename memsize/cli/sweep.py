@@ -8,7 +8,7 @@ from pathlib import Path
 from memsize.cli.command import WITH_PARQUET, command, is_saved
 from memsize.cli.output import Destination
 from memsize.cli.working import interrupts_raised, working
-from memsize.errors import OutputError
+from memsize.errors import InputError, OutputError
 from memsize.records.sweep import Sweep
 from memsize.spec.requests import SweepRequest
 
@@ -38,6 +38,8 @@ def sweep(request: SweepRequest, output: Destination) -> None:
     that was interrupted goes on where it was.
     """
     file = Path(str(request.grid))
+    if file.is_dir():
+        raise InputError(f"{file} is a folder: name the TOML file of the sweep")
     # What the user's models print goes to stderr: stdout holds the answer and nothing else.
     with output.shown_if_interrupted(), working() as progress, interrupts_raised():
         from memsize import api

@@ -272,8 +272,9 @@ def use_pytorch() -> None:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Send what is printed in this process to the null device, for good where it is written by C."""
+    """Send what is printed in this process to the null device, by Python or C."""
     with (
+        contextlib.ExitStack() as redirected,
         open(os.devnull, "w") as nothing,
         contextlib.redirect_stdout(nothing),
         contextlib.redirect_stderr(nothing),
@@ -281,5 +282,9 @@ def silent() -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         for descriptor in (1, 2):
+            with contextlib.suppress(OSError):  # it is closed
+                copy = os.dup(descriptor)
+                redirected.callback(os.close, copy)
+                redirected.callback(os.dup2, copy, descriptor)
             os.dup2(nothing.fileno(), descriptor)
         yield

@@ -97,6 +97,8 @@ class Gpu:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.name is not None and not any(name.strip() for name in str(self.name).split(",")):
+            raise InputError(f"gpu is {self.name!r}: name one, such as t4")
         object.__setattr__(self, "stack", Stack.of(self.stack))
 
     @property
