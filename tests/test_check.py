@@ -486,6 +486,8 @@ def test_a_first_section(text: str | None, capsys: pytest.CaptureFixture[str]) -
     (target,) = read_project(file).targets
     assert target.run.training is not None and [bound.name for bound in target.limits][-1] == "training_peak"
     assert "ok" in shown(capsys)
+    assert run(("init", "net.py:Net", *options)) == run(("init", "net.py:Net", *options, "--scenario", "fp16")) == 0
+    assert [target.name for target in read_project(file).targets] == ["net.py:Net", "net.py:Net 2", "net.py:Net 3"]
 
 
 def test_what_no_first_section_can_be_written_for(capsys: pytest.CaptureFixture[str]) -> None:

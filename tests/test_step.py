@@ -406,6 +406,23 @@ def test_an_optimizer_by_name_is_pytorchs_own(name: str) -> None:
     assert getattr(torch.optim, spec.cls).add_param_group is torch.optim.Optimizer.add_param_group
 
 
+def test_the_models_own_loss_may_be_all_that_it_returns() -> None:
+    class Scalar(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x).mean()
+
+    class First(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            logits = super().forward(x)
+            return logits.mean(), logits
+
+    plain = memsize.trace(nn.Linear(4, 4), (4,), optimizer="sgd", loss=lambda output: output.mean())
+    for model, freed in ((Scalar(4, 4), 4 * 4), (First(4, 4), 0)):  # a loop holds what the model returned
+        step = memsize.trace(model, (4,), optimizer="sgd", loss="own")
+        assert "the loss is the model's own" in step.trace.notes
+        assert step.peak.requested == plain.peak.requested - freed
+
+
 def test_fused_adamw_needs_no_temporaries_and_counts_steps_on_the_gpu() -> None:
     model = nn.Sequential(nn.Linear(1000, 1000, bias=False))
     plain, fused = (memsize.trace(model, (1000,), optimizer=name).peak for name in ("adamw", "adamw:fused"))

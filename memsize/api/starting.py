@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -46,9 +47,10 @@ def init(request: InitRequest) -> tuple[Path, str]:
     if request.model.has_input or request.training:
         report_request = replace(report_request, scenarios=scenario, training=request.training, gpu=Gpu(name=gpu))
     measured = Measured(report(report_request), scenario)
-    section = _section(request, dict(_limits(measured, request.training)), file)
+    before = _text(file)
+    section = _section(request, dict(_limits(measured, request.training)), file, _names(before))
     parse_section(tomllib.loads(section)["tool"]["memsize"]["target"][0])
-    _append(file, section)
+    _append(file, before, section)
     return file, section
 
 
@@ -57,6 +59,16 @@ def _nearest(folder: Path) -> Path:
         if (parent / NAME).is_file():
             return parent / NAME
     return folder.absolute() / NAME
+
+
+def _text(file: Path) -> str:
+    """The text of a TOML file, empty where there is none."""
+    try:
+        text = file.read_bytes().decode() if file.exists() else ""
+        tomllib.loads(text)
+    except ValueError as error:
+        raise InputError(f"{file} is no TOML: {error}") from None
+    return text
 
 
 def _limits(measured: Any, train: Training | None) -> Iterator[tuple[str, object]]:
@@ -78,13 +90,26 @@ def _above(size: int) -> str:
     return f"{rounded:g} {unit}"
 
 
-def _section(request: InitRequest, limits: Mapping[str, object], file: Path) -> str:
-    """The section as text. A path is that from the folder of the file."""
+def _names(text: str) -> set[str]:
+    """The names of the sections that a file has already."""
+    tool = tomllib.loads(text).get("tool")
+    section = tool.get("memsize") if isinstance(tool, dict) else None
+    targets = section.get("target") if isinstance(section, dict) else None
+    return {str(target.get("name", target.get("target"))) for target in targets or () if isinstance(target, dict)}
+
+
+def _section(request: InitRequest, limits: Mapping[str, object], file: Path, names: set[str]) -> str:
+    """The section as text, with a name of its own where there is one of that target. A path is that from the folder of
+    the file.
+    """
     model, train, scenario = request.model, request.training, request.scenario
     specs = [str(spec) for spec in model.specs]
     steps = train.gradient_accumulation_steps if train else 1
+    target = _from(file.parent, str(model.model))
+    others = (f"{target} {number}" for number in itertools.count(2))
     values = {
-        "target": _from(file.parent, str(model.model)),
+        "name": next(name for name in others if name not in names) if target in names else None,
+        "target": target,
         "input": specs[0] if len(specs) == 1 else specs,
         "inputs": model.source and _from(file.parent, str(model.source)),
         "arguments": dict(model.arguments),
@@ -131,12 +156,7 @@ def _toml(value: object) -> str:
     raise InputError(f"{value!r} cannot stand in a {NAME}: build the model in a function that takes no such argument")
 
 
-def _append(file: Path, section: str) -> None:
-    try:
-        before = file.read_bytes().decode() if file.exists() else ""
-        tomllib.loads(before)
-    except ValueError as error:
-        raise InputError(f"{file} is no TOML: {error}") from None
+def _append(file: Path, before: str, section: str) -> None:
     newline = "\r\n" if "\r\n" in before else "\n"
     gap = "" if not before else newline if before.endswith("\n") else newline * 2
     text = before + gap + section.replace("\n", newline)

@@ -48,6 +48,7 @@ class _CheckCommand(RequestCommand):
             help="The least serious finding that gives exit status 1.",
         ),
     ),
+    shows_saved=False,
     short_help="Check limits and baselines of a project's models.",
     epilog="""\b
     Examples:

@@ -35,10 +35,11 @@ def command(
     also: Sequence[click.Parameter] = (),
     cls: type[click.Command] | None = None,
     answers: bool = True,
+    shows_saved: bool = True,
     **settings: Any,
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Make a command of a function of a `request` and, where it `answers`, of a `Destination`, its `output`; `also` are
-    options that it takes by name.
+    options that it takes by name. Where it `shows_saved`, it shows an answer that it saved again.
 
     `settings` are those of `click.Command`. An old flag is taken for the new one, which a line on stderr names.
     """
@@ -52,7 +53,11 @@ def command(
                 return function(request_of(request, chosen), **values)
 
         name = function.__name__.replace("_", "-")
-        params = [*parameters(request), *also, *(_output_options(formats) if answers else [debug_option()])]
+        params = [
+            *parameters(request),
+            *also,
+            *(_output_options(formats, name if shows_saved else "") if answers else [debug_option()]),
+        ]
         return (cls or RequestCommand)(name, params=params, callback=run, help=function.__doc__, **settings)
 
     return decorate
@@ -280,7 +285,7 @@ def _set_debug(context: click.Context, _: click.Parameter, debug: bool) -> None:
         session.debug = debug
 
 
-def _output_options(formats: Formats) -> tuple[click.Option, ...]:
+def _output_options(formats: Formats, command: str) -> tuple[click.Option, ...]:
     path = click.Path(path_type=Path)
     return (
         click.Option(
@@ -304,7 +309,8 @@ def _output_options(formats: Formats) -> tuple[click.Option, ...]:
             ["--save"],
             type=path,
             metavar="FILE",
-            help="Also save the run, as run.memsize: every command takes that file in place of TARGET.",
+            help="Also save the answer, as run.memsize"
+            + (f": memsize {command} run.memsize shows it again." if command else ", for memsize.load."),
         ),
         click.Option(["--force"], is_flag=True, help="Overwrite the file if it exists."),
         click.Option(

@@ -13,6 +13,7 @@ from memsize.spec.requests import DiffRequest
 @command(
     DiffRequest,
     also=(jobs_option,),
+    shows_saved=False,
     short_help="Show what changed from one version of a model to another.",
     epilog="""\b
     Examples:

@@ -41,11 +41,14 @@ class Losses:
         return f"the loss is {_KINDS[self.name][1] if self.name in _KINDS else self.name}"
 
     def own(self, output: Any) -> torch.Tensor:
-        """The loss that the model itself returned."""
+        """The loss that the model itself returned: its output's entry of that name, else its only or first number."""
         loss = _named(output, "loss")
-        if loss is None:
-            raise InputError("the model returns no loss of its own: choose another with loss=")
-        return loss if loss.dim() == 0 else loss.mean()
+        if loss is not None:
+            return loss if loss.dim() == 0 else loss.mean()
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, torch.Tensor) and first.dim() == 0 and first.requires_grad:
+            return first
+        raise InputError("the model returns no loss of its own: choose another with --loss")
 
     def cross_entropy(self, output: Any) -> torch.Tensor:
         """Cross-entropy of the logits: classes last in 2 and 3 dimensions, second in 4 and more (segmentation)."""
