@@ -189,3 +189,38 @@ def test_nvml_by_ctypes_answers_for_the_card(folder: Path) -> None:
         "assert not hasattr(library, 'nvmlDeviceGetSomethingNew')\n"
         "assert isinstance(ctypes.CDLL(None), ctypes.CDLL)\n",
     )
+
+
+OFFLINE = """
+import os, socket, subprocess, urllib.request
+server = socket.create_server(("127.0.0.1", 0))
+socket.create_connection(server.getsockname()).close()
+for connect in (
+    lambda: urllib.request.urlopen("http://192.0.2.1/", timeout=1),
+    lambda: socket.create_connection(("example.com", 80), timeout=1),
+    lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"", ("192.0.2.1", 9)),
+):
+    try:
+        connect()
+        raise SystemExit("it was let through")
+    except OSError as error:
+        assert "--offline connects to no other machine" in str(error), error
+assert os.environ["HF_HUB_OFFLINE"] == "1"
+"""
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_without_a_network_other_machines_are_not_reached(folder: Path) -> None:
+    """192.0.2.0/24 is set aside for documentation (RFC 5737)."""
+    (folder / "child.py").write_text(OFFLINE, encoding="utf-8")
+    run(folder, OFFLINE + "subprocess.check_call([sys.executable, 'child.py'])\n", offline=True)
+    run(folder, "assert 'HF_HUB_OFFLINE' not in os.environ\n")
+
+
+@linux
+def test_programs_are_found_from_the_folder_that_they_are_started_in(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "remove.sh").write_text("#!/bin/sh\nrm -f ../old.txt\n", encoding="utf-8")
+    (folder / "sub" / "remove.sh").chmod(0o755)
+    run(folder, "assert subprocess.call(['./remove.sh'], cwd='sub') == 1\n")
+    assert (folder / "old.txt").read_text(encoding="utf-8") == "mine"

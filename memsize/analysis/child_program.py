@@ -24,6 +24,7 @@ from memsize.errors import InputError
 from memsize.records.world import World
 from memsize.virtual.child_processes import ChildProcesses, Settings, is_launcher
 from memsize.virtual.file_guard import FileGuard
+from memsize.virtual.network_guard import NetworkGuard
 
 if TYPE_CHECKING:
     from memsize.workloads.program import Program
@@ -36,6 +37,8 @@ def start(folder: str) -> None:
     guard = FileGuard(settings.allowed)
     processes = ChildProcesses(guard, settings)
     regions.enter_context(guard.guarded())
+    if settings.offline:
+        regions.enter_context(NetworkGuard().guarded())
     regions.enter_context(processes.open(Path(folder)))
     process = os.getpid()
     programs: list[Program] = []

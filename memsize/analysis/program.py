@@ -55,6 +55,7 @@ def run_program(
     steps: int,
     module: bool,
     allow_writes: bool = False,
+    offline: bool = False,
     world: World | None = None,
     bounded: bool = True,
     stack: Stack = INSTALLED,
@@ -65,7 +66,7 @@ def run_program(
     The program is one process of `world` (None: alone) on a card whose software is `stack`; unless the card is
     `bounded`, nothing is too large for it. `progress` is called with what the program is doing.
     """
-    program = program_on(path, Settings(card, config, steps, world, bounded, stack, allow_writes))
+    program = program_on(path, Settings(card, config, steps, world, bounded, stack, allow_writes, offline))
     if not module and not Path(path).is_file():
         raise InputError(f"no such script: {path}")
     name = Path(path).name
@@ -83,19 +84,19 @@ def program_on(
     name: str, settings: Settings, files: Files | None = None, processes: ChildProcesses | None = None
 ) -> Program:
     """Return a program on such a machine, which has not begun, with the `files` and `processes` that it has already."""
-    card, stack = settings.card, settings.stack
+    card, stack, files = settings.card, settings.stack, files or Files(settings.allowed)
     return Program(
         name=name,
         card=card,
         workspaces=workspaces(card, plans_of(card), stack),
         config=settings.config,
         steps=settings.steps,
-        files=files or Files(settings.allowed),
+        files=files,
         snapshot=snapshot,
         world=settings.world,
         bounded=settings.bounded,
         stack=stack,
-        processes=processes,
+        processes=processes or ChildProcesses(files, settings),
     )
 
 

@@ -33,9 +33,9 @@ def run(request: RunRequest, *, progress: Callable[[str], None] | None = None) -
     `script` runs in this process with `arguments` as its command line (with `module`, the module of that name, as
     ``python -m`` runs it), until its optimizer has made `steps` steps; 0 runs it to its end. What it computes on the
     GPU has no values, and numbers that it reads from there are stand-ins. Files that were there before are left alone
-    unless `allow_writes` is set. `gpu` and `allocator` are as for `trace`; without an `allocator`, its settings
-    are those that ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF`` holds when the script first uses it. `stack` is
-    its PyTorch and CUDA, as for `trace`.
+    unless `allow_writes` is set; with `offline`, it connects to no other machine. `gpu` and `allocator` are as for
+    `trace`; without an `allocator`, its settings are those that ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF``
+    holds when the script first uses it. `stack` is its PyTorch and CUDA, as for `trace`.
 
     `gpus` is for a script that ``torchrun`` starts once for each GPU: how many there are on all `nodes` together. It
     is run as process `rank` of them. With ``"all"`` each rank is run, in a process of its own where the platform forks,
@@ -80,6 +80,7 @@ def run_program(
         steps=request.steps,
         module=request.module,
         allow_writes=request.allow_writes,
+        offline=request.offline,
         stack=gpu.releases,
     )
     if world is None or isinstance(rank, int):

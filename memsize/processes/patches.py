@@ -11,6 +11,7 @@ and are left alone.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -149,6 +150,21 @@ def assigned(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         assign(owner, name, before)
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables while open."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 # -- CPython's slots --------------------------------------------------------------------------------------------------

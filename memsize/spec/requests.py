@@ -315,6 +315,7 @@ class RunRequest:
     steps: int = _steps(3)
     module: bool = option(False, "PROGRAM is a module, as for python -m.", flags=("-m",))
     allow_writes: bool = _allow_writes()
+    offline: bool = option(False, "Keep the program from connecting to other machines.")
     gpus: int | None = option(None, "Run it as one of N processes, one for each GPU of a job.")
     nodes: int = option(1, "Machines that the GPUs are spread over.")
     one_process: bool = option(False, "Start it once, with all N GPUs: for nn.DataParallel, device_map.")

@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, environment
 from memsize.processes.simulation import open_simulation
 from memsize.records.gpu import Card
 from memsize.records.world import World
@@ -81,7 +81,7 @@ class Gpu(NamedTuple):
 
 class Settings(NamedTuple):
     """The machine that a program has, which the processes that it starts have, too: see `memsize.workloads.program`.
-    `allowed` lets them change files that were there before.
+    `allowed` lets them change files that were there before, and `offline` keeps them from the network.
     """
 
     card: Card
@@ -91,6 +91,7 @@ class Settings(NamedTuple):
     bounded: bool
     stack: Stack
     allowed: bool
+    offline: bool = False
 
 
 class ChildProcesses:
@@ -101,7 +102,7 @@ class ChildProcesses:
     def __init__(self, guard: FileGuard, settings: Settings, gpu: Callable[[], Gpu | None] = lambda: None) -> None:
         self.gpu = gpu
         self._guard = guard
-        self._settings = settings
+        self.settings = settings
         self._folder = Path()
         self._is_open = False
         self._limited_processes: list[tuple[str, subprocess.Popen[Any]]] = []
@@ -122,19 +123,11 @@ class ChildProcesses:
                 self._fill()
             self._guard.new.add(str(self._folder))
             self._guard.others_new = self._new_of_others
-            switches = self._environment(os.environ)
-            before = {name: os.environ.get(name) for name in switches}
-            os.environ.update(switches)
-            try:
-                with open_simulation() as simulation, simulation.patches.applied(self._patches()):
+            variables = environment(self._environment(os.environ))
+            with open_simulation() as simulation, simulation.patches.applied(self._patches()), variables:
+                try:
                     yield
-            finally:
-                for name, value in before.items():
-                    if value is None:
-                        os.environ.pop(name, None)
-                    else:
-                        os.environ[name] = value
-                if folder is None:
+                finally:
                     self.results = tuple(self._read_results())
 
     def _fill(self) -> None:
@@ -144,7 +137,7 @@ class ChildProcesses:
         (self._folder / "sitecustomize.py").write_text(
             _START.format(folder=str(self._folder), package=package), "utf-8"
         )
-        (self._folder / "settings.pickle").write_bytes(pickle.dumps(self._settings))
+        (self._folder / "settings.pickle").write_bytes(pickle.dumps(self.settings))
         smi = self._folder / "bin" / "nvidia-smi"
         script, state = Path(__file__).with_name("nvidia_smi.py"), self._folder / "gpu.json"
         words = map(shlex.quote, map(str, (sys.executable, "-I", "-S", script, state)))
@@ -214,40 +207,54 @@ class ChildProcesses:
             **options: Any,
         ) -> None:
             self.announce()
-            environment = dict(os.environ if env is None else env)
-            environment |= self._environment(environment)
-            command = self._limited(args, executable, shell, environment)
+            variables = dict(os.environ if env is None else env)
+            variables |= self._environment(variables)
+            command = self._limited(args, executable, shell, variables, options.get("cwd"))
             if command is None:
-                original(process, args, bufsize, executable, *rest, shell=shell, env=environment, **options)
+                original(process, args, bufsize, executable, *rest, shell=shell, env=variables, **options)
                 return
-            environment["TMPDIR"] = str(self._folder / "tmp")
-            original(process, command, bufsize, None, *rest, shell=False, env=environment, **options)
+            variables["TMPDIR"] = str(self._folder / "tmp")
+            original(process, command, bufsize, None, *rest, shell=False, env=variables, **options)
             process.args = args
             self._limited_processes.append((shlex.join(command[command.index("--") + 2 :]), process))
 
         return start
 
-    def _limited(self, args: Any, executable: Any, shell: bool, environment: dict[str, str]) -> list[str] | None:
+    def _limited(
+        self, args: Any, executable: Any, shell: bool, environment: dict[str, str], folder: Any
+    ) -> list[str] | None:
         """Return the command that starts a program with limited rights; None: it is started as it is."""
         single = isinstance(args, (str, bytes, os.PathLike))
         words = [os.fsdecode(word) for word in ([args] if single else args)]
         if shell:
             words = ["/bin/sh", "-c", *words]
-        if self._guard.allowed or not words or not landlock.version():
+        if not words or not self._is_limited:
             return None
-        program = shutil.which(os.fsdecode(executable or words[0]), path=environment.get("PATH"))
+        name = os.fsdecode(executable or words[0])
+        if os.path.dirname(name):
+            name = os.path.join(os.fsdecode(folder or ""), name)
+        program = shutil.which(name, path=environment.get("PATH"))
         if program is None or runs_python(program, words):
             return None
-        folders = [path for path in self._guard.new if os.path.isdir(path)]
-        return [sys.executable, "-I", "-S", landlock.__file__, *folders, str(self._folder), "--", program, *words]
+        limits = ["--offline"] * self.settings.offline + ["--any-file"] * self._guard.allowed
+        script = [sys.executable, "-I", "-S", landlock.__file__]
+        return [*script, *limits, *self._writable, "--", os.path.abspath(program), *words]
+
+    @property
+    def _is_limited(self) -> bool:
+        return landlock.version() > 0 and (self.settings.offline or not self._guard.allowed)
+
+    @property
+    def _writable(self) -> list[str]:
+        """The folders that the run has made."""
+        return [str(self._folder), *filter(os.path.isdir, self._guard.new)]
 
     def _replacing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def exec_(path: Any, args: Sequence[Any], *env: Any) -> Any:
             self.announce()
-            if not self._guard.allowed and not runs_python(os.fsdecode(path), [*map(os.fsdecode, args)]):
-                if not os.access(path, os.X_OK):
-                    return original(path, args, *env)  # which says so; rights that are given up do not come back
-                landlock.restrict([*filter(os.path.isdir, self._guard.new), str(self._folder)])
+            is_python = runs_python(os.fsdecode(path), [*map(os.fsdecode, args)])
+            if self._is_limited and not is_python and os.access(path, os.X_OK):  # rights that are given up are gone
+                landlock.restrict(None if self._guard.allowed else self._writable, self.settings.offline)
             return original(path, args, *env)
 
         return exec_

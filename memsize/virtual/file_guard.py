@@ -1,8 +1,7 @@
 """The user's files while a program runs: those that were there before are not changed.
 
-Python announces file operations to audit hooks; one that raises prevents the operation. A hook cannot be removed, so
-the process has one hook, which does nothing while no program runs. It does not need torch: processes that a program
-starts have it too, whatever they import.
+Python announces file operations to audit hooks. This module does not need torch: processes that a program starts are
+guarded too, whatever they import.
 
 Known limit: what opens files in C, such as HDF5 and LMDB, announces nothing.
 """
@@ -10,14 +9,14 @@ Known limit: what opens files in C, such as HDF5 and LMDB, announces nothing.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from memsize.processes.audit import Guard, install
 from memsize.processes.patches import Patch
-from memsize.processes.simulation import open_simulation, running
+from memsize.processes.simulation import open_simulation
 
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
 _PASSING: Final = ("__pycache__", "/dev/", "/proc/")
@@ -45,11 +44,12 @@ _CHANGES: Final = {
     "shutil.rmtree": (_Change("remove", folder=1),),
 }
 """Events after which a file is no longer what it was."""
-_WATCHED: Final = frozenset({"open", "os.mkdir", *_CHANGES})
 
 
-class FileGuard:
+class FileGuard(Guard):
     """The files that a program makes, and the changes of others that were refused. `allowed` permits all."""
+
+    events = frozenset({"open", "os.mkdir", *_CHANGES})
 
     def __init__(self, allowed: bool = False) -> None:
         self.allowed = allowed
@@ -62,9 +62,7 @@ class FileGuard:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """While open, files that were there before are left as they are."""
-        if not _hooked:
-            sys.addaudithook(_audit)
-            _hooked.append(True)
+        install(FileGuard)
         with (
             open_simulation() as simulation,
             simulation.with_part(FileGuard, self),
@@ -159,12 +157,3 @@ def shown(path: Any) -> str:
 def _holds_something(name: str) -> bool:
     """Whether a file is there that would lose what it holds; `tempfile` opens the folder in which it makes one."""
     return os.path.isfile(name) and os.path.getsize(name) > 0
-
-
-_hooked: list[bool] = []
-"""Whether the process has the hook: it cannot be removed, and does nothing where no program runs."""
-
-
-def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if event in _WATCHED and (simulation := running()) and (guard := simulation.get(FileGuard)):
-        guard.check(event, args)

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 
 from memsize.model.tensor_storage import plain_tensors
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, environment
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import tensors_in
 from memsize.units import format_bytes
@@ -193,15 +193,8 @@ _ELSEWHERE: Final = "MLFLOW_TRACKING_URI"
 @contextmanager
 def trackers_off() -> Iterator[None]:
     """While open, trackers that the program imports keep what they are told to themselves."""
-    with TemporaryDirectory(prefix="memsize-", ignore_cleanup_errors=True) as folder:
-        switches = {**_OFF, _ELSEWHERE: Path(folder).as_uri()}
-        before = {name: os.environ.get(name) for name in switches}
-        os.environ.update(switches)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+    with (
+        TemporaryDirectory(prefix="memsize-", ignore_cleanup_errors=True) as folder,
+        environment({**_OFF, _ELSEWHERE: Path(folder).as_uri()}),
+    ):
+        yield

@@ -7,7 +7,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from memsize.virtual.allocator_state import DeviceMemory, OutOfDeviceMemoryError
 from memsize.virtual.child_processes import ChildProcesses, Settings
 from memsize.virtual.driver import Driver
 from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.network_guard import NetworkGuard
 from memsize.virtual.program_code import Held, Waits, holders
 from memsize.virtual.program_modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu
@@ -136,6 +137,7 @@ class Program:
             trackers_off(),
             self.files.guarded(),
             self.processes.open(),
+            NetworkGuard().guarded() if self.processes.settings.offline else nullcontext(),
         ):
             self.processes.gpu = driver.gpu
             yield
