@@ -169,8 +169,17 @@ def test_the_verdict_is_short_and_why_says_all() -> None:
             Holder("losses", "train.py:9", 2, True),
             "losses keeps 2 tensors with their graphs (added to at train.py:9). Keep x.item() or x.detach() instead.",
         ),
-        (Holder("self.seen", None, 1, False), "self.seen keeps it. Move them to the CPU."),
-        (None, "A list of losses keeps their graphs: append loss.item() or loss.detach()."),
+        (
+            Holder("total", "train.py:9", 1, True),
+            "total keeps it with its graph (added to at train.py:9). Keep x.item() or x.detach() instead.",
+        ),
+        (Holder("self.seen", None, 1, False), "self.seen keeps it. Move it to the CPU."),
+        (Holder("self.seen", None, 2, False), "self.seen keeps 2 tensors. Move them to the CPU."),
+        (
+            None,
+            "No variable was found that keeps it: a list or a sum of losses keeps their graphs, for one. Add "
+            "loss.item() or loss.detach() to it.",
+        ),
     ],
 )
 def test_what_grows_is_said_with_what_keeps_it(holder: Holder | None, text: str) -> None:

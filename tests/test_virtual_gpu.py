@@ -1288,6 +1288,72 @@ def test_a_list_of_losses_is_named_as_what_grows(tmp_path: Path) -> None:
     assert leaks.growth.holder == Holder("losses", "train.py:13", 4, True)
 
 
+REPLAY = """
+replay = collections.deque(maxlen=1000)
+def collect():
+    for _ in range(2):
+        replay.append({})
+def sample():
+    return random.sample(replay, 2)
+"""
+OBJECTS = """
+@dataclasses.dataclass
+class Transition:
+    state: torch.Tensor
+    action: torch.Tensor
+class Buffer:
+    def __init__(self):
+        self.transitions = []
+    def add(self, transition):
+        self.transitions.append(transition)
+buffer = Buffer()
+def collect():
+    for _ in range(2):
+        buffer.add(Transition(state(), state()))
+def sample():
+    return [(transition.state, transition.action) for transition in buffer.transitions[-2:]]
+"""
+SUM = """
+statistics = {"train": {"loss": 0.0}}
+def collect():
+    statistics["train"]["loss"] = statistics["train"]["loss"] + model(state()).square().mean().cpu()
+def sample():
+    return ()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "holder"),
+    [
+        (REPLAY.format("(state(), state())"), Holder("replay", "train.py:9", 20, False)),
+        (REPLAY.format('{"state": state(), "action": state()}'), Holder("replay", "train.py:9", 20, False)),
+        (OBJECTS, Holder("buffer.transitions", "train.py:14", 20, False)),
+        (SUM, Holder("statistics", "train.py:8", 1, True)),
+    ],
+    ids=["tuples", "dicts", "objects", "sum"],
+)
+def test_a_collection_holds_what_is_in_the_collections_inside_it(tmp_path: Path, text: str, holder: Holder) -> None:
+    """Two transitions of two tensors in each of four steps, and before the forward at which the script is stopped; a
+    batch holds two of them at most.
+    """
+    script = f"""
+import collections, dataclasses, random, torch
+model = torch.nn.Linear(512, 512).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=1)
+def state(): return torch.ones(256, 512, device="cuda"){text}
+def train():
+    for _ in range(9):
+        collect()
+        batch = sample()
+        optimizer.zero_grad()
+        model(state()).sum().backward()
+        optimizer.step()
+train()
+"""
+    grows, _ = ran(tmp_path, script, steps=4)
+    assert grows.growth is not None and grows.growth.holder == holder
+
+
 def test_what_the_last_optimizer_step_works_with_is_not_left_behind(tmp_path: Path) -> None:
     """Two of three steps keep a tensor, at the line of the optimizer, whose last step is where the events end."""
     text = """

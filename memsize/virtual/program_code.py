@@ -2,6 +2,7 @@
 
 Variables are those of the user's own functions that are running, and of their script. The contents of objects, lists
 and dicts are searched too, and whole graphs that hang from a tensor: growing memory often comes from ``total += loss``.
+A replay buffer, a list of tuples or of objects, holds what is in all of them.
 
 A loop such as ``while loss.item() > 0.1`` would never end, since the number is never computed. A line inside a
 ``while`` that reads such a number again and again is taken for one; a ``for`` ends by itself.
@@ -28,10 +29,13 @@ from memsize.torch_internals.meta import is_meta
 
 _MOST: Final = 20_000
 """How many objects are looked at."""
-_ITEMS: Final = 500
+_ITEMS: Final = 5_000
 """How many of a long list's items, the last ones: what grows is appended."""
 _ADDS: Final = ("append", "appendleft", "add", "extend", "insert", "update", "setdefault")
-_COLLECTIONS: Final = (list, tuple, set, frozenset, deque)
+_COLLECTIONS: Final = (list, tuple, set, frozenset, deque, dict)
+_PLAIN: Final = (str, bytes, int, float, complex, type(None))
+_CODE: Final = (ModuleType, type, FunctionType, Optimizer, *_PLAIN)
+"""What holds no results of the program, or has a reason to."""
 
 
 class Held(NamedTuple):
@@ -78,41 +82,68 @@ def _variables() -> Iterator[_Place]:
 
 
 def _holding(places: Iterable[_Place]) -> Iterator[tuple[_Place, list[torch.Tensor]]]:
-    """The places that hold tensors on the GPU, with those that they hold themselves; each object once."""
+    """The places that hold tensors on the GPU, or graphs of some, with those that they hold themselves; each object
+    once. A collection holds what is in the collections that it is made of.
+    """
     seen: set[int] = set()
     todo = deque(places)
     while todo and len(seen) < _MOST:
         variable = todo.popleft()
-        if id(variable.value) in seen:
+        value = variable.value
+        if id(value) in seen:
             continue
-        seen.add(id(variable.value))
-        if isinstance(variable.value, torch.Tensor):
-            if is_meta(variable.value) and variable.value.grad_fn is not None:
-                yield variable, [variable.value]
-            continue
-        parts = list(_parts(variable))
-        tensors = [part.value for part in parts if isinstance(part.value, torch.Tensor) and is_meta(part.value)]
-        if tensors and isinstance(variable.value, (*_COLLECTIONS, dict)):
-            yield variable, tensors
-            parts = [part for part in parts if not isinstance(part.value, torch.Tensor)]
-        todo.extend(parts)
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value.grad_fn is not None:
+                yield variable, [value]
+        elif isinstance(value, _COLLECTIONS):
+            tensors, objects = _contents(value)
+            if tensors:
+                yield variable, tensors
+            todo.extend(variable._replace(value=item) for item in objects)
+        else:
+            todo.extend(_attributes(variable))
 
 
-def _parts(variable: _Place) -> Iterator[_Place]:
-    value = variable.value
-    if isinstance(value, _COLLECTIONS):
-        for item in list(value)[-_ITEMS:]:
-            yield variable._replace(value=item)
-    elif isinstance(value, dict):
-        for item in list(value.values())[-_ITEMS:]:
-            yield variable._replace(value=item)
-    elif isinstance(value, (ModuleType, type, FunctionType, Optimizer, str, bytes, int, float)):
-        return
-    else:
-        own, kind = getattr(value, "__dict__", None), cast(Any, type(value))
-        for name, item in list(own.items()) if isinstance(own, dict) else ():
-            if not (isinstance(value, nn.Module) and name in ("_parameters", "_buffers")):
-                yield _Place(f"{variable.name}.{name}", item, *_source(kind))
+def _contents(collection: Any) -> tuple[list[torch.Tensor], list[Any]]:
+    """The tensors in a collection, in those inside it and in the attributes of its items, and all other items."""
+    tensors: list[torch.Tensor] = []
+    others: list[Any] = []
+    todo, met = deque([collection]), {id(collection)}
+    while todo and len(met) < _MOST:
+        inner = todo.popleft()
+        items = list(inner.values() if isinstance(inner, dict) else inner)[-_ITEMS:]
+        for item in items:
+            if isinstance(item, _PLAIN) or id(item) in met:
+                continue
+            met.add(id(item))
+            if isinstance(item, torch.Tensor):
+                tensors.append(item)
+            elif isinstance(item, _COLLECTIONS):
+                todo.append(item)
+            else:
+                others.append(item)
+                tensors += (value for _, value in _own(item) if isinstance(value, torch.Tensor))
+    return [tensor for tensor in tensors if is_meta(tensor) or tensor.grad_fn is not None], others
+
+
+def _attributes(variable: _Place) -> Iterator[_Place]:
+    source = _source(cast(Any, type(variable.value)))
+    for name, item in _own(variable.value):
+        yield _Place(f"{variable.name}.{name}", item, *source)
+
+
+def _own(value: Any) -> list[tuple[str, Any]]:
+    """The attributes of an object of the program's own, by name."""
+    if isinstance(value, _CODE):
+        return []
+    slots = getattr(type(value), "__slots__", ())
+    names = (slots,) if isinstance(slots, str) else slots
+    own = getattr(value, "__dict__", None)
+    if not isinstance(own, dict):
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    stored = ("_parameters", "_buffers") if isinstance(value, nn.Module) else ()
+    return [(name, item) for name, item in list(own.items()) if name not in stored]
 
 
 @cache
@@ -181,17 +212,24 @@ def _grown_at(variable: _Place) -> str | None:
 def _added_to(node: ast.AST) -> Iterator[ast.expr]:
     match node:
         case ast.AugAssign(target=target):
-            yield target
+            yield _collection(target)
         case ast.Call(func=ast.Attribute(value=value, attr=attr)) if attr in _ADDS:
-            yield value
+            yield _collection(value)
         case ast.Assign(targets=targets, value=value):
-            yield from (target.value for target in targets if isinstance(target, ast.Subscript))
+            yield from (_collection(target) for target in targets if isinstance(target, ast.Subscript))
             names = {
                 ast.unparse(expression)
                 for expression in ast.walk(value)
                 if isinstance(expression, (ast.Name, ast.Attribute))
             }
             yield from (target for target in targets if ast.unparse(target) in names)
+
+
+def _collection(target: ast.expr) -> ast.expr:
+    """The variable that ``seen["train"][step]`` is in."""
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    return target
 
 
 def _ends_in(target: ast.expr, name: str) -> bool:

@@ -232,14 +232,17 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
     holder = growth.holder
     brief = template + "."
     if holder is None:
-        template += ". A list of losses keeps their graphs: append loss.item() or loss.detach()."
+        template += ". No variable was found that keeps it: a list or a sum of losses keeps their graphs, for one. Add "
+        template += "loss.item() or loss.detach() to it."
     else:
         values |= {"name": holder.name, "tensors": holder.tensors, "place": holder.line}
         template += ": {name} keeps " + ("it" if holder.tensors == 1 else "{tensors} tensors")
-        template += " with their graphs" if holder.graphs else ""
+        graphs = " with its graph" if holder.tensors == 1 else " with their graphs"
+        template += graphs if holder.graphs else ""
         brief = template + "."
         template += " (added to at {place})" if holder.line else ""
-        template += ". Keep x.item() or x.detach() instead." if holder.graphs else ". Move them to the CPU."
+        pronoun = "it" if holder.tensors == 1 else "them"
+        template += ". Keep x.item() or x.detach() instead." if holder.graphs else f". Move {pronoun} to the CPU."
     yield Finding("run-grows", template, values, bytes=growth.bytes, brief=brief)
 
 
