@@ -15,6 +15,7 @@ from torch import nn
 
 import memsize
 from memsize import cli
+from memsize.cli.command import request_of
 from memsize.errors import InputError, MemsizeError
 from memsize.spec import requests
 from memsize.spec.options import Option, keywords_of, options_of
@@ -24,6 +25,7 @@ REQUESTS = {
     name: value for name, value in vars(requests).items() if name.endswith("Request") and name != "ModelRequest"
 }
 NET = nn.Linear(8, 2)
+PAGES = Path(__file__).resolve().parent.parent / "docs"
 
 
 def options() -> list[tuple[str, Option]]:
@@ -175,19 +177,53 @@ def test_old_flags_and_keys_work_with_a_line(
     assert capsys.readouterr().err == "x.toml: accumulate is now gradient_accumulation_steps\n"
 
 
+def request_named(command: str) -> type:
+    return REQUESTS["".join(map(str.capitalize, command.split("-"))) + "Request"]
+
+
 @pytest.mark.parametrize("name", cli.memsize.list_commands(click.Context(cli.memsize)))
 def test_help_shows_the_commands_own_defaults(name: str) -> None:
     """Two commands may have other defaults for the same option: as they are declared, so they are shown."""
     context = click.Context(cli.memsize)
     command = cli.memsize.get_command(context, name)
     assert command is not None
-    request = REQUESTS["".join(map(str.capitalize, name.split("-"))) + "Request"]
+    request = request_named(name)
     for parameter in command.params:
         declared: Any = getattr(parameter, "declared", None)
         if declared is not None:
             assert declared == options_of(request)[declared.key]
             text = " ".join(str(parameter.get_help_record(click.Context(command))).split())
             assert declared.shown is None or f"[default: {declared.shown}" in text.replace("- ", "-")
+
+
+def option_rows() -> list[tuple[str, str]]:
+    """The rows of options in the pages' tables, each with the command that its page is about."""
+    pages = {"report": "peaks"} | {name: name for name in cli.memsize.list_commands(click.Context(cli.memsize))}
+    files = {name: PAGES / f"{page}.md" for name, page in pages.items() if (PAGES / f"{page}.md").exists()}
+    lines = [(name, line) for name, file in files.items() for line in file.read_text("utf-8").splitlines()]
+    return [(name, line) for name, line in lines if line.startswith("| `--")]
+
+
+@pytest.mark.parametrize(("name", "row"), option_rows())
+def test_the_tables_of_options_have_values_and_defaults_that_the_command_has(name: str, row: str) -> None:
+    command = cli.memsize.get_command(click.Context(cli.memsize), name)
+    assert command is not None
+    request = request_named(name)
+    targets = ["a.pt" for parameter in command.params if isinstance(parameter, click.Argument) and parameter.required]
+    for example in re.findall("`(--[^`]+)`", row.split("|")[1]):
+        words = example.split()
+        option = next(
+            parameter for parameter in command.params if words[0] in [*parameter.opts, *parameter.secondary_opts]
+        )
+        if isinstance(option.type, click.Choice):
+            assert all(f"`{choice}`" in row or choice in words for choice in option.type.choices), example
+        if default := re.search(r"`(\w+)` \(default\)", row):
+            assert option.default == default[1]
+        if words[-1].isupper():  # a placeholder
+            assert not option.is_flag and len(words) == 2
+            continue
+        with command.make_context(name, [*targets, *words]) as context:
+            request_of(request, {key: context.params[key] for key in options_of(request) if key in context.params})
 
 
 def test_every_option_says_what_it_does() -> None:
