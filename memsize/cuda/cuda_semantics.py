@@ -116,7 +116,7 @@ def _questions() -> tuple[Override, ...]:
     mode: Any = torch.amp.autocast_mode
     renamed = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
     return (
-        Override(common, "amp_definitely_not_available", lambda _: lambda *args, **kwargs: False),
+        Override(common, "amp_definitely_not_available", lambda *_, **__: False),
         Override(torch.cuda, "is_bf16_supported", _from_ampere_on),
         *(Override(torch, name, _by_name) for name in renamed),
         Override(torch.amp, "is_autocast_available", _by_name),
@@ -153,80 +153,53 @@ def _named_too(original: Any) -> Any:
     return _NameOfStandIn(original)
 
 
-def _from_ampere_on(_: Function) -> Function:
+def _from_ampere_on(_: Function, including_emulation: bool = True) -> bool:
     """Older GPUs emulate bfloat16, which counts unless the caller says otherwise."""
-
-    def answer(including_emulation: bool = True) -> bool:
-        semantics = current()
-        return including_emulation or (semantics is not None and semantics.capability >= (8, 0))
-
-    return answer
+    semantics = current()
+    return including_emulation or (semantics is not None and semantics.capability >= (8, 0))
 
 
-def _by_name(original: Function) -> Function:
+def _by_name(original: Function, device_type: Any = "cuda", *args: Any, **kwargs: Any) -> Any:
     """Code that opens a region for ``x.device.type`` passes ``meta`` here where it would pass ``cuda`` on a GPU."""
-
-    def answer(device_type: Any = "cuda", *args: Any, **kwargs: Any) -> Any:
-        return original("cuda" if device_type == "meta" else device_type, *args, **kwargs)
-
-    return answer
+    return original("cuda" if device_type == "meta" else device_type, *args, **kwargs)
 
 
-def _by_name_in_method(original: Function) -> Function:
-    def answer(instance: Any, device_type: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(instance, "cuda" if device_type == "meta" else device_type, *args, **kwargs)
-
-    return answer
+def _by_name_in_method(original: Function, instance: Any, device_type: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(instance, "cuda" if device_type == "meta" else device_type, *args, **kwargs)
 
 
-def _casting_stand_ins(original: Function) -> Function:
+def _casting_stand_ins(original: Function, value: Any, device_type: str, dtype: torch.dtype) -> Any:
     """`custom_fwd(cast_inputs=...)` casts the arguments that are CUDA tensors; containers come back here."""
-
-    def answer(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-        semantics = current()
-        if not isinstance(value, Tensor) or device_type != "cuda" or semantics is None:
-            return original(value, device_type, dtype)
-        is_cast = value.is_floating_point() and value.dtype is not torch.float64 and semantics.stands_for_cuda(value)
-        return value.to(dtype) if is_cast else original(value, device_type, dtype)
-
-    return answer
+    semantics = current()
+    if not isinstance(value, Tensor) or device_type != "cuda" or semantics is None:
+        return original(value, device_type, dtype)
+    is_cast = value.is_floating_point() and value.dtype is not torch.float64 and semantics.stands_for_cuda(value)
+    return value.to(dtype) if is_cast else original(value, device_type, dtype)
 
 
-def _dropping_copies(original: Function) -> Function:
+def _dropping_copies(original: Function) -> None:
     """PyTorch clears its cache when the outermost region ends; memsize's copies are dropped with it."""
-
-    def answer() -> None:
-        original()
-        semantics = current()
-        if semantics is not None:
-            semantics.copies.clear()
-
-    return answer
+    original()
+    semantics = current()
+    if semantics is not None:
+        semantics.copies.clear()
 
 
-def _inferring_cuda(original: Function) -> Function:
+def _inferring_cuda(original: Function, *args: Any) -> str:
     """Checkpointing restores this device's autocast in its recomputation.
 
     It touches no generator of CUDA: it saves those of its tensors' devices, and none of them is a CUDA device.
     """
-
-    def answer(*args: Any) -> str:
-        semantics = current()
-        inferred: str = original(*args)
-        is_stand_in = semantics is not None and {"meta": semantics.meta, "cpu": semantics.cpu}.get(inferred, False)
-        return "cuda" if is_stand_in else inferred
-
-    return answer
+    semantics = current()
+    inferred: str = original(*args)
+    is_stand_in = semantics is not None and {"meta": semantics.meta, "cpu": semantics.cpu}.get(inferred, False)
+    return "cuda" if is_stand_in else inferred
 
 
-def _with_stand_in(original: Function) -> Function:
+def _with_stand_in(original: Function) -> list[str]:
     """The devices that have list kernels, and fused optimizers."""
-
-    def answer() -> list[str]:
-        semantics = current()
-        return [*original(), *(["meta"] if semantics is not None and semantics.meta else [])]
-
-    return answer
+    semantics = current()
+    return [*original(), *(["meta"] if semantics is not None and semantics.meta else [])]
 
 
 _answers = ThreadPatches(_questions, lambda: current() is not None)

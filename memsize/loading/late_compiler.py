@@ -118,35 +118,26 @@ class _StandIn(ModuleType):
 # -- marks ------------------------------------------------------------------------------------------------------------
 
 
-def _disabled_when_called(disable: Function) -> Function:
-    def marked(fn: Any = None, recursive: bool = True, **more: Any) -> Any:
-        if fn is None:
-            return functools.partial(marked, recursive=recursive, **more)
-        if _COMPILER in sys.modules or not inspect.isfunction(fn):
-            return disable(fn, recursive, **more)
-        return _disable_dynamo(fn, recursive)
-
-    return marked
+def _disabled_when_called(disable: Function, fn: Any = None, recursive: bool = True, **more: Any) -> Any:
+    if fn is None:
+        return functools.partial(_disabled_when_called, disable, recursive=recursive, **more)
+    if _COMPILER in sys.modules or not inspect.isfunction(fn):
+        return disable(fn, recursive, **more)
+    return _disable_dynamo(fn, recursive)
 
 
-def _constant(mark: Function) -> Function:
-    def marked(fn: Any) -> Any:
-        if _COMPILER in sys.modules or not inspect.isfunction(fn):
-            return mark(fn)
-        vars(fn)["_dynamo_marked_constant"] = True  # all that the compiler does
-        return fn
-
-    return marked
+def _constant(mark: Function, fn: Any) -> Any:
+    if _COMPILER in sys.modules or not inspect.isfunction(fn):
+        return mark(fn)
+    vars(fn)["_dynamo_marked_constant"] = True  # all that the compiler does
+    return fn
 
 
-def _allowed_when_imported(mark: Function) -> Function:
-    def marked(fn: Any) -> Any:
-        if _COMPILER in sys.modules or not inspect.isfunction(fn):
-            return mark(fn)
-        _allowed.add(fn)
-        return fn
-
-    return marked
+def _allowed_when_imported(mark: Function, fn: Any) -> Any:
+    if _COMPILER in sys.modules or not inspect.isfunction(fn):
+        return mark(fn)
+    _allowed.add(fn)
+    return fn
 
 
 class _Allowed(_Finder):
@@ -179,11 +170,11 @@ class _Mentioned:
         return getattr(torch.compiler if name in _MARKS else importlib.import_module(_COMPILER), name)
 
 
-def _without_import(lookup: Function) -> Function:
-    return lambda name: _Mentioned() if name == "_dynamo" and _COMPILER not in sys.modules else lookup(name)
+def _without_import(lookup: Function, name: str) -> Any:
+    return _Mentioned() if name == "_dynamo" and _COMPILER not in sys.modules else lookup(name)
 
 
-_MARKS: Final = {
+_MARKS: Final[Mapping[str, Function]] = {
     "disable": _disabled_when_called,
     "assume_constant_result": _constant,
     "allow_in_graph": _allowed_when_imported,

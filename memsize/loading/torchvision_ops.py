@@ -80,18 +80,15 @@ def _forget_failed_import() -> None:
             del sys.modules[name]
 
 
-def _or_declared(load: Function) -> Function:
-    def loaded(path: str) -> None:
-        try:
-            load(path)
-        except OSError:
-            file = Path(path)
-            if file.parent.name != "torchvision" or not file.name.startswith("_C"):
-                raise
-            if not _declared:
-                declare_schemas(file.with_name(_IN_PYTHON).is_file())
-
-    return loaded
+def _or_declared(load: Function, path: str) -> None:
+    try:
+        load(path)
+    except OSError:
+        file = Path(path)
+        if file.parent.name != "torchvision" or not file.name.startswith("_C"):
+            raise
+        if not _declared:
+            declare_schemas(file.with_name(_IN_PYTHON).is_file())
 
 
 _patches = ThreadPatches(lambda: (Override(torch.ops, "load_library", _or_declared),))

@@ -151,14 +151,16 @@ Function = Callable[..., Any]
 
 
 class Override(NamedTuple):
-    """A function of PyTorch, by the module or class that holds it, and a function from the original to its replacement.
+    """A function of PyTorch, by the module or class that holds it, and its replacement, which is called with the
+    original before the arguments.
 
-    The original may also be a plain value; its replacement then has to find out itself which thread is asking.
+    The original may also be a plain value. It is replaced by what `replacement` makes of it, which has to find out
+    itself which thread is asking.
     """
 
     owner: Any
     name: str
-    replace: Callable[[Function], Function]
+    replacement: Function
 
 
 class ThreadPatches:
@@ -172,8 +174,8 @@ class ThreadPatches:
     def __init__(self, choose: Callable[[], Iterable[Override]], applies: Callable[[], bool] | None = None) -> None:
         self._choose = choose
         self._applies = applies or self.is_inside
-        self._replacements: dict[Override, tuple[Function, Function]] = {}
-        """The last original of each, and its replacement: making them takes longer than installing them."""
+        self._installed: dict[Override, tuple[Any, Any]] = {}
+        """The last original of each, and what took its place: making that takes longer than installing it."""
 
     def is_inside(self) -> bool:
         """Whether this thread runs in a simulation in which these patches are in place."""
@@ -203,21 +205,19 @@ class ThreadPatches:
         simulation.patches.apply(self, map(self._patch, missing))
 
     def _patch(self, override: Override) -> Patch:
-        owner, name, replace = override
+        owner, name, replacement = override
         original = getattr(owner, name)
-        known_original, replacement = self._replacements.get(override, (None, None))
-        if known_original is not original or replacement is None:
-            replacement = replace(original)
-            if callable(original):
-                replacement = self._for_threads_inside(original, replacement)
-            self._replacements[override] = original, replacement
-        return owner, name, replacement
+        if self._installed.get(override, (None,))[0] is not original:
+            is_function = callable(original)
+            substitute = self._for_threads_inside(original, replacement) if is_function else replacement(original)
+            self._installed[override] = original, substitute
+        return owner, name, self._installed[override][1]
 
     def _for_threads_inside(self, original: Function, replacement: Function) -> Function:
         applies = self._applies
 
         @functools.wraps(original)
         def chosen(*args: Any, **kwargs: Any) -> Any:
-            return (replacement if applies() else original)(*args, **kwargs)
+            return replacement(original, *args, **kwargs) if applies() else original(*args, **kwargs)
 
         return chosen

@@ -28,8 +28,8 @@ def by_device() -> Iterator[Override]:
     """The functions that take a device: those that make tensors, and those that move them."""
     yield from (Override(torch, name, _like if name.endswith("_like") else _on_device) for name in _FACTORIES.split())
     yield from (Override(Tensor, name, _beside) for name in _METHODS.split())
-    for name, moved in {"to": _moved, "cuda": _moved_to_cuda, "cpu": _moved_to_cpu}.items():
-        yield Override(Tensor, name, moved)
+    yield from (Override(Tensor, "to", _moved), Override(Tensor, "cuda", _moved_to_cuda))
+    yield Override(Tensor, "cpu", _moved_to_cpu)
 
 
 def on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -39,51 +39,34 @@ def on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs if stand_in_device is None else kwargs | {"device": stand_in_device}
 
 
-def _on_device(original: Function) -> Function:
+def _on_device(original: Function, *args: Any, **kwargs: Any) -> Any:
     """A function that takes its device by keyword only."""
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **(on_meta(kwargs) if "device" in kwargs else kwargs))
-
-    return make
+    return original(*args, **(on_meta(kwargs) if "device" in kwargs else kwargs))
 
 
-def _like(original: Function) -> Function:
+def _like(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """``empty_like(x, device=…)``: on the host, it is a stand-in where a copy of `x` would be one."""
-
-    def make(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        stand_in_device = kwargs.get("device") is not None and place_on(tensor, kwargs["device"])
-        return original(tensor, *args, **(kwargs | {"device": stand_in_device} if stand_in_device else kwargs))
-
-    return make
+    stand_in_device = kwargs.get("device") is not None and place_on(tensor, kwargs["device"])
+    return original(tensor, *args, **(kwargs | {"device": stand_in_device} if stand_in_device else kwargs))
 
 
-def _beside(original: Function) -> Function:
+def _beside(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """``x.new_empty(sizes, device=…)``: on the host, it is a stand-in where `x` is one there."""
-    like, on_device = _like(original), _on_device(original)
-
-    def make(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (like if host_place(tensor) == place_of(tensor) else on_device)(tensor, *args, **kwargs)
-
-    return make
+    return (_like if host_place(tensor) == place_of(tensor) else _on_device)(original, tensor, *args, **kwargs)
 
 
-def _moved(original: Function) -> Function:
+def _moved(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """``x.to(device)``, the device in front or by keyword."""
-
-    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], Tensor) and is_meta(args[0]):
-            tensor, target = _towards(tensor, place_of(args[0]))
-            args = (target, args[0].dtype, *args[1:])
-        elif args and not isinstance(args[0], (torch.dtype, Tensor)) and (gpu := place_on(tensor, args[0])):
-            tensor, target = _towards(tensor, gpu)
-            args = (target, *args[1:])
-        elif kwargs.get("device") is not None and (gpu := place_on(tensor, kwargs["device"])):
-            tensor, target = _towards(tensor, gpu)
-            kwargs = kwargs | {"device": target}
-        return original(tensor, *args, **kwargs)
-
-    return moved
+    if args and isinstance(args[0], Tensor) and is_meta(args[0]):
+        tensor, target = _towards(tensor, place_of(args[0]))
+        args = (target, args[0].dtype, *args[1:])
+    elif args and not isinstance(args[0], (torch.dtype, Tensor)) and (gpu := place_on(tensor, args[0])):
+        tensor, target = _towards(tensor, gpu)
+        args = (target, *args[1:])
+    elif kwargs.get("device") is not None and (gpu := place_on(tensor, kwargs["device"])):
+        tensor, target = _towards(tensor, gpu)
+        kwargs = kwargs | {"device": target}
+    return original(tensor, *args, **kwargs)
 
 
 def _towards(tensor: Tensor, gpu: torch.device) -> tuple[Tensor, torch.device]:
@@ -122,24 +105,18 @@ class _ToOther(torch.autograd.Function):
         return gradients[0].to(ctx.origin), None
 
 
-def _moved_to_cuda(_: Function) -> Function:
-    def moved(tensor: Tensor, device: Any = None, *_: Any, **__: Any) -> Tensor:
-        tensor, target = _towards(tensor, (device is not None and named_gpu(device)) or gpu_place(None))
-        return tensor.to(target)
-
-    return moved
+def _moved_to_cuda(_: Function, tensor: Tensor, device: Any = None, *__: Any, **___: Any) -> Tensor:
+    tensor, target = _towards(tensor, (device is not None and named_gpu(device)) or gpu_place(None))
+    return tensor.to(target)
 
 
-def _moved_to_cpu(original: Function) -> Function:
-    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        host = host_place(tensor)
-        if host is not None:
-            tensor, target = _towards(tensor, host)
-            return tensor.to(target, **kwargs)
-        copy: Tensor = original(tensor, *args, **kwargs)
-        return copy
-
-    return moved
+def _moved_to_cpu(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    host = host_place(tensor)
+    if host is not None:
+        tensor, target = _towards(tensor, host)
+        return tensor.to(target, **kwargs)
+    copy: Tensor = original(tensor, *args, **kwargs)
+    return copy
 
 
 _CPU = torch.device("cpu")

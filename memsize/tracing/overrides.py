@@ -84,7 +84,7 @@ def _patches() -> tuple[Override, ...]:
     if hasattr(flex, "flex_attention_hop"):
         patches.append(Override(flex, "flex_attention_hop", _fused_attention))
         patches.append(Override(flex, "_validate_device", _any_device))
-        patches.append(Override(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", _in_runs))
+        patches.append(Override(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", _InRuns))
     return tuple(patches)
 
 
@@ -99,58 +99,47 @@ def _patches_of_torch() -> tuple[Override, ...]:
         Override(Tensor, "new", _new),
         Override(Tensor, "new_tensor", _new_tensor),
         Override(Tensor, "__getitem__", _indexed),
-        Override(Tensor, "__setitem__", lambda original: _assigned(_indexed(original))),
+        Override(Tensor, "__setitem__", _assigned),
         Override(Tensor, "__format__", _formatted),
         *(Override(torch._VF, name, _with_states_moved) for name in _RECURRENT.split()),
         Override(OpOverloadPacket, "__call__", _given_numbers),
-        Override(torch._C, "_InferenceMode", lambda _: _InferenceMode),
+        Override(torch._C, "_InferenceMode", lambda _, mode: _InferenceMode(mode)),
         Override(torch.autocast, "__enter__", _casting_on_the_cpu),
-        Override(torch.cuda, "synchronize", lambda _: lambda *args, **kwargs: None),
-        Override(torch.cuda, "current_device", lambda _: lambda: 0),
+        Override(torch.cuda, "synchronize", lambda *_, **__: None),
+        Override(torch.cuda, "current_device", lambda _: 0),
     )
 
 
 # -- numbers from Python ----------------------------------------------------------------------------------------------
 
 
-def _from_numbers(original: Function) -> Function:
+def _from_numbers(original: Function, data: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.tensor`` and its like: made on the CPU, where numbers are real, and moved from there to `meta`."""
-
-    def make(data: Any, *args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device") or _device_of_context()
-        if isinstance(data, Tensor) or not means_stand_ins(device):
-            try:
-                return original(data, *args, **on_meta(kwargs))
-            except RuntimeError as error:
-                if isinstance(data, Tensor) or _UNREADABLE not in str(error):
-                    raise
-                return original(_numbers(data), *args, **kwargs)
-        return _moved_from_cpu(original, data, args, kwargs | {"device": device})
-
-    return make
+    device = kwargs.get("device") or _device_of_context()
+    if isinstance(data, Tensor) or not means_stand_ins(device):
+        try:
+            return original(data, *args, **on_meta(kwargs))
+        except RuntimeError as error:
+            if isinstance(data, Tensor) or _UNREADABLE not in str(error):
+                raise
+            return original(_numbers(data), *args, **kwargs)
+    return _moved_from_cpu(original, data, args, kwargs | {"device": device})
 
 
-def _new_tensor(original: Function) -> Function:
-    def make(tensor: Tensor, data: Any, *args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device") or tensor.device
-        if isinstance(data, Tensor) or not means_stand_ins(device):
-            return original(tensor, data, *args, **on_meta(kwargs))
-        return _moved_from_cpu(torch.tensor, data, args, {"dtype": tensor.dtype} | kwargs | {"device": device})
-
-    return make
+def _new_tensor(original: Function, tensor: Tensor, data: Any, *args: Any, **kwargs: Any) -> Any:
+    device = kwargs.get("device") or tensor.device
+    if isinstance(data, Tensor) or not means_stand_ins(device):
+        return original(tensor, data, *args, **on_meta(kwargs))
+    return _moved_from_cpu(torch.tensor, data, args, {"dtype": tensor.dtype} | kwargs | {"device": device})
 
 
-def _new(original: Function) -> Function:
+def _new(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The old constructor knows no sparse `meta` tensors. `SparseAdam` makes its updates by it."""
-
-    def make(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not is_in_coordinates(tensor):
-            return original(tensor, *args, **kwargs)
-        if args and isinstance(args[0], Tensor):
-            return torch.sparse_coo_tensor(*args, check_invariants=False, **kwargs)
-        return torch.empty(args or (0,), dtype=tensor.dtype, layout=torch.sparse_coo, device=place_of(tensor))
-
-    return make
+    if not is_in_coordinates(tensor):
+        return original(tensor, *args, **kwargs)
+    if args and isinstance(args[0], Tensor):
+        return torch.sparse_coo_tensor(*args, check_invariants=False, **kwargs)
+    return torch.empty(args or (0,), dtype=tensor.dtype, layout=torch.sparse_coo, device=place_of(tensor))
 
 
 def _device_of_context() -> torch.device | None:
@@ -174,31 +163,24 @@ def _numbers(data: Any) -> Any:
     return type(data)(map(_numbers, data)) if type(data) in (list, tuple) else data
 
 
-def _indexed(original: Function) -> Function:
-    def indexed(tensor: Tensor, index: Any, *value: Any) -> Any:
-        if is_meta(tensor):
-            if type(index) is list:
-                index = _index(index, tensor)
-            elif type(index) is tuple and any(type(part) is list for part in index):
-                index = tuple(_index(part, tensor) if type(part) is list else part for part in index)
-        return original(tensor, index, *value)
-
-    return indexed
+def _indexed(original: Function, tensor: Tensor, index: Any, *value: Any) -> Any:
+    if is_meta(tensor):
+        if type(index) is list:
+            index = _index(index, tensor)
+        elif type(index) is tuple and any(type(part) is list for part in index):
+            index = tuple(_index(part, tensor) if type(part) is list else part for part in index)
+    return original(tensor, index, *value)
 
 
-def _assigned(original: Function) -> Function:
+def _assigned(original: Function, tensor: Tensor, index: Any, value: Any) -> Any:
     """``x[:3] = 1``: the number is on the host for CUDA's tensors, where others make a tensor of it on their device
     (torch/csrc/autograd/python_variable_indexing.cpp). Where places are listed, the kernel copies it to the device.
     """
-
-    def assigned(tensor: Tensor, index: Any, value: Any) -> Any:
-        if is_meta(tensor) and isinstance(value, (int, float, complex)):
-            parts = index if type(index) is tuple else (index,)
-            if not any(_is_looked_up(part) for part in parts):
-                value = torch.tensor(value, dtype=tensor.dtype, device="cpu")
-        return original(tensor, index, value)
-
-    return assigned
+    if is_meta(tensor) and isinstance(value, (int, float, complex)):
+        parts = index if type(index) is tuple else (index,)
+        if not any(_is_looked_up(part) for part in parts):
+            value = torch.tensor(value, dtype=tensor.dtype, device="cpu")
+    return _indexed(original, tensor, index, value)
 
 
 def _is_looked_up(part: Any) -> bool:
@@ -211,17 +193,13 @@ def _index(numbers: list[Any], tensor: Tensor) -> Any:
     return torch.tensor(numbers, device=place_of(tensor)) if plain else numbers
 
 
-def _given_numbers(original: Function) -> Function:
+def _given_numbers(original: Function, packet: OpOverloadPacket, *args: Any, **kwargs: Any) -> Any:
     """Quantized ops want their scale as a number; torch.fx passes the tensor that holds it, and PyTorch reads the
     number.
     """
-
-    def called(packet: OpOverloadPacket, *args: Any, **kwargs: Any) -> Any:
-        if packet._qualified_op_name.startswith("quantized::"):
-            args = tuple(_number(argument) for argument in args)
-        return original(packet, *args, **kwargs)
-
-    return called
+    if packet._qualified_op_name.startswith("quantized::"):
+        args = tuple(_number(argument) for argument in args)
+    return original(packet, *args, **kwargs)
 
 
 def _number(value: Any) -> Any:
@@ -229,19 +207,15 @@ def _number(value: Any) -> Any:
     return value.item() if is_number else value
 
 
-def _formatted(original: Function) -> Function:
+def _formatted(original: Function, tensor: Tensor, spec: str) -> str:
     """In an f-string, a tensor with a known value prints its number: ``self[f"expert_{index}"]``. With a format, as in
     ``f"{loss:.4f}"``, PyTorch prints the number of any single value, and copies it from the GPU for that.
     """
-
-    def formatted(tensor: Tensor, spec: str) -> str:
-        number = _number(tensor)
-        if number is tensor and spec and is_meta(tensor) and not tensor.dim() and type(tensor) is Tensor:
-            number = tensor.to("cpu").item()
-        text: str = original(tensor, spec) if number is tensor else format(number, spec)
-        return text
-
-    return formatted
+    number = _number(tensor)
+    if number is tensor and spec and is_meta(tensor) and not tensor.dim() and type(tensor) is Tensor:
+        number = tensor.to("cpu").item()
+    text: str = original(tensor, spec) if number is tensor else format(number, spec)
+    return text
 
 
 class _InferenceMode:
@@ -265,57 +239,49 @@ class _InferenceMode:
 # -- devices mixed ----------------------------------------------------------------------------------------------------
 
 
-def _with_states_moved(original: Function) -> Function:
+def _with_states_moved(original: Function, tensor: Tensor, *args: Any) -> Any:
     """A recurrent net refuses hidden states that were made on the CPU, before any op of it is dispatched."""
-
-    def called(tensor: Tensor, *args: Any) -> Any:
-        position = int(isinstance(args[0], Tensor) and args[0].dim() == 1)  # the batch sizes of a packed sequence
-        states = args[position]
-        if is_meta(tensor) and any(not is_meta(state) for state in tensors_in(states)):
-            _note(mixed_devices())
-            moved = map_tensors(lambda state: state.to(place_of(tensor)), states)
-            args = (*args[:position], moved, *args[position + 1 :])
-        return original(tensor, *args)
-
-    return called
+    position = int(isinstance(args[0], Tensor) and args[0].dim() == 1)  # the batch sizes of a packed sequence
+    states = args[position]
+    if is_meta(tensor) and any(not is_meta(state) for state in tensors_in(states)):
+        _note(mixed_devices())
+        moved = map_tensors(lambda state: state.to(place_of(tensor)), states)
+        args = (*args[:position], moved, *args[position + 1 :])
+    return original(tensor, *args)
 
 
-def _casting_on_the_cpu(original: Function) -> Function:
+def _casting_on_the_cpu(original: Function, region: torch.autocast) -> Any:
     """A region for the CPU leaves a GPU's tensors alone, and so it does here."""
-
-    def entered(region: torch.autocast) -> Any:
-        if region.device == "cpu" and region._enabled:
-            _note(CPU_AUTOCAST)
-        return original(region)
-
-    return entered
+    if region.device == "cpu" and region._enabled:
+        _note(CPU_AUTOCAST)
+    return original(region)
 
 
 # -- torchvision ------------------------------------------------------------------------------------------------------
 
 
-def _masks_cover_image(original: Function) -> Function:
+def _masks_cover_image(
+    original: Function, masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], *args: Any, **kwargs: Any
+) -> Any:
     """Mask R-CNN resizes each object's mask to its box and pastes it into a picture of the whole image: the boxes
     decide how much is allocated on the way, and their corners are read as numbers. Boxes that are data are taken to
     cover the image.
     """
-
-    def pasted(masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], *args: Any, **kwargs: Any) -> Any:
-        if is_meta(boxes) and constant_of(boxes) is None:
-            height, width = img_shape
-            corners = torch.tensor([0, 0, width, height], dtype=boxes.dtype, device="cpu")
-            corners = corners.repeat(len(boxes), 1)
-            boxes = set_constant(boxes.detach(), corners, ConstantState(MASKS_COVER_IMAGE))
-        return original(masks, boxes, img_shape, *args, **kwargs)
-
-    return pasted
+    if is_meta(boxes) and constant_of(boxes) is None:
+        height, width = img_shape
+        corners = torch.tensor([0, 0, width, height], dtype=boxes.dtype, device="cpu")
+        corners = corners.repeat(len(boxes), 1)
+        boxes = set_constant(boxes.detach(), corners, ConstantState(MASKS_COVER_IMAGE))
+    return original(masks, boxes, img_shape, *args, **kwargs)
 
 
 # -- FlexAttention ----------------------------------------------------------------------------------------------------
 
 
 class _InRuns:
-    """True in threads in which a run is under way, and elsewhere what it stands for."""
+    """True in threads in which a run is under way, and elsewhere what it stands for: FlexAttention then calls its
+    operator itself, and not what torch.compile makes of it.
+    """
 
     def __init__(self, original: object) -> None:
         self.original = original
@@ -324,29 +290,17 @@ class _InRuns:
         return bool(_overrides.is_inside() or self.original)
 
 
-def _in_runs(original: Any) -> Any:
-    """FlexAttention calls its operator itself, and not what torch.compile makes of it."""
-    return _InRuns(original)
-
-
-def _any_device(original: Function) -> Function:
+def _any_device(original: Function, query: Tensor, *others: Tensor) -> None:
     """FlexAttention refuses `meta` before it does anything."""
-
-    def validated(query: Tensor, *others: Tensor) -> None:
-        if not is_meta(query):
-            original(query, *others)
-
-    return validated
+    if not is_meta(query):
+        original(query, *others)
 
 
-def _fused_attention(original: Function) -> Function:
-    def attended(query: Tensor, *args: Any) -> Any:
-        if not is_meta(query):
-            return original(query, *args)
-        _note(UNCOMPILED_FLEX)
-        return flex_attention(query, *args)
-
-    return attended
+def _fused_attention(original: Function, query: Tensor, *args: Any) -> Any:
+    if not is_meta(query):
+        return original(query, *args)
+    _note(UNCOMPILED_FLEX)
+    return flex_attention(query, *args)
 
 
 _overrides = ThreadPatches(_patches)

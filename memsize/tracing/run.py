@@ -76,14 +76,11 @@ def resizes_seen(ledger: Ledger) -> Iterator[None]:
         yield
 
 
-def _observed(original: Function) -> Function:
-    def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        result = original(storage, size)
-        if (simulation := current()) and (ledger := simulation.get(Ledger)):
-            ledger.resized(storage)
-        return result
-
-    return resize
+def _observed(original: Function, storage: torch.UntypedStorage, size: int) -> Any:
+    result = original(storage, size)
+    if (simulation := current()) and (ledger := simulation.get(Ledger)):
+        ledger.resized(storage)
+    return result
 
 
 _patches = ThreadPatches(lambda: (Override(torch.UntypedStorage, "resize_", _observed),))

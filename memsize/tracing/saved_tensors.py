@@ -10,7 +10,7 @@ else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 
@@ -83,12 +83,8 @@ def of_the_same_level(tensor: torch.Tensor) -> torch.Tensor:
     return functional._wrap_for_grad(functional.get_unwrapped(tensor), functional.maybe_get_level(tensor))
 
 
-def _not_disabled(_: Function) -> Function:
-    @contextmanager
-    def disabled(error_message: str) -> Iterator[None]:
-        yield
-
-    return disabled
+def _not_disabled(_: Function, error_message: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 _patches = ThreadPatches(lambda: (Override(torch.autograd.graph, "disable_saved_tensors_hooks", _not_disabled),))
