@@ -103,6 +103,10 @@ PROGRAMS: dict[str, Callable[[torch.device], Tensor]] = {
     "numbers from a list": lambda device: torch.tensor([[1, 2], [3, 4]], device=device) * 2,
     "numbers from a tensor": lambda device: torch.ones(2, device=device).new_tensor([3, 4, 5]),
     "as_tensor": lambda device: torch.as_tensor([1.5, 2.5], device=device),
+    "a list by name": lambda device: (
+        torch.tensor(data=[1, 2], device=device) + torch.asarray(obj=[3, 4], device=device)
+    ),
+    "a tensor by name": lambda device: torch.full_like(input=torch.zeros(2, device=device), fill_value=3),
     "detached": lambda device: torch.arange(4, device=device).detach()[1:],
     "one hot": lambda device: F.one_hot(torch.arange(5, device=device) % 3, 3).sum(0),
     "running sums": lambda device: torch.full((2, 5), 2, device=device).cumsum(1).flip(1),

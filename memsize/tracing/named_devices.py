@@ -44,10 +44,12 @@ def _on_device(original: Function, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **(on_meta(kwargs) if "device" in kwargs else kwargs))
 
 
-def _like(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _like(original: Function, *args: Any, **kwargs: Any) -> Any:
     """``empty_like(x, device=…)``: on the host, it is a stand-in where a copy of `x` would be one."""
-    stand_in_device = kwargs.get("device") is not None and place_on(tensor, kwargs["device"])
-    return original(tensor, *args, **(kwargs | {"device": stand_in_device} if stand_in_device else kwargs))
+    if kwargs.get("device") is None:
+        return original(*args, **kwargs)
+    stand_in_device = place_on(args[0] if args else kwargs["input"], kwargs["device"])
+    return original(*args, **(kwargs | {"device": stand_in_device} if stand_in_device else kwargs))
 
 
 def _beside(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -113,17 +113,22 @@ def _patches_of_torch() -> tuple[Override, ...]:
 # -- numbers from Python ----------------------------------------------------------------------------------------------
 
 
-def _from_numbers(original: Function, data: Any, *args: Any, **kwargs: Any) -> Any:
+def _from_numbers(original: Function, *args: Any, **kwargs: Any) -> Any:
     """``torch.tensor`` and its like: made on the CPU, where numbers are real, and moved from there to `meta`."""
+    if not args:
+        args = tuple(kwargs.pop(name) for name in ("data", "obj") if name in kwargs)
+    if not args:
+        return original(**kwargs)
+    data, more = args[0], args[1:]
     device = kwargs.get("device") or _device_of_context()
     if isinstance(data, Tensor) or not means_stand_ins(device):
         try:
-            return original(data, *args, **on_meta(kwargs))
+            return original(data, *more, **on_meta(kwargs))
         except RuntimeError as error:
             if isinstance(data, Tensor) or _UNREADABLE not in str(error):
                 raise
-            return original(_numbers(data), *args, **kwargs)
-    return _moved_from_cpu(original, data, args, kwargs | {"device": device})
+            return original(_numbers(data), *more, **kwargs)
+    return _moved_from_cpu(original, data, more, kwargs | {"device": device})
 
 
 def _new_tensor(original: Function, tensor: Tensor, data: Any, *args: Any, **kwargs: Any) -> Any:
