@@ -186,7 +186,7 @@ def test_pairs_are_equal_and_rise(first: list[int], second: list[int]) -> None:
     pairs = matched(first, second)
     assert all(first[a] == second[b] for a, b in pairs)
     assert all(a < c and b < d for (a, b), (c, d) in pairwise(pairs))
-    left = sum(w.high - w.low + w.other_high - w.other_low for w in gaps(pairs, len(first), len(second)))
+    left = sum(w.high - w.low + w.other_high - w.other_low for w in gaps(pairs, Window.of(first, second)))
     assert left + 2 * len(pairs) == len(first) + len(second)
 
 

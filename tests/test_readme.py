@@ -31,7 +31,7 @@ import torch
 
 from memsize import Report, Trace, cli
 from memsize.analysis import compare
-from memsize.analysis.findings import explanation, fit, generation, layout, program, ranks, report_rules, serving, sweep
+from memsize.analysis.findings import explanation, fit, generation, layout, program, ranks, report_rules, sweep
 from memsize.checkpoints import findings as checkpoint
 from memsize.cli.working import Session
 from memsize.documents.report import layer_table
@@ -289,7 +289,7 @@ OTHERS = {"--config", "--epochs", "--index-url", "--lr", "--memsize-update", "--
 def test_every_finding_is_documented() -> None:
     assert set(quoted(rows("layout.md", "Findings"), 0)) == set(layout.RULES.codes)
     assert quoted(rows("generate.md", "Findings"), 0) == [*generation.RULES.codes]
-    assert quoted(rows("serve.md", "Findings"), 0) == [*serving.RULES.codes]
+    assert quoted(rows("serve.md", "Findings"), 0) == [*generation.SERVING_RULES.codes]
     assert quoted(rows("sweep.md", "Findings"), 0) == [*sweep.RULES.codes]
     assert quoted(rows("run.md", "Findings"), 0) == [*program.RULES.codes]
     assert quoted(rows("run.md", "Several GPUs"), 0) == [*ranks.RULES.codes]

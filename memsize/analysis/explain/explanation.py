@@ -41,16 +41,12 @@ def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None
     prediction = None if beside is None else predicted(beside)
     snapshot = read_snapshot(path)
     number = _chosen(snapshot) if device is None else device
-    history = _history(snapshot, number)
+    entries = snapshot.histories[number] if 0 <= number < len(snapshot.histories) else ()
+    history = History(entries, tuple(segment for segment in snapshot.segments if segment.device == number))
     if not history.segments and not history.entries:
         raise InputError(f"{snapshot.name} has nothing on GPU {number}")
     explanation = _explained(snapshot, number=number, history=history, prediction=prediction)
     return replace(explanation, findings=RULES.findings(explanation))
-
-
-def _history(snapshot: Snapshot, device: int) -> History:
-    entries = snapshot.histories[device] if 0 <= device < len(snapshot.histories) else ()
-    return History(entries, tuple(segment for segment in snapshot.segments if segment.device == device))
 
 
 def _chosen(snapshot: Snapshot) -> int:
@@ -92,7 +88,7 @@ def _explained(snapshot: Snapshot, number: int, history: History, prediction: _P
         moment=moment.name,
         requested=sum(life.bytes for life, _ in live),
         reserved_then=history.reserved_at(moment.entry),
-        line=_line_at(history, moment.entry) if moment.name != "end" else None,
+        line=None if moment.name == "end" else history.summary(history.entries[moment.entry].stack).line,
         alive=tuple(_alive(live, estimate)),
         places=tuple(_places(history, live)),
         reserved=_reserved(history.segments),
@@ -101,10 +97,6 @@ def _explained(snapshot: Snapshot, number: int, history: History, prediction: _P
         predicted=prediction.named if prediction else None,
         notes=tuple(_notes(snapshot, number, history)),
     )
-
-
-def _line_at(history: History, entry: int) -> str | None:
-    return history.summary(history.entries[entry].stack).line
 
 
 def _failed(history: History) -> FailedRequest | None:

@@ -107,13 +107,11 @@ def gpus_needed(evidence: FitEvidence) -> Iterator[Finding]:
     for scenario, card in product(ran, cards):
         row = fewest.get((scenario, card))
         (gpus,) = gpus_in_words(budget for budget in evidence.budgets if budget.one == card)
-        text = f"Under {{scenario}}, {'it fits from {gpu} on: {vary} {size} on each GPU' if row else _NONE}."
+        answer = "it fits from {gpu} on: {vary} {size} on each GPU" if row else "nothing fits on {gpus}"
+        text = f"Under {{scenario}}, {answer}."
         values: dict[str, object] = {"scenario": scenario, "vary": evidence.vary, "gpus": gpus}
         values |= {"gpu": row.gpu, "size": row.size or 0} if row else {}
         yield Finding("fit-gpus", text, values, bytes=row.peak if row else None, brief=text)
-
-
-_NONE: Final = "nothing fits on {gpus}"
 
 
 def answer_in_words(row: FitRow, vary: str, *, several: bool) -> Finding:
@@ -381,7 +379,9 @@ def crossings(evidence: FitEvidence) -> Iterator[Finding]:
 def budgets(evidence: FitEvidence) -> Iterator[Finding]:
     """The memory of each budget, and how much of it the allocator gets."""
     of_one: dict[tuple[object, ...], Budget] = {}
-    before = " before NCCL's buffers (--margin leaves room for them)" if any(map(_takes_nccl, evidence.budgets)) else ""
+    # NCCL takes memory from the budget of one process of several, each with one GPU.
+    nccl = any(budget.gpus > 1 and not budget.parallel.startswith("dp=") for budget in evidence.budgets)
+    before = " before NCCL's buffers (--margin leaves room for them)" if nccl else ""
     for budget in evidence.budgets:  # several numbers of one card have one budget each, the same
         of_one.setdefault((budget.card, budget.device) if budget.parallel else (budget.name,), budget)
     for budget in of_one.values():
@@ -403,8 +403,3 @@ def budgets(evidence: FitEvidence) -> Iterator[Finding]:
             },
             bytes=budget.allocator,
         )
-
-
-def _takes_nccl(budget: Budget) -> bool:
-    """Return whether NCCL takes memory from the budget: one process of several, each with one GPU."""
-    return budget.gpus > 1 and not budget.parallel.startswith("dp=")

@@ -103,10 +103,9 @@ def data_parallel(evidence: Evidence) -> Iterator[Finding]:
     paths = tuple(layer.path for layer in evidence.as_given.layers if layer.type == "DataParallel")
     if not paths:
         return
-    replicated = [
-        t for t in evidence.as_given.tensors if t.kind in ("parameter", "buffer") and _is_inside(t.name, paths)
-    ]
-    copied = bytes_of(replicated)
+    registered = [tensor for tensor in evidence.as_given.tensors if tensor.kind in ("parameter", "buffer")]
+    below = "" if "" in paths else tuple(f"{path}." for path in paths)
+    copied = bytes_of(tensor for tensor in registered if tensor.name.startswith(below))
     yield Finding(
         "data-parallel-replicas",
         "The figures are those of one GPU; --train adamw --parallel dp=4 runs it on four. On n GPUs DataParallel gives "
@@ -117,10 +116,6 @@ def data_parallel(evidence: Evidence) -> Iterator[Finding]:
         bytes=copied,
         layers=paths,
     )
-
-
-def _is_inside(name: str, paths: tuple[str, ...]) -> bool:
-    return any(not path or name.startswith(f"{path}.") for path in paths)
 
 
 @RULES.rule("gradient-buckets")

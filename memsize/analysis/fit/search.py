@@ -220,7 +220,9 @@ class Search:
         if first <= size <= last and size not in self.refused:
             self._misses = 0 if size > first else self._misses + 1
             return size
-        if high is not None and size > high and self._may_jump(size):
+        is_new = size not in {*self.refused, *self.runs}
+        if high is not None and size > high and is_new and self._jumps < _MOST_JUMPS:
+            # Requests of 10 MiB get segments of their own size, so larger sizes may fit again.
             self._jumps += 1
             return size
         self._misses += 1
@@ -237,12 +239,6 @@ class Search:
         if high in self.refused or size >= high > 2 * low:
             return middle
         return min(middle, first) if size < first else max(middle, self._floor(last))
-
-    def _may_jump(self, size: int) -> bool:
-        """Whether to try a size beyond one that does not fit: requests of 10 MiB get segments of their own size, so
-        larger sizes may fit again.
-        """
-        return size not in {*self.refused, *self.runs} and self._jumps < _MOST_JUMPS
 
     @property
     def _no_runs_alike(self) -> bool:

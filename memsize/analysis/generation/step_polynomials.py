@@ -298,6 +298,11 @@ class StepPolynomial:
         cuts = self._cuts
         return tuple(Step(step.structure, sizes[low:high]) for step, (low, high) in zip(steps, cuts, strict=True))
 
+    def agrees(self, point: GenerationPoint, steps: Steps) -> bool:
+        """Whether the polynomial predicts a traced beginning to the byte."""
+        predicted = self.at(point)
+        return predicted is not None and bool((_sizes(predicted) == _sizes(steps)).all())
+
     def step(self, batch: int, length: int, last: int) -> Step | None:
         """Return the decode step after which each sequence has `length` tokens."""
         beginning = self.at(GenerationPoint(batch, length - self.generations.begin, last))
@@ -332,25 +337,16 @@ def polynomial_in(
         nodes = generations.nodes(scores)
         missing = [node for node in nodes if node not in traced]
         traced |= zip(missing, trace(missing), strict=True)
-        if not _same_structure(traced.values()):
+        first, *others = ([step.structure for step in steps] for steps in traced.values())
+        if any(structures != first for structures in others):
             return None
         polynomial = StepPolynomial(generations, {node: traced[node] for node in nodes}, scores)
-        others = ((point, steps) for point, steps in traced.items() if point not in polynomial.nodes)
-        if all(_same_sizes(polynomial.at(point), steps) for point, steps in others):
+        if all(polynomial.agrees(point, steps) for point, steps in traced.items() if point not in polynomial.nodes):
             return polynomial
     return None
-
-
-def _same_structure(beginnings: Iterable[Steps]) -> bool:
-    first, *others = ([step.structure for step in steps] for steps in beginnings)
-    return all(other == first for other in others)
 
 
 def _sizes(steps: Steps) -> Sizes:
     import numpy as np
 
     return np.concatenate([step.sizes for step in steps])
-
-
-def _same_sizes(predicted: Steps | None, traced: Steps) -> bool:
-    return predicted is not None and bool((_sizes(predicted) == _sizes(traced)).all())

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from memsize.analysis.findings.serving import RULES
+from memsize.analysis.findings.generation import SERVING_RULES
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
 from memsize.analysis.serving.server_remedies import ServedModel, remedies_for_server
@@ -97,7 +97,7 @@ class Server:
             groups=layouts[0].groups,
             serving_rows=tuple(rows),
             remedied=remedied,
-            findings=RULES.findings((tuple(rows), serving, self.runner.gpu, self._budget, remedied)),
+            findings=SERVING_RULES.findings((tuple(rows), serving, self.runner.gpu, self._budget, remedied)),
             notes=tuple(dict.fromkeys((*notes, *self._beyond(context), *layouts[0].notes(self.serving.block_size)))),
             assumptions=(*_ASSUMED, *([_PLAIN] if any(group.kind == STATE for group in layouts[0].groups) else [])),
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
 from typing import Final, NamedTuple
 
 from memsize.records.measurement import NO_LOCATION, Allocation, AllocationLog, allocations
@@ -60,7 +60,7 @@ def _pairs(first: Sequence[Allocation], second: Sequence[Allocation]) -> list[In
     pairs: list[IndexPair] = []
     for key in _KEYS:
         mine, theirs = list(map(key, first)), list(map(key, second))
-        for window in list(gaps(pairs, len(first), len(second))):
+        for window in list(gaps(pairs, Window.of(first, second))):
             if not window.one_sided:
                 low, high, other_low, other_high = window
                 matches = matched(mine[low:high], theirs[other_low:other_high])
@@ -74,20 +74,12 @@ def _differences(
 ) -> Iterator[tuple[tuple[int, int], AllocationDifference]]:
     """Each difference with where it stands: after how many matches, and how far after the last of them."""
     mine, theirs = [a for a, _ in pairs], [b for _, b in pairs]
-    for window in gaps(pairs, len(first), len(second)):
+    for window in gaps(pairs, Window.of(first, second)):
         after = bisect_left(mine, window.low)
-        for index in range(window.low, window.high):
-            allocation = first[index]
-            yield (
-                (after, index - window.low),
-                AllocationDifference("predicted only", allocation.place, allocation.bytes, None, allocation.at_peak),
-            )
-        for index in range(window.other_low, window.other_high):
-            allocation = second[index]
-            yield (
-                (after, index - window.other_low),
-                AllocationDifference("real only", allocation.place, None, allocation.bytes, allocation.at_peak),
-            )
+        for index, (size, location, _, at_peak) in enumerate(first[window.low : window.high]):
+            yield (after, index), AllocationDifference("predicted only", location, size, None, at_peak)
+        for index, (size, location, _, at_peak) in enumerate(second[window.other_low : window.other_high]):
+            yield (after, index), AllocationDifference("real only", location, None, size, at_peak)
     for rank, (a, b) in enumerate(pairs):
         kind = _unlike(first[a], second[b], mine, theirs)
         if kind is not None:
@@ -124,6 +116,11 @@ class Window(NamedTuple):
     other_low: int
     other_high: int
 
+    @classmethod
+    def of(cls, first: Sized, second: Sized) -> Window:
+        """Both sequences as a whole."""
+        return cls(0, len(first), 0, len(second))
+
     @property
     def one_sided(self) -> bool:
         """Whether there is nothing to match."""
@@ -132,13 +129,13 @@ class Window(NamedTuple):
 
 def matched(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[IndexPair]:
     """Pairs of places with equal elements, rising in both. Equal beginnings and ends are always matched."""
-    return sorted(_matched(first, second, Window(0, len(first), 0, len(second))))
+    return sorted(_matched(first, second, Window.of(first, second)))
 
 
-def gaps(pairs: Sequence[IndexPair], first: int, second: int) -> Iterator[Window]:
-    """The stretches between `pairs` where sequences of these lengths have elements left."""
-    low = other_low = 0
-    for high, other_high in (*pairs, (first, second)):
+def gaps(pairs: Sequence[IndexPair], whole: Window) -> Iterator[Window]:
+    """The stretches of `whole` between `pairs` where one of the sequences has elements left."""
+    low, other_low = whole.low, whole.other_low
+    for high, other_high in (*pairs, (whole.high, whole.other_high)):
         if high > low or other_high > other_low:
             yield Window(low, high, other_low, other_high)
         low, other_low = high + 1, other_high + 1
@@ -154,7 +151,7 @@ def _matched(first: Sequence[Hashable], second: Sequence[Hashable], whole: Windo
         anchors = _anchors(first, second, window)
         if anchors:
             yield from anchors
-            pending += _between(anchors, window)
+            pending += gaps(anchors, window)
         else:
             yield from _shortest_edit(first, second, window) or _by_number(first, second, window)
 
@@ -170,13 +167,6 @@ def _trimmed(first: Sequence[Hashable], second: Sequence[Hashable], window: Wind
         high, other_high = high - 1, other_high - 1
         pairs.append((high, other_high))
     return Window(low, high, other_low, other_high), pairs
-
-
-def _between(pairs: Sequence[IndexPair], window: Window) -> Iterator[Window]:
-    low, other_low = window.low, window.other_low
-    for high, other_high in (*pairs, (window.high, window.other_high)):
-        yield Window(low, high, other_low, other_high)
-        low, other_low = high + 1, other_high + 1
 
 
 def _anchors(first: Sequence[Hashable], second: Sequence[Hashable], window: Window) -> list[IndexPair]:

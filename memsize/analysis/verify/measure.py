@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from memsize.analysis.runner import Runner
-from memsize.analysis.verify.alignment import IndexPair, gaps, matched
+from memsize.analysis.verify.alignment import IndexPair, Window, gaps, matched
 from memsize.analysis.verify.cuda_memory import AllocationEvent, DeviceMemory
 from memsize.errors import InputError, ScenarioError
 from memsize.model.materialize import executable_call, materialize, real_copy
@@ -279,7 +279,7 @@ def _same(sizes: Sequence[int], others: Sequence[int]) -> Iterator[IndexPair]:
     """
     pairs = matched(sizes, others)
     yield from pairs
-    for low, high, other_low, other_high in gaps(pairs, len(sizes), len(others)):
+    for low, high, other_low, other_high in gaps(pairs, Window.of(sizes, others)):
         if high - low == other_high - other_low:
             yield from zip(range(low, high), range(other_low, other_high), strict=True)
 
