@@ -14,8 +14,8 @@ import contextlib
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Final
@@ -35,43 +35,37 @@ from memsize.records.world import ALONE, World
 _MESSAGES: Final = frozenset(("send", "receive"))
 
 
+@dataclass(eq=False)
 class RankProcesses:
     """The ranks of a program, each run once: `jobs` of them side by side."""
 
-    def __init__(
-        self, run_rank: Callable[[World], ProgramRun], world: World, jobs: int, progress: Callable[[str], None]
-    ) -> None:
-        self._run_rank = run_rank
-        self._world = world
-        self.size = world.size
-        self.runs: dict[int, ProgramRun] = {}
-        self._jobs = jobs
-        self._progress = progress
+    run_rank: Callable[[World], ProgramRun]
+    world: World
+    jobs: int
+    progress: Callable[[str], None] = lambda _: None
+    runs: dict[int, ProgramRun] = field(default_factory=dict)
 
     def run(self, ranks: Sequence[int]) -> None:
         """Run those of `ranks` that were not run yet."""
         waiting = [rank for rank in dict.fromkeys(ranks) if rank not in self.runs]
-        for start in range(0, len(waiting), self._jobs):
-            batch = waiting[start : start + self._jobs]
-            self._progress(f"running {_named(batch)} of {self.size}, {len(self.runs)} done")
+        for start in range(0, len(waiting), self.jobs):
+            batch = waiting[start : start + self.jobs]
+            self.progress(f"running {_named(batch)} of {self.world.size}, {len(self.runs)} done")
             self.runs |= zip(batch, self._side_by_side(batch), strict=True)
 
     def _side_by_side(self, ranks: Sequence[int]) -> list[ProgramRun]:
         """The runs of as many ranks as there are processes, so that each has one to itself."""
         if not can_fork():
             return [self.rank(rank) for rank in ranks]
-        with side_by_side(len(ranks)), Workers(self, self._progress) as workers:
+        with side_by_side(len(ranks)), Workers(self, self.progress) as workers:
             if len(ranks) == 1:
                 return [workers.apart(("rank", ranks[0]))]
             return workers.answers([("rank", rank) for rank in ranks])
 
     def rank(self, rank: int) -> ProgramRun:
         """One rank's run; nobody reads what it prints."""
-        world = replace(self._world, rank=rank)
-        if not can_fork():
-            return self._run_rank(world)
-        with silent():
-            return self._run_rank(world)
+        with silent() if can_fork() else nullcontext():
+            return self.run_rank(replace(self.world, rank=rank))
 
 
 def run_ranks(
@@ -79,16 +73,14 @@ def run_ranks(
     world: World,
     which: Which,
     jobs: int | None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> RankRuns:
     """All ranks of a program that is run as one of `world`, or as many as it takes to know what each holds; `run_rank`
     runs one of them.
 
     `jobs` are run side by side; None: one for each core.
     """
-    processes = RankProcesses(
-        run_rank, world=world, jobs=cores() if jobs is None else jobs, progress=progress or (lambda _: None)
-    )
+    processes = RankProcesses(run_rank, world, cores() if jobs is None else jobs, progress)
     if which == "all":
         processes.run(range(world.size))
         between: dict[int, int] = {}
@@ -137,11 +129,11 @@ def others_asked(
 def distinct(processes: RankProcesses) -> dict[int, int]:
     """Run the ranks by which the others are known: for each of these, one that was run and is the same."""
     represented: dict[int, int] = {}
-    runs, parts = processes.runs, [(0, processes.size - 1)]
+    runs, parts = processes.runs, [(0, processes.world.size - 1)]
     processes.run(parts[0])
     while parts:
         if any(collective.kind in _MESSAGES for run in runs.values() for collective in run.trace.collectives):
-            processes.run(range(processes.size))
+            processes.run(range(processes.world.size))
             return {}
         cut: list[tuple[int, int]] = []
         for low, high in parts:

@@ -123,6 +123,7 @@ class NewRuns(NamedTuple):
     """How many more runs were made and dropped again."""
 
 
+@dataclass(eq=False)
 class RunCache:
     """The runs of one model by variant and size.
 
@@ -132,25 +133,17 @@ class RunCache:
     generates: ClassVar = False
     most_runs: ClassVar = MOST_RUNS
 
-    def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        model_inputs: ModelInputs,
-        training: bool,
-        vary: Vary,
-        progress: Callable[[str], None],
-        stack: Stack = INSTALLED,
-    ) -> None:
-        self.name = name
-        self.model = model
-        self.model_inputs = model_inputs
-        self.training = training
-        self.vary = vary
-        self.progress = progress
-        self.stack = stack
-        self.inputs: tuple[InputTensor, ...] = input_tensors(model_inputs.call())
-        self._dimensions = vary.dimensions(self.inputs)
+    name: str
+    model: nn.Module
+    model_inputs: ModelInputs
+    training: bool
+    vary: Vary
+    progress: Callable[[str], None]
+    stack: Stack = INSTALLED
+
+    def __post_init__(self) -> None:
+        self.inputs: tuple[InputTensor, ...] = input_tensors(self.model_inputs.call())
+        self._dimensions = self.vary.dimensions(self.inputs)
         self._results: dict[ResultKey, Run | ForwardError] = {}
         self._dropped = 0
         self._latest: tuple[Run | None, Trace | None] = None, None

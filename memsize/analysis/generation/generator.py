@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -103,30 +103,22 @@ Traced = tuple[Generation, int, int | None]
 """A generation to trace, its batch, and how many of its decode steps (None: all)."""
 
 
+@dataclass(eq=False)
 class Generator:
     """The generations of one model under one scenario, which share their traces (`samples`).
 
     `ahead` is called with traces that will be needed; it may make them in other processes and add them to `samples`.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        prompts: Prompts,
-        scenario: Scenario,
-        progress: Callable[[str], None] = lambda _: None,
-        edits: tuple[Callable[[Setup], Setup], ...] = (),
-        loop: Callable[..., Any] | None = None,
-    ) -> None:
-        self.runner = runner
-        self.prompts = prompts
-        self.scenario = scenario
-        self.progress = progress
-        self.edits = edits
-        self.loop = loop
-        self.ahead: Callable[[Sequence[Traced]], None] = lambda _: None
-        self.samples: dict[Traced, Sample] = {}
-        self._polynomials: list[tuple[Generation, StepPolynomial]] = []
+    runner: Runner
+    prompts: Prompts
+    scenario: Scenario
+    progress: Callable[[str], None] = lambda _: None
+    edits: tuple[Callable[[Setup], Setup], ...] = ()
+    loop: Callable[..., Any] | None = None
+    ahead: Callable[[Sequence[Traced]], None] = lambda _: None
+    samples: dict[Traced, Sample] = field(default_factory=dict)
+    _polynomials: list[tuple[Generation, StepPolynomial]] = field(default_factory=list)
 
     def run(self, generation: Generation, batch: int) -> Generated:
         """Build a generation for `batch` sequences. Raises what running the model raises."""
