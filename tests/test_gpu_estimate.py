@@ -90,7 +90,6 @@ def test_the_largest_storages_come_first_and_equal_ones_in_their_order() -> None
         LiveStorage(30 * MiB, "parameter", "a", "aten.mm", "start", "float32", (30 * MiB // 4,)),
         LiveStorage(12 * MiB, "gradient", "b", "aten.mm", "backward 2", "float32", (3 * MiB,)),
     )
-    assert estimate_gpu(STEP, largest=1).storages == found.storages[:1]
     even = replace(STEP, storages=tuple(storage(512 * (1 + n % 2), "input", 0) for n in range(30)))
     even = replace(even, events=tuple(Event(n, 512 * (1 + n % 2), 0, -1, str(n)) for n in range(30)))
     told = estimate_gpu(even).storages

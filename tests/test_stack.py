@@ -102,7 +102,7 @@ def test_cublas_by_card_and_release():
 
 def test_cublaslt_by_release():
     # For each product up to 2.8, one that stays from 2.9 (156495), that of cuBLAS from 2.12 (168175, 175879).
-    found = {each: (cublaslt_workspace(torch_version=each), keeps_cublaslt_workspace(each)) for each in RELEASES}
+    found = {each: (cublaslt_workspace(each), keeps_cublaslt_workspace(each)) for each in RELEASES}
     assert {found[each] for each in RELEASES[:9]} == {(MiB, False)}
     assert {found[each] for each in RELEASES[9:12]} == {(MiB, True)}
     assert {found[each] for each in RELEASES[12:]} == {(0, True)}

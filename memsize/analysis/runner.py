@@ -218,7 +218,7 @@ def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) 
     version = stack.torch or str(torch.__version__)
     return Workspaces(
         cublas_workspace(gpu.capability, torch_version=version),
-        lt=cublaslt_workspace(torch_version=version),
+        lt=cublaslt_workspace(version),
         convolutions=ConvolutionWorkspaces.on(plans) if plans else None,
         keeps_lt=keeps_cublaslt_workspace(version),
     )

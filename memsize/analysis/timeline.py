@@ -47,7 +47,8 @@ def timeline(
     by `config`. Up to `few` events outside every phase are part of the one that follows.
     """
     events, storages = trace.events, tuple(trace.storages)
-    replayed, shortage = replay_on(trace, where, config or AllocatorConfig(), timeline=True)
+    flow = flow_of(trace)
+    replayed, shortage = replay_on(trace, flow, where, Replays(config, timeline=True))
     levels = replayed.timeline
     assert levels is not None
     lags = lag(trace, where, Replays(config))
@@ -79,7 +80,7 @@ def timeline(
         lines=trace.lines,
         world=trace.world,
         collectives=traffic(trace),
-        streams=stream_shares(trace, flow_of(trace), replayed),
+        streams=stream_shares(trace, flow, replayed),
         storage=tuple(event.storage for event in events),
         address=tuple(levels.address.tolist()),
         storages=storages,

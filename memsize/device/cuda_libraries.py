@@ -85,9 +85,9 @@ def context(cuda: str | None = None, module_loading: str | None = None) -> Inter
     return (LAZY if version >= _LAZY_SINCE else EAGER).context
 
 
-def context_on(where: Card, cuda: str | None = None, module_loading: str | None = None) -> Interval:
+def context_on(where: Card, cuda: str | None) -> Interval:
     """The `context` that comes out of a card's memory. Metal's recommendation for a process leaves its own out."""
-    return Interval(0, 0) if where.platform == "MPS" else context(cuda, module_loading)
+    return Interval(0, 0) if where.platform == "MPS" else context(cuda)
 
 
 class Groups(NamedTuple):
@@ -167,16 +167,11 @@ def cublas_workspace(
     return CUBLAS_HOPPER if is_large else CUBLAS
 
 
-def cublaslt_workspace(*, size: str | None = None, unified: str | None = None, torch_version: str | None = None) -> int:
-    """The bytes that cuBLASLt takes beside cuBLAS's workspace, per handle and stream: 0 where it shares that one.
-
-    `size` is the value of `CUBLASLT_WORKSPACE_SIZE` in KiB, `unified` that of `TORCH_CUBLASLT_UNIFIED_WORKSPACE`:
-    sharing is the default since 2.12 and opt-in before.
+def cublaslt_workspace(torch_version: str | None = None) -> int:
+    """The bytes that cuBLASLt takes beside cuBLAS's workspace, per handle and stream: 0 where it shares that one, as
+    since 2.12 unless the environment says otherwise.
     """
-    shared = unified == "1" if unified in ("0", "1") else torch_release(torch_version) >= _SHARED_SINCE
-    if shared:
-        return 0
-    return int(size) * KiB if size is not None and size.isdecimal() else CUBLASLT
+    return 0 if torch_release(torch_version) >= _SHARED_SINCE else CUBLASLT
 
 
 def keeps_cublaslt_workspace(torch_version: str | None = None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import Any
+from typing import Any, Final
 
 from memsize.device.allocation_events import AllocationEvents, dispensable, flow_of, variants
 from memsize.device.allocator_config import AllocatorConfig
@@ -15,6 +15,9 @@ from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, Record
 from memsize.records.roles import Role
 from memsize.records.trace import Trace
 from memsize.spec.stack import Stack
+
+_LISTED: Final = 20
+"""How many of the storages that are alive at the peak are listed."""
 
 
 class Replays:
@@ -51,19 +54,17 @@ def estimate_gpu(
     where: Card | None = None,
     *,
     config: AllocatorConfig | None = None,
-    largest: int = 20,
     replays: Replays | None = None,
 ) -> GpuEstimate:
     """The memory that a GPU would report for `trace`, at its peak.
 
     `where` is the card (None: one whose memory never ends), `config` sets the caching allocator (None: PyTorch's
-    defaults), and `largest` is how many of the storages alive at the peak are listed. The size of the CUDA context is
-    that of the trace's stack. `replays`, with settings of their own, are shared with other traces: float16 and bfloat16
-    often make equal events.
+    defaults). The size of the CUDA context is that of the trace's stack. `replays`, with settings of their own, are
+    shared with other traces: float16 and bfloat16 often make equal events.
     """
     replays = replays or Replays(config)
     flow = flow_of(trace)
-    replayed, shortage = _on_card(trace, flow, where, replays)
+    replayed, shortage = replay_on(trace, flow, where, replays)
     index = replayed.requested.event
     live = {storage: size for storage, size in flow.alive(index).items() if storage not in replayed.skipped}
     event = trace.events[index] if index >= 0 else None
@@ -79,7 +80,7 @@ def estimate_gpu(
         peak_layer=trace.layers[event.layer].path if event and event.layer >= 0 else "",
         peak_op=event.op if event else "",
         roles=roles_of(trace, live),
-        storages=_largest(trace, flow=flow, live=live, count=largest),
+        storages=_largest(trace, flow, live),
         shortage=shortage,
         tensors=_most_of_tensors(trace, flow),
         collectives=traffic(trace),
@@ -101,18 +102,12 @@ def lag(trace: Trace, where: Card | None, replays: Replays) -> RecordStreamCost 
 
 
 def replay_on(
-    trace: Trace, where: Card | None, config: AllocatorConfig, *, timeline: bool = False
+    trace: Trace, flow: AllocationEvents, where: Card | None, replays: Replays
 ) -> tuple[Replay, Shortage | None]:
     """The run on a card, where cached segments are given back before memory runs out, and how it ends if it does.
 
     If it certainly does, the replay is that of a card whose memory never ends.
     """
-    return _on_card(trace, flow_of(trace), where, Replays(config, timeline=timeline))
-
-
-def _on_card(
-    trace: Trace, flow: AllocationEvents, where: Card | None, replays: Replays
-) -> tuple[Replay, Shortage | None]:
     bounded = replays.of(trace, flow, where)
     return bounded.with_least_overhead, _shortage(trace, where, bounded) if where else None
 
@@ -220,8 +215,8 @@ def roles_of(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
     return dict(sorted(roles.items(), key=lambda item: -item[1]))
 
 
-def _largest(trace: Trace, flow: AllocationEvents, live: Mapping[int, int], count: int) -> tuple[LiveStorage, ...]:
-    shown = sorted(live, key=lambda storage: (-live[storage], storage))[:count]
+def _largest(trace: Trace, flow: AllocationEvents, live: Mapping[int, int]) -> tuple[LiveStorage, ...]:
+    shown = sorted(live, key=lambda storage: (-live[storage], storage))[:_LISTED]
     return tuple(_live_storage(trace, index=index, size=live[index], born=flow.born(index)) for index in shown)
 
 

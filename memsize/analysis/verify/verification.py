@@ -200,7 +200,7 @@ class Experiment:
 def workspaces(stack: SoftwareStack, plans: Plans | None = None) -> Workspaces:
     """The workspaces of cuBLAS, cuBLASLt and cuDNN with the release and the settings of `stack`."""
     blas = cublas_workspace(stack.capability, config=stack.cublas_config, torch_version=stack.torch)
-    lt = cublaslt_workspace(torch_version=stack.torch)
+    lt = cublaslt_workspace(stack.torch)
     return Workspaces(
         blas,
         lt=lt,
