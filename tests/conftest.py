@@ -10,16 +10,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
-from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from benchmarks.zoo.operators import declare
 from memsize.kernels.cudnn.library import Library, installed
-from memsize.records.trace import Event, Storage, Trace
-from memsize.records.world import World
+from tests import arbitrary as arbitrary  # it registers strategies for records
 
 # The plugin under test, also where the project was not installed anew since it became an entry point.
 pytest_plugins = ["memsize.pytest_plugin", "pytester"]
@@ -42,12 +40,6 @@ settings.register_profile(
     max_examples=400,
     database=DirectoryBasedExampleDatabase(ROOT / ".hypothesis" / "examples"),
 )
-# Of any sizes and ranks few are a world.
-st.register_type_strategy(World, st.builds(lambda nodes: World(6 * nodes, 6 * nodes - 1, nodes), st.integers(1, 9)))
-# Storages and events may be any sequences, and come back from a file as tuples.
-_OF_TRACE = {name: st.from_type(of) for name, of in get_type_hints(Trace).items()}
-_OF_TRACE |= {"storages": st.from_type(tuple[Storage, ...]), "events": st.from_type(tuple[Event, ...])}
-st.register_type_strategy(Trace, st.builds(Trace, **_OF_TRACE))
 
 # What is shown must not depend on what else is installed: cuDNN is asked only by the tests that are about it. The
 # library to test with is kept for processes that pytest starts, which import this again.

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
 import pytest
+from hypothesis import given, strategies as st
 
-from benchmarks.fuzz import checkpoints, commands, trial
+from benchmarks.fuzz import checkpoints, commands, saved_runs, trial
 from benchmarks.fuzz.trial import CANARY, Trial, attempt
+from memsize import cli
 from tests.conftest import Python
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -24,7 +29,7 @@ def test_a_short_run_finds_nothing(python: Python) -> None:
     done = python("-m", "benchmarks.fuzz", "--trials", "20", "--seed", "suite")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines()[2:]]
-    assert [row[:2] for row in rows] == [["checkpoint", "20"], ["options", "20"], ["models", "20"]]
+    assert [row[:2] for row in rows] == [[kind, "20"] for kind in ("checkpoint", "saved", "options", "models")]
     for _, runs, answered, refused, faults, *_ in rows:
         assert int(answered) > 0 and int(refused) > 0 and int(faults) == 0
         assert int(answered) + int(refused) == int(runs)
@@ -41,6 +46,18 @@ def test_the_same_number_makes_the_same_trial(tmp_path: Path) -> None:
         assert made(number, tmp_path / f"a{number}") == made(number, tmp_path / f"b{number}")
     for kind in (commands.option_trials, commands.model_trials):
         assert kind(Random(3)).arguments == kind(Random(3)).arguments
+
+
+@given(st.integers(0, 2**32))
+def test_no_damaged_run_is_a_fault(seed: int) -> None:
+    """Each is shown or refused."""
+    arguments, content = saved_runs.damaged_run(Random(seed))
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path(saved_runs.NAME).write_bytes(content)
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            status = cli.run(arguments)
+    assert status in (0, 2), (seed, arguments, err.getvalue())
+    assert (status == 2) == ("error: " in err.getvalue()) and not trial.obeyed(out.getvalue() + err.getvalue())
 
 
 def test_a_made_pickle_is_never_one_that_touches_the_canary(tmp_path: Path) -> None:

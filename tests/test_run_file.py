@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import tempfile
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,24 +29,6 @@ from memsize.records.verification import VerifiedRun
 from memsize.units import Bytes
 from memsize.version import VERSION
 from tests import records
-
-TEXTS = st.text(max_size=8)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.builds(Bytes, st.integers(0, 2**60)) | TEXTS,
-    lambda inner: st.lists(inner, max_size=3).map(tuple),
-    max_leaves=4,
-)
-st.register_type_strategy(
-    Finding,
-    st.builds(
-        Finding,
-        TEXTS,
-        TEXTS,
-        st.dictionaries(TEXTS, VALUES, max_size=3),
-        bytes=st.none() | st.integers(),
-        layers=st.lists(TEXTS, max_size=2).map(tuple),
-    ),
-)
 
 
 def round_trip(record: Any) -> Any:
@@ -201,6 +184,24 @@ def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch:
     file = tmp_path / "x.memsize"
     file.write_bytes(gzip.compress(b" " * 1001))
     assert "is not a saved run" in refused(file)
+
+
+@pytest.mark.parametrize("begins", [b"", b'{"schema":"memsize.run/1","kind":"report","memsize":"0.1.0","answer":"'])
+def test_what_is_packed_a_thousand_times_is_read_no_further(begins: bytes, tmp_path: Path) -> None:
+    """16 MiB and 32 times its size are read, in some copies: 200 MiB would be 200,000 bytes of a file."""
+    file = tmp_path / "x.memsize"
+    with gzip.open(file, "wb") as packed:
+        packed.write(begins)
+        for _ in range(200):
+            packed.write(bytes(2**20))
+    assert file.stat().st_size < 2**18
+    tracemalloc.start()
+    try:
+        assert "is not a saved run" in refused(file)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * (16 + 32 / 4 + 1) * 2**20
 
 
 @settings(max_examples=60, deadline=None)

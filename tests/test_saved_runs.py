@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 import subprocess
@@ -218,6 +219,64 @@ def test_a_failed_forward_is_saved_as_far_as_it_ran(capsys: pytest.CaptureFixtur
     assert run(("report", "run.memsize")) == 2
     again = capsys.readouterr()
     assert again.out == first.out and again.err == first.err.replace("Wrote run.memsize\n", "")
+
+
+# -- what was changed so that it cannot be shown -----------------------------------------------------------------------
+
+DAMAGES: dict[str, tuple[str, tuple[str | int, ...], object, str]] = {
+    "a storage that is not there": (
+        "step",
+        ("trace", "events", 0, 0),
+        171,
+        "171 refers to none of the 171 storages",
+    ),
+    "a layer before the first": (
+        "step",
+        ("trace", "storages", 0, 2),
+        -2,
+        "-2 refers to none of the 6 layers",
+    ),
+    "a phase after the last": ("step", ("trace", "events", 0, 2), 19, "events: 19 refers to none of the 19 phases"),
+    "a root": ("step", ("trace", "layers", 1, "root"), 1, "layers: 1 refers to none of the 1 roots"),
+    "a negative size": ("step", ("trace", "storages", 0, 0), -1, "expected 0 or more, found -1"),
+    "a size beyond int64": ("step", ("trace", "events", 0, 1), 2**63, "expected an integer of 64 bits"),
+    "no finite number": ("sweep", ("sweep_rows", 0, "seconds"), float("nan"), "expected a finite number, found nan"),
+    "a sentence without its value": ("report", ("findings", 0, "values"), {}, "a sentence has no value for"),
+    "a value of a wide format": ("report", ("findings", 0, "template"), "{bytes:>99999999}", "no value for 'bytes'"),
+    "an attribute of a value": ("report", ("findings", 0, "template"), "{bytes.real}", "no value for 'bytes.real'"),
+    "an unknown category": ("explanation", ("alive", 0, 0), "cake", "found 'cake'"),
+    "a GPU that has no budget": ("fit", ("fit_rows", 0, "gpu"), "cake", "'cake' refers to none of the 1 budgets"),
+    "no target": ("sweep", ("sweep_rows", 0, "settings"), {"gpu": "T4"}, "the settings of a cell lack 'target'"),
+    "no arguments": ("serving", ("asked",), {}, "expected the keys of ServingArguments"),
+    "no ranks": ("ranks", ("groups",), [], "expected one entry or more, found none"),
+    "ranks that no machine has": ("ranks", ("nodes",), 0, "cannot be spread evenly over 0 nodes"),
+    "a file that is not there": ("checkpoint", ("contents", "storages", 0, "file"), 1, "refers to none of the 1 files"),
+    "settings of no allocator": ("step", ("config", "roundup_divisions"), [1], "sizes that no allocator has"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_run_that_could_not_be_shown_is_refused(
+    damage: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, (*path, last), value, says = DAMAGES[damage]
+    data = read_data(SAVED / f"{kind}.1.memsize")
+    part = data["answer"]
+    for step in path:
+        part = part[step]
+    part[last] = value
+    (folder / "run.memsize").write_bytes(gzip.compress(json.dumps(data).encode()))
+    message = refused(capsys, KINDS[kind].command, "run.memsize")
+    assert message.startswith("run.memsize is damaged: ") and says in message
+
+
+def test_settings_of_the_allocator_that_are_no_json_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = read_data(SAVED / "report.1.memsize")
+    data["answer"]["allocator"] = "["
+    (folder / "run.memsize").write_bytes(gzip.compress(json.dumps(data).encode()))
+    assert refused(capsys, "timeline", "run.memsize") == "damaged settings of the allocator: ["
 
 
 # -- in Python ---------------------------------------------------------------------------------------------------------

@@ -9,19 +9,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from random import Random
 
 import torch
 from tabulate import tabulate
 
-from benchmarks.fuzz import checkpoints, commands
+from benchmarks.fuzz import checkpoints, commands, saved_runs
 from benchmarks.fuzz.trial import Outcome, Trial, attempt
 from benchmarks.zoo.operators import declare
 
 KINDS: dict[str, Callable[[Random], Trial]] = {
     "checkpoint": checkpoints.trials,
+    "saved": saved_runs.trials,
     "options": commands.option_trials,
     "models": commands.model_trials,
 }
@@ -98,10 +99,13 @@ def _warm_up(folder: Path) -> None:
     declare()
     # A pool of threads does not live on in a forked process, which would wait for it.
     torch.set_num_threads(1)
-    for name, content in checkpoints.seeds():
-        for form in checkpoints.FORMATS:
-            command = name.partition(".")[0] if name.endswith(".memsize") else "checkpoint"
-            trial = Trial("warm-up", (command, name, "-f", form), lambda folder, n=name, c=content: _put(folder / n, c))
+    sound: list[tuple[tuple[str, ...], str, bytes]] = [
+        *((("checkpoint",), name, content) for name, content in checkpoints.seeds()),
+        *((saved_runs.COMMANDS[kind], f"{kind}.memsize", content) for kind, content in saved_runs.seeds()),
+    ]
+    for readers, name, content in sound:
+        for reader, form in product(readers, checkpoints.FORMATS):
+            trial = Trial("warm-up", (reader, name, "-f", form), lambda folder, n=name, c=content: _put(folder / n, c))
             _run_here(trial, folder / "warm")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import pickle
@@ -25,8 +24,8 @@ def trials(random: Random) -> Trial:
     name, content = random.choice((_mutated, _mutated, _mutated, _generated))(random)
     format = random.choice(FORMATS)
     outputs = frozenset({"answer"} if random.random() < 0.2 else ())
-    arguments = [*_command(name), name, "-f", format, *(["-o", "answer"] if outputs else [])]
-    if name.endswith(".memsize") or random.random() < 0.8:
+    arguments = ["checkpoint", name, "-f", format, *(["-o", "answer"] if outputs else [])]
+    if random.random() < 0.8:
         return Trial("checkpoint", tuple(arguments), lambda folder: _write(folder / name, content), outputs)
     # Beside an index that names it, or in a folder of its own.
     weights = {_text(random): name, "a": name}
@@ -41,10 +40,6 @@ def trials(random: Random) -> Trial:
     return Trial("checkpoint", ("checkpoint", target, "-f", format), prepare)
 
 
-def _command(name: str) -> tuple[str, ...]:
-    return (name.partition(".")[0],) if name.endswith(".memsize") else ("checkpoint",)
-
-
 def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
@@ -57,8 +52,6 @@ def _mutated(random: Random) -> tuple[str, bytes]:
         length = struct.unpack("<Q", content[:8])[0]
         header = mutate(random, content[8 : 8 + length])
         return name, struct.pack("<Q", len(header)) + header + content[8 + length :]
-    if name.endswith(".memsize") and random.random() < 0.9:
-        return name, gzip.compress(mutate(random, gzip.decompress(content)), 1, mtime=0)
     return name, mutate(random, content)
 
 
@@ -178,7 +171,6 @@ def seeds() -> tuple[tuple[str, bytes], ...]:
         ("a.safetensors", _safetensors()),
         ("a.gguf", _gguf()),
         ("plain.ckpt", pickle.dumps({"a": 1})),
-        *_runs(),
     )
 
 
@@ -219,23 +211,3 @@ def _gguf() -> bytes:
     for number, name in enumerate(("a.weight", HOSTILE)):
         head += string(name) + struct.pack("<IQQIQ", 2, 32, 2, number * 2, number * 256)
     return head + bytes(-len(head) % 32) + bytes(512)
-
-
-def _runs() -> tuple[tuple[str, bytes], ...]:
-    """Saved runs, called after the commands that show them."""
-    import tempfile
-
-    from torch import nn
-
-    import memsize
-
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    answers = {
-        "report": memsize.report(net, (4,), scenarios="fp32,amp-fp16"),
-        "timeline": memsize.trace(net, (4,), optimizer="sgd"),
-        "layout": memsize.layout(net, (4,)),
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        for name, answer in answers.items():
-            answer.save(Path(folder) / f"{name}.memsize")
-        return tuple((f"{name}.memsize", (Path(folder) / f"{name}.memsize").read_bytes()) for name in answers)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from memsize.errors import InputError
+from memsize.printable import shortened
 from memsize.records.codec import coder
 from memsize.records.generation import GenerationReport
 from memsize.records.program import ProgramRun
@@ -83,6 +84,14 @@ class AllocatorConfig:
     garbage_collection_threshold: float = 0.0
     large_segment_size: int = 20 * MiB
     memory_fraction: float = 1.0
+
+    def validate(self) -> None:
+        """Raise ValueError where `parse` makes no such settings."""
+        sizes = (self.large_segment_size, self.max_split_size, self.max_non_split_rounding, *self.roundup_divisions)
+        if len(self.roundup_divisions) != INTERVALS or not self.large_segment_size or min(filter(None, sizes)) < 0:
+            raise ValueError("sizes that no allocator has")
+        if not (0 <= self.garbage_collection_threshold <= 1 and 0 <= self.memory_fraction <= 1):
+            raise ValueError("parts of a GPU's memory that are not from 0 to 1")
 
     @classmethod
     def parse(cls, text: str, release: Release | None = None) -> AllocatorConfig:
@@ -154,8 +163,11 @@ def settings_in(environment: Mapping[str, str]) -> str:
 
 
 def config_of(answer: Report | ProgramRun | GenerationReport) -> AllocatorConfig:
-    """The settings that `answer` was made with."""
-    config: AllocatorConfig = coder(AllocatorConfig).read(json.loads(answer.allocator or "{}"))
+    """The settings that `answer` was made with. Raises `InputError` where it was changed and they are none."""
+    try:
+        config: AllocatorConfig = coder(AllocatorConfig).read(json.loads(answer.allocator or "{}"))
+    except (TypeError, ValueError, RecursionError):
+        raise InputError(f"damaged settings of the allocator: {shortened(answer.allocator, 60)}") from None
     return config
 
 

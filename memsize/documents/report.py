@@ -6,14 +6,13 @@ figure that is not known is `Missing` in a table and null in the data, where the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 from memsize.analysis.timeline import timeline
-from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.allocator_config import config_of
 from memsize.device.cards import card
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
 from memsize.documents.collectives import compared_collectives, compared_streams
@@ -37,7 +36,6 @@ from memsize.documents.sections import (
 )
 from memsize.errors import OutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
-from memsize.records.codec import coder
 from memsize.records.fields import SCENARIO, FlatTable
 from memsize.records.finding import Finding
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
@@ -132,8 +130,7 @@ class ReportDocument(Document[Report]):
         table = layer_table(replace(report, trace=trace), self.depth, self.columns)
         if not trace.events:
             return (table,)
-        config = coder(AllocatorConfig).read(json.loads(report.allocator)) if report.allocator else AllocatorConfig()
-        run_timeline = timeline(trace, config, card(report.gpu or DEFAULT_GPU))
+        run_timeline = timeline(trace, config_of(report), card(report.gpu or DEFAULT_GPU))
         return Chart(run_timeline, "Live bytes over a forward of the whole model"), table
 
     def shorter(self, section: Section) -> Iterator[Section]:

@@ -122,9 +122,9 @@ def batch_table(sweep: Sweep) -> Table:
 
 
 def _largest(rows: Sequence[SweepRow]) -> Cell:
-    fitting = [int(str(row.settings["batch_size"])) for row in rows if row.outcome == "fits"]
-    if fitting:
-        return max(fitting)
+    fitting = [row.settings.get("batch_size") for row in rows if row.outcome == "fits"]
+    if sizes := [size for size in fitting if isinstance(size, int)]:
+        return max(sizes)
     failed = next((row for row in rows if row.outcome == "failed"), None)
     return Missing(failed.reason or "failed") if failed else "none" if rows else None
 

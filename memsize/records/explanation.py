@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
 from memsize.records.cells import share_of
 from memsize.records.fields import BYTES, COUNT, SHARE, SIGNED, TEXT, Fields, FlatTable, field, shown
 from memsize.records.finding import Finding
-from memsize.records.roles import TITLES
+from memsize.records.roles import TITLES, Role
+from memsize.records.schema import Size
 
 Moment = Literal["out of memory", "peak", "end"]
 """The moment that is explained: the last request that failed, else the most live bytes of the history, else the end."""
@@ -19,6 +20,9 @@ How = Literal["recorded", "stack", "lifetime", "size", "unknown"]
 """The source of a category: the snapshot names it; or it is inferred from the stack, from the stack and how long the
 block lives, or from sizes that are those of the gradients or the optimizer state.
 """
+
+Unknown = Literal["backward", "earlier", "elsewhere"]
+"""A category of blocks whose role is not known."""
 
 UNKNOWN: Final[Mapping[str, str]] = {
     "backward": "gradients or temporaries",
@@ -30,6 +34,13 @@ the history begins; and those made at lines that tell nothing of their use.
 """
 
 
+if TYPE_CHECKING:
+    Category = str  # a type checker cannot read the table of roles
+else:
+    Category = Literal[Role, Unknown]
+"""A role, or a key of `UNKNOWN`."""
+
+
 def category_noun(category: str) -> str:
     """Return the plural noun for the blocks of a category."""
     return TITLES[category].noun if category in TITLES else UNKNOWN[category]
@@ -38,9 +49,9 @@ def category_noun(category: str) -> str:
 class Alive(NamedTuple):
     """The live bytes of one category, a role or a key of `UNKNOWN`. `predicted` is memsize's own figure at its peak."""
 
-    category: str
-    bytes: int
-    blocks: int
+    category: Category
+    bytes: Size
+    blocks: Size
     how: How
     predicted: int | None = None
 
@@ -50,10 +61,10 @@ class Place(NamedTuple):
     program's own line that led to it where that is another one, and all calls of Python, innermost first.
     """
 
-    bytes: int
-    blocks: int
-    largest: int
-    category: str
+    bytes: Size
+    blocks: Size
+    largest: Size
+    category: Category
     line: str | None
     function: str
     called_from: str | None
@@ -67,12 +78,12 @@ class Reserved(NamedTuple):
     parts of segments in use, `cached` segments without a block in use; `largest` is the largest free block of either.
     """
 
-    requested: int
-    rounding: int
-    waiting: int
-    pieces: int
-    cached: int
-    largest: int
+    requested: Size
+    rounding: Size
+    waiting: Size
+    pieces: Size
+    cached: Size
+    largest: Size
 
     @property
     def bytes(self) -> int:
@@ -85,7 +96,7 @@ class FailedRequest(NamedTuple):
     the last of `times` such requests.
     """
 
-    bytes: int
+    bytes: Size
     free: int
     line: str | None
     function: str
@@ -98,8 +109,8 @@ class Predicted(NamedTuple):
 
     model: str
     scenario: str
-    requested: int
-    reserved: int
+    requested: Size
+    reserved: Size
 
 
 HOW: Final[Mapping[How, str]] = {
@@ -170,7 +181,7 @@ class Explanation(Answer):
     snapshot: str
     device: int
     moment: Moment
-    requested: int
+    requested: Size
     reserved_then: int
     line: str | None
     alive: tuple[Alive, ...]

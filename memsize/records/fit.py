@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field as attribute
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
 from memsize.records.cells import Label, Missing, Path
@@ -12,6 +12,7 @@ from memsize.records.fields import BYTES, COUNT, NAME, ROLE, SCENARIO, TEXT, Fie
 from memsize.records.finding import Finding
 from memsize.records.gpu import Card
 from memsize.records.roles import Role
+from memsize.records.schema import Name
 from memsize.records.trace import InputTensor, TensorSpec, Trace
 from memsize.units import Bytes
 
@@ -46,7 +47,7 @@ class FitRow:
 
     scenario: str
     title: str
-    gpu: str
+    gpu: Annotated[str, Name("budgets")]
     budget: int
     status: Status
     reason: str | None = None
@@ -283,6 +284,11 @@ class Fit(Answer):
     generation: Mapping[str, object] = attribute(default_factory=dict)
     missing: tuple[str, ...] = ()
     """The parts of the answer that are missing because of Ctrl-C; empty where it is complete."""
+
+    def validate(self) -> None:
+        """Raise ValueError unless a generation has its numbers of tokens."""
+        if self.generation and not all(isinstance(self.generation.get(name), int) for name in ("prompt", "new")):
+            raise ValueError("its generation has no numbers of tokens")
 
     @property
     def stack(self) -> str:

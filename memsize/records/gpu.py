@@ -8,6 +8,7 @@ from typing import Final, Literal, NamedTuple
 
 from memsize.records.fields import BYTES, PATH, TEXT, Fields, field
 from memsize.records.roles import Role
+from memsize.records.schema import Size
 from memsize.records.world import CollectiveKind, Traffic
 
 DEFAULT_GPU: Final = "A100 40GB"
@@ -26,7 +27,7 @@ class Card:
 
     name: str
     capability: tuple[int, int]
-    bytes: int
+    bytes: Size
     source: str
     aliases: tuple[str, ...] = ()
     platform: Platform = "CUDA"
@@ -57,7 +58,7 @@ class Interval(NamedTuple):
 class LiveStorage(NamedTuple):
     """One storage at the peak: the layer, the phase and, in a forward, the line that it was made in."""
 
-    bytes: int
+    bytes: Size
     role: Role
     layer: str | None
     op: str
@@ -93,8 +94,8 @@ class StreamShare(NamedTuple):
     stream: int
     collectives: tuple[CollectiveKind, ...]
     role: Role
-    requested: int
-    reserved: int
+    requested: Size
+    reserved: Size
 
     @property
     def name(self) -> str:
@@ -111,8 +112,8 @@ class RecordStreamCost(NamedTuple):
     memory may run out then: PyTorch waits for other streams before it gives up, but afterwards only asks CUDA.
     """
 
-    tensors: int
-    reserved: int
+    tensors: Size
+    reserved: Size
     runs_out: bool = False
 
 
@@ -131,8 +132,8 @@ class Shortage:
     tried: int
     total: int
     free: int
-    allocated: int
-    reserved: int
+    allocated: Size
+    reserved: Size
     phase: str
     step: int
     layer: str
@@ -162,9 +163,9 @@ class GpuEstimate:
     None where that makes no difference.
     """
 
-    requested: int
-    allocated: int
-    reserved: int
+    requested: Size
+    allocated: Size
+    reserved: Size
     device: Interval
     fragmentation: float
     peak_phase: str

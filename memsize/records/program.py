@@ -10,13 +10,14 @@ from memsize.records.fields import BYTES, PATH, ROLE, SPECS, TEXT, Fields, FlatT
 from memsize.records.finding import Finding
 from memsize.records.gpu import Card, GpuEstimate, Interval
 from memsize.records.roles import Role
+from memsize.records.schema import Size
 from memsize.records.trace import TensorSpec, Trace
 
 
 class LiveTensor(NamedTuple):
     """A storage that is alive at the peak, and the line of the program (``"train.py:41"``) that made it."""
 
-    bytes: int
+    bytes: Size
     role: Role
     dtype: str
     shape: tuple[int, ...]
@@ -42,9 +43,9 @@ TENSOR_FIELDS: Final = Fields[LiveTensor](
 class Refused(NamedTuple):
     """A request for `bytes` that the card could not serve, with `free` bytes left: PyTorch raises OutOfMemoryError."""
 
-    bytes: int
+    bytes: Size
     free: int
-    reserved: int
+    reserved: Size
     op: str
     layer: str | None
     phase: str
@@ -75,14 +76,14 @@ class Holder(NamedTuple):
 
     name: str
     line: str | None
-    tensors: int
+    tensors: Size
     graphs: bool
 
 
 class Growth(NamedTuple):
     """Memory that every step leaves behind: `bytes` in the last one, most of it made at `line` and kept by `holder`."""
 
-    bytes: int
+    bytes: Size
     line: str | None
     holder: Holder | None
 
@@ -94,7 +95,7 @@ class KeptGradients(NamedTuple):
     late, after the forward, or there is none. Of several lines, it is that of most bytes.
     """
 
-    bytes: int
+    bytes: Size
     reason: Literal["kept", "late", "none"]
     line: str | None
 

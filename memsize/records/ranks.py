@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from operator import itemgetter
-from typing import ClassVar, Final, Literal, NamedTuple
+from typing import Annotated, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
 from memsize.records.cells import Label
@@ -14,6 +14,8 @@ from memsize.records.fields import BYTES, COUNT, NAME, PATH, TEXT, Fields, FlatT
 from memsize.records.finding import Finding
 from memsize.records.gpu import GpuEstimate
 from memsize.records.program import ProgramRun
+from memsize.records.schema import NotEmpty
+from memsize.records.world import World
 
 Which = Literal["all", "distinct"]
 """The ranks that are run: all, or the few that show that the others are the same."""
@@ -23,7 +25,7 @@ Which = Literal["all", "distinct"]
 class RankGroup:
     """Ranks with the same memory: `ran` were run, `run` is the run of the first; `between` are ranks between those."""
 
-    ran: tuple[int, ...]
+    ran: Annotated[tuple[int, ...], NotEmpty()]
     run: ProgramRun
     between: tuple[int, ...] = ()
 
@@ -102,8 +104,12 @@ class RankRuns(Answer):
 
     size: int
     nodes: int
-    groups: tuple[RankGroup, ...]
+    groups: Annotated[tuple[RankGroup, ...], NotEmpty()]
     findings: tuple[Finding, ...] = ()
+
+    def validate(self) -> None:
+        """Raise `InputError` unless so many ranks can be spread evenly over so many machines."""
+        World(self.size, 0, self.nodes)
 
     @property
     def worst(self) -> RankGroup:

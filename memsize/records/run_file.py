@@ -29,6 +29,10 @@ NEWEST: Final = 1
 _HEAD: Final = f'{{"schema":"{SCHEMA}/'.encode()
 _MOST_BYTES: Final = 1 << 30
 """Unpacked bytes beyond which a file is no saved run: that of a 70 B Llama in seven scenarios has 100 MB."""
+_UNPACKED: Final = 16 << 20
+_BEST_PACKING: Final = 32
+"""A file may unpack to `_UNPACKED` and to `_BEST_PACKING` times its size. Runs have 14 times theirs, what has more was
+made to fill the memory."""
 _PACKING: Final = 20
 """JSON values for each byte of the packed file that are read; a run has two, and what has many was made to."""
 
@@ -81,7 +85,7 @@ def read_run(path: str | os.PathLike[str], record_of: Callable[[str], type | Non
         raise InputError(f"{path} holds a {data['kind']!r}, which this memsize does not know: a newer one wrote it")
     try:
         return coder(record).read(data["answer"])
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError, InputError) as error:
         raise InputError(f"{path} is damaged: {_first_line(error)}") from None
 
 
@@ -89,8 +93,9 @@ def read_data(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a saved run as JSON data, its header checked."""
     try:
         with files.opened(path) as packed, gzip.open(packed) as file:
-            most = files.MOST_VALUES + _PACKING * os.fstat(packed.fileno()).st_size
-            content = file.read(_MOST_BYTES + 1)
+            size = os.fstat(packed.fileno()).st_size
+            most, most_bytes = files.MOST_VALUES + _PACKING * size, min(_MOST_BYTES, _UNPACKED + _BEST_PACKING * size)
+            content = file.read(most_bytes + 1)
     except FileNotFoundError:
         raise InputError(f"no such file: {path}") from None
     except gzip.BadGzipFile:
@@ -100,7 +105,7 @@ def read_data(path: str | os.PathLike[str]) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"cannot read {shortened(str(path), 200)}: {error.strerror}") from None
     try:
-        data: Any = files.parse_json(content, most) if len(content) <= _MOST_BYTES else None
+        data: Any = files.parse_json(content, most) if len(content) <= most_bytes else None
     except ValueError:
         data = None
     match data:

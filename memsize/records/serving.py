@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field as attribute
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypedDict
 
 from memsize.records.answer import Answer
 from memsize.records.cells import Cell
@@ -24,6 +24,18 @@ class LayerGroup(NamedTuple):
     kind: str
     layers: int
     window: int | None = None
+
+
+class ServingArguments(TypedDict):
+    """The arguments of a server: `memsize.spec.serving.Serving` by the names that answers have for them."""
+
+    utilization: float
+    block: int
+    batched_tokens: int
+    seqs: int
+    context: int | None
+    tp: int
+    kv_dtype: str | None
 
 
 class Concurrency(NamedTuple):
@@ -139,7 +151,7 @@ class ServingReport(Answer):
 
     model: str
     card: Card
-    asked: Mapping[str, object]
+    asked: ServingArguments
     """The arguments of the server, `context` filled in."""
     budget: int
     """The bytes of the card that the server may take."""

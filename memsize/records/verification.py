@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
 from memsize.records.cells import Cell, Change, Label, Missing, Path, Signed, Words
@@ -22,6 +22,7 @@ from memsize.records.measurement import (
     read,
 )
 from memsize.records.run_file import is_run_file, read_run
+from memsize.records.schema import NotEmpty
 from memsize.units import Bytes
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class Verification(Answer):
 
     kind: ClassVar = "verification"
 
-    runs: tuple[VerifiedRun, ...]
+    runs: Annotated[tuple[VerifiedRun, ...], NotEmpty()]
     notes: tuple[str, ...] = ()
     command: str = ""
     version: str = ""

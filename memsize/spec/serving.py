@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from memsize.errors import InputError
 from memsize.spec.options import check_fields, option
+
+if TYPE_CHECKING:
+    from memsize.records.serving import ServingArguments
 
 KV_BYTES: Final = {"fp8": 1}
 """The dtypes of a paged cache other than the model's own, and their bytes."""
@@ -51,7 +54,7 @@ class Serving:
             raise InputError(f"gpu_memory_utilization is {part}: it is a part of the card's memory, such as 0.9")
 
     @property
-    def record(self) -> dict[str, object]:
+    def record(self) -> ServingArguments:
         """The arguments by the names that answers have for them."""
         return {
             "utilization": self.gpu_memory_utilization,
