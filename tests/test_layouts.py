@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from memsize.precision.layouts import GROUP, ITEM_BYTES, LAYOUTS
 from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
 from memsize.records.trace import StoredTensor
 from memsize.spec.scenario import SCENARIOS
+from tests.conftest import Python
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
@@ -379,14 +379,13 @@ class TestApplyTorchao:
             apply_torchao(nn.Sequential(nn.Linear(4, 4)), "Int8WeightOnlyConfig")
 
 
-def test_importing_the_layouts_loads_no_library() -> None:
+def test_importing_the_layouts_loads_no_library(warm_python: Python) -> None:
     code = (
         "import sys, memsize.precision.quantized, memsize.model.stored\n"
         "heavy = {'torchao', 'bitsandbytes', 'torch._dynamo', 'sympy', 'torch.fx.experimental.symbolic_shapes'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert warm_python("-c", code).stdout.strip() == "[]"
 
 
 class _Derived(nn.Linear):

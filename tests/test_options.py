@@ -173,7 +173,7 @@ def test_old_flags_and_keys_work_with_a_line(
     assert cli.run([*arguments, "--gradient-accumulation-steps", "2"]) == 0
     assert old == (capsys.readouterr().out, "--accumulate is now --gradient-accumulation-steps\n")
     Path("x.toml").write_text('target = "torch.nn:ReLU"\ninput = "8"\ntrain = "sgd"\naccumulate = 2\n')
-    assert cli.run(["sweep", "x.toml"]) == 0
+    assert cli.run(["sweep", "x.toml", "-j", "1"]) == 0
     assert capsys.readouterr().err == "x.toml: accumulate is now gradient_accumulation_steps\n"
 
 
