@@ -5,11 +5,116 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
-from memsize.records.aggregates import totals
-from memsize.records.comparison import Comparison
-from memsize.records.finding import Finding
-from memsize.records.report import Report, ScenarioResult
+from memsize.records.aggregates import (
+    Row as Row,
+    Totals as Totals,
+    alive as alive,
+    live_bytes as live_bytes,
+    own_rows as own_rows,
+    peak as peak,
+    split_phase as split_phase,
+    stored_dtypes as stored_dtypes,
+    totals,
+    traffic as traffic,
+    visible as visible,
+)
+from memsize.records.cells import (
+    Cell as Cell,
+    Label as Label,
+    Missing as Missing,
+    Path as Path,
+    Share as Share,
+    Specs as Specs,
+    Words as Words,
+)
+from memsize.records.check import CheckedModel as CheckedModel, Figure as Figure, Problem as Problem
+from memsize.records.comparison import Change as Change, Comparison, LayerChange as LayerChange
+from memsize.records.fields import (
+    Column as Column,
+    ColumnKind as ColumnKind,
+    FlatTable as FlatTable,
+    role_fields as role_fields,
+)
+from memsize.records.finding import Finding, Moment as Moment, Rules as Rules
+from memsize.records.fit import (
+    Bind as Bind,
+    Budget as Budget,
+    FitRow as FitRow,
+    FitRun as FitRun,
+    Remedied as Remedied,
+    RemedyRow as RemedyRow,
+)
+from memsize.records.gpu import (
+    Card as Card,
+    GpuEstimate as GpuEstimate,
+    Interval as Interval,
+    LiveStorage as LiveStorage,
+    Platform as Platform,
+    RecordStreamCost as RecordStreamCost,
+    Shortage as Shortage,
+)
+from memsize.records.layout import (
+    Audit as Audit,
+    Copy as Copy,
+    Format as Format,
+    LayerFormats as LayerFormats,
+    Loss as Loss,
+    Run as Run,
+)
+from memsize.records.peak_by_module import ModuleShare as ModuleShare, peak_by_module as peak_by_module
+from memsize.records.program import (
+    Assumed as Assumed,
+    Growth as Growth,
+    Holder as Holder,
+    KeptGradients as KeptGradients,
+    LiveTensor as LiveTensor,
+    NeedsGpu as NeedsGpu,
+    ProgramRun as ProgramRun,
+    Refused as Refused,
+    WentOn as WentOn,
+)
+from memsize.records.ranks import RankGroup as RankGroup, spans as spans
+from memsize.records.report import (
+    COLUMNS as COLUMNS,
+    FIGURES as FIGURES,
+    LAYER_FIELDS as LAYER_FIELDS,
+    Report,
+    ScenarioResult,
+    column_keys as column_keys,
+    figures as figures,
+)
+from memsize.records.roles import (
+    FIXED as FIXED,
+    PER_PARAMETER as PER_PARAMETER,
+    ROLES as ROLES,
+    TITLES as TITLES,
+    Role as Role,
+    in_order as in_order,
+    noun as noun,
+)
+from memsize.records.serving import Concurrency as Concurrency
+from memsize.records.sweep import Outcome as Outcome, SweepRow as SweepRow
+from memsize.records.timeline import (
+    PeakMoment as PeakMoment,
+    Phase as Phase,
+    Stretch as Stretch,
+    courses as courses,
+    from_data as from_data,
+    step_courses as step_courses,
+    to_data as to_data,
+)
 from memsize.records.trace import Event, Failure, InputTensor, Layer, Output, Storage, StoredTensor, TensorSpec, Trace
+from memsize.records.verification import (
+    Alignment as Alignment,
+    AllocationDifference as AllocationDifference,
+    DifferenceKind as DifferenceKind,
+    FigureComparison as FigureComparison,
+    Prediction as Prediction,
+    VerifiedRun as VerifiedRun,
+    off_by as off_by,
+    read_measurements as read_measurements,
+)
+from memsize.records.world import Collective as Collective, Traffic as Traffic
 from memsize.units import Bytes
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int8": 1}

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from memsize.analysis.verify.alignment import Window, _shortest_edit, align, gaps, matched
 from memsize.records.measurement import NO_LOCATION, AllocationLog, LogEntry, OpLocation, allocations, log_of
-from memsize.records.verification import AllocationDifference, DifferenceKind
+from tests.records import AllocationDifference, DifferenceKind
 
 FC, ACT, HEAD = (
     OpLocation("forward", "fc", "addmm"),

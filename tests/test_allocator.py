@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings, strategies as st
 from memsize import AllocatorConfig
 from memsize.device.replay import BoundedReplay, replay, replay_within
 from memsize.errors import InputError
-from memsize.records.gpu import Interval
+from tests.records import Interval
 
 KiB, MiB = 1 << 10, 1 << 20
 EXPANDABLE = AllocatorConfig(expandable_segments=True)

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from memsize.documents.sections import Bar, Bars, Limit, Part
-from memsize.records.cells import Label
-from memsize.records.roles import ROLES
 from memsize.render.bars import LEAST, lines
 from memsize.render.screen import painted
 from memsize.units import MiB
+from tests.records import ROLES, Label
 
 TWO = Bars(
     "held",

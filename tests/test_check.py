@@ -20,12 +20,12 @@ from memsize.cli import run
 from memsize.documents import document
 from memsize.errors import InputError, MemsizeError, OutputError
 from memsize.records.baseline import Baseline, LayerFigures, read_baselines, write_baselines
-from memsize.records.check import CheckedModel, Figure, Problem
 from memsize.render import render
 from memsize.spec.limits import LIMITS, Bound, Growth, parse_limits
 from memsize.spec.project import find_project, parse_section, read_project
 from memsize.units import Bytes
 from tests.conftest import ROOT
+from tests.records import CheckedModel, Figure, Problem
 from tests.test_render import check as golden
 
 SARIF = json.loads((ROOT / "tests" / "schemas" / "sarif-2.1.0.json").read_text(encoding="utf-8"))

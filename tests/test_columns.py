@@ -9,11 +9,10 @@ from hypothesis import given, strategies as st
 
 from memsize import Trace
 from memsize.device.allocation_events import flow_of
-from memsize.records.aggregates import alive
 from memsize.records.codec import decode, encode
 from memsize.records.columns import Columns, in_columns, numbers, places
 from memsize.records.trace import Event, Storage
-from tests.records import toy
+from tests.records import alive, toy
 
 OPS = ("cat", "mm", "add")
 EVENTS = st.lists(

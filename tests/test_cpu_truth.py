@@ -32,11 +32,11 @@ from memsize.analysis.verify.verification import Experiment
 from memsize.known_values.values import constant_of
 from memsize.model.input_tensors import inputs_from_specs
 from memsize.records.measurement import OpLocation
-from memsize.records.verification import Alignment, AllocationDifference
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
 from memsize.tracing.dispatch import MetaDispatchMode
 from tests.conftest import Python
+from tests.records import Alignment, AllocationDifference
 
 RECURRENT, NORMS, ATTENTION, DROPOUT = (reason.what for reason in BY_DESIGN)
 QUICK = (

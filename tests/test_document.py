@@ -18,17 +18,26 @@ from memsize.documents import document
 from memsize.documents.report import layer_table
 from memsize.documents.sections import Bars, Findings, Notes, Part, Stop, Table, Title, Verdict
 from memsize.records import report as report_records
-from memsize.records.aggregates import Totals, totals
 from memsize.records.answer import Renderable
-from memsize.records.cells import Label, Missing
-from memsize.records.fields import Column, FlatTable
-from memsize.records.fit import Budget, FitRow
-from memsize.records.gpu import Card
-from memsize.records.layout import Audit, LayerFormats, Run as LayoutRun
-from memsize.records.report import COLUMNS, FIGURES
 from memsize.render import FORMATS, render
 from memsize.units import Bytes
 from tests import records
+from tests.records import (
+    COLUMNS,
+    FIGURES,
+    Audit,
+    Budget,
+    Card,
+    Column,
+    FitRow,
+    FlatTable,
+    Label,
+    LayerFormats,
+    Missing,
+    Run as LayoutRun,
+    Totals,
+    totals,
+)
 
 
 def test_findings_draw_their_values() -> None:

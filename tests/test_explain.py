@@ -19,9 +19,9 @@ from memsize.analysis.explain.snapshot_file import MOST_RECORDS, read_snapshot
 from memsize.analysis.explain.stacks import summarize
 from memsize.analysis.timeline import pickled
 from memsize.cli import run
-from memsize.records.aggregates import live_bytes
 from memsize.render import FORMATS, render
 from tests.pages import check_golden
+from tests.records import live_bytes
 from tests.snapshots import (
     BACKWARD,
     DATA,

@@ -18,11 +18,10 @@ from memsize.analysis.timeline import timeline
 from memsize.cli import run
 from memsize.errors import OutputError
 from memsize.records.answer import Answer
-from memsize.records.layout import Audit, Run
-from memsize.records.roles import TITLES, noun
 from memsize.render import figures
 from tests import records
 from tests.browser import CHROMIUM
+from tests.records import TITLES, Audit, Run, noun
 from tests.test_fit import made_by_hand
 from tests.test_program_document import program
 from tests.test_timeline import empty, two_steps

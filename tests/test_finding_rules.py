@@ -12,10 +12,8 @@ from memsize import Finding, Trace
 from memsize.analysis.findings import layout, precision, structure, training
 from memsize.analysis.findings.evidence import Crossover, Evidence
 from memsize.analysis.findings.report_rules import RULES
-from memsize.records.gpu import GpuEstimate, Interval, Shortage
-from memsize.records.layout import Audit, Copy, LayerFormats, Loss, Run
 from memsize.records.trace import InputTensor, Layer, Storage, StoredPart, StoredTensor, TensorSpec, ToolReport
-from tests.records import layer, spec, stored
+from tests.records import Audit, Copy, GpuEstimate, Interval, LayerFormats, Loss, Run, Shortage, layer, spec, stored
 
 Rule = Callable[[Evidence], Iterator[Finding]]
 

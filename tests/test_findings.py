@@ -14,11 +14,11 @@ import memsize
 from memsize import Finding
 from memsize.analysis.fit.crossovers import find_crossover
 from memsize.records.answer import FindingList
-from memsize.records.finding import Rules
 from memsize.render import render
 from memsize.units import Bytes
 from tests import models, records
 from tests.pages import check_golden as check
+from tests.records import Rules
 
 
 def found(model: nn.Module, size: object, **options: object) -> dict[str, Finding]:

@@ -37,7 +37,6 @@ from memsize.device.budget import budgets
 from memsize.device.cards import card
 from memsize.errors import ForwardError, InputError
 from memsize.model.input_tensors import inputs_from_data, inputs_from_specs
-from memsize.records.fit import Bind, FitRow, Remedied, RemedyRow
 from memsize.records.trace import Event, InputTensor, Storage, TensorSpec
 from memsize.render import render
 from memsize.spec.inputs import parse_input
@@ -47,6 +46,7 @@ from memsize.spec.vary import Dimension, Vary, parse_vary
 from tests import models
 from tests.conftest import Python
 from tests.pages import check_golden as check
+from tests.records import Bind, FitRow, Remedied, RemedyRow
 
 MiB = 1 << 20
 CONTEXT = 650 * MiB

@@ -16,7 +16,7 @@ from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
 from memsize.analysis.generation.generator import Generator, Sample, Traced
 from memsize.cli import run
 from memsize.errors import InputError
-from memsize.records.fit import FitRow
+from tests.records import FitRow
 from tests.test_generation import SMALL, generated, generator_of
 
 transformers = pytest.importorskip("transformers")

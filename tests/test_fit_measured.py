@@ -16,8 +16,8 @@ import pytest
 
 import memsize
 from memsize import InputSpec, Training
-from memsize.records.fit import FitRow
 from memsize.spec.inputs import parse_input
+from tests.records import FitRow
 
 MiB = 1 << 20
 CONTEXT = 650 * MiB

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from memsize import Trace
-from memsize.records.aggregates import Totals, alive, live_bytes, own_rows, peak, totals, visible
 from memsize.records.trace import Event, Layer, Storage, StoredTensor, TensorSpec
 from tests import records
+from tests.records import Totals, alive, live_bytes, own_rows, peak, totals, visible
 
 ROW_FIGURES = (
     "parameters",

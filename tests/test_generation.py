@@ -31,10 +31,10 @@ from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import InputError, UnknownInputError
 from memsize.loading import load_loop
 from memsize.processes.workers import side_by_side
-from memsize.records.aggregates import split_phase
 from memsize.spec.scenario import scenario_named
 from memsize.workloads import caches
 from memsize.workloads.generation import GenerationSteps
+from tests.records import split_phase
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,9 +16,8 @@ from memsize.device.allocation_events import is_estimated, requests, variants
 from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.replay import OMITTED
-from memsize.records.gpu import Card, LiveStorage, Platform, Shortage
 from memsize.records.trace import Event, Role, Storage
-from tests.records import layer
+from tests.records import Card, LiveStorage, Platform, Shortage, layer
 
 KiB, MiB = 1 << 10, 1 << 20
 

@@ -37,10 +37,9 @@ from benchmarks.truth.table import NOT_YET, table
 from memsize.analysis.verify.verification import predict
 from memsize.errors import InputError
 from memsize.loading.weightless import Weightless
-from memsize.records.gpu import Interval
 from memsize.records.measurement import AllocationLog, DeviceUse, MeasuredWorkload, Measurement, Peaks, SoftwareStack
-from memsize.records.verification import Prediction, VerifiedRun
 from tests.conftest import ROOT
+from tests.records import Interval, Prediction, VerifiedRun
 from tests.standin import STACK
 
 MIB = 2**20

@@ -21,10 +21,10 @@ from memsize.cli import run
 from memsize.documents import document
 from memsize.documents.sections import Findings, Table, Verdict
 from memsize.errors import ForwardError, OutputError
-from memsize.records.layout import Audit, Copy, Format, LayerFormats, Loss, Run
 from memsize.records.trace import InputTensor, TensorSpec
 from memsize.render import FORMATS, render
 from tests.pages import check_golden as check
+from tests.records import Audit, Copy, Format, LayerFormats, Loss, Run
 
 Write = Callable[[str, str], Path]
 

@@ -9,9 +9,7 @@ from hypothesis import given, strategies as st
 
 from memsize import Comparison, Trace
 from memsize.analysis.matching import matched
-from memsize.records.aggregates import totals
-from memsize.records.comparison import LayerChange
-from tests.records import compared, layer, stored
+from tests.records import LayerChange, compared, layer, stored, totals
 
 Module = tuple[str, tuple[int, ...]]
 """A module's type, and the shape of its weight: none where it is empty."""

@@ -19,9 +19,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from memsize import Trace, Training
 from memsize.model.input_tensors import inputs_from_data
 from memsize.model.meta_copy import meta_copy
-from memsize.records.aggregates import peak
 from memsize.tracing.run import Setup
 from memsize.workloads.training import TrainingSteps
+from tests.records import peak
 from tests.test_step import OPTIMIZERS, Block
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {

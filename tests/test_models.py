@@ -19,9 +19,9 @@ from memsize import Trace
 from memsize.known_values.assumptions import ALL_SELECTED, BALANCED, MIXED_DEVICES
 from memsize.model.input_tensors import inputs_from_data
 from memsize.model.meta_copy import meta_copy
-from memsize.records.aggregates import totals, visible
 from memsize.tracing.run import Setup
 from memsize.workloads import Forward
+from tests.records import totals, visible
 
 Compute = Callable[..., Any]
 

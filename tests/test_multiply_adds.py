@@ -14,10 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import memsize
 from memsize import Report
 from memsize.errors import UnknownValueError
-from memsize.records.aggregates import totals, visible
-from memsize.records.report import column_keys
 from memsize.render import render
 from tests.models import Toy
+from tests.records import column_keys, totals, visible
 
 
 def counted(model: nn.Module, *size: int, batch: int = 1, mode: str = "train") -> int:

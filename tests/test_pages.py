@@ -20,8 +20,6 @@ from memsize import Finding, Report
 from memsize.analysis.timeline import timeline
 from memsize.documents.sections import Bars, Limit, Part
 from memsize.records.answer import Renderable
-from memsize.records.cells import Label
-from memsize.records.finding import Moment
 from memsize.render import render
 from memsize.render.assets import LIBRARIES, SCRIPTS, script
 from memsize.render.html import _bars as drawn_bars
@@ -29,6 +27,7 @@ from memsize.units import UNITS, format_bytes
 from memsize.version import VERSION
 from tests import records
 from tests.browser import Opened, browser, wait_until
+from tests.records import Label, Moment
 from tests.test_program_document import program
 from tests.test_timeline import two_steps
 

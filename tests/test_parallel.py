@@ -23,10 +23,10 @@ from memsize.documents.fit import overview_table, size_bars
 from memsize.documents.sections import Table
 from memsize.errors import InputError, ScenarioError
 from memsize.ranks.strategies import blocks_of
-from memsize.records.fit import FitRow
 from memsize.spec.parallel import on_each, parse_parallel
 from memsize.units import MiB, format_bytes
 from tests.conftest import Python, Write
+from tests.records import FitRow
 from tests.test_ranks import BLOCK, IDS, LAYERS, PARAMETERS, WIDTH, Block, Model, at_the_end, most
 
 ROOT = Path(__file__).parent.parent

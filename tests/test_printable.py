@@ -25,12 +25,12 @@ from memsize.documents import Document
 from memsize.errors import CheckpointError, ForwardError, MemsizeError, UnknownInputError
 from memsize.printable import LONGEST, printable, printable_lines
 from memsize.records.answer import FindingList, Renderable
-from memsize.records.fields import FlatTable
 from memsize.render import FORMATS, render
 from memsize.render.csv import draw as draw_csv
 from tests import records
 from tests.checkpoints import text, write_zip
 from tests.pages import content
+from tests.records import FlatTable
 
 # ESC starts a sequence (here a window's title), CSI and OSC do so in one character, BEL ends one; NUL, backspace,
 # carriage return and tab; what turns the direction of text; a line separator; and a half of a character.

@@ -18,14 +18,24 @@ from memsize.device.cards import card
 from memsize.documents import document
 from memsize.documents.sections import Findings
 from memsize.known_values.assumptions import UNCOMPILED
-from memsize.records.gpu import GpuEstimate, Interval
-from memsize.records.peak_by_module import ModuleShare, peak_by_module
-from memsize.records.program import Assumed, Growth, Holder, KeptGradients, LiveTensor, Refused, WentOn
-from memsize.records.timeline import step_courses
 from memsize.records.trace import Event, Storage
 from memsize.render import render
 from tests import records
 from tests.pages import check_golden as check
+from tests.records import (
+    Assumed,
+    GpuEstimate,
+    Growth,
+    Holder,
+    Interval,
+    KeptGradients,
+    LiveTensor,
+    ModuleShare,
+    Refused,
+    WentOn,
+    peak_by_module,
+    step_courses,
+)
 
 MiB = 2**20
 

@@ -13,9 +13,9 @@ import pytest
 import memsize
 from memsize import LayoutReport
 from memsize.errors import first_line, nearest, suggestion
-from memsize.records.layout import Audit, Run
 from memsize.render import render
 from memsize.spec.inputs import parse_input
+from tests.records import Audit, Run
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "python.md"

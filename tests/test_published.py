@@ -16,7 +16,7 @@ from benchmarks.published.sources import SOURCES
 from benchmarks.published.table import Error, Group
 from benchmarks.published.worker import predict
 from memsize import Stack
-from memsize.records.gpu import Interval
+from tests.records import Interval
 
 ROOT = Path(__file__).parents[1]
 

@@ -23,14 +23,10 @@ from memsize.cli import run as command
 from memsize.documents import document
 from memsize.known_values.assumptions import UNCOMPILED
 from memsize.processes.workers import can_fork
-from memsize.records.aggregates import traffic
-from memsize.records.gpu import Interval
-from memsize.records.program import Refused, WentOn
-from memsize.records.ranks import RankGroup, spans
-from memsize.records.world import Collective
 from memsize.render import render
 from tests.conftest import Python
 from tests.pages import check_golden as check
+from tests.records import Collective, Interval, RankGroup, Refused, WentOn, spans, traffic
 from tests.test_program_document import program
 
 MiB = 2**20

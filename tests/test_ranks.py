@@ -28,9 +28,6 @@ from memsize.known_values.assumptions import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, R
 from memsize.processes.workers import can_fork
 from memsize.ranks.sharding import _chunked
 from memsize.ranks.store import LonelyStore
-from memsize.records.aggregates import alive
-from memsize.records.timeline import from_data
-from memsize.records.world import Traffic
 from memsize.render import render
 from memsize.units import MiB, format_bytes
 from memsize.virtual.host_memory import HostMemory
@@ -50,6 +47,7 @@ from tests.ranks import (
     pipeline,
     tensor_parallel,
 )
+from tests.records import Traffic, alive, from_data
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available():

@@ -35,12 +35,12 @@ from memsize.analysis.findings import explanation, fit, generation, layout, prog
 from memsize.checkpoints import findings as checkpoint
 from memsize.cli.working import Session
 from memsize.documents.report import layer_table
-from memsize.records.report import COLUMNS
 from memsize.records.trace import Role
 from memsize.render import render
 from memsize.spec.scenario import DEFAULT, SCENARIOS
 from tests.conftest import ROOT
 from tests.models import Toy
+from tests.records import COLUMNS
 from tests.test_render import REPORTS
 
 README = ROOT / "README.md"

@@ -15,7 +15,7 @@ from memsize.analysis.program import run_program
 from memsize.analysis.real_gpu import needs_gpu
 from memsize.cli import run as command
 from memsize.device.cards import card
-from memsize.records.program import NeedsGpu
+from tests.records import NeedsGpu
 
 TRITON = """
 class Kernel:

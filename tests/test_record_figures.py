@@ -15,13 +15,6 @@ from memsize.errors import InputError
 from memsize.precision.layouts import LAYOUTS, part
 from memsize.precision.quantized import modelled
 from memsize.precision.recipes import apply_scenario
-from memsize.records.aggregates import Row, Totals, alive, own_rows, peak, split_phase, stored_dtypes, totals, visible
-from memsize.records.cells import Cell, Share, Specs, Words
-from memsize.records.comparison import Change
-from memsize.records.fields import Column, ColumnKind
-from memsize.records.fit import Budget, FitRow, Remedied, RemedyRow
-from memsize.records.gpu import Card, Interval
-from memsize.records.layout import Audit, Copy, LayerFormats, Loss, Run
 from memsize.records.measurement import (
     AllocationLog,
     LogEntry,
@@ -33,16 +26,57 @@ from memsize.records.measurement import (
     allocations,
     read,
 )
-from memsize.records.report import figures
-from memsize.records.roles import FIXED, PER_PARAMETER, in_order, noun
-from memsize.records.timeline import PeakMoment, Phase, courses
 from memsize.records.trace import Event, StoredPart, StoredTensor
-from memsize.records.verification import Alignment, AllocationDifference, FigureComparison, Prediction, VerifiedRun
 from memsize.render.text import draw
 from memsize.spec.scenario import SCENARIOS
 from memsize.units import Bytes
 from tests import records
-from tests.records import layer, output, spec, stored
+from tests.records import (
+    FIXED,
+    PER_PARAMETER,
+    Alignment,
+    AllocationDifference,
+    Audit,
+    Budget,
+    Card,
+    Cell,
+    Change,
+    Column,
+    ColumnKind,
+    Copy,
+    FigureComparison,
+    FitRow,
+    Interval,
+    LayerFormats,
+    Loss,
+    PeakMoment,
+    Phase,
+    Prediction,
+    Remedied,
+    RemedyRow,
+    Row,
+    Run,
+    Share,
+    Specs,
+    Totals,
+    VerifiedRun,
+    Words,
+    alive,
+    courses,
+    figures,
+    in_order,
+    layer,
+    noun,
+    output,
+    own_rows,
+    peak,
+    spec,
+    split_phase,
+    stored,
+    stored_dtypes,
+    totals,
+    visible,
+)
 
 # --- what a trace adds up to
 

@@ -22,12 +22,12 @@ from memsize.analysis.timeline import timeline
 from memsize.device.cards import card
 from memsize.device.replay import replay
 from memsize.documents import document
-from memsize.records.gpu import RecordStreamCost
 from memsize.records.trace import DeferredFree
 from memsize.tracing.ledger import Workspaces
 from memsize.virtual.stream_order import StreamOrder
 from memsize.workloads.program import Program
 from tests.ranks import Model, flat
+from tests.records import RecordStreamCost
 
 MiB = 2**20
 FIRST, SECOND, THIRD = (0, 1), (0, 2), (0, 3)

@@ -23,11 +23,11 @@ from memsize.analysis.fit.step_remedies import RANK, STEP_REMEDIES, accumulation
 from memsize.analysis.remedies import Need, NotApplicable, RemedySearch, try_remedies
 from memsize.device.cards import card
 from memsize.model.input_tensors import inputs_from_specs
-from memsize.records.fit import RemedyRow
 from memsize.records.trace import Event, Storage
 from memsize.spec.inputs import parse_input
 from memsize.spec.scenario import SCENARIOS
 from memsize.spec.vary import Vary
+from tests.records import RemedyRow
 
 MiB = 1 << 20
 CONTEXT = 650 * MiB

@@ -20,15 +20,13 @@ from memsize import Report
 from memsize.documents import Document, document
 from memsize.documents.sections import Section
 from memsize.errors import OutputError
-from memsize.records.aggregates import totals
-from memsize.records.fields import FlatTable, role_fields
-from memsize.records.report import LAYER_FIELDS
 from memsize.records.trace import TensorSpec
 from memsize.render import FORMATS, format_of, pieces, render, unit_of
 from memsize.render.cell_text import draw_specs, shorten_path
 from memsize.render.json import draw as draw_json
 from tests import records
 from tests.pages import check_golden as check, check_page, content
+from tests.records import LAYER_FIELDS, FlatTable, role_fields, totals
 
 REPORTS: dict[str, Callable[[], Report]] = {
     "toy": records.toy_report,

@@ -13,10 +13,9 @@ from torch import nn
 import memsize
 from benchmarks.resnet import ResNet50
 from memsize import Report
-from memsize.records.aggregates import Totals
-from memsize.records.report import ScenarioResult
 from memsize.render import render
 from tests import models
+from tests.records import ScenarioResult, Totals
 
 # Toy CNN, batch 1, 3×64×64.
 PARAMETERS = 300 * (3 * 9 + 1) + 500 * (300 * 9 + 1) + 1000 * (500 * 9 + 1) + 3364000 + 1

@@ -21,14 +21,12 @@ from memsize import Finding, Fit, Report, Trace
 from memsize.errors import InputError, OutputError
 from memsize.records import run_file
 from memsize.records.codec import coder
-from memsize.records.fit import Budget, FitRow, FitRun, Remedied
-from memsize.records.layout import Audit
 from memsize.records.run_file import NEWEST, is_run_file, read_data, read_run, write_run
 from memsize.records.trace import InputTensor, TensorSpec
-from memsize.records.verification import VerifiedRun
 from memsize.units import Bytes
 from memsize.version import VERSION
 from tests import records
+from tests.records import Audit, Budget, FitRow, FitRun, Remedied, VerifiedRun
 
 
 def round_trip(record: Any) -> Any:

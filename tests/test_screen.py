@@ -12,14 +12,13 @@ from memsize import Report
 from memsize.cli import output
 from memsize.cli.output import Color, destination
 from memsize.documents.sections import Table
-from memsize.records.cells import Path
-from memsize.records.fields import Column
 from memsize.render import render
 from memsize.render.cell_text import columns_of, padded, shorten
 from memsize.render.screen import Screen
 from memsize.render.text import _table
 from memsize.units import Bytes
 from tests import records
+from tests.records import Column, Path
 
 
 def shown(report: Report, height: int, width: int = 80) -> list[str]:

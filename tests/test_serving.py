@@ -20,10 +20,9 @@ from memsize.cli import run
 from memsize.device.cards import card
 from memsize.device.cuda_libraries import context
 from memsize.errors import InputError, UnknownInputError
-from memsize.records.gpu import Interval
-from memsize.records.serving import Concurrency
 from memsize.units import GiB, MiB
 from memsize.workloads.caches import CachedLayer
+from tests.records import Concurrency, Interval
 
 pytest.importorskip("transformers")
 

@@ -21,13 +21,13 @@ from memsize.model.input_tensors import inputs_from_data
 from memsize.model.meta_copy import MetaCopier, in_mode, meta_copy
 from memsize.model.stored import stored_tensors
 from memsize.precision.recipes import apply_scenario
-from memsize.records.aggregates import totals
 from memsize.spec.scenario import SCENARIOS
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup
 from memsize.workloads import Forward, kept_for_backward
 from tests import test_torchinfo_cases as structures
 from tests.models import Small, Tied
+from tests.records import totals
 
 ROW, IMAGE, IDS = torch.zeros(4, 8), torch.zeros(2, 3, 32, 32), torch.zeros(1, 6, dtype=torch.int64)
 

@@ -23,7 +23,6 @@ from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.replay import replay
 from memsize.model.input_tensors import inputs_from_data
 from memsize.model.meta_copy import meta_copy
-from memsize.records.aggregates import alive, live_bytes, peak
 from memsize.records.trace import Event, Storage
 from memsize.spec.scenario import SCENARIOS
 from memsize.spec.training import OPTIMIZERS as NAMED, parse_optimizer
@@ -32,6 +31,7 @@ from memsize.workloads import Inference
 from memsize.workloads.training import OwnLoop, TrainingSteps
 from tests import models
 from tests.conftest import Python
+from tests.records import alive, live_bytes, peak
 
 
 class Checkpointed(nn.Module):

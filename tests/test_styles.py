@@ -12,9 +12,9 @@ import memsize
 from memsize import StepTrace
 from memsize.errors import OutputError
 from memsize.records.answer import Answer
-from memsize.records.fields import FlatTable
 from memsize.render import styles
 from tests import records
+from tests.records import FlatTable
 
 SAVED = Path(__file__).parent / "saved"
 COUNTS = re.compile(

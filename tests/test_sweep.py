@@ -21,13 +21,12 @@ from memsize.documents.sweep import cell_table
 from memsize.errors import OutputError, TargetError
 from memsize.loading.loader import targets_of
 from memsize.processes.spread import Died, spread
-from memsize.records.gpu import Interval
 from memsize.records.results_file import results_file
-from memsize.records.sweep import Outcome, SweepRow
 from memsize.render import FORMATS, render
 from memsize.spec.sweep import grid_of
 from memsize.units import GiB, MiB
 from tests.pages import check_golden
+from tests.records import Interval, Outcome, SweepRow
 
 NETS = """
 import os, time

@@ -25,13 +25,24 @@ from memsize.cli import run
 from memsize.device.cards import card
 from memsize.device.replay import replay
 from memsize.errors import InputError
-from memsize.records.aggregates import alive, live_bytes, peak as peak_of
-from memsize.records.roles import ROLES, TITLES, Role, in_order
-from memsize.records.timeline import Phase, Stretch, courses, from_data, to_data
 from memsize.records.trace import Event, Storage
 from memsize.render import FORMATS, plot, render
 from tests import records
 from tests.pages import Tags, check_golden as check, check_page
+from tests.records import (
+    ROLES,
+    TITLES,
+    Phase,
+    Role,
+    Stretch,
+    alive,
+    courses,
+    from_data,
+    in_order,
+    live_bytes,
+    peak as peak_of,
+    to_data,
+)
 
 MiB = 2**20
 

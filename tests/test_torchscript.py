@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import memsize
-from memsize.records.program import ProgramRun
+from tests.records import ProgramRun
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 BEGINNING = """

@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 import memsize
 from memsize.errors import MemsizeError
-from memsize.records.aggregates import alive, totals
 from memsize.tracing.ddp import Buckets
+from tests.records import alive, totals
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit", "ignore:.*is not supported in Python 3.14", "ignore:.*weight_norm", "ignore:.*deprecated"

@@ -39,7 +39,6 @@ from memsize.kernels.cudnn.workspaces import Plans
 from memsize.loading.weightless import Weightless
 from memsize.model.input_tensors import inputs_from_data, inputs_from_specs
 from memsize.model.materialize import executable, materialize
-from memsize.records.gpu import Interval
 from memsize.records.measurement import (
     NO_LOCATION,
     ConvolutionWorkspace,
@@ -55,13 +54,13 @@ from memsize.records.measurement import (
     log_of,
     read,
 )
-from memsize.records.verification import AllocationDifference, Prediction, VerifiedRun, off_by, read_measurements
 from memsize.render import FORMATS, render
 from memsize.spec.inputs import parse_inputs
 from memsize.spec.scenario import scenario_named
 from tests import records
 from tests.conftest import Python
 from tests.pages import check_golden as check
+from tests.records import AllocationDifference, Interval, Prediction, VerifiedRun, off_by, read_measurements
 from tests.standin import CONTEXT, STACK, StandIn
 from tests.test_step import Checkpointed, without_onednn
 

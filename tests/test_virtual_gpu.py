@@ -33,15 +33,13 @@ from memsize.documents import document
 from memsize.documents.sections import Table
 from memsize.errors import ForwardError, InputError
 from memsize.known_values.assumptions import ALL_DISTINCT
-from memsize.records.aggregates import split_phase
-from memsize.records.gpu import Interval
-from memsize.records.program import Holder, KeptGradients, WentOn
 from memsize.records.trace import Event
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.units import format_bytes
 from memsize.workloads.program import Program
 from tests.conftest import Python
 from tests.models import Small
+from tests.records import Holder, Interval, KeptGradients, WentOn, split_phase
 
 MiB = 2**20
 
