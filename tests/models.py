@@ -8,6 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memsize.model.input_tensors import (
+    cast_floating as cast_floating,
+    inputs_from_data as inputs_from_data,
+    inputs_from_maker as inputs_from_maker,
+    inputs_from_specs as inputs_from_specs,
+    resized as resized,
+)
+from memsize.model.meta_copy import MetaCopier as MetaCopier, in_mode as in_mode, meta_copy as meta_copy
+from memsize.model.stored import stored_tensors as stored_tensors
+from memsize.model.tensor_storage import (
+    storage_key as storage_key,
+    tensor_bytes as tensor_bytes,
+    wrapper_name as wrapper_name,
+)
+from memsize.spec.scenario import DEFAULT as DEFAULT, SCENARIOS as SCENARIOS, scenario_named as scenario_named
+from memsize.spec.training import OPTIMIZERS as OPTIMIZERS, parse_optimizer as parse_optimizer
+from memsize.tracing.dispatch import MetaDispatchMode as MetaDispatchMode
+from memsize.tracing.ledger import Ledger as Ledger, Workspaces as Workspaces
+
 
 class Toy(nn.Module):
     """The CNN of the question: 9,223,901 parameters."""

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from memsize import AllocatorConfig
-from memsize.device.replay import BoundedReplay, replay, replay_within
 from memsize.errors import InputError
+from tests.gpus import BoundedReplay, replay, replay_within
 from tests.records import Interval
 
 KiB, MiB = 1 << 10, 1 << 20

@@ -20,12 +20,12 @@ from memsize.analysis.generation.generator import Generator, Sample
 from memsize.analysis.runner import Runner
 from memsize.api.opened import assisted, model_of, prompts_of
 from memsize.cli import run
-from memsize.device.cards import card
 from memsize.errors import InputError
 from memsize.known_values.values import set_constant, set_filled
 from memsize.spec.generation import Draft
-from memsize.spec.scenario import scenario_named
 from memsize.workloads import drafts
+from tests.gpus import card
+from tests.models import scenario_named
 from tests.test_generation import HEAD, SMALL, TOKEN, traced_whole
 
 transformers = pytest.importorskip("transformers")

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memsize.device.cards import CARDS, card
-from memsize.device.cuda_libraries import EAGER, LAZY, context, cublas_workspace, cublaslt_workspace, torch_release
 from memsize.errors import InputError
+from tests.gpus import CARDS, EAGER, LAZY, card, context, cublas_workspace, cublaslt_workspace, torch_release
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 

@@ -16,9 +16,9 @@ from torch import nn
 
 import memsize
 from memsize.cli import run
-from memsize.device.replay import replay
 from memsize.errors import InputError, MemsizeError, first_line, in_one_line
 from tests.conftest import Python
+from tests.gpus import replay
 
 ROOT = Path(__file__).resolve().parent.parent
 

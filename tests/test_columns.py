@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from memsize import Trace
-from memsize.device.allocation_events import flow_of
 from memsize.records.codec import decode, encode
 from memsize.records.columns import Columns, in_columns, numbers, places
 from memsize.records.trace import Event, Storage
+from tests.gpus import flow_of
 from tests.records import alive, toy
 
 OPS = ("cat", "mm", "add")

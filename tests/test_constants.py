@@ -39,9 +39,8 @@ from memsize.known_values.assumptions import (
 )
 from memsize.known_values.toeplitz import diagonals_of, filled
 from memsize.known_values.values import constant_of, state_of
-from memsize.tracing.dispatch import MetaDispatchMode
-from memsize.tracing.ledger import Ledger
 from tests.conftest import Python
+from tests.models import Ledger, MetaDispatchMode
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 

@@ -30,12 +30,10 @@ from benchmarks.truth.suite import NETS
 from memsize import Training
 from memsize.analysis.verify.verification import Experiment
 from memsize.known_values.values import constant_of
-from memsize.model.input_tensors import inputs_from_specs
 from memsize.records.measurement import OpLocation
 from memsize.spec.inputs import parse_inputs
-from memsize.spec.scenario import scenario_named
-from memsize.tracing.dispatch import MetaDispatchMode
 from tests.conftest import Python
+from tests.models import MetaDispatchMode, inputs_from_specs, scenario_named
 from tests.records import Alignment, AllocationDifference
 
 RECURRENT, NORMS, ATTENTION, DROPOUT = (reason.what for reason in BY_DESIGN)

@@ -16,22 +16,17 @@ from torch import Tensor, nn
 import memsize
 from memsize import AllocatorConfig, Trace
 from memsize.analysis.runner import Runner
-from memsize.device.allocation_events import is_estimated, requests, variants
-from memsize.device.cards import card
-from memsize.device.gpu_estimate import estimate_gpu
-from memsize.device.replay import replay
 from memsize.errors import InputError
 from memsize.kernels.convolution import ConvolutionSettings, ConvolutionWorkspaces
 from memsize.kernels.cudnn.backend import CudnnError
 from memsize.kernels.cudnn.library import OLDEST, Convolution, Library, Plan, installed
 from memsize.kernels.cudnn.workspaces import Plans, estimate
 from memsize.loading.weightless import Weightless
-from memsize.model.input_tensors import inputs_from_data
 from memsize.records.trace import Event
-from memsize.spec.scenario import SCENARIOS
-from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.units import dotted_cudnn
 from memsize.workloads import Forward
+from tests.gpus import card, estimate_gpu, is_estimated, replay, requests, variants
+from tests.models import SCENARIOS, Ledger, Workspaces, inputs_from_data
 
 A100, H100, T4, V100 = (8, 0), (9, 0), (7, 5), (7, 0)
 MIB = 2**20

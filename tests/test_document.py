@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from memsize import Finding, Fit, LayoutReport, Report
-from memsize.analysis.timeline import timeline
 from memsize.documents import document
 from memsize.documents.report import layer_table
 from memsize.documents.sections import Bars, Findings, Notes, Part, Stop, Table, Title, Verdict
@@ -22,6 +21,7 @@ from memsize.records.answer import Renderable
 from memsize.render import FORMATS, render
 from memsize.units import Bytes
 from tests import records
+from tests.gpus import timeline
 from tests.records import (
     COLUMNS,
     FIGURES,

@@ -17,9 +17,9 @@ from memsize import Explanation, Trace
 from memsize.analysis.explain.history import History
 from memsize.analysis.explain.snapshot_file import MOST_RECORDS, read_snapshot
 from memsize.analysis.explain.stacks import summarize
-from memsize.analysis.timeline import pickled
 from memsize.cli import run
 from memsize.render import FORMATS, render
+from tests.gpus import pickled
 from tests.pages import check_golden
 from tests.records import live_bytes
 from tests.snapshots import (

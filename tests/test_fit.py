@@ -33,18 +33,16 @@ from memsize.analysis.fit.generation_runs import GenerationRunCache
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.cli import run
-from memsize.device.budget import budgets
-from memsize.device.cards import card
 from memsize.errors import ForwardError, InputError
-from memsize.model.input_tensors import inputs_from_data, inputs_from_specs
 from memsize.records.trace import Event, InputTensor, Storage, TensorSpec
 from memsize.render import render
 from memsize.spec.inputs import parse_input
 from memsize.spec.requests import FitRequest
-from memsize.spec.scenario import SCENARIOS
 from memsize.spec.vary import Dimension, Vary, parse_vary
 from tests import models
 from tests.conftest import Python
+from tests.gpus import budgets, card
+from tests.models import SCENARIOS, inputs_from_data, inputs_from_specs
 from tests.pages import check_golden as check
 from tests.records import Bind, FitRow, Remedied, RemedyRow
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from memsize import load
-from memsize.analysis.timeline import timeline
 from memsize.records.answer import Renderable
 from memsize.render import render
 from tests import records, test_checkpoint_report, test_fit, test_layout, test_rank_runs, test_sweep, test_timeline
+from tests.gpus import timeline
 from tests.test_program_document import program
 from tests.test_render import REPORTS
 from tests.test_verify import verification

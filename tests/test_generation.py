@@ -25,15 +25,13 @@ from memsize.analysis.generation.steps import Step, Structure
 from memsize.analysis.runner import Runner
 from memsize.api.opened import model_of, prompts_of
 from memsize.cli import run
-from memsize.device.allocation_events import flow_of
-from memsize.device.cards import card
-from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import InputError, UnknownInputError
 from memsize.loading import load_loop
 from memsize.processes.workers import side_by_side
-from memsize.spec.scenario import scenario_named
 from memsize.workloads import caches
 from memsize.workloads.generation import GenerationSteps
+from tests.gpus import card, estimate_gpu, flow_of
+from tests.models import scenario_named
 from tests.records import split_phase
 
 transformers = pytest.importorskip("transformers")

@@ -11,12 +11,8 @@ from torch import nn
 
 import memsize
 from memsize import AllocatorConfig, Trace
-from memsize.analysis.timeline import timeline
-from memsize.device.allocation_events import is_estimated, requests, variants
-from memsize.device.cards import card
-from memsize.device.gpu_estimate import estimate_gpu
-from memsize.device.replay import OMITTED
 from memsize.records.trace import Event, Role, Storage
+from tests.gpus import OMITTED, card, estimate_gpu, is_estimated, requests, timeline, variants
 from tests.records import Card, LiveStorage, Platform, Shortage, layer
 
 KiB, MiB = 1 << 10, 1 << 20

@@ -11,12 +11,12 @@ from torch import nn
 
 import memsize
 from memsize import AllocatorConfig, Trace
-from memsize.device.cards import card
-from memsize.tracing.ledger import Workspaces
 from memsize.units import format_bytes
 from memsize.virtual import device_assignment
 from memsize.virtual.gpu_tensors import is_stand_in
 from memsize.workloads.program import Program
+from tests.gpus import card
+from tests.models import Workspaces
 from tests.ranks import PARAMETERS, Model, fsdp
 
 MiB = 2**20

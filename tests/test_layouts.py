@@ -14,12 +14,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 from memsize.errors import ScenarioError
-from memsize.model.stored import stored_tensors
 from memsize.precision.layouts import GROUP, ITEM_BYTES, LAYOUTS
 from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
 from memsize.records.trace import StoredTensor
-from memsize.spec.scenario import SCENARIOS
 from tests.conftest import Python
+from tests.models import SCENARIOS, stored_tensors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.kernels import kernel_copies
 from memsize.kernels.matmul import BIASED, CUBLAS, takes_cublaslt
-from memsize.tracing.ledger import Ledger, Workspaces
+from tests.models import Ledger, Workspaces
 
 F32, C64 = torch.float32, torch.complex64
 aten = torch.ops.aten

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from memsize import Trace, Training
-from memsize.model.input_tensors import inputs_from_data
-from memsize.model.meta_copy import meta_copy
 from memsize.tracing.run import Setup
 from memsize.workloads.training import TrainingSteps
+from tests.models import inputs_from_data, meta_copy
 from tests.records import peak
 from tests.test_step import OPTIMIZERS, Block
 

@@ -18,10 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import memsize
 from memsize.known_values.toeplitz import diagonals_of, filled
 from memsize.known_values.values import constant_of
-from memsize.model.input_tensors import resized
-from memsize.model.meta_copy import meta_copy
-from memsize.model.stored import stored_tensors
-from memsize.tracing.dispatch import MetaDispatchMode
+from tests.models import MetaDispatchMode, meta_copy, resized, stored_tensors
 
 
 class Box:

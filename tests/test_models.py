@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import memsize
 from memsize import Trace
 from memsize.known_values.assumptions import ALL_SELECTED, BALANCED, MIXED_DEVICES
-from memsize.model.input_tensors import inputs_from_data
-from memsize.model.meta_copy import meta_copy
 from memsize.tracing.run import Setup
 from memsize.workloads import Forward
+from tests.models import inputs_from_data, meta_copy
 from tests.records import totals, visible
 
 Compute = Callable[..., Any]

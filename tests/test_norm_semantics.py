@@ -15,9 +15,8 @@ import memsize
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.cuda.kernel_choice import takes_cudnn
-from memsize.tracing.dispatch import MetaDispatchMode
-from memsize.tracing.ledger import Ledger
 from tests.kernels import kernel_temporaries
+from tests.models import Ledger, MetaDispatchMode
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HAS_CUDNN = torch.backends.cudnn.version() is not None

@@ -13,9 +13,9 @@ import pytest
 import memsize
 from memsize import Generation
 from memsize.analysis.generation import generator as generators
-from memsize.device.cards import card
 from memsize.errors import InputError
 from memsize.workloads.caches import on_gpu_with_host
+from tests.gpus import card
 from tests.test_generation import HEAD, SMALL, T5, WINDOW, generator_of, traced_whole
 
 pytest.importorskip("transformers")

@@ -17,7 +17,6 @@ from torch import nn
 
 import memsize
 from memsize import Finding, Report
-from memsize.analysis.timeline import timeline
 from memsize.documents.sections import Bars, Limit, Part
 from memsize.records.answer import Renderable
 from memsize.render import render
@@ -27,6 +26,7 @@ from memsize.units import UNITS, format_bytes
 from memsize.version import VERSION
 from tests import records
 from tests.browser import Opened, browser, wait_until
+from tests.gpus import timeline
 from tests.records import Label, Moment
 from tests.test_program_document import program
 from tests.test_timeline import two_steps

@@ -16,8 +16,6 @@ from memsize import Parallel, Trace, World
 from memsize.analysis.findings.fit import FitEvidence, gpus_needed
 from memsize.analysis.fit.fit_rows import likely_size
 from memsize.cli import run
-from memsize.device.budget import budget_of, spread_over
-from memsize.device.cards import card
 from memsize.documents import document
 from memsize.documents.fit import overview_table, size_bars
 from memsize.documents.sections import Table
@@ -26,6 +24,7 @@ from memsize.ranks.strategies import blocks_of
 from memsize.spec.parallel import on_each, parse_parallel
 from memsize.units import MiB, format_bytes
 from tests.conftest import Python, Write
+from tests.gpus import budget_of, card, spread_over
 from tests.records import FitRow
 from tests.test_ranks import BLOCK, IDS, LAYERS, PARAMETERS, WIDTH, Block, Model, at_the_end, most
 

@@ -17,7 +17,6 @@ from hypothesis import given, strategies as st
 
 from memsize import CheckpointReport, Finding, cli
 from memsize.analysis.saved_runs import load
-from memsize.analysis.timeline import timeline
 from memsize.checkpoints import read
 from memsize.cli import run
 from memsize.cli.progress import Progress
@@ -29,6 +28,7 @@ from memsize.render import FORMATS, render
 from memsize.render.csv import draw as draw_csv
 from tests import records
 from tests.checkpoints import text, write_zip
+from tests.gpus import timeline
 from tests.pages import content
 from tests.records import FlatTable
 

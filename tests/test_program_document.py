@@ -13,14 +13,13 @@ import pytest
 
 from memsize import ProgramRun, Trace
 from memsize.analysis.findings.program import RULES
-from memsize.analysis.timeline import timeline
-from memsize.device.cards import card
 from memsize.documents import document
 from memsize.documents.sections import Findings
 from memsize.known_values.assumptions import UNCOMPILED
 from memsize.records.trace import Event, Storage
 from memsize.render import render
 from tests import records
+from tests.gpus import card, timeline
 from tests.pages import check_golden as check
 from tests.records import (
     Assumed,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import memsize
-from memsize.model.stored import stored_tensors
+from tests.models import stored_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

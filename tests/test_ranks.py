@@ -20,9 +20,7 @@ import memsize
 from memsize import AllocatorConfig, ProgramRun, Trace, World
 from memsize.analysis.findings.unfinished_runs import out_of_memory
 from memsize.analysis.program import run_program
-from memsize.analysis.timeline import timeline
 from memsize.cli import run
-from memsize.device.cards import card
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.known_values.assumptions import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
 from memsize.processes.workers import can_fork
@@ -31,6 +29,7 @@ from memsize.ranks.store import LonelyStore
 from memsize.render import render
 from memsize.units import MiB, format_bytes
 from memsize.virtual.host_memory import HostMemory
+from tests.gpus import card, timeline
 from tests.ranks import (
     BLOCK,
     LAYERS,

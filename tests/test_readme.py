@@ -37,9 +37,8 @@ from memsize.cli.working import Session
 from memsize.documents.report import layer_table
 from memsize.records.trace import Role
 from memsize.render import render
-from memsize.spec.scenario import DEFAULT, SCENARIOS
 from tests.conftest import ROOT
-from tests.models import Toy
+from tests.models import DEFAULT, SCENARIOS, Toy
 from tests.records import COLUMNS
 from tests.test_render import REPORTS
 

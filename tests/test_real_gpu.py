@@ -14,7 +14,7 @@ from memsize import AllocatorConfig
 from memsize.analysis.program import run_program
 from memsize.analysis.real_gpu import needs_gpu
 from memsize.cli import run as command
-from memsize.device.cards import card
+from tests.gpus import card
 from tests.records import NeedsGpu
 
 TRITON = """

@@ -14,7 +14,7 @@ from memsize.errors import ScenarioError
 from memsize.precision.layouts import Kernel
 from memsize.precision.quantized import run_as
 from memsize.precision.recipes import Recipe, apply_scenario, floating_dtype
-from memsize.spec.scenario import SCENARIOS
+from tests.models import SCENARIOS
 
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

@@ -28,9 +28,9 @@ from memsize.records.measurement import (
 )
 from memsize.records.trace import Event, StoredPart, StoredTensor
 from memsize.render.text import draw
-from memsize.spec.scenario import SCENARIOS
 from memsize.units import Bytes
 from tests import records
+from tests.models import SCENARIOS
 from tests.records import (
     FIXED,
     PER_PARAMETER,

@@ -18,14 +18,12 @@ import memsize
 from memsize import AllocatorConfig, ProgramRun, Trace
 from memsize.analysis.findings.unfinished_runs import lagging
 from memsize.analysis.program import program_run
-from memsize.analysis.timeline import timeline
-from memsize.device.cards import card
-from memsize.device.replay import replay
 from memsize.documents import document
 from memsize.records.trace import DeferredFree
-from memsize.tracing.ledger import Workspaces
 from memsize.virtual.stream_order import StreamOrder
 from memsize.workloads.program import Program
+from tests.gpus import card, replay, timeline
+from tests.models import Workspaces
 from tests.ranks import Model, flat
 from tests.records import RecordStreamCost
 

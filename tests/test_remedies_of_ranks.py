@@ -13,9 +13,9 @@ from memsize.analysis.fit.remedy_trials import remedies_of
 from memsize.analysis.fit.run_cache import RunVariant
 from memsize.analysis.fit.step_remedies import STEP_REMEDIES, more_gpus
 from memsize.analysis.remedies import NotApplicable
-from memsize.device.cards import card
 from memsize.spec.parallel import parse_parallel
-from memsize.spec.scenario import SCENARIOS
+from tests.gpus import card
+from tests.models import SCENARIOS
 from tests.ranks import Block
 
 MiB = 1 << 20

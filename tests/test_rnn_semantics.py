@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.kernels.rnn import Batch, Net, reserve_bytes, weight_elements
-from memsize.tracing.dispatch import MetaDispatchMode
+from tests.models import MetaDispatchMode
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MODES = {"relu": 0, "tanh": 1, "lstm": 2, "gru": 3}

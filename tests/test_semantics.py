@@ -21,9 +21,9 @@ from memsize.cuda.autocast import autocast_region
 from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.kernels.semantics import current
 from memsize.torch_internals.dispatch_key import KEY, suspended
-from memsize.tracing.ledger import Ledger
 from tests.conftest import Python
 from tests.kernels import kernel_temporaries
+from tests.models import Ledger
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 WEIGHTS = 2 * (300 * 3 * 9 + 500 * 300 * 9 + 1000 * 500 * 9 + 3_364_000)  # copies of the weights, biases apart

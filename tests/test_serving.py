@@ -17,11 +17,10 @@ from memsize import Serving
 from memsize.analysis.serving.kv_blocks import FULL, SLIDING, block_layout
 from memsize.analysis.serving.server import LEAST_OUTSIDE
 from memsize.cli import run
-from memsize.device.cards import card
-from memsize.device.cuda_libraries import context
 from memsize.errors import InputError, UnknownInputError
 from memsize.units import GiB, MiB
 from memsize.workloads.caches import CachedLayer
+from tests.gpus import card, context
 from tests.records import Concurrency, Interval
 
 pytest.importorskip("transformers")

@@ -18,9 +18,9 @@ from memsize.kernels.reductions import reduced_shape
 from memsize.kernels.registry import SPARSE_RULES, SPARSE_TABLE, TABLE, shape_rule, sparse_rule
 from memsize.torch_internals.meta import MetaMemo
 from memsize.torch_internals.sparse_tensors import in_coordinates
-from memsize.tracing.dispatch import MetaDispatchMode
 from tests.conftest import Python
 from tests.kernels import kernel_temporaries
+from tests.models import MetaDispatchMode
 
 Tensor = torch.Tensor
 META = torch.device("meta")

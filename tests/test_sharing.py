@@ -17,16 +17,12 @@ from memsize.analysis.report import ReportBuilder
 from memsize.analysis.runner import Runner
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.known_values.values import constant_of
-from memsize.model.input_tensors import inputs_from_data
-from memsize.model.meta_copy import MetaCopier, in_mode, meta_copy
-from memsize.model.stored import stored_tensors
 from memsize.precision.recipes import apply_scenario
-from memsize.spec.scenario import SCENARIOS
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup
 from memsize.workloads import Forward, kept_for_backward
 from tests import test_torchinfo_cases as structures
-from tests.models import Small, Tied
+from tests.models import SCENARIOS, MetaCopier, Small, Tied, in_mode, inputs_from_data, meta_copy, stored_tensors
 from tests.records import totals
 
 ROW, IMAGE, IDS = torch.zeros(4, 8), torch.zeros(2, 3, 32, 32), torch.zeros(1, 6, dtype=torch.int64)

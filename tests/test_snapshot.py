@@ -15,9 +15,8 @@ from hypothesis import given, strategies as st
 
 import memsize
 from memsize import AllocatorConfig, StepTrace, Trace
-from memsize.analysis.timeline import pickled, snapshot
 from memsize.api import trace as trace_step
-from memsize.device.replay import replay
+from tests.gpus import pickled, replay, snapshot
 from tests.test_timeline import MiB, empty, inference, traces, two_steps
 
 CONFIGS = {

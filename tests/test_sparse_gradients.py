@@ -20,9 +20,8 @@ from memsize.kernels import rules
 from memsize.kernels.registry import TEMPORARIES
 from memsize.known_values.assumptions import ALL_DISTINCT, ALL_SELECTED
 from memsize.torch_internals.sparse_tensors import in_coordinates, zeros_in_coordinates
-from memsize.tracing.dispatch import MetaDispatchMode
-from memsize.tracing.ledger import Ledger
 from tests.kernels import kernel_temporaries
+from tests.models import Ledger, MetaDispatchMode
 
 aten = torch.ops.aten
 ROWS, WIDTH = 1000, 64

@@ -12,10 +12,9 @@ from torch import nn
 import memsize
 from memsize import AllocatorConfig, Stack, Trace
 from memsize.cli import run
-from memsize.device.budget import budgets
-from memsize.device.cuda_libraries import EAGER, LAZY, cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import InputError
 from memsize.spec.stack import INSTALLED, NEWEST, OLDEST
+from tests.gpus import EAGER, LAZY, budgets, cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from tests.test_ranks import most
 
 MiB = 1 << 20

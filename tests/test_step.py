@@ -19,18 +19,14 @@ from torch.utils.checkpoint import checkpoint
 import memsize
 from memsize import Trace, Training
 from memsize.analysis.runner import Runner
-from memsize.device.gpu_estimate import estimate_gpu
-from memsize.device.replay import replay
-from memsize.model.input_tensors import inputs_from_data
-from memsize.model.meta_copy import meta_copy
 from memsize.records.trace import Event, Storage
-from memsize.spec.scenario import SCENARIOS
-from memsize.spec.training import OPTIMIZERS as NAMED, parse_optimizer
 from memsize.tracing.run import Run, Setup
 from memsize.workloads import Inference
 from memsize.workloads.training import OwnLoop, TrainingSteps
 from tests import models
 from tests.conftest import Python
+from tests.gpus import estimate_gpu, replay
+from tests.models import OPTIMIZERS as NAMED, SCENARIOS, inputs_from_data, meta_copy, parse_optimizer
 from tests.records import alive, live_bytes, peak
 
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from memsize.model.stored import stored_tensors
-from memsize.model.tensor_storage import storage_key, tensor_bytes, wrapper_name
 from memsize.records.trace import StoredTensor
+from tests.models import storage_key, stored_tensors, tensor_bytes, wrapper_name
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),

@@ -16,7 +16,6 @@ import memsize
 from memsize import Sweep
 from memsize.analysis.findings.sweep import RULES
 from memsize.cli import run
-from memsize.device.cards import card
 from memsize.documents.sweep import cell_table
 from memsize.errors import OutputError, TargetError
 from memsize.loading.loader import targets_of
@@ -25,6 +24,7 @@ from memsize.records.results_file import results_file
 from memsize.render import FORMATS, render
 from memsize.spec.sweep import grid_of
 from memsize.units import GiB, MiB
+from tests.gpus import card
 from tests.pages import check_golden
 from tests.records import Interval, Outcome, SweepRow
 

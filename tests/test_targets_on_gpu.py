@@ -15,9 +15,9 @@ from torch import nn
 import memsize
 from memsize import AllocatorConfig
 from memsize.cli import run as command
-from memsize.device.cards import card
-from memsize.tracing.ledger import Workspaces
 from memsize.workloads.program import Program
+from tests.gpus import card
+from tests.models import Workspaces
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 

@@ -19,15 +19,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from memsize import AllocatorConfig, StepTrace, Timeline, Trace
-from memsize.analysis.timeline import timeline
 from memsize.api import trace as trace_step
 from memsize.cli import run
-from memsize.device.cards import card
-from memsize.device.replay import replay
 from memsize.errors import InputError
 from memsize.records.trace import Event, Storage
 from memsize.render import FORMATS, plot, render
 from tests import records
+from tests.gpus import card, replay, timeline
 from tests.pages import Tags, check_golden as check, check_page
 from tests.records import (
     ROLES,

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import memsize
-from memsize.model.meta_copy import meta_copy
+from tests.models import meta_copy
 
 
 def net() -> nn.Module:

@@ -14,13 +14,11 @@ import memsize
 from memsize import Trace
 from memsize.errors import ForwardError
 from memsize.kernels import registry
-from memsize.model.input_tensors import inputs_from_data
-from memsize.model.meta_copy import meta_copy
-from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Setup
 from memsize.tracing.saved_tensors import saving
 from memsize.workloads import Forward
 from tests import models
+from tests.models import Ledger, inputs_from_data, meta_copy
 from tests.records import live_bytes, split_phase, totals, visible
 
 ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {

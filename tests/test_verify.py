@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize import Training, Verification
-from memsize.analysis.timeline import snapshot
 from memsize.analysis.verify import cuda_memory
 from memsize.analysis.verify.cuda_memory import AllocationEvent, CudaMemory, allocation_events
 from memsize.analysis.verify.measure import OpSpan, located, measure
@@ -37,7 +36,6 @@ from memsize.errors import InputError, OutputError, ScenarioError
 from memsize.kernels.cudnn.library import Convolution
 from memsize.kernels.cudnn.workspaces import Plans
 from memsize.loading.weightless import Weightless
-from memsize.model.input_tensors import inputs_from_data, inputs_from_specs
 from memsize.model.materialize import executable, materialize
 from memsize.records.measurement import (
     NO_LOCATION,
@@ -56,9 +54,10 @@ from memsize.records.measurement import (
 )
 from memsize.render import FORMATS, render
 from memsize.spec.inputs import parse_inputs
-from memsize.spec.scenario import scenario_named
 from tests import records
 from tests.conftest import Python
+from tests.gpus import snapshot
+from tests.models import inputs_from_data, inputs_from_specs, scenario_named
 from tests.pages import check_golden as check
 from tests.records import AllocationDifference, Interval, Prediction, VerifiedRun, off_by, read_measurements
 from tests.standin import CONTEXT, STACK, StandIn

@@ -27,18 +27,16 @@ import memsize
 from memsize import AllocatorConfig, ProgramRun, Trace, World
 from memsize.analysis.program import program_run, run_program
 from memsize.cli import run as command
-from memsize.device.cards import card
-from memsize.device.replay import replay
 from memsize.documents import document
 from memsize.documents.sections import Table
 from memsize.errors import ForwardError, InputError
 from memsize.known_values.assumptions import ALL_DISTINCT
 from memsize.records.trace import Event
-from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.units import format_bytes
 from memsize.workloads.program import Program
 from tests.conftest import Python
-from tests.models import Small
+from tests.gpus import card, replay
+from tests.models import Ledger, Small, Workspaces
 from tests.records import Holder, Interval, KeptGradients, WentOn, split_phase
 
 MiB = 2**20

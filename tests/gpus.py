@@ -1,0 +1,29 @@
+"""GPUs, and what the caching allocator makes of a run on one: for tests of everything that is about them."""
+
+from __future__ import annotations
+
+from memsize.analysis.timeline import pickled as pickled, snapshot as snapshot, timeline as timeline
+from memsize.device.allocation_events import (
+    flow_of as flow_of,
+    is_estimated as is_estimated,
+    requests as requests,
+    variants as variants,
+)
+from memsize.device.budget import budget_of as budget_of, budgets as budgets, spread_over as spread_over
+from memsize.device.cards import CARDS as CARDS, card as card
+from memsize.device.cuda_libraries import (
+    EAGER as EAGER,
+    LAZY as LAZY,
+    context as context,
+    cublas_workspace as cublas_workspace,
+    cublaslt_workspace as cublaslt_workspace,
+    keeps_cublaslt_workspace as keeps_cublaslt_workspace,
+    torch_release as torch_release,
+)
+from memsize.device.gpu_estimate import estimate_gpu as estimate_gpu
+from memsize.device.replay import (
+    OMITTED as OMITTED,
+    BoundedReplay as BoundedReplay,
+    replay as replay,
+    replay_within as replay_within,
+)
