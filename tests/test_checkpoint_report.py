@@ -108,6 +108,56 @@ def test_shared_tensors_count_once() -> None:
     assert (part.tensors, part.elements, part.bytes) == (2, 4, 16)
 
 
+class Children(nn.Module):
+    """A module of one float32 weight, 4 bytes, and children by name."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for child in self.children():
+            x = child(x)
+        return x * self.weight
+
+
+TELLING = "head encoder net model module optimizer loss_net lr stats state param_groups 0".split()
+"""Names that would tell a part of a training checkpoint: as children of a module they tell nothing."""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("names", [["stem", "head"], TELLING])
+def test_the_names_of_children_do_not_part_a_module(tmp_path: Path, names: list[str], nested: bool) -> None:
+    model, path = Children(**{name: Children() for name in names}), tmp_path / "a.pt"
+    if nested:
+        model = Children(stem=model)
+    # Each module has a weight of 4 bytes.
+    size = 4 * len(list(model.modules()))
+    for saved, root in ((model, ""), ({"model": model}, "model"), ({"anything": model, "epoch": 3}, "anything")):
+        torch.save(saved, path)
+        part = CheckpointReport(read(path)).breakdown.parts
+        assert [(group.kind, group.name, group.bytes) for group in part] == [("model", root, size)]
+    torch.jit.save(torch.jit.trace(model, torch.zeros(1)), path)
+    assert [(group.kind, group.bytes) for group in Breakdown(read(path)).parts] == [("model", size)]
+
+
+def test_modules_beside_each_other_are_models(tmp_path: Path) -> None:
+    # Every part is a state dict, or a module, of 4 bytes but for the queue, of 8: only that is no module's.
+    queue = {"queue": [torch.zeros(2)]}
+    for part in (Children(), Children().state_dict()):
+        torch.save({"projector": part, "head": part, "ema": Children().state_dict()} | queue, tmp_path / "a.pt")
+        kinds = [(group.kind, group.name) for group in Breakdown(read(tmp_path / "a.pt")).parts]
+        assert kinds == [("model", "projector, head"), ("EMA", "ema"), ("other", "queue")]
+
+
+def test_a_traced_module_has_the_names_of_its_state_dict(tmp_path: Path) -> None:
+    torch.save(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))), tmp_path / "a.pt")
+    assert [tensor.name for tensor in read(tmp_path / "a.pt").tensors] == ["0.weight", "0.bias"]
+
+
 # Modules
 
 

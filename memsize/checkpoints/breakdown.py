@@ -1,7 +1,8 @@
 """The parts of a checkpoint: the model, its EMA copy, the optimizer's state, and other things a training run saves.
 
-A part is recognised by the entries of a dictionary (an optimizer's has ``state`` and ``param_groups``), or else by its
-usual keys. A file without dictionaries (safetensors, GGUF, a bare ``state_dict``) is a model.
+A part is recognised by what it is (a module or its state dict; a dictionary with an optimizer's ``state`` and
+``param_groups``), or else by its usual keys. The names of a module's children say nothing: ``head`` may be a small one
+of many. A file without dictionaries (safetensors, GGUF, a bare ``state_dict``) is a model.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Breakdown:
         marks = {mark.keys: mark.kind for mark in self.contents.marks}
         containers = {tensor.keys[:-1] for tensor in self.contents.tensors}
         heads = {keys[0] for keys in containers if keys and not _PACKED.search(keys[0])}
-        named = any(_kind_of(head) == "model" for head in heads)
+        named = "model" in {*marks.values(), *map(_kind_of, heads)}
         memo: dict[tuple[str, ...], Part] = {}
         parts = []
         for tensor in self.contents.tensors:
@@ -194,12 +195,13 @@ def _kind_of(key: str) -> PartKind | None:
 
 def _part_at_top(tensor: Tensor, heads: set[str], marks: Mapping[tuple[str, ...], PartKind]) -> Part:
     """The part of a tensor at the top level: a model's own, or one beside the dictionaries of a training checkpoint."""
-    if () in marks:
-        return Part(marks[()], 0)
+    whole = marks.get(())
+    if whole is not None and whole != "model":
+        return Part(whole, 0)
     head, dot, _ = tensor.name.partition(".")
     if dot and _FLAT_EMA.match(head):
         return Part("EMA", 0)
-    beside = bool(heads) and not dot
+    beside = bool(heads) and not dot and whole is None
     return Part("other" if beside else "model", 0)
 
 
@@ -208,8 +210,11 @@ def _part_below(
 ) -> Part:
     """The part of the tensors under `keys`. `named`: some part of the file is called a model."""
     for length in range(len(keys), -1, -1):
-        if keys[:length] in marks:
-            return Part(marks[keys[:length]], length)
+        kind = marks.get(keys[:length])
+        if kind == "model":
+            return _part_of_module(keys, length)
+        if kind is not None:
+            return Part(kind, length)
     if _PACKED.search(keys[0]):
         return Part("model", 0)
     kinds = [_kind_of(key) for key in keys[:2]]
@@ -223,3 +228,11 @@ def _part_below(
     if wrapper == "numpy array" or named or (len(keys) > 1 and keys[1].isdecimal()):
         return Part("other", 1)
     return Part("model", 1)
+
+
+def _part_of_module(keys: tuple[str, ...], root: int) -> Part:
+    """The part of a tensor in the module under the first `root` of `keys`: a model, unless these say otherwise."""
+    if len(keys) > root and _FLAT_EMA.match(keys[root]):
+        return Part("EMA", root)
+    kinds = (_kind_of(key) or "model" for key in keys[: min(root, 2)])
+    return Part(next((kind for kind in kinds if kind != "model"), "model"), root)

@@ -49,10 +49,12 @@ class StorageValue(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Dict:
     """A dictionary of any kind. `flat` has a key, its value, the next key, and so on: in the order in which they were
-    set, and without hashing keys, which a pickle could make collide.
+    set, and without hashing keys, which a pickle could make collide. `of_module`: a module's state dict, or one of the
+    dictionaries in which a module keeps its parameters, buffers and children.
     """
 
     flat: list[Any] = field(default_factory=list)
+    of_module: bool = False
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.flat += (key, value)
@@ -242,6 +244,11 @@ def _wrapper(args: Args) -> Composite:
     return Composite(_short(args[0]), [])
 
 
+def _graph_module(args: Args) -> Object:
+    """``reduce_graph_module(attributes, imports)``: a module that torch.fx traced, without its graph."""
+    return Object(Global("torch.fx.GraphModule"), states=[args[0]])
+
+
 def _moved(args: Args) -> Any:
     """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``: kept as the source tensor."""
     return args[0]
@@ -313,6 +320,7 @@ _RULES: dict[str, Callable[[Args], Any]] = {
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _moved,
     "torch._utils._rebuild_xla_tensor": _moved,
     "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch.fx.graph_module.reduce_graph_module": _graph_module,
     "torch.nn.parameter.Parameter": _first,
     "torch.serialization._get_layout": _first,
     "torch.Size": _items,

@@ -24,7 +24,8 @@ Keys = tuple[str, ...]
 Locate = Callable[[StorageValue | Blob], int]
 """Gives the index of a storage; raises `CheckpointError` when the file lacks it."""
 
-_MODULE = ("_parameters", "_buffers", "_modules")
+_OF_MODULE = ("_parameters", "_buffers", "_modules")
+"""The attributes of a module that hold its ``state_dict()``."""
 _OPTIMIZER = frozenset(("state", "param_groups"))
 _SCHEDULERS = (frozenset(("last_epoch", "_step_count")), frozenset(("last_epoch", "base_lrs")))
 _SCALER = frozenset(("scale", "growth_factor"))
@@ -37,8 +38,16 @@ class PickleContents:
     pieces: list[Piece] = field(default_factory=list)
     values: list[tuple[str, str]] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+    _last_model: Keys | None = None
     module: str | None = None
     """The class of a module that was pickled whole, if there is one."""
+
+    def mark_module(self, keys: Keys) -> None:
+        """Mark a module, whole or its state dict, as a model; a module within another belongs to that one."""
+        # Children are walked before what follows their parent: only the last model can hold this one.
+        if self._last_model is None or keys[: len(self._last_model)] != self._last_model:
+            self.marks.append(Mark(keys, "model"))
+            self._last_model = keys
 
 
 class _Step(NamedTuple):
@@ -94,7 +103,7 @@ def _describe(root: Any, contents: PickleContents) -> None:
     marks = {mark.keys: mark.kind for mark in contents.marks}
     for key, value in list(_entries(root).items())[:MOST_VALUES_SHOWN]:
         if key not in heads and isinstance(value, _CONTAINERS):
-            kind = f"{marks[(key,)]} state" if (key,) in marks else _shape_of(value)
+            kind = f"{marks[(key,)]} state" if marks.get((key,), "model") != "model" else _shape_of(value)
             contents.values.append((key, f"{kind}, among the pickled objects"))
 
 
@@ -115,7 +124,7 @@ def _inner(step: _Step, contents: PickleContents) -> Iterator[_Step]:
     value = step.value
     if isinstance(value, Dict):
         entries = _entries(value)
-        _mark(step.keys, entries, contents)
+        _mark(step.keys, value, entries, contents)
         for key, item in entries.items():
             if not step.keys or isinstance(item, _HOLDERS):
                 yield _Step((*step.keys, key), item, step.wrapper, step.trainable)
@@ -156,8 +165,11 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | Global)
 
 
-def _mark(keys: Keys, entries: dict[str, Any], contents: PickleContents) -> None:
-    """Mark a dictionary that is recognised by its entries, such as an optimizer's."""
+def _mark(keys: Keys, value: Dict, entries: dict[str, Any], contents: PickleContents) -> None:
+    """Mark a dictionary that is recognised by its entries, such as an optimizer's, or as a module's state dict."""
+    if value.of_module:
+        contents.mark_module(keys)
+        return
     names = entries.keys()
     kind: PartKind | None = None
     if names >= _OPTIMIZER:
@@ -176,15 +188,13 @@ def _of_object(step: _Step, value: Object, contents: PickleContents) -> Iterator
     if array is not None:
         yield _Step(step.keys, array, "numpy array")
         return
-    states = [state for state in value.states if state is not None]
-    for state in states:
-        if isinstance(state, Dict):
-            entries = _entries(state)
-            if all(name in entries for name in _MODULE):
-                contents.module = contents.module or str(value.callee)
-                yield from _of_module(step, entries)
-                continue
-        yield _Step(step.keys, state, step.wrapper, step.trainable)
+    for state in value.states:
+        entries = _entries(state) if isinstance(state, Dict) else {}
+        if all(name in entries for name in _OF_MODULE):
+            contents.module = contents.module or str(value.callee)
+            yield from _of_module(step, entries)
+        elif state is not None:
+            yield _Step(step.keys, state, step.wrapper, step.trainable)
     if value.args:
         yield _Step(step.keys, value.args[0] if len(value.args) == 1 else value.args, step.wrapper, step.trainable)
     if value.items:
@@ -192,10 +202,13 @@ def _of_object(step: _Step, value: Object, contents: PickleContents) -> Iterator
 
 
 def _of_module(step: _Step, entries: dict[str, Any]) -> Iterator[_Step]:
-    for name in _MODULE:
-        yield _Step(step.keys, entries[name])
+    for name in _OF_MODULE:
+        value = entries[name]
+        if isinstance(value, Dict):
+            value.of_module = True
+        yield _Step(step.keys, value)
     for name, item in entries.items():
-        if name not in _MODULE and isinstance(item, _HOLDERS) and item not in ((), []):
+        if name not in _OF_MODULE and isinstance(item, _HOLDERS) and item not in ((), []):
             yield _Step((*step.keys, name), item)
 
 

@@ -16,7 +16,7 @@ import zlib
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from memsize.checkpoints.contents import Contents, Storage, Use
+from memsize.checkpoints.contents import Contents, Mark, Storage, Use
 from memsize.checkpoints.dtypes import BITS
 from memsize.checkpoints.pickle_names import is_allowed
 from memsize.checkpoints.pickle_values import Blob, Dict, StorageValue
@@ -58,6 +58,8 @@ def read_zip(source: Source) -> Contents:
         mentioned |= _read_pickle(source, pickles[name], index, _PICKLES[name], contents)
         if name == "constants.pkl":
             del contents.values[noted:]
+    if "constants.pkl" in pickles:
+        contents.marks = [Mark((), "model")]
     index.measure_arrays(contents.pieces, claims)
     for record in pickles.values():
         claims.claim_around(record.offset, record.packed, "pickle", index.holes)

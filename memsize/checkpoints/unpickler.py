@@ -220,12 +220,17 @@ class Unpickler(pickle._Unpickler):
         self.call(callee, (*args, keywords))
 
     def load_build(self) -> None:
-        """BUILD: give an object its state. What a tensor or a dictionary gets is its attributes: not kept."""
+        """BUILD: give an object its state. What a tensor or a dictionary gets is its attributes: not kept.
+
+        A dictionary whose attribute is the versions of modules is the state dict of one.
+        """
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Object):
             target.states.append(state)
         elif isinstance(target, Composite):
             target.inner.append(("", state))
+        elif isinstance(target, Dict) and isinstance(state, Dict):
+            target.of_module = state.flat[:1] == ["_metadata"]
 
     # Plain values
 
