@@ -2148,3 +2148,70 @@ def test_lazy_modules_are_moved_before_they_know_their_sizes(tmp_path: Path) -> 
         held[storage.role] += storage.bytes
     assert held["parameter"] == 4 * (10 * 12 + 10 + 2 * 3)
     assert held["buffer"] == 4 * 2 * 3 + 8
+
+
+def _phases_of(run: ProgramRun) -> dict[str | None, list[str]]:
+    """The phases in which each line allocates, in order."""
+    phases: dict[str | None, list[str]] = {}
+    for event in run.trace.events:
+        here = phases.setdefault(run.trace.line_of(event.storage), [])
+        phase = run.trace.phases[event.phase]
+        if event.delta > 0 and phase not in here:
+            here.append(phase)
+    return phases
+
+
+def test_a_loss_and_clipping_after_a_reference_models_forward_are_training(tmp_path: Path) -> None:
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        from torch import nn
+        policy, reference = nn.Linear(512, 512).cuda(), nn.Linear(512, 512).cuda()
+        optimizer = torch.optim.SGD(policy.parameters())
+        for step in range(2):
+            x = torch.ones(512, 512, device="cuda")
+            answers = policy(x)
+            with torch.no_grad():
+                wanted = reference(x)
+                margin = wanted * 2
+            loss = (answers - wanted).square()
+            loss.mean().backward()
+            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            scaled = policy.weight.grad * 2
+            optimizer.step()
+        """,
+    )
+    assert error is None
+    phases = _phases_of(found)
+    assert phases["train.py:8"] == ["forward 1", "forward 2"]
+    assert phases["train.py:10"] == phases["train.py:11"] == ["evaluation 1", "evaluation 2"]
+    assert phases["train.py:12"] == ["step 1", "step 2"]
+    assert phases["train.py:15"] == ["step 1", "step 2"]
+
+
+@pytest.mark.parametrize("loss", ["(y - 1).square().mean()", "torch.nn.MSELoss()(y, torch.ones_like(y))"])
+def test_a_program_without_modules_has_forwards_too(tmp_path: Path, loss: str) -> None:
+    """Its first forward is no part of the setup; the update and the check after it are no part of a forward."""
+    found, error = ran(
+        tmp_path,
+        f"""
+        import torch
+        weights = [torch.randn(512, 512, device="cuda", requires_grad=True) for _ in range(2)]
+        optimizer = torch.optim.SGD(weights, lr=0.1)
+        x = torch.ones(512, 512, device="cuda")
+        for step in range(9):
+            hidden = (x @ weights[0]).relu()
+            y = hidden @ weights[1]
+            {loss}.backward()
+            norms = [weight.grad * 2 for weight in weights]
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    )
+    assert error is None and found.stopped and found.steps == 3
+    phases, forwards = _phases_of(found), ["forward 1", "forward 2", "forward 3"]
+    assert phases["train.py:3"] == phases["train.py:5"] == ["setup"]
+    assert phases["train.py:7"] == phases["train.py:8"] == forwards
+    assert phases["train.py:9"] == [f"{name} {step}" for step in (1, 2, 3) for name in ("forward", "backward")]
+    assert phases["train.py:10"] == ["step 1", "step 2", "step 3"]

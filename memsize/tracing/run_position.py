@@ -119,6 +119,10 @@ class RunPosition:
             self.phase, self.layer, self._depth = self._outside
             self._outside = None
 
+    def _phase_after_backward(self) -> int:
+        """Return the phase in which the code goes on that starts a backward now."""
+        return self.phase
+
     def tick(self) -> None:
         """An op is about to run."""
         raise_waiting()
@@ -127,7 +131,7 @@ class RunPosition:
                 self._settle()
             return
         if self._outside is None:
-            self._outside = (self.phase, self.layer, self._depth)
+            self._outside = (self._phase_after_backward(), self.layer, self._depth)
             self.phase = self.index("backward")
         if self._depth == self._outside[2]:
             # A module that runs inside of where backward began is recomputed by a checkpoint.

@@ -33,13 +33,15 @@ from memsize.ranks.collectives import (
     waits,
 )
 from memsize.ranks.peer_checks import check_devices, check_layouts, check_ranks
+from memsize.records.aggregates import split_phase
 from memsize.records.roles import Role
+from memsize.records.timeline import AROUND
 from memsize.records.trace import Storage
 from memsize.records.world import Collective, CollectiveKind
 from memsize.torch_internals.jit_tracing import is_tracing, record_as, record_convolution, untraced
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import arguments_in
-from memsize.tracing.dispatch import has_own_dispatch
+from memsize.tracing.dispatch import DETACH, has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.run_position import RunPosition
 from memsize.virtual.custom_ops import backend_of, needs_gpu, replaced_note
@@ -78,7 +80,15 @@ def below_autograd() -> bool:
     return _thread.depth > 0
 
 
-class _ClockBeside(RunPosition):
+class _ProgramPosition(RunPosition):
+    """Where a program is: code after a backward is neither evaluation nor a forward, whatever came before."""
+
+    def _phase_after_backward(self) -> int:
+        name, _ = split_phase(self.phases[self.phase])
+        return self.index(AROUND) if self.layer < 0 and name in ("forward", "evaluation") else self.phase
+
+
+class _ClockBeside(_ProgramPosition):
     """The clock of one more thread: it is in the step and phase that the `main` one shows, unless it opens its own."""
 
     def __init__(self, main: RunPosition) -> None:
@@ -134,7 +144,10 @@ class VirtualLedger(Ledger):
         """The op that is defined in Python and running."""
         self._in_pytorch = False
         self._elsewhere: dict[int, torch.UntypedStorage] = {}
+        self.differentiated: Callable[[], None] = lambda: None
+        """Called before each op outside of modules that autograd records."""
         super().__init__("meta", workspaces)
+        self.clock = _ProgramPosition()
         self.evaluator.lenient = True
         self._observer = observer
 
@@ -224,6 +237,8 @@ class VirtualLedger(Ledger):
             result = self._on_other(gpu, func, args, kwargs)
             return self.host_memory.pin(result) if pins and gpu == HOST else result
         with self._turn:
+            if func is not DETACH and torch.is_grad_enabled() and _any_requires_grad(args) and not self.clock.inside:
+                self.differentiated()
             _thread.depth += 1
             try:
                 for tensor in taken_to_gpu(args) if device is None else ():
@@ -510,6 +525,11 @@ def _with_numbers_as_tensors(func: Any, args: Any) -> Any:
         torch.scalar_tensor(value, dtype=_NUMBERS[kind], device=_CPU) if is_tensor and kind in _NUMBERS else value
         for value, kind, is_tensor in zip(args, kinds, wanted, strict=False)
     )
+
+
+def _any_requires_grad(args: Iterable[Any]) -> bool:
+    """Whether autograd records an op with these arguments: one on the GPU requires a gradient."""
+    return any(tensor.requires_grad and is_meta(tensor) for tensor in arguments_in(args))
 
 
 def _unpinned(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class ProgramCalls(ModuleCallRecorder):
     def __init__(self, ledger: VirtualLedger, before_forward: Callable[[], None]) -> None:
         super().__init__(None, ledger)
         ledger.counts = False
+        ledger.differentiated = self._differentiated
         self.roots: list[Root] = []
         self.root_of: list[int] = []
         self._ledger = ledger
@@ -149,11 +150,21 @@ class ProgramCalls(ModuleCallRecorder):
         return result
 
     def _turn_to(self, name: str) -> None:
-        """Count the code between two forwards as evaluation, or as the `step` around training."""
+        """Count the code after a forward as evaluation, or as the `step` around training."""
         clock = self.ledger.clock
         current, _ = split_phase(clock.phases[clock.phase])
-        if current != name and current in (AROUND, "evaluation"):
+        if current != name and current in (AROUND, "evaluation", "forward"):
             clock.phase = clock.index(name)
+
+    def _differentiated(self) -> None:
+        """Before an op outside of modules that autograd records: of a loss, or a forward without modules."""
+        clock = self.ledger.clock
+        current, _ = split_phase(clock.phases[clock.phase])
+        if current == "evaluation":
+            clock.phase = clock.index(AROUND)
+        elif current in ("setup", AROUND) and not any(root.has_weights for root in self.roots):
+            self._before_forward()
+            clock.phase = clock.index("forward")
 
     def _forget(self, root: Root) -> None:
         """Drop the calls of `root` that a forward without gradients recorded."""
