@@ -249,7 +249,7 @@ def test_parts_of_a_parameter_are_those_that_pytorch_makes(rows: int, ranks: int
     from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 
     whole = torch.arange(3.0 * rows).reshape(rows, 3)
-    parts, expected = _chunked(nullcontext)(whole, ranks, dim=0), _chunk_with_empty(whole, ranks, dim=0)
+    parts, expected = _chunked(nullcontext, None, whole, ranks, dim=0), _chunk_with_empty(whole, ranks, dim=0)
     assert len(parts) == len(expected) == ranks
     assert all(part.equal(other) and part.shape == other.shape for part, other in zip(parts, expected, strict=True))
 

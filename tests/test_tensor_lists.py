@@ -43,7 +43,7 @@ def asked(op: Any, *args: Any) -> tuple[Any, Any, list[int]]:
         return ORIGINAL(propagator, schema)
 
     whole = ORIGINAL(propagator, OpSchema(op, args, {}, schema_info=info))
-    return whole, each_once(counted)(propagator, OpSchema(op, args, {}, schema_info=info)), lengths
+    return whole, each_once(counted, propagator, OpSchema(op, args, {}, schema_info=info)), lengths
 
 
 def test_a_list_is_asked_about_without_its_repetitions(mesh: Any) -> None:

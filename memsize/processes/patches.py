@@ -131,6 +131,15 @@ class SuspendablePatches:
                 self.apply()
 
 
+def calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    """Return a replacement of `original`, which may be a method, that calls `function` with it before the arguments."""
+
+    def called(*args: Any, **options: Any) -> Any:
+        return function(original, *args, **options)
+
+    return called
+
+
 def assign(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, or delete it for `MISSING`, without turning a class into a sequence."""
     slots = item_slots(owner) if name == "__getitem__" else ()

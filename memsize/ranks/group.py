@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from memsize.errors import InputError
-from memsize.processes.patches import Patch, assign
+from memsize.processes.patches import Patch, assign, calling
 from memsize.records.world import World
 
 JOINED: Final = (
@@ -133,27 +134,19 @@ class Backends:
         if backend and isinstance(group, dist.ProcessGroup):
             self._parts[group] = dist.Backend(backend)
 
-    def of(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def of(self, original: Callable[..., Any], group: Any = None) -> Any:
         """Replace `get_backend`: return the requested backend. `original` checks that this rank is in the group."""
+        original(group)
+        return self._whole if group is None else self._parts.get(group, self._whole)
 
-        def get_backend(group: Any = None) -> Any:
-            original(group)
-            return self._whole if group is None else self._parts.get(group, self._whole)
-
-        return get_backend
-
-    def devices(self, original: Any) -> property:
-        """Return a property with the devices that a group's backend supports: the fake backend claims all devices."""
-
-        def device_types(group: Any) -> list[torch.device]:
-            backend = self._parts.get(group, self._whole)
-            if backend in (None, _UNNAMED) or (self._is_ours and group not in self._parts):
-                devices: list[torch.device] = original.__get__(group)
-                return devices
-            config: Any = dist.distributed_c10d.BackendConfig(backend)
-            return [torch.device(name) for name in config.get_device_backend_map()]
-
-        return property(device_types)
+    def devices(self, original: Any, group: Any) -> list[torch.device]:
+        """Return the devices that a group's backend supports: the fake backend claims all devices."""
+        backend = self._parts.get(group, self._whole)
+        if backend in (None, _UNNAMED) or (self._is_ours and group not in self._parts):
+            devices: list[torch.device] = original.__get__(group)
+            return devices
+        config: Any = dist.distributed_c10d.BackendConfig(backend)
+        return [torch.device(name) for name in config.get_device_backend_map()]
 
 
 class NoNCCL:
@@ -174,8 +167,9 @@ def replacements(world: World) -> Iterator[Patch]:
 
     group: Any = dist.distributed_c10d
     original, backends = group.init_process_group, Backends()
-    backend_of = backends.of(group.get_backend)
-    open_group = _without_backend(group.new_group, backends)
+    backend_of = calling(backends.of, group.get_backend)
+    open_group = calling(partial(_without_backend, backends), group.new_group)
+    device_types = calling(backends.devices, vars(dist.ProcessGroup)["_device_types"])
     default_store, own = group._get_default_store, list[LonelyStore]()
 
     def joined(
@@ -196,51 +190,47 @@ def replacements(world: World) -> Iterator[Patch]:
         if hasattr(owner, "new_group"):
             yield owner, "new_group", open_group
     for owner in (dist, group):
-        yield owner, "split_group", _splitting(open_group)
+        yield owner, "split_group", calling(_split_group, open_group)
         yield owner, "is_nccl_available", lambda: True
         if not hasattr(owner, "ProcessGroupNCCL"):
             yield owner, "ProcessGroupNCCL", NoNCCL
     waits = dist.Work.wait
     yield dist.Work, "wait", lambda work, timeout=None: waits(work)  # what is over is not waited for
-    yield dist.ProcessGroup, "_device_types", backends.devices(vars(dist.ProcessGroup)["_device_types"])
+    yield dist.ProcessGroup, "_device_types", property(device_types)
     # The group puts a prefix before the keys of its store, by which Python's own methods are not reached.
     yield group, "_get_default_store", lambda: own[0] if default_store() and own else default_store()
-    yield meshes.DeviceMesh, _STARTS, _within(world, getattr(meshes.DeviceMesh, _STARTS))
+    yield meshes.DeviceMesh, _STARTS, calling(partial(_within, world), getattr(meshes.DeviceMesh, _STARTS))
 
 
-def _within(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
-    def started(mesh: Any) -> Any:
-        shape = tuple(mesh.mesh.shape)
-        if math.prod(shape) > world.size:
-            sizes = " x ".join(map(str, shape))
-            raise InputError(
-                f"a mesh of {sizes} has {math.prod(shape)} processes, and the program is run with {world.size} "
-                f"(memsize run --gpus {math.prod(shape)} …): the product of its sizes is the number of GPUs"
-            )
-        return original(mesh)
-
-    return started
+def _within(world: World, original: Callable[..., Any], mesh: Any) -> Any:
+    shape = tuple(mesh.mesh.shape)
+    if math.prod(shape) > world.size:
+        sizes = " x ".join(map(str, shape))
+        raise InputError(
+            f"a mesh of {sizes} has {math.prod(shape)} processes, and the program is run with {world.size} "
+            f"(memsize run --gpus {math.prod(shape)} …): the product of its sizes is the number of GPUs"
+        )
+    return original(mesh)
 
 
-def _without_backend(original: Callable[..., Any], backends: Backends) -> Callable[..., Any]:
-    def opened(*args: Any, **options: Any) -> Any:
-        backend = options.pop("backend", next((argument for argument in args[2:3] if isinstance(argument, str)), None))
-        for name in ("pg_options", "device_id"):
-            options.pop(name, None)
-        group = original(*args[:2], **options)
-        backends.opened(group, backend)
-        return group
-
-    return opened
+def _without_backend(backends: Backends, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    backend = options.pop("backend", next((argument for argument in args[2:3] if isinstance(argument, str)), None))
+    for name in ("pg_options", "device_id"):
+        options.pop(name, None)
+    group = original(*args[:2], **options)
+    backends.opened(group, backend)
+    return group
 
 
-def _splitting(open_group: Callable[..., Any]) -> Callable[..., Any]:
+def _split_group(
+    open_group: Callable[..., Any],
+    parent_pg: Any = None,
+    split_ranks: Sequence[Sequence[int]] = (),
+    *_: Any,
+    **options: Any,
+) -> Any:
     """Replace `split_group`: open each part as a new group, since the fake group cannot be split."""
-
-    def split_group(parent_pg: Any = None, split_ranks: Sequence[Sequence[int]] = (), *_: Any, **options: Any) -> Any:
-        parent = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)
-        parts = [[parent[index] for index in part] for part in split_ranks]
-        groups = [open_group(part, backend=options.get("backend")) for part in parts]
-        return next((subgroup for part, subgroup in zip(parts, groups, strict=True) if dist.get_rank() in part), None)
-
-    return split_group
+    parent = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)
+    parts = [[parent[index] for index in part] for part in split_ranks]
+    groups = [open_group(part, backend=options.get("backend")) for part in parts]
+    return next((subgroup for part, subgroup in zip(parts, groups, strict=True) if dist.get_rank() in part), None)

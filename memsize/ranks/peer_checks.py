@@ -5,13 +5,14 @@ point; a call that needs more raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from memsize.errors import InputError
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, calling
 from memsize.torch_internals.meta import is_meta
 
 _AT_ONCE: Final = "all ranks have equally many batches: they leave Join together"
@@ -42,7 +43,7 @@ def replacements(assume: Assume) -> Iterator[Patch]:
 
     yield Join, "_get_num_nonjoined_procs", nobody_left
     for name in ("irecv", "recv"):
-        receive = _from_somebody(getattr(dist, name), assume)  # the same for both: P2POp compares
+        receive = calling(partial(_from_somebody, assume), getattr(dist, name))  # the same for both: P2POp compares
         yield from ((owner, name, receive) for owner in (dist, dist.distributed_c10d))
     # Where TORCH_DIST_INIT_BARRIER is set, processes that open a group wait until the last of them has said so.
     yield dist.distributed_c10d, "_store_based_barrier", lambda *args, **options: None
@@ -82,18 +83,20 @@ def check_layouts(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
         raise RuntimeError("NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead.")
 
 
-def _from_somebody(original: Callable[..., Any], assume: Assume) -> Callable[..., Any]:
-    """Wrap `original` so that a receive from any rank receives from the next rank in the group."""
-
-    def receive(
-        tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
-    ) -> Any:
-        if src is None and group_src is None and dist.get_rank(group) >= 0:
-            assume(_FROM_NEXT)
-            group_src = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-        return original(tensor, src, group, tag, group_src)
-
-    return receive
+def _from_somebody(
+    assume: Assume,
+    original: Callable[..., Any],
+    tensor: Any,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Any:
+    """Call `original` so that a receive from any rank receives from the next rank in the group."""
+    if src is None and group_src is None and dist.get_rank(group) >= 0:
+        assume(_FROM_NEXT)
+        group_src = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+    return original(tensor, src, group, tag, group_src)
 
 
 def _refusing(names: tuple[str, ...], why: str) -> Callable[[Any], Iterator[Patch]]:

@@ -25,7 +25,7 @@ import torch.distributed
 import torch.nn.parallel.distributed
 
 from memsize.errors import InputError
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, calling
 from memsize.tracing.ledger import Ledger
 
 Region = Callable[[], AbstractContextManager[None]]
@@ -36,7 +36,8 @@ def replacements(in_pytorch: Region) -> Iterator[Patch]:
     from torch.nn.parallel import DistributedDataParallel
 
     for name in ("_ddp_init_helper", "_pre_forward"):  # makes the buckets, and makes them once more
-        yield DistributedDataParallel, name, _within(in_pytorch, getattr(DistributedDataParallel, name))
+        original = getattr(DistributedDataParallel, name)
+        yield DistributedDataParallel, name, calling(partial(_within, in_pytorch), original)
     # It knows clocks of CPUs and CUDA only, and warns.
     distributed: Any = torch.distributed
     yield distributed.Logger, "set_runtime_stats_and_log", lambda logger: None
@@ -49,11 +50,11 @@ def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callab
     most programs never do. Within `aside` nothing is recorded. A rank that is `alone` cannot ask others.
     """
     fsdp, pipelining, tensor = (f"torch.distributed.{name}" for name in ("fsdp", "pipelining", "tensor"))
-    wrappers: dict[str, dict[str, Callable[[Any], Any]]] = {
+    wrappers: dict[str, dict[str, Callable[..., Any]]] = {
         f"{pipelining}.schedules": {"_PipelineSchedule._warmup_p2p": partial(_warmed_up, alone)},
         f"{pipelining}.stage": {
             "PipelineStage._warmup_backward_result": _voted,
-            "PipelineStage._shape_inference": lambda original: _would_ask if alone else original,
+            **({"PipelineStage._shape_inference": _would_ask} if alone else {}),
         },
         f"{tensor}._sharding_prop": {
             "ShardingPropagator._propagate_tensor_meta_non_cached": partial(_within, aside),
@@ -63,8 +64,8 @@ def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callab
             # Each rank would be given its part of one sequence of random numbers; none are drawn here.
             "OffsetBasedRNGTracker.distribute_region_enabled": lambda _: property(lambda _: False, lambda *_: None),
             # PyTorch 2.11 enters it all the same.
-            "OffsetBasedRNGTracker._distribute_region": lambda _: lambda *args, **options: nullcontext(),
-            "OffsetBasedRNGTracker._set_device_state": lambda _: lambda *_: None,
+            "OffsetBasedRNGTracker._distribute_region": lambda *_, **__: nullcontext(),
+            "OffsetBasedRNGTracker._set_device_state": lambda *_: None,
         },
         f"{fsdp}._flat_param": {"FlatParamHandle._alloc_padded_unsharded_flat_param": partial(_gathering_flat, ledger)},
         f"{fsdp}._runtime_utils": {"_post_backward_hook": partial(_reducing_flat, ledger)},
@@ -80,99 +81,85 @@ def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callab
 _NOT_IN_ALL_RELEASES: Final = ("_warmup_p2p", "_warmup_backward_result", "_shape_inference")
 
 
-def _wrapped(functions: dict[str, Callable[[Any], Any]], module: Any) -> Iterator[Patch]:
-    """Patch functions of `module` and methods of its classes, by their paths, with what wraps each of them."""
+def _wrapped(functions: dict[str, Callable[..., Any]], module: Any) -> Iterator[Patch]:
+    """Patch functions of `module`, and methods and properties of its classes, by their paths."""
     for path, wrapper in functions.items():
         kind, _, name = path.rpartition(".")
         owner = getattr(module, kind) if kind else module
         if name not in _NOT_IN_ALL_RELEASES or hasattr(owner, name):
-            yield owner, name, wrapper(getattr(owner, name))
+            original = getattr(owner, name)
+            yield owner, name, calling(wrapper, original) if callable(original) else wrapper(original)
 
 
-def _within(region: Region, original: Callable[..., Any]) -> Callable[..., Any]:
-    def called(*args: Any, **options: Any) -> Any:
-        with region():
-            return original(*args, **options)
-
-    return called
+def _within(region: Region, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with region():
+        return original(*args, **options)
 
 
-def _chunked(aside: Region, _: Any = None) -> Callable[..., list[torch.Tensor]]:
+def _chunked(aside: Region, _: Any, tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
     """Replace FSDP's chunking of a parameter into one part per rank: all ranks without rows share one empty part.
     PyTorch makes an empty part for each, which takes minutes when thousands of ranks share a small model.
     """
-
-    def chunked(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
-        with aside():
-            chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
-            return chunks + [chunks[0].new_empty(0)] * (num_chunks - len(chunks))
-
-    return chunked
+    with aside():
+        chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
+        return chunks + [chunks[0].new_empty(0)] * (num_chunks - len(chunks))
 
 
-def _gathering(ledger: Ledger, original: Callable[..., None]) -> Callable[..., None]:
-    def init(parameter: Any, *args: Any, **options: Any) -> None:
-        original(parameter, *args, **options)
-        for tensor in parameter.all_gather_outputs:
-            ledger.mark(tensor, "gathered parameter")
-
-    return init
+def _gathering(ledger: Ledger, original: Callable[..., None], parameter: Any, *args: Any, **options: Any) -> None:
+    original(parameter, *args, **options)
+    for tensor in parameter.all_gather_outputs:
+        ledger.mark(tensor, "gathered parameter")
 
 
-def _reducing(ledger: Ledger, original: Callable[..., None]) -> Callable[..., None]:
-    def post_backward(group: Any, *args: Any) -> None:
-        for parameter in group.fsdp_params:
-            whole = getattr(parameter, "_unsharded_param", None)
-            for gradient in (getattr(whole, "grad", None), parameter.unsharded_accumulated_grad):
-                if gradient is not None:
-                    ledger.mark(gradient, "unsharded gradient")
-        original(group, *args)
-        for parameter in group.fsdp_params:
-            if parameter.sharded_param.grad is not None:
-                ledger.mark(parameter.sharded_param.grad, "gradient")
-
-    return post_backward
+def _reducing(ledger: Ledger, original: Callable[..., None], group: Any, *args: Any) -> None:
+    for parameter in group.fsdp_params:
+        whole = getattr(parameter, "_unsharded_param", None)
+        for gradient in (getattr(whole, "grad", None), parameter.unsharded_accumulated_grad):
+            if gradient is not None:
+                ledger.mark(gradient, "unsharded gradient")
+    original(group, *args)
+    for parameter in group.fsdp_params:
+        if parameter.sharded_param.grad is not None:
+            ledger.mark(parameter.sharded_param.grad, "gradient")
 
 
-def _gathering_flat(ledger: Ledger, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def allocate(handle: Any) -> torch.Tensor:
-        whole = original(handle)
-        ledger.mark(whole, "gathered parameter")
-        return whole
-
-    return allocate
+def _gathering_flat(ledger: Ledger, original: Callable[..., torch.Tensor], handle: Any) -> torch.Tensor:
+    whole = original(handle)
+    ledger.mark(whole, "gathered parameter")
+    return whole
 
 
-def _reducing_flat(ledger: Ledger, original: Callable[..., None]) -> Callable[..., None]:
-    def post_backward(state: Any, handle: Any, *args: Any) -> None:
-        parameter = handle.flat_param
-        if parameter.grad is not None:
-            ledger.mark(parameter.grad, "unsharded gradient" if handle.uses_sharded_strategy else "gradient")
-        original(state, handle, *args)
-        if (shard := getattr(parameter, "_saved_grad_shard", None)) is not None:
-            ledger.mark(shard, "gradient")
-
-    return post_backward
+def _reducing_flat(ledger: Ledger, original: Callable[..., None], state: Any, handle: Any, *args: Any) -> None:
+    parameter = handle.flat_param
+    if parameter.grad is not None:
+        ledger.mark(parameter.grad, "unsharded gradient" if handle.uses_sharded_strategy else "gradient")
+    original(state, handle, *args)
+    if (shard := getattr(parameter, "_saved_grad_shard", None)) is not None:
+        ledger.mark(shard, "gradient")
 
 
-def _warmed_up(alone: bool, original: Callable[..., None]) -> Callable[..., None]:
+def _warmed_up(
+    alone: bool,
+    original: Callable[..., None],
+    schedule: Any,
+    stages: list[Any],
+    has_backward: bool,
+    *args: Any,
+    **options: Any,
+) -> None:
     """Wrap a schedule's warm-up: stages without known shapes ask their neighbours. A rank that is `alone` raises."""
-
-    def warmup(schedule: Any, stages: list[Any], has_backward: bool, *args: Any, **options: Any) -> None:
-        module: Any = sys.modules["torch.distributed.pipelining.schedules"]
-        is_dynamic = module.InferenceMode.needs_dynamic
-        own = [stage for stage in stages if isinstance(stage, module.PipelineStage)]
-        asking = [stage for stage in own if is_dynamic(stage._user_meta, has_backward)]
-        if asking and alone:
-            _would_ask(asking[0])
-        original(schedule, stages, has_backward, *args, **options)
-        for stage in stages if asking else ():
-            stage._inference_mode = module.InferenceMode.DYNAMIC
-
-    return warmup
+    module: Any = sys.modules["torch.distributed.pipelining.schedules"]
+    is_dynamic = module.InferenceMode.needs_dynamic
+    own = [stage for stage in stages if isinstance(stage, module.PipelineStage)]
+    asking = [stage for stage in own if is_dynamic(stage._user_meta, has_backward)]
+    if asking and alone:
+        _would_ask(original, asking[0])
+    original(schedule, stages, has_backward, *args, **options)
+    for stage in stages if asking else ():
+        stage._inference_mode = module.InferenceMode.DYNAMIC
 
 
-def _would_ask(stage: Any, *_: Any, **__: Any) -> NoReturn:
+def _would_ask(_: Any, stage: Any, *__: Any, **___: Any) -> NoReturn:
     raise InputError(
         f"stage {stage.stage_index} of the pipeline would ask its neighbours for the shapes that they send: give "
         "PipelineStage its input_args and output_args, or use memsize run or memsize.trace where processes fork, as on "
@@ -180,14 +167,10 @@ def _would_ask(stage: Any, *_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _voted(original: Callable[..., Any]) -> Callable[..., Any]:
+def _voted(original: Callable[..., Any], *args: Any, **options: Any) -> torch.Tensor:
     """Replace the vote of pipeline stages: assume that all stages vote like those of this rank."""
-
-    def result(stage: Any, *args: Any, **options: Any) -> Any:
-        original(stage, *args, **options)
-        return torch.ones(1, dtype=torch.int32)
-
-    return result
+    original(*args, **options)
+    return torch.ones(1, dtype=torch.int32)
 
 
 # -- tensor lists ----------------------------------------------------------------------------------------------------
@@ -196,25 +179,21 @@ _BY_ELEMENT: Final = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
 """Prefixes of ops that treat each element of their lists alike."""
 
 
-def each_once(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def each_once(original: Callable[[Any, Any], Any], propagator: Any, schema: Any) -> Any:
     """Wrap `ShardingPropagator.propagate_op_sharding_non_cached` so that it processes each distinct list element
     once.
     """
-
-    def propagate(propagator: Any, schema: Any) -> Any:
-        places = _places(schema)
-        if len(set(places)) == len(places):
-            return original(propagator, schema)
-        firsts = [places.index(number) for number in range(max(places) + 1)]
-        sharding = original(propagator, _picked(schema, firsts, len(places)))
-        suggested, results = sharding.redistribute_schema, sharding.output_spec
-        return replace(
-            sharding,
-            output_spec=_pick(results, places, len(firsts)),
-            redistribute_schema=suggested and _picked(suggested, places, len(firsts)),
-        )
-
-    return propagate
+    places = _places(schema)
+    if len(set(places)) == len(places):
+        return original(propagator, schema)
+    firsts = [places.index(number) for number in range(max(places) + 1)]
+    sharding = original(propagator, _picked(schema, firsts, len(places)))
+    suggested, results = sharding.redistribute_schema, sharding.output_spec
+    return replace(
+        sharding,
+        output_spec=_pick(results, places, len(firsts)),
+        redistribute_schema=suggested and _picked(suggested, places, len(firsts)),
+    )
 
 
 def _places(schema: Any) -> list[int]:
