@@ -13,8 +13,9 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -2215,3 +2216,32 @@ def test_a_program_without_modules_has_forwards_too(tmp_path: Path, loss: str) -
     assert phases["train.py:7"] == phases["train.py:8"] == forwards
     assert phases["train.py:9"] == [f"{name} {step}" for step in (1, 2, 3) for name in ("forward", "backward")]
     assert phases["train.py:10"] == ["step 1", "step 2", "step 3"]
+
+
+WITHOUT_STEPS = """
+import torch
+x = torch.ones(4, device="cuda")
+for _ in range(9):
+    x.mul_(2)
+"""
+
+
+def test_progress_names_the_line_of_a_program_that_makes_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the clock is ten seconds after the one before: the sixth op comes after a minute."""
+    stages: list[str] = []
+    clock = count(step=10)
+    monkeypatch.setattr("memsize.workloads.program.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    ran(tmp_path, WITHOUT_STEPS, progress=stages.append)
+    told = [stage.removeprefix("train.py: ") for stage in stages if "no optimizer step" in stage]
+    assert told[:2] == ["at train.py:3, no optimizer step so far", "at train.py:5, no optimizer step so far"]
+    assert told[-1] == "at train.py:5, no optimizer step so far; Ctrl-C ends it with a report of what ran"
+
+
+def test_progress_counts_no_step_beyond_the_last(tmp_path: Path) -> None:
+    stages: list[str] = []
+    found, _ = ran(tmp_path, LOOP, "cuda", steps=3, progress=stages.append)
+    steps = [stage.removeprefix("train.py: ") for stage in stages if "step" in stage]
+    assert found.steps == 3
+    assert steps == ["step 2 of 3", "step 3 of 3", "every step is made, running on to the next forward"]

@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -44,6 +45,10 @@ from memsize.workloads.program_steps import ProgramSteps, in_step
 
 _LINE_FROM = 64 * 1024
 """The user's line is looked up for storages of this many bytes and more."""
+
+_TELLS_EVERY = 1.0
+_LONG = 60.0
+"""Seconds between two looks at where a program is, and those after which its reader is told how to end it."""
 
 _SET = "the caching allocator's settings are those that the environment has for it: {}"
 
@@ -100,6 +105,8 @@ class Program:
         self._assumed: dict[str, dict[str, None]] = {}
         self._snapshot = snapshot
         self._seen = 0
+        self._started = self._tells_next = time.monotonic()
+        """When the program began, and when its place in the code is shown next."""
         self._end: int | None = None
 
     def run(self, path: str, arguments: Sequence[str], module: bool = False) -> BaseException | None:
@@ -107,6 +114,8 @@ class Program:
 
         Returns the error that it ended with: None where it came to its end or was stopped.
         """
+        self._started = time.monotonic()
+        self._tells_next = self._started + _TELLS_EVERY
         with self.open(), _command_line(path, arguments, module):
             try:
                 if module:
@@ -164,6 +173,15 @@ class Program:
             raise self._out_of_memory(error.request) from None
         finally:
             self._seen = len(events)
+        if not self.steps.done and (now := time.monotonic()) >= self._tells_next:
+            self._tells_next = now + _TELLS_EVERY
+            self.steps.progress(self._where(now - self._started))
+
+    def _where(self, seconds: float) -> str:
+        """Return the progress of a program that has made no optimizer step in so many seconds."""
+        line = shown(self._lines()) or "its first lines"
+        how = "; Ctrl-C ends it with a report of what ran" if seconds >= _LONG else ""
+        return f"at {line}, no optimizer step so far{how}"
 
     def _out_of_memory(self, request: int) -> Exception:
         """The error in PyTorch's words (c10/cuda/CUDACachingAllocator.cpp)."""

@@ -161,7 +161,15 @@ class ProgramSteps:
         self._ends.append(_End(len(self._ledger.events), len(self._ledger.collectives), leads))
         if leads:
             self._ledger.begin_step(self.done + 1)
-            self.progress(f"step {self.done + 1}" + f" of {self.wanted}" * (self.wanted > self.done))
+            self.progress(self._stage())
+
+    def _stage(self) -> str:
+        """Return the text of the progress after a training step."""
+        if self.over:
+            return "every step is made, running on to the next forward"
+        if self.done < self.wanted:
+            return f"step {self.done + 1} of {self.wanted}"
+        return f"step {self.done + 1}" + " (other optimizers have made fewer)" * bool(self.wanted)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
