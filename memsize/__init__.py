@@ -57,12 +57,11 @@ _HOMES = {
     "memsize.records.trace": "Trace",
     "memsize.records.verification": "Verification",
     "memsize.records.world": "World",
-    "memsize.spec.generation": "Generation",
+    "memsize.spec.generation": "Generation Serving",
     "memsize.spec.inputs": "InputSpec",
     "memsize.spec.model_request": "ModelRequest",
     "memsize.spec.parallel": "Parallel",
     "memsize.spec.scenario": "Scenario",
-    "memsize.spec.serving": "Serving",
     "memsize.spec.stack": "Gpu Stack",
     "memsize.spec.training": "Training",
 }

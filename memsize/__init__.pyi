@@ -40,12 +40,11 @@ from memsize.records.timeline import Timeline as Timeline
 from memsize.records.trace import Trace as Trace
 from memsize.records.verification import Verification as Verification
 from memsize.records.world import World as World
-from memsize.spec.generation import Generation as Generation
+from memsize.spec.generation import Generation as Generation, Serving as Serving
 from memsize.spec.inputs import InputSpec as InputSpec
 from memsize.spec.model_request import ModelRequest as ModelRequest
 from memsize.spec.parallel import Parallel as Parallel
 from memsize.spec.scenario import Scenario as Scenario
-from memsize.spec.serving import Serving as Serving
 from memsize.spec.stack import Gpu as Gpu, Stack as Stack
 from memsize.spec.training import Training as Training
 

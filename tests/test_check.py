@@ -21,8 +21,7 @@ from memsize.documents import document
 from memsize.errors import InputError, MemsizeError, OutputError
 from memsize.records.baseline import Baseline, LayerFigures, read_baselines, write_baselines
 from memsize.render import render
-from memsize.spec.limits import LIMITS, Bound, Growth, parse_limits
-from memsize.spec.project import find_project, parse_section, read_project
+from memsize.spec.project import LIMITS, Bound, Growth, find_project, parse_limits, parse_section, read_project
 from memsize.units import Bytes
 from tests.conftest import ROOT
 from tests.records import CheckedModel, Figure, Problem

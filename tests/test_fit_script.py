@@ -9,7 +9,7 @@ import pytest
 import memsize
 from memsize.cli import run as command
 from memsize.errors import ForwardError, InputError
-from memsize.spec.script_command import VariedScript
+from memsize.spec.vary import VariedScript
 
 MiB = 2**20
 

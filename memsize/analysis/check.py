@@ -15,7 +15,7 @@ from memsize.records.fit import FitRow
 from memsize.records.gpu import GpuEstimate
 from memsize.records.report import Report, ScenarioResult
 from memsize.records.trace import StoredTensor, Trace
-from memsize.spec.limits import LIMITS, Bound, Growth, Unit
+from memsize.spec.project import LIMITS, Bound, Growth, Unit
 from memsize.units import Bytes, signed_share
 
 _BLAMED = 3

@@ -13,11 +13,10 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.errors import InputError
 from memsize.records.gpu import DEFAULT_GPU
-from memsize.spec.generation import GENERATED, Generation
+from memsize.spec.generation import GENERATED, SERVED, Generation
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.requests import GenerateRequest, ServeRequest
 from memsize.spec.scenario import select
-from memsize.spec.serving import SERVED
 
 if TYPE_CHECKING:
     from memsize.records.generation import GenerationReport

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from memsize.loading import GpuContextFactory
     from memsize.model.input_tensors import ModelInputs
     from memsize.spec.generation import Draft
-    from memsize.spec.input_maker import InputMaker
+    from memsize.spec.inputs import InputMaker
     from memsize.workloads.generation import Prompts
 
 

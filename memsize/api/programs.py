@@ -15,9 +15,8 @@ from memsize.device.cards import card
 from memsize.errors import ForwardError
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.program import ProgramRun
-from memsize.spec.rank_choice import asked_world
 from memsize.spec.requests import FitScriptRequest, RunRequest, VirtualGpuRequest
-from memsize.spec.script_command import VariedScript
+from memsize.spec.vary import VariedScript
 
 if TYPE_CHECKING:
     from memsize.analysis.program import VirtualGpu
@@ -66,7 +65,7 @@ def run_program(
     gpu, rank = request.gpu, request.rank
     where = card(gpu.name or DEFAULT_GPU)
     allocator = AllocatorConfig.parse_optional(gpu.allocator, gpu.releases.release)
-    world = asked_world(request.gpus, request.nodes, rank, request.one_process)
+    world = request.world
     path = os.fspath(request.script)
     begin()
     from memsize.analysis.ranks import import_packages, others_asked, run_as_rank, run_ranks

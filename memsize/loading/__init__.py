@@ -8,7 +8,7 @@ are `meta` tensors.
 from memsize.loading.input_functions import input_maker
 from memsize.loading.loader import GpuContextFactory, LoadedModel, load, load_inputs, load_loop
 from memsize.loading.target import Target, parse_target
-from memsize.spec.input_maker import InputMaker, InputRequest
+from memsize.spec.inputs import InputMaker, InputRequest
 
 __all__ = [
     "GpuContextFactory",

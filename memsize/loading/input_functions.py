@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memsize.errors import InputError, TargetError
 from memsize.loading.building import random_numbers_kept, user_traceback, weightless
 from memsize.loading.scope import ImportScope, is_users
-from memsize.spec.input_maker import InputMaker, InputRequest
+from memsize.spec.inputs import InputMaker, InputRequest
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,7 +20,7 @@ from memsize.loading.input_functions import input_maker
 from memsize.loading.model_defined_step import is_trainer, model_defined_step, model_defined_step_of
 from memsize.loading.scope import ImportScope
 from memsize.loading.target import LIBRARIES, Target, parse_target
-from memsize.spec.input_maker import InputMaker, InputRequest
+from memsize.spec.inputs import InputMaker, InputRequest
 
 if TYPE_CHECKING:
     from torch import nn

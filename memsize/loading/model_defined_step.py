@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from memsize.errors import InputError, TargetError, message_of
-from memsize.spec.input_maker import InputMaker, InputRequest
+from memsize.spec.inputs import InputMaker, InputRequest
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,7 @@ from memsize.loading.input_functions import input_maker, wanted_inputs
 from memsize.model.meta_copy import meta_copy
 from memsize.model.tensor_storage import spec_of, storage_key, tensor_bytes
 from memsize.records.trace import InputTensor
-from memsize.spec.input_maker import InputMaker, InputRequest
-from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, format_shape
+from memsize.spec.inputs import MOST_ELEMENTS, InputMaker, InputRequest, InputSpec, format_shape
 from memsize.spec.model_request import Call, ModelRequest, call_of
 from memsize.spec.vary import Dimension
 from memsize.torch_internals.pytree import map_tensors, objects_in, tensors_in

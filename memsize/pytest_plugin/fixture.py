@@ -21,7 +21,7 @@ from memsize.records.finding import Finding
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import Report, ScenarioResult
 from memsize.records.trace import Trace
-from memsize.spec.limits import LIMITS, Bound, parse_limits
+from memsize.spec.project import LIMITS, Bound, parse_limits
 
 if TYPE_CHECKING:
     from memsize.analysis.step import StepTrace

@@ -27,7 +27,7 @@ class LayerGroup(NamedTuple):
 
 
 class ServingArguments(TypedDict):
-    """The arguments of a server: `memsize.spec.serving.Serving` by the names that answers have for them."""
+    """The arguments of a server: `memsize.spec.generation.Serving` by the names that answers have for them."""
 
     utilization: float
     block: int

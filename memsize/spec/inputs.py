@@ -1,12 +1,15 @@
-"""Inputs of a model as values: ``"3,64,64"`` or ``"input_ids=512:int64"`` → `InputSpec`, and back."""
+"""Inputs of a model as values: ``"3,64,64"`` or ``"input_ids=512:int64"`` → `InputSpec`, and back; and functions that
+make inputs.
+"""
 
 from __future__ import annotations
 
 import keyword
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from memsize.errors import InputError, UnknownInputError, quoted
 
@@ -176,3 +179,30 @@ def _check_size(size: int) -> None:
         raise InputError(f"a size of {size} leaves nothing to run on: sizes are whole numbers above 0")
     if size > MOST_ELEMENTS:
         raise InputError("a size is more than a tensor can hold (2^63 - 1)")
+
+
+@dataclass(frozen=True, slots=True)
+class InputRequest:
+    """The sizes and the mode that inputs are made for. `seq_len` is None where nobody chose one; a text that `goes_on`
+    is a prompt, whose last token ends nothing.
+    """
+
+    batch_size: int = 1
+    seq_len: int | None = None
+    training: bool = True
+    goes_on: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InputMaker:
+    """`make` gives the arguments of one call, with their batch dimension: a mapping of keywords, a tuple of positions,
+    or the only one. Tensors may be `meta` where nobody reads their values.
+
+    `resizable` says whether `make` heeds the batch size; `note` what a reader must know of these inputs, and `untyped`
+    that their floating dtype is the model's, whatever `make` gives.
+    """
+
+    make: Callable[[InputRequest], Any]
+    resizable: bool = True
+    note: str | None = None
+    untyped: bool = True

@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+from memsize.errors import InputError
 from memsize.records.ranks import Which
 from memsize.records.world import World
-from memsize.spec.generation import GENERATED, Draft, Generation
+from memsize.spec.generation import GENERATED, SERVED, Draft, Generation, Serving
 from memsize.spec.model_request import ModelRequest, parse_arguments
 from memsize.spec.options import REQUIRED, choices_of, option, part
 from memsize.spec.parallel import Parallel
-from memsize.spec.rank_choice import parse_rank
 from memsize.spec.scenario import DEFAULT
-from memsize.spec.serving import SERVED, Serving
 from memsize.spec.stack import Gpu
 from memsize.spec.training import Training
 
@@ -89,6 +88,18 @@ def _steps(default: int) -> Any:
 
 def _allow_writes() -> Any:
     return option(False, "Let the program write to files that were there before.")
+
+
+_NO_RANK: Final = "no rank {!r}: a number from 0, all or distinct"
+
+
+def _rank(text: str) -> int | Which:
+    """The rank called `text`: a number, ``all`` or ``distinct``."""
+    if text in get_args(Which):
+        return text  # type: ignore[return-value]
+    if not text.isdecimal():
+        raise InputError(_NO_RANK.format(text))
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,10 +334,25 @@ class RunRequest:
         0,
         "Which of the processes (or GPUs): its number, all, or distinct: as many as it takes to know what each holds.",
         kind="text",
-        read=parse_rank,
+        read=_rank,
         metavar="RANK",
     )
     jobs: int | None = _jobs(default=1)
+
+    @property
+    def world(self) -> World | None:
+        """The process that is run, of several the first; None for a program that is started by itself.
+
+        With `one_process` there is only one, which has all the GPUs, and `rank` is that of a GPU. Raises `InputError`
+        where there is no such process.
+        """
+        if not isinstance(self.rank, int) and self.rank not in get_args(Which):
+            raise InputError(_NO_RANK.format(self.rank))
+        if self.gpus is not None:
+            return World(self.gpus, self.rank if isinstance(self.rank, int) else 0, self.nodes, self.one_process)
+        if self.rank != 0 or self.nodes != 1 or self.one_process:
+            raise InputError("ranks and nodes are those of a program on several GPUs: say how many, as in --gpus 8")
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,6 @@
-"""The size that a search varies: the batch, input dimensions that grow together, or a generation's context."""
+"""The size that a search varies: the batch, input dimensions that grow together, a generation's context, or a number
+among a script's own arguments.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from memsize.errors import InputError, UnknownInputError
+from memsize.errors import InputError, UnknownInputError, suggestion
 from memsize.records.trace import InputTensor
 
 BATCH: Final = "batch"
@@ -106,3 +108,54 @@ def _size(dimension: Dimension, inputs: Sequence[InputTensor]) -> int:
     if size is None:
         raise InputError(f"input {dimension.name!r} is {tensor.spec}: dimension {dimension.dim} has no one size")
     return size
+
+
+@dataclass(frozen=True, slots=True)
+class VariedScript:
+    """A script's `path` and its `arguments`, of which the one at `index` is ``prefix + value`` and varies.
+
+    `name` is what the script calls it: ``--batch-size``, ``train.batch_size``.
+    """
+
+    path: str
+    arguments: tuple[str, ...]
+    name: str
+    index: int
+    prefix: str
+    value: int
+
+    @classmethod
+    def of(cls, path: str, arguments: Sequence[str], name: str) -> VariedScript:
+        """The script whose argument `name` varies, as ``--batch-size 8``, ``--batch-size=8``, ``-b 8`` or ``a.b=8``.
+
+        Dashes in front, and dashes for underscores, make no difference. Raises `InputError` where there is no such
+        argument, or where it is no whole number above 0.
+        """
+        names: list[str] = []
+        for index, text in enumerate(arguments):
+            head, equals, value = text.partition("=")
+            if not (equals or text.startswith("-")):
+                continue
+            names.append(head)
+            if _plain(head) != _plain(name):
+                continue
+            if not equals:
+                value = arguments[index + 1] if index + 1 < len(arguments) else ""
+            if not value.isdecimal() or not int(value):
+                raise InputError(f"{head} is {value or 'empty'!r}: what varies has to be a whole number above 0")
+            varied = (index, f"{head}=") if equals else (index + 1, "")
+            return cls(path, tuple(arguments), head, *varied, int(value))
+        hint = f" ({suggestion(name, names)})" if names else ""
+        raise InputError(f"the script is given no argument {name!r}{hint}: write it with a value after {path}")
+
+    def command(self, value: int | None = None) -> str:
+        """The command line, with another value of the argument that varies."""
+        return " ".join((self.path, *(self.arguments if value is None else self.valued(value))))
+
+    def valued(self, value: int) -> tuple[str, ...]:
+        """The arguments with another value of the one that varies."""
+        return (*self.arguments[: self.index], f"{self.prefix}{value}", *self.arguments[self.index + 1 :])
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-+").replace("_", "-")

@@ -13,8 +13,7 @@ from memsize.records.fit import Remedied
 from memsize.records.generation import GenerationRow
 from memsize.records.gpu import Card, GpuEstimate
 from memsize.records.serving import ServingRow
-from memsize.spec.generation import Draft
-from memsize.spec.serving import Serving
+from memsize.spec.generation import Draft, Serving
 from memsize.units import Bytes
 from memsize.workloads.drafts import OF_ASSISTANT
 

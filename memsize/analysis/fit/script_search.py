@@ -25,7 +25,7 @@ from memsize.records.finding import Finding
 from memsize.records.fit import Budget, Fit, FitRow, FitRun
 from memsize.records.gpu import Card
 from memsize.records.trace import Trace
-from memsize.spec.script_command import VariedScript
+from memsize.spec.vary import VariedScript
 
 ScriptRun: TypeAlias = tuple[Trace, AllocatorConfig, str]
 """The trace of a script, its allocator settings, and how it failed (empty: it did not)."""

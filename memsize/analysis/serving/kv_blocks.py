@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from memsize.errors import InputError
 from memsize.records.gpu import Interval
 from memsize.records.serving import Concurrency, LayerGroup, Paged
-from memsize.spec.serving import Serving
+from memsize.spec.generation import Serving
 from memsize.workloads.caches import CachedLayer
 
 FULL, SLIDING, LATENT, STATE = "full attention", "sliding window", "latent attention", "state"

@@ -23,9 +23,8 @@ from memsize.records.fit import Remedied
 from memsize.records.gpu import Interval
 from memsize.records.serving import ServingReport, ServingRow
 from memsize.records.trace import Trace
-from memsize.spec.generation import Generation
+from memsize.spec.generation import KV_BYTES, Generation, Serving
 from memsize.spec.scenario import Scenario
-from memsize.spec.serving import KV_BYTES, Serving
 from memsize.torch_internals.isolation import collector_paused
 from memsize.units import GiB
 from memsize.workloads.caches import CachedLayer

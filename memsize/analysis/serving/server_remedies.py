@@ -12,8 +12,8 @@ from memsize.device.cards import CARDS
 from memsize.errors import InputError
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card
+from memsize.spec.generation import Serving
 from memsize.spec.scenario import Scenario, quantized_from
-from memsize.spec.serving import Serving
 from memsize.units import format_bytes
 from memsize.workloads.serving import part_of
 

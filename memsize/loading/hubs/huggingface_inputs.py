@@ -19,7 +19,7 @@ from memsize.errors import InputError
 from memsize.loading.hubs import image_inputs, sequence_inputs
 from memsize.loading.hubs.input_batch import PERCEIVED, Batch, Maker, entry
 from memsize.loading.weightless import SMALLEST, Weightless
-from memsize.spec.input_maker import InputMaker, InputRequest
+from memsize.spec.inputs import InputMaker, InputRequest
 
 MAKERS = sequence_inputs.MAKERS | image_inputs.MAKERS
 """A function for each argument, by its name in the forward. It returns None where a model does without."""

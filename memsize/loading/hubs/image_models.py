@@ -13,7 +13,7 @@ from typing import Any
 
 from memsize.errors import InputError, TargetError
 from memsize.loading.hubs.libraries import LibraryModel, build_library_model, import_library, unknown_name
-from memsize.spec.input_maker import InputMaker, InputRequest
+from memsize.spec.inputs import InputMaker, InputRequest
 
 FRAMES = 16
 """Frames of a clip, where the weights do not ask for more."""

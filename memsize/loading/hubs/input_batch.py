@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsize.spec.input_maker import InputRequest
+from memsize.spec.inputs import InputRequest
 
 VISION = ("vision", "image", "visual", "video", "vit", "backbone", "encoder", "thinker")
 AUDIO = ("audio", "speech", "encoder", "thinker")

@@ -19,7 +19,7 @@ from memsize.loading.building import build, random_numbers_kept
 from memsize.loading.late_compiler import compiler_late
 from memsize.loading.target import Target
 from memsize.loading.torchvision_ops import remedy, torchvision_importable
-from memsize.spec.input_maker import InputMaker
+from memsize.spec.inputs import InputMaker
 
 if TYPE_CHECKING:
     from torch import nn
