@@ -1,6 +1,6 @@
 """The composition: from a model, a program or a file to an answer. The command line and notebooks call these."""
 
-from memsize.api.checking import check
+from memsize.api.checking import check, init
 from memsize.api.comparing import diff
 from memsize.api.file_readers import checkpoint, explain, load
 from memsize.api.fitting import fit
@@ -9,7 +9,6 @@ from memsize.api.guarding import guard
 from memsize.api.keywords import renamed_to
 from memsize.api.models import layout, report, shape_rule, step_trace, timeline, trace, verify
 from memsize.api.programs import fit_script, run, run_program, virtual_gpu
-from memsize.api.starting import init
 from memsize.api.sweeping import sweep
 
 audit_layout = renamed_to(layout, "audit_layout")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from memsize.api.file_readers import checkpoint, load
 from memsize.api.keywords import takes
 from memsize.api.models import report
-from memsize.errors import InputError
-from memsize.loading.revision import parse_revision
+from memsize.errors import InputError, MemsizeError, TargetError
+from memsize.loading.revision import Checkout, Revision, checked_out, parse_revision
 from memsize.loading.target import LIBRARIES, is_checkpoint
 from memsize.records.answer import Saveable
 from memsize.records.run_file import is_run_file
@@ -88,11 +93,9 @@ def answer_of(request: ReportRequest, progress: Callable[[str], None] | None = N
         if is_run_file(text):
             return load(text)
         if revision := parse_revision(text):
-            from memsize.api.revision_process import answer_at
-
             if progress:
                 progress(f"running {text}")
-            return answer_at(revision, answer_of, request)
+            return _answer_at(revision, request)
         if is_checkpoint(text):
             return checkpoint(text)
     library = isinstance(text, str) and text.partition(":")[0] in LIBRARIES
@@ -100,3 +103,73 @@ def answer_of(request: ReportRequest, progress: Callable[[str], None] | None = N
         return report(request.model)
     scenarios = "as-given" if request.scenarios is None else request.scenarios
     return report(replace(request, scenarios=scenarios), progress=progress)
+
+
+# -- a model of another revision, in a process of its own --------------------------------------------------------------
+#
+# Two versions of one module must not meet in one process: the second import would find the first. The process works in
+# the revision's folder, and imports from there what this one imports from the repository.
+
+_PACKAGE: Final = Path(__file__).absolute().parents[1]
+_START: Final = "import sys; sys.path[:] = sys.argv[2:]; from memsize.api.comparing import answer; answer(sys.argv[1])"
+
+
+def _answer_at(revision: Revision, request: ReportRequest) -> Any:
+    """Return the answer about the request's model as it was at `revision`.
+
+    Raises `TargetError` where there is no such revision, or no answer there.
+    """
+    with checked_out(revision.name) as checkout, tempfile.TemporaryDirectory(prefix="memsize-") as folder:
+        exchange = Path(folder) / "question"
+        model = replace(request.model, model=_target(revision.target, checkout))
+        try:
+            exchange.write_bytes(pickle.dumps((replace(request, model=model), checkout)))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            why = f"its input and options go to another process, and cannot: {error}"
+            raise TargetError(f"cannot ask about {revision.name}: {why}") from None
+        command = [sys.executable, "-P", "-c", _START, str(exchange), *_paths(checkout)]
+        done = subprocess.run(command, cwd=checkout.folder, stdin=subprocess.DEVNULL, stdout=2, check=False)
+        if done.returncode:
+            raise TargetError(f"the process that ran {revision.name} ended with status {done.returncode}")
+        answer = pickle.loads(exchange.read_bytes())
+    if isinstance(answer, str):
+        raise TargetError(f"at {revision.name}: {answer}")
+    return answer
+
+
+def _target(target: str, checkout: Checkout) -> str:
+    """The target with an absolute path at the revision, where it has one in the repository."""
+    path, colon, name = target.partition(":")
+    if Path(path).is_absolute():
+        return checkout.moved(path) + colon + name
+    # As git does, a path that is not below the working folder is looked for below the repository's.
+    if not (checkout.folder / path).exists() and (checkout.copy / path).exists():
+        return str(checkout.copy / path) + colon + name
+    return target
+
+
+def _paths(checkout: Checkout) -> list[str]:
+    """Where that process imports from: what lies in the repository as it was, memsize itself as it is."""
+    own = str(_PACKAGE.parent)
+    return [path if path == own else checkout.moved(path) for path in sys.path if path] + [own]
+
+
+def answer(exchange: str) -> None:
+    """In that process: answer the question in the file, and write the answer, or what went wrong, in its place."""
+    request, checkout = pickle.loads(Path(exchange).read_bytes())
+    try:
+        reply = answer_of(request)
+        _refuse_mixture(checkout)
+    except MemsizeError as error:
+        reply = str(error)
+    Path(exchange).write_bytes(pickle.dumps(reply))
+
+
+def _refuse_mixture(checkout: Checkout) -> None:
+    """Raise `TargetError` where a module came from the user's work tree: the answer would be about two versions."""
+    for name, module in tuple(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or name.partition(".")[0] in ("memsize", "__main__"):
+            continue
+        if Path(file).is_relative_to(checkout.top) and checkout.moved(file) != file:
+            raise TargetError(f"{name} was imported from {os.path.relpath(file, checkout.top)} as it is now")

@@ -5,26 +5,34 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from memsize.api.keywords import takes
-from memsize.api.sweep_cells import Task, failed, run_cells, trace_of
+from memsize.api.opened import Loaded, model_of, with_inputs
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.errors import InputError
+from memsize.errors import InputError, MemsizeError, first_line, in_one_line
 from memsize.interrupt import Interrupted
 from memsize.loading.loader import targets_of
 from memsize.loading.target import parse_target
-from memsize.processes.spread import Died, spread
+from memsize.processes.spread import Died, TimeLimitError, is_late, spread, time_limited
+from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.results_file import ResultsFile, results_file
 from memsize.records.sweep import Sweep, SweepRow, phrase_of, varying
 from memsize.spec.requests import SweepRequest
 from memsize.spec.sweep import Cell, Grid, grid_of, read_grid
 from memsize.version import VERSION
+
+if TYPE_CHECKING:
+    from memsize.analysis.runner import Runner
+    from memsize.records.trace import Trace
+
 
 _MOST_TRACES: Final = 8
 """Traces of one task: its model is built once for them, and they are lost together when the machine goes down."""
@@ -119,7 +127,7 @@ class _Rows:
         done, most = len(self.rows) - self._reused, len(self._cells) - self._reused
         return f"{done} of {most} cells" + (f", {self._failed} failed" if self._failed else "")
 
-    def add(self, task: Task, rows: Sequence[SweepRow]) -> None:
+    def add(self, task: _Task, rows: Sequence[SweepRow]) -> None:
         """The rows of a task's cells, which go to the file too."""
         self.rows |= zip(task.numbers, rows, strict=True)
         if self._file:
@@ -182,12 +190,12 @@ def _code(target: str) -> str:
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: float | None) -> list[Task]:
+def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: float | None) -> list[_Task]:
     """Cells that share a trace together, and with them others of the same model, as it is built for its own step."""
     models: dict[str, dict[str, list[int]]] = {}
     for number, cell in cells.items():
         traces = models.setdefault(repr(_model_of(cell)), {})
-        traces.setdefault(repr(trace_of(cell)), []).append(number)
+        traces.setdefault(repr(_trace_of(cell)), []).append(number)
     processes = jobs or os.cpu_count() or 1
     fair = sum(map(len, models.values())) // (_SHARE * processes)
     most = _MOST_TRACES if processes == 1 else min(_MOST_TRACES, max(1, fair))
@@ -196,7 +204,7 @@ def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: f
         groups = list(traces.values())
         for start in range(0, len(groups), most):
             numbers = tuple(number for group in groups[start : start + most] for number in group)
-            tasks.append(Task(folder, tuple(cells[number] for number in numbers), numbers, timeout))
+            tasks.append(_Task(folder, tuple(cells[number] for number in numbers), numbers, timeout))
     return tasks
 
 
@@ -205,15 +213,165 @@ def _model_of(cell: Cell) -> tuple[object, ...]:
     return cell.settings["target"], cell.settings.get("arguments"), own
 
 
-def _outcomes(tasks: list[Task], request: SweepRequest) -> Iterator[tuple[Task, list[SweepRow]]]:
+def _outcomes(tasks: list[_Task], request: SweepRequest) -> Iterator[tuple[_Task, list[SweepRow]]]:
     """The rows of each task as they come. Where a process died of one with several cells, each is run by itself."""
     while tasks:
-        again: list[Task] = []
-        for task, rows in spread(run_cells, tasks, request.jobs, request.backend, request.scheduler):
+        again: list[_Task] = []
+        for task, rows in spread(_run_cells, tasks, request.jobs, request.backend, request.scheduler):
             if not isinstance(rows, Died):
                 yield task, rows
             elif len(task.cells) > 1:
                 again += task.split()
             else:
-                yield task, [failed(task.cells[0], rows.reason)]
+                yield task, [_failed_row(task.cells[0], rows.reason)]
         tasks = again
+
+
+# -- the cells of one model, which is built once, as is each trace that they share ------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Cells of one model, with their numbers in the sweep."""
+
+    folder: Path
+    cells: tuple[Cell, ...]
+    numbers: tuple[int, ...]
+    timeout: float | None
+
+    def split(self) -> Iterator[_Task]:
+        """A task for each of its cells."""
+        for cell, number in zip(self.cells, self.numbers, strict=True):
+            yield _Task(self.folder, (cell,), (number,), self.timeout)
+
+
+def _trace_of(cell: Cell) -> dict[str, object]:
+    """The settings that decide a run: the card itself and the allocator's settings come after it."""
+    after = ("gpu", "allocator")
+    return {key: value for key, value in cell.settings.items() if key not in after} | {"on": _card_of(cell).kernels}
+
+
+def _card_of(cell: Cell) -> Card:
+    """The GPU that a cell asks about."""
+    return card(cell.settings.get("gpu", DEFAULT_GPU))
+
+
+def _run_cells(task: _Task) -> list[SweepRow]:
+    """The rows of a task's cells, in their order: its model is built once, and each trace is run once."""
+    import memsize.analysis.runner  # noqa: F401 - PyTorch is imported before the time counts
+
+    rows: list[SweepRow] = []
+    first, reason = task.cells[0], ""
+    own = first.training is not None and first.training.is_own
+    try:
+        with (
+            contextlib.chdir(task.folder),
+            time_limited(task.timeout) as restart,
+            model_of(first.subject, gpu=_card_of(first).name, own=own) as loaded,
+        ):
+            shared = _Shared(loaded)
+            for cell in task.cells:
+                restart()
+                rows.append(shared.row(cell, task.timeout))
+    except (Exception, TimeLimitError) as error:
+        reason = _reason(error, task.timeout)
+    return rows + [_failed_row(cell, reason) for cell in task.cells[len(rows) :]]
+
+
+_Traced = tuple["Trace", tuple[str, ...]]
+"""A trace, and what is to be said of it."""
+
+
+class _Shared:
+    """A model that is built, with the inputs and the traces that its cells share."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._runners: dict[str, tuple[Runner, tuple[str, ...]]] = {}
+        self._last: tuple[str, _Traced | MemsizeError] | None = None
+
+    def row(self, cell: Cell, timeout: float | None) -> SweepRow:
+        """The row of a cell, whatever comes of it."""
+        begun = time.perf_counter()
+        try:
+            trace, notes = self._trace(cell)
+            return _row(cell, trace, notes, time.perf_counter() - begun)
+        except (Exception, TimeLimitError) as error:
+            return _failed_row(cell, _reason(error, timeout), time.perf_counter() - begun)
+
+    def _trace(self, cell: Cell) -> _Traced:
+        """The trace of a cell, which the one before may have had; raises again what it raised."""
+        key = repr(_trace_of(cell))
+        if self._last is None or self._last[0] != key:
+            try:
+                self._last = key, self._run(cell)
+            except MemsizeError as error:
+                self._last = key, error
+        outcome = self._last[1]
+        if isinstance(outcome, MemsizeError):
+            raise outcome
+        return outcome
+
+    def _run(self, cell: Cell) -> _Traced:
+        from memsize.spec.scenario import scenario_named
+        from memsize.workloads.parallel import steps_on
+
+        runner, notes = self._runner(cell)
+        trace = runner.run(steps_on(cell.training, cell.parallel, _card_of(cell)), scenario_named(cell.scenario))
+        return trace, tuple(dict.fromkeys((*notes, *trace.notes, *trace.assumptions)))
+
+    def _runner(self, cell: Cell) -> tuple[Runner, tuple[str, ...]]:
+        """Return what runs a cell's input on its kind of card, under any scenario."""
+        from memsize.analysis.runner import Runner, plans_of
+
+        where, subject, execute = _card_of(cell), cell.subject, cell.settings.get("execute", False)
+        key = repr((subject.specs, subject.source, subject.batch_size, subject.seq_len, subject.mode))
+        key += repr((where.kernels, cell.stack, execute))
+        if key not in self._runners:
+            model = with_inputs(subject, self._loaded)
+            runner = Runner(*model.run, gpu=where, execute=execute, plans=plans_of(where), stack=cell.stack)
+            self._runners = {key: (runner, model.notes)}
+        return self._runners[key]
+
+
+def _row(cell: Cell, trace: Trace, notes: tuple[str, ...], seconds: float) -> SweepRow:
+    from memsize.device.gpu_estimate import estimate_gpu
+    from memsize.records.aggregates import totals
+
+    where = _card_of(cell)
+    config = AllocatorConfig.of(cell.settings.get("allocator"), cell.stack.release)
+    peak, stored = estimate_gpu(trace, where, config=config), totals(trace)
+    short = peak.shortage
+    return SweepRow(
+        settings=cell.settings,
+        outcome="fits" if short is None else "exceeds" if short.certain else "unsure",
+        parameters=stored.parameters,
+        stored=stored.stored,
+        requested=peak.requested,
+        allocated=peak.allocated,
+        reserved=peak.reserved,
+        device=peak.device,
+        gpu_bytes=where.bytes,
+        phase=peak.peak_phase,
+        layer=peak.peak_layer,
+        roles=peak.roles,
+        notes=notes,
+        seconds=round(seconds, 2),
+        gpus=_gpus(cell),
+    )
+
+
+def _failed_row(cell: Cell, reason: str, seconds: float = 0.0) -> SweepRow:
+    """The row of a cell that has no figures."""
+    of_gpu, spent = _card_of(cell).bytes, round(seconds, 2)
+    return SweepRow(cell.settings, "failed", first_line(reason), gpu_bytes=of_gpu, seconds=spent, gpus=_gpus(cell))
+
+
+def _gpus(cell: Cell) -> int:
+    return cell.parallel.size if cell.parallel else 1
+
+
+def _reason(error: BaseException, timeout: float | None) -> str:
+    if is_late(error):
+        return f"it took more than {timeout:g} s"
+    return str(error) if isinstance(error, MemsizeError) else f"this is a bug in memsize: {in_one_line(error)}"
