@@ -16,8 +16,8 @@ import pytest
 
 from memsize import Gpu, InputSpec, ModelRequest, Report, Trace, api
 from memsize.cli import main, run
-from memsize.cli.progress import Progress, remaining
 from memsize.cli.report import describe_failure
+from memsize.cli.working import Progress, remaining
 from memsize.errors import ForwardError, InputError
 from memsize.records.trace import Failure, Layer
 from memsize.spec.model_request import parse_arguments
@@ -386,7 +386,7 @@ def test_parts_of_the_answer_are_shown_once_the_rest_takes_long(
         progress.found("batch 3 on 8 GPUs")
         progress.found("batch 5 on 16 GPUs")
         assert stream.getvalue() == ""
-        monkeypatch.setattr("memsize.cli.progress._LONG", 0.0)
+        monkeypatch.setattr("memsize.cli.working._LONG", 0.0)
         progress.found("batch 6 on 32 GPUs")
         assert stream.getvalue() == "".join(
             f"{clear}{part}\n" for part in ("batch 3 on 8 GPUs", "batch 5 on 16 GPUs", "batch 6 on 32 GPUs")
@@ -395,7 +395,7 @@ def test_parts_of_the_answer_are_shown_once_the_rest_takes_long(
 
 @pytest.mark.usefixtures("talking")
 def test_parts_are_wrapped_at_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsize.cli.progress._LONG", 0.0)
+    monkeypatch.setattr("memsize.cli.working._LONG", 0.0)
     monkeypatch.setenv("COLUMNS", "20")
     terminal, file = Terminal(), io.StringIO()
     with Progress(terminal, patience=60.0) as narrow, Progress(file, patience=60.0) as plain:
@@ -407,7 +407,7 @@ def test_parts_are_wrapped_at_words_on_a_terminal(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("talking")
 def test_parts_that_were_found_early_are_shown_as_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsize.cli.progress._LONG", 0.05)
+    monkeypatch.setattr("memsize.cli.working._LONG", 0.05)
     with Progress(stream := io.StringIO(), patience=0.0, tick=0.01) as progress:
         progress.found("batch 3 on 8 GPUs")
         while not stream.getvalue():

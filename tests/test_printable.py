@@ -19,7 +19,7 @@ from memsize import CheckpointReport, Finding, cli
 from memsize.analysis.saved_runs import load
 from memsize.checkpoints import read
 from memsize.cli import run
-from memsize.cli.progress import Progress
+from memsize.cli.working import Progress
 from memsize.documents import Document
 from memsize.errors import CheckpointError, ForwardError, MemsizeError, UnknownInputError
 from memsize.printable import LONGEST, printable, printable_lines

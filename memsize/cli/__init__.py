@@ -1,4 +1,4 @@
-"""The command line: one file per command. A command parses, calls one API function, and writes one output.
+"""The command line. A command parses, calls one API function, and writes one output.
 
 Only `main` prints an error and picks the exit status: 0 when the command did what it was asked, 2 when the user has to
 change something, 1 for a bug in memsize, 130 after Ctrl-C, 141 when the reader of a pipe went away.
@@ -31,10 +31,14 @@ _QUESTIONS = {
     "Will it fit?": ("fit", "fit-script", "sweep", "generate", "serve"),
     "What changed, and is it right?": ("diff", "check", "init", "verify"),
 }
-"""The commands by the question that they answer, each in a file of its name except those of `_FILES`."""
+"""The commands by the question that they answer, each in a file of its name except those of `_MODULES`."""
 _COMMANDS = tuple(chain.from_iterable(_QUESTIONS.values()))
-_FILES = {"run": "program", "fit-script": "fit", "init": "check"}
-"""`memsize.cli.run` starts them all, below."""
+_MODULES = {
+    "run": "program",  # `memsize.cli.run` starts them all, below
+    "fit-script": "fit",
+    "init": "check",
+    **dict.fromkeys(("checkpoint", "diff", "explain", "generate", "layout", "serve", "verify"), "answers"),
+}
 
 
 class _Commands(click.Group):
@@ -58,7 +62,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = import_module(f"memsize.cli.{_FILES.get(cmd_name, cmd_name)}")
+        module = import_module(f"memsize.cli.{_MODULES.get(cmd_name, cmd_name)}")
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 

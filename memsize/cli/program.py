@@ -11,8 +11,7 @@ from pathlib import Path
 
 from memsize.cli.command import WITH_SNAPSHOT, command, is_saved
 from memsize.cli.output import Destination
-from memsize.cli.progress import Progress
-from memsize.cli.working import interrupts_raised, say, working
+from memsize.cli.working import Progress, interrupts_raised, say, working
 from memsize.errors import InputError
 from memsize.interrupt import INTERRUPTED
 from memsize.records.program import ProgramRun

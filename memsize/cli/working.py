@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
+import shutil
 import signal
 import sys
-from collections.abc import Iterator
+import textwrap
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TextIO
+from types import TracebackType
+from typing import Any, TextIO
 
 import click
 
-from memsize.cli.progress import Progress
 from memsize.interrupt import cleanups, end
-from memsize.printable import printable_lines
+from memsize.printable import printable, printable_lines
 
 
 @dataclass(slots=True)
@@ -131,3 +136,158 @@ def _flush(stream: TextIO | None) -> None:
 def _put_back(descriptor: int, copy: int) -> None:
     os.dup2(copy, descriptor)
     os.close(copy)
+
+
+_PATIENCE = 1.0
+_FILE_PATIENCE = 3.0
+_LONG = 10.0
+_TICK = 1.0
+_FILE_TICK = 5.0
+_CLEAR = "\r\x1b[2K"
+_COUNT = re.compile(r"\b(\d+) of (\d+)\b")
+"""A count in what is being done, from which the rest is estimated: ``fp16, 3 of 7``."""
+_writing = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    # A process that is forked while the timer's thread writes would wait for that thread, which it does not have.
+    os.register_at_fork(before=_writing.acquire, after_in_parent=_writing.release, after_in_child=_writing.release)
+
+
+class Progress:
+    """What is being done, on stderr, and about how long that will go on: call it with what is being done now.
+
+    A terminal shows it in one line once it takes longer than `patience` seconds, and wipes the line at the end. A file
+    or a pipe gets a line every `tick` seconds, none for quick work, and so does a terminal that a program writes to
+    meanwhile. Parts of the answer that come before the rest are shown where that takes long, each in a line that stays.
+    `MEMSIZE_PROGRESS=never` silences both.
+
+    A program that is running writes to the streams `beside` it: lines that it has not ended, such as a bar of its own,
+    are left alone.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        patience: float | None = None,
+        tick: float | None = None,
+        beside: Iterable[TextIO | None] = (),
+    ) -> None:
+        self._stream = stream or sys.stderr
+        self._beside = [_Lines(lines) for lines in {id(lines): lines for lines in beside}.values() if lines is not None]
+        self._on_terminal = self._stream is not None and self._stream.isatty() and not self._beside
+        self._patience = (_PATIENCE if self._on_terminal else _FILE_PATIENCE) if patience is None else patience
+        self._tick = (_TICK if self._on_terminal else _FILE_TICK) if tick is None else tick
+        self._text = ""
+        self._parts: list[str] = []
+        self._shown = False
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Progress:
+        self._start = time.monotonic()
+        # There is no stderr where it is closed.
+        if self._stream is not None and os.environ.get("MEMSIZE_PROGRESS") != "never":
+            for lines in self._beside:
+                lines.watch()
+            self._thread = threading.Thread(target=self._tell, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        with _writing:
+            if self._shown and self._on_terminal:
+                self._write(_CLEAR)
+            for lines in self._beside if self._thread else ():
+                lines.leave()
+            self._thread = None
+
+    def wipe(self) -> None:
+        """Wipe the line where the process is about to end: without the lock, which its own thread may hold."""
+        if self._shown and self._on_terminal:
+            with contextlib.suppress(OSError, ValueError):
+                os.write(self._stream.fileno(), _CLEAR.encode())
+
+    def __call__(self, text: str) -> None:
+        self._text = text
+        if self._on_terminal and time.monotonic() >= self._start + self._patience:
+            self._show()
+
+    def found(self, part: str) -> None:
+        """Show a part of the answer, at once or as soon as the rest takes long."""
+        with _writing:
+            self._parts.append(part)
+        self._show_parts()
+
+    def _show_parts(self) -> None:
+        with _writing:
+            if self._thread is None or self._over.is_set() or time.monotonic() < self._start + _LONG:
+                return
+            for part in map(printable, self._parts):
+                self._write(f"{_CLEAR}{_wrapped(part)}\n" if self._on_terminal else f"{part}\n")
+            self._parts.clear()
+
+    def _tell(self) -> None:
+        wait = self._patience
+        while not self._over.wait(wait):
+            self._show_parts()
+            self._show()
+            wait = self._tick
+
+    def _show(self) -> None:
+        with _writing:
+            if self._thread is None or not self._text or self._over.is_set() or any(e.is_open for e in self._beside):
+                return
+            line = f"{printable(self._text)} … {remaining(self._text, time.monotonic() - self._start)}"
+            if self._on_terminal:
+                self._write(f"{_CLEAR}{line[: shutil.get_terminal_size().columns - 1]}")
+            else:
+                self._write(f"memsize: {line}\n")
+            self._shown = True
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
+
+
+class _Lines:
+    """The lines that are written to a stream of Python's: whether the last one `is_open`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.is_open = False
+        self._stream: Any = stream
+
+    def watch(self) -> None:
+        write = self._stream.write
+
+        def watched(text: str) -> int:
+            count: int = write(text)
+            if text:
+                self.is_open = not text.endswith("\n")
+            return count
+
+        self._stream.write = watched
+
+    def leave(self) -> None:
+        del self._stream.write
+
+
+def remaining(text: str, elapsed: float) -> str:
+    """How long it has taken so far, and about how much longer where `text` counts: ``12 s, about 16 s left``."""
+    spent = _seconds(elapsed)
+    count = _COUNT.search(text)
+    done, all_ = (int(count[1]) - 1, int(count[2])) if count else (0, 0)
+    if not done or done >= all_:
+        return spent
+    return f"{spent}, about {_seconds(elapsed * (all_ - done) / done)} left"
+
+
+def _seconds(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole} s" if whole < 90 else f"{whole // 60} min {whole % 60} s"

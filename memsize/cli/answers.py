@@ -1,0 +1,209 @@
+"""Commands that draw an answer as it is: `checkpoint`, `diff`, `explain`, `generate`, `layout`, `serve`, `verify`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+
+import click
+
+from memsize.cli.command import answer, command, depth_option, jobs_option, refuse_options
+from memsize.cli.output import Destination
+from memsize.loading.revision import parse_revision
+from memsize.loading.target import is_checkpoint, parse_target
+from memsize.records.run_file import is_run_file
+from memsize.spec.requests import (
+    CheckpointRequest,
+    DiffRequest,
+    ExplainRequest,
+    GenerateRequest,
+    LayoutRequest,
+    ServeRequest,
+    VerifyRequest,
+)
+from memsize.version import VERSION
+
+_DEPTH = click.Option(
+    ["--depth"],
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Show modules down to this depth within each part. [default: a readable number of rows]",
+)
+
+
+@command(
+    CheckpointRequest,
+    also=(_DEPTH,),
+    short_help="Show what takes up the space in a checkpoint file.",
+    epilog="""\b
+    Examples:
+      memsize checkpoint last.ckpt
+      memsize checkpoint model.safetensors.index.json --depth 3
+      memsize checkpoint llama-Q4_K_M.gguf --units GiB
+      memsize checkpoint last.ckpt --against model.py:Net --arg width=64
+      memsize checkpoint last.ckpt -o last.html
+    """,
+)
+def checkpoint(request: CheckpointRequest, output: Destination, depth: int | None) -> None:
+    """Show what takes up the space in FILE: parts, dtypes, modules, and every byte outside the tensors.
+
+    FILE is a file written by torch.save (.pt, .pth, .bin, .ckpt), a safetensors or GGUF file, an index.json of several
+    files, or a folder with one of these. Only headers are read, and nothing that a pickle names is run.
+    """
+    answer(output, "checkpoint", request.path, lambda api, _: api.checkpoint(request), depth=depth)
+
+
+@command(
+    DiffRequest,
+    also=(jobs_option,),
+    shows_saved=False,
+    short_help="Show what changed from one version of a model to another.",
+    epilog="""\b
+    Examples:
+      memsize diff HEAD~1:model.py:Net model.py:Net --input 3,224,224
+      memsize diff main:model.py:Net model.py:Net --input 3,224,224 --train adamw --gpu t4 -o comment.md
+      memsize diff old.py:Net new.py:Net --input 3,224,224 --scenario fp32,amp-bf16
+      memsize diff before.memsize after.memsize
+      memsize diff epoch1.ckpt epoch2.ckpt
+    """,
+)
+def diff(request: DiffRequest, output: Destination, jobs: int | None) -> None:
+    """Show what changed from BEFORE to AFTER: layers, bytes by role and scenario, the peak and the findings.
+
+    Each is a target of memsize report, such as model.py:Net, a target at a git revision, such as HEAD~1:model.py:Net, a
+    saved run, or a checkpoint. A revision is checked out beside your files, which stay as they are. The options are
+    those of memsize report and apply to both.
+    """
+    if not any([_is_run(request.before), _is_run(request.after)]):
+        refuse_options(f"{request.before} and {request.after} are files")
+    answer(
+        output,
+        "comparison",
+        None,
+        lambda api, progress: api.diff(request, progress=progress),
+        jobs=1 if request.execute else jobs,
+    )
+
+
+def _is_run(side: str) -> bool:
+    """Whether a side is a model that has to be run; raises `TargetError` for a text that is no target."""
+    if is_run_file(side) or is_checkpoint(side):
+        return False
+    if parse_revision(side) is None:
+        parse_target(side)
+    return True
+
+
+@command(
+    ExplainRequest,
+    short_help="Explain a memory snapshot of a real GPU, as after an out-of-memory error.",
+    epilog="""\b
+    Examples:
+      memsize explain snapshot.pickle
+      memsize explain oom.pickle --against run.memsize
+      memsize explain snapshot.pickle -o snapshot.html
+
+    \b
+    To record one:
+      torch.cuda.memory._record_memory_history(max_entries=100000)
+      ... your program ...
+      torch.cuda.memory._dump_snapshot("snapshot.pickle")
+    """,
+)
+def explain(request: ExplainRequest, output: Destination) -> None:
+    """Show what was alive in FILE, a snapshot by torch.cuda.memory._dump_snapshot: what it was for, the lines that made
+    it, and what was free in pieces. Nothing in the file is run.
+    """
+    answer(output, "explanation", request.snapshot, lambda api, _: api.explain(request))
+
+
+@command(
+    GenerateRequest,
+    also=(jobs_option,),
+    short_help="Show what prefill, decode and the KV cache hold.",
+    epilog="""\b
+    Examples:
+      memsize generate hf:config.json --prompt 8192 --max-new-tokens 512 --gpu h100
+      memsize generate hf:config.json --prompt 2048,8192,32768 --batch-size 1,8,32 -s bf16,int4-weight
+      memsize generate hf:config.json --cache-implementation static -o generate.html
+    """,
+)
+def generate(request: GenerateRequest, output: Destination, jobs: int | None) -> None:
+    """Show what TARGET holds while it generates tokens: reading the prompt, each step after it, and the KV cache.
+
+    TARGET is a model with a generate method: hf:NAME, or path.py:Name as for memsize report. Its own generate runs.
+    """
+    answer(
+        output,
+        "generation",
+        request.model.model,
+        lambda api, progress: api.generate(request, progress=progress),
+        jobs=jobs,
+    )
+
+
+@command(
+    LayoutRequest,
+    also=(depth_option,),
+    short_help="Show which layers keep channels last, and what gets copied.",
+    epilog="""\b
+    Examples:
+      memsize layout model.py:Net --input 3,224,224
+      memsize layout timm:convnext_tiny --batch-size 32 --scenario amp-bf16
+      memsize layout torchvision:r3d_18 -o layout.html
+    """,
+)
+def layout(request: LayoutRequest, output: Destination, depth: int | None) -> None:
+    """Show which operations of TARGET lose channels last, and what is copied only to rearrange it.
+
+    TARGET is path.py:Name, package.module:name or a library's model, as for memsize report. It is run twice: as it is,
+    and with the weights and inputs that are images (4-D) or volumes (5-D) in channels last.
+    """
+    answer(
+        output, "layout", request.model.model, lambda api, progress: api.layout(request, progress=progress), depth=depth
+    )
+
+
+@command(
+    ServeRequest,
+    short_help="Show how many tokens and requests a paged server has room for.",
+    epilog="""\b
+    Examples:
+      memsize serve hf:config.json --gpu h100 --max-model-len 8192
+      memsize serve hf:config.json --gpu h100 --tensor-parallel-size 2 -s bf16,fp8-weight,int4-weight
+      memsize serve hf:config.json --gpu l4 --gpu-memory-utilization 0.95 --kv-cache-dtype fp8
+    """,
+)
+def serve(request: ServeRequest, output: Destination) -> None:
+    """Show what a paged server such as vLLM holds on a GPU: weights, its largest step, and the blocks of its KV cache.
+
+    TARGET is a language model of transformers: hf:NAME, or path.py:Name as for memsize report.
+    """
+    answer(output, "serving", request.model.model, lambda api, progress: api.serve(request, progress=progress))
+
+
+@command(
+    VerifyRequest,
+    short_help="Compare predictions with a real GPU.",
+    epilog="""\b
+    Examples:
+      memsize verify model.py:Net --input 3,224,224 --train adamw
+      memsize verify model.py:Net --input 3,224,224 --train adamw --scenario amp-bf16 --save h100.memsize
+      memsize verify model.py:Net --input 3,224,224 --train adamw --scenario amp-bf16 --against h100.memsize
+    """,
+)
+def verify(request: VerifyRequest, output: Destination) -> None:
+    """Predict a step of TARGET, run it on this machine's GPU, and compare the two.
+
+    TARGET is path.py:Name, package.module:name or a library's model, as for memsize report. With --train, training
+    steps are run; without, one inference. If prediction and measurement differ, the first operations whose allocations
+    differ are listed. Convolutional networks are run a second time with cudnn.benchmark.
+    """
+    made_by = {"command": shlex.join(["memsize", *sys.argv[1:]]), "version": VERSION}
+    answer(
+        output,
+        "verification",
+        request.model.model,
+        lambda api, progress: replace(api.verify(request, progress=progress), **made_by),
+    )
