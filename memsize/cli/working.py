@@ -153,7 +153,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Progress:
-    """What is being done, on stderr, and about how long that will go on: call it with what is being done now.
+    """Progress on stderr: call it with what is being done now, and it adds about how long that will go on.
 
     A terminal shows it in one line once it takes longer than `patience` seconds, and wipes the line at the end. A file
     or a pipe gets a line every `tick` seconds, none for quick work, and so does a terminal that a program writes to
