@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,8 @@ def test_beside_a_prediction(tmp_path: Path, toy_target: str) -> None:
     [finding] = [each for each in found.findings if each.code == "snapshot-predicted"]
     assert finding.bytes == 0
     assert "+0.0%" in finding.text()
+    [mostly] = [finding for finding in found.findings if finding.code == "snapshot-mostly"]
+    assert re.search(r"were made at \S+\.py:\d+\.$", mostly.text())  # a trace knows lines, and no names of functions
     report = memsize.report(toy_target, (3, 64, 64), scenarios="fp32", train="adamw")
     assert memsize.explain(tmp_path / "s.pickle", against=report).predicted is not None
     with pytest.raises(memsize.InputError, match="this saved report predicts no peak"):

@@ -57,7 +57,7 @@ def _mostly(explanation: Explanation) -> Iterator[Finding]:
     template = "The most bytes are in {noun}: {bytes} ({share:.0%}) in {blocks} blocks"
     stack = next(category for category in explanation.places if category.category == most.category)
     if stack.line is not None:
-        template += "; {here} of them were made at {line}, in {function}"
+        template += "; {here} of them were made at {line}" + (", in {function}" if stack.function else "")
     values = {
         "noun": category_noun(most.category),
         "bytes": Bytes(most.bytes),
