@@ -47,44 +47,39 @@ _OWN, _FP32 = SCENARIOS["as-given"], SCENARIOS["fp32"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
-    """The results of one scenario's runs. `skipped_layers` are the layers that it left unquantized, as the `Runner` has
+class _Part:
+    """The results of some scenarios. `skipped_layers` are the layers that they left unquantized, as the `Runner` has
     them, and `notes` those that only the run on several GPUs could make.
+
+    `trace` is the run of the model as it is, in the part that has it, with torchinfo's `readings` of the model.
     """
 
     results: tuple[ScenarioResult, ...]
     skipped_layers: dict[str, dict[str, str]] = field(default_factory=dict)
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    trace: Trace | None = None
+    readings: tuple[ToolReport, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """The results of the model as it is, and of fp32 if that is the same; its trace, and torchinfo's reading of it."""
-
-    results: tuple[ScenarioResult, ...]
-    trace: Trace
-    readings: tuple[ToolReport, ...]
-    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-@dataclass
 class _Parts:
     """The parts of a report that are finished, in any order."""
 
-    own: _Own | None = None
-    shown: list[_Shown] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._parts: list[_Part] = []
 
-    def add(self, part: _Own | _Shown) -> None:
-        """Take a part; work that was done again gives the same once more."""
-        if isinstance(part, _Own):
-            self.own = part
-        else:
-            self.shown.append(part)
+    def add(self, part: _Part) -> None:
+        """Take a part; work that was done again gives the same once more. The model as it is stands last."""
+        self._parts = sorted([*self._parts, part], key=lambda part: part.trace is not None)
+
+    @property
+    def own(self) -> _Part | None:
+        """The part of the model as it is."""
+        return next((part for part in self._parts if part.trace is not None), None)
 
     @property
     def results(self) -> dict[str, ScenarioResult]:
         """By scenario; what the model showed as it is goes before what was run for fp32."""
-        return {result.name: result for part in (*self.shown, self.own) if part for result in part.results}
+        return {result.name: result for part in self._parts for result in part.results}
 
     @property
     def runs(self) -> dict[str, Trace]:
@@ -94,17 +89,12 @@ class _Parts:
     @property
     def skipped_layers(self) -> dict[str, dict[str, str]]:
         """The layers that quantized scenarios left as they are."""
-        return {name: layers for part in self.shown for name, layers in part.skipped_layers.items()}
+        return {name: layers for part in self._parts for name, layers in part.skipped_layers.items()}
 
     @property
     def notes(self) -> dict[str, tuple[str, ...]]:
         """By scenario: what only the run on several GPUs could say."""
-        return {
-            name: scenario_notes
-            for part in (*self.shown, self.own)
-            if part
-            for name, scenario_notes in part.notes.items()
-        }
+        return {name: notes for part in self._parts for name, notes in part.notes.items()}
 
 
 def numbered(progress: Callable[[str], None], names: Set[str]) -> Callable[[str], None]:
@@ -142,7 +132,7 @@ class ReportBuilder:
         self.peaks = peaks or training is not None
         self.config = config
         self.progress = progress
-        self.add_part: Callable[[_Own | _Shown], None] = lambda _: None
+        self.add_part: Callable[[_Part], None] = lambda _: None
         self._traces: dict[str, Trace] = {}
         self._replays = Replays(config)
         self._untrained: dict[str, str] = {}
@@ -194,14 +184,15 @@ class ReportBuilder:
         crossover: Crossover | None,
         missing: tuple[str, ...] = (),
     ) -> Report:
-        assert parts.own is not None
-        results_by_name, as_given = parts.results, parts.own.trace
+        own = parts.own
+        assert own is not None and own.trace is not None
+        results_by_name, as_given = parts.results, own.trace
         self.runner.skipped_layers |= parts.skipped_layers
         shown_results = tuple(
             results_by_name[scenario.name] for scenario in scenarios if scenario.name in results_by_name
         )
         fp32 = results_by_name.get("fp32")
-        evidence = self._evidence(parts.own, results=shown_results, fp32=fp32, crossover=crossover)
+        evidence = self._evidence(as_given, shown_results, fp32, readings=own.readings, crossover=crossover)
         return Report(
             model=self.runner.name,
             trace=as_given,
@@ -227,14 +218,14 @@ class ReportBuilder:
                 self.runner.same_stored(_FP32, _OWN)
         wanted = [*([_OWN] if _OWN in scenarios and not (default and as_fp32) else []), *([_FP32] if as_fp32 else [])]
         self.add_part(
-            _Own(tuple(map(self.result, wanted)), trace=trace, readings=self.readings(), notes=self._spread_notes)
+            _Part(tuple(map(self.result, wanted)), trace=trace, readings=self.readings(), notes=self._spread_notes)
         )
 
     def shown(self, scenario: Scenario) -> None:
         """Find what the runs of one scenario show."""
         result, left = self.result(scenario), self.runner.skipped_layers.get(scenario.name)
         spread_notes = {name: notes for name, notes in self._spread_notes.items() if name == scenario.name}
-        self.add_part(_Shown((result,), {} if left is None else {scenario.name: left}, spread_notes))
+        self.add_part(_Part((result,), {} if left is None else {scenario.name: left}, spread_notes))
 
     def result(self, scenario: Scenario) -> ScenarioResult:
         """The figures of one scenario, or why it does not apply."""
@@ -324,7 +315,13 @@ class ReportBuilder:
         self._readable = calls.seen[0].module if is_simple else None
 
     def _evidence(
-        self, own: _Own, results: Sequence[ScenarioResult], fp32: ScenarioResult | None, crossover: Crossover | None
+        self,
+        as_given: Trace,
+        results: Sequence[ScenarioResult],
+        fp32: ScenarioResult | None,
+        *,
+        readings: tuple[ToolReport, ...],
+        crossover: Crossover | None,
     ) -> Evidence:
         """The evidence of the requested scenarios. fp32 is part of it only as the run to compare with."""
         runs = {result.name: result.trace for result in (*results, *filter(None, [fp32])) if result.trace}
@@ -332,10 +329,10 @@ class ReportBuilder:
         # Workers finish in any order; findings come in the order of the scenarios.
         layers = self.runner.skipped_layers
         return Evidence(
-            as_given=own.trace,
+            as_given=as_given,
             runs=runs,
             skipped_layers={name: layers[name] for name in runs if name in layers},
-            readings=own.readings,
+            readings=readings,
             peaks={result.name: result.training for result in results if result.training},
             inference={result.name: result.inference for result in results if result.inference},
             untrained={result.name: result.untrained for result in results if result.untrained},
