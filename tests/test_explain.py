@@ -15,9 +15,8 @@ from hypothesis import given, strategies as st
 
 import memsize
 from memsize import Explanation, Trace
-from memsize.analysis.explain.history import History
+from memsize.analysis.explain.history import History, summarize
 from memsize.analysis.explain.snapshot_file import MOST_RECORDS, read_snapshot
-from memsize.analysis.explain.stacks import summarize
 from memsize.cli import run
 from memsize.render import FORMATS, render
 from tests.gpus import pickled

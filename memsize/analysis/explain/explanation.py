@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from memsize.analysis.explain.history import Category, History, Life, categories
+from memsize.analysis.explain.history import Category, History, Life, categories, python_calls
 from memsize.analysis.explain.snapshot_file import Segment, Snapshot, read_snapshot
-from memsize.analysis.explain.stacks import python_calls
 from memsize.analysis.findings.explanation import RULES
 from memsize.analysis.step import StepTrace
 from memsize.errors import InputError
