@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
 from torch import nn
@@ -109,6 +109,7 @@ def numbered(progress: Callable[[str], None], names: Set[str]) -> Callable[[str]
     return counted
 
 
+@dataclass(eq=False)
 class ReportBuilder:
     """The runs of a report. Each is made when it is first needed, and kept.
 
@@ -116,29 +117,23 @@ class ReportBuilder:
     scenario, with the allocator set by `config`. `progress` is called with progress messages.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        training: Training | None = None,
-        *,
-        parallel: Parallel | None = None,
-        peaks: bool = False,
-        config: AllocatorConfig | None = None,
-        progress: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.runner = runner
-        self.training = training
-        self.parallel = parallel
-        self.peaks = peaks or training is not None
-        self.config = config
-        self.progress = progress
-        self.add_part: Callable[[_Part], None] = lambda _: None
-        self._traces: dict[str, Trace] = {}
-        self._replays = Replays(config)
-        self._untrained: dict[str, str] = {}
-        """By scenario: why its training steps fail although a forward runs."""
-        self._spread_notes: dict[str, tuple[str, ...]] = {}
-        self._readable: nn.Module | None = None
+    runner: Runner
+    training: Training | None = None
+    _: KW_ONLY
+    parallel: Parallel | None = None
+    peaks: bool = False
+    config: AllocatorConfig | None = None
+    progress: Callable[[str], None] = lambda _: None
+    add_part: Callable[[_Part], None] = lambda _: None
+    _traces: dict[str, Trace] = field(default_factory=dict)
+    _untrained: dict[str, str] = field(default_factory=dict)
+    """By scenario: why its training steps fail although a forward runs."""
+    _spread_notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _readable: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        self.peaks = self.peaks or self.training is not None
+        self._replays = Replays(self.config)
 
     def build(self, scenarios: Sequence[Scenario], *, default: bool, notes: Sequence[str] = ()) -> Report:
         """The report over `scenarios`; `default` leaves out `as-given` where it is what fp32 is.

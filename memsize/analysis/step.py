@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from memsize import files
 from memsize.analysis.findings.unfinished_runs import lagging, out_of_memory
-from memsize.analysis.timeline import timeline
+from memsize.analysis.timeline import pickled, timeline
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
@@ -125,8 +125,6 @@ class StepTrace(Saveable):
 
     def snapshot(self, path: str | Path) -> None:
         """Write a PyTorch memory snapshot, which https://pytorch.org/memory_viz opens, to `path`."""
-        from memsize.analysis.timeline import pickled
-
         files.write(path, pickled(self.trace, self.config), overwrite=True)
 
     def to_json(self, path: str | Path | None = None) -> str:

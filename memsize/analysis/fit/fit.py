@@ -240,18 +240,22 @@ def _width(scenario: Scenario) -> object:
     return scenario.autocast is not None, computed in ("float16", "bfloat16"), scenario.master_weights
 
 
+@dataclass(eq=False)
 class FitWork:
     """The pieces of work of a fit, which several processes share.
 
     `hand_over` is called with rows as soon as they are known; `failures` are the errors of scenarios.
     """
 
-    def __init__(self, runs: RunCache, request: FitRequest) -> None:
-        self.runs = runs
-        self.request = request
-        self.remedies = RemedyWork(runs)
-        self.hand_over: Callable[[_RowsOfKey], None] = lambda _: None
-        self.failures: list[Exception] = []
+    runs: RunCache
+    request: FitRequest
+    hand_over: Callable[[_RowsOfKey], None] = lambda _: None
+    failures: list[Exception] = field(default_factory=list)
+
+    @property
+    def remedies(self) -> RemedyWork:
+        """The work of finding remedies for the same runs."""
+        return RemedyWork(self.runs)
 
     def remedy_alone(self, base: RunVariant, size: int, name: str) -> tuple[RemedyRow, NewRuns]:
         """Measure one remedy (see `RemedyWork`)."""

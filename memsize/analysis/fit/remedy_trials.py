@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from memsize.analysis.fit.generation_remedies import GENERATION_REMEDIES, fewer_sequences, on_larger_gpu
@@ -45,14 +46,14 @@ def ladders_of(
     yield Ladder(more_gpus(base.parallel), until="no gain")
 
 
+@dataclass(eq=False)
 class RemedyWork:
     """The work of finding remedies for variants of `runs`, which several processes share.
 
     A variant must fit into its `capacity`.
     """
 
-    def __init__(self, runs: RunCache) -> None:
-        self.runs = runs
+    runs: RunCache
 
     def remedy_alone(self, base: RunVariant, size: int, name: str) -> tuple[RemedyRow, NewRuns]:
         """Measure the remedy `name` at one size; return its row and the runs that this took."""
