@@ -27,7 +27,7 @@ import memsize
 from memsize import AllocatorConfig, Finding, Fit, Gpu, ModelRequest, Trace, Training, api
 from memsize.analysis.findings.fit import FitEvidence, what_binds, what_fits_on_the_others
 from memsize.analysis.fit.crossovers import FARTHEST, activations_outweigh, first_size, peak_has_left_the_optimizer
-from memsize.analysis.fit.footprint import Footprint, limit_of
+from memsize.analysis.fit.footprint import Footprint, limit_of, replay_with_capacity
 from memsize.analysis.fit.forecast import Forecast
 from memsize.analysis.fit.generation_runs import GenerationRunCache
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
@@ -238,7 +238,7 @@ def test_a_replay_that_is_known_is_that_of_the_capacity(fixed: int, varying: lis
     run, fresh = footprint(1, fixed, varying), footprint(1, fixed, varying)
     run.needs()
     for capacity in range(run.requested, run.unbounded.reserved.bytes + 4 * MiB, MiB):
-        assert run.bounded(capacity) == fresh._replayed(capacity)
+        assert run.bounded(capacity) == replay_with_capacity(fresh.flow, fresh.config, capacity)
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 40), st.integers(1, 1000))

@@ -21,8 +21,16 @@ _MOST_GUESSES: Final = 6
 """How many guesses are checked before the rest is bisected: several small shortfalls may add up."""
 
 
-Replays = dict[int | None, Replay]
+ReplaysByCapacity = dict[int | None, Replay]
 """The replays of one list of events, by the bytes that the allocator may have (None: as many as it asks for)."""
+
+
+def replay_with_capacity(flow: AllocationEvents, config: AllocatorConfig, capacity: int | None) -> Replay:
+    """Replay events with `capacity` bytes for the allocator, which is what a fraction of the card leaves already; None
+    for as many as it asks for.
+    """
+    total = None if capacity is None else config.card_of(capacity)
+    return replay(flow, config, capacity=capacity, total=total, streams=flow.streams, emptied=flow.emptied)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +44,7 @@ class Footprint:
     size: int
     source: Trace | Callable[[], Trace]
     config: AllocatorConfig
-    replays: Replays = field(default_factory=dict)
+    replays: ReplaysByCapacity = field(default_factory=dict)
     events: AllocationEvents | None = None
 
     @property
@@ -86,7 +94,8 @@ class Footprint:
     def bounded(self, capacity: int | None) -> Replay:
         """Replay with `capacity` bytes available: cached blocks are given back before it fails."""
         if capacity not in self.replays:
-            self.replays[capacity] = self._equal_replay(capacity) or self._replayed(capacity)
+            equal = self._equal_replay(capacity)
+            self.replays[capacity] = equal or replay_with_capacity(self.flow, self.config, capacity)
         return self.replays[capacity]
 
     def _equal_replay(self, capacity: int | None) -> Replay | None:
@@ -94,12 +103,6 @@ class Footprint:
         if capacity is None or self.config.expandable_segments or self.config.memory_fraction < 1:
             return None
         return next((replay for replay in self.replays.values() if replay.holds_with(capacity)), None)
-
-    def _replayed(self, capacity: int | None) -> Replay:
-        # A budget is what a fraction of the card leaves already.
-        total = None if capacity is None else self.config.card_of(capacity)
-        flow = self.flow
-        return replay(flow, self.config, capacity=capacity, total=total, streams=flow.streams, emptied=flow.emptied)
 
     def fits(self, capacity: int) -> bool:
         """Whether the run ends well with `capacity` bytes for the allocator."""

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from memsize.analysis.fit.footprint import Footprint
+from memsize.analysis.fit.footprint import Footprint, replay_with_capacity
 from memsize.device.allocation_events import AllocationEvents
-from memsize.device.replay import replay
 from memsize.errors import InputError
 from memsize.records.roles import FIXED
 from memsize.records.trace import Storage
@@ -58,11 +57,7 @@ class Forecast:
     def fits(self, size: int, capacity: int) -> bool:
         """Whether `size` would fit `capacity`."""
         try:
-            flow, total = self.flow(size), self.config.card_of(capacity)
-            replayed = replay(
-                flow, self.config, capacity=capacity, total=total, streams=flow.streams, emptied=flow.emptied
-            )
-            return replayed.out_of_memory is None
+            return replay_with_capacity(self.flow(size), self.config, capacity).out_of_memory is None
         except InputError:  # rounding broke a storage that is resized in place
             return False
 

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from torch import nn
 
-from memsize.analysis.fit.footprint import Footprint, Replays
+from memsize.analysis.fit.footprint import Footprint, ReplaysByCapacity
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS
 from memsize.analysis.runner import Runner
 from memsize.device.allocation_events import AllocationEvents, flow_of
@@ -148,7 +148,7 @@ class RunCache:
         self._dropped = 0
         self._latest: tuple[Run | None, Trace | None] = None, None
         self._footprints: dict[tuple[ResultKey, AllocatorConfig], Footprint] = {}
-        self._replays: dict[tuple[object, AllocatorConfig], Replays] = {}
+        self._replays: dict[tuple[object, AllocatorConfig], ReplaysByCapacity] = {}
         self._runners: dict[tuple[object, ...], Runner] = {}
 
     @property
