@@ -10,9 +10,9 @@ and is the same memory. So an op that is given such a view and returns a row-maj
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ from memsize.tracing.run import Run, Setup
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
-_Event = TypeVar("_Event", Copy, Loss)
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------
@@ -97,8 +96,10 @@ class FormatLedger(Ledger):
 
     def __init__(self, device: str = "meta") -> None:
         super().__init__(device)
-        self.copies: list[tuple[int, Copy]] = []
-        self.losses: list[tuple[int, Loss]] = []
+        self.copies: list[Copy] = []
+        self.losses: list[Loss] = []
+        self.paths: Sequence[str] = ("",)
+        """The paths of the layers, and an empty one last: the clock's layer is -1 outside of them."""
         self._last: set[int] = set()
         """Storages that were seen in channels last, and what was made of them in another order than row-major."""
 
@@ -150,7 +151,7 @@ class FormatLedger(Ledger):
         before: Format = format_of(source) or ("row-major" if source.is_contiguous() else "other")
         nbytes = source.numel() * source.element_size() if size is None else size
         copy = Copy(
-            layer="",
+            layer=self.paths[self.clock.layer],
             op=_name(func),
             tensor=spec_of(source),
             before=before,
@@ -159,13 +160,12 @@ class FormatLedger(Ledger):
             hidden=hidden,
             place=_running_line(),
         )
-        self.copies.append((self.clock.layer, copy))
+        self.copies.append(copy)
 
     def _lost(self, func: Any, tensor: torch.Tensor) -> None:
         after = format_of(tensor) or "row-major"
-        self.losses.append(
-            (self.clock.layer, Loss("", op=_name(func), tensor=spec_of(tensor), after=after, place=_running_line()))
-        )
+        layer = self.paths[self.clock.layer]
+        self.losses.append(Loss(layer, op=_name(func), tensor=spec_of(tensor), after=after, place=_running_line()))
 
 
 def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -200,18 +200,13 @@ class FormatRun(Run):
         # The instruments of a plain run have only seen the inputs.
         self.ledger = FormatLedger(setup.device)
         self.calls = FormatCalls(setup.model, self.ledger)
+        self.ledger.paths = (*(entry.path for entry in self.calls.seen), "")
         self.enter_inputs()
 
     def formats(self) -> FormatsRun:
         """The formats, copies and losses that the run recorded."""
-        seen = self.calls.seen
-        paths = [entry.path for entry in seen]
-        path: Callable[[int], str] = lambda index: paths[index] if index >= 0 else ""  # noqa: E731
-        return FormatsRun(
-            layers=tuple(self._layer(index) for index in range(len(seen))),
-            copies=tuple(_at(copy, path(layer)) for layer, copy in self.ledger.copies),
-            losses=tuple(_at(loss, path(layer)) for layer, loss in self.ledger.losses),
-        )
+        layers = tuple(self._layer(index) for index in range(len(self.calls.seen)))
+        return FormatsRun(layers=layers, copies=tuple(self.ledger.copies), losses=tuple(self.ledger.losses))
 
     def _layer(self, index: int) -> LayerFormats:
         seen = self.calls.seen[index]
@@ -260,10 +255,6 @@ def audit(prepared: Callable[[], Setup]) -> Audit:
         converted_inputs=converted_inputs,
         double=double,
     )
-
-
-def _at(event: _Event, path: str) -> _Event:
-    return replace(event, layer=path)
 
 
 def _formats(tensors: Any) -> Iterator[Format]:
