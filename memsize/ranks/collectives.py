@@ -33,50 +33,43 @@ from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import arguments_in
 
+_OPERATORS: Final[dict[str, dict[CollectiveKind | None, str]]] = {
+    "c10d": {
+        "all-reduce": "allreduce_ allreduce_coalesced_",
+        "all-gather": "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_",
+        "reduce-scatter": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
+        "all-to-all": "alltoall_ alltoall_base_",
+        "broadcast": "broadcast_",
+        "reduce": "reduce_",
+        "gather": "gather_",
+        "scatter": "scatter_",
+        "send": "send",
+        "receive": "recv_ recv_any_source_",
+        "barrier": "barrier monitored_barrier_",
+        None: "check_for_nan",
+    },
+    "_c10d_functional": {
+        "all-reduce": "all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_",
+        "all-gather": "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced",
+        "reduce-scatter": "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced",
+        "all-to-all": "all_to_all_single",
+        "broadcast": "broadcast broadcast_",
+        "send": "isend batch_p2p_ops",
+        "receive": "irecv",
+        None: "wait_tensor _wrap_tensor_autograd",
+    },
+    "_dtensor": {
+        "all-to-all": "shard_dim_alltoall",
+    },
+}
 _KINDS: Final[dict[str, CollectiveKind | None]] = {
-    "c10d::allreduce_": "all-reduce",
-    "c10d::allreduce_coalesced_": "all-reduce",
-    "c10d::allgather_": "all-gather",
-    "c10d::_allgather_base_": "all-gather",
-    "c10d::allgather_coalesced_": "all-gather",
-    "c10d::allgather_into_tensor_coalesced_": "all-gather",
-    "c10d::reduce_scatter_": "reduce-scatter",
-    "c10d::_reduce_scatter_base_": "reduce-scatter",
-    "c10d::reduce_scatter_tensor_coalesced_": "reduce-scatter",
-    "c10d::alltoall_": "all-to-all",
-    "c10d::alltoall_base_": "all-to-all",
-    "c10d::broadcast_": "broadcast",
-    "c10d::reduce_": "reduce",
-    "c10d::gather_": "gather",
-    "c10d::scatter_": "scatter",
-    "c10d::send": "send",
-    "c10d::recv_": "receive",
-    "c10d::recv_any_source_": "receive",
-    "c10d::barrier": "barrier",
-    "c10d::monitored_barrier_": "barrier",
-    "c10d::check_for_nan": None,
-    "_c10d_functional::all_reduce": "all-reduce",
-    "_c10d_functional::all_reduce_": "all-reduce",
-    "_c10d_functional::all_reduce_coalesced": "all-reduce",
-    "_c10d_functional::all_reduce_coalesced_": "all-reduce",
-    "_c10d_functional::all_gather_into_tensor": "all-gather",
-    "_c10d_functional::all_gather_into_tensor_out": "all-gather",
-    "_c10d_functional::all_gather_into_tensor_coalesced": "all-gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
-    "_c10d_functional::reduce_scatter_tensor_out": "reduce-scatter",
-    "_c10d_functional::reduce_scatter_tensor_coalesced": "reduce-scatter",
-    "_c10d_functional::all_to_all_single": "all-to-all",
-    "_c10d_functional::broadcast": "broadcast",
-    "_c10d_functional::broadcast_": "broadcast",
-    "_c10d_functional::isend": "send",
-    "_c10d_functional::irecv": "receive",
-    "_c10d_functional::batch_p2p_ops": "send",
-    "_c10d_functional::wait_tensor": None,
-    "_c10d_functional::_wrap_tensor_autograd": None,
-    "_dtensor::shard_dim_alltoall": "all-to-all",
+    f"{namespace}::{name}": kind
+    for namespace, operators in _OPERATORS.items()
+    for kind, names in operators.items()
+    for name in names.split()
 }
 """The kind of collective of each operator; `None` if it moves nothing."""
-NAMESPACES: Final = frozenset(name.partition("::")[0] for name in _KINDS)
+NAMESPACES: Final = frozenset(_OPERATORS)
 _LEFT: Final = (None, "broadcast", "send", "barrier")
 """Kinds that leave the buffers unchanged if all ranks hold the same; `None` moves nothing."""
 _IN_PLACE: Final = ("all-reduce", "reduce")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -13,6 +13,8 @@ from torch import nn
 
 from memsize.errors import InputError
 from memsize.model.tensor_storage import plain_tensors
+from memsize.processes.patches import calling
+from memsize.processes.simulation import open_simulation
 from memsize.records.gpu import Card
 from memsize.spec.generation import Generation
 from memsize.torch_internals.pytree import tensors_in
@@ -108,22 +110,22 @@ def offloading_watched(ledger: Ledger) -> Iterator[None]:
     from transformers import cache_utils
 
     owner: Any = cache_utils.Cache
-    offload, prefetch = owner.offload, owner.prefetch
 
-    def offloaded(cache: Any, layer_idx: int, *args: Any) -> None:
+    def offloaded(offload: Callable[..., None], cache: Any, layer_idx: int, *args: Any) -> None:
         _marked(ledger, cache.layers[layer_idx])
         offload(cache, layer_idx, *args)
 
-    def prefetched(cache: Any, *args: Any) -> None:
+    def prefetched(prefetch: Callable[..., None], cache: Any, *args: Any) -> None:
         prefetch(cache, *args)
         for layer in cache.layers:
             _marked(ledger, layer)
 
-    owner.offload, owner.prefetch = offloaded, prefetched
-    try:
+    patches = (
+        (owner, "offload", calling(offloaded, owner.offload)),
+        (owner, "prefetch", calling(prefetched, owner.prefetch)),
+    )
+    with open_simulation() as simulation, simulation.patches.applied(patches):
         yield
-    finally:
-        owner.offload, owner.prefetch = offload, prefetch
 
 
 def _states(layer: Any) -> Iterator[State]:
