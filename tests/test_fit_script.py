@@ -36,7 +36,7 @@ def test_the_argument_is_found_however_it_is_written(arguments: list[str], name:
         (["--batch-size", "8"], "batch", "did you mean --batch-size?"),
         ([], "batch", "no argument 'batch': write it with a value after train.py"),
         (["--batch-size", "auto"], "batch-size", "--batch-size is 'auto'"),
-        (["--batch-size"], "batch-size", "--batch-size is 'empty'"),
+        (["--batch-size"], "batch-size", "--batch-size is empty"),
         (["n=0"], "n", "n is '0'"),
         (["n=1.5"], "n", "n is '1.5'"),
     ],

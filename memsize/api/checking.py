@@ -65,9 +65,9 @@ def check(request: CheckRequest, *, progress: Callable[[str], None] | None = Non
                 target,
                 project,
                 rules,
-                request.update,
-                start,
-                partial(_counted, report_progress, f"{number} of {count}"),
+                update=request.update,
+                start=start,
+                report_progress=partial(_counted, report_progress, f"{number} of {count}"),
             )
             for number, target in enumerate(project.targets, 1)
         ]
@@ -248,7 +248,7 @@ def init(request: InitRequest) -> tuple[Path, str]:
         report_request = replace(report_request, scenarios=scenario, training=request.training, gpu=Gpu(name=gpu))
     measured = Measured(report(report_request), scenario)
     before = _text(file)
-    section = _section(request, dict(_first_limits(measured, request.training)), file, _names(before))
+    section = _section(request, dict(_first_limits(measured, request.training)), file, names=_names(before))
     parse_section(tomllib.loads(section)["tool"]["memsize"]["target"][0])
     _append(file, before, section)
     return file, section

@@ -64,7 +64,7 @@ def fit(
     training, gpu, stack = request.training, request.gpu, request.gpu.releases
     allocator = AllocatorConfig.of(gpu.allocator, stack.release)
     spread = [spread_of(parallel, training) for parallel in on_each(request.parallel, request.gpus)]
-    capacities = budgets(gpu.name, request.budget, request.margin, stack, allocator.memory_fraction)
+    capacities = budgets(gpu.name, request.budget, request.margin, stack=stack, fraction=allocator.memory_fraction)
     capacities = spread_over(capacities, spread)
     if spread[0] is not None and request.scenarios is None:
         scenarios = tuple(s for s in scenarios if any(way is None or not way.refuses(s) for way in spread))
@@ -75,20 +75,22 @@ def fit(
         scenarios,
         capacities,
         training,
-        allocator,
-        model.batch_size if vary.batch else None,
-        request.remedies,
-        request.crossovers,
-        request.scenarios is None,
-        generation,
+        config=allocator,
+        size=model.batch_size if vary.batch else None,
+        remedies=request.remedies,
+        crossovers=request.crossovers,
+        default=request.scenarios is None,
+        generation=generation,
     )
     report_progress, show = progress or (lambda _: None), found or (lambda _: None)
     if generation:
-        return _fit_of_generations(model, search, vary, stack, report_progress, show)
+        return _fit_of_generations(model, search, vary, stack=stack, report_progress=report_progress, show=show)
     from memsize.analysis.fit.run_cache import RunCache
 
-    with opened(model, report_progress, capacities[0].card.name, training is not None and training.is_own) as loaded:
-        return find_fit(RunCache(*loaded.run, vary, report_progress, stack=stack), search, loaded.notes, show)
+    with opened(
+        model, report_progress, capacities[0].card.name, own=training is not None and training.is_own
+    ) as loaded:
+        return find_fit(RunCache(*loaded.run, vary, report_progress, stack=stack), search, loaded.notes, tell=show)
 
 
 def _check(request: requests.FitRequest, generates: bool) -> None:
@@ -132,4 +134,4 @@ def _fit_of_generations(
             progress=report_progress,
             stack=stack,
         )
-        return find_fit(runs, request, loaded.notes, show)
+        return find_fit(runs, request, loaded.notes, tell=show)

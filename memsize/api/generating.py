@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from memsize.api.keywords import takes
@@ -51,7 +50,7 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
     _check(generations[0], sizes, own_step=request.step is not None)
     with (
         model_of(model, report_progress, where.name) as loaded,
-        assisted(loaded, request.draft, request.assistant_model, report_progress) as draft,
+        assisted(loaded, request.draft, request.assistant_model, report_progress=report_progress) as draft,
     ):
         from memsize.analysis.fit.remedy_trials import remedies_for_generations
         from memsize.analysis.generation.generation_rows import GenerationRequest, report_generation
@@ -62,12 +61,20 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
         if request.step is None:  # before a prompt is made, which a model of images has not either
             generate_of(loaded.model, loaded.name)
         prompts = prompts_of(model, loaded)
-        runner = Runner(loaded.name, loaded.model, prompts(lengths[0]), False, gpu=where, stack=gpu.releases)
+        runner = Runner(loaded.name, loaded.model, prompts(lengths[0]), training=False, gpu=where, stack=gpu.releases)
         loop = load_loop(request.step, loaded.machine) if isinstance(request.step, str) else request.step
         generations = [replace(generation, draft=draft) for generation in generations]
-        search = GenerationRequest(generations, sizes, scenarios, allocator, loop)
-        remedies = partial(remedies_for_generations, runner, prompts, search, report_progress)
-        return report_generation(runner, prompts, search, loaded.notes, report_progress, remedies)
+        search = GenerationRequest(generations, sizes, scenarios, config=allocator, loop=loop)
+        return report_generation(
+            runner,
+            prompts,
+            search,
+            notes=loaded.notes,
+            progress=report_progress,
+            remedies=lambda rows, generators: remedies_for_generations(
+                runner, prompts, search, progress=report_progress, rows=rows, generators=generators
+            ),
+        )
 
 
 def _counts(value: object, what: str) -> tuple[int, ...]:
@@ -120,8 +127,8 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
 
         generate_of(loaded.model, loaded.name)  # before a prompt is made, as for a generation
         prompts = prompts_of(model, loaded)
-        runner = Runner(loaded.name, loaded.model, prompts(1), False, gpu=where, stack=gpu.releases)
-        return Server(runner, prompts, request.serving, report_progress).report(scenarios, loaded.notes)
+        runner = Runner(loaded.name, loaded.model, prompts(1), training=False, gpu=where, stack=gpu.releases)
+        return Server(runner, prompts, request.serving, progress=report_progress).report(scenarios, loaded.notes)
 
 
 def _one_of(gpus: int, model: ModelRequest, report_progress: Callable[[str], None]) -> ModelRequest:

@@ -71,7 +71,7 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
     refuse_resizing(model)
     where = card(gpu.name) if gpu.name else None
     allocator = AllocatorConfig.parse_optional(gpu.allocator, gpu.releases.release)
-    with model_of(model, report_progress, gpu.name, training is not None and training.is_own) as loaded:
+    with model_of(model, report_progress, gpu.name, own=training is not None and training.is_own) as loaded:
         from memsize.analysis.report import ReportBuilder, stored_report
         from memsize.analysis.runner import Runner, plans_of
 
@@ -146,7 +146,7 @@ def timeline(request: TimelineRequest, *, progress: Callable[[str], None] | None
 
 def step_trace(request: TimelineRequest, *, progress: Callable[[str], None] | None = None) -> StepTrace:
     """Return the trace that a timeline is drawn from."""
-    return _step_of(request, None, None, progress)
+    return _step_of(request, None, None, progress=progress)
 
 
 def _step_of(
@@ -163,7 +163,7 @@ def _step_of(
     spread = spread_of(request.parallel, training, loop=loop is not None, execute=request.execute)
     refuse_resizing(request.model)
     own = training is not None and training.is_own
-    with opened(request.model, progress or (lambda _: None), where.name, own) as model:
+    with opened(request.model, progress or (lambda _: None), where.name, own=own) as model:
         from memsize.analysis.ranks import others_asked
         from memsize.analysis.runner import Runner, plans_of
         from memsize.workloads.distributed_step import RankLoop
@@ -176,7 +176,7 @@ def _step_of(
             steps = training.steps if training else USUAL_STEPS
             workload: Workload = steps_on(training, spread, where) if loop is None else OwnLoop(loop, steps)
             if loop is not None and world is not None:
-                workload = RankLoop(loop, world, where, steps)
+                workload = RankLoop(loop, world, where, steps=steps)
             return runner.run(workload, scenario)
 
         with others_asked(traced, world):

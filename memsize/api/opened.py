@@ -54,7 +54,7 @@ def opened(
     own: bool = False,
 ) -> Iterator[Opened]:
     """The subject with its model built; while open, a target's own imports work as it expects."""
-    with model_of(subject, report_progress, gpu, own) as loaded:
+    with model_of(subject, report_progress, gpu, own=own) as loaded:
         yield with_inputs(subject, loaded)
 
 
@@ -62,7 +62,7 @@ def with_inputs(subject: ModelRequest, loaded: Loaded) -> Opened:
     from memsize.model.input_tensors import inputs_for
 
     training = subject.mode != "eval"
-    inputs = inputs_for(subject, loaded.model, loaded.maker, training, loaded.machine)
+    inputs = inputs_for(subject, loaded.model, loaded.maker, training=training, machine=loaded.machine)
     run = (loaded.name, loaded.model, inputs, training)
     return Opened(run, (*loaded.notes, *filter(None, [inputs.note])))
 
@@ -127,9 +127,9 @@ def model_of(
 
         report_progress(f"loading {subject.model}")
         with _users_code_runs():
-            loaded = load(target, subject.arguments, machine, own)
+            loaded = load(target, subject.arguments, machine, own=own)
             with loaded.importable(), _errors_explained(loaded.module), _untouched(loaded.module):
-                yield Loaded(loaded.name, loaded.module, loaded.notes, loaded.inputs, machine)
+                yield Loaded(loaded.name, loaded.module, loaded.notes, maker=loaded.inputs, machine=machine)
         return
     from torch import nn
 
@@ -143,7 +143,7 @@ def model_of(
     if subject.arguments:
         raise InputError("arguments are for a target, which is built with them: this module is there already")
     with _users_code_runs(), _errors_explained(model), _untouched(model):
-        yield Loaded(type(model).__name__, model, (), None, machine)
+        yield Loaded(type(model).__name__, model, (), maker=None, machine=machine)
 
 
 def _untouched(model: nn.Module) -> AbstractContextManager[None]:

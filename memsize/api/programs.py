@@ -74,8 +74,8 @@ def run_program(
         run_as_rank,
         path,
         tuple(request.arguments),
-        where,
-        allocator,
+        card=where,
+        config=allocator,
         steps=request.steps,
         module=request.module,
         allow_writes=request.allow_writes,
@@ -88,7 +88,7 @@ def run_program(
         import_packages(path, where, allocator)
     with others_asked(lambda rank_world: run_rank(world=rank_world), world):
         return run_ranks(
-            lambda rank_world: run_rank(world=rank_world)[0], world, rank, request.jobs, report_progress
+            lambda rank_world: run_rank(world=rank_world)[0], world, rank, jobs=request.jobs, progress=report_progress
         ), None
 
 
@@ -113,7 +113,7 @@ def fit_script(
     gpu = request.gpu
     allocator = AllocatorConfig.parse_optional(gpu.allocator)
     fraction = (allocator or AllocatorConfig.of_environment(os.environ)).memory_fraction
-    capacities = budgets(gpu.name, request.budget, request.margin, gpu.releases, fraction)
+    capacities = budgets(gpu.name, request.budget, request.margin, stack=gpu.releases, fraction=fraction)
     from memsize.analysis.fit.script_search import fit_script as search
 
     report_progress, show = progress or (lambda _: None), found or (lambda _: None)

@@ -73,9 +73,9 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
         if request.results is None
         else results_file(Path(request.results), fresh=request.fresh)
     ) as file:
-        rows = _Rows(grid.name, cells, made_with, file, request.retry)
+        rows = _Rows(grid.name, cells, made_with, file=file, retry=request.retry)
         report_progress(f"running {len(rows.missing)} cells")
-        tasks = _tasks(grid.folder, rows.missing, request.jobs, request.timeout)
+        tasks = _tasks(grid.folder, rows.missing, request.jobs, timeout=request.timeout)
         try:
             for task, answers in _outcomes(tasks, request):
                 rows.add(task, answers)
@@ -144,7 +144,7 @@ class _Rows:
         varied = varying([cell.settings for cell in self._cells])
         missing = tuple(phrase_of(cell.settings, varied) for cell in self.missing.values())
         ended = sweep_interrupted(missing, len(self._cells), saved=self._file is not None)
-        return Sweep(self._name, rows, (*ended, *RULES.findings(rows)), self._reused, missing)
+        return Sweep(self._name, rows, (*ended, *RULES.findings(rows)), reused=self._reused, missing=missing)
 
 
 def _grid(grid: str | os.PathLike[str] | Mapping[str, Any]) -> Grid:
@@ -204,7 +204,7 @@ def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: f
         groups = list(traces.values())
         for start in range(0, len(groups), most):
             numbers = tuple(number for group in groups[start : start + most] for number in group)
-            tasks.append(_Task(folder, tuple(cells[number] for number in numbers), numbers, timeout))
+            tasks.append(_Task(folder, tuple(cells[number] for number in numbers), numbers, timeout=timeout))
     return tasks
 
 
@@ -217,7 +217,7 @@ def _outcomes(tasks: list[_Task], request: SweepRequest) -> Iterator[tuple[_Task
     """The rows of each task as they come. Where a process died of one with several cells, each is run by itself."""
     while tasks:
         again: list[_Task] = []
-        for task, rows in spread(_run_cells, tasks, request.jobs, request.backend, request.scheduler):
+        for task, rows in spread(_run_cells, tasks, request.jobs, backend=request.backend, scheduler=request.scheduler):
             if not isinstance(rows, Died):
                 yield task, rows
             elif len(task.cells) > 1:
@@ -242,7 +242,7 @@ class _Task:
     def split(self) -> Iterator[_Task]:
         """A task for each of its cells."""
         for cell, number in zip(self.cells, self.numbers, strict=True):
-            yield _Task(self.folder, (cell,), (number,), self.timeout)
+            yield _Task(self.folder, (cell,), (number,), timeout=self.timeout)
 
 
 def _trace_of(cell: Cell) -> dict[str, object]:
@@ -295,7 +295,7 @@ class _Shared:
         begun = time.perf_counter()
         try:
             trace, notes = self._trace(cell)
-            return _row(cell, trace, notes, time.perf_counter() - begun)
+            return _row(cell, trace, notes, seconds=time.perf_counter() - begun)
         except (Exception, TimeLimitError) as error:
             return _failed_row(cell, _reason(error, timeout), time.perf_counter() - begun)
 

@@ -51,7 +51,7 @@ def checkpoint(request: CheckpointRequest, output: Destination, depth: int | Non
     FILE is a file written by torch.save (.pt, .pth, .bin, .ckpt), a safetensors or GGUF file, an index.json of several
     files, or a folder with one of these. Only headers are read, and nothing that a pickle names is run.
     """
-    answer(output, "checkpoint", request.path, lambda api, _: api.checkpoint(request), depth=depth)
+    answer(output, "checkpoint", request.path, ask=lambda api, _: api.checkpoint(request), depth=depth)
 
 
 @command(
@@ -81,7 +81,7 @@ def diff(request: DiffRequest, output: Destination, jobs: int | None) -> None:
         output,
         "comparison",
         None,
-        lambda api, progress: api.diff(request, progress=progress),
+        ask=lambda api, progress: api.diff(request, progress=progress),
         jobs=1 if request.execute else jobs,
     )
 
@@ -115,7 +115,7 @@ def explain(request: ExplainRequest, output: Destination) -> None:
     """Show what was alive in FILE, a snapshot by torch.cuda.memory._dump_snapshot: what it was for, the lines that made
     it, and what was free in pieces. Nothing in the file is run.
     """
-    answer(output, "explanation", request.snapshot, lambda api, _: api.explain(request))
+    answer(output, "explanation", request.snapshot, ask=lambda api, _: api.explain(request))
 
 
 @command(
@@ -138,7 +138,7 @@ def generate(request: GenerateRequest, output: Destination, jobs: int | None) ->
         output,
         "generation",
         request.model.model,
-        lambda api, progress: api.generate(request, progress=progress),
+        ask=lambda api, progress: api.generate(request, progress=progress),
         jobs=jobs,
     )
 
@@ -161,7 +161,11 @@ def layout(request: LayoutRequest, output: Destination, depth: int | None) -> No
     and with the weights and inputs that are images (4-D) or volumes (5-D) in channels last.
     """
     answer(
-        output, "layout", request.model.model, lambda api, progress: api.layout(request, progress=progress), depth=depth
+        output,
+        "layout",
+        request.model.model,
+        ask=lambda api, progress: api.layout(request, progress=progress),
+        depth=depth,
     )
 
 
@@ -180,7 +184,7 @@ def serve(request: ServeRequest, output: Destination) -> None:
 
     TARGET is a language model of transformers: hf:NAME, or path.py:Name as for memsize report.
     """
-    answer(output, "serving", request.model.model, lambda api, progress: api.serve(request, progress=progress))
+    answer(output, "serving", request.model.model, ask=lambda api, progress: api.serve(request, progress=progress))
 
 
 @command(
@@ -205,5 +209,5 @@ def verify(request: VerifyRequest, output: Destination) -> None:
         output,
         "verification",
         request.model.model,
-        lambda api, progress: replace(api.verify(request, progress=progress), **made_by),
+        ask=lambda api, progress: replace(api.verify(request, progress=progress), **made_by),
     )

@@ -267,7 +267,9 @@ def _destination(
     color: Color,
 ) -> Destination:
     unit = unit and parse_unit(unit)
-    return destination(file, format, force, {**formats, **IMAGES}, unit=unit, saved=save, full=full, color=color)
+    return destination(
+        file, format, force, formats={**formats, **IMAGES}, unit=unit, saved=save, full=full, color=color
+    )
 
 
 def parse_unit(text: str) -> str:

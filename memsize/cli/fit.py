@@ -52,7 +52,7 @@ def fit(request: FitRequest, output: Destination, jobs: int | None) -> None:
         output,
         "fit",
         request.model.model,
-        lambda api, progress: api.fit(request, **parts_shown(progress, output)),
+        ask=lambda api, progress: api.fit(request, **parts_shown(progress, output)),
         jobs=jobs,
     )
 
@@ -82,5 +82,5 @@ def fit_script(request: FitScriptRequest, output: Destination) -> None:
         output,
         "fit",
         request.script,
-        lambda api, progress: api.fit_script(request, **parts_shown(progress, output)),
+        ask=lambda api, progress: api.fit_script(request, **parts_shown(progress, output)),
     )

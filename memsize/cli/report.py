@@ -61,7 +61,7 @@ def report(
         output,
         Report.kind,
         request.model.model,
-        lambda api, progress: _report(api, replace(request, gpu=gpu), progress, errors),
+        ask=lambda api, progress: _report(api, replace(request, gpu=gpu), progress, errors=errors),
         jobs=1 if request.execute else jobs,
         depth=depth,
         columns=_columns(columns),

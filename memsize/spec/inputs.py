@@ -114,7 +114,7 @@ def parse_input(text: str) -> InputSpec:
     try:
         name = head.strip() if equals else None
         limits = _parse_span(span) if ranged else None
-        return InputSpec(name, _parse_sizes(sizes), _parse_dtype(dtype) if colon else None, limits)
+        return InputSpec(name, _parse_sizes(sizes), _parse_dtype(dtype) if colon else None, span=limits)
     except InputError as error:
         # The same error goes on, so that an unknown dtype stays one.
         error.args = (f"input {quoted(text)}: {error}",)

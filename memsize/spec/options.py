@@ -181,7 +181,13 @@ class Part:
             if name not in self.without
         }
 
-    def value(self, name: str, given_values: Mapping[str, Any], spell: Callable[[Option], str], python: bool) -> Any:
+    def value(
+        self,
+        name: str,
+        given_values: Mapping[str, Any],
+        spell: Callable[[Option], str] = lambda choice: choice.key,
+        python: bool = False,
+    ) -> Any:
         """The part, called `name` in its request, of the values by their keys."""
         options = self.options()
         values = {n: given_values[o.key] for n, o in options.items() if given_values.get(o.key) is not None}
@@ -196,7 +202,7 @@ class Part:
             raise InputError(f"{lead} is {quoted(str(whole))}: it should be a {self.cls.__name__}")
         if missing := next((o.key for o in options.values() if o.required and o.key not in given_values), None):
             raise InputError(f"{missing} is missing")
-        if self.when and self._is_missing(values, options, given_values, spell):
+        if self.when and self._is_missing(values, options, given_values, spell=spell):
             return None
         if python and self.keywords is not None:
             return self.keywords(**{key: given_values[key] for key in self.keywords_of(name) if key in given_values})
@@ -253,9 +259,7 @@ def part(cls: type, **settings: Any) -> Any:
     named = {name: settings.pop(name) for name in ("when", "purpose", "keywords") if name in settings}
     without = frozenset(settings.pop("without", ()))
     declared = Part(cls=cls, without=without, changes=settings, **named)
-    return field(
-        default_factory=lambda: declared.value("", {}, lambda choice: choice.key, False), metadata={_PART: declared}
-    )
+    return field(default_factory=lambda: declared.value("", {}), metadata={_PART: declared})
 
 
 REQUIRED: Final = MISSING
@@ -334,7 +338,7 @@ def build(
     arguments: dict[str, Any] = {}
     for column in fields(request):  # type: ignore[arg-type]
         if _PART in column.metadata:
-            arguments[column.name] = column.metadata[_PART].value(column.name, values, spell, python)
+            arguments[column.name] = column.metadata[_PART].value(column.name, values, spell=spell, python=python)
         elif _OPTION in column.metadata:
             choice = _named(column)
             if choice.key in values:

@@ -175,7 +175,7 @@ def read_project(file: Path) -> Project:
     """The sections of `file`; raises `InputError`, naming the line, for what cannot be meant."""
     text, data = parsed_toml(file)
     section = _section(data)
-    refuse_unknown("key", section, ("target", "select", "ignore", "severity"), f"{file.name}: [tool.memsize]")
+    refuse_unknown("key", section, ("target", "select", "ignore", "severity"), where=f"{file.name}: [tool.memsize]")
     sections = section.get("target", [])
     if not (isinstance(sections, list) and all(isinstance(section, dict) for section in sections)):
         raise InputError(f"{file.name}: write targets as {SECTION}, with two brackets")
@@ -188,7 +188,7 @@ def read_project(file: Path) -> Project:
     if twice is not None:
         raise InputError(f'{file.name}: two targets are {quoted(twice)}: give each a name = "…" of its own')
     select, ignore = (_codes(file, section, key) for key in ("select", "ignore"))
-    return Project(file, targets, select, ignore, _severities(file, section))
+    return Project(file, targets, select, ignore=ignore, severity=_severities(file, section))
 
 
 def _section(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +221,7 @@ _KEYS: Final[Mapping[str, tuple[type, ...]]] = {
 
 def parse_section(section: Mapping[str, Any], line: int = 1) -> CheckedTarget:
     """One section as a value; raises `InputError` for a key or a value that cannot be meant."""
-    refuse_unknown("key", section, ("name", *MODEL_KEYS, *_KEYS), SECTION)
+    refuse_unknown("key", section, ("name", *MODEL_KEYS, *_KEYS), where=SECTION)
     for key in set(section) & set(_KEYS):
         check_type(key, section[key], _KEYS[key])
     if not section.get("target"):

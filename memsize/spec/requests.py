@@ -349,7 +349,9 @@ class RunRequest:
         if not isinstance(self.rank, int) and self.rank not in get_args(Which):
             raise InputError(_NO_RANK.format(self.rank))
         if self.gpus is not None:
-            return World(self.gpus, self.rank if isinstance(self.rank, int) else 0, self.nodes, self.one_process)
+            return World(
+                self.gpus, self.rank if isinstance(self.rank, int) else 0, self.nodes, one_process=self.one_process
+            )
         if self.rank != 0 or self.nodes != 1 or self.one_process:
             raise InputError("ranks and nodes are those of a program on several GPUs: say how many, as in --gpus 8")
         return None

@@ -66,8 +66,14 @@ class Cell:
         own = {key: value for key, value in settings.items() if (key, value) != ("train", INFERENCE)}
         mode = settings.get("mode", "eval" if settings["train"] == INFERENCE else "train")
         run = section_of(own | {"mode": mode})
-        parallel = spread_of(settings.get("parallel"), run.training, execute=run.execute)
-        return cls(settings, run.model, run.scenario, run.training, run.gpu.releases, parallel)
+        return cls(
+            settings,
+            subject=run.model,
+            scenario=run.scenario,
+            training=run.training,
+            stack=run.gpu.releases,
+            parallel=spread_of(settings.get("parallel"), run.training, execute=run.execute),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +135,12 @@ def _refuse_many(section: Section) -> None:
 def read_grid(file: Path) -> Grid:
     """The sweep that `file` describes; raises `InputError`, naming the key, for what cannot be meant."""
     text, data = parsed_toml(file)
-    return _grid(file.name, file.absolute().parent, data, [f"{file.name}:{line}" for line in _lines(text)])
+    return _grid(file.name, file.absolute().parent, data, lines=[f"{file.name}:{line}" for line in _lines(text)])
 
 
 def grid_of(data: Mapping[str, Any]) -> Grid:
     """The sweep that a mapping with the keys of a file describes; files are looked for in the working folder."""
-    return _grid("sweep", Path.cwd(), {key: _plain(value) for key, value in data.items()}, [])
+    return _grid("sweep", Path.cwd(), {key: _plain(value) for key, value in data.items()}, lines=[])
 
 
 def _plain(value: object) -> object:
@@ -163,7 +169,7 @@ def _lines(text: str) -> Iterator[int]:
 
 def _section(where: str, data: Mapping[str, Any]) -> Section:
     section = by_new_keys(data, where)
-    refuse_unknown("key", section, (*MODEL_KEYS, *_SPREAD), where)
+    refuse_unknown("key", section, (*MODEL_KEYS, *_SPREAD), where=where)
     if not section.get("target"):
         raise InputError(f'{where}: a section needs a target, such as target = "model.py:Net"')
     values = dict(_DEFAULTS) | {key: value for key, value in section.items() if key not in _SPREAD}

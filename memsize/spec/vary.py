@@ -142,9 +142,11 @@ class VariedScript:
             if not equals:
                 value = arguments[index + 1] if index + 1 < len(arguments) else ""
             if not value.isdecimal() or not int(value):
-                raise InputError(f"{head} is {value or 'empty'!r}: what varies has to be a whole number above 0")
-            varied = (index, f"{head}=") if equals else (index + 1, "")
-            return cls(path, tuple(arguments), head, *varied, int(value))
+                raise InputError(
+                    f"{head} is {repr(value) if value else 'empty'}: what varies has to be a whole number above 0"
+                )
+            index, prefix = (index, f"{head}=") if equals else (index + 1, "")
+            return cls(path, tuple(arguments), head, index=index, prefix=prefix, value=int(value))
         hint = f" ({suggestion(name, names)})" if names else ""
         raise InputError(f"the script is given no argument {name!r}{hint}: write it with a value after {path}")
 
