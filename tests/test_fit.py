@@ -27,8 +27,7 @@ import memsize
 from memsize import AllocatorConfig, Finding, Fit, Gpu, ModelRequest, Trace, Training, api
 from memsize.analysis.findings.fit import FitEvidence, what_binds, what_fits_on_the_others
 from memsize.analysis.fit.crossovers import FARTHEST, activations_outweigh, first_size, peak_has_left_the_optimizer
-from memsize.analysis.fit.footprint import Footprint, limit_of, replay_with_capacity
-from memsize.analysis.fit.forecast import Forecast
+from memsize.analysis.fit.footprint import Footprint, Forecast, limit_of, replay_with_capacity
 from memsize.analysis.fit.generation_runs import GenerationRunCache
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from memsize import CheckpointReport, Finding, cli
-from memsize.analysis.saved_runs import load
+from memsize.analysis.step import load
 from memsize.checkpoints import read
 from memsize.cli import run
 from memsize.cli.working import Progress

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import memsize
-from memsize.analysis.saved_runs import load, load_step
+from memsize.analysis.step import load, load_step
 from memsize.cli import run
 from memsize.errors import InputError, ScenarioError
 from memsize.records.answer import Renderable

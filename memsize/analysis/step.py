@@ -1,28 +1,37 @@
-"""`StepTrace`: one trace of a run and its GPU estimate; `Guard`: that estimate against a budget, and beside CUDA's."""
+"""`StepTrace`: one trace of a run and its GPU estimate; `Guard`: that estimate against a budget, and beside CUDA's; and
+the step, or another answer, that a saved run holds.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass, field as attribute
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from memsize import files
 from memsize.analysis.findings.unfinished_runs import lagging, out_of_memory
 from memsize.analysis.timeline import pickled, timeline
-from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.allocator_config import AllocatorConfig, config_of
 from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
+from memsize.errors import InputError, UnknownScenarioError
 from memsize.printable import printable
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.answer import Saveable
 from memsize.records.codec import decode, encode
 from memsize.records.fields import BYTES, Fields, field
 from memsize.records.finding import moment_in_words
+from memsize.records.generation import GenerationReport
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
+from memsize.records.kinds import KINDS, SAVED_KINDS
+from memsize.records.program import ProgramRun
+from memsize.records.report import Report
 from memsize.records.roles import noun
+from memsize.records.run_file import read_run
 from memsize.records.trace import Event, Trace
 from memsize.units import amount_in, format_bytes
 
@@ -210,3 +219,41 @@ class Guard:
         needs = f"{self.step.trace.model} needs {format_bytes(peak.reserved)} at its peak, in {where}"
         there = "" if self.budget is None else f"; {format_bytes(self.budget)} are there"
         return f"{needs}{there}. The most are {noun(role)}, {format_bytes(size)}."
+
+
+# -- steps and other answers of saved runs -----------------------------------------------------------------------------
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """The answer in a saved run; raises `InputError` where the file is none, is damaged, or newer than this memsize."""
+    return read_run(path, lambda kind: SAVED_KINDS[kind].record_type if kind in SAVED_KINDS else None)
+
+
+def load_kind(path: str | os.PathLike[str], *kinds: str) -> Any:
+    """The answer in a saved run of one of these kinds; raises `InputError` also where it is of another."""
+    answer = load(path)
+    if answer.kind not in kinds:
+        raise InputError(f"{path} holds a {answer.kind}: {KINDS[answer.kind].reader}")
+    return answer
+
+
+def load_step(path: str | os.PathLike[str], scenario: str | None) -> StepTrace:
+    """The step in a saved run: the one of a timeline or a program, a generation's largest, or of a report the run under
+    `scenario` (None: its layers').
+
+    Raises `InputError`, and `ScenarioError` where the report has no such run.
+    """
+    answer = load(path)
+    if isinstance(answer, (ProgramRun, GenerationReport)):
+        answer = StepTrace(answer.trace, answer.card.name, config_of(answer))
+    if not isinstance(answer, Report):
+        step: StepTrace = answer if isinstance(answer, StepTrace) else load_kind(path, StepTrace.kind)
+        if scenario is not None and step.trace.scenario != scenario:
+            raise InputError(f"{path} was run under {step.trace.scenario}, and under no other scenario")
+        return step
+    runs = {result.name: result.trace for result in answer.scenario_results if result.trace}
+    runs.setdefault(answer.trace.scenario, answer.trace)
+    if scenario is not None and scenario not in runs:
+        raise UnknownScenarioError("scenario", scenario, runs)
+    trace = answer.trace if scenario is None else runs[scenario]
+    return StepTrace(trace, answer.gpu or DEFAULT_GPU, config_of(answer))

@@ -66,6 +66,6 @@ def load(path: str | os.PathLike[str]) -> Any:
 
     Raises `InputError` for a file that is no saved run, that is damaged, or that a newer memsize wrote.
     """
-    from memsize.analysis.saved_runs import load as loaded
+    from memsize.analysis.step import load as loaded
 
     return loaded(path)

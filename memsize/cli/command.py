@@ -201,7 +201,7 @@ def answer(
     """
     with output.shown_if_interrupted(**view), working() as progress, side_by_side(jobs):
         from memsize import api
-        from memsize.analysis.saved_runs import load_kind
+        from memsize.analysis.step import load_kind
 
         reply = load_kind(str(path), kind) if is_saved(path) else ask(api, progress)
         progress("writing the answer")

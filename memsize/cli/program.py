@@ -51,7 +51,7 @@ def run(request: RunRequest, output: Destination) -> int:
     if not request.module and is_saved(program):
         if arguments := tuple(request.arguments):
             raise InputError(f"{program} is a saved run, which takes no arguments: write {arguments[0]} before it")
-        from memsize.analysis.saved_runs import load_kind
+        from memsize.analysis.step import load_kind
 
         _answer(load_kind(program, ProgramRun.kind, RankRuns.kind), output)
         return 0

@@ -43,7 +43,7 @@ def sweep(request: SweepRequest, output: Destination) -> None:
     # What the user's models print goes to stderr: stdout holds the answer and nothing else.
     with output.shown_if_interrupted(), working() as progress, interrupts_raised():
         from memsize import api
-        from memsize.analysis.saved_runs import load_kind
+        from memsize.analysis.step import load_kind
 
         if is_saved(file):
             table: Sweep = load_kind(file, Sweep.kind)

@@ -52,7 +52,7 @@ def timeline(request: TimelineRequest, output: Destination) -> None:
 
 
 def _saved(request: TimelineRequest) -> StepTrace:
-    from memsize.analysis.saved_runs import load_step
+    from memsize.analysis.step import load_step
 
     step = load_step(str(request.model.model), request.scenario if is_given("scenario") else None)
     allocator = request.gpu.allocator

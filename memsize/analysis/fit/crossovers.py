@@ -12,8 +12,7 @@ from itertools import accumulate
 from typing import Final, Literal
 
 from memsize.analysis.findings.evidence import Crossover
-from memsize.analysis.fit.footprint import phase_name
-from memsize.analysis.fit.forecast import Forecast, forecast
+from memsize.analysis.fit.footprint import Forecast, forecast, phase_name
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.fit import Crossing

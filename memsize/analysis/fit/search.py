@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.forecast import forecast
+from memsize.analysis.fit.footprint import Footprint, forecast
 from memsize.errors import ForwardError
 
 Measure = Callable[[int], Footprint]
