@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from itertools import chain
 
 import click
 
@@ -26,13 +25,34 @@ _USER, _BUG, _PIPE_CLOSED = 2, 1, 141
 
 
 _QUESTIONS = {
-    "What is each byte for, and why did it not shrink?": ("report", "checkpoint", "layout"),
-    "What happens on a GPU, and when?": ("run", "timeline", "explain"),
-    "Will it fit?": ("fit", "fit-script", "sweep", "generate", "serve"),
-    "What changed, and is it right?": ("diff", "check", "init", "verify"),
+    "What is each byte for, and why did it not shrink?": {
+        "report": "Show what each byte is for, and why a model did or didn't shrink.",
+        "checkpoint": "Show what takes up the space in a checkpoint file.",
+        "layout": "Show which layers keep channels last, and what gets copied.",
+    },
+    "What happens on a GPU, and when?": {
+        "run": "Run your own script on a GPU you don't have.",
+        "timeline": "Show live memory over a training step.",
+        "explain": "Explain a memory snapshot of a real GPU, as after an out-of-memory error.",
+    },
+    "Will it fit?": {
+        "fit": "Find the largest batch that fits, and how to fit a larger one.",
+        "fit-script": "Find the largest value of a script's own argument that fits.",
+        "sweep": "Show what fits of many models, batches and GPUs.",
+        "generate": "Show what prefill, decode and the KV cache hold.",
+        "serve": "Show how many tokens and requests a paged server has room for.",
+    },
+    "What changed, and is it right?": {
+        "diff": "Show what changed from one version of a model to another.",
+        "check": "Check limits and baselines of a project's models.",
+        "init": "Write the first limits of a project.",
+        "verify": "Compare predictions with a real GPU.",
+    },
 }
-"""The commands by the question that they answer, each in a file of its name except those of `_MODULES`."""
-_COMMANDS = tuple(chain.from_iterable(_QUESTIONS.values()))
+"""The commands by the question that they answer, and what each does: the overview of them imports none. Each is in a
+module of its name except those of `_MODULES`.
+"""
+_COMMANDS = {name: text for commands in _QUESTIONS.values() for name, text in commands.items()}
 _MODULES = {
     "run": "program",  # `memsize.cli.run` starts them all, below
     "fit-script": "fit",
@@ -48,10 +68,9 @@ class _Commands(click.Group):
         return list(_COMMANDS)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for question, names in _QUESTIONS.items():
-            commands = [(name, command) for name in names if (command := self.get_command(ctx, name))]
+        for question, commands in _QUESTIONS.items():
             with formatter.section(question):
-                formatter.write_dl([(name, command.get_short_help_str(80)) for name, command in commands])
+                formatter.write_dl(list(commands.items()))
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -64,6 +83,7 @@ class _Commands(click.Group):
             return None
         module = import_module(f"memsize.cli.{_MODULES.get(cmd_name, cmd_name)}")
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        command.short_help = _COMMANDS[cmd_name]
         return command
 
 

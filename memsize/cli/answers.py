@@ -35,7 +35,6 @@ _DEPTH = click.Option(
 @command(
     CheckpointRequest,
     also=(_DEPTH,),
-    short_help="Show what takes up the space in a checkpoint file.",
     epilog="""\b
     Examples:
       memsize checkpoint last.ckpt
@@ -58,7 +57,6 @@ def checkpoint(request: CheckpointRequest, output: Destination, depth: int | Non
     DiffRequest,
     also=(jobs_option,),
     shows_saved=False,
-    short_help="Show what changed from one version of a model to another.",
     epilog="""\b
     Examples:
       memsize diff HEAD~1:model.py:Net model.py:Net --input 3,224,224
@@ -97,7 +95,6 @@ def _is_run(side: str) -> bool:
 
 @command(
     ExplainRequest,
-    short_help="Explain a memory snapshot of a real GPU, as after an out-of-memory error.",
     epilog="""\b
     Examples:
       memsize explain snapshot.pickle
@@ -121,7 +118,6 @@ def explain(request: ExplainRequest, output: Destination) -> None:
 @command(
     GenerateRequest,
     also=(jobs_option,),
-    short_help="Show what prefill, decode and the KV cache hold.",
     epilog="""\b
     Examples:
       memsize generate hf:config.json --prompt 8192 --max-new-tokens 512 --gpu h100
@@ -146,7 +142,6 @@ def generate(request: GenerateRequest, output: Destination, jobs: int | None) ->
 @command(
     LayoutRequest,
     also=(depth_option,),
-    short_help="Show which layers keep channels last, and what gets copied.",
     epilog="""\b
     Examples:
       memsize layout model.py:Net --input 3,224,224
@@ -171,7 +166,6 @@ def layout(request: LayoutRequest, output: Destination, depth: int | None) -> No
 
 @command(
     ServeRequest,
-    short_help="Show how many tokens and requests a paged server has room for.",
     epilog="""\b
     Examples:
       memsize serve hf:config.json --gpu h100 --max-model-len 8192
@@ -189,7 +183,6 @@ def serve(request: ServeRequest, output: Destination) -> None:
 
 @command(
     VerifyRequest,
-    short_help="Compare predictions with a real GPU.",
     epilog="""\b
     Examples:
       memsize verify model.py:Net --input 3,224,224 --train adamw

@@ -49,7 +49,6 @@ class _CheckCommand(RequestCommand):
         ),
     ),
     shows_saved=False,
-    short_help="Check limits and baselines of a project's models.",
     epilog="""\b
     Examples:
       memsize check
@@ -87,7 +86,6 @@ def check(request: CheckRequest, output: Destination, fail_on: Severity) -> int:
 @command(
     InitRequest,
     answers=False,
-    short_help="Write the first limits of a project.",
     epilog="""\b
     Example:
       memsize init model.py:Net --input 3,224,224 --train adamw --gpu t4

@@ -30,7 +30,6 @@ class _FitCommand(RequestCommand):
     FitRequest,
     cls=_FitCommand,
     also=(jobs_option,),
-    short_help="Find the largest batch that fits, and how to fit a larger one.",
     epilog="""\b
     Examples:
       memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4
@@ -59,7 +58,6 @@ def fit(request: FitRequest, output: Destination, jobs: int | None) -> None:
 
 @command(
     FitScriptRequest,
-    short_help="Find the largest value of a script's own argument that fits.",
     context_settings={"allow_interspersed_args": False},
     epilog="""\b
     Examples:

@@ -25,7 +25,6 @@ _STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that t
 @command(
     RunRequest,
     formats=WITH_SNAPSHOT,
-    short_help="Run your own script on a GPU you don't have.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog="""\b
     Examples:

@@ -26,7 +26,6 @@ _COLUMNS = click.Option(
 @command(
     ReportRequest,
     also=(jobs_option, depth_option, _COLUMNS),
-    short_help="Show what each byte is for, and why a model did or didn't shrink.",
     epilog=f"""\b
     Scenarios: {", ".join(list(SCENARIOS)[:8])},
       {", ".join(list(SCENARIOS)[8:])},

@@ -16,7 +16,6 @@ from memsize.spec.requests import SweepRequest
 @command(
     SweepRequest,
     formats=WITH_PARQUET,
-    short_help="Show what fits of many models, batches and GPUs.",
     epilog="""\b
     Examples:
       memsize sweep sweep.toml

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 @command(
     TimelineRequest,
     formats=WITH_SNAPSHOT,
-    short_help="Show live memory over a training step.",
     epilog="""\b
     Examples:
       memsize timeline model.py:Net --input 3,224,224 --train adamw
