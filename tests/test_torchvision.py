@@ -122,3 +122,26 @@ def test_operators_whose_gradients_cannot_be_loaded_refuse(write: Write, warm_py
     assert done.returncode == 2
     assert "needs the compiled part of torchvision" in done.stdout + done.stderr
     assert "pip install --force-reinstall --no-deps torchvision==0." in done.stdout + done.stderr
+
+
+def test_a_script_imports_a_torchvision_that_does_not_fit(write: Write, warm_python: Python) -> None:
+    write("torchvision/__init__.py", dedent(OLD))
+    write("torchvision/_autograd_registrations.py", "")
+    write(
+        "train.py",
+        """
+import torch
+import torchvision
+
+x = torch.ones(1, 4, 8, 8, device="cuda")
+print(tuple(torch.ops.torchvision.roi_align(x, torch.zeros(3, 5, device="cuda"), 1.0, 2, 2, 0, True).shape))
+""",
+    )
+    done = warm_python("-m", "memsize", "run", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "(3, 4, 2, 2)\n" in done.stdout  # 3 regions of 4 channels, 2 × 2 each
+
+    write("block.py", "import memsize\nwith memsize.virtual_gpu('t4'):\n    import train\n")
+    done = warm_python("block.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(3, 4)\n"

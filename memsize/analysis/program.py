@@ -22,6 +22,7 @@ from memsize.analysis.timeline import snapshot
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import device_since, estimate_gpu
 from memsize.errors import InputError
+from memsize.loading.torchvision_ops import torchvision_importable
 from memsize.records.aggregates import alive, live_bytes, split_phase
 from memsize.records.codec import plain
 from memsize.records.gpu import Card
@@ -72,7 +73,7 @@ def run_program(
     name = Path(path).name
     program.steps.progress = lambda stage: progress(f"{name}: {stage}")
     progress(f"{name}: starting")
-    with isolated():
+    with isolated(), torchvision_importable():
         error = program.run(path, arguments, module)
     if module and isinstance(error, ImportError) and _is_runpys(error):
         raise InputError(f"cannot run the module {path}: {error}") from error
@@ -146,7 +147,12 @@ def virtual_gpu(
     error: BaseException | None = None
     restore = CpuRestore()
     try:
-        with default_device_kept(), restore.restored(), program.open(restore.replacements()):
+        with (
+            default_device_kept(),
+            torchvision_importable(),
+            restore.restored(),
+            program.open(restore.replacements()),
+        ):
             yield region
     except StopProgram:
         pass

@@ -36,9 +36,12 @@ _INSTEAD: Final = {
     "transformer_engine": "take torch.nn.Linear and torch.nn.LayerNorm, in bfloat16 instead of float8",
     "triton": "it comes with PyTorch's CUDA builds, and its kernels want a torch.library.custom_op around them",
     "unsloth": "load the model with transformers and peft themselves",
+    "vllm": "memsize serve sizes its weights, KV cache and CUDA graphs without one",
     "xformers": "take torch.nn.functional.scaled_dot_product_attention, as diffusers and transformers do without it",
 }
 """Packages of CUDA kernels, and what does the same, with about the same memory, in ops of PyTorch."""
+_TRIED: Final = frozenset(("bitsandbytes", "fla", "liger_kernel"))
+"""Those of them that train without a GPU once they are installed: where one is missing, that alone is the reason."""
 _RAISED: Final = (ImportError, RuntimeError, OSError, AssertionError)
 """What such packages raise without a GPU; other errors are the program's own."""
 _WITHOUT_RULE: Final = re.compile(
@@ -90,7 +93,8 @@ def _package(error: BaseException, op: str | None, frames: list[FrameType]) -> s
     if isinstance(error, ImportError):
         named += [(error.name or "").partition(".")[0], *re.findall(r"\w+", message_of(error).replace("-", "_"))]
     named += [root for root in map(_root, reversed(frames)) if root not in ("torch", "memsize", "triton")][:1]
-    return next((name for name in named if name in _INSTEAD), None)
+    tried = _TRIED if isinstance(error, ImportError) else frozenset()
+    return next((name for name in named if name in _INSTEAD and name not in tried), None)
 
 
 def _inside(frames: list[FrameType], package: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
 from typing import Final
 
@@ -18,7 +20,7 @@ from memsize.records.world import ALONE
 from memsize.units import Bytes
 
 RULES: Final = Rules[ProgramRun]()
-CAUSES: Final = ("run-needs-gpu", "run-needs-launcher", "run-divides-heads")
+CAUSES: Final = ("run-needs-gpu", "run-missing-package", "run-needs-launcher", "run-divides-heads")
 """Findings that say why a program failed, and what to change."""
 
 
@@ -105,6 +107,15 @@ def _needs(run: ProgramRun) -> Iterator[Finding]:
     }
     values = {"name": needed.name, "line": needed.line or "the program", "instead": needed.instead}
     yield Finding("run-needs-gpu", templates[needed.what], values)
+
+
+@RULES.rule("run-missing-package")
+def _missing(run: ProgramRun) -> Iterator[Finding]:
+    match = re.fullmatch(r"ModuleNotFoundError: No module named '(\w+)'", run.failure or "")
+    if match is None or run.needs_gpu is not None or match[1] in sys.stdlib_module_names:
+        return
+    template = "{name} is not installed where memsize is: install it there, or run memsize from where it is installed."
+    yield Finding("run-missing-package", template, {"name": match[1]})
 
 
 @RULES.rule("run-needs-launcher")
