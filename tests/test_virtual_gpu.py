@@ -2125,6 +2125,22 @@ def test_a_script_from_python(tmp_path: Path) -> None:
         memsize.run(tmp_path / "none.py")
 
 
+def test_lazy_modules_are_moved_beside_meta_tensors_of_the_program(tmp_path: Path) -> None:
+    """3 x 4 weights and 4 biases."""
+    run, error = ran(
+        tmp_path,
+        """
+        import torch
+        from torch import nn
+        shapes = torch.empty(2, device="meta")
+        model = nn.LazyLinear(4).cuda()
+        model(torch.ones(2, 3, device="cuda"))
+        """,
+    )
+    assert error is None
+    assert sum(storage.bytes for storage in run.trace.storages if storage.role == "parameter") == 4 * (12 + 4)
+
+
 def test_lazy_modules_are_moved_before_they_know_their_sizes(tmp_path: Path) -> None:
     """Linear: 10 x 3 x 4 weights and 10 biases; batch norm: weight, bias, mean and variance of 3, and a count."""
     run, error = ran(

@@ -56,9 +56,14 @@ Rule = Callable[[Attention], bool]
 def choose_backend(call: Attention) -> Backend:
     """The backend that CUDA would choose; raises RuntimeError when the user's flags leave none."""
     for backend in _priority(call):
-        if all(rule(call) for rule in _RULES[backend]):
+        if can_run(backend, call):
             return backend
     raise RuntimeError("no attention kernel that is switched on can run this call: allow SDPBackend.MATH")
+
+
+def can_run(backend: Backend, call: Attention) -> bool:
+    """Whether the kernel of `backend` is switched on and can run `call`."""
+    return all(rule(call) for rule in _RULES[backend])
 
 
 def _priority(call: Attention) -> tuple[Backend, ...]:

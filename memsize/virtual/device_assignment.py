@@ -140,7 +140,11 @@ def devices() -> DeviceAssignment:
 def _address(tensor: Any) -> int:
     try:
         address: int = tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+    except (
+        NotImplementedError,
+        RuntimeError,
+        ValueError,
+    ):  # sparse tensors have none, nor do parameters of lazy modules
         return 0
     return address
 

@@ -56,6 +56,7 @@ from memsize.virtual.device_assignment import (
     taken_to_gpu,
 )
 from memsize.virtual.host_memory import HostMemory
+from memsize.virtual.nested_tensors import STRIDED, is_refused
 from memsize.virtual.stream_order import StreamOrder, host_waits
 
 _META = torch.device("meta")
@@ -228,7 +229,8 @@ class VirtualLedger(Ledger):
         gpu = self.devices.index
         if device is not None and _names_gpu(device):
             gpu = self.devices.named(device.index)
-            kwargs = {**kwargs, "device": _META}
+            if not self.op_facts[func].composite:  # whose ops are asked again where they are to run
+                kwargs = {**kwargs, "device": _META}
         elif self.devices.has_others:
             gpu = gpu_of(func, args)
         pins = bool(kwargs.get("pin_memory")) or (func is _TO_COPY and bool(kwargs.get("non_blocking")))
@@ -246,6 +248,10 @@ class VirtualLedger(Ledger):
                 result = super().__torch_dispatch__(func, types, args, kwargs)
                 on_cpu = device is not None and device.type == "cpu"
                 return self.host_memory.pin(result) if pins and on_cpu else result
+            except RuntimeError as error:
+                if is_refused(error):
+                    raise RuntimeError(STRIDED) from None
+                raise
             finally:
                 _thread.depth -= 1
                 self._observer()

@@ -184,12 +184,16 @@ def _on_meta(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A wrapper around stand-ins is where they are: autograd asks each tensor's device for its streams."""
 
     def make(*args: Any, **options: Any) -> Tensor:
-        device = options.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            options["device"] = torch.device("meta")
-        return original(*args, **options)
+        meta = torch.device("meta")
+        options |= {name: meta for name, value in options.items() if name == "device" and _names_gpu(value)}
+        return original(*(meta if _names_gpu(value) else value for value in args), **options)
 
     return make
+
+
+def _names_gpu(device: Any) -> bool:
+    """Whether an argument is a device, by itself or by its name, and that is a GPU."""
+    return str(device).startswith("cuda") if isinstance(device, (torch.device, str)) else False
 
 
 def _storage_address(original: Callable[[Any], int]) -> Callable[[Any], int]:

@@ -42,7 +42,15 @@ from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.named_devices import Gpus
 from memsize.tracing.run import RunDevice, Setup, gpu_semantics, resizes_seen
 from memsize.tracing.saved_tensors import functional_transforms_allowed, saving
-from memsize.virtual import data_parallel, gpu_tensors, launches, memory_queries, torch_device, torchscript
+from memsize.virtual import (
+    data_parallel,
+    gpu_tensors,
+    launches,
+    memory_queries,
+    nested_tensors,
+    torch_device,
+    torchscript,
+)
 from memsize.virtual.allocator_state import DeviceMemory
 from memsize.virtual.device_assignment import DeviceAssignment
 from memsize.virtual.driver import Driver, Event, Stream
@@ -129,6 +137,7 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: Ran
     yield from torch_device.replacements()
     yield from launches.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
     yield from torchscript.replacements()
+    yield from nested_tensors.replacements()
     yield from memory_queries.replacements(driver)
     yield from _process_patches(world, ledger, line)
     yield from data_parallel.replacements(ledger)
