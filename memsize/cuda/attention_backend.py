@@ -89,10 +89,6 @@ def _has_batch_and_heads(call: Attention) -> bool:
     return shared == other and (heads == shared or (call.grouped and heads % shared == 0))
 
 
-def _has_plain_heads(call: Attention) -> bool:
-    return call.query.shape[:2] == call.key.shape[:2] == call.value.shape[:2]
-
-
 def _has_tokens(call: Attention) -> bool:
     return call.query.shape[-2] > 0 and call.key.shape[-2] > 0
 
@@ -120,21 +116,12 @@ def _has_efficient_dtype(call: Attention) -> bool:
     return _has_dtype(call, (torch.float16, torch.float32) + ((torch.bfloat16,) if call.capability >= (8, 0) else ()))
 
 
-def _has_flash_head(call: Attention) -> bool:
-    """One head size for all, at most 256."""
-    return call.query.shape[-1] == call.key.shape[-1] == call.value.shape[-1] <= _FLASH_HEAD
-
-
 def _has_flash_backward(call: Attention) -> bool:
     """Consumer GPUs lack the shared memory for the backward of heads above 192."""
     major, minor = call.capability
     is_small = (8, 6) <= (major, minor) <= (8, 9) or (12, 0) <= (major, minor) <= (12, 1)
     head = call.query.shape[-1]
     return not (is_small and call.differentiates) or head <= 192 or (call.dropout == 0 and head > 224)
-
-
-def _is_square_if_causal(call: Attention) -> bool:
-    return not call.causal or call.query.shape[-2] == call.key.shape[-2]
 
 
 def _alignment(call: Attention) -> int:
@@ -177,9 +164,9 @@ _RULES: dict[Backend, tuple[Rule, ...]] = {
         lambda call: (8, 0) <= call.capability <= (12, 1),
         lambda call: call.mask is None,
         _is_four_dimensional,
-        _has_flash_head,
+        lambda call: call.query.shape[-1] == call.key.shape[-1] == call.value.shape[-1] <= _FLASH_HEAD,
         _has_flash_backward,
-        _is_square_if_causal,
+        lambda call: not call.causal or call.query.shape[-2] == call.key.shape[-2],
         _is_half,
         _has_batch_and_heads,
         _has_tokens,
@@ -192,7 +179,7 @@ _RULES: dict[Backend, tuple[Rule, ...]] = {
         _has_efficient_head,
         _has_tokens,
         _is_dense_in_heads,
-        _has_plain_heads,
+        lambda call: call.query.shape[:2] == call.key.shape[:2] == call.value.shape[:2],
         _has_efficient_dtype,
     ),
     "cudnn": (
