@@ -129,7 +129,7 @@ def test_numbers_of_gpus_double_or_are_listed() -> None:
         ("fsdp,tp=8", "12", "12 GPUs are no whole number of groups of 8, which fsdp,tp=8 needs"),
         ("fsdp,tp=2,pp=4", "12", "12 GPUs are no whole number of groups of 8, which fsdp,tp=2,pp=4 needs"),
         ("fsdp,pp", "8", "write it like pp=4"),
-        (None, "8", "gpus goes with parallel"),
+        (None, "8", "--gpus goes with --parallel"),
     ],
 )
 def test_numbers_of_gpus_that_cannot_be(text: str | None, gpus: str, message: str) -> None:

@@ -14,12 +14,11 @@ from click.shell_completion import CompletionItem
 
 from memsize.cli.output import Color, Destination, Formats, destination
 from memsize.cli.working import Session, say, working
-from memsize.errors import InputError, UnknownOutputError
+from memsize.errors import InputError
 from memsize.processes.workers import side_by_side
 from memsize.records.run_file import is_run_file
 from memsize.render import FORMATS, IMAGES, USUAL
 from memsize.spec.options import Option, build, options_of
-from memsize.units import DECIMAL, UNITS
 
 WITH_SNAPSHOT = {**FORMATS, "snapshot": (".pickle", ".pkl")}
 """The formats of an answer that holds a run's events: a snapshot is for PyTorch's memory viewer."""
@@ -45,19 +44,18 @@ def command(
     """
 
     def decorate(function: Callable[..., Any]) -> click.Command:
+        name = function.__name__.replace("_", "-")
+        outputs = _output_options(formats, name if shows_saved else "") if answers else ()
+
         def run(**values: Any) -> Any:
             if answers:
-                values["output"] = _destination(formats, **{name: values.pop(name) for name in _DESTINATION})
+                output_values = {str(option.name): values.pop(str(option.name)) for option in outputs}
+                values["output"] = destination(formats={**formats, **IMAGES}, **output_values)
             chosen = {key: values.pop(key) for key in options_of(request) if key in values}
             with _renames_shown():
                 return function(request_of(request, chosen), **values)
 
-        name = function.__name__.replace("_", "-")
-        params = [
-            *parameters(request),
-            *also,
-            *(_output_options(formats, name if shows_saved else "") if answers else [debug_option()]),
-        ]
+        params = [*parameters(request), *also, *outputs, _DEBUG]
         return (cls or RequestCommand)(name, params=params, callback=run, help=function.__doc__, **settings)
 
     return decorate
@@ -252,39 +250,21 @@ jobs_option = click.Option(
     help="Processes that run scenarios side by side. [default: one per core]",
 )
 
-_DESTINATION = ("unit", "format", "file", "save", "force", "full", "color")
-
-
-def _destination(
-    formats: Formats,
-    *,
-    unit: str | None,
-    format: str | None,
-    file: Path | None,
-    save: Path | None,
-    force: bool,
-    full: bool,
-    color: Color,
-) -> Destination:
-    unit = unit and parse_unit(unit)
-    return destination(
-        file, format, force, formats={**formats, **IMAGES}, unit=unit, saved=save, full=full, color=color
-    )
-
-
-def parse_unit(text: str) -> str:
-    """The unit called `text`, in any case: mib and MIB are MiB."""
-    units = (*UNITS, *DECIMAL)
-    match = text if text in units else next((unit for unit in units if unit.lower() == text.lower()), None)
-    if match is None:
-        raise UnknownOutputError("unit", text, units)
-    return match
-
 
 def _set_debug(context: click.Context, _: click.Parameter, debug: bool) -> None:
     session = context.find_object(Session)
     if session is not None:
         session.debug = debug
+
+
+_DEBUG = click.Option(
+    ["--debug"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_set_debug,
+    help="Show tracebacks of errors.",
+)
 
 
 def _output_options(formats: Formats, command: str) -> tuple[click.Option, ...]:
@@ -308,7 +288,7 @@ def _output_options(formats: Formats, command: str) -> tuple[click.Option, ...]:
             help="Write to this file, in the format given by its suffix.",
         ),
         click.Option(
-            ["--save"],
+            ["--save", "saved"],
             type=path,
             metavar="FILE",
             help="Also save the answer, as run.memsize"
@@ -326,17 +306,4 @@ def _output_options(formats: Formats, command: str) -> tuple[click.Option, ...]:
             default="auto",
             help="When to use colors. [default: on a terminal, unless NO_COLOR is set]",
         ),
-        debug_option(),
-    )
-
-
-def debug_option() -> click.Option:
-    """The flag --debug."""
-    return click.Option(
-        ["--debug"],
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=_set_debug,
-        help="Show tracebacks of errors.",
     )

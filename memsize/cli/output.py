@@ -19,6 +19,7 @@ from memsize.records.answer import Renderable, Saveable
 from memsize.records.run_file import check_writable
 from memsize.render import FORMATS, IMAGES, USUAL, check_images, format_of, image, pieces
 from memsize.render.screen import Screen
+from memsize.units import DECIMAL, UNITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ def destination(
 
     Raises `OutputError` for what would only fail after the work is done.
     """
+    unit = unit and parse_unit(unit)
     if saved is not None:
         check_writable(saved, overwrite=force)
     if format is not None and format not in formats:
@@ -136,6 +138,15 @@ def destination(
             colour=form == "text" and _coloured(color),
         )
     return Destination(form, file, force, unit=unit, saved=saved)
+
+
+def parse_unit(text: str) -> str:
+    """The unit called `text`, in any case: mib and MIB are MiB."""
+    units = (*UNITS, *DECIMAL)
+    match = text if text in units else next((unit for unit in units if unit.lower() == text.lower()), None)
+    if match is None:
+        raise UnknownOutputError("unit", text, units)
+    return match
 
 
 def _coloured(color: Color) -> bool:

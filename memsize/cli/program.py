@@ -104,12 +104,9 @@ def _check_started(program: str, module: bool) -> None:
         )
     if not module and not Path(program).is_file():
         raise InputError(f"no such script: {program} (-m runs a module)")
-    if module and not _is_found(program.partition(".")[0]):
+    package = program.partition(".")[0]
+    if module and not (find_spec(package) or PathFinder.find_spec(package, [str(Path.cwd())])):
         raise InputError(f"no such module: {program} (without -m a script is run)")
-
-
-def _is_found(module: str) -> bool:
-    return (find_spec(module) or PathFinder.find_spec(module, [str(Path.cwd())])) is not None
 
 
 def _answer(answer: ProgramRun | RankRuns, output: Destination) -> None:

@@ -103,7 +103,11 @@ class Parallel:
         are divided and others whole, as they are under ``tp``.
         """
         optimizer = training.optimizer
-        if self.kind != "tp" or not isinstance(optimizer, str) or {"foreach", "fused"} & set(_options(optimizer)):
+        if (
+            self.kind != "tp"
+            or not isinstance(optimizer, str)
+            or {"foreach", "fused"} & set(parse_optimizer(optimizer).options)
+        ):
             return training
         return replace(training, optimizer=f"{optimizer}{',' if ':' in optimizer else ':'}foreach=False")
 
@@ -122,10 +126,6 @@ class Parallel:
         parts += [f"{kind}={size}" for kind, size in within.items() if size > 1 and kind != self.kind]
         parts += [option for option in ("offload", "views") if getattr(self, option)]
         return ",".join(parts if self.rank is None else [*parts, f"rank={self.rank}"])
-
-
-def _options(optimizer: str) -> Iterable[str]:
-    return parse_optimizer(optimizer).options
 
 
 def spread_of(

@@ -37,11 +37,6 @@ def _model(**changes: Any) -> Any:
     return part(ModelRequest, keywords=ModelRequest.of, **changes)
 
 
-def _input() -> Any:
-    """The input of models that other options name."""
-    return part(ModelRequest, keywords=partial(ModelRequest.of, ""), without=("model",))
-
-
 def _scenario(help: str = "How to store and run the model.") -> Any:
     return option("as-given", help, flags=("-s", "--scenario"), metavar="NAME")
 
@@ -120,7 +115,7 @@ class DiffRequest:
 
     before: Any = option(REQUIRED, "", positional=True)
     after: Any = option(REQUIRED, "", positional=True)
-    model: ModelRequest = _input()
+    model: ModelRequest = part(ModelRequest, keywords=partial(ModelRequest.of, ""), without=("model",))
     training: Training | None = part(Training, **_TRAINING)
     gpu: Gpu = part(Gpu)
     execute: bool = _execute()

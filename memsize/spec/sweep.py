@@ -120,16 +120,12 @@ class Grid:
         """
         cells: dict[str, Cell] = {}
         for section in self.sections:
-            _refuse_many(section)
+            if prod(map(len, section.axes.values())) > MOST_CELLS:
+                raise InputError(f"{section.where}: more than {MOST_CELLS:,} cells: sweep fewer values")
             cells |= {repr(sorted(cell.settings.items())): cell for cell in section.cells(matching, gpu)}
             if len(cells) > MOST_CELLS:
                 raise InputError(f"{self.name} has more than {MOST_CELLS:,} cells: sweep fewer values")
         return tuple(cells.values())
-
-
-def _refuse_many(section: Section) -> None:
-    if prod(map(len, section.axes.values())) > MOST_CELLS:
-        raise InputError(f"{section.where}: more than {MOST_CELLS:,} cells: sweep fewer values")
 
 
 def read_grid(file: Path) -> Grid:
