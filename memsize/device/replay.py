@@ -139,7 +139,7 @@ def replay(
     allocator = Allocator(config, capacity, None if whole is None else config.allowed(whole))
     run = _Run(allocator, streams or {}, optional, deferred or {}, rows=[] if timeline else None)
     marks = [Mark(event, "empty the cache") for event in emptied]
-    marks += [Mark(event, "wait for streams") for event in dict.fromkeys((deferred or {}).values())]
+    marks += [Mark(event, "wait for streams") for event in {*run.deferred.values()}]
     for mark, stretch in _stretches(events, sorted(mark for mark in marks if mark.event < len(events))):
         if mark is not None:
             run.apply(mark)
@@ -172,8 +172,8 @@ class _Failure(NamedTuple):
 class _Run:
     """A replay in progress: what is alive, and the figures after the events so far.
 
-    `allocated`, `reserved` and `idle` count blocks of 512 B. `rows` are (event, requested, allocated, reserved,
-    address) after each event; None where nobody reads them.
+    What is allocated, reserved or idle is counted in blocks of 512 B. `rows` are (event, requested, allocated,
+    reserved, address) after each event; None where nobody reads them.
     """
 
     allocator: Allocator
