@@ -35,7 +35,7 @@ CONTEXT = 400 * 2**20
 
 
 class StandIn:
-    """The CPU as a `DeviceMemory`. It listens from its first `settle` until it is left, so that it does not count what
+    """The CPU as a `MemoryReader`. It listens from its first `settle` until it is left, so that it does not count what
     a prediction allocates on the host.
     """
 

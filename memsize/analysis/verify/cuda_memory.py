@@ -55,7 +55,7 @@ def allocation_events(trace: Iterable[Mapping[str, Any]]) -> Iterator[Allocation
             yield AllocationEvent(allocated.storage, -allocated.delta)
 
 
-class DeviceMemory(Protocol):
+class MemoryReader(Protocol):
     """Reads the memory of the device on which a step is measured."""
 
     device: torch.device

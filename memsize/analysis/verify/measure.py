@@ -20,7 +20,7 @@ from torch import nn
 
 from memsize.analysis.runner import Runner
 from memsize.analysis.verify.alignment import IndexPair, Window, gaps, matched
-from memsize.analysis.verify.cuda_memory import AllocationEvent, DeviceMemory
+from memsize.analysis.verify.cuda_memory import AllocationEvent, MemoryReader
 from memsize.errors import InputError, ScenarioError
 from memsize.model.materialize import executable_call, materialize, real_copy
 from memsize.model.meta_copy import in_mode, inside
@@ -69,7 +69,7 @@ class MeasurementPlan:
     track: bool = True
 
 
-def measure(plan: MeasurementPlan, memory: DeviceMemory) -> Measurement:
+def measure(plan: MeasurementPlan, memory: MemoryReader) -> Measurement:
     """The memory that the workload takes. Running out of memory is a measurement too, with an `error`.
 
     Raises `InputError` where the process holds memory on the device already, `ScenarioError` for a scenario that cannot
@@ -90,7 +90,7 @@ def _message(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _measured(plan: MeasurementPlan, memory: DeviceMemory, stack: SoftwareStack) -> Measurement:
+def _measured(plan: MeasurementPlan, memory: MemoryReader, stack: SoftwareStack) -> Measurement:
     setup = plan.build()
     memory.settle()  # what building the model left behind
     memory.reset()
@@ -115,7 +115,7 @@ def _measured(plan: MeasurementPlan, memory: DeviceMemory, stack: SoftwareStack)
 
 
 def _log(
-    events: list[AllocationEvent], marker: OpMarker, setup: Setup, step: _Step, memory: DeviceMemory
+    events: list[AllocationEvent], marker: OpMarker, setup: Setup, step: _Step, memory: MemoryReader
 ) -> AllocationLog:
     """The log of the recorded step, with the locations that one more step shows."""
     with memory.recorded() as marked:
@@ -188,7 +188,7 @@ _Step = _Inference | _Steps
 
 
 @contextmanager
-def _as_in_a_new_process(workload: MeasuredWorkload, memory: DeviceMemory) -> Iterator[None]:
+def _as_in_a_new_process(workload: MeasuredWorkload, memory: MemoryReader) -> Iterator[None]:
     """Start with nothing on the device, seeds set and cuDNN as asked; restore all of it after, and leave nothing."""
     memory.settle()
     if memory.live_bytes():
