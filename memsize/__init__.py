@@ -27,35 +27,18 @@ from memsize.version import VERSION
 
 __version__ = VERSION
 
-_HOMES = {
-    "memsize.api": (
-        "check checkpoint diff explain fit fit_script generate guard init layout load "
-        "report run serve shape_rule sweep timeline trace verify virtual_gpu"
-    ),
+_BESIDE_ANSWERS = {
+    "memsize.api": "fit_script guard init load shape_rule virtual_gpu",
     "memsize.analysis.program": "VirtualGpu",
-    "memsize.analysis.step": "Guard StepTrace",
-    "memsize.checkpoints.checkpoint_report": "CheckpointReport",
+    "memsize.analysis.step": "Guard",
     "memsize.device.allocator_config": "AllocatorConfig",
     "memsize.errors": (
         "BudgetError CheckpointError ForwardError InputError MemsizeError OutputError "
         "ScenarioError TargetError UnknownValueError"
     ),
     "memsize.interrupt": "Interrupted",
-    "memsize.records.check": "Check",
-    "memsize.records.comparison": "Comparison",
-    "memsize.records.explanation": "Explanation",
     "memsize.records.finding": "Finding",
-    "memsize.records.fit": "Fit",
-    "memsize.records.generation": "GenerationReport",
-    "memsize.records.layout": "LayoutReport",
-    "memsize.records.program": "ProgramRun",
-    "memsize.records.ranks": "RankRuns",
-    "memsize.records.report": "Report",
-    "memsize.records.serving": "ServingReport",
-    "memsize.records.sweep": "Sweep",
-    "memsize.records.timeline": "Timeline",
     "memsize.records.trace": "Trace",
-    "memsize.records.verification": "Verification",
     "memsize.records.world": "World",
     "memsize.spec.generation": "Generation Serving",
     "memsize.spec.inputs": "InputSpec",
@@ -65,19 +48,36 @@ _HOMES = {
     "memsize.spec.stack": "Gpu Stack",
     "memsize.spec.training": "Training",
 }
-"""The public names, and where each lives; their types are in `__init__.pyi`. A module is imported when one of its names
-is first used: a command pays for what it needs, a tenth of a second less for one that only reads a file's header.
-"""
+"""The public names that are neither an answer nor the function that returns one, by the module that each lives in."""
 
-_OLD = {"audit_layout": "memsize.api", "compare": "memsize.api", "read_checkpoint": "memsize.api"}
-"""Names of earlier releases, which warn of the new ones."""
+_NOT_LISTED = {
+    "audit_layout": "memsize.api",
+    "compare": "memsize.api",
+    "read_checkpoint": "memsize.api",
+    "load_ipython_extension": "memsize.cli.magic",
+}
+"""Names of earlier releases, which warn of the new ones, and the one that IPython looks for."""
 
-__all__ = sorted(name for names in _HOMES.values() for name in names.split())
+
+def _homes() -> dict[str, str]:
+    """The module of each public name. It is imported when the name is first used: a command pays for what it needs, a
+    tenth of a second less for one that only reads a file's header.
+    """
+    from memsize.records.kinds import KINDS
+
+    homes = {name: home for home, names in _BESIDE_ANSWERS.items() for name in names.split()}
+    for kind in KINDS.values():
+        if kind.function:
+            module, _, record = kind.record.partition(":")
+            homes |= {kind.function: "memsize.api", record: f"memsize.{module}"}
+    return homes
 
 
 def __getattr__(name: str) -> object:
-    homes = {public: home for home, names in _HOMES.items() for public in names.split()}
-    home = (homes | _OLD | {"load_ipython_extension": "memsize.cli.magic"}).get(name)
+    # No constant: listing the answers imports what a command need not wait for.
+    if name == "__all__":
+        return sorted(_homes())
+    home = _NOT_LISTED.get(name) or _homes().get(name)
     if home is None:
         raise AttributeError(f"module 'memsize' has no attribute {name!r}")
     from importlib import import_module
@@ -87,4 +87,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_homes()})

@@ -28,9 +28,10 @@ def stub() -> str:
     definitions = [line for name in functions for line in _definition(name)]
     words = set(re.findall(r"\w+", "\n".join(definitions)))
     standard = {module: [name for name in names if name in words] for module, names in _STANDARD.items()}
+    homes = memsize._homes()
     classes = {
-        home: [f"{name} as {name}" for name in names.split() if name not in functions]
-        for home, names in memsize._HOMES.items()
+        home: [f"{name} as {name}" for name in memsize.__all__ if homes[name] == home and name not in functions]
+        for home in sorted(set(homes.values()))
     }
     return "\n".join(
         (

@@ -6,7 +6,7 @@ are needed: listing the kinds imports none of them, and showing one answer impor
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
+from importlib import import_module
 from typing import Any, Final, NamedTuple
 
 
@@ -28,12 +28,12 @@ class AnswerKind(NamedTuple):
     @property
     def record_type(self) -> Any:
         """The class of its record. It is imported now."""
-        return resolve_name(f"memsize.{self.record}")
+        return _imported(f"memsize.{self.record}")
 
     @property
     def document_type(self) -> Any:
         """The class of its document. It is imported now."""
-        return resolve_name(f"memsize.documents.{self.document}")
+        return _imported(f"memsize.documents.{self.document}")
 
     @property
     def reader(self) -> str:
@@ -41,10 +41,17 @@ class AnswerKind(NamedTuple):
         return f"memsize {self.command} shows it" if self.name != "comparison" else "memsize.load reads it"
 
 
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
 _ENTRIES: Final = (
     AnswerKind("report", "records.report:Report", "report:ReportDocument", "report", "report"),
     AnswerKind("step", "analysis.step:StepTrace", "", "timeline", "trace"),
-    AnswerKind("timeline", "records.timeline:Timeline", "timeline:TimelineDocument", "timeline", saved=False),
+    AnswerKind(
+        "timeline", "records.timeline:Timeline", "timeline:TimelineDocument", "timeline", "timeline", saved=False
+    ),
     AnswerKind("program", "records.program:ProgramRun", "program:ProgramDocument", "run", "run"),
     AnswerKind("ranks", "records.ranks:RankRuns", "ranks:RanksDocument", "run", "run"),
     AnswerKind("fit", "records.fit:Fit", "fit:FitDocument", "fit", "fit"),
