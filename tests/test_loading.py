@@ -370,7 +370,8 @@ class Net(torch.nn.Module):
         ("undefined", 2),
         ("self.fc.cuda()", 2),
         ("raise RuntimeError('PyTorch is not linked with support for cuda devices')", 2),  # after a virtual GPU
-        ("raise ValueError('size')", 3),  # and once all on `meta`
+        ("raise ValueError('size')", 2),
+        ("raise SystemExit(3)", 2),
         ("raise RuntimeError('size')", 3),  # and once with weights
     ],
 )
@@ -392,6 +393,44 @@ class Net(nn.Module):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     refused(f"{write('model.py', text)}:Net")
     assert len(counter) == runs
+
+
+def test_a_constructor_that_fails_before_it_makes_weights_is_not_given_them(write: Write) -> None:
+    text = """
+import builtins
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        builtins.runs.append(1)
+        raise RuntimeError("no size")
+"""
+    place = write("model.py", text)
+    builtins.runs = []  # type: ignore[attr-defined]
+    refused(f"{place}:Net")
+    assert vars(builtins).pop("runs") == [1, 1]  # once without a GPU and once with one
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["self.fc.weight.detach().numpy()", "self.fc.weight.tolist()", "float(self.fc.weight.sum())", "self.small()"],
+)
+def test_constructors_that_read_weights_in_other_ways_get_them(write: Write, line: str) -> None:
+    text = f"""
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(100, 100)
+        {line}
+    def small(self):
+        scale = torch.zeros(4)
+        scale.copy_(self.fc.weight.detach().abs().sum(0)[:4])
+        if not scale.all():
+            raise ValueError("scales have to be positive")
+"""
+    loaded = load(f"{write('model.py', text)}:Net")
+    assert not loaded.module.fc.weight.is_meta
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated|.*are deprecated")

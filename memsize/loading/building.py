@@ -88,23 +88,27 @@ def weightless(
     """Call `factory` without the memory of large tensors; where that fails, with it, and return also the reason.
 
     An error in the user's code is raised by the second, ordinary call too. That call is left out where the error
-    cannot be due to missing values: it is `failure`, the exception of an earlier attempt, it says that there is no GPU,
-    it is of a kind that is never about values, or the call fails in the same words with all tensors on `meta`, which
-    costs nothing.
+    cannot be due to missing values: every value was there, it is `failure`, the exception of an earlier attempt, it
+    says that there is no GPU, or it is none that PyTorch raises for a value, and no value was missed before.
     """
+    from memsize.loading.weightless import Weightless
+
+    mode = Weightless()
     with exits_caught():
         try:
-            with exits_caught():
-                return _call_weightless(factory, arguments), None
+            # A constructor that loads a state dict means its weights, and there are none here.
+            with exits_caught(), warnings.catch_warnings(), mode:
+                warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter", category=UserWarning)
+                return factory(**arguments), None
         except Exception as error:
             first = error
-        if _is_settled(first, failure) or _fails_on_meta(factory, arguments, first):
+        if _is_settled(first, failure) or not mode.left_out or not (mode.values_missed or _may_want_values(first)):
             raise first
         return factory(**arguments), user_traceback(first, is_theirs)
 
 
 def _is_settled(error: Exception, failure: BaseException | None) -> bool:
-    """Whether another call would fail as well: see `weightless`."""
+    """Whether another call would fail as well, whatever values it has: see `weightless`."""
     return isinstance(error, _NEVER_ABOUT_VALUES) or lacks_gpu(error) or _are_alike(error, failure)
 
 
@@ -115,30 +119,11 @@ def _are_alike(error: BaseException, other: BaseException | None) -> bool:
     return type(other) is type(error) and other is not None and message_of(other) == message_of(error)
 
 
-def _fails_on_meta(factory: Callable[..., Any], arguments: Mapping[str, object], error: Exception) -> bool:
-    """Whether `error` is no `RuntimeError`, as PyTorch raises where a value is missing, and the same with all tensors
-    on `meta`. The weights of billions of parameters are not made to fail once more.
-    """
-    import torch
-
-    if isinstance(error, RuntimeError) and not isinstance(error, ExitError):
+def _may_want_values(error: Exception) -> bool:
+    """Whether PyTorch may have raised `error` for a tensor without values: a RuntimeError, or one about `meta`."""
+    if isinstance(error, ExitError):
         return False
-    try:
-        with exits_caught(), warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")
-            factory(**arguments)
-    except Exception as other:
-        return _are_alike(error, other)
-    return False
-
-
-def _call_weightless(factory: Callable[..., Any], arguments: Mapping[str, object]) -> Any:
-    from memsize.loading.weightless import Weightless
-
-    with warnings.catch_warnings(), Weightless():
-        # A constructor that loads a state dict means its weights, and there are none here.
-        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter", category=UserWarning)
-        return factory(**arguments)
+    return isinstance(error, RuntimeError) or "meta" in message_of(error)
 
 
 def _check_arguments(factory: Callable[..., Any], label: str, arguments: Mapping[str, object]) -> None:

@@ -41,8 +41,10 @@ class Weightless(TorchDispatchMode):
 
     def __init__(self, left_out: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._left_out = left_out
+        self.left_out = left_out
         """Whether some tensor that was asked for on the CPU is on `meta` already."""
+        self.values_missed = False
+        """Whether an op failed on `meta`, or left a real tensor with its old values."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -63,15 +65,20 @@ class Weightless(TorchDispatchMode):
         if _any_meta(args) or _any_meta(kwargs.values()):
             if _only_fills(func) and args:
                 return args[0]
-            shape_rule = _SHAPE_RULES.get(func)
-            return shape_rule(*args, **kwargs) if shape_rule else _run_on_meta(func, args, kwargs)
+            self.values_missed |= any(not tensor.is_meta for tensor in _written(func, args, kwargs))
+            try:
+                shape_rule = _SHAPE_RULES.get(func)
+                return shape_rule(*args, **kwargs) if shape_rule else _run_on_meta(func, args, kwargs)
+            except Exception:
+                self.values_missed = True
+                raise
         if _makes_tensors(func):
-            if self._left_out and kwargs.get("device") == _META:
+            if self.left_out and kwargs.get("device") == _META:
                 kwargs["device"] = _CPU
             if _is_cpu(kwargs.get("device")):
                 result = _try_on_meta(func, args, kwargs)
                 if isinstance(result, torch.Tensor) and _is_large(result):
-                    self._left_out = True
+                    self.left_out = True
                     return result
         return func(*args, **kwargs)
 
