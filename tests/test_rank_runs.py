@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import memsize
 from memsize import ProgramRun, RankRuns, World
-from memsize.analysis.findings.ranks import RULES
+from memsize.analysis.findings.program import RANK_RULES
 from memsize.analysis.ranks import run_ranks
 from memsize.cli import run as command
 from memsize.documents import document
@@ -137,11 +137,11 @@ def two_kinds() -> RankRuns:
     gathered = Collective("all-gather", 24 * MiB, 2, 2, 1, 2)
     first, last = of_size(3, *reduced, gathered), of_size(1, *reduced)
     runs = RankRuns(8, 2, (RankGroup((0, 3, 4, 5), first, (1, 2)), RankGroup((6, 7), last)))
-    return replace(runs, findings=RULES.findings(runs))
+    return replace(runs, findings=RANK_RULES.findings(runs))
 
 
 def told(runs: RankRuns) -> list[str]:
-    return [finding.in_brief() for finding in RULES.findings(runs)]
+    return [finding.in_brief() for finding in RANK_RULES.findings(runs)]
 
 
 def test_the_worst_rank_is_named() -> None:

@@ -20,7 +20,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, Final
 
-from memsize.analysis.findings.ranks import RULES
+from memsize.analysis.findings.program import RANK_RULES
 from memsize.analysis.program import run_program, virtual_gpu
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.processes.rank_processes import opened
@@ -87,7 +87,7 @@ def run_ranks(
     else:
         between = distinct(processes)
     runs = RankRuns(world.size, world.nodes, tuple(_groups(processes.runs, between)))
-    return replace(runs, findings=RULES.findings(runs))
+    return replace(runs, findings=RANK_RULES.findings(runs))
 
 
 def run_as_rank(

@@ -1,4 +1,6 @@
-"""Rules about a program on a virtual GPU: whether it fits, where it runs out of memory, and what grows."""
+"""Rules about a program on a virtual GPU (whether it fits, where it runs out of memory, what grows) and about several
+ranks of one (whether all fit, which needs most, how they differ).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from memsize.ranks.tensor_parallel import undivided
 from memsize.records import aggregates
 from memsize.records.finding import Finding, Moment, Rules, moment_in_words
 from memsize.records.program import ProgramRun, Refused, WentOn
+from memsize.records.ranks import RankRuns, spans
 from memsize.records.roles import noun
 from memsize.records.world import ALONE
 from memsize.units import Bytes
@@ -292,3 +295,95 @@ def _allowed(run: ProgramRun) -> dict[str, Bytes]:
 
 def _layers(path: str | None) -> tuple[str, ...]:
     return (path,) if path else ()
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+RANK_RULES: Final = Rules[RankRuns]()
+
+
+@RANK_RULES.rule("ranks-failed")
+def _ranks_failed(runs: RankRuns) -> Iterator[Finding]:
+    for group in runs.groups:
+        if group.run.failure is not None and not group.run.ran_out:
+            template = "{ranks} failed: {failure}. --rank {first} shows where."
+            values = {"ranks": _first(runs.named(group)), "failure": group.run.failure, "first": group.ran[0]}
+            yield Finding("ranks-failed", template, values)
+
+
+@RANK_RULES.rule("ranks-out-of-memory")
+def _ranks_refused(runs: RankRuns) -> Iterator[Finding]:
+    for group in runs.groups:
+        if group.run.refused:
+            first = group.run.refused[0]
+            template = (
+                "{card} is too small"
+                + eagerly(group.run)
+                + " for {ranks} of {size}: at {line}, in {where}, {op} asks for "
+                "{bytes} where {free} are left"
+            ) + ("." if group.run.went_on is None else "; the program goes on.")
+            values = {
+                "card": group.run.card.name,
+                "ranks": runs.named(group),
+                "size": runs.size,
+                **request_in_words(first),
+            }
+            yield Finding("ranks-out-of-memory", template, values, bytes=first.bytes)
+
+
+@RANK_RULES.rule("ranks-fit")
+def _ranks_fit(runs: RankRuns) -> Iterator[Finding]:
+    group = runs.worst
+    run, peak = group.run, group.run.peak
+    if run.refused or not run.trace.events or any(other.run.failure for other in runs.groups):
+        return
+    most = "{ranks} needs most," if len(runs.neediest) == 1 else "{ranks} need most,"
+    template = "All {size} {noun} fit on {card}: " + ("each takes" if len(runs.neediest) == runs.size else most)
+    template += " {low} to {high} of {total} at the peak, in {where}."
+    values = {
+        "size": runs.size,
+        "noun": f"{runs.noun}s",
+        "card": run.card.name,
+        "ranks": runs.counted(runs.neediest),
+        **peak_in_words(run),
+    }
+    layers = (peak.peak_layer,) if peak.peak_layer else ()
+    yield Finding("ranks-fit", template, values, bytes=peak.device.high, layers=layers)
+
+
+@RANK_RULES.rule("ranks-differ")
+def _ranks_differ(runs: RankRuns) -> Iterator[Finding]:
+    most, least = runs.worst, runs.least
+    if any(group.run.refused or group.run.failure for group in runs.groups):
+        return
+    difference = most.run.peak.requested - least.run.peak.requested
+    if difference <= 0:
+        return
+    sizes = {role: most.run.peak.roles.get(role, 0) - least.run.peak.roles.get(role, 0) for role in most.run.peak.roles}
+    role = max(sizes, key=sizes.__getitem__)
+    template = "{least} hold{s} {bytes} less of tensors at the peak, {part} of it {role}."
+    values = {
+        "least": _first(runs.named(least)),
+        "s": "" if len(least.ranks) > 1 else "s",
+        "bytes": Bytes(difference),
+        "part": Bytes(sizes[role]),
+        "role": noun(role),
+    }
+    yield Finding("ranks-differ", template, values, bytes=difference)
+
+
+@RANK_RULES.rule("ranks-between")
+def _ranks_between(runs: RankRuns) -> Iterator[Finding]:
+    ran = [rank for group in runs.groups for rank in group.ran]
+    if len(ran) < runs.size:
+        template = (
+            "{count} of {size} {noun} were run: {ran}. Each of the others lies between two that hold the same, and "
+            "shards never grow from one {one} to the next."
+        )
+        values = {"count": len(ran), "size": runs.size, "noun": f"{runs.noun}s", "one": runs.noun, "ran": spans(ran)}
+        yield Finding("ranks-between", template, values, brief="{count} of {size} {noun} were run: {ran}.")
+
+
+def _first(text: str) -> str:
+    """With a capital, as a sentence begins."""
+    return text[0].upper() + text[1:]
