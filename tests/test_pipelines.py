@@ -17,8 +17,7 @@ from memsize.errors import InputError
 from memsize.ranks.strategies import blocks_in_line
 from memsize.spec.parallel import parse_parallel
 from memsize.tracing.run import Setup
-from memsize.workloads.parallel import spread_setup
-from memsize.workloads.pipelines import stage_traces
+from memsize.workloads.parallel import spread_setup, stage_traces
 from tests.gloo import events
 from tests.gpus import card
 from tests.models import scenario_named
