@@ -246,7 +246,7 @@ def test_what_has_to_be_run_says_which_input_is_missing(asked: dict[str, object]
 def test_a_batch_of_one_that_batch_norm_refuses() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4))
     with pytest.raises(
-        memsize.ForwardError, match=r"use batch_size 2, or mode eval \(batch_size=2, or mode=\"eval\"\)"
+        memsize.ForwardError, match=r"use batch_size=2, or mode eval \(batch_size=2, or mode=\"eval\"\)"
     ):
         memsize.report(model, (3, 8, 8))
     assert memsize.report(model, (3, 8, 8), mode="eval", scenarios="fp32").totals.parameters == 3 * 4 * 64 + 4 + 8

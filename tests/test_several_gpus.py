@@ -150,7 +150,7 @@ def test_the_command_runs_one_process(script: Path, capsys: pytest.CaptureFixtur
     [
         ({"gpus": 8, "nodes": 2}, "one process has the GPUs of its own machine, not those of 2 nodes"),
         ({"gpus": 4, "rank": 4}, "no rank 4 among 4"),
-        ({}, "say how many, as in --gpus 8"),
+        ({}, "say how many, as in gpus=8"),
     ],
 )
 def test_what_one_process_cannot_have(script: Path, options: dict[str, Any], message: str) -> None:

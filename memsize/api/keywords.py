@@ -59,11 +59,11 @@ def _in_python(text: str, request: type) -> str:
     }
 
     def keyword(flag: re.Match[str]) -> str:
-        if re.search(r"memsize [a-z-]+ [^,;:()]*$", text[: flag.start()]):
+        if flag[1] not in keywords or re.search(r"memsize [a-z-]+ [^,;:()]*$", text[: flag.start()]):
             return flag[0]
-        return keywords.get(flag[0], flag[0])
+        return keywords[flag[1]] + (flag[2] and "=")
 
-    return re.sub(r"(?<![\w-])--[a-z][a-z-]*", keyword, text).replace("(in Python: ", "(")
+    return re.sub(r"(?<![\w-])(--[a-z][a-z-]*)((?: (?=\d))?)", keyword, text).replace("(in Python: ", "(")
 
 
 def renamed_to(function: Callable[..., Answer], old: str) -> Callable[..., Answer]:
