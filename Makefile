@@ -2,11 +2,13 @@
 #
 # PYTHON=…          the interpreter to build it with (the first of the list below that is 3.11 or newer)
 # TORCH_INDEX=…     the index to get PyTorch and torchvision from: that of their small CPU builds, say
+# TORCH=…           another PyTorch release, such as 2.14.1, in an environment of its own
 # SECONDS_OF_FUZZ=… how long `make fuzz` goes on with commands that nobody would give (300)
 # THOROUGH=1        run the tests too that are left out to keep `make test` short, as CI does
 # CUDNN=1           install cuDNN too (1 GB), for the tests that ask it; they are skipped without
 
-VENV := .venv
+TORCH ?=
+VENV := $(if $(TORCH),build/torch-$(TORCH),.venv)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CUDNN_STAMP := $(VENV)/.cudnn
@@ -18,7 +20,11 @@ THOROUGH ?=
 LOG := $(VENV)/pip.log
 MYPY_LOG := $(VENV)/mypy.log
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
-BUILDS := $(shell grep -E '^(torch|torchvision)==' constraints.txt)
+PINNED := ^(torch|torchvision)==
+# Another release brings its own libraries of CUDA.
+OWN := ^(torch|torchvision|triton|nvidia-[a-z0-9-]+)==
+BUILDS := $(if $(TORCH),torch==$(TORCH) torchvision,$(shell grep -E '$(PINNED)' constraints.txt))
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 # pip shows how far it is; its warnings and errors are shown where it fails.
 OR_EXPLAIN = 2>$(LOG) || { cat $(LOG) >&2; exit 1; }
@@ -56,7 +62,7 @@ bench: $(STAMP)
 SITE := build/pages
 
 docs: $(STAMP)
-	@$(PIP) --constraint constraints.txt --editable '.[docs]' $(OR_EXPLAIN)
+	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[docs]' $(OR_EXPLAIN)
 	rm -rf $(SITE) && mkdir -p $(SITE)
 	git ls-files -z README.md CHANGELOG.md LICENSE docs notebooks benchmarks memsize/render/page/vendor | \
 		xargs -0 cp --parents -t $(SITE)
@@ -86,14 +92,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "memsize needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Setting up $(VENV) with PyTorch and all that memsize is tested with: this takes a few minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(if $(TORCH),{ grep -vE '$(OWN)' constraints.txt; echo torch==$(TORCH); } >$(CONSTRAINTS))
 	@for builds in "$(BUILDS)" "$(firstword $(BUILDS))"; do \
 		$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$builds 2>$(LOG) && exit; \
 	done; cat $(LOG) >&2; exit 1
-	@$(PIP) --constraint constraints.txt --editable '.[test,dev,quant]' $(OR_EXPLAIN)
+	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[test,dev,quant]' $(OR_EXPLAIN)
 	@touch $@
 
 $(CUDNN_STAMP): $(STAMP)
-	@$(PIP) --constraint constraints.txt --editable '.[cudnn]' $(OR_EXPLAIN)
+	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[cudnn]' $(OR_EXPLAIN)
 	@touch $@
 
 clean:
