@@ -127,7 +127,7 @@ TELLING = "head encoder net model module optimizer loss_net lr stats state param
 """Names that would tell a part of a training checkpoint: as children of a module they tell nothing."""
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("names", [["stem", "head"], TELLING])
 def test_the_names_of_children_do_not_part_a_module(tmp_path: Path, names: list[str], nested: bool) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from memsize import Trace
 from memsize.records.codec import decode, encode
 from memsize.records.columns import Columns, in_columns, numbers, places
 from memsize.records.trace import Event, Storage
@@ -79,6 +78,11 @@ def test_the_allocator_is_given_the_same_events(events: list[Event], storages: l
 
 @given(EVENTS, STORAGES)
 def test_a_file_has_rows(events: list[Event], storages: list[Storage]) -> None:
-    trace: Trace = replace(toy(), storages=in_columns(tuple(storages)), events=in_columns(tuple(events)))
+    """A file's events and storages are of layers, lines and storages that it has."""
+    trace = toy()
+    layers = len(trace.layers)
+    storages = [row._replace(layer=min(row.layer, layers - 1), saved_by=-1, line=-1) for row in storages]
+    events = [event._replace(layer=min(event.layer, layers - 1)) for event in events if event.storage < len(storages)]
+    trace = replace(trace, storages=in_columns(tuple(storages)), events=in_columns(tuple(events)))
     read = decode(encode(trace))
     assert read == trace and type(read.storages) is type(read.events) is tuple

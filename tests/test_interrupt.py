@@ -216,12 +216,12 @@ def test_an_interrupted_search_says_how_far_it_came(write: Write, capsys: pytest
 
 
 def test_an_interrupted_search_of_a_script_too(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    text = """
+    text = f"""
 import os, signal, sys, torch
 batch = int(sys.argv[2])
 torch.ones(batch, 2**20, device="cuda")
 if batch > 16:
-    os.kill(os.getppid(), signal.SIGINT)
+    os.kill({os.getpid()}, signal.SIGINT)
 """
     asked = ["fit-script", "--gpu", "t4", "--vary-argument", "batch", "--format", "json", str(write("train.py", text))]
     assert run([*asked, "--batch", "8"]) == 130

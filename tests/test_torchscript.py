@@ -11,7 +11,7 @@ import pytest
 import memsize
 from tests.records import ProgramRun
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")
 BEGINNING = """
     import io, os, torch
     from torch import nn
