@@ -119,15 +119,44 @@ def _forget_meshes() -> None:
 class Backends:
     """The backends that a program asks for. Programs decide by them what to send, and from which device."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._store: Any = None
+        """The store of the group of all processes."""
         self._whole: Any = None
         self._is_ours = False
         self._parts: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
-    def joined(self, backend: str) -> None:
-        """Keep the backend of the group of all processes."""
+    def join(
+        self,
+        original: Callable[..., None],
+        backend: str | None = None,
+        method: Any = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        *_: Any,
+        **more: Any,
+    ) -> None:
+        """Replace `init_process_group`: join the fake group, and keep the backend of the group of all processes."""
+        if world_size not in (-1, self._world.size):
+            raise InputError(wanted(world_size, self._world))
+        if not dist.is_initialized():  # a loop of the user's own may begin with it, where the group is there
+            import torch.testing._internal.distributed.fake_pg  # noqa: F401  # which registers the fake group
+
+            from memsize.ranks.store import LonelyStore
+
+            self._store = LonelyStore()
+            original("fake", rank=self._world.rank, world_size=self._world.size, store=self._store)
+        backend = backend or (_UNNAMED if more.get("device_id") is None else _NCCL)
         self._is_ours = backend == OURS
         self._whole = dist.Backend(_NCCL if self._is_ours else backend)
+
+    def default_store(self, original: Callable[[], Any]) -> Any:
+        """Replace `_get_default_store`: return the store of the group of all processes. The group puts a prefix before
+        its keys, by which Python's own methods are not reached.
+        """
+        usual = original()
+        return self._store if usual and self._store else usual
 
     def opened(self, group: Any, backend: str | None) -> None:
         """Keep the backend of a subgroup, which has that of all processes where none is named."""
@@ -163,29 +192,14 @@ def replacements(world: World) -> Iterator[Patch]:
     """Patch the functions that join this process to groups."""
     import torch.distributed.device_mesh as meshes
 
-    from memsize.ranks.store import LonelyStore
-
     group: Any = dist.distributed_c10d
-    original, backends = group.init_process_group, Backends()
+    backends = Backends(world)
+    join = calling(backends.join, group.init_process_group)
     backend_of = calling(backends.of, group.get_backend)
     open_group = calling(partial(_without_backend, backends), group.new_group)
     device_types = calling(backends.devices, vars(dist.ProcessGroup)["_device_types"])
-    default_store, own = group._get_default_store, list[LonelyStore]()
-
-    def joined(
-        backend: Any = None, method: Any = None, timeout: Any = None, world_size: int = -1, *_: Any, **more: Any
-    ) -> None:
-        if world_size not in (-1, world.size):
-            raise InputError(wanted(world_size, world))
-        if not dist.is_initialized():  # a loop of the user's own may begin with it, where the group is there
-            import torch.testing._internal.distributed.fake_pg  # noqa: F401  # which registers the fake group
-
-            own[:] = [LonelyStore()]
-            original("fake", rank=world.rank, world_size=world.size, store=own[0])
-        backends.joined(backend or (_UNNAMED if more.get("device_id") is None else _NCCL))
-
     for owner in (dist, group, meshes):
-        yield owner, "init_process_group", joined
+        yield owner, "init_process_group", join
         yield owner, "get_backend", backend_of
         if hasattr(owner, "new_group"):
             yield owner, "new_group", open_group
@@ -197,8 +211,7 @@ def replacements(world: World) -> Iterator[Patch]:
     waits = dist.Work.wait
     yield dist.Work, "wait", lambda work, timeout=None: waits(work)  # what is over is not waited for
     yield dist.ProcessGroup, "_device_types", property(device_types)
-    # The group puts a prefix before the keys of its store, by which Python's own methods are not reached.
-    yield group, "_get_default_store", lambda: own[0] if default_store() and own else default_store()
+    yield group, "_get_default_store", calling(backends.default_store, group._get_default_store)
     yield meshes.DeviceMesh, _STARTS, calling(partial(_within, world), getattr(meshes.DeviceMesh, _STARTS))
 
 
