@@ -24,8 +24,7 @@ from torch import nn
 
 from memsize import CheckpointReport
 from memsize.checkpoints import read
-from memsize.checkpoints.contents import Contents, Tensor
-from memsize.checkpoints.dtypes import BITS, GGML, SAFETENSORS, STORAGES
+from memsize.checkpoints.contents import BITS, GGML, SAFETENSORS, STORAGES, Contents, Tensor
 from memsize.errors import CheckpointError
 from memsize.render import render
 from tests.checkpoints import entry, gguf_bytes, write_safetensors, write_zip

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import memsize
 from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.errors import DataDependentError
-from memsize.known_values.assumptions import (
+from memsize.known_values.data_dependent import (
     ALL_FINITE,
     ALL_SELECTED,
     BALANCED,

@@ -15,7 +15,7 @@ import torch
 import memsize
 from memsize.cli import run
 from memsize.errors import TargetError
-from memsize.loading.revision import Revision, checked_out, parse_revision
+from memsize.loading.target import Revision, checked_out, parse_revision
 
 BEFORE = """
 from torch import nn

@@ -50,7 +50,7 @@ def test_a_mark_without_the_compiler_is_the_compilers_own(warm_python: Python) -
         """
 import sys, torch
 from importlib.util import find_spec
-from memsize.loading.late_compiler import compiler_late
+from memsize.loading.library_imports import compiler_late
 with compiler_late():
     @torch._dynamo.allow_in_graph
     def kept(x): return x
@@ -76,7 +76,7 @@ def test_a_stand_in_makes_way_for_whoever_wants_more(warm_python: Python) -> Non
         "-c",
         """
 import sys
-from memsize.loading.late_compiler import compiler_late
+from memsize.loading.library_imports import compiler_late
 with compiler_late():
     from torch._dynamo.utils import is_compile_supported
     assert "torch._dynamo" not in sys.modules
@@ -98,7 +98,7 @@ def test_the_question_is_answered_once_it_is_asked(warm_python: Python) -> None:
         "-c",
         """
 import sys
-from memsize.loading.late_compiler import compiler_late
+from memsize.loading.library_imports import compiler_late
 with compiler_late():
     from torch._dynamo.utils import is_compile_supported as early
     with compiler_late():

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize import Trace
-from memsize.known_values.assumptions import ALL_SELECTED, BALANCED, MIXED_DEVICES
+from memsize.known_values.data_dependent import ALL_SELECTED, BALANCED, MIXED_DEVICES
 from memsize.tracing.run import Setup
 from memsize.workloads import Forward
 from tests.models import inputs_from_data, meta_copy

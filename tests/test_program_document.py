@@ -15,7 +15,7 @@ from memsize import ProgramRun, Trace
 from memsize.analysis.findings.program import RULES
 from memsize.documents import document
 from memsize.documents.sections import Findings
-from memsize.known_values.assumptions import UNCOMPILED
+from memsize.known_values.data_dependent import UNCOMPILED
 from memsize.records.trace import Event, Storage
 from memsize.render import render
 from tests import records

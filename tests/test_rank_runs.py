@@ -21,7 +21,7 @@ from memsize.analysis.findings.program import RANK_RULES
 from memsize.analysis.ranks import run_ranks
 from memsize.cli import run as command
 from memsize.documents import document
-from memsize.known_values.assumptions import UNCOMPILED
+from memsize.known_values.data_dependent import UNCOMPILED
 from memsize.processes.workers import can_fork
 from memsize.render import render
 from tests.conftest import Python

@@ -22,7 +22,7 @@ from memsize.analysis.findings.unfinished_runs import out_of_memory
 from memsize.analysis.program import run_program
 from memsize.cli import run
 from memsize.errors import ForwardError, InputError, MemsizeError
-from memsize.known_values.assumptions import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
+from memsize.known_values.data_dependent import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
 from memsize.processes.workers import can_fork
 from memsize.ranks.sharding import _chunked
 from memsize.ranks.store import LonelyStore

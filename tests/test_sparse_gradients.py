@@ -18,7 +18,7 @@ import memsize
 from memsize.errors import MemsizeError
 from memsize.kernels import rules
 from memsize.kernels.registry import TEMPORARIES
-from memsize.known_values.assumptions import ALL_DISTINCT, ALL_SELECTED
+from memsize.known_values.data_dependent import ALL_DISTINCT, ALL_SELECTED
 from memsize.torch_internals.sparse_tensors import in_coordinates, zeros_in_coordinates
 from tests.kernels import kernel_temporaries
 from tests.models import Ledger, MetaDispatchMode

@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from memsize.loading.torchvision_ops import matching_release
+from memsize.loading.library_imports import matching_release
 from tests.conftest import Python, Write
 
 MISFIT = """

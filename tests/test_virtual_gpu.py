@@ -31,7 +31,7 @@ from memsize.cli import run as command
 from memsize.documents import document
 from memsize.documents.sections import Table
 from memsize.errors import ForwardError, InputError
-from memsize.known_values.assumptions import ALL_DISTINCT
+from memsize.known_values.data_dependent import ALL_DISTINCT
 from memsize.records.trace import Event
 from memsize.units import format_bytes
 from memsize.workloads.program import Program

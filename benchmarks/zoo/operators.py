@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import suppress
 
-from memsize.loading.torchvision_ops import torchvision_importable
+from memsize.loading.library_imports import torchvision_importable
 
 
 def declare() -> None:

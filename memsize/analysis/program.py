@@ -22,7 +22,7 @@ from memsize.analysis.timeline import snapshot
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import device_since, estimate_gpu
 from memsize.errors import InputError
-from memsize.loading.torchvision_ops import torchvision_importable
+from memsize.loading.library_imports import torchvision_importable
 from memsize.records.aggregates import alive, live_bytes, split_phase
 from memsize.records.codec import plain
 from memsize.records.gpu import Card

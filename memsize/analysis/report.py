@@ -18,7 +18,7 @@ from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import Replays, estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
-from memsize.loading.input_functions import wanted_inputs
+from memsize.loading.building import wanted_inputs
 from memsize.model.meta_copy import in_mode
 from memsize.precision.quantized import modelled
 from memsize.precision.recipes import floating_dtype

@@ -16,8 +16,7 @@ from memsize.api.file_readers import checkpoint, load
 from memsize.api.keywords import takes
 from memsize.api.models import report
 from memsize.errors import InputError, MemsizeError, TargetError
-from memsize.loading.revision import Checkout, Revision, checked_out, parse_revision
-from memsize.loading.target import LIBRARIES, is_checkpoint
+from memsize.loading.target import LIBRARIES, Checkout, Revision, checked_out, is_checkpoint, parse_revision
 from memsize.records.answer import Saveable
 from memsize.records.run_file import is_run_file
 from memsize.records.trace import Trace

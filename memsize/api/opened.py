@@ -148,7 +148,7 @@ def model_of(
 
 def _untouched(model: nn.Module) -> AbstractContextManager[None]:
     """The globals of the model's code are kept; raises `MemsizeError` for a model that must not even be copied."""
-    from memsize.model.refusals import refuse_traced_model
+    from memsize.model.meta_tensors import refuse_traced_model
     from memsize.model.restored_globals import restored_globals
 
     refuse_traced_model(model)
@@ -173,7 +173,7 @@ def _users_code_runs() -> Iterator[None]:
 def _errors_explained(model: nn.Module) -> Iterator[None]:
     """Turn errors of the user's own code into ones that name the line; refuse an endless model."""
     from memsize.loading.building import users_failures_told
-    from memsize.model.refusals import refuse_endless
+    from memsize.model.meta_tensors import refuse_endless
 
     with users_failures_told():
         refuse_endless(model)

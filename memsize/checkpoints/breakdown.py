@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
-from memsize.checkpoints.contents import KINDS, Contents, Group, Part, PartKind, Tensor, View
-from memsize.checkpoints.dtypes import BITS, is_float
+from memsize.checkpoints.contents import BITS, KINDS, Contents, Group, Part, PartKind, Tensor, View, is_float
 
 MOST_ROWS = 30
 """Rows of modules that are shown by default."""

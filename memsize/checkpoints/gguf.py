@@ -11,11 +11,9 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-from memsize.checkpoints.contents import Contents, Storage
-from memsize.checkpoints.dtypes import GGML
-from memsize.checkpoints.source import Claims, Source, printable
+from memsize.checkpoints.contents import GGML, Contents, Storage
+from memsize.checkpoints.source import MOST_GGML_DIMENSIONS, MOST_KEYS, Claims, Source, printable
 from memsize.checkpoints.storage_index import Piece, check_apart, file_contents
-from memsize.checkpoints.work_budget import MOST_GGML_DIMENSIONS, MOST_KEYS
 from memsize.records.trace import TensorSpec
 
 MAGIC = b"GGUF"

@@ -19,7 +19,7 @@ as opaque and runs just as little.
 
 from __future__ import annotations
 
-from memsize.checkpoints.dtypes import STORAGES, torch_dtype
+from memsize.checkpoints.contents import STORAGES, torch_dtype
 
 _MODULES = frozenset(
     """

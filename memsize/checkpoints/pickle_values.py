@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from memsize.checkpoints.dtypes import BITS, torch_dtype
-from memsize.checkpoints.work_budget import MOST_DIMENSIONS
+from memsize.checkpoints.contents import BITS, torch_dtype
+from memsize.checkpoints.source import MOST_DIMENSIONS
 
 Args = tuple[Any, ...]
 _SEQUENCES = (tuple, list)

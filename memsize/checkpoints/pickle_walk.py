@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from memsize.checkpoints.contents import Mark, PartKind
-from memsize.checkpoints.dtypes import BITS
+from memsize.checkpoints.contents import BITS, Mark, PartKind
 from memsize.checkpoints.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, TensorValue, array_of
-from memsize.checkpoints.source import Source, printable
+from memsize.checkpoints.source import DEEPEST, LONGEST_KEY, MOST_VALUES_SHOWN, Source, printable
 from memsize.checkpoints.storage_index import Piece
-from memsize.checkpoints.work_budget import DEEPEST, LONGEST_KEY, MOST_VALUES_SHOWN
 from memsize.errors import CheckpointError
 from memsize.records.byte_ownership import strided_extent
 from memsize.records.trace import TensorSpec

@@ -14,8 +14,7 @@ from typing import Any
 from memsize import files
 from memsize.checkpoints import gguf, safetensors, torch_files
 from memsize.checkpoints.contents import Contents, Storage, Tensor
-from memsize.checkpoints.source import Source, opened, printable
-from memsize.checkpoints.work_budget import LONGEST_INDEX
+from memsize.checkpoints.source import LONGEST_INDEX, Source, opened, printable
 from memsize.errors import CheckpointError
 from memsize.printable import shortened
 

@@ -10,11 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from memsize.checkpoints.contents import Contents, Storage
-from memsize.checkpoints.dtypes import SAFETENSORS
-from memsize.checkpoints.source import Claims, Source, printable
+from memsize.checkpoints.contents import SAFETENSORS, Contents, Storage
+from memsize.checkpoints.source import LONGEST_HEADER, MOST_DIMENSIONS, Claims, Source, printable
 from memsize.checkpoints.storage_index import Piece, check_apart, file_contents
-from memsize.checkpoints.work_budget import LONGEST_HEADER, MOST_DIMENSIONS
 from memsize.errors import suggestion
 from memsize.files import MOST_VALUES, parse_json
 from memsize.records.trace import TensorSpec

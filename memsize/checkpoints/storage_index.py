@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memsize.checkpoints.contents import Contents, FileRecord, Storage, Tensor
-from memsize.checkpoints.dtypes import BITS
+from memsize.checkpoints.contents import BITS, Contents, FileRecord, Storage, Tensor
 from memsize.checkpoints.pickle_values import Blob, StorageValue
 from memsize.checkpoints.source import Claims, Source
 from memsize.records.byte_ownership import Extent, Ownership, own_bytes

@@ -16,15 +16,13 @@ import zlib
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from memsize.checkpoints.contents import Contents, Mark, Storage, Use
-from memsize.checkpoints.dtypes import BITS
+from memsize.checkpoints.contents import BITS, Contents, Mark, Storage, Use
 from memsize.checkpoints.pickle_names import is_allowed
 from memsize.checkpoints.pickle_values import Blob, Dict, StorageValue
 from memsize.checkpoints.pickle_walk import Locate, PickleContents, walk
-from memsize.checkpoints.source import Claims, Source, printable
+from memsize.checkpoints.source import BEST_PACKING, LONGEST_DIRECTORY, MOST_UNPACKED, Claims, Source, printable
 from memsize.checkpoints.storage_index import StorageIndex, file_contents
 from memsize.checkpoints.unpickler import Unpickler
-from memsize.checkpoints.work_budget import BEST_PACKING, LONGEST_DIRECTORY, MOST_UNPACKED
 
 _LOCAL, _END, _DESCRIPTOR = b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08"
 _END_SIZE, _LOCAL_SIZE, _LONGEST_COMMENT = 22, 30, 0xFFFF

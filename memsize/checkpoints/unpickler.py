@@ -4,7 +4,7 @@ A pickle is a program for a small stack machine. `pickle._Unpickler` is the stan
 table of its instructions. This one replaces every instruction that would import, call or hash something, or read from
 outside the file. Its results are the values of `memsize.checkpoints.pickle_values`.
 
-Time and memory are bounded by a budget that every instruction takes from (`memsize.checkpoints.work_budget`): it
+Time and memory are bounded by a budget that every instruction takes from (`memsize.checkpoints.source`): it
 follows from the size of the file and has room for the state dict of 100,000 tensors in any file.
 """
 
@@ -15,11 +15,10 @@ import struct
 from collections.abc import Callable
 from typing import Any, BinaryIO, ClassVar
 
-from memsize.checkpoints.dtypes import STORAGES
+from memsize.checkpoints.contents import STORAGES
 from memsize.checkpoints.pickle_names import canonical, is_refused
 from memsize.checkpoints.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, meaning
-from memsize.checkpoints.source import Source, printable
-from memsize.checkpoints.work_budget import LONGEST_KEPT, LONGEST_LINE, LONGEST_NUMBER
+from memsize.checkpoints.source import LONGEST_KEPT, LONGEST_LINE, LONGEST_NUMBER, Source, printable
 from memsize.errors import CheckpointError
 
 Value = Any

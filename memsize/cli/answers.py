@@ -10,8 +10,7 @@ import click
 
 from memsize.cli.command import answer, command, depth_option, jobs_option, refuse_options
 from memsize.cli.output import Destination
-from memsize.loading.revision import parse_revision
-from memsize.loading.target import is_checkpoint, parse_target
+from memsize.loading.target import is_checkpoint, parse_revision, parse_target
 from memsize.records.run_file import is_run_file
 from memsize.spec.requests import (
     CheckpointRequest,

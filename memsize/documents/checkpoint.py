@@ -15,6 +15,7 @@ from memsize.checkpoints.checkpoint_report import (
     CheckpointReport,
 )
 from memsize.checkpoints.contents import (
+    BITS,
     PROBLEMS,
     USES,
     FileRecord,
@@ -25,7 +26,6 @@ from memsize.checkpoints.contents import (
     Use,
     View,
 )
-from memsize.checkpoints.dtypes import BITS
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
 from memsize.documents.sections import Bars, Part, Section, Table, Title, listed
 from memsize.records.cells import Cell, Path, Share

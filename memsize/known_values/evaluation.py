@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memsize.errors import DataDependentError
-from memsize.known_values.assumptions import (
+from memsize.known_values.data_dependent import (
     CHECKS_PASS,
     COMPARED_EQUAL,
     COPIED_VALUES,

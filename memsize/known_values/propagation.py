@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memsize.known_values.assumptions import (
+from memsize.known_values.data_dependent import (
     ALL_FINITE,
     ALL_SELECTED,
     CHECKS_PASS,

@@ -5,7 +5,7 @@ built without the memory of its weights where its constructor allows that (`weig
 are `meta` tensors.
 """
 
-from memsize.loading.input_functions import input_maker
+from memsize.loading.building import input_maker
 from memsize.loading.loader import GpuContextFactory, LoadedModel, load, load_inputs, load_loop
 from memsize.loading.target import Target, parse_target
 from memsize.spec.inputs import InputMaker, InputRequest

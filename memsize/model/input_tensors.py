@@ -16,7 +16,7 @@ from memsize.errors import InputError, first_line
 from memsize.known_values.toeplitz import cast
 from memsize.known_values.values import UNREADABLE, constant_of, has_single_value, set_constant, set_filled
 from memsize.loading import GpuContextFactory, load_inputs
-from memsize.loading.input_functions import input_maker, wanted_inputs
+from memsize.loading.building import input_maker, wanted_inputs
 from memsize.model.meta_copy import meta_copy
 from memsize.model.tensor_storage import spec_of, storage_key, tensor_bytes
 from memsize.records.trace import InputTensor

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memsize.errors import InputError
-from memsize.known_values.assumptions import EXCHANGED_ARE_ALIKE, REDUCED_IS_ONE
+from memsize.known_values.data_dependent import EXCHANGED_ARE_ALIKE, REDUCED_IS_ONE
 from memsize.known_values.values import ConstantState, constant_of, is_small, set_constant, set_unknown
 from memsize.processes.patches import Patch
 from memsize.records.world import CollectiveKind

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memsize.errors import InputError
-from memsize.known_values.assumptions import ITEM_IS_ONE
+from memsize.known_values.data_dependent import ITEM_IS_ONE
 from memsize.known_values.values import constant_of, is_small
 from memsize.processes.patches import Patch
 from memsize.processes.rank_processes import RankConnection

@@ -24,7 +24,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 
 from memsize.cuda import cast_cache
 from memsize.kernels.attention import UNCOMPILED_FLEX, flex_attention
-from memsize.known_values.assumptions import CPU_AUTOCAST, MASKS_COVER_IMAGE, mixed_devices
+from memsize.known_values.data_dependent import CPU_AUTOCAST, MASKS_COVER_IMAGE, mixed_devices
 from memsize.known_values.values import ConstantState, constant_of, set_constant
 from memsize.processes.simulation import Function, Override, ThreadPatches, current
 from memsize.torch_internals.meta import is_meta

@@ -29,7 +29,7 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cuda_libraries import context
 from memsize.errors import InputError
 from memsize.kernels.attention import compiled_mask
-from memsize.known_values.assumptions import UNCOMPILED
+from memsize.known_values.data_dependent import UNCOMPILED
 from memsize.processes.patches import LatePatches, Patch, SuspendablePatches
 from memsize.processes.rank_processes import RankConnection, connected
 from memsize.processes.simulation import open_simulation, running

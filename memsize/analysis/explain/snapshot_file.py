@@ -24,7 +24,7 @@ from memsize.printable import printable
 MOST_RECORDS: Final = 500_000
 """Blocks and entries of a small file that are read; a larger file may have more in proportion."""
 MOST_WORK: Final = 64_000_000
-"""What the unpickler may take for a small file, in the units of `memsize.checkpoints.work_budget`. Half of what it
+"""What the unpickler may take for a small file, in the units of `memsize.checkpoints.source`. Half of what it
 makes are stacks, which are kept once.
 """
 _DEEPEST: Final = 512

@@ -11,7 +11,7 @@ from typing import Final
 
 from memsize.analysis.findings.unfinished_runs import lagging
 from memsize.device.allocator_config import config_of
-from memsize.known_values.assumptions import UNCOMPILED
+from memsize.known_values.data_dependent import UNCOMPILED
 from memsize.ranks.group import environment
 from memsize.ranks.tensor_parallel import undivided
 from memsize.records import aggregates

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from memsize.errors import TargetError, UnknownTargetError, in_one_line, quoted
 from memsize.loading.building import build, random_numbers_kept
-from memsize.loading.late_compiler import compiler_late
+from memsize.loading.library_imports import compiler_late, remedy, torchvision_importable
 from memsize.loading.target import Target
-from memsize.loading.torchvision_ops import remedy, torchvision_importable
 from memsize.spec.inputs import InputMaker
 
 if TYPE_CHECKING:
