@@ -86,6 +86,8 @@ class GenerationSteps:
                 offloading_watched(run.ledger) if self.generation.is_offloaded else nullcontext(),
             ):
                 run.result = generate(*args, **kwargs, **arguments)
+        if not steps.begun:
+            raise InputError("step returned without a call of the model: it generates nothing")
         return run.trace()
 
 
