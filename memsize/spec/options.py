@@ -43,15 +43,6 @@ _TOML: Final[Mapping[Kind, tuple[type, ...]]] = {
     "table": (dict,),
     "path": (str,),
 }
-_WORDS: Final = {
-    str: "a text",
-    list: "a list",
-    dict: "a table",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    type(None): "None",
-}
 _ABSTRACT: Final[Mapping[str, Any]] = {
     "None": type(None),
     "int": Integral,
@@ -63,11 +54,13 @@ _ABSTRACT: Final[Mapping[str, Any]] = {
     "PathLike": os.PathLike,
 }
 """What a word of an annotation stands for, where that is not a class of this name."""
-_NAMED: Final = {
+_WORDS: Final = {
     "str": "a text",
+    "list": "a list",
+    "dict": "a table",
     "int": "a whole number",
     "float": "a number",
-    "bool": "True or False",
+    "bool": "true or false",
     "None": "None",
     "Callable": "a function",
     "Iterable": "a list",
@@ -76,6 +69,7 @@ _NAMED: Final = {
     "PathLike": "a path",
     "AllocatorConfig": "an AllocatorConfig",
 }
+"""What messages call a type."""
 _OPTION: Final = "option"
 _PART: Final = "part"
 
@@ -370,7 +364,7 @@ def of_keywords(
     return build(request, values, python=True), own
 
 
-def _check_annotation(name: str, value: object, annotation: str) -> None:
+def _check_annotation(key: str, value: object, annotation: str) -> None:
     """Raise `InputError` for a value of another type; a class goes by its name, since torch may not be imported yet."""
     plain = re.sub(r"\b(\w+\.)+", "", annotation)
     while "[" in plain:
@@ -380,11 +374,14 @@ def _check_annotation(name: str, value: object, annotation: str) -> None:
     if {"Any", "Module", "Optimizer", "Literal"} & {*types}:
         return
     classes = {base.__name__ for base in type(value).__mro__}
-    simple = isinstance(value, bool | str) and type(value).__name__
-    if not (simple in types if simple else any(t in classes or isinstance(value, _ABSTRACT.get(t, ())) for t in types)):
-        *others, last = (_NAMED.get(word, f"a {word}") for word in types)
-        words = f"{', '.join(others)} or {last}" if others else last
-        raise InputError(f"{name} is {quoted(str(value))}: it should be {words}")
+    if isinstance(value, bool | str):  # True is no number here, and a text no list
+        fits = bool({"bool", "str"} & classes & {*types})
+    else:
+        fits = any(name in classes or isinstance(value, _ABSTRACT.get(name, ())) for name in types)
+    if not fits:
+        *others, last = (_WORDS.get(name, f"a {name}") for name in types)
+        wanted = f"{', '.join(others)} or {last}" if others else last
+        raise InputError(f"{key} is {quoted(str(value))}: it should be {wanted}")
 
 
 def renamed(values: Mapping[str, Any], options: Iterable[Option], warn: Callable[[str, str], None]) -> dict[str, Any]:
@@ -431,7 +428,7 @@ def check_type(key: str, value: object, types: tuple[type, ...]) -> None:
 
 def words(types: Iterable[type]) -> str:
     """The types in words: ``"a text or a list"``."""
-    return " or ".join(dict.fromkeys(_WORDS[kind] for kind in types if kind is not type(None)))
+    return " or ".join(dict.fromkeys(_WORDS[kind.__name__] for kind in types if kind is not type(None)))
 
 
 def choices_of(literal: Any) -> tuple[str, ...]:
