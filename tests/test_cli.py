@@ -363,10 +363,10 @@ def test_a_file_gets_a_line_now_and_then() -> None:
     """Lines that end, without a terminal's codes, and nothing to wipe."""
     file = io.StringIO()
     with Progress(file, patience=0.0, tick=0.01) as progress:
-        progress("fp16, 2 of 3")
+        progress("fp16, 1 of 3")
         while file.getvalue().count("\n") < 2:
             time.sleep(0.001)
-    assert set(file.getvalue().splitlines()) == {"memsize: fp16, 2 of 3 … 0 s, about 0 s left"}
+    assert set(file.getvalue().splitlines()) == {"memsize: fp16, 1 of 3 … 0 s"}
     assert "\x1b" not in file.getvalue() and file.getvalue().endswith("\n")
 
 
@@ -435,6 +435,32 @@ def test_what_remains_is_estimated_from_a_count() -> None:
     assert remaining("fp16, 3 of 7", 10) == "10 s, about 25 s left"  # two took 10 s, five remain
     assert remaining("fp16, 1 of 7", 10) == remaining("fp16", 10) == "10 s"
     assert remaining("2 of 3: net: fp16, 1 of 4", 100) == "1 min 40 s, about 3 min 20 s left"
+
+
+def test_what_remains_never_grows_between_two_counts() -> None:
+    """Two took 10 s, so five take 25 s: 5 s after that 20 s are left, and nothing is said once they are over."""
+    assert [remaining("fp16, 3 of 7", elapsed, 10) for elapsed in (10, 15, 34)] == [
+        "10 s, about 25 s left",
+        "15 s, about 20 s left",
+        "34 s, about 1 s left",
+    ]
+    assert remaining("fp16, 3 of 7", 40, 10) == "40 s"
+
+
+@pytest.mark.usefixtures("talking")
+def test_the_line_makes_room_for_what_others_write() -> None:
+    """A library's log line begins where the progress line began, and a line that it has not ended is left alone."""
+    terminal = Terminal()
+    with Progress(terminal, patience=0.0, tick=0.001) as progress:
+        progress("scenario 1")
+        terminal.write("a warning\n")
+        progress("scenario 2")
+        terminal.write("half a line")
+        progress("scenario 3")
+    shown = terminal.getvalue()
+    assert shown.startswith("\r\x1b[2Kscenario 1 … 0 s\r\x1b[2Ka warning\n")
+    assert "scenario 2 … 0 s\r\x1b[2Khalf a line" in shown and "scenario 3" not in shown
+    assert "write" not in vars(terminal)
 
 
 # As a process

@@ -96,10 +96,10 @@ def test_limits_and_tables(project: pytest.Pytester, workers: tuple[str, ...]) -
             "test_net.py::test_holds: trainable 172 of 172 (100%)",
             "test_net.py::test_one_too_many: parameters 172 of 171 (101%): over",
             "test_net.py::test_fits: fits_batch 16 fits",
-            "4 layer tables compared with what is stored",
             "4 layer tables written",
         ]
     )
+    result.stdout.no_fnmatch_line("*compared with what is stored*")
     stored = tables(project)
     assert list(stored) == [
         "test_table[8]--again.txt",

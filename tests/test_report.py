@@ -330,3 +330,13 @@ def test_the_known_table_of_resnet50() -> None:
     assert layers[layers["type"] == "BatchNorm2d"]["output_bytes"].sum() == 4 * 11_113_984
     # Running mean and variance of every channel in float32, and a counter of 8 bytes for each of 53 norms.
     assert report.totals.buffer_bytes == 2 * 4 * 26_560 + 53 * 8
+
+
+def test_a_page_says_over_what_its_charts_are() -> None:
+    """Without training the chart is over one forward, with it over its steps."""
+    charts = {
+        train: render(memsize.report(nn.Linear(4, 2), (4,), scenarios="fp32", train=train), "html")
+        for train in (None, "sgd")
+    }
+    assert "Live bytes over a forward of the whole model" in charts[None]
+    assert "Live bytes over 3 training steps" in charts["sgd"] and "over a forward" not in charts["sgd"]

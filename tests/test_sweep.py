@@ -16,6 +16,7 @@ import memsize
 from memsize import Sweep
 from memsize.analysis.findings.sweep import RULES
 from memsize.cli import run
+from memsize.documents import document
 from memsize.documents.sweep import cell_table
 from memsize.errors import OutputError, TargetError
 from memsize.loading.loader import targets_of
@@ -414,6 +415,26 @@ def made_by_hand() -> Sweep:
 @pytest.mark.parametrize("format", [name for name in FORMATS if name != "markdown"])
 def test_golden(format: str) -> None:
     check_golden(f"sweep{FORMATS[format][0]}", render(made_by_hand(), format))
+
+
+def test_the_chart_and_the_verdict_mean_the_same_peak() -> None:
+    """Of 40 models, the one with most reserved is named first, although another requests more."""
+    rows = [
+        SweepRow(
+            {"target": f"m:N{n}", "gpu": "T4"},
+            "fits",
+            requested=n * MiB,
+            reserved=(42 - n if n < 30 else n) * MiB,
+            gpu_bytes=GiB,
+            roles={"parameter": n * MiB},
+            phase="forward",
+        )
+        for n in range(1, 41)
+    ]
+    sweep = Sweep("x.toml", tuple(rows), RULES.findings(tuple(rows)))
+    bars = document(sweep).bars()
+    largest = next(finding for finding in sweep.findings if finding.code == "sweep-largest")
+    assert largest.values["cell"] == "m:N1" and bars is not None and bars.bars[0].labels[0].text == "m:N1"
 
 
 def test_golden_at_a_terminals_width() -> None:

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TextIO
@@ -174,9 +174,13 @@ class Progress:
         self._stream = stream or sys.stderr
         self._beside = [_Lines(lines) for lines in {id(lines): lines for lines in beside}.values() if lines is not None]
         self._on_terminal = self._stream is not None and self._stream.isatty() and not self._beside
+        if self._on_terminal:
+            self._beside = [_Lines(self._stream, self._make_room)]
         self._patience = (_PATIENCE if self._on_terminal else _FILE_PATIENCE) if patience is None else patience
         self._tick = (_TICK if self._on_terminal else _FILE_TICK) if tick is None else tick
         self._text = ""
+        self._count: str | None = None
+        self._counted = 0.0
         self._parts: list[str] = []
         self._shown = False
         self._over = threading.Event()
@@ -211,6 +215,9 @@ class Progress:
 
     def __call__(self, text: str) -> None:
         self._text = text
+        match = _COUNT.search(text)
+        if (count := match and match[0]) != self._count:
+            self._count, self._counted = count, time.monotonic() - self._start
         if self._on_terminal and time.monotonic() >= self._start + self._patience:
             self._show()
 
@@ -239,7 +246,7 @@ class Progress:
         with _writing:
             if self._thread is None or not self._text or self._over.is_set() or any(e.is_open for e in self._beside):
                 return
-            line = f"{printable(self._text)} … {remaining(self._text, time.monotonic() - self._start)}"
+            line = f"{printable(self._text)} … {remaining(self._text, time.monotonic() - self._start, self._counted)}"
             if self._on_terminal:
                 self._write(f"{_CLEAR}{line[: shutil.get_terminal_size().columns - 1]}")
             else:
@@ -248,8 +255,14 @@ class Progress:
 
     def _write(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-            self._stream.write(text)
+            (self._beside[0].write if self._on_terminal else self._stream.write)(text)
             self._stream.flush()
+
+    def _make_room(self) -> None:
+        """Wipe the line for what somebody else writes to the terminal, a library's log message, say."""
+        if self._shown:
+            self._shown = False
+            self._write(_CLEAR)
 
 
 def _wrapped(text: str) -> str:
@@ -257,20 +270,22 @@ def _wrapped(text: str) -> str:
 
 
 class _Lines:
-    """The lines that are written to a stream of Python's: whether the last one `is_open`."""
+    """The lines that are written to a stream of Python's: whether the last one `is_open`. `before` is called before
+    each. `write` is not watched.
+    """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, before: Callable[[], None] = lambda: None) -> None:
         self.is_open = False
+        self.write: Callable[[str], int] = stream.write
+        self._before = before
         self._stream: Any = stream
 
     def watch(self) -> None:
-        write = self._stream.write
-
         def watched(text: str) -> int:
-            count: int = write(text)
             if text:
                 self.is_open = not text.endswith("\n")
-            return count
+                self._before()
+            return self.write(text)
 
         self._stream.write = watched
 
@@ -278,14 +293,20 @@ class _Lines:
         del self._stream.write
 
 
-def remaining(text: str, elapsed: float) -> str:
-    """How long it has taken so far, and about how much longer where `text` counts: ``12 s, about 16 s left``."""
+def remaining(text: str, elapsed: float, counted: float | None = None) -> str:
+    """How long it has taken so far, and about how much longer where `text` counts: ``12 s, about 16 s left``.
+
+    `counted` is what had elapsed when the count was reached (None: as much). What is counted next may take longer than
+    those before: nothing is said of the rest once it should be over.
+    """
     spent = _seconds(elapsed)
     count = _COUNT.search(text)
     done, all_ = (int(count[1]) - 1, int(count[2])) if count else (0, 0)
     if not done or done >= all_:
         return spent
-    return f"{spent}, about {_seconds(elapsed * (all_ - done) / done)} left"
+    counted = elapsed if counted is None else counted
+    left = counted * (all_ - done) / done - (elapsed - counted)
+    return f"{spent}, about {_seconds(left)} left" if left > 0 else spent
 
 
 def _seconds(seconds: float) -> str:

@@ -36,7 +36,7 @@ class LayoutDocument(Document[LayoutReport]):
         return (
             title(report),
             *self.opening(),
-            layer_table(report.audit, self.depth),
+            *([table] if (table := layer_table(report.audit, self.depth)).rows else []),
             *([copy_table(report.audit)] if report.audit.last.copies else []),
             *self.reasons(),
             *listed("Notes", report.notes),

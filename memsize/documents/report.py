@@ -131,7 +131,9 @@ class ReportDocument(Document[Report]):
         if not trace.events:
             return (table,)
         run_timeline = timeline(trace, config_of(report), card(report.gpu or DEFAULT_GPU))
-        return Chart(run_timeline, "Live bytes over a forward of the whole model"), table
+        steps = len(run_timeline.steps)
+        what = f"{steps} training step{'' if steps == 1 else 's'}" if steps else "a forward of the whole model"
+        return Chart(run_timeline, f"Live bytes over {what}"), table
 
     def shorter(self, section: Section) -> Iterator[Section]:
         """Yield the layer table one level less deep each time, down to the model's children."""

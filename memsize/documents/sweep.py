@@ -46,7 +46,7 @@ class SweepDocument(Document[Sweep]):
             is_of_models = "target" in ways
             largest = _largest_peaks(sweep, ("target",)) if is_of_models else largest
             title = "largest peak" if is_of_models and len(largest) <= MOST_BARS else "largest peaks"
-            largest = dict(sorted(largest.items(), key=lambda item: -(item[1].requested or 0))[:MOST_BARS])
+            largest = dict(sorted(largest.items(), key=lambda item: -(item[1].reserved or 0))[:MOST_BARS])
         if not largest:
             return None
         bars = Bars.of(title, map(role_part, TITLES), ((Label(name), row.roles) for name, row in largest.items()))
@@ -81,11 +81,14 @@ class SweepDocument(Document[Sweep]):
 
 
 def _largest_peaks(sweep: Sweep, keys: Sequence[str]) -> dict[str, SweepRow]:
-    """Return the cell with the largest peak for each combination of the settings `keys`, by their values in words."""
+    """Return the cell with the largest peak for each combination of the settings `keys`, by their values in words.
+
+    As for the findings, the largest is that with most reserved.
+    """
     largest: dict[str, SweepRow] = {}
     for row in sweep.sweep_rows:
         name = " ".join(_in_words(key, row) for key in keys)
-        if row.requested is not None and (name not in largest or row.requested > (largest[name].requested or 0)):
+        if row.reserved is not None and (name not in largest or row.reserved > (largest[name].reserved or 0)):
             largest[name] = row
     return largest
 

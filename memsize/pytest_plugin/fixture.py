@@ -89,12 +89,12 @@ class Memory:
         path = folder_of(self._test) / f"{stem_of(self._test)}{end}.txt"
         text = layer_table(report.trace)
         stored = path.read_text(encoding="utf-8") if path.exists() else None
-        self._outcome.compared.append(str(path))
+        is_written = self._update and stored != text
+        (self._outcome.written if is_written else self._outcome.compared).append(str(path))
         if stored == text:
             return report
-        if self._update:
+        if is_written:
             write(path, text)
-            self._outcome.written.append(str(path))
         elif stored is None:
             why = f"no layer table is stored: pytest --memsize-update writes {os.path.relpath(path)}"
             pytest.fail(why, pytrace=False)
