@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from typing import Final, Literal
 
@@ -36,12 +37,11 @@ def find_crossover(measure: Callable[[int], tuple[int, int]], start: int) -> Cro
 
     `measure` gives the bytes that both keep at a batch size; it is called a handful of times, once per batch size.
     """
-    seen: dict[int, tuple[int, int]] = {}
+    measured = cache(measure)
 
     def gap(batch: int) -> int:
-        if batch not in seen:
-            seen[batch] = measure(batch)
-        return seen[batch][1] - seen[batch][0]
+        first, second = measured(batch)
+        return second - first
 
     here, slope = gap(start), gap(start + 1) - gap(start)
 
@@ -49,7 +49,7 @@ def find_crossover(measure: Callable[[int], tuple[int, int]], start: int) -> Cro
         return slope <= 0 and here + slope * (batch - start) < 0
 
     batch = first_size(foretold, lambda batch: gap(batch) < 0, _FARTHEST_BATCH)
-    (first, second), following = seen[start], seen[start + 1]
+    (first, second), following = measured(start), measured(start + 1)
     return Crossover(
         batch=batch,
         start=start,

@@ -1,1 +1,1 @@
-"""Generation: what prefill and decode hold, from a few traced steps, and what a server makes of it."""
+"""Generation: what prefill and decode hold, from a few traced steps."""
