@@ -195,6 +195,7 @@ def test_frames_name_the_line_that_allocates() -> None:
         ("train.py:12", "train.py:12", None),
         ("In [3]:7", "In [3]:7", None),
         ("train.py:12 > trainer.py:80", "trainer.py:80", "train.py:12"),
+        ("a > b:c.py:12", "a > b:c.py:12", None),
     ],
 )
 def test_explain_shows_the_line(tmp_path: Path, line: str, made_at: str, called_from: str | None) -> None:

@@ -2141,6 +2141,50 @@ def test_lazy_modules_are_moved_beside_meta_tensors_of_the_program(tmp_path: Pat
     assert sum(storage.bytes for storage in run.trace.storages if storage.role == "parameter") == 4 * (12 + 4)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.export.export(nn.Linear(2, 2).cuda(), (torch.ones(1, 2, device='cuda'),))",
+        "FakeTensorMode().__enter__(), torch.ones(2)",
+    ],
+    ids=["export", "mode"],
+)
+def test_fake_tensors_are_refused_in_one_sentence(tmp_path: Path, text: str) -> None:
+    script = (
+        "import torch\nfrom torch import nn\nfrom torch._subclasses.fake_tensor import FakeTensorMode\n"
+        "x = torch.ones(4, device='cuda')\n"
+    )
+    found, error = ran(tmp_path, script + text)
+    assert found.peak.requested >= 16
+    assert str(error).startswith("memsize runs no fake tensors, which torch.export and FakeTensorMode make: leave")
+
+
+def test_a_module_whose_attributes_fail_is_named_by_its_class(tmp_path: Path) -> None:
+    """No attribute is asked for that the program does not ask for itself."""
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        from torch import nn
+        class Careful(nn.Linear):
+            def __getattr__(self, name):
+                if name == "original_name":
+                    raise RuntimeError(name)
+                return super().__getattr__(name)
+        Careful(4, 4).cuda()(torch.ones(2, 4, device="cuda"))
+        """,
+    )
+    assert error is None and [layer.type for layer in found.trace.layers] == ["Careful"]
+
+
+def test_a_run_with_text_that_is_no_unicode_is_saved(tmp_path: Path) -> None:
+    """As the names of files that are not UTF-8 are in Python."""
+    found, error = ran(tmp_path, 'import torch\nx = torch.ones(4, device="cuda")\nraise OSError("no file \\udcff")')
+    assert isinstance(error, OSError)
+    found.save(tmp_path / "run.memsize")
+    assert memsize.load(tmp_path / "run.memsize").failure == found.failure == "OSError: no file \udcff"
+
+
 def test_lazy_modules_are_moved_before_they_know_their_sizes(tmp_path: Path) -> None:
     """Linear: 10 x 3 x 4 weights and 10 biases; batch norm: weight, bias, mean and variance of 3, and a count."""
     run, error = ran(

@@ -17,6 +17,7 @@ known.
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, groupby
 from operator import attrgetter
@@ -108,6 +109,7 @@ def phases(trace: Trace, few: int = _FEW) -> Iterator[Phase]:
 PROTOCOL: Final = 4
 """The newest pickle protocol that the viewer reads: its own unpickler refuses anything above."""
 
+_LINE: Final = re.compile(r"(.+?):(\d+)(?: > |$)")
 _PACKAGES: Final = "site-packages"
 _NO_LIMIT: Final = -1
 """How a snapshot represents a `max_split_size` that is not set."""
@@ -279,10 +281,8 @@ def _line_frames(lines: str | None) -> Iterator[Fields]:
     """The frames of ``"train.py:12 > trainer.py:80"``, innermost first. The second line is that of a package, which
     readers recognise by its folder.
     """
-    for position, line in reversed([*enumerate((lines or "").split(" > "))]):
-        file, _, number = line.rpartition(":")
-        if file:
-            yield _frame(f"{_PACKAGES}/{file}" if position else file, "", int(number))
+    for position, (file, number) in reversed([*enumerate(_LINE.findall(lines or ""))]):
+        yield _frame(f"{_PACKAGES}/{file}" if position else file, "", int(number))
 
 
 def _frame(filename: str, name: str, line: int = 0) -> Fields:

@@ -60,7 +60,10 @@ def write_run(path: str | os.PathLike[str], answer: Any, *, overwrite: bool = Fa
     data = head | {"answer": coder(record).write(answer)}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     # A time stamp in the header would make two files of one run differ.
-    files.write(path, gzip.compress(text.encode("utf-8"), compresslevel=6, mtime=0), overwrite=overwrite)
+    content = text.encode(
+        "utf-8", "backslashreplace"
+    )  # a lone surrogate, as in a file's name, is an escape in JSON too
+    files.write(path, gzip.compress(content, compresslevel=6, mtime=0), overwrite=overwrite)
 
 
 def check_writable(path: Path, *, overwrite: bool) -> None:

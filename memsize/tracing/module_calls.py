@@ -232,7 +232,5 @@ def kernel_size(module: nn.Module) -> tuple[int, ...]:
 
 def module_type(module: nn.Module) -> str:
     """The name of the class of `module`; of a scripted one, of the class that it was made from."""
-    original = getattr(module, "original_name", None)
-    return (
-        original if isinstance(original, str) and isinstance(module, torch.jit.ScriptModule) else type(module).__name__
-    )
+    original = getattr(module, "original_name", None) if isinstance(module, torch.jit.ScriptModule) else None
+    return original if isinstance(original, str) else type(module).__name__

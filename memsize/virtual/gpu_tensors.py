@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memsize.known_values.values import CONSTANT
 from memsize.processes.patches import Patch
@@ -36,6 +37,10 @@ _TYPES = {
 
 
 _CPU = torch.device("cpu")
+_FAKES: Final = (
+    "memsize runs no fake tensors, which torch.export and FakeTensorMode make: leave that call out, or let it follow "
+    "the training steps, after which the script is ended"
+)
 _STANDS_FOR = "_memsize_stands_for"
 """The attribute of a gradient that is not where its tensor is, which keeps the one that is meant."""
 _TO_COPY: Any = torch.ops.aten._to_copy.default
@@ -81,6 +86,7 @@ def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     yield Tensor, "type_as", lambda t, other: t.to(other)
     yield Tensor, "type", _type(original_type)
     yield Tensor, "_make_wrapper_subclass", staticmethod(_on_meta(Tensor._make_wrapper_subclass))
+    yield FakeTensor, "__new__", staticmethod(_without_fakes(FakeTensor.__new__))
     yield torch._C._nn, "_parse_to", _by_number(torch._C._nn._parse_to)
     yield torch, "Generator", Generator
     yield from ((torch.cuda, name, _OldType(name, (), {"dtype": dtype})) for name, dtype in _TYPES.items())
@@ -194,6 +200,17 @@ def _on_meta(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _names_gpu(device: Any) -> bool:
     """Whether an argument is a device, by itself or by its name, and that is a GPU."""
     return str(device).startswith("cuda") if isinstance(device, (torch.device, str)) else False
+
+
+def _without_fakes(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A fake tensor of CUDA asks the driver, in C++ code that may not fail."""
+
+    def make(kind: type[Tensor], mode: Any, data: Tensor, *args: Any, **options: Any) -> Tensor:
+        if is_stand_in(data):
+            raise RuntimeError(_FAKES)
+        return original(kind, mode, data, *args, **options)
+
+    return make
 
 
 def _storage_address(original: Callable[[Any], int]) -> Callable[[Any], int]:
