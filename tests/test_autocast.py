@@ -237,13 +237,14 @@ def patterns(lower: torch.dtype) -> list[tuple[torch.dtype, ...]]:
     return [(full,), (lower,), (full, lower), (lower, full), (double,), (double, full), (full, double), (other,)]
 
 
-def both(fake: Any, sample: Callable[[Maker], Any], lower: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> Any:
+def both(fake: Any, sample: Callable[[Maker], Any], lower: torch.dtype) -> Iterator[tuple[Any, Any, Any]]:
+    """For each of `patterns`: its dtypes, what PyTorch makes of `sample` with them, and what memsize does."""
     with torch.no_grad():
         with fake, real_autocast(lower):
-            theirs = outcome(sample, Maker("cuda", dtypes))
+            theirs = [outcome(sample, Maker("cuda", dtypes)) for dtypes in patterns(lower)]
         with cuda_semantics(), autocast_region(lower):
-            ours = outcome(sample, Maker("meta", dtypes))
-    return theirs, ours
+            ours = [outcome(sample, Maker("meta", dtypes)) for dtypes in patterns(lower)]
+    yield from zip(patterns(lower), theirs, ours, strict=True)
 
 
 def wrapped_here() -> list[str]:
@@ -255,8 +256,7 @@ def wrapped_here() -> list[str]:
 def test_operator_casts_as_in_pytorch(fake_cuda: Any, name: str, lower: torch.dtype) -> None:
     if name in UNSAMPLED or name in NO_ORACLE:
         pytest.skip(f"{name} {UNSAMPLED.get(name) or NO_ORACLE[name]}")
-    for dtypes in patterns(lower):
-        theirs, ours = both(fake_cuda, SAMPLES[name], lower, dtypes)
+    for dtypes, theirs, ours in both(fake_cuda, SAMPLES[name], lower):
         assert ours == theirs or refused_on_cuda_only(name, theirs), dtypes
 
 
@@ -264,8 +264,7 @@ def test_operator_casts_as_in_pytorch(fake_cuda: Any, name: str, lower: torch.dt
 @pytest.mark.parametrize("lower", LOWER, ids=str)
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_composite_casts_as_in_pytorch(fake_cuda: Any, name: str, lower: torch.dtype) -> None:
-    for dtypes in patterns(lower):
-        theirs, ours = both(fake_cuda, COMPOSITES[name], lower, dtypes)
+    for dtypes, theirs, ours in both(fake_cuda, COMPOSITES[name], lower):
         assert ours == theirs or refused_on_cuda_only(name, theirs), dtypes
 
 

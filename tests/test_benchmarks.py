@@ -20,7 +20,7 @@ def test_the_resnet_is_the_known_one() -> None:
     "name",
     [
         pytest.param("startup", marks=pytest.mark.slow),
-        "resnet",
+        pytest.param("resnet", marks=pytest.mark.thorough),
         pytest.param("llama", marks=pytest.mark.slow),
         pytest.param("step", marks=pytest.mark.slow),
         pytest.param("fit", marks=pytest.mark.slow),

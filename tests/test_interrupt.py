@@ -128,10 +128,10 @@ IN_BF16 = INTERRUPTING.format(when="self.body.weight.dtype == torch.bfloat16")
 BEYOND_BATCH_13 = INTERRUPTING.format(when="len(x) > 13")
 
 
-def test_an_interrupted_report_shows_what_it_has(write: Write) -> None:
+def test_an_interrupted_report_shows_what_it_has(write: Write, warm: list[str]) -> None:
     folder = write("model.py", IN_BF16).parent
     asked = ["--scenario", "fp32,fp16,bf16,int8-weight", "-j", "1", "-o", "report.html"]
-    process = started(command("report", "model.py:Net", "--input", "1000", *asked), folder)
+    process = started([*warm, "-m", "memsize", "report", "model.py:Net", "--input", "1000", *asked], folder)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert err == b"report.html was not written\n" and not (folder / "report.html").exists()
@@ -263,10 +263,10 @@ def gone(pid: str) -> None:
         time.sleep(0.01)
 
 
-def test_ctrl_c_that_was_ignored_stays_ignored(write: Write) -> None:
+def test_ctrl_c_that_was_ignored_stays_ignored(write: Write, warm: list[str]) -> None:
     write("model.py", MOMENTS["a callback of C++"])
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from memsize.__main__ import main; main()"
-    arguments = [sys.executable, "-c", code, "timeline", "model.py:Net", "--input", "4", "--train", "sgd"]
+    arguments = [*warm, "-c", code, "timeline", "model.py:Net", "--input", "4", "--train", "sgd"]
     process = started(arguments, write("empty", "").parent)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, b"")

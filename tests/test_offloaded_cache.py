@@ -134,7 +134,7 @@ def test_what_transformers_cannot_offload_is_said(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL | WINDOW))
     with pytest.raises(
-        InputError, match="no static layers with a window or a state: use --cache-implementation offloaded"
+        InputError, match="no static layers with a window or a state: use cache_implementation offloaded"
     ):
         memsize.generate(
             f"hf:{path}", prompt=8, max_new_tokens=4, cache_implementation="offloaded_static", scenarios="as-given"
@@ -144,7 +144,7 @@ def test_what_transformers_cannot_offload_is_said(tmp_path: Path) -> None:
 def test_caches_that_an_encoder_decoder_has_are_named(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(T5))
-    with pytest.raises(InputError, match=r"without bringing it back to the GPU: use --cache-implementation dynamic"):
+    with pytest.raises(InputError, match=r"without bringing it back to the GPU: use cache_implementation dynamic"):
         memsize.generate(
             f"hf:{path}", prompt=8, max_new_tokens=4, cache_implementation="offloaded", scenarios="as-given"
         )

@@ -53,8 +53,8 @@ def ended(command: list[str], **streams: int) -> subprocess.CompletedProcess[byt
     return subprocess.run(command, env=environment, timeout=120, check=False, **streams)  # type: ignore[call-overload]
 
 
-def test_what_a_model_writes_goes_to_stderr(command: list[str]) -> None:
-    done = ended(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_what_a_model_writes_goes_to_stderr(command: list[str], warm: list[str]) -> None:
+    done = ended([*warm, *command[1:]], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert done.returncode == 0
     assert json.loads(done.stdout)["model"] == "model.py:Net"
     said = done.stderr.decode()
