@@ -101,16 +101,6 @@ def test_every_script_is_on_the_page() -> None:
     assert "</" not in script()
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_opens_offline_and_nothing_is_cut_off(name: str, chromium: Any, tmp_path: Path) -> None:
-    with opened(chromium, tmp_path, PAGES[name]()) as page:
-        assert page.locator("h1").count() == 1
-        for width in (400, 1000, 1800):
-            page.set_viewport_size({"width": width, "height": 900})
-            # Whatever is wider than the window scrolls inside a box of its own.
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
 def test_the_page_of_every_other_answer_opens(chromium: Any, tmp_path: Path) -> None:
     others = [
         path for path in SAVED.glob("*.1.memsize") if path.name.split(".")[0] not in ("report", "program", "step")
@@ -123,12 +113,19 @@ def test_the_page_of_every_other_answer_opens(chromium: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_without_scripts_the_page_says_the_same(name: str, chromium: Any, tmp_path: Path) -> None:
+def test_nothing_is_cut_off_and_without_scripts_the_page_says_the_same(
+    name: str, chromium: Any, tmp_path: Path
+) -> None:
     with opened(chromium, tmp_path, PAGES[name](), scripts=False) as page:
         still = page.locator("section.table td[data-value]").evaluate_all(FIGURES)
         assert page.locator("button").count() == 0
         assert page.locator("section.table tbody tr").evaluate_all("all => all.every(row => row.offsetHeight > 0)")
     with opened(chromium, tmp_path, PAGES[name]()) as page:
+        assert page.locator("h1").count() == 1
+        for width in (400, 1800, 1000):
+            page.set_viewport_size({"width": width, "height": 900})
+            # Whatever is wider than the window scrolls inside a box of its own.
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
         for button in page.get_by_role("button", name="Unfold all").all():
             button.click()
         assert sorted(page.locator("section.table td[data-value]").evaluate_all(FIGURES)) == sorted(still)
