@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 from memsize.errors import MemsizeError
 from memsize.processes.ctrl_c import deferred, raise_waiting
@@ -221,3 +222,36 @@ class ThreadPatches:
             return replacement(original, *args, **kwargs) if applies() else original(*args, **kwargs)
 
         return chosen
+
+
+# -- audit hooks ------------------------------------------------------------------------------------------------------
+
+
+class Guard:
+    """A part of the simulation that is asked before operations of these `events`.
+
+    Python announces operations to audit hooks, and one that raises prevents the operation (PEP 578). A hook cannot be
+    removed, so the process has one for each kind of guard, which does nothing while none is in force.
+    """
+
+    events: ClassVar[Collection[str]]
+
+    def check(self, event: str, args: tuple[Any, ...]) -> None:
+        """Raise an error to prevent the operation."""
+        raise NotImplementedError
+
+
+_HOOKED: Final[set[type[Guard]]] = set()
+
+
+def install_guard(kind: type[Guard]) -> None:
+    """Let the guard of this `kind` in the running simulation be asked, whichever thread an operation is in."""
+    if kind in _HOOKED:
+        return
+    _HOOKED.add(kind)
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if event in kind.events and (simulation := running()) and (guard := simulation.get(kind)):
+            guard.check(event, args)
+
+    sys.addaudithook(audit)

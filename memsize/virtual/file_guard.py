@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from memsize.processes.audit import Guard, install
 from memsize.processes.patches import Patch
-from memsize.processes.simulation import open_simulation
+from memsize.processes.simulation import Guard, install_guard, open_simulation
 
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
 _PASSING: Final = ("__pycache__", "/dev/", "/proc/")
@@ -62,7 +61,7 @@ class FileGuard(Guard):
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """While open, files that were there before are left as they are."""
-        install(FileGuard)
+        install_guard(FileGuard)
         with (
             open_simulation() as simulation,
             simulation.with_part(FileGuard, self),

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from ipaddress import ip_address
 from typing import Any, Final
 
-from memsize.processes.audit import Guard, install
 from memsize.processes.patches import environment
-from memsize.processes.simulation import open_simulation
+from memsize.processes.simulation import Guard, install_guard, open_simulation
 
 _EVENTS: Final = {"socket.connect": 1, "socket.getaddrinfo": 0, "socket.gethostbyname": 0, "socket.sendto": 1}
 """Events that reach another machine: the place of its address among their arguments."""
@@ -31,7 +30,7 @@ class NetworkGuard(Guard):
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """While open, the program has no network."""
-        install(NetworkGuard)
+        install_guard(NetworkGuard)
         with open_simulation() as simulation, simulation.with_part(NetworkGuard, self), environment(_VARIABLES):
             yield
 
