@@ -65,6 +65,12 @@ def options() -> list[tuple[str, Option]]:
         (lambda: memsize.fit(NET, (8,), gpus=2), r"gpus goes with parallel.*\(parallel fsdp\)"),
         (lambda: memsize.fit("hf:gpt2", prompt=8, mode="train"), "mode is about a step of the model's own"),
         (lambda: memsize.diff(*[memsize.report(NET)] * 2, scenarios="fp16"), "scenarios is for models that are run"),
+        (
+            lambda: memsize.diff(*[memsize.ModelRequest.of(NET, (8,))] * 2, batch_size=2),
+            "an input is for models without",
+        ),
+        (lambda: memsize.diff(NET, NET, gpu="t4"), "gpu is about a run of the model, which needs an input"),
+        (lambda: memsize.diff(NET, NET, scenarios="fp16"), "its forward takes input"),
         (lambda: memsize.run("train.py", "--epochs 1"), "arguments is '--epochs 1': it should be a list"),
         (lambda: memsize.sweep({"target": "torch.nn:ReLU"}, fresh=True), "retry and fresh are about the file"),
         (lambda: memsize.checkpoint("a.pt", arguments={"width": 1}), "name it with against"),

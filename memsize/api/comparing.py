@@ -39,8 +39,7 @@ def diff(request: DiffRequest, *, progress: Callable[[str], None] | None = None)
 
     Raises `MemsizeError` for anything else, and what `report` and `checkpoint` raise.
     """
-    if not any(map(_is_run, (request.before, request.after))):
-        _refuse_run_options(request)
+    _refuse_unused_options(request)
     from memsize.analysis.compare import compare_sides
     from memsize.analysis.differences import Side
 
@@ -66,15 +65,17 @@ def _is_run(side: Any) -> bool:
     """Whether a side is a model, or a target, and no answer or file that is there already."""
     if isinstance(side, str | os.PathLike):
         return not (is_run_file(os.fspath(side)) or is_checkpoint(os.fspath(side)))
-    return not isinstance(side, Trace | Saveable | ModelRequest)
+    return not isinstance(side, Trace | Saveable)
 
 
-def _refuse_run_options(request: DiffRequest) -> None:
-    """Raise `InputError` for what is asked of models that are run where both sides are there already."""
-    plain = DiffRequest(before=request.before, after=request.after)
-    options = {"model": "an input", "training": "train", "gpu": "a GPU", "execute": "execute", "scenarios": "scenarios"}
+def _refuse_unused_options(request: DiffRequest) -> None:
+    """Raise `InputError` for an option that neither side takes: an answer is there, a `ModelRequest` has its input."""
+    plain, run = DiffRequest(before=None, after=None), [*filter(_is_run, (request.before, request.after))]
+    options = {"training": "train", "gpu": "a GPU", "execute": "execute", "scenarios": "scenarios"}
+    if all(isinstance(side, ModelRequest) for side in run) and request.model != plain.model:
+        raise InputError("an input is for models without one, and both sides have theirs, or are there already")
     for name, option in options.items():
-        if getattr(request, name) != getattr(plain, name):
+        if not run and getattr(request, name) != getattr(plain, name):
             raise InputError(f"{option} is for models that are run, and both sides are there already")
 
 
@@ -98,8 +99,9 @@ def answer_of(request: ReportRequest, progress: Callable[[str], None] | None = N
         if is_checkpoint(text):
             return checkpoint(text)
     library = isinstance(text, str) and text.partition(":")[0] in LIBRARIES
-    if not (request.model.has_input or library or request.training or request.execute):
-        return report(request.model)
+    run_options = (request.model.has_input, library, request.training, request.execute, request.scenarios is not None)
+    if not any(run_options):
+        return report(ReportRequest(model=request.model, gpu=request.gpu))
     scenarios = "as-given" if request.scenarios is None else request.scenarios
     return report(replace(request, scenarios=scenarios), progress=progress)
 
