@@ -53,6 +53,7 @@ SECONDS_OF_FUZZ ?= 300
 
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal --hypothesis-profile fuzz -m hypothesis
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fuzz.out_of_memory
 	$(BIN)/python -m benchmarks.fuzz --seconds $(SECONDS_OF_FUZZ) --seed "$$(date +%s)" --keep $(FUZZED)
 
 bench: $(STAMP)

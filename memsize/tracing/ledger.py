@@ -183,8 +183,8 @@ class Ledger(MetaDispatchMode):
     def _keep_workspace(self, threads: set[bool], size: int, op: str) -> None:
         """A thread's first matrix product creates a handle, whose workspace is kept from then on."""
         if self.clock.backward not in threads:
-            threads.add(self.clock.backward)
             self._open("workspace", size, op, torch.uint8, (size,))
+            threads.add(self.clock.backward)
 
     def _take_lt_workspace(self, op: str) -> None:
         if self.workspaces.keeps_lt:

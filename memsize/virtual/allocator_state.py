@@ -11,10 +11,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
+import torch
+
 from memsize.device.allocator import Allocator
 from memsize.device.allocator_config import BLOCK, SMALL, AllocatorConfig
 from memsize.device.pools import ADDRESS, SHIFT, Pool
 from memsize.records.trace import Event
+from memsize.units import GiB, KiB, MiB
 
 _BLOCKS: Final = ("allocation", "active", "allocated_bytes", "active_bytes", "requested_bytes")
 _SEGMENTS: Final = ("segment", "reserved_bytes")
@@ -22,15 +25,6 @@ _SPLIT: Final = ("inactive_split", "inactive_split_bytes")
 _SINGLE: Final = ("oversize_allocations", "oversize_segments")
 _POOLS: Final = ("all", "small_pool", "large_pool")
 _ZEROS: Final = ("num_sync_all_streams", "num_device_alloc", "num_device_free")
-
-
-class OutOfDeviceMemoryError(Exception):
-    """The card cannot hold `request` more bytes for `storage`."""
-
-    def __init__(self, storage: int, request: int) -> None:
-        super().__init__(storage, request)
-        self.storage = storage
-        self.request = request
 
 
 class _Stat:
@@ -108,15 +102,12 @@ class DeviceMemory:
         return self._allocator.memory.reserved * BLOCK
 
     @property
-    def allocated(self) -> int:
-        """Bytes of all blocks in use."""
-        self.follow()
-        return self._stats["allocated_bytes", "all"].current
-
-    @property
     def free(self) -> int:
         """Bytes of the card that are not taken."""
-        return max(self.total - self.outside - self.reserved, 0)
+        return self._free_beside(self.reserved)
+
+    def _free_beside(self, reserved: int) -> int:
+        return max(self.total - self.outside - reserved, 0)
 
     @property
     def left(self) -> int:
@@ -126,7 +117,7 @@ class DeviceMemory:
     def follow(self) -> None:
         """Do what the events say, from where the last call left off.
 
-        Raises `OutOfDeviceMemoryError` at an event that the card has no memory for; the caller has to remove it.
+        Raises `torch.OutOfMemoryError` at an event that the card has no memory for; the caller has to remove it.
         """
         while self._done < len(self._events):
             event = self._events[self._done]
@@ -154,10 +145,22 @@ class DeviceMemory:
             if not block:
                 self._failures += 1
                 self.emptied.append(self._done)
-                raise OutOfDeviceMemoryError(storage, request)
+                raise torch.OutOfMemoryError(self._out_of_memory(request))
         self._live[storage] = (request, block, pool)
         self._count_block(pool, 1, request, (block >> SHIFT) * BLOCK)
         self._count_rests(pool, _rests_after_taking(pool, block))
+
+    def _out_of_memory(self, request: int) -> str:
+        """Return PyTorch's message for a `request` that fails (c10/cuda/CUDACachingAllocator.cpp)."""
+        reserved = self._allocator.memory.reserved * BLOCK
+        allocated = self._stats["allocated_bytes", "all"].current
+        share = "" if self.allowed is None else f"{_in_its_words(self.allowed)} allowed; "
+        return (
+            f"CUDA out of memory. Tried to allocate {_in_its_words(request)}. GPU 0 has a total capacity of "
+            f"{_in_its_words(self.total)} of which {_in_its_words(self._free_beside(reserved))} is free. {share}Of the "
+            f"allocated memory {_in_its_words(allocated)} is allocated by PyTorch, and "
+            f"{_in_its_words(reserved - allocated)} is reserved by PyTorch but unallocated."
+        )
 
     def _give(self, allocation: tuple[int, int, Pool]) -> None:
         request, block, pool = allocation
@@ -233,6 +236,14 @@ class DeviceMemory:
         split = -1 if self.config.max_split_size is None else self.config.max_split_size
         counts = {"num_ooms": self._failures, "num_alloc_retries": self._retries, "max_split_size": split}
         return stats | dict.fromkeys(_ZEROS, 0) | counts
+
+
+def _in_its_words(size: int) -> str:
+    """`size` bytes as the allocator's errors tell them (`format_size`)."""
+    if size <= KiB:
+        return f"{size} bytes"
+    name, unit = ("KiB", KiB) if size <= MiB else ("MiB", MiB) if size <= GiB else ("GiB", GiB)
+    return f"{size / unit:.2f} {name}"
 
 
 def _rests_after_taking(pool: Pool, block: int) -> tuple[int, int]:

@@ -44,6 +44,7 @@ from memsize.torch_internals.pytree import arguments_in
 from memsize.tracing.dispatch import DETACH, has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.run_position import RunPosition
+from memsize.tracing.saved_tensors import SavedTensor
 from memsize.virtual.custom_ops import backend_of, needs_gpu, replaced_note
 from memsize.virtual.data_parallel import gpu_of
 from memsize.virtual.device_assignment import (
@@ -57,6 +58,7 @@ from memsize.virtual.device_assignment import (
 )
 from memsize.virtual.host_memory import HostMemory
 from memsize.virtual.nested_tensors import STRIDED, is_refused
+from memsize.virtual.role_clues import FILLING, is_gradient_of_own_forward, parameter_of_first_gradient
 from memsize.virtual.stream_order import StreamOrder, host_waits
 
 _META = torch.device("meta")
@@ -66,6 +68,9 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: t
 _TO_COPY = torch.ops.aten._to_copy.default
 _SET_STORAGE = torch.ops.aten.set_.source_Storage_storage_offset
 """As `torch.load` makes tensors."""
+
+
+_GRADIENTS: dict[Role, Role] = {"parameter": "gradient", "gathered parameter": "unsharded gradient"}
 
 
 class _Thread(threading.local):
@@ -122,9 +127,18 @@ class _ClockBeside(_ProgramPosition):
 
 
 class VirtualLedger(Ledger):
-    """Records the ops on stand-ins; `observer` is called after each, when its events are there."""
+    """Records the ops on stand-ins; `observer` is called after each, when its events are there.
 
-    def __init__(self, workspaces: Workspaces, observer: Callable[[], None]) -> None:
+    `allocate` is called with a storage and its size when an event gives it memory. It raises `torch.OutOfMemoryError`
+    where there is none for it, after `refuse`.
+    """
+
+    def __init__(
+        self,
+        workspaces: Workspaces,
+        observer: Callable[[], None] = lambda: None,
+        allocate: Callable[[int, int], None] = lambda storage, size: None,
+    ) -> None:
         self._turn = threading.RLock()
         """One op at a time is recorded, whichever thread runs it."""
         self.current_stream: Callable[[], int] = lambda: 0
@@ -143,6 +157,8 @@ class VirtualLedger(Ledger):
         """Whether what runs is the work of another rank: it is done here without memory, and not recorded."""
         self.custom_op = ""
         """The op that is defined in Python and running."""
+        self.likely_state: set[int] | None = None
+        """Storages that an optimizer's first step has made, as far as they look like its state; else `None`."""
         self._in_pytorch = False
         self._elsewhere: dict[int, torch.UntypedStorage] = {}
         self.differentiated: Callable[[], None] = lambda: None
@@ -151,6 +167,7 @@ class VirtualLedger(Ledger):
         self.clock = _ProgramPosition()
         self.evaluator.lenient = True
         self._observer = observer
+        self._allocate = allocate
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and has_own_dispatch(types):
@@ -158,9 +175,18 @@ class VirtualLedger(Ledger):
         if is_tracing() is not None:
             return self._traced(func, types, args, kwargs)
         kwargs = kwargs or {}
-        if func.namespace in NAMESPACES and self.alone:
-            return self._between_ranks(func, types, args, kwargs)
-        return self._run(func, types, args, kwargs)
+        try:
+            if func.namespace in NAMESPACES and self.alone:
+                return self._between_ranks(func, types, args, kwargs)
+            return self._run(func, types, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            refusal = error.with_traceback(None)
+        try:
+            # A kernel in C++ leaves nothing behind. The frames of a traceback would keep arguments and results alive.
+            del types, args, kwargs
+            raise refusal
+        finally:
+            del refusal
 
     def _traced(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that `torch.jit.trace` has not recorded itself."""
@@ -216,6 +242,8 @@ class VirtualLedger(Ledger):
         """Run the fake of an op whose body raised `error`, which is the op's own if there is no fake."""
         try:
             result = self._placed(func, types, args, kwargs)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:
             raise error from None
         self.evaluator.notes[replaced_note(func, error)] = None
@@ -242,12 +270,17 @@ class VirtualLedger(Ledger):
             if func is not DETACH and torch.is_grad_enabled() and _any_requires_grad(args) and not self.clock.inside:
                 self.differentiated()
             _thread.depth += 1
+            before = len(self.events)
             try:
                 for tensor in taken_to_gpu(args) if device is None else ():
                     self.enter(tensor, "temporary", self.op_facts[func].name)
                 result = super().__torch_dispatch__(func, types, args, kwargs)
+                self._follow_clues(func, args, result)
                 on_cpu = device is not None and device.type == "cpu"
                 return self.host_memory.pin(result) if pins and on_cpu else result
+            except torch.OutOfMemoryError:
+                self._end_unfinished(before)
+                raise
             except RuntimeError as error:
                 if is_refused(error):
                     raise RuntimeError(STRIDED) from None
@@ -255,6 +288,51 @@ class VirtualLedger(Ledger):
             finally:
                 _thread.depth -= 1
                 self._observer()
+
+    def _follow_clues(self, func: Any, args: Any, result: Any) -> None:
+        """Give a gradient its role as soon as something shows that it is one."""
+        if torch._C._current_graph_task_id() != -1:
+            variable = parameter_of_first_gradient(func)
+            if variable is not None:
+                self._note_gradient(variable, result)
+        elif is_gradient_of_own_forward(func, args, result) and self._role_of(args[0]) == "parameter":
+            self.mark(result, "gradient")
+
+    def _note_gradient(self, variable: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Autograd keeps the first `gradient` of `variable`: a parameter, or the whole one of a sharded one."""
+        owner = next(iter(plain_tensors(variable)))
+        self.mark_unowned(owner)
+        role = _GRADIENTS.get(self._role_of(owner))
+        index = self.index_of(gradient)
+        if role is not None and index >= 0 and self.rows[index].role in ("temporary", "activation"):
+            self.rows[index].role = role
+
+    def _role_of(self, tensor: torch.Tensor) -> Role:
+        index = self.index_of(tensor)
+        return "temporary" if index < 0 else self.rows[index].role
+
+    def mark_unowned(self, tensor: torch.Tensor) -> None:
+        """Give a leaf that requires gradients the role of a parameter, if no module has made it: one that checkpointing
+        has detached is an activation.
+        """
+        if tensor.is_leaf and tensor.requires_grad:
+            index = self.index_of(tensor)
+            if index >= 0 and self.rows[index].layer < 0 and self.rows[index].role == "temporary":
+                self.rows[index].role = "parameter"
+
+    def saved(self, tensor: torch.Tensor) -> SavedTensor:
+        """As the base class has it; a leaf that the program differentiates by is a parameter."""
+        self.mark_unowned(tensor)
+        return super().saved(tensor)
+
+    def _end_unfinished(self, before: int) -> None:
+        """End what a kernel that failed took for itself after event `before`. A library keeps the workspaces it has."""
+        sizes: dict[int, int] = {}
+        for event in self.events[before:]:
+            sizes[event.storage] = sizes.get(event.storage, 0) + event.delta
+        alive = {reference.index for reference in self.live.values()}
+        taken = ((index, size) for index, size in sizes.items() if size > 0 and index not in alive)
+        self._end_all([(index, size) for index, size in taken if self.rows[index].role != "workspace"], self.last_op)
 
     def _on_other(self, gpu: int, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op on a GPU that nobody looks at, or on the host."""
@@ -392,11 +470,22 @@ class VirtualLedger(Ledger):
             _thread.clock = None
 
     def _open(self, role: Role, size: int, op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        if self._in_pytorch and role == "temporary":
-            role = "communication"  # the buckets of DistributedDataParallel, whose hooks may send something else
-        index = super()._open(role, size, op, dtype, shape)
+        index = super()._open(self._likely_role(op) if role == "temporary" else role, size, op, dtype, shape)
         self._allocated(index)
+        if size:
+            self._allocate(index, size)
         return index
+
+    def _likely_role(self, op: str) -> Role:
+        """The role of a new storage that nothing else has shown the purpose of."""
+        if self._in_pytorch:
+            return "communication"  # the buckets of DistributedDataParallel, whose hooks may send something else
+        if self.likely_state is None or op not in FILLING:
+            return "temporary"
+        if split_phase(self.clock.phases[self.clock.phase])[0] != "optimizer":
+            return "temporary"
+        self.likely_state.add(self.count)
+        return "optimizer state"
 
     def _allocated(self, index: int) -> None:
         """A storage gets its memory from the stream that this thread works on."""
@@ -408,11 +497,20 @@ class VirtualLedger(Ledger):
     def resized(self, storage: torch.UntypedStorage) -> None:
         """As the base class has it; one that was empty gets its memory anew, perhaps from another stream."""
         reference = self.live.get(storage._cdata)
-        if reference is not None and not self.rows[reference.index].bytes:
-            self._allocated(reference.index)
-        elif reference is not None and self.rows[reference.index].bytes != storage.nbytes():
-            self._freed(reference.index)
+        if reference is None:
+            return
+        index, before = reference.index, self.rows[reference.index].bytes
+        if not before:
+            self._allocated(index)
+        elif before != storage.nbytes():
+            self._freed(index)
         super().resized(storage)
+        if storage.nbytes() > before:
+            try:
+                self._allocate(index, storage.nbytes())
+            except torch.OutOfMemoryError:
+                storage.resize_(before)
+                raise
 
     def _leave(self, reference: Any) -> None:
         if self.rows[reference.index].bytes:
@@ -508,10 +606,9 @@ class VirtualLedger(Ledger):
             self.rows[index].layer = self.rows[owner_index].layer
 
     def refuse(self, storage: int) -> None:
-        """Forget that `storage` appeared: there was no memory for it."""
-        self.rows[storage].bytes = 0
+        """Forget the last event of `storage`: there was no memory for it."""
         position = next(i for i in reversed(range(len(self.events))) if self.events[i].storage == storage)
-        del self.events[position]
+        self.rows[storage].bytes -= self.events.pop(position).delta
 
 
 def _writes_into_memory(func: Any, args: Any) -> bool:

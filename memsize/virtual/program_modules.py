@@ -56,8 +56,12 @@ class ProgramCalls(ModuleCallRecorder):
         self._layers: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        """Patch `nn.Module.__call__`, and the function with which `nn.DataParallel` copies modules."""
+        """Patch `nn.Module.__call__`, the function with which `nn.DataParallel` copies modules, and those that give a
+        tensor its role before the first call.
+        """
         yield nn.Module, "__call__", self._called(nn.Module.__call__)
+        yield nn.Parameter, "__new__", staticmethod(self._parameter(nn.Parameter.__new__))
+        yield nn.Module, "register_buffer", self._registered(nn.Module.register_buffer)
         yield nn.Module, "_replicate_for_data_parallel", self._replicated(nn.Module._replicate_for_data_parallel)
 
     def _replicated(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -70,6 +74,22 @@ class ProgramCalls(ModuleCallRecorder):
             return copy
 
         return replicate
+
+    def _parameter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def new(*args: Any, **kwargs: Any) -> Any:
+            parameter = original(*args, **kwargs)
+            self.ledger.mark(parameter, "parameter")
+            return parameter
+
+        return new
+
+    def _registered(self, original: Callable[..., None]) -> Callable[..., None]:
+        def register_buffer(module: nn.Module, name: str, tensor: Any, persistent: bool = True) -> None:
+            original(module, name, tensor, persistent)
+            if tensor is not None:
+                self.ledger.mark(tensor, "buffer")
+
+        return register_buffer
 
     def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

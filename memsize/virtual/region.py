@@ -339,7 +339,7 @@ class VirtualMachine(RunDevice):
     world: World | None = None
 
     def ledger(self, setup: Setup) -> VirtualLedger:
-        return VirtualLedger(setup.gpu.workspaces, lambda: None)
+        return VirtualLedger(setup.gpu.workspaces)
 
     def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
         assert isinstance(ledger, VirtualLedger)

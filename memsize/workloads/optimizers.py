@@ -6,17 +6,22 @@ import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 from torch.optim import optimizer as torch_optimizer
 
 from memsize.errors import InputError
+from memsize.processes.patches import assigned
 from memsize.spec.training import parse_optimizer
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
+
+_STEP = "Optimizer.step#"
+"""How the names of the ranges begin in which PyTorch runs `step` (`Optimizer.profile_hook_step`)."""
 
 
 def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -61,18 +66,17 @@ def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 @contextmanager
 def steps_watched(ledger: Ledger, everywhere: bool = False) -> Iterator[None]:
     """While open, every optimizer's `step` in this thread, or `everywhere`, is its own phase, but for a closure that it
-    calls; the gradients that it takes and the state that it makes are marked.
+    calls; the gradients that it takes and the state that it makes are marked. A step that fails ends its phase too.
     """
     phases: defaultdict[int, list[Any]] = defaultdict(list)
     thread = threading.get_ident()
+    leave: Callable[..., Any] = record_function.__exit__
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         here = threading.get_ident()
         if not (everywhere or here == thread):
             return None
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if parameter.grad is not None:
-                ledger.mark(parameter.grad, "gradient")
+        mark_gradients(ledger, optimizer)
         phases[here].append(ledger.clock.during("optimizer"))
         phases[here][-1].__enter__()
         arguments = [_outside(ledger, value) for value in args[1:]]
@@ -83,18 +87,36 @@ def steps_watched(ledger: Ledger, everywhere: bool = False) -> Iterator[None]:
         if not (everywhere or here == thread):
             return
         phases[here].pop().__exit__(None, None, None)
-        for tensor in tensors_in(list(optimizer.state.values())):
-            ledger.mark(tensor, "optimizer state")
+        mark_state(ledger, optimizer)
+
+    def left(record: record_function, *error: Any) -> Any:
+        if error[0] is not None and record.name.startswith(_STEP) and phases[threading.get_ident()]:
+            phases[threading.get_ident()].pop().__exit__(*error)
+        return leave(record, *error)
 
     handles = (
         torch_optimizer.register_optimizer_step_pre_hook(before),
         torch_optimizer.register_optimizer_step_post_hook(after),
     )
     try:
-        yield
+        with assigned(record_function, "__exit__", left) if everywhere else nullcontext():
+            yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def mark_gradients(ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
+    """Mark the gradients that `optimizer` would take."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter.grad is not None:
+            ledger.mark(parameter.grad, "gradient")
+
+
+def mark_state(ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
+    """Mark what `optimizer` keeps between its steps."""
+    for tensor in tensors_in(list(optimizer.state.values())):
+        ledger.mark(tensor, "optimizer state")
 
 
 def _outside(ledger: Ledger, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -28,9 +29,8 @@ from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleRecord
 from memsize.tracing.run import layer_rows
-from memsize.units import GiB, KiB, MiB
 from memsize.virtual import sharded_checkpoints
-from memsize.virtual.allocator_state import DeviceMemory, OutOfDeviceMemoryError
+from memsize.virtual.allocator_state import DeviceMemory
 from memsize.virtual.child_processes import ChildProcesses, Settings
 from memsize.virtual.driver import Driver
 from memsize.virtual.gpu_ledger import VirtualLedger
@@ -93,7 +93,7 @@ class Program:
         self.files = files or Files()
         settings = Settings(card, config, steps, world, bounded, stack, self.files.allowed)
         self.processes = processes or ChildProcesses(self.files, settings)
-        self.ledger = VirtualLedger(workspaces, self._after_op)
+        self.ledger = VirtualLedger(workspaces, self._after_op, self._allocate)
         self.ledger.evaluator.observer = self._relied
         self.memory = DeviceMemory(
             card.bytes, context(stack.cuda).low, self._settings, self.ledger.events, self.ledger.streams, bounded
@@ -162,20 +162,21 @@ class Program:
     # -- while it runs ------------------------------------------------------------------------------------------------
 
     def _after_op(self) -> None:
-        events = self.ledger.events
-        for event in events[self._seen :]:
-            if event.delta >= _LINE_FROM and (lines := self._lines()):
-                self.ledger.made_at(event.storage, lines)
-        try:
-            self.memory.follow()
-        except OutOfDeviceMemoryError as error:
-            self.ledger.refuse(error.storage)
-            raise self._out_of_memory(error.request) from None
-        finally:
-            self._seen = len(events)
+        self._seen = len(self.ledger.events)
         if not self.steps.done and (now := time.monotonic()) >= self._tells_next:
             self._tells_next = now + _TELLS_EVERY
             self.steps.progress(self._where(now - self._started))
+
+    def _allocate(self, storage: int, size: int) -> None:
+        """Take memory of the card for a `storage` of `size` bytes, or note that it was refused."""
+        if size >= _LINE_FROM and (lines := self._lines()):
+            self.ledger.made_at(storage, lines)
+        try:
+            self.memory.follow()
+        except torch.OutOfMemoryError:
+            self.ledger.refuse(storage)
+            self._note_refusal(size)
+            raise
 
     def _where(self, seconds: float) -> str:
         """Return the progress of a program that has made no optimizer step in so many seconds."""
@@ -183,20 +184,15 @@ class Program:
         how = "; Ctrl-C ends it with a report of what ran" if seconds >= _LONG else ""
         return f"at {line}, no optimizer step so far{how}"
 
-    def _out_of_memory(self, request: int) -> Exception:
-        """The error in PyTorch's words (c10/cuda/CUDACachingAllocator.cpp)."""
+    def _note_refusal(self, request: int) -> None:
+        self.steps.mark_all()
+        for tensor in gc.get_objects():
+            if issubclass(type(tensor), torch.Tensor):
+                self.ledger.mark_unowned(tensor)
         memory, clock = self.memory, self.ledger.clock
         where = (self.ledger.last_op, None, clock.phases[clock.phase], shown(self._lines()) or None)
         refused = Refused(request, memory.left, memory.reserved, *where)
         self._refused.append((len(self.ledger.events), clock.layer, refused))
-        idle = _in_its_words(memory.reserved - memory.allocated)
-        share = "" if memory.allowed is None else f"{_in_its_words(memory.allowed)} allowed; "
-        return torch.OutOfMemoryError(
-            f"CUDA out of memory. Tried to allocate {_in_its_words(request)}. GPU 0 has a total capacity of "
-            f"{_in_its_words(memory.total)} of which {_in_its_words(memory.free)} is free. {share}Of the allocated "
-            f"memory {_in_its_words(memory.allocated)} is allocated by PyTorch, and {idle} is reserved by PyTorch but "
-            "unallocated."
-        )
 
     def _relied(self, assumption: str) -> None:
         """A decision of the program rests on `assumption`."""
@@ -327,14 +323,6 @@ def _failure(error: BaseException | None, ledger: VirtualLedger, seen: Sequence[
     where = seen[ledger.clock.layer] if ledger.clock.layer >= 0 else None
     path, kind = (where.path, where.type) if where else ("", "")
     return Failure(path, kind, ledger.last_op or None, (), f"{type(error).__name__}: {first_line(error)}")
-
-
-def _in_its_words(size: int) -> str:
-    """`size` bytes as the allocator's errors tell them (`format_size`)."""
-    if size <= KiB:
-        return f"{size} bytes"
-    name, unit = ("KiB", KiB) if size <= MiB else ("MiB", MiB) if size <= GiB else ("GiB", GiB)
-    return f"{size / unit:.2f} {name}"
 
 
 def _unless_stopped(show: Callable[[Any], object]) -> Callable[[Any], None]:

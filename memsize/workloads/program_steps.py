@@ -27,6 +27,7 @@ from memsize.records.trace import Event
 from memsize.records.world import Collective
 from memsize.torch_internals.pytree import tensors_in
 from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.workloads.optimizers import mark_gradients, mark_state
 
 _WAITED_FOR: Final = 2
 """For how many times the asked steps of the leader an optimizer is waited for that has made none."""
@@ -145,15 +146,24 @@ class ProgramSteps:
             for handle in handles:
                 handle.remove()
 
+    def mark_all(self) -> None:
+        """Mark the parameters, gradients and state of every optimizer, also of one that has not made a step."""
+        for optimizer in list(self._step_counts):
+            self._mark(optimizer.param_groups)
+            mark_gradients(self._ledger, optimizer)
+            mark_state(self._ledger, optimizer)
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._begun()
         self._mark(optimizer.param_groups)
+        self._ledger.likely_state = None if optimizer.state else set()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, torch.Tensor):
                 for tensor in tensors_in(state):
                     self._ledger.belongs(tensor, parameter)
+        self._settle_state(optimizer)
         self._step_counts[optimizer] = self._step_counts.get(optimizer, 0) + 1
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
@@ -170,6 +180,15 @@ class ProgramSteps:
         if self.done < self.wanted:
             return f"step {self.done + 1} of {self.wanted}"
         return f"step {self.done + 1}" + " (other optimizers have made fewer)" * bool(self.wanted)
+
+    def _settle_state(self, optimizer: Optimizer) -> None:
+        """Take what a first step made and did not keep in its state for a temporary."""
+        likely, self._ledger.likely_state = self._ledger.likely_state, None
+        if likely:
+            state = tensors_in(list(optimizer.state.values()))
+            state_storages = {self._ledger.index_of(piece) for tensor in state for piece in plain_tensors(tensor)}
+            for index in likely - state_storages:
+                self._ledger.rows[index].role = "temporary"
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

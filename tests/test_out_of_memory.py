@@ -1,0 +1,158 @@
+"""Out of memory at any allocation: PyTorch's own exception, a verdict that says so, and the roles of that moment."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memsize
+from benchmarks.fuzz import out_of_memory
+from benchmarks.fuzz.out_of_memory import PROGRAMS, Reference
+
+MiB = 2**20
+
+
+def run(folder: Path, text: str) -> Any:
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(text), encoding="utf-8")
+    return memsize.run(script, gpu="t4", steps=0)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_sample_of_allocations_fails_as_on_a_gpu(name: str) -> None:
+    """`make fuzz` lets each of them fail."""
+    reference = Reference.of(name)
+    trials = out_of_memory.trials(reference)
+    assert sum(by_size for _, by_size, _ in trials) >= 4 and len(trials) > 60
+    for trial in trials[5 :: len(trials) // 8]:
+        assert not out_of_memory.faults(reference, *trial), trial
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_allocation_fails_as_on_a_gpu(name: str) -> None:
+    reference = Reference.of(name)
+    for trial in out_of_memory.trials(reference):
+        assert not out_of_memory.faults(reference, *trial), trial
+
+
+ADAM = """
+    import torch
+    parameters = [torch.nn.Parameter(torch.empty(2**26, device="cuda")) for _ in range(14)]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        torch.optim.Adam(parameters).step()
+    except torch.OutOfMemoryError as error:
+        print(error)
+"""
+
+
+def test_an_op_that_returns_a_list_runs_out_as_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """14 parameters of 256 MiB with gradients and two moments are 14,336 MiB. A T4 has 14,609.44 MiB beside the
+    context: one of the square roots is still made, the second not, nor the other twelve.
+    """
+    answer = run(tmp_path, ADAM)
+    (refused,) = answer.refused
+    assert (refused.bytes, refused.op, refused.phase) == (256 * MiB, "_foreach_sqrt", "optimizer 1")
+    assert capsys.readouterr().out.startswith(
+        "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capac"
+    )
+    assert answer.findings[0].code == "run-out-of-memory"
+    third = 14 * 256 * MiB
+    expected = {"parameter": third, "gradient": third, "optimizer state": 2 * third, "temporary": 256 * MiB}
+    assert {role: size for role, size in answer.peak.roles.items() if size > MiB} == expected
+
+
+def test_what_a_failed_op_has_made_is_gone() -> None:
+    """Of four sums of 4 GiB beside as many tensors of which each is a view of one, three fit the card."""
+    with memsize.virtual_gpu("t4") as gpu:
+        one = torch.empty(2**30, device="cuda")
+        try:
+            torch._foreach_add([one] * 4, 1.0)
+        except torch.OutOfMemoryError:
+            assert torch.cuda.memory_allocated() == one.nbytes  # inside of the handler too
+        assert torch.empty(2 * 2**30, device="cuda").is_cuda
+    assert len(gpu.run.refused) == 1
+
+
+def test_gradients_of_the_first_backward_are_gradients(tmp_path: Path) -> None:
+    """Beside 32 weights of 256 MiB, and 36 MiB of segments for small tensors and cuBLAS, a T4 has 6,381 MiB left for
+    gradients: 24 are finished when the next one does not fit.
+    """
+    answer = run(
+        tmp_path,
+        """
+        import torch
+        from torch import nn
+        with torch.device("cuda"):
+            model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False) for _ in range(32)])
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model(torch.randn(4, 8192)).sum().backward()
+        """,
+    )
+    roles = answer.peak.roles
+    assert answer.ran_out and roles["parameter"] == 32 * 256 * MiB
+    assert roles["gradient"] == 24 * 256 * MiB and roles["temporary"] < MiB
+    assert (answer.refused[0].bytes, answer.refused[0].layer) == (256 * MiB, str(32 - 24 - 1))
+
+
+def test_a_search_for_the_batch_that_fits_finds_it_where_the_optimizer_runs_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Accelerate's ``find_executable_batch_size``: by the words of the error, with a new model for each try.
+
+    So many parameters of 128 MiB, their gradients, two moments and one list of square roots: 16 take 10,240 MiB.
+    """
+    answer = run(
+        tmp_path,
+        """
+        import gc, torch
+        count = 64
+        while count:
+            gc.collect()
+            torch.cuda.empty_cache()
+            try:
+                parameters = [torch.nn.Parameter(torch.empty(2**25, device="cuda")) for _ in range(count)]
+                for parameter in parameters:
+                    parameter.grad = torch.empty_like(parameter)
+                torch.optim.Adam(parameters).step()
+                break
+            except Exception as error:
+                assert isinstance(error, RuntimeError) and len(error.args) == 1
+                assert "CUDA out of memory." in error.args[0]
+                parameters = parameter = None
+                count //= 2
+        print(count)
+        """,
+    )
+    assert capsys.readouterr().out == "16\n"
+    assert {refused.op for refused in answer.refused} <= {"empty", "empty_like", "zeros_like", "_foreach_sqrt"}
+    assert answer.went_on is not None and answer.went_on.steps == 1
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_a_script_whose_optimizer_needs_most_is_fitted(caught: bool, tmp_path: Path) -> None:
+    """Adam holds four numbers for each parameter, and a fifth while it takes square roots. 14,909.44 MiB less 650 for
+    the context and the margin hold 40 tensors of 356 MiB.
+    """
+    script = tmp_path / "train.py"
+    step = "torch.optim.Adam(parameters).step()"
+    handled = f"try:\n    {step}\nexcept torch.OutOfMemoryError:\n    raise SystemExit('too large')\n"
+    script.write_text(
+        "import sys, torch\n"
+        "parameters = [torch.nn.Parameter(torch.empty(int(sys.argv[2]), 2**18, device='cuda')) for _ in range(8)]\n"
+        "for parameter in parameters:\n"
+        "    parameter.grad = torch.empty_like(parameter)\n" + (handled if caught else step),
+        encoding="utf-8",
+    )
+    row = memsize.fit_script(script, ["--width", "8"], vary="width", gpu="t4").fit_rows[0]
+    assert (row.status, row.size, row.next_size) == ("found", 356, 357)
+    for width, findings in ((356, ["run-fits"]), (400, ["run-out-of-memory"])):
+        answer = memsize.run(script, ["--width", str(width)], gpu="t4")
+        assert [finding.code for finding in answer.findings][:1] == findings
+        assert answer.ran_out == (width == 400)
