@@ -125,6 +125,18 @@ def test_recurrent_and_attention_layers_are_traced(tmp_path: Path) -> None:
     )
 
 
+def test_a_traced_model_may_hold_modules_that_it_never_calls(tmp_path: Path) -> None:
+    """The fast path of attention takes the weights of its output layer without calling it."""
+    ran(
+        tmp_path,
+        """
+        x = torch.ones(2, 5, 16, device="cuda")
+        traced = torch.jit.trace(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).cuda(), x)
+        traced(x).sum().backward()
+        """,
+    )
+
+
 def test_a_scripted_module_moves_to_the_gpu(tmp_path: Path) -> None:
     """3·4·9 + 4 values of the convolution, 4·4 and a counter of the batch norm, 144·5 + 5 of the last layer."""
     run = ran(

@@ -225,7 +225,9 @@ def _constants(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
     Freezing leaves no parameters, and names its constants after them; a saved file forgets the names.
     """
-    graph = getattr(module, "graph", None) if isinstance(module, torch.jit.ScriptModule) else None
+    scripted: Any = module if isinstance(module, torch.jit.ScriptModule) else None
+    # A module that a traced one never called has no forward.
+    graph = scripted.graph if scripted is not None and scripted._c._has_method("forward") else None
     for node in [] if graph is None else graph.findAllNodes("prim::Constant", recurse=True):
         if node.hasAttribute("value") and node.kindOf("value") == "t":
             name, tensor = node.output().debugName(), node.t("value")
