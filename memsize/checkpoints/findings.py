@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,11 +51,11 @@ class Inspection:
 RULES = Rules[Inspection]()
 
 
-def _names(tensors: list[Tensor]) -> tuple[str, ...]:
+def _names(tensors: Sequence[Tensor]) -> tuple[str, ...]:
     return tuple(tensor.name for tensor in tensors)
 
 
-def _bytes(tensors: list[Tensor]) -> int:
+def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.bytes for tensor in tensors)
 
 
@@ -244,7 +244,7 @@ def blocks(inspection: Inspection) -> Iterator[Finding]:
     tensors = inspection.contents.tensors
     if not any(map(_is_block, tensors)):
         return
-    size, elements = _bytes(list(tensors)), sum(tensor.elements for tensor in tensors)
+    size, elements = _bytes(tensors), sum(tensor.elements for tensor in tensors)
     yield Finding(
         "bits-per-weight",
         "{elements} weights take {bits} bits each on average, scales included: {bytes}, where float16 takes {half}.",

@@ -249,9 +249,9 @@ def _graph_module(args: Args) -> Object:
     return Object(Global("torch.fx.GraphModule"), states=[args[0]])
 
 
-def _moved(args: Args) -> Any:
-    """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``: kept as the source tensor."""
-    return args[0]
+def _first(args: Args) -> Any:
+    """The argument that is kept: of ``_rebuild_device_tensor_from_cpu_tensor(data, dtype, …)``, the source tensor."""
+    return args[0] if args else ""
 
 
 def _short(kind: Any) -> str:
@@ -279,10 +279,6 @@ def _items(args: Args) -> Any:
     return source if isinstance(source, list | tuple) else []
 
 
-def _first(args: Args) -> Any:
-    return args[0] if args else ""
-
-
 def _reconstructed(args: Args) -> Any:
     """``copyreg._reconstructor(class, base, state)``: an object whose base class, a dict or a list, has a state."""
     kind, _, state = args[:3]
@@ -292,10 +288,6 @@ def _reconstructed(args: Args) -> Any:
     elif isinstance(value, Dict) and isinstance(state, Dict):
         return Dict(state.flat)
     return value
-
-
-def _new_object(args: Args) -> Any:
-    return meaning(_class(args[0]), args[1:])
 
 
 def _class(kind: Any) -> Any:
@@ -316,9 +308,9 @@ _RULES: dict[str, Callable[[Args], Any]] = {
     "torch._utils._rebuild_sparse_tensor": _sparse,
     "torch._utils._rebuild_nested_tensor": _nested,
     "torch._utils._rebuild_wrapper_subclass": _wrapper,
-    "torch._utils._rebuild_device_tensor_from_numpy": _moved,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _moved,
-    "torch._utils._rebuild_xla_tensor": _moved,
+    "torch._utils._rebuild_device_tensor_from_numpy": _first,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _first,
+    "torch._utils._rebuild_xla_tensor": _first,
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch.fx.graph_module.reduce_graph_module": _graph_module,
     "torch.nn.parameter.Parameter": _first,
@@ -335,7 +327,7 @@ _RULES: dict[str, Callable[[Args], Any]] = {
     "builtins.bytearray": _first,
     "_codecs.encode": _first,
     "copyreg._reconstructor": _reconstructed,
-    "copyreg.__newobj__": _new_object,
+    "copyreg.__newobj__": lambda args: meaning(_class(args[0]), args[1:]),
     **{
         f"torch.jit._pickle.{name}": _first
         for name in "build_intlist build_tensorlist build_doublelist build_boollist restore_type_tag".split()

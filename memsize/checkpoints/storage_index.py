@@ -119,7 +119,11 @@ def share_out(
     `spend` bounds the work, as in `own_bytes`.
     """
     stored = [index for index, piece in enumerate(pieces) if piece.storage is not None]
-    extents = [_extent(pieces[index], storages) for index in stored]
+    extents = [
+        Extent(index, piece.start, piece.start + piece.span, storages[index].bytes, piece.needed, piece.spec.shape)
+        for piece in pieces
+        if (index := piece.storage) is not None
+    ]
     ownership = dict(zip(stored, own_bytes(extents, spend), strict=True))
     names = [".".join(piece.keys) for piece in pieces]
     tensors = tuple(
@@ -147,9 +151,3 @@ def share_out(
 
 
 _NO_BYTES = Ownership(0)
-
-
-def _extent(piece: Piece, storages: Sequence[Storage]) -> Extent:
-    assert piece.storage is not None
-    end = piece.start + piece.span
-    return Extent(piece.storage, piece.start, end, storages[piece.storage].bytes, piece.needed, piece.spec.shape)

@@ -53,7 +53,10 @@ def read_zip(source: Source) -> Contents:
             claims.claim(record.offset, record.packed, _use(name))
     for name in (name for name in _PICKLES if name in pickles):
         noted = len(contents.values)
-        mentioned |= _read_pickle(source, pickles[name], index, _PICKLES[name], contents)
+        unpickler = _unpickler(source, pickles[name])
+        locate = _locator(index, _PICKLES[name], pickles[name].unpacked is None)
+        walk(unpickler.load(), locate, source, contents)
+        mentioned |= unpickler.mentioned
         if name == "constants.pkl":
             del contents.values[noted:]
     if "constants.pkl" in pickles:
@@ -63,15 +66,6 @@ def read_zip(source: Source) -> Contents:
         claims.claim_around(record.offset, record.packed, "pickle", index.holes)
     format = "TorchScript" if "constants.pkl" in pickles else "PyTorch zip"
     return _contents(source, format, claims, index, contents, mentioned)
-
-
-def _read_pickle(
-    source: Source, record: _Record, index: StorageIndex, prefix: str, contents: PickleContents
-) -> dict[str, None]:
-    """Add the values of one pickle of the archive to `contents`, and return the names that it mentions."""
-    unpickler = _unpickler(source, record)
-    walk(unpickler.load(), _locator(index, prefix, record.unpacked is None), source, contents)
-    return unpickler.mentioned
 
 
 def _unpickler(source: Source, record: _Record) -> Unpickler:

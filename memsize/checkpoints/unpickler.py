@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any, BinaryIO, ClassVar
 
 from memsize.checkpoints.contents import STORAGES
@@ -233,10 +234,6 @@ class Unpickler(pickle._Unpickler):
 
     # Plain values
 
-    def load_frame(self) -> None:
-        """FRAME: a length that only helps reading ahead."""
-        self.read(8)
-
     def load_decimal(self) -> None:
         """INT and LONG: digits, or a truth value."""
         line = self.readline()
@@ -257,10 +254,6 @@ class Unpickler(pickle._Unpickler):
         if len(line) > LONGEST_NUMBER:
             raise self.damaged("it holds a number of too many digits")
         return int(line.rstrip(b"L\n"))
-
-    def load_empty_dictionary(self) -> None:
-        """EMPTY_DICT."""
-        self.append(Dict())
 
     def load_dict(self) -> None:
         """DICT: a dictionary of all above the mark."""
@@ -305,18 +298,13 @@ def _sized(layout: str, push: Callable[[Unpickler, int], None]) -> Callable[[Unp
     return lambda unpickler: push(unpickler, length.unpack(unpickler.read(length.size))[0])
 
 
-def _text(unpickler: Unpickler, length: int) -> None:
-    unpickler.push_data(length, text=True)
-
-
-def _bytes(unpickler: Unpickler, length: int) -> None:
-    unpickler.push_data(length, text=False)
+_text, _bytes = partial(Unpickler.push_data, text=True), partial(Unpickler.push_data, text=False)
 
 
 def _harmless() -> dict[bytes, Callable[[Any], None]]:
     """The instructions that this machine runs in another way than Python's own."""
     return {
-        pickle.FRAME: Unpickler.load_frame,
+        pickle.FRAME: lambda machine: machine.read(8),  # a length that only helps reading ahead
         pickle.INT: Unpickler.load_decimal,
         pickle.LONG: Unpickler.load_decimal,
         pickle.LONG1: _sized("<B", Unpickler.push_long),
@@ -334,7 +322,7 @@ def _harmless() -> dict[bytes, Callable[[Any], None]]:
         pickle.EMPTY_SET: _THEIRS[pickle.EMPTY_LIST[0]],
         pickle.FROZENSET: _THEIRS[pickle.LIST[0]],
         pickle.ADDITEMS: _THEIRS[pickle.APPENDS[0]],
-        pickle.EMPTY_DICT: Unpickler.load_empty_dictionary,
+        pickle.EMPTY_DICT: lambda machine: machine.append(Dict()),
         pickle.DICT: Unpickler.load_dict,
         **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ), Unpickler.load_reduce),
         pickle.NEWOBJ_EX: Unpickler.load_newobj_ex,
