@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from memsize.errors import ScenarioError
-from memsize.precision.layouts import GROUP, ITEM_BYTES, LAYOUTS
+from memsize.precision.layouts import GROUP, LAYOUTS
 from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
 from memsize.records.trace import StoredTensor
 from tests.conftest import Python
@@ -83,7 +83,9 @@ class TestTable:
     def test_parts_are_their_shapes(self, rows: int, columns: int, dtype: str) -> None:
         for layout in LAYOUTS.values():
             parts = layout.weight((rows, columns), dtype)
-            assert all(p.bytes == torch.Size(p.spec.shape).numel() * ITEM_BYTES[p.spec.dtype] for p in parts)
+            assert all(
+                p.bytes == torch.Size(p.spec.shape).numel() * getattr(torch, p.spec.dtype).itemsize for p in parts
+            )
             assert sum(p.bytes for p in parts) < rows * columns * 2 + 26 * (rows + 1) + 64
 
 

@@ -155,7 +155,9 @@ def _bincount(rely: Rely, tensor: torch.Tensor, weights: torch.Tensor | None = N
         return NotImplemented
     counts = _meta(minlength, dtype=torch.int64 if weights is None else torch.float64)
     if weights is None and minlength <= MAX_ASSUMED_ELEMENTS:
-        set_constant(counts, even_counts(tensor.numel(), minlength), ConstantState(BALANCED))
+        few, more = divmod(tensor.numel(), minlength)
+        even = torch.tensor([few + (index < more) for index in range(minlength)], device="cpu")
+        set_constant(counts, even, ConstantState(BALANCED))
     rely(BALANCED)
     return counts
 
@@ -265,11 +267,6 @@ def spread_evenly(indices: torch.Tensor, dim: int | None, choices: int) -> None:
         others = [size for position, size in enumerate(indices.shape) if position != dim]
         even = flat.view(*others, indices.shape[dim]).movedim(-1, dim).contiguous()
     set_constant(indices, even, ConstantState(BALANCED))
-
-
-def even_counts(total: int, bins: int) -> torch.Tensor:
-    """`total` things counted into `bins` evenly."""
-    return torch.tensor([total // bins + (index < total % bins) for index in range(bins)], device="cpu")
 
 
 def compared_with_number(op: str, number: Any) -> bool | None:

@@ -64,7 +64,7 @@ class Evaluator:
 
     def evaluate(self, op: OpTraits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result on `meta`, by PyTorch's own kernel or, where it has none, by one run on the CPU."""
-        special = _SPECIAL.get(op.name)
+        special = SPECIAL.get(op.name)
         result = NotImplemented if special is None else special(self, *args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -243,7 +243,7 @@ class Evaluator:
         return result
 
 
-_SPECIAL: dict[str, Callable[..., Any]] = {
+SPECIAL: dict[str, Callable[..., Any]] = {
     "aten::_local_scalar_dense": Evaluator._item,
     "aten::_to_copy": Evaluator._to,
     "aten::copy_": Evaluator._copy,
@@ -258,11 +258,6 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 def as_stand_ins(value: Any) -> Any:
     """Return `value` with its tensors on `meta`, where small ones keep their values as constants."""
     return map_tensors(lambda tensor: tensor if is_meta(tensor) else _to_meta_with_constant(tensor), value)
-
-
-def is_special(name: str) -> bool:
-    """Whether an op of this name is evaluated in a way of its own."""
-    return name in _SPECIAL
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:

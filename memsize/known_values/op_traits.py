@@ -71,7 +71,8 @@ class OpTraits:
         packet = self.name.partition(".")[0]
         short = packet.removeprefix("aten::")
         self.mutates: bool = schema.is_mutable
-        self.written = tuple((p, a.name) for p, a in enumerate(schema.arguments) if _is_written(a))
+        arguments = enumerate(schema.arguments)
+        self.written = tuple((p, a.name) for p, a in arguments if a.alias_info is not None and a.alias_info.is_write)
         self.aliases = not self.mutates and any(result.alias_info is not None for result in schema.returns)
         self.between_ranks = packet.startswith("_c10d_functional::")
         """Whether the result is what other processes sent, too."""
@@ -131,10 +132,6 @@ class OpTraits:
 def traits_of(func: Any) -> OpTraits:
     """The traits of an overload."""
     return OpTraits(func)
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _fill_of(schema: Any, packet: str) -> Any:

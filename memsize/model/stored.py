@@ -54,7 +54,8 @@ def stored_tensors(model: nn.Module) -> tuple[StoredTensor, ...]:
     """
     modules = list(model.named_modules())
     order = {path: index for index, (path, _) in enumerate(modules)}
-    tensors = [*_registered(modules), *_attributes(modules)]
+    registered = (entry for path, module in modules for entry in _own(module, f"{path}." if path else "", path))
+    tensors = [*registered, *_attributes(modules)]
     rows = map(_row, tensors, _shares(tensors))
     return tuple(sorted(rows, key=lambda row: order[row.layer]))
 
@@ -130,14 +131,6 @@ def _elements(tensor: torch.Tensor) -> int:
     return tensor.numel() * _PAIRED.get(dtype_name(tensor.dtype), 1)
 
 
-_Modules = list[tuple[str, nn.Module]]
-
-
-def _registered(modules: _Modules) -> Iterator[_NamedTensor]:
-    for path, module in modules:
-        yield from _own(module, f"{path}." if path else "", path)
-
-
 def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_NamedTensor]:
     """The tensors registered on `module` itself, and those in its packed objects."""
     for name, parameter in module._parameters.items():
@@ -152,7 +145,7 @@ def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_NamedTensor]:
         yield _NamedTensor(prefix + name, "packed" if is_weight else "attribute", layer, constant, TORCHSCRIPT_CONSTANT)
 
 
-def _attributes(modules: _Modules) -> Iterator[_NamedTensor]:
+def _attributes(modules: list[tuple[str, nn.Module]]) -> Iterator[_NamedTensor]:
     """Tensors that modules hold without registering them: as attributes, or inside lists, tuples, dicts and modules."""
     seen = {id(module) for _, module in modules}
     for _, module in modules:
@@ -182,7 +175,10 @@ def _tensors_in(value: Any, name: str, layer: str, seen: set[int]) -> Iterator[_
         for index, item in enumerate(value):
             yield from _tensors_in(item, f"{name}[{index}]", layer, seen)
     else:
-        yield from (_NamedTensor(f"{name}.{key}", "attribute", layer, item) for key, item in _matmul_state(value))
+        # What bitsandbytes' Linear8bitLt moves from its weight into its `state` in the first forward.
+        moved = ((key, getattr(value, key, None)) for key in ("CB", "SCB"))
+        tensors = ((key, item) for key, item in moved if isinstance(item, torch.Tensor))
+        yield from (_NamedTensor(f"{name}.{key}", "attribute", layer, item) for key, item in tensors)
 
 
 def _may_hold(value: Any) -> bool:
@@ -192,13 +188,6 @@ def _may_hold(value: Any) -> bool:
     if kind is tuple or kind is list:
         return not _SCALARS.issuperset(map(type, value))
     return issubclass(kind, _HOLDERS) or kind.__name__ == "MatmulLtState"
-
-
-def _matmul_state(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that bitsandbytes' Linear8bitLt moves from its weight into its `state` in the first forward."""
-    for key in ("CB", "SCB"):
-        if isinstance(tensor := getattr(state, key, None), torch.Tensor):
-            yield key, tensor
 
 
 def _loose_module(module: nn.Module, name: str, layer: str, seen: set[int]) -> Iterator[_NamedTensor]:

@@ -23,22 +23,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from memsize.records.trace import StoredPart, TensorSpec
 
 Shape = tuple[int, ...]
 Parts = tuple[StoredPart, ...]
 
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "int64": 8,
-    "int8": 1,
-    "uint8": 1,
-    "qint8": 1,
-}
 GROUP = 128
 """Elements that share a scale in `Int4WeightOnlyConfig`, along a row."""
 BLOCK = 64
@@ -91,7 +82,7 @@ class Layout:
 
 def part(name: str, dtype: str, shape: Shape) -> StoredPart:
     """One plain tensor of `dtype` and `shape` with what it stores."""
-    return StoredPart(name, TensorSpec(dtype, shape), math.prod(shape) * ITEM_BYTES[dtype])
+    return StoredPart(name, TensorSpec(dtype, shape), math.prod(shape) * getattr(torch, dtype).itemsize)
 
 
 def int8_per_tensor(shape: Shape, dtype: str) -> Parts:

@@ -77,17 +77,13 @@ def apply_scenario(model: nn.Module, scenario: Scenario) -> Recipe:
     if scenario.recipe == "apex":
         floating = torch.float32
     autocast = partial(autocast_region, _dtype(scenario.autocast)) if scenario.autocast else nullcontext
-    rewrite = _with_masters if scenario.master_weights else _unchanged
+    rewrite = _with_masters if scenario.master_weights else tuple
     return Recipe(model, floating, run_precision(scenario, autocast=autocast, rewrite=rewrite))
 
 
 def run_precision(scenario: Scenario, **effects: Any) -> RunPrecision:
     """Return what `scenario` asks of the optimizer and the GradScaler, with these other `effects` in the run."""
     return RunPrecision(masters=scenario.master_weights, scaled=scenario.autocast == "float16", **effects)
-
-
-def _unchanged(tensors: tuple[StoredTensor, ...]) -> tuple[StoredTensor, ...]:
-    return tensors
 
 
 def _with_masters(tensors: tuple[StoredTensor, ...]) -> tuple[StoredTensor, ...]:

@@ -19,7 +19,7 @@ from memsize.kernels.convolution import BACKWARD, FORWARD
 from memsize.kernels.matmul import BIASED, CUBLAS
 from memsize.kernels.multiply_adds import formula_of
 from memsize.kernels.registry import COPIES, RESULT_FIRST, SAME_DTYPE, TEMPORARIES, refuse_mixed
-from memsize.known_values.evaluation import Evaluator, is_special
+from memsize.known_values.evaluation import SPECIAL, Evaluator
 from memsize.known_values.op_traits import traits_of
 from memsize.known_values.propagation import carry_over, propagate, tell_sign
 from memsize.torch_internals.sparse_tensors import with_parts
@@ -44,7 +44,7 @@ class OpFacts:
         self.rule = rules()[func]
         self.sparse_rule = sparse_rules()[func]
         self.traits = traits_of(func)
-        self.composite = self.rule is None and not is_special(self.traits.name) and _is_composite(self.traits.name)
+        self.composite = self.rule is None and self.traits.name not in SPECIAL and _is_composite(self.traits.name)
         self.single = _SINGLE.get(func.name().partition(".")[0])
         self.same = SAME_DTYPE.get(func)
         self.copies = COPIES.get(func)

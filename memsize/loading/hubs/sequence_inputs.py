@@ -172,7 +172,8 @@ def spectrogram(batch: Batch) -> Tensor:
     fixed = entry(batch.audio, "max_source_positions")
     if isinstance(fixed, int) and not in_rows:  # Whisper's kin halve their 30 seconds once
         return unknown(batch.size, bins, 2 * fixed - 2 * fixed % step)
-    in_time = batch.kind in _IN_TIME or _convolves(_first_layer(batch), bins)
+    layer = _first_layer(batch)
+    in_time = batch.kind in _IN_TIME or (isinstance(layer, nn.Conv1d) and layer.in_channels == bins)
     return unknown(batch.size, bins, length) if in_time and not in_rows else unknown(batch.size, length, bins)
 
 
@@ -186,10 +187,6 @@ def _bins(batch: Batch) -> int:
     if isinstance(first, (nn.LayerNorm, nn.Linear)):
         taken = first.normalized_shape[-1] if isinstance(first, nn.LayerNorm) else first.in_features
     return _BINS.get(batch.kind.partition("_")[0], taken)
-
-
-def _convolves(layer: Any, bins: int) -> bool:
-    return isinstance(layer, nn.Conv1d) and layer.in_channels == bins
 
 
 def _first_layer(batch: Batch) -> nn.Module | None:
