@@ -97,7 +97,7 @@ def explain(
     device: int | None = None,
 ) -> Explanation: ...
 def fit(
-    model: nn.Module | str | ModelRequest,
+    model: nn.Module | str | PathLike[str] | ModelRequest,
     input_size: str | Sequence[Any] | InputSpec | Any = None,
     *,
     input_data: Any = None,
@@ -149,7 +149,7 @@ def fit_script(
     found: Callable[[Finding], None] | None = None,
 ) -> Fit: ...
 def generate(
-    model: nn.Module | str | ModelRequest,
+    model: nn.Module | str | PathLike[str] | ModelRequest,
     input_size: str | Sequence[Any] | InputSpec | Any = None,
     *,
     input_data: Any = None,
@@ -187,7 +187,7 @@ def guard(
     gpu: Gpu | str | None = None,
 ) -> Guard: ...
 def init(
-    model: nn.Module | str | ModelRequest,
+    model: nn.Module | str | PathLike[str] | ModelRequest,
     input_size: str | Sequence[Any] | InputSpec | Any = None,
     folder: str | PathLike[str] = ".",
     *,
@@ -208,7 +208,7 @@ def init(
     scenario: str = "as-given",
 ) -> tuple[Path, str]: ...
 def layout(
-    model: nn.Module | str | ModelRequest,
+    model: nn.Module | str | PathLike[str] | ModelRequest,
     input_size: str | Sequence[Any] | InputSpec | Any = None,
     *,
     input_data: Any = None,
@@ -225,7 +225,7 @@ def load(
     path: str | PathLike[str],
 ) -> Any: ...
 def report(
-    model: nn.Module | str | ModelRequest,
+    model: nn.Module | str | PathLike[str] | ModelRequest,
     input_size: str | Sequence[Any] | InputSpec | Any = None,
     *,
     input_data: Any = None,
@@ -269,7 +269,7 @@ def run(
     progress: Callable[[str], None] | None = None,
 ) -> ProgramRun | RankRuns: ...
 def serve(
-    model: nn.Module | str | ModelRequest,
+    model: nn.Module | str | PathLike[str] | ModelRequest,
     input_size: str | Sequence[Any] | InputSpec | Any = None,
     *,
     input_data: Any = None,
@@ -305,7 +305,7 @@ def sweep(
     progress: Callable[[str], None] | None = None,
 ) -> Sweep: ...
 def timeline(
-    model: nn.Module | str | ModelRequest,
+    model: nn.Module | str | PathLike[str] | ModelRequest,
     input_size: str | Sequence[Any] | InputSpec | Any = None,
     *,
     input_data: Any = None,
@@ -331,7 +331,7 @@ def timeline(
     progress: Callable[[str], None] | None = None,
 ) -> Timeline: ...
 def trace(
-    model: nn.Module | str | ModelRequest,
+    model: nn.Module | str | PathLike[str] | ModelRequest,
     input_size: str | Sequence[Any] | InputSpec | Any = None,
     *,
     input_data: Any = None,
@@ -358,7 +358,7 @@ def trace(
     world: World | None = None,
 ) -> StepTrace: ...
 def verify(
-    model: nn.Module | str | ModelRequest,
+    model: nn.Module | str | PathLike[str] | ModelRequest,
     input_size: str | Sequence[Any] | InputSpec | Any = None,
     *,
     input_data: Any = None,

@@ -60,6 +60,8 @@ def options() -> list[tuple[str, Option]]:
         (lambda: memsize.report(NET, gpu="t4"), "gpu is about a run of the model, which needs an input"),
         (lambda: memsize.report(NET, mode="eval"), "mode is about a run of the model, which needs an input"),
         (lambda: memsize.report(nn.ReLU), r"the class ReLU: give an instance, ReLU\(…\), or a target, 'file.py:ReLU'"),
+        (lambda: memsize.guard(nn.ReLU, torch.optim.SGD(NET.parameters()), torch.zeros(1, 8)), "the class ReLU"),
+        (lambda: memsize.init(NET, (8,)), "names its models: give a target, such as model.py:Net, and no module"),
         (lambda: memsize.guard(NET, "adamw", torch.zeros(1, 8)), "optimizer is 'adamw': give the one of your loop"),
         (lambda: memsize.fit(NET, (8,), gpus="t4"), "cannot read the number of GPUs 't4'.*; gpu names the kind of GPU"),
         (lambda: memsize.fit(NET, (8,), gpus=2), r"gpus goes with parallel.*\(parallel fsdp\)"),

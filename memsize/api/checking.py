@@ -238,7 +238,9 @@ def init(request: InitRequest) -> tuple[Path, str]:
     Raises `InputError` where the file is no TOML, and `OutputError` where it cannot hold the section.
     """
     scenario = scenario_named(request.scenario).name
-    parse_target(str(request.model.model))
+    if not isinstance(request.model.model, str):
+        raise InputError(f"{NAME} names its models: give a target, such as model.py:Net, and no module")
+    parse_target(request.model.model)
     gpu = card(request.gpu.name or DEFAULT_GPU).name
     from memsize.analysis.check import Measured
 

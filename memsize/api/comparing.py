@@ -54,7 +54,7 @@ def diff(request: DiffRequest, *, progress: Callable[[str], None] | None = None)
     def side(of: Any) -> Side:
         if isinstance(of, Trace | Saveable):
             return Side.of(of)
-        model = of if isinstance(of, ModelRequest) else replace(request.model, model=_named(of))
+        model = of if isinstance(of, ModelRequest) else replace(request.model, model=of)
         answer = answer_of(replace(settings, model=model), progress)
         return Side.of(answer, model.model if isinstance(model.model, str) else "")
 
@@ -77,10 +77,6 @@ def _refuse_unused_options(request: DiffRequest) -> None:
     for name, option in options.items():
         if not run and getattr(request, name) != getattr(plain, name):
             raise InputError(f"{option} is for models that are run, and both sides are there already")
-
-
-def _named(model: Any) -> Any:
-    return os.fspath(model) if isinstance(model, os.PathLike) else model
 
 
 def answer_of(request: ReportRequest, progress: Callable[[str], None] | None = None) -> Any:

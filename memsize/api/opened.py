@@ -134,9 +134,6 @@ def model_of(
     from torch import nn
 
     model: object = subject.model
-    if isinstance(model, type):
-        name = model.__name__
-        raise InputError(f"the model is the class {name}: give an instance, {name}(…), or a target, 'file.py:{name}'")
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")

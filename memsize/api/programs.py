@@ -73,7 +73,7 @@ def run_program(
     run_rank = partial(
         run_as_rank,
         path,
-        tuple(request.arguments),
+        tuple(map(str, request.arguments)),
         card=where,
         config=allocator,
         steps=request.steps,
@@ -109,7 +109,7 @@ def fit_script(
     Raises `InputError` where there is no such script or argument, or where it has no effect on the GPU's memory; and
     `ForwardError` where the script fails with the value that it is given.
     """
-    script = VariedScript.of(os.fspath(request.script), tuple(request.arguments), request.vary)
+    script = VariedScript.of(os.fspath(request.script), tuple(map(str, request.arguments)), request.vary)
     gpu = request.gpu
     allocator = AllocatorConfig.parse_optional(gpu.allocator)
     fraction = (allocator or AllocatorConfig.of_environment(os.environ)).memory_fraction

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -94,6 +95,14 @@ class ModelRequest:
     )
 
     def __post_init__(self) -> None:
+        model: object = self.model
+        if isinstance(model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(model))
+        if isinstance(model, type):
+            name = model.__name__
+            raise InputError(
+                f"the model is the class {name}: give an instance, {name}(…), or a target, 'file.py:{name}'"
+            )
         if self.specs and self.source is not None:
             raise InputError("give the inputs as input or as inputs, not as both")
         if (self.specs or self.call is not None) and self.seq_len is not None:
@@ -114,7 +123,7 @@ class ModelRequest:
     @classmethod
     def of(
         cls,
-        model: nn.Module | str | ModelRequest,
+        model: nn.Module | str | os.PathLike[str] | ModelRequest,
         input_size: str | Sequence[Any] | InputSpec | Any = None,
         *,
         input_data: Any = None,
