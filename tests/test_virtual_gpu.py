@@ -2151,7 +2151,7 @@ def test_lazy_modules_are_moved_beside_meta_tensors_of_the_program(tmp_path: Pat
     "text",
     [
         "torch.export.export(nn.Linear(2, 2).cuda(), (torch.ones(1, 2, device='cuda'),))",
-        "FakeTensorMode().__enter__(), torch.ones(2)",
+        "with FakeTensorMode(): torch.ones(2)",
     ],
     ids=["export", "mode"],
 )
