@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
-from memsize.checkpoints.contents import Difference, Group, PartKind, Storage, Tensor, View
+from memsize.checkpoints.breakdown import halved
+from memsize.checkpoints.contents import BITS, Difference, FileRecord, Group, PartKind, Storage, Tensor, Use, View
 from memsize.checkpoints.findings import Inspection
 from memsize.records.answer import Answer
 from memsize.records.cells import Cell, Share
-from memsize.records.fields import BYTES, COUNT, NAME, PATH, SHARE, SPECS, TEXT, WORDS, Fields, FlatTable, field, shown
+from memsize.records.fields import (
+    BYTES,
+    COUNT,
+    NAME,
+    PATH,
+    SHARE,
+    SPECS,
+    TEXT,
+    WORDS,
+    Field,
+    Fields,
+    FlatTable,
+    field,
+    shown,
+)
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -106,6 +121,62 @@ DIFFERENCE_FIELDS: Final = Fields[Difference](
 )
 
 
+class FileRow(NamedTuple):
+    """One file, or several that share a row, by a `name`."""
+
+    name: str
+    files: tuple[FileRecord, ...]
+
+    def bytes_for(self, use: Use) -> int:
+        """The bytes that are for `use`."""
+        return sum(file.bytes_for(use) for file in self.files)
+
+
+def _use(use: Use, title: str, hint: str) -> Field[FileRow]:
+    return field(use, title, BYTES, 60, hint, get=lambda row: row.bytes_for(use), adds=True)
+
+
+USE_FIELDS: Final = Fields[FileRow](
+    _use("metadata", "metadata", "tokenizer, settings"),
+    _use("pickle", "pickled objects", "all but tensor data"),
+    _use("headers", "headers", "names and places"),
+    _use("padding", "padding", "alignment"),
+    _use("other", "other records", "code, other files"),
+    _use("unclaimed", "nothing known", "in no record"),
+)
+"""What bytes of files are for that are not tensor data."""
+
+FILE_FIELDS: Final = USE_FIELDS.after(
+    field("file", "file", NAME, 100, "its name", get=lambda row: row.name),
+    field(
+        "tensors",
+        "tensors",
+        COUNT,
+        50,
+        "how many tensors it has",
+        get=lambda row: sum(file.tensors for file in row.files),
+        adds=True,
+    ),
+    field(
+        "data", "tensor data", BYTES, 90, "bytes of tensor data", get=lambda row: row.bytes_for("tensors"), adds=True
+    ),
+).plus(field("size", "size", BYTES, 95, "its size", get=lambda row: sum(file.size for file in row.files), adds=True))
+
+
+class Remaining(NamedTuple):
+    """The `bytes` of tensor data that would be left of the `selection` alone."""
+
+    selection: str
+    bytes: int
+
+
+REMAINING_FIELDS: Final = Fields[Remaining](
+    field("kept", "if you keep only", NAME, 100, "what is kept", get=lambda row: row.selection),
+    field("bytes", "remains", BYTES, 95, "bytes of tensor data; headers come on top"),
+    shown("share", "% of now", SHARE, 85, "of the bytes of all files", cell=lambda row, size: _share(row.bytes, size)),
+)
+
+
 @dataclass(frozen=True, repr=False)
 class CheckpointReport(Answer, Inspection):
     """The sizes of a checkpoint and their causes. `match` compares it with a model, if one was named."""
@@ -144,6 +215,20 @@ class CheckpointReport(Answer, Inspection):
         """One row per tensor. `bytes` adds up to what all tensors need; `unneeded` to what is saved along with them."""
         return self.tables()["tensors"].frame()
 
+    def remaining(self) -> Iterator[Remaining]:
+        """Yield each choice of tensors to keep: all, the model's (or EMA's), these in float16."""
+        everything = list(self.contents.tensors)
+        yield Remaining("the tensors", sum(tensor.bytes for tensor in everything))
+        for kind in ("model", "EMA"):
+            tensors = self.breakdown.of(kind)
+            if tensors and (kind == "model" or self.breakdown.of("model")):
+                weights = _alone(tensors)
+                size = sum(tensor.bytes for tensor in weights)
+                if len(tensors) < len(everything):
+                    yield Remaining(f"the {kind}'s weights", size)
+                if halved(weights) < size:
+                    yield Remaining(f"the {kind}'s weights in float16", halved(weights))
+
     def _tensor_rows(self) -> Iterator[TensorRow]:
         storages = self.contents.storages
         for tensor, part in zip(self.contents.tensors, self.breakdown.tensor_parts, strict=True):
@@ -153,3 +238,16 @@ class CheckpointReport(Answer, Inspection):
 
 def _words_joined(frame: DataFrame) -> DataFrame:
     return frame.assign(dtypes=frame["dtypes"].map(", ".join))
+
+
+def _alone(tensors: list[Tensor]) -> list[Tensor]:
+    """Return `tensors` as if stored alone: one that shares bytes with a tensor outside gets an estimated full size."""
+    names = {tensor.name for tensor in tensors}
+    return [
+        tensor if tensor.shared_with is None or tensor.shared_with in names else _whole(tensor) for tensor in tensors
+    ]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    bits = BITS.get(tensor.spec.dtype, 0)
+    return replace(tensor, bytes=tensor.elements * bits + 7 >> 3)

@@ -6,30 +6,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from memsize.checkpoints.breakdown import halved
 from memsize.checkpoints.checkpoint_report import (
     DIFFERENCE_FIELDS,
     DTYPE_FIELDS,
+    FILE_FIELDS,
     MODULE_FIELDS,
     PART_FIELDS,
+    REMAINING_FIELDS,
+    USE_FIELDS,
     CheckpointReport,
+    FileRow,
 )
 from memsize.checkpoints.contents import (
-    BITS,
     PROBLEMS,
     USES,
     FileRecord,
     Group,
     Match,
     PartKind,
-    Tensor,
-    Use,
     View,
 )
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
 from memsize.documents.sections import Bars, Part, Section, Table, Title, listed
-from memsize.records.cells import Cell, Path, Share
-from memsize.records.fields import Column, FlatTable
+from memsize.records.cells import Path, Share
+from memsize.records.fields import FlatTable
 from memsize.records.finding import Finding
 from memsize.records.roles import Role
 from memsize.units import Bytes
@@ -40,15 +40,6 @@ MOST_VALUES = 24
 MOST_FILES = 40
 MOST_MODULES = 10_000
 _LONGEST_VALUE = 100
-
-_USES: tuple[tuple[Use, str, str], ...] = (
-    ("metadata", "metadata", "tokenizer, settings"),
-    ("pickle", "pickled objects", "all but tensor data"),
-    ("headers", "headers", "names and places"),
-    ("padding", "padding", "alignment"),
-    ("other", "other records", "code, other files"),
-    ("unclaimed", "nothing known", "in no record"),
-)
 
 
 @dataclass(frozen=True)
@@ -109,7 +100,7 @@ class CheckpointDocument(Document[CheckpointReport]):
             "saved_by_compression": contents.compressed,
             "files": [_file_data(file) for file in contents.files],
             **{name: tables[name] for name in ("parts", "dtypes", "tensors")},
-            "remains": dict(remains(report)),
+            "remains": dict(report.remaining()),
             "against": plain(report.match),
             "findings": findings_data(report.findings, unit),
             "values": dict(contents.values),
@@ -173,7 +164,7 @@ def _rest(report: CheckpointReport) -> Iterator[tuple[str, str, int]]:
         ("unnamed", "no tensor names it", breakdown.unowned),
         ("compression", "what it saves", -contents.compressed),
     ]
-    figures += [(label, hint, sum(file.bytes_for(use) for file in contents.files)) for use, label, hint in _USES]
+    figures += [(use.title, use.help, use.get(FileRow("", contents.files))) for use in USE_FIELDS]
     return (figure for figure in figures if figure[2])
 
 
@@ -224,65 +215,16 @@ def _sum(groups: tuple[Group, ...]) -> Group:
 def file_table(report: CheckpointReport) -> Table:
     """The files, and what the bytes of each are for."""
     files = report.contents.files
-    others = tuple(entry for entry in _USES if any(file.bytes_for(entry[0]) for file in files))
-    columns = (
-        Column("file", "file", "name", 100, "its name"),
-        Column("tensors", "tensors", "count", 50, "how many tensors it has"),
-        Column("data", "tensor data", "bytes", 90, "bytes of tensor data"),
-        *(Column(use, label, "bytes", 60, hint) for use, label, hint in others),
-        Column("size", "size", "bytes", 95, "its size"),
-    )
-
-    def cells(name: str, group: tuple[FileRecord, ...]) -> tuple[Cell, ...]:
-        uses = (Bytes(sum(file.bytes_for(use) for file in group)) for use, _, _ in others)
-        data = Bytes(sum(file.bytes_for("tensors") for file in group))
-        return (name, sum(f.tensors for f in group), data, *uses, Bytes(sum(f.size for f in group)))
-
-    rows = [cells(file.name, (file,)) for file in files[:MOST_FILES]]
+    rows = [FileRow(file.name, (file,)) for file in files[:MOST_FILES]]
     if len(files) > MOST_FILES:
-        rows.append(cells(f"{len(files) - MOST_FILES:,} more", files[MOST_FILES:]))
-    return Table("files", "Files", columns, tuple(rows), cells("total", files))
+        rows.append(FileRow(f"{len(files) - MOST_FILES:,} more", files[MOST_FILES:]))
+    total = FILE_FIELDS.total("total", FileRow("", files))
+    return Table.of("files", "Files", FILE_FIELDS, rows, total=total).without_empty(*(use.name for use in USE_FIELDS))
 
 
 def remains_table(report: CheckpointReport) -> Table:
     """The bytes that would remain if only some of the tensors were kept."""
-    size = report.contents.size
-    columns = (
-        Column("kept", "if you keep only", "name", 100, "what is kept"),
-        Column("bytes", "remains", "bytes", 95, "bytes of tensor data; headers come on top"),
-        Column("share", "% of now", "share", 85, "of the bytes of all files"),
-    )
-    rows = tuple((name, Bytes(count), _share(count, size)) for name, count in remains(report))
-    return Table("remains", "What remains", columns, rows)
-
-
-def remains(report: CheckpointReport) -> Iterator[tuple[str, int]]:
-    """Each choice of tensors to keep, with its bytes of tensor data: all, the model's (or EMA's), these in float16."""
-    breakdown = report.breakdown
-    everything = list(report.contents.tensors)
-    yield "the tensors", sum(tensor.bytes for tensor in everything)
-    for kind in ("model", "EMA"):
-        tensors = breakdown.of(kind)
-        if tensors and (kind == "model" or breakdown.of("model")):
-            weights = _alone(tensors)
-            size = sum(tensor.bytes for tensor in weights)
-            if len(tensors) < len(everything):
-                yield f"the {kind}'s weights", size
-            if halved(weights) < size:
-                yield f"the {kind}'s weights in float16", halved(weights)
-
-
-def _alone(tensors: list[Tensor]) -> list[Tensor]:
-    """Return `tensors` as if stored alone: one that shares bytes with a tensor outside gets an estimated full size."""
-    names = {tensor.name for tensor in tensors}
-    return [
-        tensor if tensor.shared_with is None or tensor.shared_with in names else _whole(tensor) for tensor in tensors
-    ]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    bits = BITS.get(tensor.spec.dtype, 0)
-    return replace(tensor, bytes=tensor.elements * bits + 7 >> 3)
+    return Table.of("remains", "What remains", REMAINING_FIELDS, report.remaining(), report.contents.size)
 
 
 def difference_table(match: Match) -> Table:

@@ -5,27 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memsize.documents.sections import Table
-from memsize.records.cells import Cell, Label
+from memsize.records.cells import Cell
 from memsize.records.fields import Column
-from memsize.records.gpu import StreamShare
-from memsize.records.roles import noun
+from memsize.records.gpu import STREAM_FIELDS, TRAFFIC_FIELDS, StreamShare
 from memsize.records.world import Traffic
 from memsize.units import Bytes
-
-_CAPTION = "What a GPU sends and gets in a step"
 
 
 def collective_tables(traffic: Sequence[Traffic]) -> tuple[Table, ...]:
     """One row for each kind of collective, the most bytes first; no table if there are no collectives."""
-    columns = (
-        Column("kind", "collective", "name", 100, "what it does"),
-        Column("ranks", "among", "count", 97, "how many ranks take part"),
-        Column("count", "times", "count", 98, "how often it comes in a step"),
-        Column("bytes", "together", "bytes", 99, "the whole of what all of them gather, scatter or reduce"),
-        Column("largest", "largest", "bytes", 90, "the largest of them"),
-    )
-    rows = tuple((Label(row.kind), row.ranks, row.count, Bytes(row.bytes), Bytes(row.largest)) for row in traffic)
-    return (Table("collectives", "Collectives", columns, rows, caption=_CAPTION),) if rows else ()
+    caption = "What a GPU sends and gets in a step"
+    return (Table.of("collectives", "Collectives", TRAFFIC_FIELDS, traffic, caption=caption),) if traffic else ()
 
 
 def compared_collectives(
@@ -43,7 +33,8 @@ def compared_collectives(
             Column(f"{kind} times", "times", "count", 90, "how often that is", beside=kind),
         ]
     rows = tuple((*names, *_cells(kinds, traffic)) for names, traffic in shown)
-    return (Table("collectives", "Collectives", tuple(columns), rows, caption=_CAPTION),) if rows else ()
+    caption = "What a GPU sends and gets in a step"
+    return (Table("collectives", "Collectives", tuple(columns), rows, caption=caption),) if rows else ()
 
 
 def _cells(kinds: Sequence[str], traffic: Sequence[Traffic]) -> Iterable[Cell]:
@@ -55,17 +46,8 @@ def _cells(kinds: Sequence[str], traffic: Sequence[Traffic]) -> Iterable[Cell]:
 
 def stream_tables(shares: Sequence[StreamShare]) -> tuple[Table, ...]:
     """One row for each stream; no table if `shares` is empty."""
-    columns = (
-        Column("stream", "stream", "name", 100, "the default one, or what is allocated on it"),
-        Column("role", "mostly", "text", 90, "what most of it is for", alone="role"),
-        Column("requested", "holds at most", "bytes", 98, "live bytes at its own peak"),
-        Column("reserved", "reserved", "bytes", 99, "its segments when those of all streams are at their peak"),
-    )
-    rows = tuple(
-        (Label(share.name), noun(share.role), Bytes(share.requested), Bytes(share.reserved)) for share in shares
-    )
     caption = "What each CUDA stream takes: memory of one is not reused on others"
-    return (Table("streams", "Streams", columns, rows, caption=caption),) if rows else ()
+    return (Table.of("streams", "Streams", STREAM_FIELDS, shares, caption=caption),) if shares else ()
 
 
 def compared_streams(

@@ -10,9 +10,17 @@ from memsize.documents import MOST_SENTENCES, Document, findings_data
 from memsize.documents.sections import Bars, Findings, Notes, Part, Remark, Section, Table, Title, listed, role_part
 from memsize.records.aggregates import Totals, stored_dtypes, totals
 from memsize.records.answer import FindingList
-from memsize.records.cells import Cell, Label, Words
-from memsize.records.comparison import FIGURE_FIELDS, LAYER_FIELDS, LIVING_FIELDS, Comparison, LayerChange, LayerSizes
-from memsize.records.fields import Column
+from memsize.records.cells import Label
+from memsize.records.comparison import (
+    FIGURE_FIELDS,
+    LAYER_FIELDS,
+    LIVING_FIELDS,
+    MODEL_FIELDS,
+    ComparedModel,
+    Comparison,
+    LayerChange,
+    LayerSizes,
+)
 from memsize.records.finding import Finding, optimizer_in_words
 from memsize.records.trace import Trace
 from memsize.units import Bytes
@@ -20,14 +28,6 @@ from memsize.units import Bytes
 SCHEMA: Final = "memsize.comparison/1"
 MOST_ROWS: Final = 40
 """The most layers and tensors listed: a comment on a pull request has little room. JSON and CSV list all."""
-
-_MODEL_COLUMNS: Final = (
-    Column("model", "model", "name", 100, "which of the two"),
-    Column("parameters", "parameters", "count", 90, "elements of its parameters"),
-    Column("dtypes", "stored as", "words", 80, "the dtypes of its tensors"),
-    Column("stored", "stored", "bytes", 95, "bytes of all its tensors"),
-    Column("saved", "kept for backward", "bytes", 70, "bytes that a forward keeps, where it was run"),
-)
 
 _PARTS: Final = (
     role_part("parameter"),
@@ -54,13 +54,12 @@ class ComparisonDocument(Document[Comparison]):
         """Both models in a table, a summary of the changes, and the changed layers, figures, tensors and findings."""
         comparison = self.answer
         before, after = comparison.before, comparison.after
-        table = Table("models", "Stored", _MODEL_COLUMNS, (_cells("before", before), _cells("after", after)))
         names = [name or trace.model for name, trace in zip(comparison.names, (before, after), strict=True)]
         return (
             Title(" → ".join(names), _phrases(comparison)),
             *self.opening(),
             *self.reasons("What changed, and why"),
-            table if before.events or after.events else table.without("saved"),
+            model_table(before, after),
             *_tables(comparison),
             *([Findings("New findings", comparison.appeared)] if comparison.appeared else []),
             *([Findings("Findings that went", comparison.gone)] if comparison.gone else []),
@@ -104,10 +103,14 @@ def _phrases(comparison: Comparison) -> tuple[tuple[str | Bytes, ...], ...]:
     return ((counts, "parameters"), (Bytes(before.stored), "→", Bytes(after.stored), "stored"))
 
 
-def _cells(name: str, trace: Trace) -> tuple[Cell, ...]:
-    comparison = totals(trace)
-    saved = Bytes(comparison.saved_bytes) if trace.events else None
-    return name, comparison.parameters, Words(stored_dtypes(trace.tensors)), Bytes(comparison.stored), saved
+def model_table(before: Trace, after: Trace) -> Table:
+    """Both models; the column of what a forward keeps is there if either was run."""
+    models = [
+        ComparedModel(name, totals(trace), stored_dtypes(trace.tensors), bool(trace.events))
+        for name, trace in (("before", before), ("after", after))
+    ]
+    table = Table.of("models", "Stored", MODEL_FIELDS, models)
+    return table if any(model.ran for model in models) else table.without("saved")
 
 
 def _model_data(trace: Trace, name: str) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from typing import Any, Final
 from memsize.documents import MOST_SENTENCES, Document, findings_data
 from memsize.documents.sections import Section, Table, Title, listed
 from memsize.records.cells import Share, Signed
-from memsize.records.explanation import ALIVE_FIELDS, PLACE_FIELDS, Explanation
-from memsize.records.fields import Column
+from memsize.records.explanation import ALIVE_FIELDS, PLACE_FIELDS, RESERVED_FIELDS, Explanation
 from memsize.records.finding import Finding
 from memsize.units import Bytes
 
@@ -96,21 +95,7 @@ def _place_table(explanation: Explanation) -> Table:
 
 
 def _reserved_table(explanation: Explanation) -> Table:
-    columns = (
-        Column("part", "reserved by PyTorch", "text", 100, "what the allocator's segments hold"),
-        Column("bytes", "holds", "bytes", 99, "bytes of them"),
-        Column("share", "% of all", "share", 80, "part of all segments"),
-    )
-    segments = explanation.reserved
-    parts = (
-        ("tensors", segments.requested),
-        ("rounding of blocks", segments.rounding),
-        ("given up, but other streams may use it", segments.waiting),
-        ("free between blocks in use", segments.pieces),
-        ("free in whole segments, which empty_cache returns", segments.cached),
-    )
-    rows = tuple(
-        (name, Bytes(size), Share(size / segments.bytes) if segments.bytes else None) for name, size in parts if size
-    )
     caption = "What PyTorch had reserved when the snapshot was taken"
-    return Table("reserved", "Reserved", columns, rows, ("total", Bytes(segments.bytes), Share(1.0)), caption=caption)
+    reserved = explanation.reserved
+    total = RESERVED_FIELDS.total("total", reserved, explanation)
+    return Table.of("reserved", "Reserved", RESERVED_FIELDS, reserved.parts, explanation, total=total, caption=caption)

@@ -33,6 +33,31 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
+class ComparedModel(NamedTuple):
+    """One of the two models by the `name` of its side, with its `totals`; `ran` says whether a forward was run."""
+
+    name: str
+    totals: Totals
+    dtypes: tuple[str, ...]
+    ran: bool
+
+
+MODEL_FIELDS: Final = Fields[ComparedModel](
+    field("model", "model", NAME, 100, "which of the two", get=lambda row: row.name),
+    field("parameters", "parameters", COUNT, 90, "elements of its parameters", get=lambda row: row.totals.parameters),
+    field("dtypes", "stored as", WORDS, 80, "the dtypes of its tensors"),
+    field("stored", "stored", BYTES, 95, "bytes of all its tensors", get=lambda row: row.totals.stored),
+    field(
+        "saved",
+        "kept for backward",
+        BYTES,
+        70,
+        "bytes that a forward keeps, where it was run",
+        get=lambda row: row.totals.saved_bytes if row.ran else None,
+    ),
+)
+
+
 def _stored(tensor: StoredTensor) -> tuple[object, ...]:
     return tensor.spec, tensor.bytes, tensor.parts, tensor.tied_to
 

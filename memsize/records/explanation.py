@@ -90,6 +90,40 @@ class Reserved(NamedTuple):
         """All segments together."""
         return self.requested + self.rounding + self.waiting + self.pieces + self.cached
 
+    @property
+    def parts(self) -> tuple[ReservedPart, ...]:
+        """The parts of the segments that are not empty."""
+        parts = (
+            ReservedPart("tensors", self.requested),
+            ReservedPart("rounding of blocks", self.rounding),
+            ReservedPart("given up, but other streams may use it", self.waiting),
+            ReservedPart("free between blocks in use", self.pieces),
+            ReservedPart("free in whole segments, which empty_cache returns", self.cached),
+        )
+        return tuple(part for part in parts if part.bytes)
+
+
+class ReservedPart(NamedTuple):
+    """The bytes of the allocator's segments that are for one thing."""
+
+    part: str
+    bytes: int
+
+
+RESERVED_FIELDS: Final = Fields[ReservedPart](
+    field("part", "reserved by PyTorch", TEXT, 100, "what the allocator's segments hold"),
+    field("bytes", "holds", BYTES, 99, "bytes of them", adds=True),
+    shown(
+        "share",
+        "% of all",
+        SHARE,
+        80,
+        "part of all segments",
+        cell=lambda row, explanation: share_of(row.bytes, explanation.reserved.bytes),
+        adds=True,
+    ),
+)
+
 
 class FailedRequest(NamedTuple):
     """A request for `bytes` that raised OutOfMemoryError with `free` bytes left on the GPU, and the line that made it:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from memsize.records.fields import BYTES, PATH, TEXT, Fields, field
+from memsize.records.cells import Label
+from memsize.records.fields import BYTES, COUNT, NAME, PATH, ROLE, TEXT, Fields, field
 from memsize.records.roles import Role
 from memsize.records.schema import Size
 from memsize.records.world import CollectiveKind, Traffic
@@ -102,6 +103,30 @@ class StreamShare(NamedTuple):
         """The stream's purpose if it is known (``default``, or its collectives), else its number (``stream 7``)."""
         named = ", ".join(self.collectives) if self.stream else "default"
         return named or f"stream {self.stream}"
+
+
+STREAM_FIELDS: Final = Fields[StreamShare](
+    field(
+        "stream",
+        "stream",
+        NAME,
+        100,
+        "the default one, or what is allocated on it",
+        get=lambda row: row.name,
+        cell=lambda row, _: Label(row.name),
+    ),
+    field("role", "mostly", TEXT, 90, "what most of it is for", drawn=ROLE, alone="role"),
+    field("requested", "holds at most", BYTES, 98, "live bytes at its own peak"),
+    field("reserved", "reserved", BYTES, 99, "its segments when those of all streams are at their peak"),
+)
+
+TRAFFIC_FIELDS: Final = Fields[Traffic](
+    field("kind", "collective", NAME, 100, "what it does", cell=lambda row, _: Label(row.kind)),
+    field("ranks", "among", COUNT, 97, "how many ranks take part"),
+    field("count", "times", COUNT, 98, "how often it comes in a step"),
+    field("bytes", "together", BYTES, 99, "the whole of what all of them gather, scatter or reduce"),
+    field("largest", "largest", BYTES, 90, "the largest of them"),
+)
 
 
 class RecordStreamCost(NamedTuple):
