@@ -105,11 +105,24 @@ def codes(run: ProgramRun) -> list[str]:
 
 def test_a_program_that_fails_at_once_is_not_told_to_choose_a_device() -> None:
     run = replace(program(), trace=replace(program().trace, events=()), failure="KeyError: 'x'")
-    (finding,) = [each for each in RULES.findings(run) if each.code == "run-nothing-on-gpu"]
-    assert finding.text() == "Nothing was put on the GPU before the program failed: KeyError: 'x'."
+    (finding,) = RULES.findings(replace(run, failed_at="train.py:87", growth=None, kept_gradients=None))
+    assert finding.text() == "The script failed at train.py:87: KeyError: 'x'. Nothing was put on the GPU before."
     assert "--device" in RULES.findings(replace(run, failure=None))[0].text()
     refused = Refused(20 * MiB, 5 * MiB, 0, "empty", None, "setup", "train.py:2")
     assert codes(replace(run, refused=(refused,), failure="OutOfMemoryError: …")) == ["run-out-of-memory"]
+
+
+def test_a_script_that_failed_is_said_to_have_failed_first() -> None:
+    run = program()
+    run = replace(run, failure="KeyError: 'x'", failed_at="train.py:87")
+    failed = RULES.findings(run)[0]
+    assert failed.code == "run-failed" and "run-fits" not in codes(run)
+    assert failed.in_brief().startswith("The script failed at train.py:87: KeyError: 'x'. Until then it took ")
+    assert failed.bytes == run.peak.device.high
+    assert document(replace(run, findings=RULES.findings(run))).verdict()[0] == failed
+    assert RULES.findings(replace(run, failed_at=None))[0].text().startswith("The script failed: KeyError: 'x'. Until")
+    interrupted = replace(run, failure="KeyboardInterrupt: ", failed_at="train.py:9")
+    assert RULES.findings(interrupted)[0].text().startswith("The script was interrupted at train.py:9. Until")
 
 
 def test_what_fits_is_said_with_its_largest_tensor() -> None:

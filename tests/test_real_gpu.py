@@ -36,7 +36,9 @@ def said(tmp_path: Path, text: str) -> tuple[NeedsGpu | None, str]:
     script.write_text(textwrap.dedent(text), encoding="utf-8")
     found, error = run_program(str(script), (), card("t4"), AllocatorConfig(), steps=3, module=False)
     assert error is not None
-    return found.needs_gpu, found.findings[0].text()
+    failed, cause, *_ = found.findings
+    assert failed.code == "run-failed"
+    return found.needs_gpu, cause.text()
 
 
 @pytest.mark.parametrize("size", [3, 2**30], ids=["small", "too large for the CPU"])

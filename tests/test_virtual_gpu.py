@@ -1236,7 +1236,11 @@ optimizer.step()
 def test_a_program_that_fails_later_did_not_run_out_of_memory(tmp_path: Path) -> None:
     found, error = ran(tmp_path, HANDLED + "raise KeyError('mine')")
     assert isinstance(error, KeyError) and not found.ran_out
-    assert "and goes on: what follows fits (one step, " in found.findings[0].in_brief()
+    failed, refused = found.findings[:2]
+    assert failed.text().startswith(
+        f"The script failed at train.py:{HANDLED.count(chr(10)) + 1}: KeyError: 'mine'. Until"
+    )
+    assert "and goes on: what follows fits (one step, " in refused.in_brief()
     with pytest.raises(ForwardError, match="KeyError: 'mine'"):
         memsize.run(tmp_path / "train.py", gpu="t4")
     found, error = ran(tmp_path, HANDLED.replace("pass", "raise KeyError('mine')"))

@@ -16,7 +16,7 @@ from typing import Final, Literal
 import torch
 
 from memsize.analysis.findings.program import RULES
-from memsize.analysis.real_gpu import needs_gpu
+from memsize.analysis.real_gpu import failing_line, needs_gpu
 from memsize.analysis.runner import plans_of, workspaces
 from memsize.analysis.timeline import snapshot
 from memsize.device.allocator_config import AllocatorConfig
@@ -185,6 +185,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         unwritten=(*program.files.remarks, *program.processes.failures),
         children=tuple(ChildRun(**result) for result in program.processes.results),
         failure=None if trace.failure is None else trace.failure.reason,
+        failed_at=None if error is None else failing_line(error),
         needs_gpu=needs_gpu(error),
         allocator=json.dumps(plain(program.memory.config)),
     )

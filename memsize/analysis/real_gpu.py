@@ -67,7 +67,7 @@ def needs_gpu(error: BaseException | None) -> NeedsGpu | None:
 
 def _needed(error: BaseException) -> NeedsGpu | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    line, text = _line(error), message_of(error)
+    line, text = failing_line(error), message_of(error)
     op = _op(text)
     package = _package(error, op, frames)
     if package is not None and not (package == "triton" and _inside(frames, "triton")):
@@ -112,8 +112,8 @@ def _root(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _line(error: BaseException) -> str | None:
-    """The innermost line of the program's own, of a library where there is none."""
+def failing_line(error: BaseException) -> str | None:
+    """Return the innermost line of the program's own that led to `error`, or else of a library."""
     calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
     outside = [call for call in calls if is_outside(call[0])]
     own = [call for call in outside if not is_library(call[0])]

@@ -100,6 +100,7 @@ class ProgramDocument(Document[ProgramRun]):
             "steps": run.steps,
             "stopped": run.stopped,
             "failure": run.failure,
+            "failed_at": run.failed_at,
             "needs_gpu": run.needs_gpu and run.needs_gpu._asdict(),
             "peak": _peak_data(run),
             "tensors": [tensor._asdict() for tensor in run.tensors],

@@ -130,11 +130,11 @@ class ChildRun(NamedTuple):
 class ProgramRun(Answer):
     """A program's run on `card`: `steps` optimizer steps, after which it was stopped, or its own end.
 
-    `capacity` is what the card and the program leave to PyTorch's allocator, `peak` the peak as the GPU would report
-    it. `went_on` says what followed refused requests, unless they ended the program. `waits` is the line of a loop
-    that waits for a number which only a GPU computes: the program was stopped there. `failure` is how it ended, where
-    it failed, and `needs_gpu` what it needs a real GPU for. `allocator` holds the settings of the caching allocator as
-    JSON data.
+    `capacity` is what the card and the program leave to PyTorch's allocator, `peak` the peak as the GPU would
+    report it. `went_on` says what followed refused requests, unless they ended the program. `waits` is the line of
+    a loop that waits for a number which only a GPU computes: the program was stopped there. `failure` is how it
+    ended, where it failed, `failed_at` the line of it that led to the error, and `needs_gpu` what it needs a real
+    GPU for. `allocator` holds the settings of the caching allocator as JSON data.
     """
 
     kind: ClassVar = "program"
@@ -155,6 +155,7 @@ class ProgramRun(Answer):
     unwritten: tuple[str, ...] = ()
     """Remarks on writes of the program that were prevented."""
     failure: str | None = None
+    failed_at: str | None = None
     needs_gpu: NeedsGpu | None = None
     allocator: str = ""
     went_on: WentOn | None = None

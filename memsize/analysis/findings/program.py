@@ -27,6 +27,26 @@ CAUSES: Final = ("run-needs-gpu", "run-missing-package", "run-needs-launcher", "
 """Findings that say why a program failed, and what to change."""
 
 
+@RULES.rule("run-failed")
+def _failed(run: ProgramRun) -> Iterator[Finding]:
+    if run.failure is None or run.ran_out:
+        return
+    where = " at {line}" if run.failed_at else ""
+    interrupted = run.failure.startswith("KeyboardInterrupt")
+    template = f"The script was interrupted{where}." if interrupted else f"The script failed{where}: {{failure}}."
+    brief = template
+    values: dict[str, object] = {"line": run.failed_at, "failure": run.failure.rstrip(".: ")}
+    if run.trace.events:
+        template += " Until then it took {low} to {high} of {card}'s {total} at the peak, in {where}."
+        brief += " Until then it took {low} to {high} of {total} at the peak."
+        values |= {"card": run.card.name, **peak_in_words(run)}
+    elif not run.refused and not run.children:
+        template += " Nothing was put on the GPU before."
+        brief = template
+    high = run.peak.device.high if run.trace.events else None
+    yield Finding("run-failed", template, values, bytes=high, layers=_layers(run.peak.peak_layer), brief=brief)
+
+
 @RULES.rule("run-out-of-memory")
 def _refused(run: ProgramRun) -> Iterator[Finding]:
     if not run.refused:
@@ -172,27 +192,20 @@ def _child_ran_out(run: ProgramRun) -> Iterator[Finding]:
 
 @RULES.rule("run-nothing-on-gpu")
 def _nothing(run: ProgramRun) -> Iterator[Finding]:
-    if run.trace.events or run.refused or run.needs_gpu is not None or run.children:
+    if run.trace.events or run.refused or run.failure is not None or run.children:
         return
-    if run.failure:
-        template = "Nothing was put on the GPU before the program failed: {failure}."
-        yield Finding("run-nothing-on-gpu", template, {"failure": run.failure.rstrip(".")})
-    else:
-        template = (
-            "Nothing was put on the GPU. A program often chooses its device by an option, such as --device cuda or "
-            "--accel."
-        )
-        yield Finding("run-nothing-on-gpu", template)
+    template = (
+        "Nothing was put on the GPU. A program often chooses its device by an option, such as --device cuda or --accel."
+    )
+    yield Finding("run-nothing-on-gpu", template)
 
 
 @RULES.rule("run-fits")
 def _fits(run: ProgramRun) -> Iterator[Finding]:
-    if run.refused or not run.trace.events:
+    if run.refused or not run.trace.events or run.failure is not None:
         return
     peak = run.peak
-    brief = ("It fits" if run.failure is None else "What ran fits") + (
-        " on {card}: {low} to {high} of {total} at the peak, in {where}"
-    )
+    brief = "It fits on {card}: {low} to {high} of {total} at the peak, in {where}"
     template = f"{brief}, which holds {{requested}} of tensors."
     allowed = _allowed(run)
     template += " The allocator may take {allowed} of the card." if allowed else ""
