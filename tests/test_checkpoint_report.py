@@ -144,6 +144,14 @@ def test_the_names_of_children_do_not_part_a_module(tmp_path: Path, names: list[
     assert [(group.kind, group.bytes) for group in Breakdown(read(path)).parts] == [("model", size)]
 
 
+def test_a_whole_module_is_compared_by_the_names_of_its_state_dict(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"stem": Children(), "head": Children()})
+    for saved, key in ((model, ""), ({"model": model}, "model")):
+        torch.save(saved, tmp_path / "a.pt")
+        match = compared(Breakdown(read(tmp_path / "a.pt")), expected_from(model), "ModuleDict")
+        assert (match.matching, match.differences, match.key) == (2, (), key)
+
+
 def test_modules_beside_each_other_are_models(tmp_path: Path) -> None:
     # Every part is a state dict, or a module, of 4 bytes but for the queue, of 8: only that is no module's.
     queue = {"queue": [torch.zeros(2)]}

@@ -61,7 +61,7 @@ def compared(breakdown: Breakdown, expected: Mapping[str, Expected], model: str)
     left_out = tuple(name for name, wanted in expected.items() if name not in matches and wanted.tied in matches)
     rows = [_compared(name, wanted, matches.get(name)) for name, wanted in expected.items() if name not in left_out]
     differences = [row for row in rows if row]
-    root = _root(naming.dropped, tensors)
+    root = _root(naming.dropped, tensors, breakdown)
     outside = {t.name: t for t in plain if naming.of(t.name) is None and t.keys[: len(root)] == root}
     for name, tensor in (named | outside).items():
         if name not in expected or name in outside:
@@ -129,10 +129,15 @@ def _without(wrappers: Sequence[str], name: str) -> str:
     return re.sub(rf"(?<![^.])(?:{pattern})\.", "", name)
 
 
-def _root(prefix: str, tensors: Sequence[Tensor]) -> tuple[str, ...]:
-    """The key under which the tensors with this prefix stand: others below it are unexpected, those beside it not."""
+def _root(prefix: str, tensors: Sequence[Tensor], breakdown: Breakdown) -> tuple[str, ...]:
+    """The key under which the tensors with this prefix stand: others below it are unexpected, those beside it not.
+
+    There is none where the model is all of the file.
+    """
     first = next((tensor for tensor in tensors if tensor.name.startswith(prefix)), None)
-    return first.keys[:1] if first and len(first.keys) > 1 else ()
+    parts = zip(breakdown.contents.tensors, breakdown.tensor_parts, strict=True)
+    root = next((part.root for tensor, part in parts if tensor is first), 0)
+    return first.keys[: min(root, 1)] if first else ()
 
 
 def expected_from(module: object) -> dict[str, Expected]:
