@@ -340,3 +340,11 @@ def test_rows_of_which_only_some_have_a_batch_stand_in_the_same_columns() -> Non
     first, second = fit.tables()["rows"].records()
     assert (first["batch"], first["budget"], first["size"]) == (None, 100, 3)
     assert (second["batch"], second["budget"], second["size"]) == (8, 200, 5)
+
+
+def test_the_page_lists_the_columns_of_the_layer_table() -> None:
+    """Their titles, in order, and the names that --columns takes."""
+    page = (Path(__file__).resolve().parent.parent / "docs" / "report.md").read_text(encoding="utf-8")
+    table = page.partition("| column | `--columns` | meaning |")[2].partition("\n\n")[0]
+    listed = [tuple(cell.strip(" `") for cell in line.split("|")[1:3]) for line in table.splitlines()[2:]]
+    assert listed == [(column.title, column.key) for column in report_records.LAYER_FIELDS.columns]

@@ -1,6 +1,6 @@
 """`render`: any answer in the format that its reader wants.
 
-Each format is one module, and a line in the table below. It draws the sections, the data or a flat table of any
+Each format is a function, and a line in the table below. It draws the sections, the data or a flat table of any
 document (`memsize.documents`), knows none of them in particular, and adds no fact.
 """
 
@@ -33,9 +33,9 @@ _FORMATS: Final = {
     "csv": ("memsize.render.csv:draw", (".csv",)),
     "html": ("memsize.render.html:page", (".html", ".htm")),
     "notebook": ("memsize.render.html:fragment", ()),
-    "github": ("memsize.render.github:draw", ()),
-    "sarif": ("memsize.render.sarif:draw", ()),
-    "junit": ("memsize.render.junit:draw", ()),
+    "github": ("memsize.render.ci_reports:github", ()),
+    "sarif": ("memsize.render.ci_reports:sarif", ()),
+    "junit": ("memsize.render.ci_reports:junit", ()),
 }
 """What draws each format, imported when it is asked for, and the suffixes of its files (none: it is no file of any
 answer; a command that writes it says how its files end).

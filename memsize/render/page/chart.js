@@ -161,11 +161,11 @@ function areas(chart, columns) {
   const below = new Float64Array(columns.length);
   return run.roles.map((role) => {
     const upper = [], lower = [];
-    columns.slice(0, -1).forEach(({ from, event }, place) => {
-      const x0 = xOf(chart, from).toFixed(1), x1 = xOf(chart, columns[place + 1].from).toFixed(1);
-      const low = yOf(chart, below[place]).toFixed(1);
-      below[place] += run.live[role][event];
-      const high = yOf(chart, below[place]).toFixed(1);
+    columns.slice(0, -1).forEach(({ from, event }, index) => {
+      const x0 = xOf(chart, from).toFixed(1), x1 = xOf(chart, columns[index + 1].from).toFixed(1);
+      const low = yOf(chart, below[index]).toFixed(1);
+      below[index] += run.live[role][event];
+      const high = yOf(chart, below[index]).toFixed(1);
       upper.push(`${x0},${high}L${x1},${high}`);
       lower.push(`${x1},${low}L${x0},${low}`);
     });
@@ -174,9 +174,9 @@ function areas(chart, columns) {
 }
 
 function levelLine(chart, columns, levels, name) {
-  const points = columns.slice(0, -1).map(({ from, event }, place) => {
+  const points = columns.slice(0, -1).map(({ from, event }, index) => {
     const y = yOf(chart, levels[event]).toFixed(1);
-    return `${xOf(chart, from).toFixed(1)},${y}L${xOf(chart, columns[place + 1].from).toFixed(1)},${y}`;
+    return `${xOf(chart, from).toFixed(1)},${y}L${xOf(chart, columns[index + 1].from).toFixed(1)},${y}`;
   });
   return draw("path", { class: `level ${name}`, d: `M${points.join("L")}` });
 }
@@ -193,7 +193,7 @@ function bands(chart, start, stop) {
   return [
     ...steps.filter(shown).map((step) => band(chart, step, 3, `step ${step.step}`)),
     ...run.phases.filter(shown).map((phase) => band(chart, phase, 22, phaseName(phase))),
-    ...moduleStretches(run, start, stop, MODULES).map((each) => band(chart, each, EDGES.top + PLOT + 6, each.path || "(model)")),
+    ...moduleStretches(run, start, stop, MODULES).map((stretch) => band(chart, stretch, EDGES.top + PLOT + 6, stretch.path || "(model)")),
   ];
 }
 

@@ -24,9 +24,9 @@ function filled(element, attributes, children) {
 /** Calls `draw` once per frame at most, however often it is asked to, with what it was asked last. */
 function oncePerFrame(run) {
   let waiting = null;
-  return (...given) => {
+  return (...latest) => {
     if (waiting === null) requestAnimationFrame(() => { const last = waiting; waiting = null; run(...last); });
-    waiting = given;
+    waiting = latest;
   };
 }
 

@@ -5,11 +5,11 @@ function readRun(data) {
   const events = data.delta.length;
   for (const name of ["storage", "layer", "allocated", "reserved"]) data[name] = runningSum(data[name]);
   const phaseAt = new Int32Array(events);
-  data.phases.forEach((phase, place) => phaseAt.fill(place, phase.start, phase.stop));
+  data.phases.forEach((phase, index) => phaseAt.fill(index, phase.start, phase.stop));
   const { role, ...columns } = data.storages;
-  const storages = (role ?? []).map((each, place) => ({ role: each, layer: columns.layer[place], op: columns.op[place], dtype: columns.dtype[place], shape: columns.shape[place], line: data.lines[columns.line[place]] ?? "" }));
+  const storages = (role ?? []).map((name, index) => ({ role: name, layer: columns.layer[index], op: columns.op[index], dtype: columns.dtype[index], shape: columns.shape[index], line: data.lines[columns.line[index]] ?? "" }));
   const ofRole = (wanted) => data.delta.map((change, event) => (storages[data.storage[event]].role === wanted ? change : 0));
-  const live = Object.fromEntries(data.roles.map((each) => [each, runningSum(ofRole(each))]));
+  const live = Object.fromEntries(data.roles.map((name) => [name, runningSum(ofRole(name))]));
   return { ...data, events, phaseAt, storages, live, total: runningSum(data.delta) };
 }
 
@@ -81,12 +81,12 @@ function summit(run, start = 0, stop = run.events) {
 /** At most `columns` events that stand for those from `start` up to `stop`: of each equal stretch the highest. */
 function standIns(run, start, stop, columns) {
   const step = Math.max((stop - start) / columns, 1);
-  const found = [];
+  const samples = [];
   for (let edge = start; edge < stop; edge += step) {
     const first = Math.floor(edge);
-    found.push({ from: first, event: summit(run, first, Math.max(Math.min(Math.floor(edge + step), stop), first + 1)) });
+    samples.push({ from: first, event: summit(run, first, Math.max(Math.min(Math.floor(edge + step), stop), first + 1)) });
   }
-  return found;
+  return samples;
 }
 
 /** Which module runs when, as deep as `most` stretches can tell: `path`, `start`, `stop`. */
@@ -94,16 +94,16 @@ function moduleStretches(run, start, stop, most) {
   const depths = Math.max(1, ...run.layers.map((path) => (path ? path.split(".").length : 0)));
   for (let depth = depths; depth >= 0; depth--) {
     const names = run.layers.map((path) => path.split(".").slice(0, depth).join("."));
-    const found = [];
+    const stretches = [];
     for (let event = start; event < stop; event++) {
       const path = run.layer[event] < 0 ? null : names[run.layer[event]];
-      const last = found.at(-1);
+      const last = stretches.at(-1);
       const isRelease = last && path !== null && last.path !== null && run.delta[event] < 0 && isInside(last.path, path);
       if (last && (last.path === path || isRelease)) last.stop = event + 1;
-      else found.push({ path, start: event, stop: event + 1 });
-      if (found.length > most && depth) break;
+      else stretches.push({ path, start: event, stop: event + 1 });
+      if (stretches.length > most && depth) break;
     }
-    if (found.length <= most || !depth) return found.filter((each) => each.path !== null);
+    if (stretches.length <= most || !depth) return stretches.filter((stretch) => stretch.path !== null);
   }
   return [];
 }

@@ -25,7 +25,7 @@ function partButtons(parts) {
   const show = (chosen) => names.forEach((name) => { parts[name].hidden = name !== chosen; });
   show(names[0]);
   return make("div", { class: "tools" }, make("span", { class: "choice", role: "group", "aria-label": "What is shown of this moment" },
-    ...names.map((name, place) => make("button", { type: "button", "aria-pressed": place === 0, onclick: (event) => { show(name); press(event.target); } }, name))));
+    ...names.map((name, index) => make("button", { type: "button", "aria-pressed": index === 0, onclick: (event) => { show(name); press(event.target); } }, name))));
 }
 
 function showMoment(panel, event) {

@@ -11,15 +11,15 @@ function cellValue(cell) {
  * The columns of a table: `key`, `kind`, `title`, whether they are figures, say by how much something
  * changed, and add up. */
 function readColumns(table) {
-  return [...table.tHead.rows[0].cells].map((head, place) => ({
-    place,
+  return [...table.tHead.rows[0].cells].map((head, index) => ({
+    index,
     head,
     key: head.dataset.key,
     kind: head.dataset.kind,
     title: head.firstChild.textContent.trim(),
     isFigure: ["bytes", "count", "share"].includes(head.dataset.kind),
-    isSigned: [...table.tBodies[0].rows].some((row) => /^[+−]/.test(row.cells[place].textContent)),
-    adds: Boolean(table.tFoot?.rows[0].cells[place].dataset.value),
+    isSigned: [...table.tBodies[0].rows].some((row) => /^[+−]/.test(row.cells[index].textContent)),
+    adds: Boolean(table.tFoot?.rows[0].cells[index].dataset.value),
   }));
 }
 
@@ -44,10 +44,10 @@ function compareValues(a, b, direction) {
 }
 
 /** The sum of a column over `rows`; null where none has a figure. */
-function columnSum(rows, place) {
+function columnSum(rows, index) {
   let sum = null;
   for (const row of rows) {
-    if (typeof row.values[place] === "number") sum = (sum ?? 0) + row.values[place];
+    if (typeof row.values[index] === "number") sum = (sum ?? 0) + row.values[index];
   }
   return sum;
 }

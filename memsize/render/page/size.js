@@ -51,6 +51,6 @@ function ticks(most) {
   const whole = most / unit.bytes;
   if (!(whole > 0)) return [0];
   const power = 10 ** Math.floor(Math.log10(whole));
-  const step = [power, power / 2, power / 5, power / 10].find((each) => whole / each >= 4);
-  return Array.from({ length: Math.floor(whole / step) + 1 }, (_, place) => place * step * unit.bytes);
+  const step = [power, power / 2, power / 5, power / 10].find((candidate) => whole / candidate >= 4);
+  return Array.from({ length: Math.floor(whole / step) + 1 }, (_, index) => index * step * unit.bytes);
 }

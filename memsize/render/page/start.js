@@ -31,9 +31,9 @@ function showModule(path) {
 function addTreemap(state) {
   const measures = state.columns.filter((column) => column.kind === "bytes" && column.adds).map((column) => ({
     title: column.title,
-    leaves: state.rows.filter((row) => row.path !== null && row.values[column.place] > 0).map((row) => ({
+    leaves: state.rows.filter((row) => row.path !== null && row.values[column.index] > 0).map((row) => ({
       path: row.path,
-      value: row.values[column.place],
+      value: row.values[column.index],
       role: column.head.dataset.role ?? "parameter",
       lines: [row.row.cells[1].textContent],
     })),
@@ -59,7 +59,7 @@ async function addTimeline(section) {
 /** The moment that a finding is about, in the run of its scenario. */
 async function showMomentOf({ dataset }) {
   await followScene(dataset.scene);
-  const { section, chart } = charts.find((each) => each.section.isConnected);
+  const { section, chart } = charts.find((entry) => entry.section.isConnected);
   chooseEvent(chart, Number(dataset.event));
   keepInSight(chart);
   section.scrollIntoView();

@@ -29,13 +29,13 @@ function touchable(section) {
 /** The rows in their order, those hidden that are folded away or not searched for. */
 function arrange(state) {
   const body = state.table.tBodies[0];
-  const found = state.rows.filter((row) => row.text.includes(state.wanted));
-  const shown = state.tree && !state.isFlat ? unfolded(state, new Set(found)) : inOrder(state, found);
+  const matches = state.rows.filter((row) => row.text.includes(state.wanted));
+  const shown = state.tree && !state.isFlat ? unfolded(state, new Set(matches)) : inOrder(state, matches);
   const seen = new Set(shown);
   body.replaceChildren(...shown.map((entry) => entry.row));
   for (const entry of state.rows) if (!seen.has(entry)) entry.row.remove();
   state.table.classList.toggle("tree", Boolean(state.tree) && !state.isFlat);
-  state.status.textContent = state.wanted ? summary(state, found) : "";
+  state.status.textContent = state.wanted ? summary(state, matches) : "";
 }
 
 function inOrder(state, entries) {
@@ -45,12 +45,12 @@ function inOrder(state, entries) {
 }
 
 /** What a search found, and what that adds up to. */
-function summary(state, found) {
+function summary(state, matches) {
   const sums = state.columns
     .filter((column) => column.kind === "bytes" && column.adds)
-    .map((column) => [column, columnSum(found, column.place)])
+    .map((column) => [column, columnSum(matches, column.index)])
     .filter(([, sum]) => sum);
-  return [`${count(found.length)} of ${count(state.rows.length)} rows`, ...sums.map(([column, sum]) => `${column.title} ${column.isSigned ? `${changed(sum)} ${unit.name}` : size(sum)}`)].join(" · ");
+  return [`${count(matches.length)} of ${count(state.rows.length)} rows`, ...sums.map(([column, sum]) => `${column.title} ${column.isSigned ? `${changed(sum)} ${unit.name}` : size(sum)}`)].join(" · ");
 }
 
 // Sorting
@@ -59,10 +59,10 @@ function summary(state, found) {
 function addSorting(state, column) {
   const press = () => {
     const first = column.isFigure ? -1 : 1;
-    if (state.sorted !== column.place) [state.sorted, state.direction] = [column.place, first];
+    if (state.sorted !== column.index) [state.sorted, state.direction] = [column.index, first];
     else if (state.direction === first) state.direction = -first;
     else [state.sorted, state.direction] = [null, 1];
-    for (const each of state.columns) each.head.setAttribute("aria-sort", "none");
+    for (const other of state.columns) other.head.setAttribute("aria-sort", "none");
     if (state.sorted !== null) column.head.setAttribute("aria-sort", state.direction < 0 ? "descending" : "ascending");
     arrange(state);
   };
@@ -121,11 +121,11 @@ function indent(row, depth) {
 
 /** A row for a module with others inside it. What it adds up is drawn softly: it is counted in its rows already. */
 function groupRow(state, node) {
-  const values = state.columns.map((column) => (column.adds ? columnSum(node.leaves, column.place) : null));
+  const values = state.columns.map((column) => (column.adds ? columnSum(node.leaves, column.index) : null));
   const toggle = make("button", { type: "button", class: "fold", onclick: () => { node.isOpen = !node.isOpen; arrange(state); }, onkeydown: (event) => foldByKey(state, node, event) }, node.name);
-  const cells = state.columns.map((column, place) => {
-    const value = values[place];
-    if (place === 0) return make("td", { class: "name", title: node.path }, toggle, make("span", { class: "within" }, ` ${count(node.leaves.length)}`));
+  const cells = state.columns.map((column, index) => {
+    const value = values[index];
+    if (index === 0) return make("td", { class: "name", title: node.path }, toggle, make("span", { class: "within" }, ` ${count(node.leaves.length)}`));
     const text = value === null ? "" : drawnAs(column)(value);
     return make("td", { class: column.kind, "data-sum": value, title: column.kind === "bytes" && value ? `${count(value)} B in all` : null, hidden: column.head.hidden }, text);
   });
@@ -152,18 +152,18 @@ function foldByKey(state, node, event) {
 }
 
 /** The rows to show, in order: groups before what is inside them. A search opens what it finds. */
-function unfolded(state, found) {
+function unfolded(state, matches) {
   const shown = [];
   const isSearching = state.wanted !== "";
   const add = (node) => {
-    if (isSearching && !node.leaves.some((leaf) => found.has(leaf))) return;
+    if (isSearching && !node.leaves.some((leaf) => matches.has(leaf))) return;
     const isOpen = node.isOpen || isSearching;
     if (node.group) {
       node.group.toggle.setAttribute("aria-expanded", isOpen);
       shown.push(node.group);
     }
     if (node.group && !isOpen) return;
-    shown.push(...node.items.filter((item) => found.has(item)));
+    shown.push(...node.items.filter((item) => matches.has(item)));
     const inside = node.children.map((child) => ({ child, ...(child.group ?? child.items[0]) }));
     for (const { child } of inOrder(state, inside)) add(child);
   };
@@ -190,9 +190,9 @@ function foldToFit(state) {
   walk(state.tree, (node) => { if (node.group) groups.push(node); });
   const everything = new Set(state.rows);
   groups.sort((a, b) => depthOf(b) - depthOf(a));
-  for (let place = 0; place < groups.length && unfolded(state, everything).length > UNFOLDED_ROWS; ) {
-    const depth = depthOf(groups[place]);
-    while (place < groups.length && depthOf(groups[place]) === depth) groups[place++].isOpen = false;
+  for (let index = 0; index < groups.length && unfolded(state, everything).length > UNFOLDED_ROWS; ) {
+    const depth = depthOf(groups[index]);
+    while (index < groups.length && depthOf(groups[index]) === depth) groups[index++].isOpen = false;
   }
 }
 
@@ -257,7 +257,7 @@ function showColumn(state, column, isShown) {
   const groups = [];
   if (state.tree) walk(state.tree, (node) => { if (node.group) groups.push(node.group.row); });
   const feet = state.table.tFoot ? [...state.table.tFoot.rows] : [];
-  for (const row of [...state.rows.map((entry) => entry.row), ...groups, ...feet]) row.cells[column.place].hidden = !isShown;
+  for (const row of [...state.rows.map((entry) => entry.row), ...groups, ...feet]) row.cells[column.index].hidden = !isShown;
   column.head.hidden = !isShown;
 }
 
@@ -269,7 +269,7 @@ function tableMarkdown(state) {
   const escape = (text) => text.trim().replace(/[\\`*_[\]<>|#~]/g, "\\$&");
   const line = (texts) => `| ${texts.join(" | ")} |`;
   const title = (column) => escape(column.kind === "bytes" ? `${column.title}, ${unit.name}` : column.title);
-  const cells = (row) => line(shown.map((column) => escape(row.cells[column.place].textContent)));
+  const cells = (row) => line(shown.map((column) => escape(row.cells[column.index].textContent)));
   const leaves = [...state.table.tBodies[0].rows].filter((row) => !row.classList.contains("group"));
   return [
     line(shown.map(title)),

@@ -8,7 +8,7 @@ const HEAD = 17;
  * more. A module is zoomed into where it is pressed; `choose` is told its path.
  */
 function touchableTreemap(measures, choose) {
-  const view = { measures, place: 0, path: "", kind: "treemap", choose, width: 0, lit: null, shown: null };
+  const view = { measures, index: 0, path: "", kind: "treemap", choose, width: 0, lit: null, shown: null };
   view.trail = make("nav", { class: "trail", "aria-label": "Module shown" });
   view.svg = draw("svg", { role: "group", class: "areas" });
   view.svg.addEventListener("pointerleave", () => hint.hide());
@@ -34,16 +34,16 @@ function touchableTreemap(measures, choose) {
 
 /** Marks one button of its group as the one that is chosen. */
 function press(button) {
-  for (const each of button.parentElement.children) each.setAttribute("aria-pressed", each === button);
+  for (const other of button.parentElement.children) other.setAttribute("aria-pressed", other === button);
 }
 
 /** Looks at the measures anew, as when another moment is chosen. */
 function refresh(view) {
-  view.found = view.measures();
-  view.place = Math.min(view.place, view.found.length - 1);
-  view.measureButtons.replaceChildren(...(view.found.length < 2 ? [] : view.found.map((measure, place) =>
-    make("button", { type: "button", "aria-pressed": place === view.place, onclick: (event) => {
-      view.place = place;
+  view.measured = view.measures();
+  view.index = Math.min(view.index, view.measured.length - 1);
+  view.measureButtons.replaceChildren(...(view.measured.length < 2 ? [] : view.measured.map((measure, index) =>
+    make("button", { type: "button", "aria-pressed": index === view.index, onclick: (event) => {
+      view.index = index;
       press(event.target);
       redraw(view);
     } }, measure.title))));
@@ -51,11 +51,11 @@ function refresh(view) {
 }
 
 function redraw(view) {
-  const measure = view.found[view.place];
+  const measure = view.measured[view.index];
   view.svg.replaceChildren();
   if (!view.width || !measure) return;
   const whole = layoutTree(measure);
-  let node = whole.find((each) => each.data.path === view.path && each.children) ?? whole;
+  let node = whole.find((node) => node.data.path === view.path && node.children) ?? whole;
   if (node === whole) view.path = "";
   drawTrail(view, node, whole);
   const height = Math.round(Math.min(440, Math.max(240, view.width * 0.45)));
@@ -65,8 +65,8 @@ function redraw(view) {
   if (view.kind === "treemap") layTreemap(shown, view.width, height);
   else layIcicle(shown, view.width, height);
   // Parents before children, so that these are drawn on top of them.
-  for (const each of shown) {
-    if (each !== shown && each.x1 - each.x0 >= LEAST_SIDE && each.y1 - each.y0 >= LEAST_SIDE) view.svg.append(area(view, each, shown.value));
+  for (const node of shown) {
+    if (node !== shown && node.x1 - node.x0 >= LEAST_SIDE && node.y1 - node.y0 >= LEAST_SIDE) view.svg.append(area(view, node, shown.value));
   }
   light(view);
 }
@@ -82,9 +82,9 @@ function light(view) {
 
 /** Zooms into the module around that of `path`, so that its area stands beside others, and lights it. */
 function showArea(view, path) {
-  const around = path.split(".").slice(0, -1).map((_, place, parts) => parts.slice(0, place + 1).join("."));
-  const modules = new Set([...layoutTree(view.found[view.place])].filter((node) => node.children).map((node) => node.data.path));
-  view.path = around.reverse().find((each) => modules.has(each)) ?? "";
+  const around = path.split(".").slice(0, -1).map((_, index, parts) => parts.slice(0, index + 1).join("."));
+  const modules = new Set([...layoutTree(view.measured[view.index])].filter((node) => node.children).map((node) => node.data.path));
+  view.path = around.reverse().find((name) => modules.has(name)) ?? "";
   view.shown = path;
   redraw(view);
   view.element.scrollIntoView({ block: "nearest" });
@@ -128,7 +128,7 @@ function layIcicle(shown, width, height) {
   d3.partition().size([height, width * levels / Math.max(levels - 1, 1)]).padding(1)(shown);
   const first = shown.y1;
   // A partition grows downwards; an icicle with names to read grows to the right, its root left out.
-  for (const each of shown) [each.x0, each.x1, each.y0, each.y1] = [each.y0 - first, each.y1 - first, each.x0, each.x1];
+  for (const node of shown) [node.x0, node.x1, node.y0, node.y1] = [node.y0 - first, node.y1 - first, node.x0, node.x1];
 }
 
 function area(view, node, whole) {
@@ -182,10 +182,10 @@ function zoomOut(view) {
 /** The way from the model to the module that is shown; each step goes back there. */
 function drawTrail(view, node, whole) {
   const way = whole.path(node);
-  const steps = way.map((each, place) => {
-    const name = each.data.name || "(model)";
-    if (place === way.length - 1) return make("b", {}, `${name} `, make("span", {}, size(each.value)));
-    return make("button", { type: "button", onclick: () => { view.path = each.data.path; redraw(view); view.choose(each.data.path); } }, name);
+  const steps = way.map((node, index) => {
+    const name = node.data.name || "(model)";
+    if (index === way.length - 1) return make("b", {}, `${name} `, make("span", {}, size(node.value)));
+    return make("button", { type: "button", onclick: () => { view.path = node.data.path; redraw(view); view.choose(node.data.path); } }, name);
   });
   view.trail.replaceChildren(...steps);
 }

@@ -1,0 +1,107 @@
+"""Checks for continuous integration: GitHub's annotations, SARIF for code scanning, and JUnit XML for test reports."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from typing import Any, Final
+from urllib.parse import quote
+from xml.etree import ElementTree as Xml
+
+from memsize.documents import Case, Document
+from memsize.printable import printable
+from memsize.render.screen import WHOLE, Screen
+from memsize.version import VERSION
+
+_LEVELS: Final = {"error": "error", "warning": "warning", "note": "notice"}
+_SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+
+
+def github(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
+    """GitHub workflow commands, which annotate the lines of a pull request.
+
+    One line for each case of `document` that something is wrong with; an empty one where there is none.
+    """
+    return "\n".join(_annotation(case) for case in document.cases(unit) if case.severity) + "\n"
+
+
+def _annotation(case: Case) -> str:
+    values = {"file": case.file.replace("\\", "/"), "line": str(case.line), "title": f"memsize: {case.code}"}
+    properties = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in values.items())
+    return f"::{_LEVELS[case.severity or 'note']} {properties}::{_escaped(f'{case.group}: {case.text}')}"
+
+
+def _escaped(text: str, more: str = "") -> str:
+    """As GitHub's toolkit writes messages and, with `more`, properties."""
+    text = printable(text).replace("%", "%25")
+    for character in more:
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text
+
+
+def sarif(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
+    """The Static Analysis Results Interchange Format, version 2.1.0.
+
+    One run with a result for each case of `document` that something is wrong with.
+    """
+    wrong = [case for case in document.cases(unit) if case.severity]
+    codes = list(dict.fromkeys(case.code for case in wrong))
+    driver = {"name": "memsize", "version": VERSION, "rules": [{"id": code} for code in codes]}
+    results = [_result(case, codes.index(case.code)) for case in wrong]
+    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
+    return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, ensure_ascii=False) + "\n"
+
+
+def _result(case: Case, rule: int) -> dict[str, Any]:
+    location = {
+        "artifactLocation": {"uri": quote(case.file.replace("\\", "/")), "uriBaseId": "%SRCROOT%"},
+        "region": {"startLine": case.line},
+    }
+    return {
+        "ruleId": case.code,
+        "ruleIndex": rule,
+        "level": case.severity,
+        "message": {"text": f"{case.group}: {case.text}"},
+        "locations": [{"physicalLocation": location}],
+        "partialFingerprints": {"memsize/v1": f"{case.group}:{case.code}:{case.name}"},
+    }
+
+
+def junit(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
+    """JUnit XML: one suite for each group of cases of `document`.
+
+    An error fails a case; a warning or a note is told in its output.
+    """
+    cases = document.cases(unit)
+    suites = Xml.Element("testsuites", {"name": "memsize"} | _junit_counts(cases))
+    for group, some in groupby(cases, key=lambda case: case.group):
+        members = tuple(some)
+        suite = Xml.SubElement(suites, "testsuite", {"name": printable(group)} | _junit_counts(members))
+        for case in members:
+            _add_case(suite, case)
+    Xml.indent(suites)
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{Xml.tostring(suites, encoding="unicode")}\n'
+
+
+def _junit_counts(cases: tuple[Case, ...]) -> dict[str, str]:
+    errors = sum(case.failed_to_run for case in cases)
+    failures = sum(case.severity == "error" for case in cases) - errors
+    return {"tests": str(len(cases)), "failures": str(failures), "errors": str(errors)}
+
+
+def _add_case(suite: Xml.Element, case: Case) -> None:
+    attributes = {
+        "classname": printable(case.group),
+        "name": printable(case.name),
+        "file": case.file,
+        "line": str(case.line),
+    }
+    element = Xml.SubElement(suite, "testcase", attributes)
+    if case.severity is None:
+        return
+    text = printable(case.text)
+    if case.severity == "error":
+        kind = "error" if case.failed_to_run else "failure"
+        Xml.SubElement(element, kind, type=case.code, message=text).text = text
+    else:
+        Xml.SubElement(element, "system-out").text = f"{case.severity} {case.code}: {text}"
