@@ -10,8 +10,21 @@ from typing import Any
 from hypothesis import strategies as st
 
 from memsize.records.finding import Finding
-from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, Shortage
-from memsize.records.trace import Collective, DeferredFree, Event, Layer, Storage, StoredTensor, Trace, World
+from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, RecordStreamCost, Shortage
+from memsize.records.trace import (
+    Collective,
+    DeferredFree,
+    Event,
+    InputTensor,
+    Layer,
+    Output,
+    Storage,
+    StoredPart,
+    StoredTensor,
+    ToolReport,
+    Trace,
+    World,
+)
 from memsize.units import Bytes
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -64,7 +77,9 @@ st.register_type_strategy(
         brief=PLAIN,
     ),
 )
-for record in (Storage, StoredTensor, Layer, Card, Interval, LiveStorage, Shortage, GpuEstimate):
+for record in (InputTensor, Output, StoredPart, ToolReport, Storage, StoredTensor, Layer):
+    st.register_type_strategy(record, of_record(record))
+for record in (Card, Interval, LiveStorage, RecordStreamCost, Shortage, GpuEstimate):
     st.register_type_strategy(record, of_record(record))
 st.register_type_strategy(
     Trace, of_record(Trace, emptied=st.just(()), roots=st.lists(TEXTS, min_size=1, max_size=2).map(tuple))
