@@ -22,6 +22,13 @@ from memsize.model.tensor_storage import (
     tensor_bytes as tensor_bytes,
     wrapper_name as wrapper_name,
 )
+from memsize.spec.inputs import (
+    DTYPES as DTYPES,
+    InputRequest as InputRequest,
+    format_shape as format_shape,
+    parse_input as parse_input,
+    parse_inputs as parse_inputs,
+)
 from memsize.spec.scenario import DEFAULT as DEFAULT, SCENARIOS as SCENARIOS, scenario_named as scenario_named
 from memsize.spec.training import OPTIMIZERS as OPTIMIZERS, parse_optimizer as parse_optimizer
 from memsize.tracing.dispatch import MetaDispatchMode as MetaDispatchMode

@@ -307,7 +307,7 @@ def test_a_wrapper_subclass_is_what_it_holds(tmp_path: Path) -> None:
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     path = tmp_path / "int8.pt"
     contents = saved(model.state_dict(), path)
-    from memsize.model.tensor_storage import tensor_bytes
+    from tests.models import tensor_bytes
 
     assert sum(tensor.bytes for tensor in contents.tensors) == tensor_bytes(next(model.parameters()))
     assert {tensor.spec.dtype for tensor in contents.tensors} >= {"int8"}

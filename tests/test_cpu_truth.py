@@ -31,9 +31,8 @@ from memsize import Training
 from memsize.analysis.verify.verification import Experiment
 from memsize.known_values.values import constant_of
 from memsize.records.measurement import OpLocation
-from memsize.spec.inputs import parse_inputs
 from tests.conftest import Python
-from tests.models import MetaDispatchMode, inputs_from_specs, scenario_named
+from tests.models import MetaDispatchMode, inputs_from_specs, parse_inputs, scenario_named
 from tests.records import Alignment, AllocationDifference
 
 RECURRENT, NORMS, ATTENTION, DROPOUT = (reason.what for reason in BY_DESIGN)

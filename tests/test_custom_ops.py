@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import memsize
-from memsize.records.program import ProgramRun
+from memsize import ProgramRun
 
 MiB = 2**20
 SCRATCH = 'torch.empty(1024, 1024, 64, device="cuda")'

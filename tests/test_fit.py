@@ -35,13 +35,12 @@ from memsize.cli import run
 from memsize.errors import ForwardError, InputError
 from memsize.records.trace import Event, InputTensor, Storage, TensorSpec
 from memsize.render import render
-from memsize.spec.inputs import parse_input
 from memsize.spec.requests import FitRequest
 from memsize.spec.vary import Dimension, Vary, parse_vary
 from tests import models
 from tests.conftest import Python
 from tests.gpus import budgets, card
-from tests.models import SCENARIOS, inputs_from_data, inputs_from_specs
+from tests.models import SCENARIOS, inputs_from_data, inputs_from_specs, parse_input
 from tests.pages import check_golden as check
 from tests.records import Bind, FitRow, Remedied, RemedyRow
 

@@ -16,7 +16,7 @@ import pytest
 
 import memsize
 from memsize import InputSpec, Training
-from memsize.spec.inputs import parse_input
+from tests.models import parse_input
 from tests.records import FitRow
 
 MiB = 1 << 20

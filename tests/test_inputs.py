@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from memsize import InputSpec
 from memsize.errors import InputError
-from memsize.spec.inputs import DTYPES, format_shape, parse_input, parse_inputs
+from tests.models import DTYPES, format_shape, parse_input, parse_inputs
 
 names = st.text(string.ascii_letters + string.digits + "_", min_size=1, max_size=12).filter(
     lambda name: name.isidentifier() and not keyword.iskeyword(name)

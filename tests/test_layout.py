@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import memsize
-from memsize import LayoutReport
+from memsize import LayoutReport, layout
 from memsize.analysis.findings.layout import RULES
 from memsize.analysis.layout import format_of
-from memsize.api import layout
 from memsize.cli import run
 from memsize.documents import document
 from memsize.documents.sections import Findings, Table, Verdict

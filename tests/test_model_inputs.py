@@ -18,9 +18,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 import memsize
 from memsize.errors import InputError
-from memsize.spec.inputs import parse_inputs
 from memsize.torch_internals.pytree import map_tensors, tensors_in
-from tests.models import cast_floating, inputs_from_data, inputs_from_specs, tensor_bytes
+from tests.models import cast_floating, inputs_from_data, inputs_from_specs, parse_inputs, tensor_bytes
 
 Pair = namedtuple("Pair", "left right")
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import memsize
+from memsize import ProgramRun
 from memsize.errors import ForwardError
-from memsize.records.program import ProgramRun
 
 MiB = 2**20
 BEGINNING = """

@@ -23,7 +23,6 @@ from memsize.render import render
 from memsize.render.assets import LIBRARIES, SCRIPTS, script
 from memsize.render.html import _bars as drawn_bars
 from memsize.units import UNITS, format_bytes
-from memsize.version import VERSION
 from tests import records
 from tests.browser import Opened, browser, wait_until
 from tests.gpus import timeline
@@ -222,7 +221,7 @@ def test_bars_are_held_against_the_memory_of_the_gpu(tmp_path: Path) -> None:
 
 def test_a_page_names_what_its_figures_were_made_with() -> None:
     page = render(replace(records.toy_report(), gpu="T4"), "html")
-    assert f"page by memsize {VERSION}, Python {platform.python_version()}" in page
+    assert f"page by memsize {memsize.__version__}, Python {platform.python_version()}" in page
     assert f"PyTorch {records.toy().torch}" in page
     assert "Tesla T4: 14,909.44 MiB of memory (" in page and "compute capability 7.5" in page
 

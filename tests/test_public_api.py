@@ -14,7 +14,7 @@ import memsize
 from memsize import LayoutReport
 from memsize.errors import first_line, nearest, suggestion
 from memsize.render import render
-from memsize.spec.inputs import parse_input
+from tests.models import parse_input
 from tests.records import Audit, Run
 
 Python = Callable[..., subprocess.CompletedProcess[str]]

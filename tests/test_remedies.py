@@ -22,10 +22,9 @@ from memsize.analysis.fit.run_cache import RunCache, RunVariant
 from memsize.analysis.fit.step_remedies import RANK, STEP_REMEDIES, accumulation
 from memsize.analysis.remedies import Need, NotApplicable, RemedySearch, try_remedies
 from memsize.records.trace import Event, Storage
-from memsize.spec.inputs import parse_input
 from memsize.spec.vary import Vary
 from tests.gpus import card
-from tests.models import SCENARIOS, inputs_from_specs
+from tests.models import SCENARIOS, inputs_from_specs, parse_input
 from tests.records import RemedyRow
 
 MiB = 1 << 20

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import memsize
 from memsize import Finding, Fit, Report, Trace
 from memsize.errors import InputError, OutputError
 from memsize.records import run_file
@@ -24,7 +25,6 @@ from memsize.records.codec import coder
 from memsize.records.run_file import NEWEST, is_run_file, read_data, read_run, write_run
 from memsize.records.trace import InputTensor, TensorSpec
 from memsize.units import Bytes
-from memsize.version import VERSION
 from tests import records
 from tests.records import Audit, Budget, FitRow, FitRun, Remedied, VerifiedRun
 
@@ -88,7 +88,7 @@ def test_a_report_is_saved_and_read(report: Report, tmp_path: Path) -> None:
     assert read_run(file, record_of) == report
     assert str(read_run(file, record_of)) == str(report)
     data = read_data(file)
-    assert (data["schema"], data["kind"], data["memsize"]) == (f"memsize.run/{NEWEST}", "report", VERSION)
+    assert (data["schema"], data["kind"], data["memsize"]) == (f"memsize.run/{NEWEST}", "report", memsize.__version__)
 
 
 def test_the_same_run_makes_the_same_file(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ NOT_OURS: dict[str, bytes] = {
 DAMAGED = {
     "cut": packed(head())[:-9],
     "changed": packed(head())[:12] + b"\xff\xff" + packed(head())[14:],
-    "no answer": packed({"schema": f"memsize.run/{NEWEST}", "kind": "report", "memsize": VERSION}),
+    "no answer": packed({"schema": f"memsize.run/{NEWEST}", "kind": "report", "memsize": memsize.__version__}),
     "fields missing": packed(head()),
     "a wrong type": packed(head(answer={"model": 3})),
 }
@@ -167,7 +167,7 @@ def test_a_damaged_file_is_refused(name: str, tmp_path: Path) -> None:
 def test_a_newer_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.memsize"
     file.write_bytes(NEWER["a newer schema"])
-    assert refused(file).endswith(f"was saved by memsize 9.9, which is newer than this one ({VERSION})")
+    assert refused(file).endswith(f"was saved by memsize 9.9, which is newer than this one ({memsize.__version__})")
     file.write_bytes(packed(head(kind="weather")))
     assert "holds a 'weather', which this memsize does not know" in refused(file)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 PUBLIC = ("memsize", "memsize.cli", "memsize.hf", "memsize.lightning")
 SEAMS = (
-    "memsize.checkpoint",
+    "memsize.documents",
     "memsize.errors",
     "memsize.records.answer",
     "memsize.records.trace",
@@ -21,7 +21,7 @@ SEAMS = (
     "memsize.tracing.run",
     "memsize.units",
 )
-MOST = 155
+MOST = 149
 """How many other modules tests may import: lower it when it falls, never raise it."""
 
 

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import memsize
-from memsize import AllocatorConfig, StepTrace, Trace
-from memsize.api import trace as trace_step
+from memsize import AllocatorConfig, StepTrace, Trace, trace as trace_step
 from tests.gpus import pickled, replay, snapshot
 from tests.test_timeline import MiB, empty, inference, traces, two_steps
 

@@ -26,10 +26,9 @@ from memsize.known_values.values import constant_of
 from memsize.loading import load, load_inputs
 from memsize.loading.hubs import libraries
 from memsize.loading.target import Target, parse_target
-from memsize.spec.inputs import InputRequest, parse_input
 from memsize.torch_internals.pytree import tensors_in
 from tests.conftest import Python, Write
-from tests.models import inputs_from_data, inputs_from_maker, inputs_from_specs
+from tests.models import InputRequest, inputs_from_data, inputs_from_maker, inputs_from_specs, parse_input
 
 TINY = {
     "model_type": "llama",

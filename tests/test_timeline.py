@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from memsize import AllocatorConfig, StepTrace, Timeline, Trace
-from memsize.api import trace as trace_step
+from memsize import AllocatorConfig, StepTrace, Timeline, Trace, trace as trace_step
 from memsize.cli import run
 from memsize.errors import InputError
 from memsize.records.trace import Event, Storage

@@ -53,11 +53,10 @@ from memsize.records.measurement import (
     read,
 )
 from memsize.render import FORMATS, render
-from memsize.spec.inputs import parse_inputs
 from tests import records
 from tests.conftest import Python
 from tests.gpus import snapshot
-from tests.models import inputs_from_data, inputs_from_specs, scenario_named
+from tests.models import inputs_from_data, inputs_from_specs, parse_inputs, scenario_named
 from tests.pages import check_golden as check
 from tests.records import AllocationDifference, Interval, Prediction, VerifiedRun, off_by, read_measurements
 from tests.standin import CONTEXT, STACK, StandIn
