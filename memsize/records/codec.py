@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from memsize.errors import InputError
 from memsize.records.schema import LARGEST, AtLeast, Index, Name, NotEmpty
@@ -32,6 +32,7 @@ SCHEMA = "memsize.trace/2"
 READ = ("memsize.trace/1", SCHEMA)
 """The schemas that `decode` reads."""
 
+R = TypeVar("R")
 Convert = Callable[[Any], Any]
 
 
@@ -62,14 +63,22 @@ def encode(trace: Trace) -> dict[str, Any]:
 
 def decode(data: object) -> Trace:
     """The trace that `data` encodes; raises `InputError` when it is not a trace of a version in `READ`."""
+    return read_object(data, Trace, "trace", READ)
+
+
+def read_object(data: object, record: type[R], noun: str, schemas: Sequence[str]) -> R:
+    """The `record` that an object encodes beside its schema, which is one of `schemas`, the newest last.
+
+    Raises `InputError`, which calls it a memsize `noun`, where it encodes none.
+    """
     actual = data.get("schema") if isinstance(data, dict) else type(data).__name__
-    if not isinstance(data, dict) or actual not in READ:
-        raise InputError(f"not a memsize trace: expected schema {SCHEMA!r}, found {actual!r}")
+    if not isinstance(data, dict) or actual not in schemas:
+        raise InputError(f"not a memsize {noun}: expected schema {schemas[-1]!r}, found {actual!r}")
     try:
-        trace: Trace = coder(Trace).read({key: value for key, value in data.items() if key != "schema"})
+        value: R = reader(record)({key: value for key, value in data.items() if key != "schema"})
     except (TypeError, ValueError) as error:
-        raise InputError(f"not a memsize trace: {error}") from error
-    return trace
+        raise InputError(f"not a memsize {noun}: {error}") from error
+    return value
 
 
 def plain(record: Any) -> Any:

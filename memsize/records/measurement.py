@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 from memsize import files
 from memsize.errors import InputError
 from memsize.printable import shortened
-from memsize.records.codec import plain, reader
+from memsize.records.codec import plain, read_object
 
 
 class OpLocation(NamedTuple):
@@ -234,16 +234,7 @@ def encode(saved: SavedMeasurements) -> dict[str, Any]:
 
 def decode(data: object) -> SavedMeasurements:
     """The measurements that `data` encodes; raises `InputError` when it holds none of this version."""
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise InputError(f"not a memsize measurement: expected schema {SCHEMA!r}, found {schema!r}")
-    try:
-        saved: SavedMeasurements = reader(SavedMeasurements)(
-            {key: value for key, value in data.items() if key != "schema"}
-        )
-    except (TypeError, ValueError) as error:
-        raise InputError(f"not a memsize measurement: {error}") from error
-    return saved
+    return read_object(data, SavedMeasurements, "measurement", (SCHEMA,))
 
 
 def read(path: str | Path) -> SavedMeasurements:
