@@ -25,7 +25,7 @@ def run(folder: Path, text: str) -> Any:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_sample_of_allocations_fails_as_on_a_gpu(name: str) -> None:
     """`make fuzz` lets each of them fail."""
-    reference = Reference.of(name)
+    reference = Reference.of(PROGRAMS[name])
     trials = out_of_memory.trials(reference)
     assert sum(by_size for _, by_size, _ in trials) >= 4 and len(trials) > 60
     for trial in trials[5 :: len(trials) // 8]:
@@ -35,7 +35,7 @@ def test_a_sample_of_allocations_fails_as_on_a_gpu(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_allocation_fails_as_on_a_gpu(name: str) -> None:
-    reference = Reference.of(name)
+    reference = Reference.of(PROGRAMS[name])
     for trial in out_of_memory.trials(reference):
         assert not out_of_memory.faults(reference, *trial), trial
 
@@ -78,6 +78,15 @@ def test_what_a_failed_op_has_made_is_gone() -> None:
             assert torch.cuda.memory_allocated() == one.nbytes  # inside of the handler too
         assert torch.empty(2 * 2**30, device="cuda").is_cuda
     assert len(gpu.run.refused) == 1
+
+
+def test_a_backward_that_runs_out_leaves_no_graph_behind() -> None:
+    """Autograd on a GPU drops the nodes that wait when one fails: a weight's gradient in half precision, say."""
+    reference = Reference.of(out_of_memory.mixed_precision)
+    trace = reference.run.answer.trace
+    phases = [trace.phases[event.phase] for event in trace.events if event.delta > 0]
+    for number in [number for number, phase in enumerate(phases) if phase == "backward 1"]:
+        assert not out_of_memory.faults(reference, number, by_size=False, handled=True), number
 
 
 def test_gradients_of_the_first_backward_are_gradients(tmp_path: Path) -> None:

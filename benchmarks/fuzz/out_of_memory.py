@@ -7,11 +7,15 @@ PyTorch's own exception, one refused request in the answer, the roles of the fir
 
 from __future__ import annotations
 
+import argparse
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
+from random import Random
+from threading import Thread
 from typing import Any, Final
 
 import torch
@@ -224,6 +228,87 @@ PROGRAMS: Final[dict[str, Callable[[], Step]]] = {
 }  # fmt: skip
 
 
+class Mixture:
+    """A program put together from random pieces: one or two models, an optimizer, precision, threads, accumulation."""
+
+    def __init__(self, random: Random) -> None:
+        self.optimizer = random.choice(OPTIMIZERS)
+        self.options = {"foreach": random.choice((None, False, True))} if random.random() < 0.8 else {"fused": True}
+        if self.options.get("fused") and self.optimizer not in _FUSED:
+            self.options = {}
+        self.autocast = random.choice((None, torch.float16, torch.bfloat16))
+        self.scaled = self.autocast is torch.float16 and random.random() < 0.7
+        self.recomputed = random.random() < 0.3
+        self.models = random.choice((1, 2))
+        self.backwards = random.choice((1, 1, 2))
+        self.in_thread = random.random() < 0.3
+        self.clipped = random.random() < 0.3
+        self.__name__ = " ".join(f"{name}={value}" for name, value in vars(self).items())
+
+    def __call__(self) -> Step:
+        """Make the models and their optimizers, and return a step of all of them."""
+        models = [_layers() for _ in range(self.models)]
+        kind: Any = getattr(torch.optim, self.optimizer)
+        optimizers = [kind(model.parameters(), **self.options) for model in models]
+        scaler = torch.amp.GradScaler("cuda", enabled=self.scaled)
+
+        def step(batch: int) -> None:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                for _ in range(self.backwards):
+                    _wait_for(lambda model=model: self._loss(model, batch, scaler), self.in_thread)
+                if self.clipped:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+            scaler.update()
+
+        return step
+
+    def _loss(self, model: nn.Module, batch: int, scaler: torch.amp.GradScaler) -> None:
+        x = torch.randn(batch, 1024, device="cuda")
+        with torch.autocast("cuda", self.autocast, enabled=self.autocast is not None):
+            y = checkpoint(model, x, use_reentrant=False) if self.recomputed else model(x)
+            loss = y.float().square().mean()
+        scaler.scale(loss).backward()
+
+
+OPTIMIZERS: Final = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "ASGD",
+    "Rprop",
+)
+_FUSED: Final = frozenset(("SGD", "Adam", "AdamW", "Adagrad"))
+
+
+def _wait_for(work: Callable[[], None], in_thread: bool) -> None:
+    """Do `work`, in a thread of its own if asked to; an exception there is raised here."""
+    if not in_thread:
+        work()
+        return
+    errors: list[Exception] = []
+
+    def caught() -> None:
+        try:
+            work()
+        except Exception as error:
+            errors.append(error.with_traceback(None))
+
+    thread = Thread(target=caught)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors.pop()
+
+
 # -- their runs --------------------------------------------------------------------------------------------------------
 
 
@@ -268,8 +353,8 @@ def run(build: Callable[[], Step], refuse: Callable[[DeviceMemory], None] | None
                 else:
                     continue
                 alive_after = alive_after or _alive(program)
-                if not done:
-                    step = None  # Adam's state is incomplete after its first step has failed, on a real GPU too
+                if not done or isinstance(build, Mixture):
+                    step = None  # Adam's or a scaler's state is incomplete after a failure, on a real GPU too
     except BaseException as failed:
         error = failed
     finally:
@@ -317,18 +402,18 @@ def _reserved_after_each(levels: list[int]) -> Iterator[Callable[[DeviceMemory],
 class Reference:
     """A program's run without a limit, and what was reserved after each of its allocations."""
 
-    name: str
+    build: Callable[[], Step]
     run: Run
     reserved: tuple[int, ...]
 
     @classmethod
-    def of(cls, name: str) -> Reference:
-        """Run the program of that name on a whole card."""
+    def of(cls, build: Callable[[], Step]) -> Reference:
+        """Run a program on a whole card."""
         levels: list[int] = []
         with _reserved_after_each(levels) as watch:
-            reference = run(PROGRAMS[name], watch, size=_T4.bytes, handled=False)
+            reference = run(build, watch, size=_T4.bytes, handled=False)
         assert reference.error is None, reference.error
-        return cls(name, reference, tuple(levels))
+        return cls(build, reference, tuple(levels))
 
     @property
     def sizes(self) -> dict[int, int]:
@@ -349,7 +434,7 @@ def faults(reference: Reference, number: int, by_size: bool, handled: bool) -> l
 
 def _faults(reference: Reference, number: int, by_size: bool, handled: bool) -> Iterator[str]:
     size = reference.sizes[number] if by_size else _T4.bytes
-    failed = run(PROGRAMS[reference.name], None if by_size else refusing(number), size=size, handled=handled)
+    failed = run(reference.build, None if by_size else refusing(number), size=size, handled=handled)
     answer = failed.answer
     if by_size and not answer.refused and failed.error is None and not failed.retried:
         return  # the allocator made room by giving back what was cached
@@ -368,8 +453,7 @@ def _faults(reference: Reference, number: int, by_size: bool, handled: bool) -> 
     yield from _role_faults(reference.run.answer, answer, _event_of(reference.run.answer, number))
     storages = answer.trace.storages
     left = {i: role for i, role in failed.alive_after.items() if role not in KEPT and storages[i].bytes > FEW}
-    nested = reference.name == checkpointed.__name__ and answer.refused[0].phase.startswith("backward")
-    if left and not nested:  # a backward within a backward that fails leaves tensors in autograd's queue, on a CPU too
+    if left:
         yield f"alive after the step was given up: {left}"
 
 
@@ -413,18 +497,40 @@ def trials(reference: Reference) -> Sequence[tuple[int, bool, bool]]:
     return [*((number, False, handled) for number in numbers for handled in (False, True)), *by_size]
 
 
-def main() -> int:
-    """Let every allocation of every program fail."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Let every allocation of every program fail, and then some of random ones."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz.out_of_memory", description=main.__doc__)
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="how long to go on with random programs (default: 60)"
+    )
+    parser.add_argument("--seed", default="0", help="where random programs begin")
+    parser.add_argument("--only-random", action="store_true", help="leave the others out")
+    chosen = parser.parse_args(arguments)
     wrong = 0
-    for name in PROGRAMS:
-        reference = Reference.of(name)
-        runs = trials(reference)
-        for number, by_size, handled in runs:
-            for fault in faults(reference, number, by_size, handled):
-                wrong += 1
-                print(f"{name} {number}{' by size' * by_size}{' handled' * handled}: {fault}", flush=True)
-        print(f"{name}: {len(runs)} runs")
-    return 1 if wrong else 0
+    for build in () if chosen.only_random else PROGRAMS.values():
+        reference = Reference.of(build)
+        wrong += sum(_tell(reference, trial) for trial in trials(reference))
+    end = time.monotonic() + chosen.seconds
+    for number in count():
+        if time.monotonic() > end:
+            print(f"{number} random programs")
+            return 1 if wrong else 0
+        random = Random(f"{chosen.seed}:{number}")
+        reference = Reference.of(Mixture(random))
+        wrong += sum(
+            _tell(reference, trial, f"{chosen.seed}:{number}") for trial in random.sample(trials(reference), 12)
+        )
+    raise AssertionError
+
+
+def _tell(reference: Reference, trial: tuple[int, bool, bool], seed: str = "") -> int:
+    """Print the faults of a trial, and return how many there are."""
+    faulty = faults(reference, *trial)
+    for fault in faulty:
+        number, by_size, handled = trial
+        how = f"{' by size' * by_size}{' handled' * handled}"
+        print(f"{seed} {reference.build.__name__}, allocation {number}{how}: {fault}", flush=True)
+    return len(faulty)
 
 
 if __name__ == "__main__":

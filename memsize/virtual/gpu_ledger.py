@@ -45,6 +45,7 @@ from memsize.tracing.dispatch import DETACH, has_own_dispatch
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.run_position import RunPosition
 from memsize.tracing.saved_tensors import SavedTensor
+from memsize.virtual.backward_queue import BackwardQueue
 from memsize.virtual.custom_ops import backend_of, needs_gpu, replaced_note
 from memsize.virtual.data_parallel import gpu_of
 from memsize.virtual.device_assignment import (
@@ -157,6 +158,7 @@ class VirtualLedger(Ledger):
         """Whether what runs is the work of another rank: it is done here without memory, and not recorded."""
         self.custom_op = ""
         """The op that is defined in Python and running."""
+        self.backward_queue = BackwardQueue(self.aside)
         self.likely_state: set[int] | None = None
         """Storages that an optimizer's first step has made, as far as they look like its state; else `None`."""
         self._in_pytorch = False
@@ -464,6 +466,7 @@ class VirtualLedger(Ledger):
     def in_thread(self) -> Iterator[None]:
         """While open, this thread, which the program started, calls modules and runs backwards of its own."""
         _thread.clock = _ClockBeside(self._clock)
+        self.backward_queue.begin_thread()
         try:
             yield
         finally:

@@ -142,6 +142,7 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: Ran
     yield from _process_patches(world, ledger, line)
     yield from data_parallel.replacements(ledger)
     yield from gpu_tensors.replacements(ledger)
+    yield from ledger.backward_queue.replacements()
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield from _of_cuda(driver)
     yield from _of_backends()

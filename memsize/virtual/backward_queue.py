@@ -1,0 +1,60 @@
+"""Autograd's queue after a backward that failed, as a GPU leaves it.
+
+A GPU's nodes wait in the queue of a thread of its own, which drops those of a backward that has failed. Nodes of the
+CPU, which stand-ins take, wait in the queue of the thread that called: they keep their graph, and gradients on their
+way, until a later backward takes them out (torch/csrc/autograd/engine.cpp).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from memsize.processes.patches import Patch
+
+
+class _First(threading.local):
+    """A result of a thread's first autograd node. The queue takes out the node with the highest number first."""
+
+    def __init__(self) -> None:
+        with torch.enable_grad():
+            self.result = torch.zeros((), device="cpu", requires_grad=True).neg()
+
+
+class BackwardQueue:
+    """The queues of all threads; `aside` is the region in which autograd may run without being recorded."""
+
+    def __init__(self, aside: Callable[[], AbstractContextManager[None]]) -> None:
+        self._aside = aside
+        self._first = _First()
+
+    def begin_thread(self) -> None:
+        """Make the first node of this thread."""
+        assert self._first.result.grad_fn is not None
+
+    def replacements(self) -> Iterator[Patch]:
+        """Patch the function with which PyTorch starts autograd's engine."""
+        yield torch.autograd, "_engine_run_backward", self._emptying(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+
+    def _emptying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run_backward(*args: Any, **options: Any) -> Any:
+            try:
+                return original(*args, **options)
+            except torch.OutOfMemoryError:
+                if torch._C._current_graph_task_id() == -1:
+                    self._empty(original)
+                raise
+
+        return run_backward
+
+    def _empty(self, run: Callable[..., Any]) -> None:
+        """Run a backward whose only node is the last that the queue takes out."""
+        first = self._first.result
+        with self._aside():
+            run(
+                (first,), (torch.ones((), device="cpu"),), True, False, (), allow_unreachable=True, accumulate_grad=True
+            )
