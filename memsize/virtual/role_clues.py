@@ -13,6 +13,9 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
+from torch.autograd.function import FunctionCtx
+
+from memsize.processes.user_code import variables
 
 _aten: Any = torch.ops.aten
 _accumulating: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -45,9 +48,14 @@ def is_gradient_of_own_forward(func: Any, args: Any, result: Any) -> bool:
     if func not in _LIKE or torch.is_grad_enabled() or result.shape != args[0].shape:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame is not None and not _is_own_forward(frame):
         frame = frame.f_back
     return frame is not None
 
 
-_APPLY: Final = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+def _is_own_forward(frame: FrameType) -> bool:
+    """Whether a call is that of a custom function's forward: its first argument is the context that it saves to."""
+    code = frame.f_code
+    if code.co_name != "forward" or not code.co_argcount:
+        return False
+    return isinstance(dict(variables(frame)).get(code.co_varnames[0]), FunctionCtx)
