@@ -53,7 +53,7 @@ _ENTRIES: Final = (
         "timeline", "records.timeline:Timeline", "timeline:TimelineDocument", "timeline", "timeline", saved=False
     ),
     AnswerKind("program", "records.program:ProgramRun", "program:ProgramDocument", "run", "run"),
-    AnswerKind("ranks", "records.ranks:RankRuns", "ranks:RanksDocument", "run", "run"),
+    AnswerKind("ranks", "records.ranks:RankRuns", "program:RanksDocument", "run", "run"),
     AnswerKind("fit", "records.fit:Fit", "fit:FitDocument", "fit", "fit"),
     AnswerKind(
         "generation", "records.generation:GenerationReport", "generation:GenerationDocument", "generate", "generate"
