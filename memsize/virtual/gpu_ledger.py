@@ -161,6 +161,8 @@ class VirtualLedger(Ledger):
         self.backward_queue = BackwardQueue(self.aside)
         self.likely_state: set[int] | None = None
         """Storages that an optimizer's first step has made, as far as they look like its state; else `None`."""
+        self.has_state: Callable[[], bool] = lambda: False
+        """Whether the optimizer that makes its first step has state already: a copy of a gradient is none then."""
         self._in_pytorch = False
         self._elsewhere: dict[int, torch.UntypedStorage] = {}
         self.differentiated: Callable[[], None] = lambda: None
@@ -483,7 +485,7 @@ class VirtualLedger(Ledger):
         """The role of a new storage that nothing else has shown the purpose of."""
         if self._in_pytorch:
             return "communication"  # the buckets of DistributedDataParallel, whose hooks may send something else
-        if self.likely_state is None or op not in FILLING:
+        if self.likely_state is None or op not in FILLING or (op == "clone" and self.has_state()):
             return "temporary"
         if split_phase(self.clock.phases[self.clock.phase])[0] != "optimizer":
             return "temporary"

@@ -157,6 +157,8 @@ class ProgramSteps:
         self._begun()
         self._mark(optimizer.param_groups)
         self._ledger.likely_state = None if optimizer.state else set()
+        reference = weakref.ref(optimizer)
+        self._ledger.has_state = lambda: any(getattr(reference(), "state", {}).values())
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, state in optimizer.state.items():
