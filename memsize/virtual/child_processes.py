@@ -56,8 +56,6 @@ _SMI: Final = """\
 #!/bin/sh
 exec {} "$@"
 """
-
-
 _LAUNCHERS: Final = frozenset({"accelerate", "deepspeed", "mpirun", "torchrun"})
 _LAUNCHER_MODULES: Final = frozenset(
     {"accelerate.commands.launch", "torch.distributed.launch", "torch.distributed.run"}
