@@ -132,6 +132,7 @@ def test_nvidia_smi_answers_for_the_card(folder: Path) -> None:
         "assert abs(int(smi('--query-gpu=memory.used', '--format=csv,noheader,nounits', '-i', '0')) - used) <= 1\n"
         "assert smi('-L').startswith('GPU 0: Tesla T4 (UUID: GPU-')\n"
         "assert 'Tesla T4' in smi()\n"
+        "assert {len(line) for line in smi().splitlines()} == {79}\n"  # nvidia-smi draws a box of 79 columns
         "assert subprocess.call(['nvidia-smi', '--query-gpu=nonsense'], stderr=subprocess.DEVNULL) == 1\n",
     )
 

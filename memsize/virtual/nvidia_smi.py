@@ -100,8 +100,10 @@ def _table(gpu: dict[str, Any], names: list[str], cards: Any, how: list[str]) ->
 def _overview(gpu: dict[str, Any], cards: Any) -> str:
     used, total = gpu["used"] // MIB, gpu["total"] // MIB
     rule = f"+{'-' * 77}+\n"
-    rows = "".join(f"| {i:3}  {gpu['name']:<36} {used:7}MiB / {total:6}MiB     0%  Default |\n" for i in cards)
-    return f"{rule}| NVIDIA-SMI {DRIVER:<30} Driver Version: {DRIVER:<16}    |\n{rule}{rows}{rule}"
+    head = f" NVIDIA-SMI {DRIVER:<30} Driver Version: {DRIVER}"
+    cells = (f" {i:3}  {gpu['name']:<33} {used:7}MiB / {total:6}MiB   0%  Default" for i in cards)
+    rows = "".join(f"|{cell:<77}|\n" for cell in cells)
+    return f"{rule}|{head:<77}|\n{rule}{rows}{rule}"
 
 
 if __name__ == "__main__":
