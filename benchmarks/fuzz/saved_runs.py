@@ -48,6 +48,11 @@ def seeds() -> Iterator[tuple[str, bytes]]:
         yield path.name.partition(".")[0], path.read_bytes()
 
 
+def files_of(command: str, name: str) -> tuple[str, ...]:
+    """The files that a command line names: `diff` compares one with itself."""
+    return (name, name) if command == "diff" else (name,)
+
+
 def trials(random: Random) -> Trial:
     """A command that shows a damaged saved run in one of the formats."""
     arguments, content = damaged_run(random)
@@ -58,7 +63,7 @@ def damaged_run(random: Random) -> tuple[tuple[str, ...], bytes]:
     """A command line, and the content of the file `NAME` that it reads."""
     kind, content = random.choice(list(seeds()))
     command = random.choice(COMMANDS[kind])
-    files = (NAME, NAME) if command == "diff" else (NAME,)
+    files = files_of(command, NAME)
     if random.random() < 0.1:
         return (command, "--format", random.choice(FORMATS), *files), mutate(random, content)
     data = json.loads(gzip.decompress(content))
