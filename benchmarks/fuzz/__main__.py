@@ -105,7 +105,7 @@ def _warm_up(folder: Path) -> None:
     ]
     for readers, name, content in sound:
         for reader, form in product(readers, checkpoints.FORMATS):
-            command = (reader, *saved_runs.files_of(reader, name), "-f", form)
+            command = (reader, "-f", form, *saved_runs.files_of(reader, name))
             trial = Trial("warm-up", command, lambda folder, n=name, c=content: _put(folder / n, c))
             _run_here(trial, folder / "warm")
 
