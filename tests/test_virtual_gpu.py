@@ -97,6 +97,12 @@ def test_only_what_the_program_puts_on_meta_says_that_it_is_there() -> None:
     assert model.weight.is_meta
 
 
+def test_a_tensor_on_meta_is_there_right_after_a_backward() -> None:
+    with gpu():
+        nn.Linear(8, 8).cuda()(torch.ones(4, 8, device="cuda")).sum().backward()
+        assert torch.zeros(3, device="meta").is_meta
+
+
 def test_a_model_that_goes_to_meta_leaves_the_gpu() -> None:
     with gpu():
         model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256)).cuda()

@@ -431,7 +431,7 @@ class VirtualLedger(Ledger):
             return True
         if device is None or device.type == "cpu" or (func is _TO_COPY and is_own_meta(args[0])):
             return False
-        return _names_gpu(device) or self._in_pytorch or self.clock.layer >= 0 or bool(self.clock.backward)
+        return _names_gpu(device) or self._in_pytorch or self.clock.inside
 
     def _off_gpu(self, func: Any, args: Any, kwargs: Any, device: torch.device | None) -> Any:
         """Run an op on the CPU, or on the program's own `meta` tensors, which nobody records."""

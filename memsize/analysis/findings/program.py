@@ -168,11 +168,12 @@ def _children(run: ProgramRun) -> Iterator[Finding]:
         else "The largest of {count} processes that it started takes {low} to {high} of {total} at its peak, which is "
         "not among the figures here: "
     ) + "{command}"
-    ranks = [child for child in run.children if child.rank is not None]
-    if ranks:
-        template += " (rank {rank}). memsize run --gpus {count} with the script itself shows each rank"
+    ranks = {child.rank for child in run.children if child.rank is not None}
+    if largest.rank is not None:
+        template += " (rank {rank}). memsize run --gpus {ranks} with the script itself shows each rank"
     values = {
         "count": len(run.children),
+        "ranks": len(ranks),
         "low": Bytes(largest.low),
         "high": Bytes(largest.high),
         "total": Bytes(run.card.bytes),
