@@ -215,7 +215,13 @@ def test_an_interrupted_search_says_how_far_it_came(write: Write, capsys: pytest
     assert "Interrupted: the rest of fp32 on Tesla T4" in capsys.readouterr().out
 
 
-def test_an_interrupted_search_of_a_script_too(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("forks", [True, False])
+def test_an_interrupted_search_of_a_script_too(
+    forks: bool, write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the script runs in this process, as on platforms that do not fork."""
+    if not forks:
+        monkeypatch.setattr("memsize.analysis.fit.script_search.can_fork", lambda: False)
     text = f"""
 import os, signal, sys, torch
 batch = int(sys.argv[2])

@@ -60,7 +60,10 @@ def test_the_installed_torchvision_requires_that_torch() -> None:
         needs = next(line for line in requires("torchvision") or () if re.match(r"torch\W", line))
     except PackageNotFoundError:
         pytest.skip("torchvision is not installed")
-    assert matching_release(needs.partition("==")[2].strip(")")) == version("torchvision")
+    pinned = re.search(r"==([\d.]+)", needs)
+    if pinned is None:
+        pytest.skip("newer releases require no single torch")
+    assert matching_release(pinned[1]) == version("torchvision")
 
 
 @pytest.mark.thorough

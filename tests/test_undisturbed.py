@@ -117,11 +117,13 @@ def imported() -> None:
         memsize.report(MODELS[name][0](), (8,))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_report_changes_nothing(name: str) -> None:
     assert not ask(name, "report")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_nor_does_a_question_that_fails_anywhere(name: str) -> None:
     question, error, at = next(some(list(MODELS).index(name)))

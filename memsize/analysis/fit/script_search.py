@@ -81,6 +81,8 @@ class ScriptRuns:
         program, error = run_program(
             self.script.path, arguments, self._card, self._config, steps=self._steps, module=False, bounded=False
         )
+        if isinstance(error, KeyboardInterrupt):  # which reaches the script where it runs in this process
+            raise error
         failure = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
         return program.trace, config_of(program), failure
 
