@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import memsize
+from memsize.render import render
 from memsize.units import MiB
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Landlock is Linux's")
@@ -54,6 +56,7 @@ def test_a_process_that_runs_python_has_the_gpu_and_says_what_it_took(folder: Pa
     assert child.command.endswith("child.py")
     assert child.low == answer.peak.device.low + (256 - 20) * MiB  # that of the script has a segment of 20 MiB
     assert "run-children" in {finding.code for finding in answer.findings}
+    assert json.loads(render(answer, "json"))["children"] == [child._asdict()]
     assert Path("old.txt").read_text(encoding="utf-8") == "mine"
     assert Path("log.txt").read_text(encoding="utf-8") == "begun more done"
 

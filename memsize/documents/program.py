@@ -122,6 +122,7 @@ class ProgramDocument(Document[ProgramRun]):
             "kept_gradients": run.kept_gradients and run.kept_gradients._asdict(),
             "waits": run.waits,
             "unwritten": run.unwritten,
+            "children": [child._asdict() for child in run.children],
             "assumed": [assumed._asdict() for assumed in run.assumed],
             "findings": findings_data(run.findings, unit),
             "notes": run.trace.notes,

@@ -109,8 +109,8 @@ class ChildProcesses:
 
     @contextmanager
     def open(self, folder: Path | None = None) -> Iterator[None]:
-        """While open, processes are started so. `folder` is that of the run, in a process that the program started.
-        Has no effect inside itself.
+        """While open, processes that are started get the GPU and the guard. A process that the program started passes
+        the `folder` of the run. Has no effect inside itself.
         """
         if self._is_open:
             yield

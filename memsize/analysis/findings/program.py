@@ -163,14 +163,14 @@ def _children(run: ProgramRun) -> Iterator[Finding]:
         return
     largest = max(run.children, key=lambda child: child.high)
     template = (
-        "A process that it started takes {low} to {high} of {total} at its peak, which is not among the figures here: "
+        "A process that the script started takes {low} to {high} of {total} at its peak, which is not in the figures: "
         if len(run.children) == 1
-        else "The largest of {count} processes that it started takes {low} to {high} of {total} at its peak, which is "
-        "not among the figures here: "
+        else "The largest of {count} processes that the script started takes {low} to {high} of {total} at its peak, "
+        "which is not in the figures: "
     ) + "{command}"
     ranks = {child.rank for child in run.children if child.rank is not None}
     if largest.rank is not None:
-        template += " (rank {rank}). memsize run --gpus {ranks} with the script itself shows each rank"
+        template += " (rank {rank}). To see each rank, run its script: memsize run --gpus {ranks} --rank all"
     values = {
         "count": len(run.children),
         "ranks": len(ranks),
@@ -187,7 +187,7 @@ def _children(run: ProgramRun) -> Iterator[Finding]:
 def _child_ran_out(run: ProgramRun) -> Iterator[Finding]:
     for child in run.children:
         if child.ran_out:
-            template = "{card} is too small for a process that it started: {command}."
+            template = "{card} is too small for a process that the script started: {command}."
             yield Finding("run-child-out-of-memory", template, {"card": run.card.name, "command": child.command})
 
 
