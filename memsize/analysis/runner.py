@@ -10,9 +10,10 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
+from memsize.analysis.short_runs import ShortRuns
 from memsize.device.cards import card
 from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
-from memsize.errors import ForwardError
+from memsize.errors import ForwardError, MemsizeError
 from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.workspaces import Plans
 from memsize.loading.model_defined_step import model_defined_step_of
@@ -26,19 +27,23 @@ from memsize.records.finding import join_names
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.trace import StoredTensor, Trace
 from memsize.spec.model_request import Call
-from memsize.spec.scenario import Scenario
+from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import forget_run, undisturbed
 from memsize.tracing.ddp import buckets_of
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import GpuSetup, Setup, give_shapes
-from memsize.workloads import Workload, kept_for_backward
+from memsize.workloads import Forward, Inference, Workload, kept_for_backward
+from memsize.workloads.parallel import ParallelSteps
+from memsize.workloads.training import TrainingSteps
 
 _CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
 _LATE = "the forward registers {}: the model is shown as it is after a first forward"
 _SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
+
+Listener = Callable[[ModuleCallRecorder], None]
 
 _StorageKey = tuple[str | None, bool]
 """How a scenario holds the parameters, unless it quantizes them: their dtype, and whether norms stay as they are."""
@@ -63,6 +68,7 @@ class Runner:
         execute: bool = False,
         plans: Plans | None = None,
         stack: Stack = INSTALLED,
+        whole: bool = False,
     ) -> None:
         self.name = name
         self.model = model
@@ -72,28 +78,91 @@ class Runner:
         self.execute = execute
         self.plans = plans
         self.stack = stack
+        self.whole = whole
         self.skipped_layers: dict[str, dict[str, str]] = {}
         """By scenario: the layers that it left unquantized, and why."""
         self.late: tuple[str, ...] = ()
         """The parameters and buffers that the forward was found to register."""
         self._copier = MetaCopier(model)
+        self._short_runs: ShortRuns | None = None
+        self._short_runners: dict[nn.Module, Runner] = {}
         self._stored: dict[_StorageKey, tuple[StoredTensor, ...]] = {}
 
     def run(
-        self, workload: Workload, scenario: Scenario, *, listener: Callable[[ModuleCallRecorder], None] = lambda _: None
+        self,
+        workload: Workload,
+        scenario: Scenario,
+        *,
+        batch_size: int | None = None,
+        edit: Callable[[Setup], Setup] = lambda setup: setup,
+        listener: Listener | None = None,
     ) -> Trace:
-        """The trace of `workload` under `scenario`; `listener` receives the calls that the run recorded.
+        """The trace of `workload` under `scenario`. `batch_size` overrides that of the inputs, `edit` changes the copy
+        that runs, and `listener` receives the calls that the run recorded, or a forward of the model as it is.
 
-        A model that registers parameters or buffers in its forward is run once before, so that they are counted. Raises
+        A model that registers parameters or buffers in its forward is run once before, so that they are counted. Of a
+        model with many blocks that are alike, two short models are run (`memsize.analysis.short_runs`). Raises
         `ScenarioError` or `ForwardError` where no run is possible.
         """
+
+        def run_short(model: nn.Module) -> Trace:
+            return self._short_runner(model).run(workload, scenario, batch_size=batch_size, edit=edit)
+
         try:
-            return self._run(workload, scenario, listener)
+            if _repeats(workload) and self._is_repetition(workload, listener):
+                trace = self.short_runs.extended(run_short)
+                if trace is not None:
+                    return trace
+            return self._run(workload, scenario, batch_size, edit, listener)
         finally:
             forget_run()
 
-    def _run(self, workload: Workload, scenario: Scenario, listener: Callable[[ModuleCallRecorder], None]) -> Trace:
-        setup = replace(self.setup(scenario), listener=listener)
+    @property
+    def short_runs(self) -> ShortRuns:
+        """The repeated blocks of the model, and its short models."""
+        if self._short_runs is None:
+            self._short_runs = ShortRuns(self.model, self.copy)
+        return self._short_runs
+
+    def _short_runner(self, model: nn.Module) -> Runner:
+        if model not in self._short_runners:
+            runner = Runner(
+                self.name,
+                model,
+                self.inputs,
+                self.training,
+                gpu=self.gpu,
+                plans=self.plans,
+                stack=self.stack,
+                whole=True,
+            )
+            self._short_runners[model] = runner
+        return self._short_runners[model]
+
+    def _is_repetition(self, workload: Workload, listener: Listener | None) -> bool:
+        """Whether short models tell of the whole one, by a forward of it."""
+        if self.whole or self.execute or self.late or buckets_of(self.model) is not None or not self.short_runs.lengths:
+            return False
+        if not self.short_runs.verified:
+            own = SCENARIOS["as-given"]
+            try:
+                forward = self._run(Forward(), own, None, lambda setup: setup, listener)
+            except MemsizeError:
+                return False
+            self.short_runs.verify(forward, lambda model: self._short_runner(model).run(Forward(), own))
+        return self.short_runs.verified
+
+    def _run(
+        self,
+        workload: Workload,
+        scenario: Scenario,
+        batch_size: int | None,
+        edit: Callable[[Setup], Setup],
+        listener: Listener | None,
+    ) -> Trace:
+        setup = edit(self.setup(scenario, batch_size))
+        if listener is not None:
+            setup = replace(setup, listener=listener)
         if scenario.recipe != "quantized" and not self.late:
             setup = replace(setup, stored=partial(self._stored_tensors, _storage_key(scenario)))
         before = _registered(setup.model)
@@ -105,7 +174,7 @@ class Runner:
         after = _registered(setup.model)
         if not self.late and len(after) > len(before):  # a wrapper inside the model gives them other names
             self.late = tuple(name for name in after if name not in before)
-            return self._run(workload, scenario, listener)
+            return self._run(workload, scenario, batch_size, edit, listener)
         if failed is not None:
             raise failed
         return trace
@@ -114,6 +183,7 @@ class Runner:
         """A runner of the same model with other inputs, of which it makes `batch_size`."""
         other = copy(self)
         other.inputs = replace(inputs, batch_size=batch_size)
+        other._short_runners = {}
         vars(other).pop("_inputs_are_cast", None)
         return other
 
@@ -204,6 +274,14 @@ class Runner:
         except ForwardError:
             return True
         return False
+
+
+def _repeats(workload: Workload) -> bool:
+    """Whether nothing in a workload tells one block of a model from another; a function of the user's might."""
+    if isinstance(workload, (TrainingSteps, ParallelSteps)):
+        options = workload.options
+        return isinstance(options.optimizer, str) and not options.is_own and isinstance(options.loss, (str, type(None)))
+    return isinstance(workload, (Forward, Inference))
 
 
 def plans_of(card: Card) -> Plans:

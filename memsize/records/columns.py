@@ -104,7 +104,9 @@ def _listed(column: Integers | Coded | Shapes) -> Any:
 
 def in_columns(rows: Sequence[Row]) -> Sequence[Row]:
     """Return `rows` as columns; an empty sequence, which shows no types, is returned as it is."""
-    return Columns(type(rows[0]), *map(_column, zip(*rows, strict=True))) if rows else rows
+    if not rows or isinstance(rows, Columns):
+        return rows
+    return Columns(type(rows[0]), *map(_column, zip(*rows, strict=True)))
 
 
 def _column(values: tuple[Any, ...]) -> Integers | Coded | Shapes:

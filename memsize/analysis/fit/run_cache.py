@@ -258,23 +258,12 @@ class RunCache:
 
     # -- how a run is made --------------------------------------------------------------------------------------------
 
-    def prepared(self, variant: RunVariant, size: int) -> Setup:
-        """Make a meta copy for a variant, edited, with inputs of the size."""
-        batch = size if self.vary.batch else self.model_inputs.batch_size
-        setup = self._runner(variant).setup(variant.scenario, -(-batch // variant.split))
-        if not self.vary.batch:
-            setup = replace(setup, call=resized_call(setup.call, self._dimensions, size))
-        for edit in variant.edits:
-            setup = edit(setup)
-        return setup
-
     def _label(self, variant: RunVariant, size: int) -> str:
         parallel = [str(variant.parallel)] if variant.parallel else []
         sequences = [f"batch {variant.sequences:,}"] if variant.sequences else []
         return ", ".join((variant.scenario.name, *variant.applied, *parallel, *sequences, f"{self.vary.text} {size:,}"))
 
     def _trace(self, variant: RunVariant, size: int) -> Run:
-        setup = self.prepared(variant, size)
         training = variant.training
         if training:
             backwards = (
@@ -282,7 +271,19 @@ class RunCache:
             )
             # The first step creates the optimizer's state: the second is like all that follow.
             training = replace(training, steps=2, gradient_accumulation_steps=backwards * variant.split)
-        trace = steps_on(training, variant.parallel, variant.card).run(setup)
+        batch = size if self.vary.batch else self.model_inputs.batch_size
+
+        def edited(setup: Setup) -> Setup:
+            if not self.vary.batch:
+                setup = replace(setup, call=resized_call(setup.call, self._dimensions, size))
+            for edit in variant.edits:
+                setup = edit(setup)
+            return setup
+
+        workload = steps_on(training, variant.parallel, variant.card)
+        trace = self._runner(variant).run(
+            workload, variant.scenario, batch_size=-(-batch // variant.split), edit=edited
+        )
         return TracedRun(replace(trace, storages=in_columns(trace.storages), events=in_columns(trace.events)))
 
     def _runner(self, variant: RunVariant) -> Runner:

@@ -1,0 +1,125 @@
+"""A table of a run of `n` repeated blocks, and of one with `n + 1`, extended to any number of blocks.
+
+The second table is the first with segments repeated once more. A row is a key, which says the same at any depth, and
+numbers (an index, a size), which change by the same amount with each block that a model has more, and with each time
+that a segment is repeated. So the table of a deeper model follows by induction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Integers = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
+
+_AHEAD = 8
+"""How many rows at the least go on alike behind a segment that is tried first."""
+_MOST_TRIES = 2000
+
+
+class Table(NamedTuple):
+    """Rows of a trace: the number of each row's key (the same key has the same one in all tables), and its numbers."""
+
+    keys: Integers
+    numbers: Integers
+
+
+class Insertion(NamedTuple):
+    """A segment that the longer table has at `longer`, where the shorter one is at `shorter`: it repeats the `length`
+    rows before it.
+    """
+
+    shorter: int
+    longer: int
+    length: int
+
+
+def insertions(shorter: Integers, longer: Integers) -> list[Insertion] | None:
+    """Return the segments that turn `shorter` into `longer`, each a repetition of what stands right before it; None
+    where there are no such segments.
+    """
+    return _Search(shorter, longer).segments(0, 0, 0)
+
+
+class _Search:
+    """A search for segments from the beginning on. The shortest that goes on well comes first."""
+
+    def __init__(self, shorter: Integers, longer: Integers) -> None:
+        self.shorter = shorter
+        self.longer = longer
+        self.tries = 0
+
+    def segments(self, at: int, to: int, last: int) -> list[Insertion] | None:
+        """Return the segments from row `at` of the shorter table and `to` of the longer one, of which they may repeat
+        what stands from `last` on.
+        """
+        alike = _common(self.shorter[at:], self.longer[to:])
+        at, to = at + alike, to + alike
+        if at == len(self.shorter) and to == len(self.longer):
+            return []
+        lengths = [*self._lengths(to, last, len(self.longer) - len(self.shorter) - (to - at))]
+        for length in sorted(lengths, key=lambda n: not self._goes_on(at, to + n, max(n, _AHEAD))):
+            self.tries += 1
+            if self.tries > _MOST_TRIES or not self._goes_on(at, to + length, 1):
+                continue
+            rest = self.segments(at, to + length, to + length)
+            if rest is not None:
+                back = self._slack(to, length, last) // 2
+                return [Insertion(at - back, to - back, length), *rest]
+        return None
+
+    def _lengths(self, at: int, last: int, most: int) -> Iterator[int]:
+        """Yield the lengths, up to `most`, of segments of the longer table at `at` that repeat what stands before."""
+        rows = self.longer
+        most = min(most, at - last, len(rows) - at)
+        for position in (rows[at : at + most] == rows[at - 1]).nonzero()[0].tolist():
+            length = position + 1
+            if (rows[at : at + length] == rows[at - length : at]).all():
+                yield length
+
+    def _slack(self, at: int, length: int, last: int) -> int:
+        """Return by how many rows a segment may begin earlier.
+
+        The first and the last repetition may have numbers of their own where the keys are the same, so that a segment
+        is best taken from the middle.
+        """
+        most = at - length - last
+        before, end = self.longer[at - most : at], self.longer[at + length - most : at + length]
+        return _common(before[::-1], end[::-1])
+
+    def _goes_on(self, at: int, to: int, ahead: int) -> bool:
+        """Whether `ahead` rows of the two tables are alike from here on."""
+        rest, other = self.shorter[at : at + ahead], self.longer[to : to + ahead]
+        return _common(rest, other) == min(len(self.shorter) - at, len(self.longer) - to, ahead)
+
+
+def _common(a: Integers, b: Integers) -> int:
+    """Return how many rows at the beginning are alike."""
+    size = min(len(a), len(b))
+    different = (a[:size] != b[:size]).nonzero()[0]
+    return int(different[0]) if len(different) else size
+
+
+def extended(shorter: Table, longer: Table, blocks: int) -> Table | None:
+    """Return the table of a model that has `blocks` more than that of `shorter`, where `longer` has one more; None
+    where the two do not align.
+    """
+    segments = insertions(shorter.keys, longer.keys)
+    if segments is None:
+        return None
+    keys, numbers = [], []
+    at = to = 0
+    for segment in [*segments, Insertion(len(shorter.keys), len(longer.keys), 0)]:
+        first, second = shorter.numbers[at : segment.shorter], longer.numbers[to : segment.longer]
+        keys.append(shorter.keys[at : segment.shorter])
+        numbers.append(first + (second - first) * blocks)
+        at, to = segment.shorter, segment.longer + segment.length
+        if segment.length:
+            repeated = slice(segment.longer, to)
+            before = numbers[-1][-segment.length :]
+            step = longer.numbers[repeated] - longer.numbers[segment.longer - segment.length : segment.longer]
+            keys.append(np.tile(longer.keys[repeated], blocks))
+            numbers.extend(before + step * n for n in range(1, blocks + 1))
+    return Table(np.concatenate(keys), np.concatenate(numbers))

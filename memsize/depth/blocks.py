@@ -1,0 +1,140 @@
+"""Blocks that repeat in a model, and a model with fewer of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from memsize.depth.likeness import Key, Likeness, counted
+from memsize.depth.repeated import RepeatedBlocks
+
+_LEAST: Final = 8
+"""With fewer periods of blocks, the runs of short models take as long as that of the whole."""
+_LONGEST_PERIOD: Final = 12
+_NUMBERED: Final = re.compile(r"(.*?)(\d+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlocks:
+    """Blocks of one model: the module at `path` holds them. `counting` are the attributes that count blocks."""
+
+    path: str
+    blocks: RepeatedBlocks
+    counting: frozenset[Key]
+    modules: int
+    """How many modules one period has."""
+
+
+def find_blocks(model: nn.Module) -> FoundBlocks | None:
+    """Return the blocks of `model` that repeat most; None where there are too few for short models to be quicker."""
+    likeness: Likeness | None = None
+    best: FoundBlocks | None = None
+    for path, module in model.named_modules():
+        if best is not None and path.startswith(best.blocks.stem):
+            continue
+        stem = _stem(path, module)
+        if stem is None:
+            continue
+        likeness = likeness or Likeness(model)
+        candidate = _repetition(path, stem, list(module.children()), likeness)
+        if candidate and (best is None or _saved(candidate) > _saved(best)):
+            best = candidate
+    return best
+
+
+def _saved(blocks: FoundBlocks) -> int:
+    return blocks.modules * blocks.blocks.count
+
+
+def _stem(path: str, module: nn.Module) -> str | None:
+    """Return what the paths of the children of `module` begin with, which are numbered from 0 on."""
+    names = list(module._modules)
+    if len(names) < _LEAST:
+        return None
+    match = _NUMBERED.fullmatch(names[0])
+    if match is None or any(name != f"{match[1]}{number}" for number, name in enumerate(names)):
+        return None
+    return f"{path}.{match[1]}" if path else match[1]
+
+
+def _repetition(path: str, stem: str, children: Sequence[nn.Module], likeness: Likeness) -> FoundBlocks | None:
+    """Return the longest repetition among `children`, the one of the shortest period if there are several."""
+    if len(children) < _LEAST or len({type(child) for child in children}) > _LONGEST_PERIOD:
+        return None
+    features = [likeness.features(child) for child in children]
+    best: FoundBlocks | None = None
+    for period in range(1, min(_LONGEST_PERIOD, len(children) // _LEAST) + 1):
+        for start, count in _runs([block.common for block in features], period):
+            if best is not None and period * count <= best.blocks.period * best.blocks.count:
+                continue
+            counting = counted(features[start:], period, count)
+            if counting is not None:
+                modules = sum(1 for child in children[start : start + period] for _ in child.modules())
+                behind = len(children) - start - period * count
+                best = FoundBlocks(path, RepeatedBlocks(stem, start, period, count, behind), counting, modules)
+    return best
+
+
+def _runs(common: Sequence[Any], period: int) -> Iterator[tuple[int, int]]:
+    """Yield where blocks begin to repeat, and how many periods there are, `_LEAST` at the least."""
+    start = 0
+    for position in range(period, len(common) + 1):
+        if position < len(common) and common[position] == common[position - period]:
+            continue
+        count = (position - start) // period
+        if count >= _LEAST:
+            yield start, count
+        start = position - period + 1
+
+
+def shorten(model: nn.Module, found: FoundBlocks, count: int) -> None:
+    """Leave `count` periods of the blocks in `model`, a copy. Blocks behind them, and lists with an item for each
+    block, are as if the model had been built so.
+    """
+    blocks = found.blocks
+    holder = model.get_submodule(found.path)
+    children, total = list(holder.children()), len(holder._modules)
+    first, last = blocks.start + blocks.period * count, blocks.stop
+    for child in children[last:]:
+        for path, name in found.counting:
+            module: Any = child.get_submodule(path) if _has(child, path) else None
+            if type(getattr(module, name, None)) is int:
+                setattr(module, name, getattr(module, name) - (last - first))
+    stem = blocks.stem.removeprefix(f"{found.path}." if found.path else "")
+    holder._modules.clear()
+    for number, child in enumerate([*children[:first], *children[last:]]):
+        holder._modules[f"{stem}{number}"] = child
+    for owner in _owners(model):
+        for name, value in list(vars(owner).items()):
+            if type(value) in (list, tuple) and len(value) == total and not name.startswith("__"):
+                vars(owner)[name] = value[:first] + value[last:]
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    return any(path == other for other, _ in module.named_modules())
+
+
+def _owners(model: nn.Module) -> Iterator[Any]:
+    """Yield the objects whose lists may have an item for each block: modules, and what they are configured with."""
+    met: set[int] = set()
+    for module in model.modules():
+        yield module
+        for value in vars(module).values():
+            if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value):
+                waiting = [value]
+                while waiting:
+                    owner = waiting.pop()
+                    if id(owner) not in met and not isinstance(owner, nn.Module):
+                        met.add(id(owner))
+                        yield owner
+                        waiting += [
+                            part for part in vars(owner).values() if type(part) is type(owner) or _is_config(part)
+                        ]
+
+
+def _is_config(value: Any) -> bool:
+    return type(value).__name__.endswith("Config") and hasattr(value, "__dict__")

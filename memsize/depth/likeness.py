@@ -1,0 +1,132 @@
+"""Whether modules are alike: of the same classes, with parameters of the same shapes and equal attributes.
+
+Whole numbers may differ from module to module by the same amount each time, as the index of a layer does.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+_PLAIN: Final = (type(None), bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, Enum, type, slice, range)
+_MOST_NESTED: Final = 6
+_OWN: Final = ("_modules", "_compiled_call_impl")
+
+Key = tuple[str, str]
+"""The path of a module inside of a block, and the name of its attribute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What blocks that are alike have in common, and the whole numbers of a block, which may count the blocks."""
+
+    common: Hashable
+    numbers: Mapping[Key, int]
+
+
+class Likeness:
+    """The features of blocks of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._holders: dict[int, int] = {}
+        """How many modules hold a tensor or a module, by its id."""
+        for module in model.modules():
+            for part in (*module._parameters.values(), *module._buffers.values(), *module._modules.values()):
+                if part is not None:
+                    self._holders[id(part)] = self._holders.get(id(part), 0) + 1
+        self._objects: dict[int, tuple[Any, Hashable]] = {}
+
+    def features(self, block: nn.Module) -> Features:
+        """Return the features of one block."""
+        paths = {id(module): path for path, module in block.named_modules()}
+        numbers: dict[Key, int] = {}
+        common = []
+        for path, module in block.named_modules():
+            for name, value in vars(module).items():
+                if name in _OWN:
+                    continue
+                if type(value) is int:
+                    numbers[path, name] = value
+                else:
+                    common.append((path, name, self._feature(value, paths, 0)))
+            children = [(name, self._held(child)) for name, child in module._modules.items()]
+            common.append((path, type(module), tuple(children)))
+        return Features(tuple(common), numbers)
+
+    def _held(self, part: Any) -> Hashable:
+        """Return what is to be known of a part that several modules may hold: then which it is."""
+        return id(part) if self._holders.get(id(part), 0) > 1 else part is None
+
+    def _feature(self, value: Any, paths: Mapping[int, str], nested: int) -> Hashable:
+        kind = type(value)
+        if isinstance(value, _PLAIN) or kind is int:
+            return kind, value
+        if kind is float:
+            return kind, repr(value)
+        if isinstance(value, nn.Module):
+            return "module", paths.get(id(value), id(value))
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if nested > _MOST_NESTED:
+            return kind, id(value)
+        again = partial(self._feature, paths=paths, nested=nested + 1)
+        if isinstance(value, (list, tuple)):
+            return kind, tuple(map(again, value))
+        if isinstance(value, (set, frozenset)):
+            return kind, frozenset(map(again, value))
+        if isinstance(value, Mapping):
+            # Hooks are numbered across all modules.
+            return kind, tuple((None if type(key) is int else again(key), again(item)) for key, item in value.items())
+        return self._callable_or_object(value, paths, again, nested)
+
+    def _tensor(self, tensor: torch.Tensor) -> Hashable:
+        strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested else ()
+        of = type(tensor), tensor.dtype, tuple(tensor.shape), strides, tensor.device, tensor.requires_grad
+        return of, self._held(tensor)
+
+    def _callable_or_object(self, value: Any, paths: Mapping[int, str], again: Any, nested: int) -> Hashable:
+        kind = type(value)
+        if isinstance(value, types.MethodType):
+            return kind, again(value.__func__), again(value.__self__)
+        if isinstance(value, partial):
+            return kind, again(value.func), again(value.args), again(value.keywords)
+        if isinstance(value, types.FunctionType):
+            cells = tuple(again(cell.cell_contents) for cell in value.__closure__ or () if _is_filled(cell))
+            return kind, id(value.__code__), again(value.__defaults__), cells
+        if isinstance(value, (types.BuiltinFunctionType, types.ModuleType)) or not hasattr(value, "__dict__"):
+            return kind, id(value)
+        if id(value) not in self._objects:
+            self._objects[id(value)] = value, (kind, id(value))  # where it holds itself
+            parts = again(vars(value))
+            self._objects[id(value)] = value, (kind, parts)
+        return self._objects[id(value)][1]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # not assigned yet
+        return False
+
+
+def counted(blocks: Sequence[Features], period: int, count: int) -> frozenset[Key] | None:
+    """Return the whole numbers that count blocks, in `count` periods of `period` of them; None where a number differs
+    otherwise.
+    """
+    counting = set()
+    for kind in range(period):
+        alike = [blocks[kind + period * number].numbers for number in range(count)]
+        for key, first in alike[0].items():
+            steps = {after[key] - before[key] for before, after in zip(alike, alike[1:], strict=False)}
+            if steps == {period}:
+                counting.add(key)
+            elif steps != {0}:
+                return None
+    return frozenset(counting)
