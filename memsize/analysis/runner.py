@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from memsize.analysis.short_runs import ShortRuns
+from memsize.depth.repeated import FoldedPath
 from memsize.device.cards import card
 from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError, MemsizeError
@@ -43,6 +44,8 @@ _LATE = "the forward registers {}: the model is shown as it is after a first for
 _SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
+Edit = Callable[[Setup], Setup]
+"""Changes a meta copy that is ready to run; raises `memsize.analysis.remedies.NotApplicable`."""
 Listener = Callable[[ModuleCallRecorder], None]
 
 _StorageKey = tuple[str | None, bool]
@@ -94,11 +97,13 @@ class Runner:
         scenario: Scenario,
         *,
         batch_size: int | None = None,
-        edit: Callable[[Setup], Setup] = lambda setup: setup,
+        resized: Callable[[Call], Call] = lambda call: call,
+        edits: tuple[Edit, ...] = (),
         listener: Listener | None = None,
     ) -> Trace:
-        """The trace of `workload` under `scenario`. `batch_size` overrides that of the inputs, `edit` changes the copy
-        that runs, and `listener` receives the calls that the run recorded, or a forward of the model as it is.
+        """The trace of `workload` under `scenario`. `batch_size` overrides that of the inputs, `resized` changes their
+        other sizes, `edits` change the copy that runs, and `listener` receives the calls that the run recorded, or a
+        forward of the model as it is.
 
         A model that registers parameters or buffers in its forward is run once before, so that they are counted. Of a
         model with many blocks that are alike, two short models are run (`memsize.analysis.short_runs`). Raises
@@ -106,14 +111,21 @@ class Runner:
         """
 
         def run_short(model: nn.Module) -> Trace:
-            return self._short_runner(model).run(workload, scenario, batch_size=batch_size, edit=edit)
+            runner = self._short_runner(model)
+            trace = runner.run(workload, scenario, batch_size=batch_size, resized=resized, edits=edits)
+            if scenario.name in runner.skipped_layers:
+                skipped.update(self.short_runs.folded(model, runner.skipped_layers[scenario.name]))
+            return trace
 
+        skipped: dict[FoldedPath, str] = {}
         try:
-            if _repeats(workload) and self._is_repetition(workload, listener):
-                trace = self.short_runs.extended(run_short)
+            if _repeats(workload) and self._is_repetition(listener):
+                trace = self.short_runs.extended(run_short, (workload, scenario, edits))
                 if trace is not None:
+                    if skipped:
+                        self.skipped_layers[scenario.name] = self.short_runs.unfolded(trace, skipped)
                     return trace
-            return self._run(workload, scenario, batch_size, edit, listener)
+            return self._run(workload, partial(self._setup, scenario, batch_size, resized, edits), scenario, listener)
         finally:
             forget_run()
 
@@ -139,28 +151,34 @@ class Runner:
             self._short_runners[model] = runner
         return self._short_runners[model]
 
-    def _is_repetition(self, workload: Workload, listener: Listener | None) -> bool:
+    def _is_repetition(self, listener: Listener | None) -> bool:
         """Whether short models tell of the whole one, by a forward of it."""
         if self.whole or self.execute or self.late or buckets_of(self.model) is not None or not self.short_runs.lengths:
             return False
         if not self.short_runs.verified:
             own = SCENARIOS["as-given"]
             try:
-                forward = self._run(Forward(), own, None, lambda setup: setup, listener)
+                forward = self._run(Forward(), partial(self.setup, own), own, listener)
             except MemsizeError:
+                return False
+            if self.late:
                 return False
             self.short_runs.verify(forward, lambda model: self._short_runner(model).run(Forward(), own))
         return self.short_runs.verified
 
+    def _setup(
+        self, scenario: Scenario, batch_size: int | None, resized: Callable[[Call], Call], edits: tuple[Edit, ...]
+    ) -> Setup:
+        setup = self.setup(scenario, batch_size)
+        setup = replace(setup, call=resized(setup.call))
+        for edit in edits:
+            setup = edit(setup)
+        return setup
+
     def _run(
-        self,
-        workload: Workload,
-        scenario: Scenario,
-        batch_size: int | None,
-        edit: Callable[[Setup], Setup],
-        listener: Listener | None,
+        self, workload: Workload, make: Callable[[], Setup], scenario: Scenario, listener: Listener | None
     ) -> Trace:
-        setup = edit(self.setup(scenario, batch_size))
+        setup = make()
         if listener is not None:
             setup = replace(setup, listener=listener)
         if scenario.recipe != "quantized" and not self.late:
@@ -174,7 +192,7 @@ class Runner:
         after = _registered(setup.model)
         if not self.late and len(after) > len(before):  # a wrapper inside the model gives them other names
             self.late = tuple(name for name in after if name not in before)
-            return self._run(workload, scenario, batch_size, edit, listener)
+            return self._run(workload, make, scenario, listener)
         if failed is not None:
             raise failed
         return trace

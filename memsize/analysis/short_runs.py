@@ -7,13 +7,14 @@ whole ever after, and so is each workload whose short runs do not differ by repe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields
 from typing import Any, Final
 
 from torch import nn
 
 from memsize.depth.blocks import FoundBlocks, find_blocks, shorten
+from memsize.depth.repeated import FoldedPath
 from memsize.depth.trace_extension import NotRepeated, extended_trace
 from memsize.errors import MemsizeError
 from memsize.records.trace import Trace
@@ -36,6 +37,7 @@ class ShortRuns:
         self.found: FoundBlocks | None = find_blocks(model)
         self.verified = False
         """Whether a forward of the whole model has shown that it is an extension."""
+        self._lengths_of: dict[Hashable, tuple[int, ...]] = {}
         self.refusal = ""
         """Why the model is run whole."""
 
@@ -47,25 +49,43 @@ class ShortRuns:
         count = self.found.blocks.count
         return tuple(length for length in _LENGTHS if 2 * length + 1 + _WORTHWHILE <= count)
 
-    def extended(self, run: RunShort) -> Trace | None:
-        """Return the run of the whole model, from those that `run` makes of short ones; None where they don't tell."""
+    def extended(self, run: RunShort, kind: Hashable) -> Trace | None:
+        """Return the run of the whole model, from those that `run` makes of short ones; None where they don't tell.
+
+        Runs of one `kind` are taken to need equally long models.
+        """
         runs: dict[int, Trace] = {}
         try:
-            for length in self.lengths:
+            for length in self._lengths_of.get(kind, self.lengths):
                 for count in (length, length + 1):
                     if count not in runs:
                         runs[count] = run(self._model(count))
                 try:
-                    return self._extended(runs[length], runs[length + 1], length)
+                    trace = self._extended(runs[length], runs[length + 1], length)
                 except NotRepeated:
                     continue
+                self._lengths_of[kind] = tuple(longer for longer in self.lengths if longer >= length)
+                return trace
         except MemsizeError:  # the whole model says why
-            pass
+            return None
+        self._lengths_of[kind] = ()
         return None
+
+    def folded(self, model: nn.Module, layers: Mapping[str, str]) -> dict[FoldedPath, str]:
+        """Return what is said of `layers` of one of the short models, by paths that hold for any number of blocks."""
+        assert self.found is not None
+        blocks = next(self.found.blocks.with_count(count) for count, short in self._models.items() if short is model)
+        return {blocks.fold(path)[0]: text for path, text in layers.items()}
+
+    def unfolded(self, trace: Trace, layers: Mapping[FoldedPath, str]) -> dict[str, str]:
+        """Return what is said of `layers`, by the paths of the whole model, whose run is `trace`."""
+        assert self.found is not None
+        paths = ((layer.path, self.found.blocks.fold(layer.path)[0]) for layer in trace.layers)
+        return {path: layers[folded] for path, folded in paths if folded in layers}
 
     def verify(self, whole: Trace, run: RunShort) -> None:
         """Find whether `whole`, a forward, is what the forwards of short models extend to."""
-        extended = self.extended(run)
+        extended = self.extended(run, "forward")
         if extended is not None and (different := _different(whole, extended)):
             self.refusal = f"{different} of a forward are not what repetition makes them"
         elif extended is None:

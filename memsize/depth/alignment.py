@@ -82,11 +82,9 @@ class _Search:
     def _slack(self, at: int, length: int, last: int) -> int:
         """Return by how many rows a segment may begin earlier.
 
-        The first and the last repetition may have numbers of their own where the keys are the same, so that a segment
-        is best taken from the middle.
+        It is best taken from the middle of all repetitions: a row is then compared with that of the same repetition.
         """
-        most = at - length - last
-        before, end = self.longer[at - most : at], self.longer[at + length - most : at + length]
+        before, end = self.longer[last:at], self.longer[last + length : at + length]
         return _common(before[::-1], end[::-1])
 
     def _goes_on(self, at: int, to: int, ahead: int) -> bool:
@@ -107,19 +105,27 @@ def extended(shorter: Table, longer: Table, blocks: int) -> Table | None:
     where the two do not align.
     """
     segments = insertions(shorter.keys, longer.keys)
-    if segments is None:
+    if segments is None or not all(_has_neighbours(shorter.keys, longer.keys, segment) for segment in segments):
         return None
     keys, numbers = [], []
     at = to = 0
-    for segment in [*segments, Insertion(len(shorter.keys), len(longer.keys), 0)]:
-        first, second = shorter.numbers[at : segment.shorter], longer.numbers[to : segment.longer]
-        keys.append(shorter.keys[at : segment.shorter])
+    for at_end, to_end, length in [*segments, Insertion(len(shorter.keys), len(longer.keys), 0)]:
+        first, second = shorter.numbers[at:at_end], longer.numbers[to:to_end]
+        keys.append(shorter.keys[at:at_end])
         numbers.append(first + (second - first) * blocks)
-        at, to = segment.shorter, segment.longer + segment.length
-        if segment.length:
-            repeated = slice(segment.longer, to)
-            before = numbers[-1][-segment.length :]
-            step = longer.numbers[repeated] - longer.numbers[segment.longer - segment.length : segment.longer]
-            keys.append(np.tile(longer.keys[repeated], blocks))
-            numbers.extend(before + step * n for n in range(1, blocks + 1))
+        at, to = at_end, to_end + length
+        if length:
+            repeated = longer.numbers[to_end:to]
+            # What a block more adds to the numbers of the repetition before, and to those of the one behind.
+            before = longer.numbers[to_end - length : to_end] - shorter.numbers[at - length : at]
+            behind = longer.numbers[to : to + length] - shorter.numbers[at : at + length]
+            keys.append(np.tile(longer.keys[to_end:to], blocks))
+            numbers.extend(repeated + before * (blocks - 1) + (behind - before) * n for n in range(blocks))
     return Table(np.concatenate(keys), np.concatenate(numbers))
+
+
+def _has_neighbours(shorter: Integers, longer: Integers, segment: Insertion) -> bool:
+    """Whether the shorter table has the rows of a segment right before it and right behind it as well."""
+    at, to, length = segment
+    rows, around = longer[to : to + length], shorter[max(at - length, 0) : at + length]
+    return len(around) == 2 * length and bool((around.reshape(2, length) == rows).all())

@@ -11,7 +11,7 @@ from torch import nn
 
 from memsize.analysis.fit.footprint import Footprint, ReplaysByCapacity
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS
-from memsize.analysis.runner import Runner
+from memsize.analysis.runner import Edit, Runner
 from memsize.device.allocation_events import AllocationEvents, flow_of
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.errors import ForwardError
@@ -21,17 +21,14 @@ from memsize.records.fit import FitRun
 from memsize.records.gpu import Card
 from memsize.records.trace import InputTensor, Trace
 from memsize.spec.generation import Generation
+from memsize.spec.model_request import Call
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import Scenario
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.training import Training
 from memsize.spec.vary import Vary
 from memsize.torch_internals.isolation import forget_run
-from memsize.tracing.run import Setup
 from memsize.workloads.parallel import steps_on
-
-Edit = Callable[[Setup], Setup]
-"""Changes a meta copy that is ready to run; raises `memsize.analysis.remedies.NotApplicable`."""
 
 
 class RunKey(NamedTuple):
@@ -273,16 +270,15 @@ class RunCache:
             training = replace(training, steps=2, gradient_accumulation_steps=backwards * variant.split)
         batch = size if self.vary.batch else self.model_inputs.batch_size
 
-        def edited(setup: Setup) -> Setup:
-            if not self.vary.batch:
-                setup = replace(setup, call=resized_call(setup.call, self._dimensions, size))
-            for edit in variant.edits:
-                setup = edit(setup)
-            return setup
+        def resized(call: Call) -> Call:
+            return call if self.vary.batch else resized_call(call, self._dimensions, size)
 
-        workload = steps_on(training, variant.parallel, variant.card)
         trace = self._runner(variant).run(
-            workload, variant.scenario, batch_size=-(-batch // variant.split), edit=edited
+            steps_on(training, variant.parallel, variant.card),
+            variant.scenario,
+            batch_size=-(-batch // variant.split),
+            resized=resized,
+            edits=variant.edits,
         )
         return TracedRun(replace(trace, storages=in_columns(trace.storages), events=in_columns(trace.events)))
 
