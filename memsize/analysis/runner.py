@@ -6,11 +6,12 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from memsize.analysis.short_runs import ShortRuns
+from memsize.analysis.short_runs import Proof, ShortRuns, proof_of
 from memsize.depth.repeated import FoldedPath
 from memsize.device.cards import card
 from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
@@ -35,9 +36,8 @@ from memsize.tracing.ddp import buckets_of
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import GpuSetup, Setup, give_shapes
-from memsize.workloads import Forward, Inference, Workload, kept_for_backward
-from memsize.workloads.parallel import ParallelSteps
-from memsize.workloads.training import TrainingSteps
+from memsize.workloads import Workload, kept_for_backward
+from memsize.workloads.generation import GenerationSteps
 
 _CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
 _LATE = "the forward registers {}: the model is shown as it is after a first forward"
@@ -87,7 +87,7 @@ class Runner:
         self.late: tuple[str, ...] = ()
         """The parameters and buffers that the forward was found to register."""
         self._copier = MetaCopier(model)
-        self._short_runs: ShortRuns | None = None
+        self.short_runs = ShortRuns(model, self.copy)
         self._short_runners: dict[nn.Module, Runner] = {}
         self._stored: dict[_StorageKey, tuple[StoredTensor, ...]] = {}
 
@@ -110,35 +110,53 @@ class Runner:
         `ScenarioError` or `ForwardError` where no run is possible.
         """
 
-        def run_short(model: nn.Module) -> Trace:
+        make = partial(self._setup, scenario, batch_size, resized, edits)
+        options = {"batch_size": batch_size, "resized": resized, "edits": edits}
+        try:
+            proof = None if self.whole or self.execute else proof_of(workload)
+            if proof is not None and self._is_proven(proof, listener):
+                trace = self._extended(workload, scenario, options)
+                if trace is not None:
+                    return trace
+            return self._run(workload, make, scenario, listener)
+        finally:
+            forget_run()
+
+    def _extended(self, workload: Workload, scenario: Scenario, options: dict[str, Any]) -> Trace | None:
+        """The trace of `workload` from the runs of short models; None where those don't tell."""
+        skipped: dict[FoldedPath, str] = {}
+
+        def run(model: nn.Module) -> Trace:
             runner = self._short_runner(model)
-            trace = runner.run(workload, scenario, batch_size=batch_size, resized=resized, edits=edits)
+            trace = runner.run(workload, scenario, **options)
             if scenario.name in runner.skipped_layers:
                 skipped.update(self.short_runs.folded(model, runner.skipped_layers[scenario.name]))
             return trace
 
-        skipped: dict[FoldedPath, str] = {}
-        try:
-            if _repeats(workload) and self._is_repetition(listener):
-                trace = self.short_runs.extended(run_short, (workload, scenario, edits))
-                if trace is not None:
-                    if skipped:
-                        self.skipped_layers[scenario.name] = self.short_runs.unfolded(trace, skipped)
-                    return trace
-            return self._run(workload, partial(self._setup, scenario, batch_size, resized, edits), scenario, listener)
-        finally:
-            forget_run()
+        extend = workload.record.extend if isinstance(workload, GenerationSteps) else lambda blocks: True
+        trace = self.short_runs.extended(run, (workload, scenario, options["edits"]), extend)
+        if trace is not None and skipped:
+            self.skipped_layers[scenario.name] = self.short_runs.unfolded(trace, skipped)
+        return trace
 
-    @property
-    def short_runs(self) -> ShortRuns:
-        """The repeated blocks of the model, and its short models."""
-        if self._short_runs is None:
-            self._short_runs = ShortRuns(self.model, self.copy)
-        return self._short_runs
+    def _is_proven(self, proof: Proof, listener: Listener | None) -> bool:
+        """Whether short models tell of the whole one: a run of it as it is shows that."""
+        if self.late or buckets_of(self.model) is not None or self.short_runs.blocks is None:
+            return False
+        if proof.kind not in self.short_runs.refusals:
+            own = SCENARIOS["as-given"]
+            try:
+                whole = self._run(proof.workload, partial(self.setup, own), own, listener)
+            except MemsizeError:
+                return False
+            if self.late:
+                return False
+            self.short_runs.prove(proof, whole, lambda model: self._short_runner(model).run(proof.workload, own))
+        return not self.short_runs.refusals[proof.kind]
 
     def _short_runner(self, model: nn.Module) -> Runner:
         if model not in self._short_runners:
-            runner = Runner(
+            self._short_runners[model] = Runner(
                 self.name,
                 model,
                 self.inputs,
@@ -148,23 +166,7 @@ class Runner:
                 stack=self.stack,
                 whole=True,
             )
-            self._short_runners[model] = runner
         return self._short_runners[model]
-
-    def _is_repetition(self, listener: Listener | None) -> bool:
-        """Whether short models tell of the whole one, by a forward of it."""
-        if self.whole or self.execute or self.late or buckets_of(self.model) is not None or not self.short_runs.lengths:
-            return False
-        if not self.short_runs.verified:
-            own = SCENARIOS["as-given"]
-            try:
-                forward = self._run(Forward(), partial(self.setup, own), own, listener)
-            except MemsizeError:
-                return False
-            if self.late:
-                return False
-            self.short_runs.verify(forward, lambda model: self._short_runner(model).run(Forward(), own))
-        return self.short_runs.verified
 
     def _setup(
         self, scenario: Scenario, batch_size: int | None, resized: Callable[[Call], Call], edits: tuple[Edit, ...]
@@ -292,14 +294,6 @@ class Runner:
         except ForwardError:
             return True
         return False
-
-
-def _repeats(workload: Workload) -> bool:
-    """Whether nothing in a workload tells one block of a model from another; a function of the user's might."""
-    if isinstance(workload, (TrainingSteps, ParallelSteps)):
-        options = workload.options
-        return isinstance(options.optimizer, str) and not options.is_own and isinstance(options.loss, (str, type(None)))
-    return isinstance(workload, (Forward, Inference))
 
 
 def plans_of(card: Card) -> Plans:

@@ -1,23 +1,30 @@
 """Runs of a deep model, extended from those of two models with fewer of its repeated blocks.
 
-Whether the model is one of which that holds is found out by running it: its first forward is run whole, and has to be
-the one that the short models' forwards extend to. So a model that does something of its own in one of its layers is run
-whole ever after, and so is each workload whose short runs do not differ by repetition alone.
+Whether that holds for a model is found out by running it: a forward of the whole model has to be the one that the short
+models' forwards extend to. So a model that does something of its own in one of its layers is run whole, and so is a
+workload whose short runs do not differ by repetition alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import fields
-from typing import Any, Final
+from dataclasses import fields, replace
+from functools import cached_property
+from typing import Any, Final, NamedTuple
 
 from torch import nn
 
-from memsize.depth.blocks import FoundBlocks, find_blocks, shorten
+from memsize.depth.blocks import ModelBlocks, find_blocks, shorten
 from memsize.depth.repeated import FoldedPath
-from memsize.depth.trace_extension import NotRepeated, extended_trace
+from memsize.depth.trace_extension import NotRepeatedError, extended_trace
 from memsize.errors import MemsizeError
 from memsize.records.trace import Trace
+from memsize.spec.training import Training
+from memsize.workloads import Forward, Inference, Workload
+from memsize.workloads.generation import CacheRecord, GenerationSteps
+from memsize.workloads.parallel import ParallelSteps
+from memsize.workloads.serving import ProfileRun
+from memsize.workloads.training import TrainingSteps
 
 _LENGTHS: Final = (3, 4)
 """The periods of blocks in the shorter one of two models, in the order in which they are tried."""
@@ -28,86 +35,110 @@ RunShort = Callable[[nn.Module], Trace]
 """Makes the run of a short model."""
 
 
+class Proof(NamedTuple):
+    """A run of the whole model that shows whether runs of a `kind` are extensions."""
+
+    kind: Hashable
+    workload: Workload
+
+
+def proof_of(workload: Workload) -> Proof | None:
+    """Return the proof of runs of `workload`; None where no run is one, as of a workload with a function of the user's,
+    which may tell one block from another.
+    """
+    if isinstance(workload, GenerationSteps):
+        plain = workload.loop is None and workload.generation.draft is None and not workload.generation.is_offloaded
+        kind = replace(workload.generation, prompt=1, max_new_tokens=2), workload.edits
+        return Proof(kind, replace(workload, steps=1, record=CacheRecord())) if plain else None
+    if isinstance(workload, (TrainingSteps, ParallelSteps)) and not _is_regular(workload.options):
+        return None
+    ordinary = (Forward, Inference, ProfileRun, TrainingSteps, ParallelSteps)
+    return Proof(Forward, Forward()) if isinstance(workload, ordinary) else None
+
+
+def _is_regular(training: Training) -> bool:
+    return isinstance(training.optimizer, str) and not training.is_own and not callable(training.loss)
+
+
 class ShortRuns:
     """The repeated blocks of one model, whose meta copies `copy` makes, and its short models."""
 
     def __init__(self, model: nn.Module, copy: Callable[[], nn.Module]) -> None:
+        self._model = model
         self._copy = copy
-        self._models: dict[int, nn.Module] = {}
-        self.found: FoundBlocks | None = find_blocks(model)
-        self.verified = False
-        """Whether a forward of the whole model has shown that it is an extension."""
+        self._short: dict[int, nn.Module] = {}
         self._lengths_of: dict[Hashable, tuple[int, ...]] = {}
-        self.refusal = ""
-        """Why the model is run whole."""
+        self.refusals: dict[Hashable, str] = {}
+        """For each kind of proof that was tried: why it failed, or an empty text."""
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The lengths to try; none where the whole model is run sooner, or has to be run."""
-        if self.found is None or self.refusal:
-            return ()
-        count = self.found.blocks.count
-        return tuple(length for length in _LENGTHS if 2 * length + 1 + _WORTHWHILE <= count)
+    @cached_property
+    def blocks(self) -> ModelBlocks | None:
+        """The blocks that repeat; None where the whole model is run sooner than two short ones."""
+        found = find_blocks(self._model)
+        return found if found is not None and found.repeated.count >= 2 * _LENGTHS[0] + 1 + _WORTHWHILE else None
 
-    def extended(self, run: RunShort, kind: Hashable) -> Trace | None:
+    def extended(
+        self, run: RunShort, kind: Hashable, extend: Callable[[int], bool] = lambda blocks: True
+    ) -> Trace | None:
         """Return the run of the whole model, from those that `run` makes of short ones; None where they don't tell.
 
-        Runs of one `kind` are taken to need equally long models.
+        Runs of one `kind` are taken to need equally long models. `extend` extends what else the runs recorded.
         """
-        runs: dict[int, Trace] = {}
+        if self.blocks is None:
+            return None
+        repeated, runs = self.blocks.repeated, dict[int, Trace]()
         try:
-            for length in self._lengths_of.get(kind, self.lengths):
+            for length in self._lengths_of.get(kind, _LENGTHS):
                 for count in (length, length + 1):
                     if count not in runs:
-                        runs[count] = run(self._model(count))
+                        runs[count] = run(self._model_with(count))
                 try:
-                    trace = self._extended(runs[length], runs[length + 1], length)
-                except NotRepeated:
+                    trace = extended_trace(runs[length], runs[length + 1], repeated.with_count(length), repeated.count)
+                except NotRepeatedError:
                     continue
-                self._lengths_of[kind] = tuple(longer for longer in self.lengths if longer >= length)
-                return trace
+                if extend(repeated.count - length):
+                    self._lengths_of[kind] = (length,)
+                    return replace(trace, extended_from=(length, length + 1))
         except MemsizeError:  # the whole model says why
             return None
         self._lengths_of[kind] = ()
         return None
 
+    def prove(self, proof: Proof, whole: Trace, run: RunShort) -> None:
+        """Find whether `whole`, the run of a proof, is what the runs of short models extend to."""
+        extended = self.extended(run, proof)
+        if extended is None:
+            self.refusals[proof.kind] = "the runs of short models differ by more than repetition"
+        else:
+            part = different_part(whole, extended)
+            self.refusals[proof.kind] = f"{part} of the whole model are not those of its short models" if part else ""
+
     def folded(self, model: nn.Module, layers: Mapping[str, str]) -> dict[FoldedPath, str]:
         """Return what is said of `layers` of one of the short models, by paths that hold for any number of blocks."""
-        assert self.found is not None
-        blocks = next(self.found.blocks.with_count(count) for count, short in self._models.items() if short is model)
-        return {blocks.fold(path)[0]: text for path, text in layers.items()}
+        assert self.blocks is not None
+        repeated = next(
+            self.blocks.repeated.with_count(count) for count, short in self._short.items() if short is model
+        )
+        return {repeated.fold(path)[0]: text for path, text in layers.items()}
 
     def unfolded(self, trace: Trace, layers: Mapping[FoldedPath, str]) -> dict[str, str]:
         """Return what is said of `layers`, by the paths of the whole model, whose run is `trace`."""
-        assert self.found is not None
-        paths = ((layer.path, self.found.blocks.fold(layer.path)[0]) for layer in trace.layers)
+        assert self.blocks is not None
+        paths = ((layer.path, self.blocks.repeated.fold(layer.path)[0]) for layer in trace.layers)
         return {path: layers[folded] for path, folded in paths if folded in layers}
 
-    def verify(self, whole: Trace, run: RunShort) -> None:
-        """Find whether `whole`, a forward, is what the forwards of short models extend to."""
-        extended = self.extended(run, "forward")
-        if extended is not None and (different := _different(whole, extended)):
-            self.refusal = f"{different} of a forward are not what repetition makes them"
-        elif extended is None:
-            self.refusal = "its forward does not repeat"
-        self.verified = not self.refusal
-
-    def _extended(self, shorter: Trace, longer: Trace, length: int) -> Trace:
-        assert self.found is not None
-        blocks = self.found.blocks
-        return extended_trace(shorter, longer, blocks.with_count(length), blocks.count)
-
-    def _model(self, count: int) -> nn.Module:
-        if count not in self._models:
-            assert self.found is not None
-            self._models[count] = self._copy()
-            shorten(self._models[count], self.found, count)
-        return self._models[count]
+    def _model_with(self, count: int) -> nn.Module:
+        if count not in self._short:
+            assert self.blocks is not None
+            self._short[count] = self._copy()
+            shorten(self._short[count], self.blocks, count)
+        return self._short[count]
 
 
-def _different(a: Trace, b: Trace) -> str:
-    """Return the name of a part in which two runs differ."""
-    return next((part.name for part in fields(a) if not _equal(getattr(a, part.name), getattr(b, part.name))), "")
+def different_part(a: Trace, b: Trace) -> str:
+    """Return the name of a part in which two runs differ, apart from how they were made; empty where there is none."""
+    parts = (part.name for part in fields(Trace) if part.name != "extended_from")
+    return next((name for name in parts if not _equal(getattr(a, name), getattr(b, name))), "")
 
 
 def _equal(a: Any, b: Any) -> bool:

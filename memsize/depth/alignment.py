@@ -7,12 +7,14 @@ that a segment is repeated. So the table of a deeper model follows by induction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 Integers = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
+
+Value = TypeVar("Value", bound=Hashable)
 
 _AHEAD = 8
 """How many rows at the least go on alike behind a segment that is tried first."""
@@ -122,6 +124,19 @@ def extended(shorter: Table, longer: Table, blocks: int) -> Table | None:
             keys.append(np.tile(longer.keys[to_end:to], blocks))
             numbers.extend(repeated + before * (blocks - 1) + (behind - before) * n for n in range(blocks))
     return Table(np.concatenate(keys), np.concatenate(numbers))
+
+
+def extended_values(shorter: Sequence[Value], longer: Sequence[Value], blocks: int) -> tuple[Value, ...] | None:
+    """Return the values of a model that has `blocks` more than that of `shorter`, where `longer` has one more; None
+    where the two do not align.
+    """
+    numbers: dict[Value, int] = {}
+    tables = [
+        Table(np.array([numbers.setdefault(value, len(numbers)) for value in values]), np.zeros((len(values), 0), int))
+        for values in (shorter, longer)
+    ]
+    result, values = extended(*tables, blocks), list(numbers)
+    return None if result is None else tuple(values[number] for number in result.keys)
 
 
 def _has_neighbours(shorter: Integers, longer: Integers, segment: Insertion) -> bool:

@@ -19,22 +19,22 @@ _NUMBERED: Final = re.compile(r"(.*?)(\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class FoundBlocks:
+class ModelBlocks:
     """Blocks of one model: the module at `path` holds them. `counting` are the attributes that count blocks."""
 
     path: str
-    blocks: RepeatedBlocks
+    repeated: RepeatedBlocks
     counting: frozenset[Key]
     modules: int
     """How many modules one period has."""
 
 
-def find_blocks(model: nn.Module) -> FoundBlocks | None:
+def find_blocks(model: nn.Module) -> ModelBlocks | None:
     """Return the blocks of `model` that repeat most; None where there are too few for short models to be quicker."""
     likeness: Likeness | None = None
-    best: FoundBlocks | None = None
+    best: ModelBlocks | None = None
     for path, module in model.named_modules():
-        if best is not None and path.startswith(best.blocks.stem):
+        if best is not None and path.startswith(best.repeated.stem):
             continue
         stem = _stem(path, module)
         if stem is None:
@@ -46,8 +46,8 @@ def find_blocks(model: nn.Module) -> FoundBlocks | None:
     return best
 
 
-def _saved(blocks: FoundBlocks) -> int:
-    return blocks.modules * blocks.blocks.count
+def _saved(blocks: ModelBlocks) -> int:
+    return blocks.modules * blocks.repeated.count
 
 
 def _stem(path: str, module: nn.Module) -> str | None:
@@ -61,21 +61,21 @@ def _stem(path: str, module: nn.Module) -> str | None:
     return f"{path}.{match[1]}" if path else match[1]
 
 
-def _repetition(path: str, stem: str, children: Sequence[nn.Module], likeness: Likeness) -> FoundBlocks | None:
+def _repetition(path: str, stem: str, children: Sequence[nn.Module], likeness: Likeness) -> ModelBlocks | None:
     """Return the longest repetition among `children`, the one of the shortest period if there are several."""
     if len(children) < _LEAST or len({type(child) for child in children}) > _LONGEST_PERIOD:
         return None
     features = [likeness.features(child) for child in children]
-    best: FoundBlocks | None = None
+    best: ModelBlocks | None = None
     for period in range(1, min(_LONGEST_PERIOD, len(children) // _LEAST) + 1):
         for start, count in _runs([block.common for block in features], period):
-            if best is not None and period * count <= best.blocks.period * best.blocks.count:
+            if best is not None and period * count <= best.repeated.period * best.repeated.count:
                 continue
             counting = counted(features[start:], period, count)
             if counting is not None:
                 modules = sum(1 for child in children[start : start + period] for _ in child.modules())
                 behind = len(children) - start - period * count
-                best = FoundBlocks(path, RepeatedBlocks(stem, start, period, count, behind), counting, modules)
+                best = ModelBlocks(path, RepeatedBlocks(stem, start, period, count, behind), counting, modules)
     return best
 
 
@@ -91,20 +91,20 @@ def _runs(common: Sequence[Any], period: int) -> Iterator[tuple[int, int]]:
         start = position - period + 1
 
 
-def shorten(model: nn.Module, found: FoundBlocks, count: int) -> None:
+def shorten(model: nn.Module, blocks: ModelBlocks, count: int) -> None:
     """Leave `count` periods of the blocks in `model`, a copy. Blocks behind them, and lists with an item for each
     block, are as if the model had been built so.
     """
-    blocks = found.blocks
-    holder = model.get_submodule(found.path)
+    repeated = blocks.repeated
+    holder = model.get_submodule(blocks.path)
     children, total = list(holder.children()), len(holder._modules)
-    first, last = blocks.start + blocks.period * count, blocks.stop
+    first, last = repeated.start + repeated.period * count, repeated.stop
     for child in children[last:]:
-        for path, name in found.counting:
+        for path, name in blocks.counting:
             module: Any = child.get_submodule(path) if _has(child, path) else None
             if type(getattr(module, name, None)) is int:
                 setattr(module, name, getattr(module, name) - (last - first))
-    stem = blocks.stem.removeprefix(f"{found.path}." if found.path else "")
+    stem = repeated.stem.removeprefix(f"{blocks.path}." if blocks.path else "")
     holder._modules.clear()
     for number, child in enumerate([*children[:first], *children[last:]]):
         holder._modules[f"{stem}{number}"] = child

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -69,7 +70,8 @@ class Likeness:
         if isinstance(value, _PLAIN) or kind is int:
             return kind, value
         if kind is float:
-            return kind, repr(value)
+            # A rate may differ from block to block, as that of stochastic depth does.
+            return kind, value if value in (0.0, 1.0) else "between"
         if isinstance(value, nn.Module):
             return "module", paths.get(id(value), id(value))
         if isinstance(value, torch.Tensor):
@@ -123,8 +125,8 @@ def counted(blocks: Sequence[Features], period: int, count: int) -> frozenset[Ke
     counting = set()
     for kind in range(period):
         alike = [blocks[kind + period * number].numbers for number in range(count)]
-        for key, first in alike[0].items():
-            steps = {after[key] - before[key] for before, after in zip(alike, alike[1:], strict=False)}
+        for key in alike[0]:
+            steps = {after[key] - before[key] for before, after in pairwise(alike)}
             if steps == {period}:
                 counting.add(key)
             elif steps != {0}:

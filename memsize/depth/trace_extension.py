@@ -25,7 +25,7 @@ _WHOLE: Final = ("model", "scenario", "training", "batch_size", "torch", "inputs
 _WHOLE_TOO: Final = ("cudnn", "failure", "roots", "world", "lines", "stack")
 
 
-class NotRepeated(Exception):
+class NotRepeatedError(Exception):
     """Two runs do not differ by repetition alone; the text says in what."""
 
 
@@ -105,14 +105,14 @@ class _Tables:
 def extended_trace(shorter: Trace, longer: Trace, blocks: RepeatedBlocks, count: int) -> Trace:
     """Return the trace of a model with `count` periods of blocks, from those of models with `blocks` and one more.
 
-    Raises `NotRepeated` where they differ by more than repetition.
+    Raises `NotRepeatedError` where they differ by more than repetition.
     """
     for name in (*_WHOLE, *_WHOLE_TOO):
         if getattr(shorter, name) != getattr(longer, name):
-            raise NotRepeated(f"{name} of the two runs differ")
+            raise NotRepeatedError(f"{name} of the two runs differ")
     try:
         return _extended(shorter, longer, blocks, count, sizes_grow=False)
-    except NotRepeated:
+    except NotRepeatedError:
         return _extended(shorter, longer, blocks, count, sizes_grow=True)
 
 
@@ -124,7 +124,7 @@ def _extended(shorter: Trace, longer: Trace, blocks: RepeatedBlocks, count: int,
     for name, table in vars(first).items():
         result = extended(table, getattr(second, name), count - blocks.count)
         if result is None:
-            raise NotRepeated(f"the {name} of the two runs do not align")
+            raise NotRepeatedError(f"the {name} of the two runs do not align")
         tables[name] = result
     whole = _Tables(**tables)
     _check(whole, keys)
@@ -166,7 +166,7 @@ class _Folding:
         path, number = self.blocks.fold(layer.path)
         aliases = [self.blocks.fold(alias) for alias in layer.aliases]
         if any(of not in (number, -1) for _, of in aliases):
-            raise NotRepeated(f"{layer.path} is part of several blocks")
+            raise NotRepeatedError(f"{layer.path} is part of several blocks")
         grows = self.sizes_grow and path.kind is None
         sizes = (layer.calls, layer.output_bytes, layer.saved_bytes, layer.cast_bytes, layer.multiply_adds or 0)
         if grows:
@@ -210,7 +210,7 @@ class _Folding:
         )  # fmt: skip
         self.storage_keys.append(key)
         if rank > _MOST_DIMENSIONS:
-            raise NotRepeated(f"a tensor has {rank} dimensions")
+            raise NotRepeatedError(f"a tensor has {rank} dimensions")
         numbers = (storage.layer, storage.saved_by, storage.bytes, *storage.shape, *(0,) * (_MOST_DIMENSIONS - rank))
         return key, numbers
 
@@ -246,7 +246,7 @@ def _table(rows: Iterable[tuple[int, tuple[int, ...]]], width: int) -> Table:
 
 
 def _check(tables: _Tables, keys: _Keys) -> None:
-    """Raise `NotRepeated` unless each index leads to a row of the key that goes with it."""
+    """Raise `NotRepeatedError` unless each index leads to a row of the key that goes with it."""
     paths: dict[FoldedPath | None, int] = {None: -1}
     number = [paths.setdefault(key[1], len(paths)) for key in keys.layers.keys]
     of_layer = np.array([*number, -1], dtype=np.int64)
@@ -255,7 +255,7 @@ def _check(tables: _Tables, keys: _Keys) -> None:
     def leads(indexes: Integers, expected: Integers) -> None:
         inside = (indexes >= -1) & (indexes < len(layers) - 1)
         if not inside.all() or not (of_layer[layers[indexes]] == expected).all():
-            raise NotRepeated("a layer is not the one that it should be")
+            raise NotRepeatedError("a layer is not the one that it should be")
 
     storages, events = tables.storages, tables.events
     leads(storages.numbers[:, 0], keys.storages.column(storages.keys, lambda key: paths.get(key.layer, -2)))
@@ -265,9 +265,9 @@ def _check(tables: _Tables, keys: _Keys) -> None:
     if not len(storage):
         return
     if storage.min() < 0 or storage.max() >= len(storages.keys):
-        raise NotRepeated("an event is about no storage")
+        raise NotRepeatedError("an event is about no storage")
     if not (storages.keys[storage] == keys.events.column(events.keys, lambda key: key.storage)).all():
-        raise NotRepeated("an event is about another storage than it should be")
+        raise NotRepeatedError("an event is about another storage than it should be")
     order = np.argsort(storage, kind="stable")
     starts = np.append(True, np.diff(storage[order]) != 0)
     ends = np.append(starts[1:], True)
@@ -276,7 +276,7 @@ def _check(tables: _Tables, keys: _Keys) -> None:
     first = keys.events.column(events.keys, lambda key: key.first)[order].astype(bool)
     last = keys.events.column(events.keys, lambda key: key.last)[order].astype(bool)
     if (first != starts).any() or (last != (ends & (total == before))).any() or (total < before).any():
-        raise NotRepeated("a storage does not appear once, or ends before it appears")
+        raise NotRepeatedError("a storage does not appear once, or ends before it appears")
 
 
 class _Unfolding:
@@ -303,7 +303,7 @@ class _Unfolding:
         )
 
     def _passed(self, table: Table, column: int) -> list[tuple[Any, ...]]:
-        """What each layer returned or was given; raises `NotRepeated` if that is what another one was."""
+        """What each layer returned or was given; raises `NotRepeatedError` if that is what another one was."""
         rows, result, end = table.keys.tolist(), [], 0
         for layer, count in zip(
             *(part.tolist() for part in (self.tables.layers.keys, self.tables.layers.numbers[:, column])), strict=True
@@ -311,7 +311,7 @@ class _Unfolding:
             passed = [self.keys.others.keys[row] for row in rows[end : end + count]]
             end += count
             if any(path != self.keys.layers.keys[layer][1] for path, _ in passed):
-                raise NotRepeated("a layer has the outputs of another")
+                raise NotRepeatedError("a layer has the outputs of another")
             result.append(tuple(tensor for _, tensor in passed))
         return result
 

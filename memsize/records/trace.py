@@ -251,6 +251,10 @@ class Trace:
     """
     deferred: tuple[DeferredFree, ...] = ()
     """The events that free what other streams may still use."""
+    extended_from: tuple[int, ...] = ()
+    """How many periods of its repeated blocks the models had whose runs this one extends (`memsize.depth`); empty for a
+    run of the whole model.
+    """
     stack: str = ""
     """The PyTorch and CUDA that a GPU was simulated with (``"torch=2.6,cuda=12.4"``); empty for the installed ones."""
 

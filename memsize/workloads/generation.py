@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from memsize.depth.alignment import extended_values
 from memsize.errors import InputError
 from memsize.known_values.values import MAX_INTEGER_ELEMENTS, set_constant
 from memsize.model.input_tensors import ModelInputs, input_tensors, resized_call
@@ -38,8 +39,34 @@ _MADE: Final = frozenset(("decoder_input_ids", "decoder_attention_mask", "labels
 Prompts = Callable[[int], ModelInputs]
 """Makes the inputs of a prompt of as many tokens."""
 
-Observer = Callable[[int, tuple[CachedLayer, ...]], None]
-"""Called after each forward with its number (0: the prefill), and what the cache holds then."""
+
+class CacheRecord:
+    """What the cache held after each forward (0: the prefill), in the latest of some runs of a generation."""
+
+    def __init__(self) -> None:
+        self._runs: list[list[tuple[CachedLayer, ...]]] = []
+
+    @property
+    def steps(self) -> list[tuple[CachedLayer, ...]]:
+        """The caches of the latest run."""
+        return self._runs[-1]
+
+    def begin(self) -> None:
+        """Begin another run."""
+        self._runs.append([])
+
+    def add(self, number: int, layers: tuple[CachedLayer, ...]) -> None:
+        """Record the cache after forward `number`; a later part of a prefill takes the place of an earlier one."""
+        self._runs[-1][number:] = [layers]
+
+    def extend(self, blocks: int) -> bool:
+        """Add a run of a model that has `blocks` more than that of the last run but one, where the last one has one
+        more. Returns False where those two do not differ by repetition alone.
+        """
+        steps = [extended_values(*layers, blocks) for layers in zip(*self._runs[-2:], strict=True)]
+        whole = [layers for layers in steps if layers is not None]
+        self._runs.append(whole)
+        return len(whole) == len(steps)
 
 
 class _Enough(BaseException):
@@ -50,14 +77,14 @@ class _Enough(BaseException):
 class GenerationSteps:
     """The prefill and the first `steps` decode steps of a generation; all of them with None.
 
-    The setup's inputs are those of the prompt. `observer` is told what the cache holds after each forward, `edits`
-    change the model before. `loop` takes the place of `generate`: a function of the model, those of the inputs that it
+    The setup's inputs are those of the prompt. `record` has what the cache holds after each forward, `edits` change the
+    model before. `loop` takes the place of `generate`: a function of the model, those of the inputs that it
     takes, and `max_new_tokens`.
     """
 
     generation: Generation
     steps: int | None = None
-    observer: Observer = field(default=lambda number, layers: None)
+    record: CacheRecord = field(default_factory=CacheRecord, compare=False)
     edits: tuple[Callable[[Setup], Setup], ...] = ()
     loop: Callable[..., Any] | None = None
 
@@ -79,7 +106,7 @@ class GenerationSteps:
             kwargs, arguments = _taken(self.loop, kwargs | {"max_new_tokens": self.generation.max_new_tokens + 1}), {}
         with run.recording(), torch.no_grad(), setup.precision.autocast(), run.ledger.clock.during(PREFILL):
             left = self.generation.steps if self.steps is None else self.steps
-            steps = _Steps(run, self.generation, left, self.observer)
+            steps = _Steps(run, self.generation, left, self.record)
             with (
                 steps.counted(),
                 _without_end(setup.model, partial(never_right, self.generation.draft, steps.propose)),
@@ -195,12 +222,13 @@ class _Steps:
     The forwards of the prefill are one step; then each forward of the model is one, with the proposals that it checks.
     """
 
-    def __init__(self, run: Run, generation: Generation, steps: int, observer: Observer) -> None:
+    def __init__(self, run: Run, generation: Generation, steps: int, record: CacheRecord) -> None:
         self.run = run
         self.clock = run.ledger.clock
         self.prefills = generation.prefills
         self.steps = steps
-        self.observer = observer
+        self.record = record
+        record.begin()
         self.begun = 0
         """How many forwards have begun, or the proposals for them."""
         self.proposed = False
@@ -242,7 +270,7 @@ class _Steps:
         """The model's forward has ended."""
         if self.begun and not self.clock.backward:
             layers = cached_layers(self.run, cache_of(kwargs, output))
-            self.observer(self.clock.step, (*layers, *self.drafted))
+            self.record.add(self.clock.step, (*layers, *self.drafted))
 
     def assisted(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The assistant's forward has ended."""

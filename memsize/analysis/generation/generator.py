@@ -208,11 +208,10 @@ class Generator:
             generation, batch, steps = traced
             refuse_missing_cache(self.runner.model, generation)
             self.progress(f"{self.scenario.name}, batch {batch:,}, a prompt of {generation.prompt:,}")
-            cached: list[tuple[CachedLayer, ...]] = []
             edits = self.edits
             if generation.is_offloaded:
                 edits = (*edits, partial(on_gpu_with_host, self.runner.gpu))
-            workload = GenerationSteps(generation, steps, partial(_record, cached), edits, self.loop)
+            workload = GenerationSteps(generation, steps, edits=edits, loop=self.loop)
             try:
                 trace = self.runner.with_inputs(self.prompts(generation.prompt), batch).run(workload, self.scenario)
             except ForwardError as error:
@@ -221,7 +220,7 @@ class Generator:
                     raise InputError(_TOO_LONG.format(self.runner.name, most, tokens)) from error
                 raise
             rest = replace(trace, phases=(), storages=(), events=())
-            self.samples[traced] = Sample(tuple(steps_of(trace, cached)), rest)
+            self.samples[traced] = Sample(tuple(steps_of(trace, workload.record.steps)), rest)
         return self.samples[traced]
 
     def _repeating(self, generation: Generation, batch: int) -> Generated | None:
@@ -303,11 +302,6 @@ def _parts(batches: Sequence[int], prompts: Sequence[int], apart: int) -> Iterat
 def _halves(numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     middle = (len(numbers) + 1) // 2
     return numbers[:middle], numbers[middle:]
-
-
-def _record(cached: list[tuple[CachedLayer, ...]], number: int, layers: tuple[CachedLayer, ...]) -> None:
-    del cached[number:]
-    cached.append(layers)
 
 
 def _steady(steps: Sequence[Step]) -> int | None:

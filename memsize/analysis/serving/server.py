@@ -132,10 +132,9 @@ class Server:
     def _layout(self, scenario: Scenario, config: Any) -> BlockLayout:
         """Lay out the blocks of the cache, from the growth of the model's own cache by one token."""
         self.progress(f"{scenario.name}: the cache of one token")
-        steps: dict[int, tuple[CachedLayer, ...]] = {}
-        workload = GenerationSteps(Generation(prompt=_PROMPT, max_new_tokens=2), None, steps.__setitem__)
+        workload = GenerationSteps(Generation(prompt=_PROMPT, max_new_tokens=2))
         trace = self.runner.with_inputs(self.prompts(_PROMPT), 1).run(workload, scenario)
-        own = _width(trace)
+        steps, own = workload.record.steps, _width(trace)
         width = own if self.serving.kv_cache_dtype is None else KV_BYTES[self.serving.kv_cache_dtype]
         _check_states(config, steps[1], self.runner.name)
         layers: list[CachedLayer] = []
