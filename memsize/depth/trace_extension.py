@@ -8,8 +8,10 @@ the tables were extended apart from each other, so that a wrong induction does n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,12 +23,14 @@ from memsize.records.trace import DeferredFree, Event, Layer, Storage, StoredTen
 from memsize.records.world import Collective
 
 _MOST_DIMENSIONS: Final = 8
+_NUMBER: Final = re.compile(r"(?<![\d.,])(\d+)(?![\d.,]*\d)")
+"""A whole number without a separator in it, which may count blocks; sizes have one."""
 _NO_PATH: Final = -1
 _OF_PARAMETERS: Final = ("parameter", "gradient", "optimizer state")
 """Roles of storages that are as large as parameters, which blocks have one by one."""
 _LAYER_SIZES: Final = ("calls", "output_bytes", "saved_bytes", "cast_bytes")
 """Figures of a layer that may grow with the depth where it holds the blocks."""
-_WHOLE: Final = ("model", "scenario", "training", "batch_size", "torch", "inputs", "phases", "assumptions", "notes")
+_WHOLE: Final = ("model", "scenario", "training", "batch_size", "torch", "inputs", "phases", "assumptions")
 _WHOLE_TOO: Final = ("cudnn", "failure", "roots", "world", "lines", "stack")
 
 
@@ -119,7 +123,26 @@ def _extended(shorter: Trace, longer: Trace, blocks: RepeatedBlocks, count: int,
         tables[name] = result
     whole = _Tables(**tables)
     _check(whole, keys)
-    return _Unfolding(blocks, keys, whole).into(shorter)
+    notes = extended_texts(shorter.notes, longer.notes, count - blocks.count)
+    return replace(_Unfolding(blocks, keys, whole).into(shorter), notes=notes)
+
+
+def extended_texts(shorter: Sequence[str], longer: Sequence[str], blocks: int) -> tuple[str, ...]:
+    """Return the texts of a model that has `blocks` more than that of `shorter`, where `longer` has one more: their
+    numbers may count blocks. Raises `NotRepeatedError` where they differ otherwise.
+    """
+    return tuple(_extended_text(*texts, blocks) for texts in zip_longest(shorter, longer, fillvalue=""))
+
+
+def _extended_text(shorter: str, longer: str, blocks: int) -> str:
+    parts = [_NUMBER.split(text) for text in (shorter, longer)]
+    if parts[0][::2] != parts[1][::2]:
+        raise NotRepeatedError("notes of the two runs differ")
+    numbers = [(int(first), int(second)) for first, second in zip(parts[0][1::2], parts[1][1::2], strict=True)]
+    if any(first != second and max(first, second) > 999 for first, second in numbers):
+        raise NotRepeatedError("sizes in notes of the two runs differ")
+    parts[0][1::2] = [f"{first + (second - first) * blocks}" for first, second in numbers]
+    return "".join(parts[0])
 
 
 class _Folding:
