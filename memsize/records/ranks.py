@@ -63,32 +63,15 @@ GROUP_FIELDS: Final = Fields[RankGroup](
     field("ranks", "ranks", NAME, 100, "those that hold the same", cell=lambda group, _: Label(spans(group.ranks))),
     field("ran", "run", TEXT, 60, "those of them that were run", get=lambda group: spans(group.ran)),
     field("requested", "tensors", BYTES, 98, "live bytes at the peak", get=lambda group: group.run.peak.requested),
-    field(
-        "reserved",
-        "reserved",
-        BYTES,
-        97,
-        "the allocator's segments at their peak",
-        get=lambda group: group.run.peak.reserved,
-    ),
-    field(
-        "device",
-        "GPU, at most",
-        BYTES,
-        99,
-        "what the GPU shows at the peak, at most",
-        get=lambda group: group.run.peak.device.high,
-    ),
+    field("reserved", "reserved", BYTES, 97, "the allocator's segments at their peak"),
+    field("device", "GPU, at most", BYTES, 99, "what the GPU shows at the peak, at most"),
     field("phase", "in", TEXT, 96, "when the peak is", get=lambda group: _phase(group.run.peak), alone="phase"),
-    field(
-        "layer",
-        "at",
-        PATH,
-        70,
-        "the layer that runs then",
-        get=lambda group: group.run.peak.peak_layer or None,
-        alone="layer",
-    ),
+    field("layer", "at", PATH, 70, "the layer that runs then", alone="layer"),
+    get={
+        "reserved": lambda group: group.run.peak.reserved,
+        "device": lambda group: group.run.peak.device.high,
+        "layer": lambda group: group.run.peak.peak_layer or None,
+    },
 )
 
 

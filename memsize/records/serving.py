@@ -170,10 +170,7 @@ class ServingReport(Answer):
 
     def tables(self) -> dict[str, FlatTable]:
         """`rows`, and `groups`: the layers that share a table of blocks."""
-        return {
-            "rows": SERVING_FIELDS.flat(self.serving_rows),
-            "groups": GROUP_FIELDS.flat(self.groups),
-        }
+        return {"rows": SERVING_FIELDS.flat(self.serving_rows), "groups": GROUP_FIELDS.flat(self.groups)}
 
     @property
     def rows(self) -> DataFrame:

@@ -227,22 +227,14 @@ class PhaseSummary(NamedTuple):
 
 PHASE_FIELDS: Final = Fields[PhaseSummary](
     field("name", "phase", WORDS, 100, "what the step is doing", get=lambda row: [row.name], key="phase"),
-    field(
-        "steps",
-        "step",
-        WORDS,
-        99,
-        "the steps in which it runs just so",
-        get=lambda row: [str(step) for step in row.steps if step],
-    ),
+    field("steps", "step", WORDS, 99, "the steps in which it runs just so"),
     field("before", "starts with", BYTES, 90, "live bytes before its first event"),
     field("peak", "at most", BYTES, 98, "live bytes at its highest moment", get=lambda row: row.summit.bytes),
     field("allocated", "allocated", BYTES, 70, "the allocator's blocks at that moment"),
     field("reserved", "reserved", BYTES, 72, "the allocator's segments at that moment"),
-    field(
-        "layer", "at", PATH, 95, "the layer that runs at that moment", get=lambda row: row.summit.layer, alone="layer"
-    ),
+    field("layer", "at", PATH, 95, "the layer that runs at that moment", alone="layer"),
     field("op", "op", TEXT, 85, "the op that runs at that moment", get=lambda row: row.summit.op or None),
+    get={"steps": lambda row: [str(step) for step in row.steps if step], "layer": lambda row: row.summit.layer},
 )
 
 
