@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
 from memsize.printable import printable
 from memsize.records.aggregates import Totals, stored_dtypes, totals
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Cell, Missing, Path, Words
 from memsize.records.fields import (
     BYTES,
@@ -28,9 +28,6 @@ from memsize.records.gpu import LiveStorage
 from memsize.records.roles import TITLES
 from memsize.records.trace import StoredTensor, Trace
 from memsize.units import Bytes, format_bytes
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 class ComparedModel(NamedTuple):
@@ -326,20 +323,11 @@ class Comparison(Answer):
             "living": LIVING_FIELDS.flat(self.living),
         }
 
-    @property
-    def changes(self) -> DataFrame:
-        """One row per tensor of either model: how each stores it, in bytes, and whether that changed."""
-        return self.tables()["changes"].frame()
-
-    @property
-    def layers(self) -> DataFrame:
-        """One row per layer that changed: its paths, what happened to it, and its sizes before and after."""
-        return self.tables()["layers"].frame()
-
-    @property
-    def figures(self) -> DataFrame:
-        """One row per scenario and figure: bytes before and after."""
-        return self.tables()["figures"].frame()
+    changes = TableFrame("changes", "One row per tensor of either model: how each stores it, and whether that changed.")
+    layers = TableFrame(
+        "layers", "One row per layer that changed: its paths, the change, and its sizes before and after."
+    )
+    figures = TableFrame("figures", "One row per scenario and figure: bytes before and after.")
 
     def __repr__(self) -> str:
         first, second = self.totals

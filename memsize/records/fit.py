@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field as attribute
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, NamedTuple
+from typing import Annotated, ClassVar, Final, Literal, NamedTuple
 
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Label, Missing, Path
 from memsize.records.fields import BYTES, COUNT, NAME, ROLE, SCENARIO, TEXT, Fields, FlatTable, field
 from memsize.records.finding import Finding
@@ -15,9 +15,6 @@ from memsize.records.roles import Role
 from memsize.records.schema import Name
 from memsize.records.trace import InputTensor, TensorSpec, Trace
 from memsize.units import Bytes
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 Status = Literal["found", "open", "refused", "endless", "constant", "none", "fits", "exceeds", "unavailable"]
 """The kind of an answer.
@@ -265,15 +262,8 @@ class Fit(Answer):
         """The fields of its rows; the batch only where it was searched at several."""
         return FIT_FIELDS if any(row.batch is not None for row in self.fit_rows) else FIT_FIELDS.without("batch")
 
-    @property
-    def rows(self) -> DataFrame:
-        """One row per scenario and GPU; sizes are counts, everything else is bytes."""
-        return self.tables()["rows"].frame()
-
-    @property
-    def remedies(self) -> DataFrame:
-        """One row per remedy that was tried; empty where none was."""
-        return self.tables()["remedies"].frame()
+    rows = TableFrame("rows", "One row per scenario and GPU; sizes are counts, everything else is bytes.")
+    remedies = TableFrame("remedies", "One row per remedy that was tried; empty where none was.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field as attribute
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.fields import BYTES, COUNT, SCENARIO, TEXT, Fields, FlatTable, field
 from memsize.records.finding import Finding
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, GpuEstimate
 from memsize.records.trace import InputTensor, Trace
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 class CachedLayers(NamedTuple):
@@ -203,12 +200,5 @@ class GenerationReport(Answer):
         layers = (CachedRow(row, kind) for row in self.generation_rows for kind in row.layers)
         return {"rows": GENERATION_FIELDS.flat(self.generation_rows), "cache": CACHE_FIELDS.flat(layers)}
 
-    @property
-    def rows(self) -> DataFrame:
-        """One row per scenario, batch and prompt; all sizes in bytes."""
-        return self.tables()["rows"].frame()
-
-    @property
-    def cache(self) -> DataFrame:
-        """One row per kind of layer in each row's cache: bytes for one sequence."""
-        return self.tables()["cache"].frame()
+    rows = TableFrame("rows", "One row per scenario, batch and prompt; all sizes in bytes.")
+    cache = TableFrame("cache", "One row per kind of layer in each row's cache: bytes for one sequence.")

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Cell, Path, Specs, Words
 from memsize.records.fields import BYTES, COUNT, NAME, SPECS, TEXT, WORDS, Fields, FlatTable, field
 from memsize.records.finding import Finding
 from memsize.records.trace import InputTensor, TensorSpec
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 Format = Literal["channels last", "row-major", "either", "other"]
 """The memory format of an image (4-D) or volume (5-D). "either" is both at once: one channel, or one pixel; "other" is
@@ -249,12 +246,8 @@ class LayoutReport(Answer):
             "copies": COPY_FIELDS.flat(self.audit.last.copies),
         }
 
-    @property
-    def layers(self) -> DataFrame:
-        """One row per module. `copied_bytes` are its own and add up to the total, so do `row_major_copied_bytes`."""
-        return self.tables()["layers"].frame()
-
-    @property
-    def copies(self) -> DataFrame:
-        """One row per copy of a format that the forward makes under channels last."""
-        return self.tables()["copies"].frame()
+    layers = TableFrame(
+        "layers",
+        "One row per module; copied bytes are its own and add up to the totals.",
+    )
+    copies = TableFrame("copies", "One row per copy of a format that the forward makes under channels last.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 from memsize.errors import UnknownOutputError
 from memsize.records.aggregates import Row, Totals, own_rows, stored_dtypes, totals
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Label, Missing, Words, share_of
 from memsize.records.fields import (
     BYTES,
@@ -203,20 +203,14 @@ class Report(Answer):
             "tensors": TENSOR_FIELDS.flat(self.trace.tensors),
         }
 
-    @property
-    def layers(self) -> DataFrame:
-        """One row per module, each with its own figures: columns add up to the totals."""
-        return self.tables()["layers"].frame()
+    layers = TableFrame("layers", "One row per module, each with its own figures: columns add up to the totals.")
 
     @property
     def scenarios(self) -> DataFrame:
         """One row per scenario: its figures in bytes, and each as a share of float32's (``…_of_fp32``)."""
         return self.tables()["scenarios"].frame().set_index("name")
 
-    @property
-    def tensors(self) -> DataFrame:
-        """One row per tensor that the model holds: what it claims to be and what it stores."""
-        return self.tables()["tensors"].frame()
+    tensors = TableFrame("tensors", "One row per tensor that the model holds: what it claims to be and what it stores.")
 
     def plot_layers(self, columns: Sequence[str] = ("stored", "saved"), unit: str | None = None) -> Figure:
         """Columns of bytes of the layer table as a figure of plotly: a treemap each, which one can zoom into.

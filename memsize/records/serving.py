@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field as attribute
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypedDict
+from typing import Any, ClassVar, Final, NamedTuple, TypedDict
 
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Cell
 from memsize.records.fields import BYTES, COUNT, SCENARIO, TEXT, Field, Fields, FlatTable, Kind, field
 from memsize.records.finding import Finding
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, Interval
 from memsize.units import Bytes
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 class LayerGroup(NamedTuple):
@@ -172,7 +169,4 @@ class ServingReport(Answer):
         """`rows`, and `groups`: the layers that share a table of blocks."""
         return {"rows": SERVING_FIELDS.flat(self.serving_rows), "groups": GROUP_FIELDS.flat(self.groups)}
 
-    @property
-    def rows(self) -> DataFrame:
-        """One row per scenario; all sizes in bytes."""
-        return self.tables()["rows"].frame()
+    rows = TableFrame("rows", "One row per scenario; all sizes in bytes.")

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field as attribute
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal
 
 from memsize import files
 from memsize.errors import OutputError
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Cell, Label, Missing, Path as LayerPath
 from memsize.records.fields import BYTES, COUNT, NAME, TEXT, Field, Fields, FlatTable, Kind, field, shown
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval
 from memsize.records.roles import Role, noun
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 Outcome = Literal["fits", "exceeds", "unsure", "failed"]
 """Whether a cell fits its GPU. `unsure`: it depends on what the CUDA context and cuDNN's workspaces take. `failed`: it
@@ -191,10 +188,7 @@ class Sweep(Answer):
         gpus = [_GPUS] if "parallel" in self.used else []
         return {"rows": SWEEP_FIELDS.after(*SETTING_FIELDS.only(*self.used), *gpus).flat(self.sweep_rows)}
 
-    @property
-    def rows(self) -> DataFrame:
-        """One row per cell, all sizes in bytes."""
-        return self.tables()["rows"].frame()
+    rows = TableFrame("rows", "One row per cell, all sizes in bytes.")
 
     def to_parquet(self, path: str | Path) -> None:
         """Write the rows to a parquet file; a file that exists is replaced. Raises `OutputError` without pyarrow."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Cell, Change, Label, Missing, Path, Signed, Words
 from memsize.records.fields import BYTES, CHANGE, NAME, SIGNED, TEXT, WORDS, Fields, FlatTable, field
 from memsize.records.finding import Finding
@@ -24,9 +24,6 @@ from memsize.records.measurement import (
 from memsize.records.run_file import is_run_file, read_run
 from memsize.records.schema import NotEmpty
 from memsize.units import Bytes
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 FIGURES: Final = ("requested", "allocated", "reserved", "device")
 """What is compared: the allocator's peaks, and what the process takes on the device."""
@@ -172,15 +169,10 @@ class Verification(Answer):
             "differences": DIFFERENCE_FIELDS.flat(self.alignment.differences if self.alignment else ()),
         }
 
-    @property
-    def figures(self) -> DataFrame:
-        """One row per figure and run, in bytes."""
-        return self.tables()["figures"].frame()
-
-    @property
-    def differences(self) -> DataFrame:
-        """One row per allocation of the last step that is not as predicted, in their order."""
-        return self.tables()["differences"].frame()
+    figures = TableFrame("figures", "One row per figure and run, in bytes.")
+    differences = TableFrame(
+        "differences", "One row per allocation of the last step that is not as predicted, in order."
+    )
 
     def saved(self, *, logs: bool = True) -> SavedMeasurements:
         """The measurements alone, as a file has them; `logs` keeps the allocations of the last step."""
