@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Layer, Output, StoredTensor, TensorSpec, Trace
@@ -79,7 +80,7 @@ def totals(trace: Trace) -> Totals:
     )
 
 
-def _stored(tensors: Iterable[StoredTensor]) -> dict[str, int]:
+def _stored(tensors: Iterable[StoredTensor]) -> dict[str, Any]:
     """What `Totals` and a `Row` say of stored tensors."""
     sizes = dict.fromkeys(("parameters", "trainable", "parameter_bytes", "buffer_bytes", "attribute_bytes"), 0)
     for tensor in tensors:
@@ -161,7 +162,8 @@ def visible(trace: Trace, depth: int | None = None) -> tuple[Row, ...]:
         head = group.head
         above_cut = depth is None or head.depth < depth
         is_open = above_cut and not head.leaf
-        alone, inside = [], []
+        inside: list[StoredTensor] = []
+        alone: list[StoredTensor] = []
         for tensor in group.tensors:
             (alone if (above_cut if tensor.kind == "attribute" else is_open) else inside).append(tensor)
         row = _layer_row(group, inside, trace)

@@ -8,7 +8,7 @@ from typing import ClassVar, Final, Literal, NamedTuple
 from memsize.printable import printable
 from memsize.records.aggregates import Totals, stored_dtypes, totals
 from memsize.records.answer import Answer, TableFrame
-from memsize.records.cells import Cell, Missing, Path, Words
+from memsize.records.cells import Missing, Path, Words
 from memsize.records.fields import (
     BYTES,
     CHANGE,
@@ -49,10 +49,6 @@ MODEL_FIELDS: Final = Fields[ComparedModel](
 )
 
 
-def _stored(tensor: StoredTensor) -> tuple[object, ...]:
-    return tensor.spec, tensor.bytes, tensor.parts, tensor.tied_to
-
-
 def stored_as(tensor: StoredTensor) -> str:
     """Describe the storage of a tensor: its dtype, or its wrapper and the dtypes in it."""
     return f"{tensor.wrapper} ({', '.join(stored_dtypes([tensor]))})" if tensor.parts else tensor.spec.dtype
@@ -84,7 +80,10 @@ class Change:
     @property
     def same(self) -> bool:
         """Whether both store the tensor alike."""
-        return self.before is not None and self.after is not None and _stored(self.before) == _stored(self.after)
+        before, after = (
+            tensor and (tensor.spec, tensor.bytes, tensor.parts, tensor.tied_to) for tensor in (self.before, self.after)
+        )
+        return before is not None and before == after
 
 
 CHANGE_FIELDS: Final = Fields[Change](
@@ -144,10 +143,6 @@ def _moved(before: str | None, after: str | None) -> Path:
     return Path(" → ".join(path or "(model)" for path in (before, after)))
 
 
-def _how(change: LayerChange, _: object) -> Words:
-    return Words((*change.how, *([f"{change.layers} layers"] if change.layers > 1 else [])))
-
-
 LAYER_FIELDS: Final = Fields[LayerChange](
     field("before"),
     field("after"),
@@ -155,7 +150,7 @@ LAYER_FIELDS: Final = Fields[LayerChange](
     shown("type", "type", TEXT, 50, "its class", get=lambda row: " → ".join(dict.fromkeys(filter(None, row.types)))),
     field("before_type", get=lambda row: row.types[0]),
     field("after_type", get=lambda row: row.types[1]),
-    field("how", "change", WORDS, 95, "what happened to it", get=lambda row: ", ".join(row.how), cell=_how),
+    field("how", "change", WORDS, 95, "what happened to it", get=lambda row: ", ".join(row.how)),
     field("layers", kind=COUNT),
     field("before_parameters", kind=COUNT, get=lambda row: row.sizes[0].parameters),
     field("after_parameters", "parameters", COUNT, 70, "elements of its parameters afterwards", key="parameters"),
@@ -176,7 +171,10 @@ LAYER_FIELDS: Final = Fields[LayerChange](
         "stored_change": lambda row: row.sizes[1].stored - row.sizes[0].stored,
         "saved_change": lambda row: row.sizes[1].kept - row.sizes[0].kept,
     },
-    cell={"layer": lambda row, _: _moved(row.before, row.after)},
+    cell={
+        "layer": lambda row, _: _moved(row.before, row.after),
+        "how": lambda row, _: Words((*row.how, *([f"{row.layers} layers"] if row.layers > 1 else []))),
+    },
     adds=("after_parameters", "before_stored_bytes", "after_stored_bytes", "stored_change", "saved_change"),
 )
 
@@ -222,19 +220,21 @@ _TITLES: Final = {
 """Titles of figures and roles in tables; others have their own name as title."""
 
 
-def _size(size: int | None) -> Cell:
-    return Missing("this side has no such figure") if size is None else Bytes(size)
-
+_NO_FIGURE: Final = Missing("this side has no such figure")
 
 FIGURE_FIELDS: Final = Fields[FigureChange](
     field("scenario", "scenario", NAME, 90, "how the models are stored and run"),
     field("of", "of", TEXT, 85, "the run, or the peak of an inference or of a training step", alone="run or peak"),
     field("figure", "figure", TEXT, 100, "what takes the bytes", get=lambda row: row.name),
-    field("before", "before", BYTES, 80, "bytes of the first", cell=lambda row, _: _size(row.before), nullable=True),
-    field("after", "after", BYTES, 85, "bytes of the second", cell=lambda row, _: _size(row.after), nullable=True),
+    field("before", "before", BYTES, 80, "bytes of the first", nullable=True),
+    field("after", "after", BYTES, 85, "bytes of the second", nullable=True),
     shown("change", "change", SIGNED, 95, "after − before"),
     shown("share", "%", CHANGE, 70, "the change as a part of what was before"),
-    cell={"figure": lambda row, _: _TITLES.get(row.name, row.name)},
+    cell={
+        "figure": lambda row, _: _TITLES.get(row.name, row.name),
+        "before": lambda row, _: _NO_FIGURE if row.before is None else Bytes(row.before),
+        "after": lambda row, _: _NO_FIGURE if row.after is None else Bytes(row.after),
+    },
 )
 
 
@@ -330,11 +330,9 @@ class Comparison(Answer):
     figures = TableFrame("figures", "One row per scenario and figure: bytes before and after.")
 
     def __repr__(self) -> str:
-        first, second = self.totals
-        names = (name or trace.model for name, trace in zip(self.names, (self.before, self.after), strict=True))
         lines = [
-            f"{name}: {sums.parameters:,} parameters, {format_bytes(sums.stored)} stored"
-            for name, sums in zip(names, (first, second), strict=True)
+            f"{name or trace.model}: {sums.parameters:,} parameters, {format_bytes(sums.stored)} stored"
+            for name, trace, sums in zip(self.names, (self.before, self.after), self.totals, strict=True)
         ]
         lines += [f"{n}. {finding.text()}" for n, finding in enumerate(self.findings, 1)]
         return "\n".join(map(printable, lines))

@@ -79,21 +79,13 @@ class FitRow:
         return None if self.peak is None else self.budget - self.peak
 
 
-def _role_that_binds(row: FitRow) -> Role | None:
-    return row.bind.role if row.bind else None
-
-
-def _answered(row: FitRow) -> int | None:
-    return row.size if row.status in ANSWERED or row.status == "exceeds" else None
-
-
 FIT_FIELDS: Final = Fields[FitRow](
     SCENARIO,
     field("gpu", "GPU", TEXT, 99, "where it is run", is_key=True),
     field("batch", "batch", COUNT, 99, "how many sequences", is_key=True),
     field("budget", kind=BYTES),
     field("status"),
-    field("size", "largest", COUNT, 98, "the answer", get=_answered),
+    field("size", "largest", COUNT, 98, "the answer"),
     field("peak", "needs", BYTES, 95, "the least that the allocator needs for it"),
     field("headroom", "left", BYTES, 80, "what the allocator has beyond that"),
     field("next_size", "next", COUNT, 84, "the next size, which does not fit"),
@@ -108,7 +100,8 @@ FIT_FIELDS: Final = Fields[FitRow](
     field("runs", kind=COUNT, get=lambda row: len(row.looked)),
     field("reason"),
     get={
-        "binds": _role_that_binds,
+        "size": lambda row: row.size if row.status in (*ANSWERED, "exceeds") else None,
+        "binds": lambda row: row.bind.role if row.bind else None,
         "phase": lambda row: row.bind.phase if row.bind else None,
         "layer": lambda row: row.bind.layer if row.bind else None,
     },
@@ -309,9 +302,8 @@ def gpus_in_words(budgets: Iterable[Budget]) -> tuple[str, ...]:
     """Each kind of GPU, with the numbers of them: ``1 to 128 x H100 80GB``."""
     numbers: dict[str, list[int]] = {}
     for budget in budgets:
-        numbers.setdefault(budget.one if budget.parallel else budget.name, []).append(
-            budget.gpus if budget.parallel else 0
-        )
+        name, gpus = (budget.one, budget.gpus) if budget.parallel else (budget.name, 0)
+        numbers.setdefault(name, []).append(gpus)
     return tuple(
         f"{min(of):,} to {max(of):,} x {one}" if min(of) < max(of) else f"{of[0]:,} x {one}" if of[0] else one
         for one, of in numbers.items()

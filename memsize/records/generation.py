@@ -80,22 +80,6 @@ class GenerationRow:
         return None if self.estimate is None else self.estimate.shortage is None
 
 
-def _device_low(row: GenerationRow) -> int | None:
-    return row.estimate.device.low if row.estimate else None
-
-
-def _device_high(row: GenerationRow) -> int | None:
-    return row.estimate.device.high if row.estimate else None
-
-
-def _per_token(row: GenerationRow, _: object) -> int | None:
-    return None if row.estimate is None else row.per_token // row.batch
-
-
-def _fits(row: GenerationRow, _: object) -> str | None:
-    return None if row.fits is None else "yes" if row.fits else "no"
-
-
 GENERATION_FIELDS: Final = Fields[GenerationRow](
     SCENARIO,
     field("batch", "batch", COUNT, 99, "sequences at once", is_key=True),
@@ -125,8 +109,8 @@ GENERATION_FIELDS: Final = Fields[GenerationRow](
     field("allocated", kind=BYTES, get=lambda row: row.estimate and row.estimate.allocated),
     field("reserved", "reserved", BYTES, 88, "the allocator's segments at their peak"),
     field("device_from", "device from", BYTES, 75, "what nvidia-smi would show, at least", key="device_low"),
-    field("device_to", "to", BYTES, 75, "and at most", get=_device_high, key="device_high", beside="device_low"),
-    field("fits", "fits", TEXT, 97, "whether it fits the GPU", cell=_fits),
+    field("device_to", "to", BYTES, 75, "and at most", key="device_high", beside="device_low"),
+    field("fits", "fits", TEXT, 97, "whether it fits the GPU"),
     field("exact"),
     field("reason"),
     get={
@@ -135,9 +119,13 @@ GENERATION_FIELDS: Final = Fields[GenerationRow](
         "kv_per_token": lambda row: row.per_token,
         "kv_on_host": lambda row: row.hosted,
         "reserved": lambda row: row.estimate and row.estimate.reserved,
-        "device_from": _device_low,
+        "device_from": lambda row: row.estimate and row.estimate.device.low,
+        "device_to": lambda row: row.estimate and row.estimate.device.high,
     },
-    cell={"kv_per_token": _per_token},
+    cell={
+        "kv_per_token": lambda row, _: None if row.estimate is None else row.per_token // row.batch,
+        "fits": lambda row, _: None if row.fits is None else "yes" if row.fits else "no",
+    },
     lacks=lambda row: row.estimate is None,
 )
 

@@ -118,10 +118,6 @@ OUTCOMES: Final[Mapping[Outcome, str]] = {"fits": "yes", "exceeds": "no", "unsur
 """What outcomes are called in tables."""
 
 
-def _largest_role(row: SweepRow) -> str | None:
-    return noun(max(row.roles, key=lambda role: row.roles[role])) if row.roles else None
-
-
 SWEEP_FIELDS: Final = Fields[SweepRow](
     field("outcome", "fits", TEXT, 89, "whether it fits the GPU", cell=lambda row, _: OUTCOMES[row.outcome]),
     field("parameters", "parameters", COUNT, 60, "how many parameters the model has", nullable=True),
@@ -133,12 +129,15 @@ SWEEP_FIELDS: Final = Fields[SweepRow](
     field("device_to", "device", BYTES, 87, "what nvidia-smi would show, at most", key="device", nullable=True),
     field("gpu_bytes", kind=BYTES, nullable=True),
     field("left", "left", BYTES, 80, "what is left of the GPU, at least", nullable=True),
-    shown("mostly", "mostly", TEXT, 70, "the role with most bytes at the peak", get=_largest_role),
+    shown("mostly", "mostly", TEXT, 70, "the role with most bytes at the peak"),
     field("phase", "in", TEXT, 68, "the phase of the peak", get=lambda row: row.phase or None, alone="phase"),
     field("layer", "at", NAME, 50, "the layer of the peak", get=lambda row: row.layer or None, alone="layer"),
     field("seconds"),
     field("reason"),
-    get={"device_to": lambda row: row.device and row.device.high},
+    get={
+        "device_to": lambda row: row.device and row.device.high,
+        "mostly": lambda row: noun(max(row.roles, key=lambda role: row.roles[role])) if row.roles else None,
+    },
     cell={"layer": lambda row, _: None if row.device is None else LayerPath(row.layer)},
     lacks=lambda row: row.device is None,
     missing=lambda row: Missing(row.reason or "failed"),
