@@ -61,16 +61,13 @@ def diff(request: DiffRequest, *, progress: Callable[[str], None] | None = None)
     return compare_sides(side(request.before), side(request.after))
 
 
-def _is_run(side: Any) -> bool:
-    """Whether a side is a model, or a target, and no answer or file that is there already."""
-    if isinstance(side, str | os.PathLike):
-        return not (is_run_file(os.fspath(side)) or is_checkpoint(os.fspath(side)))
-    return not isinstance(side, Trace | Saveable)
-
-
 def _refuse_unused_options(request: DiffRequest) -> None:
     """Raise `InputError` for an option that neither side takes: an answer is there, a `ModelRequest` has its input."""
-    plain, run = DiffRequest(before=None, after=None), [*filter(_is_run, (request.before, request.after))]
+    plain, run = DiffRequest(before=None, after=None), []
+    for side in (request.before, request.after):
+        is_file = isinstance(side, str | os.PathLike) and (is_run_file(side) or is_checkpoint(os.fspath(side)))
+        if not (is_file or isinstance(side, Trace | Saveable)):
+            run.append(side)
     options = {"training": "train", "gpu": "a GPU", "execute": "execute", "scenarios": "scenarios"}
     if all(isinstance(side, ModelRequest) for side in run) and request.model != plain.model:
         raise InputError("an input is for models without one, and both sides have theirs, or are there already")
@@ -124,7 +121,10 @@ def _answer_at(revision: Revision, request: ReportRequest) -> Any:
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             why = f"its input and options go to another process, and cannot: {error}"
             raise TargetError(f"cannot ask about {revision.name}: {why}") from None
-        command = [sys.executable, "-P", "-c", _START, str(exchange), *_paths(checkout)]
+        # It imports what lies in the repository as it was, and memsize itself as it is.
+        own = str(_PACKAGE.parent)
+        paths = [path if path == own else checkout.moved(path) for path in sys.path if path]
+        command = [sys.executable, "-P", "-c", _START, str(exchange), *paths, own]
         done = subprocess.run(command, cwd=checkout.folder, stdin=subprocess.DEVNULL, stdout=2, check=False)
         if done.returncode:
             raise TargetError(f"the process that ran {revision.name} ended with status {done.returncode}")
@@ -143,12 +143,6 @@ def _target(target: str, checkout: Checkout) -> str:
     if not (checkout.folder / path).exists() and (checkout.copy / path).exists():
         return str(checkout.copy / path) + colon + name
     return target
-
-
-def _paths(checkout: Checkout) -> list[str]:
-    """Where that process imports from: what lies in the repository as it was, memsize itself as it is."""
-    own = str(_PACKAGE.parent)
-    return [path if path == own else checkout.moved(path) for path in sys.path if path] + [own]
 
 
 def answer(exchange: str) -> None:

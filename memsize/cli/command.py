@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 
 from memsize.cli.output import Color, Destination, Formats, destination
 from memsize.cli.working import Session, say, working
@@ -105,7 +104,7 @@ def _argument(choice: Option) -> click.Argument:
     if choice.kind == "path":
         several["type"] = click.Path(path_type=Path)
     if choice.key in _TARGETS:
-        several["shell_complete"] = _files
+        several["shell_complete"] = _complete_files
     if choice.default not in (None, ""):
         several["required"] = False
     return click.Argument([choice.key], metavar=choice.metavar, **several)
@@ -127,11 +126,12 @@ def _option(choice: Option) -> RequestOption:
     else:
         settings["type"] = _type(choice)
     if choice.key in _TARGETS:
-        settings["shell_complete"] = _files
+        settings["shell_complete"] = _complete_files
     return RequestOption(choice, **settings)
 
 
 _TARGETS = ("target", "inputs", "before", "after", "script")
+_complete_files = click.Path().shell_complete
 
 
 def _type(choice: Option) -> Any:
@@ -142,11 +142,6 @@ def _type(choice: Option) -> Any:
     if choice.kind == "count":
         return click.INT if choice.least is None else click.IntRange(min=int(choice.least))
     return click.FLOAT if choice.kind == "number" else click.STRING
-
-
-def _files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete a target with the names of files."""
-    return [CompletionItem(incomplete, type="file")]
 
 
 def request_of(request: type, values: Mapping[str, Any]) -> Any:
@@ -209,6 +204,11 @@ def answer(
     return reply
 
 
+def asking(function: str, request: Any) -> Callable[[Any, Callable[[str], None]], Any]:
+    """A function of the API with a `request`, for `answer`; it says what it is doing."""
+    return lambda api, progress: getattr(api, function)(request, progress=progress)
+
+
 def parts_shown(progress: Any, output: Destination) -> dict[str, Any]:
     """The keywords by which a search tells what it is doing, and what a row says once it is there."""
     unit = output.unit or USUAL
@@ -252,8 +252,7 @@ jobs_option = click.Option(
 
 
 def _set_debug(context: click.Context, _: click.Parameter, debug: bool) -> None:
-    session = context.find_object(Session)
-    if session is not None:
+    if session := context.find_object(Session):
         session.debug = debug
 
 

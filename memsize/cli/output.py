@@ -122,7 +122,11 @@ def destination(
         if file == saved:
             raise OutputError(f"{file} cannot hold both the output and the saved run: give them different names")
         files.check_writable(file, overwrite=force)
-    form = format or ("text" if file is None else _format_by_suffix(file, formats))
+        suffixes = [suffix for endings in formats.values() for suffix in endings]
+        if format is None and file.suffix and file.suffix.lower() not in suffixes:
+            hint = f"{suggestion(file.suffix, suffixes)} (with --format any name will do)"
+            raise OutputError(f"no format has the suffix {file.suffix!r} ({file.name}): {hint}")
+    form = format or ("text" if file is None else format_of(file.name, formats))
     if form in IMAGES:
         check_images()
     if file is None:
@@ -156,16 +160,6 @@ def _coloured(color: Color) -> bool:
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
-
-
-def _format_by_suffix(file: Path, formats: Formats) -> str:
-    suffixes = [suffix for endings in formats.values() for suffix in endings]
-    if file.suffix and file.suffix.lower() not in suffixes:
-        hint = suggestion(file.suffix, suffixes)
-        raise OutputError(
-            f"no format has the suffix {file.suffix!r} ({file.name}): {hint} (with --format any name will do)"
-        )
-    return format_of(file.name, formats)
 
 
 def _print(content: files.Content) -> None:

@@ -81,7 +81,7 @@ def totals(trace: Trace) -> Totals:
 
 
 def _stored(tensors: Iterable[StoredTensor]) -> dict[str, Any]:
-    """What `Totals` and a `Row` say of stored tensors."""
+    """The figures of stored tensors that `Totals` and a `Row` have."""
     sizes = dict.fromkeys(("parameters", "trainable", "parameter_bytes", "buffer_bytes", "attribute_bytes"), 0)
     for tensor in tensors:
         if tensor.kind in COUNTED:

@@ -22,13 +22,13 @@ def github(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
 
     One line for each case of `document` that something is wrong with; an empty one where there is none.
     """
-    return "\n".join(_annotation(case) for case in document.cases(unit) if case.severity) + "\n"
-
-
-def _annotation(case: Case) -> str:
-    values = {"file": case.file.replace("\\", "/"), "line": str(case.line), "title": f"memsize: {case.code}"}
-    properties = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in values.items())
-    return f"::{_LEVELS[case.severity or 'note']} {properties}::{_escaped(f'{case.group}: {case.text}')}"
+    lines = []
+    for case in document.cases(unit):
+        if case.severity:
+            values = {"file": case.file.replace("\\", "/"), "line": str(case.line), "title": f"memsize: {case.code}"}
+            properties = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in values.items())
+            lines.append(f"::{_LEVELS[case.severity]} {properties}::{_escaped(f'{case.group}: {case.text}')}")
+    return "\n".join(lines) + "\n"
 
 
 def _escaped(text: str, more: str = "") -> str:

@@ -77,23 +77,21 @@ def parse_vary(text: str) -> Vary:
         return Vary(CONTEXT, frontier=True)
     if word in (BATCH, CONTEXT, *_SEQUENCE, *_IMAGE):
         return Vary("seq_len" if word in _SEQUENCE else "image" if word in _IMAGE else word)
-    return Vary(text.strip(), tuple(map(_dimension, text.split(","))))
-
-
-def _dimension(text: str) -> Dimension:
-    name, _, dim = (part.strip() for part in text.partition(":"))
-    if not name or not dim.isdecimal():
-        raise InputError(f"cannot read {text!r} as something that varies: {_HOW}")
-    if dim == "0":
-        raise InputError(f"{text!r} is the batch: vary batch instead")
-    return Dimension(name, int(dim))
+    dimensions = []
+    for part in text.split(","):
+        name, _, dim = map(str.strip, part.partition(":"))
+        if not name or not dim.isdecimal():
+            raise InputError(f"cannot read {part!r} as something that varies: {_HOW}")
+        if dim == "0":
+            raise InputError(f"{part!r} is the batch: vary batch instead")
+        dimensions.append(Dimension(name, int(dim)))
+    return Vary(text.strip(), tuple(dimensions))
 
 
 def _by_kind(kind: str, inputs: Sequence[InputTensor]) -> list[Dimension]:
     if kind == "seq_len":
-        first = next((tensor.spec.shape[1] for tensor in inputs if len(tensor.spec.shape) > 1), None)
-        alike = [tensor for tensor in inputs if len(tensor.spec.shape) > 1 and tensor.spec.shape[1] == first]
-        return [Dimension(tensor.name, 1) for tensor in alike]
+        several = [tensor for tensor in inputs if len(tensor.spec.shape) > 1]
+        return [Dimension(tensor.name, 1) for tensor in several if tensor.spec.shape[1] == several[0].spec.shape[1]]
     images = [tensor for tensor in inputs if len(tensor.spec.shape) > 3]
     return [Dimension(tensor.name, len(tensor.spec.shape) - back) for tensor in images for back in (2, 1)]
 
