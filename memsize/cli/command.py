@@ -257,12 +257,7 @@ def _set_debug(context: click.Context, _: click.Parameter, debug: bool) -> None:
 
 
 _DEBUG = click.Option(
-    ["--debug"],
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_set_debug,
-    help="Show tracebacks of errors.",
+    ["--debug"], is_flag=True, is_eager=True, expose_value=False, callback=_set_debug, help="Show tracebacks of errors."
 )
 
 

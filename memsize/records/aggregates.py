@@ -6,7 +6,7 @@ and saved tensors from `Trace.layers`, for rows and totals alike, so that they a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -181,14 +181,15 @@ def _groups(trace: Trace, depth: int | None) -> Iterator[_Group]:
     members: dict[str, list[Layer]] = {path: [] for path in heads}
     tensors: dict[str, list[StoredTensor]] = {path: [] for path in heads}
     for layer in trace.layers:
-        members[_nearest(layer.path, heads)].append(layer)
+        members[nearest(layer.path, heads)].append(layer)
     for tensor in trace.tensors:
-        tensors[_nearest(tensor.layer, heads)].append(tensor)
+        tensors[nearest(tensor.layer, heads)].append(tensor)
     for path, head in heads.items():
         yield _Group(head, tuple(members[path]), tuple(tensors[path]))
 
 
-def _nearest(path: str, heads: Mapping[str, Layer]) -> str:
+def nearest(path: str, heads: Container[str]) -> str:
+    """The path itself, or the nearest one above it, that is among `heads`."""
     while path and path not in heads:
         path = path.rpartition(".")[0]
     return path

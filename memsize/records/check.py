@@ -41,9 +41,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem of one target; its code and sentence are the finding's. `case` is the `case` of a `Figure`, None for
-    a finding of the report.
-    """
+    """A problem of one target. `case` is the `case` of a `Figure`, None for a finding of the report."""
 
     severity: Severity
     finding: Finding

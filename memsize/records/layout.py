@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal, NamedTuple
 
+from memsize.records.aggregates import nearest
 from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Cell, Path, Specs, Words
 from memsize.records.fields import BYTES, COUNT, NAME, SPECS, TEXT, WORDS, Fields, FlatTable, field
@@ -127,29 +129,18 @@ class AuditRow(NamedTuple):
 def audit_rows(audit: Audit, layers: Iterable[LayerFormats]) -> tuple[AuditRow, ...]:
     """Return a row for each of `layers`. Losses and copies of others are added to the nearest layer above them."""
     shown = {layer.path: layer for layer in layers}
-    last, plain = (_copied(run.copies, shown) for run in (audit.last, audit.plain))
+    copied: list[Counter[str]] = []
+    for run in (audit.last, audit.plain):
+        sizes: Counter[str] = Counter()
+        for copy in run.copies:
+            sizes[nearest(copy.layer, shown)] += copy.bytes
+        copied.append(sizes)
     lost: dict[str, dict[str, None]] = {}
     for loss in audit.last.losses:
-        lost.setdefault(_row_of(loss.layer, shown), {})[loss.op] = None
+        lost.setdefault(nearest(loss.layer, shown), {})[loss.op] = None
     return tuple(
-        AuditRow(layer, tuple(lost.get(path, ())), last.get(path, 0), plain.get(path, 0))
-        for path, layer in shown.items()
+        AuditRow(layer, tuple(lost.get(path, ())), copied[0][path], copied[1][path]) for path, layer in shown.items()
     )
-
-
-def _copied(copies: Iterable[Copy], paths: Container[str]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for copy in copies:
-        row = _row_of(copy.layer, paths)
-        sizes[row] = sizes.get(row, 0) + copy.bytes
-    return sizes
-
-
-def _row_of(path: str, paths: Container[str]) -> str:
-    """The row that a layer is in: its own, or that of the nearest layer above it that is shown."""
-    while path and path not in paths:
-        path = path.rpartition(".")[0]
-    return path
 
 
 def _joined(formats: Iterable[object]) -> str:
@@ -246,8 +237,5 @@ class LayoutReport(Answer):
             "copies": COPY_FIELDS.flat(self.audit.last.copies),
         }
 
-    layers = TableFrame(
-        "layers",
-        "One row per module; copied bytes are its own and add up to the totals.",
-    )
+    layers = TableFrame("layers", "One row per module; copied bytes are its own and add up to the totals.")
     copies = TableFrame("copies", "One row per copy of a format that the forward makes under channels last.")

@@ -151,12 +151,12 @@ class Peaks:
     @classmethod
     def least(cls, several: Sequence[Peaks]) -> Peaks:
         """The smallest of each."""
-        return cls(*(min(figures) for figures in zip(*map(astuple, several), strict=True)))
+        return cls(*map(min, zip(*map(astuple, several), strict=True)))
 
     @classmethod
     def most(cls, several: Sequence[Peaks]) -> Peaks:
         """The largest of each."""
-        return cls(*(max(figures) for figures in zip(*map(astuple, several), strict=True)))
+        return cls(*map(max, zip(*map(astuple, several), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

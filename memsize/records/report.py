@@ -72,9 +72,7 @@ class ScenarioResult:
 
     def share(self, name: str, baseline: Totals | None) -> float | None:
         """A figure as a share of the baseline's; None when either is missing or the baseline's is 0."""
-        figure = self.figure(name)
-        whole = baseline and getattr(baseline, name)
-        return figure / whole if figure is not None and whole else None
+        return share_of(self.figure(name), getattr(baseline, name) if baseline else None)
 
 
 class ScenarioRow(NamedTuple):

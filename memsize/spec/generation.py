@@ -75,11 +75,7 @@ class Generation:
     prompt: int = PROMPT
     max_new_tokens: int = option(128, "Tokens to generate.", least=1, old=("new", "--new"))
     cache_implementation: str | None = option(
-        None,
-        "The cache that generate uses.",
-        shown="the model's own choice",
-        choices=CACHES,
-        old=("cache", "--cache"),
+        None, "The cache that generate uses.", shown="the model's own choice", choices=CACHES, old=("cache", "--cache")
     )
     kv_cache_dtype: str | None = option(
         None, "Keep the cache quantized.", choices=tuple(KV_DTYPES), old=("kv_dtype", "--kv-dtype")

@@ -141,10 +141,7 @@ class TraceRequest(TimelineRequest):
     """The same in Python, where a loop of one's own can take the place of the usual one, as one process of many."""
 
     training: Training | None = part(
-        Training,
-        when="optimizer",
-        purpose=_TRAINING["purpose"],
-        optimizer={"key": "optimizer"},
+        Training, when="optimizer", purpose=_TRAINING["purpose"], optimizer={"key": "optimizer"}
     )
     step: Callable[..., Any] | None = option(None, "A loop in place of the usual one.", written=False)
     world: World | None = option(None, "The process of a distributed job.", written=False)
@@ -184,10 +181,7 @@ class VerifyRequest:
     scenario: str = _scenario()
     device: int = option(0, "CUDA device to run on.", least=0)
     against: _Path | None = option(
-        None,
-        "Compare with a saved measurement of the same step instead, without a GPU.",
-        kind="path",
-        metavar="FILE",
+        None, "Compare with a saved measurement of the same step instead, without a GPU.", kind="path", metavar="FILE"
     )
 
 

@@ -26,12 +26,7 @@ INFERENCE: Final = "none"
 MOST_CELLS: Final = 100_000
 _SPREAD: Final[Mapping[str, tuple[type, ...]]] = {"parallel": (str,), "gpus": (int, str)}
 """Over how many GPUs a training is spread, and how: keys with the types that TOML gives them."""
-_DEFAULTS: Final = {
-    "scenario": "as-given",
-    "batch_size": 1,
-    "train": INFERENCE,
-    "gpu": DEFAULT_GPU,
-}
+_DEFAULTS: Final = {"scenario": "as-given", "batch_size": 1, "train": INFERENCE, "gpu": DEFAULT_GPU}
 
 T = TypeVar("T")
 Settings = Mapping[str, Any]
