@@ -8,7 +8,7 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -62,22 +62,16 @@ def check(request: CheckRequest, *, progress: Callable[[str], None] | None = Non
         for number, target in enumerate(project.targets, 1):
             count = f"{number} of {len(project.targets)}"
             checked.append(_checked(target, project, rules, request.update, start, _counted(progress, count)))
-        written = _write_baselines(project, checked, start) if request.update else ()
+        written = []
+        for name in dict.fromkeys(target.baseline for target in project.targets if target.baseline):
+            baselines = {
+                target.name: baseline
+                for target, (_, baseline) in zip(project.targets, checked, strict=True)
+                if target.baseline == name and baseline is not None
+            }
+            if request.update and baselines and write_baselines(Path(name), baselines):
+                written.append(os.path.relpath(name, start))
     return Check(os.path.relpath(project.file, start), tuple(model for model, _ in checked), tuple(written))
-
-
-def _write_baselines(project: Project, checked: Sequence[_Checked], start: Path) -> tuple[str, ...]:
-    """Write the baselines of now to the files that the project names, and return those that changed."""
-    written = []
-    for name in dict.fromkeys(target.baseline for target in project.targets if target.baseline):
-        baselines = {
-            target.name: baseline
-            for target, (_, baseline) in zip(project.targets, checked, strict=True)
-            if target.baseline == name and baseline is not None
-        }
-        if baselines and write_baselines(Path(name), baselines):
-            written.append(os.path.relpath(name, start))
-    return tuple(written)
 
 
 def _codes(codes: str | Iterable[str]) -> tuple[str, ...]:
@@ -237,7 +231,14 @@ def init(request: InitRequest) -> tuple[Path, str]:
     before = _text(file)
     section = _section(request, limits, file, names=_names(before))
     parse_section(tomllib.loads(section)["tool"]["memsize"]["target"][0])
-    _append(file, before, section)
+    newline = "\r\n" if "\r\n" in before else "\n"
+    gap = "" if not before else newline if before.endswith("\n") else newline * 2
+    text = before + gap + section.replace("\n", newline)
+    try:
+        tomllib.loads(text)
+    except ValueError as error:
+        raise OutputError(f"{file.name} cannot take a {SECTION} at its end ({error}): add it by hand") from None
+    files.write(file, text.encode(), overwrite=True)
     return file, section
 
 
@@ -325,14 +326,3 @@ def _toml(value: object) -> str:
         case Mapping():
             return f"{{ {', '.join(f'{name} = {_toml(entry)}' for name, entry in value.items())} }}"
     raise InputError(f"{value!r} cannot stand in a {NAME}: build the model in a function that takes no such argument")
-
-
-def _append(file: Path, before: str, section: str) -> None:
-    newline = "\r\n" if "\r\n" in before else "\n"
-    gap = "" if not before else newline if before.endswith("\n") else newline * 2
-    text = before + gap + section.replace("\n", newline)
-    try:
-        tomllib.loads(text)
-    except ValueError as error:
-        raise OutputError(f"{file.name} cannot take a {SECTION} at its end ({error}): add it by hand") from None
-    files.write(file, text.encode(), overwrite=True)

@@ -262,32 +262,15 @@ _DEBUG = click.Option(
 
 
 def _output_options(formats: Formats, command: str) -> tuple[click.Option, ...]:
-    path = click.Path(path_type=Path)
+    file: dict[str, Any] = {"type": click.Path(path_type=Path), "metavar": "FILE"}
+    unit = "Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB. [default: MiB, or smaller for a tiny model]"
+    form = f"Output format: {', '.join({**formats, **IMAGES})}. [default: from the suffix of -o, else text]"
+    saved = f": memsize {command} run.memsize shows it again." if command else ", for memsize.load."
     return (
-        click.Option(
-            ["-u", "--units", "unit"],
-            metavar="UNIT",
-            help="Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB. [default: MiB, or smaller for a tiny "
-            "model]",
-        ),
-        click.Option(
-            ["-f", "--format", "format"],
-            metavar="FORMAT",
-            help=f"Output format: {', '.join({**formats, **IMAGES})}. [default: from the suffix of -o, else text]",
-        ),
-        click.Option(
-            ["-o", "--output", "file"],
-            type=path,
-            metavar="FILE",
-            help="Write to this file, in the format given by its suffix.",
-        ),
-        click.Option(
-            ["--save", "saved"],
-            type=path,
-            metavar="FILE",
-            help="Also save the answer, as run.memsize"
-            + (f": memsize {command} run.memsize shows it again." if command else ", for memsize.load."),
-        ),
+        click.Option(["-u", "--units", "unit"], metavar="UNIT", help=unit),
+        click.Option(["-f", "--format", "format"], metavar="FORMAT", help=form),
+        click.Option(["-o", "--output", "file"], **file, help="Write to this file, in the format given by its suffix."),
+        click.Option(["--save", "saved"], **file, help=f"Also save the answer, as run.memsize{saved}"),
         click.Option(["--force"], is_flag=True, help="Overwrite the file if it exists."),
         click.Option(
             ["--full"],

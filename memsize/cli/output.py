@@ -108,7 +108,13 @@ def destination(
 
     Raises `OutputError` for what would only fail after the work is done.
     """
-    unit = unit and parse_unit(unit)
+    if unit is not None:
+        units = (*UNITS, *DECIMAL)
+        alike = (name for name in units if name.lower() == unit.lower())
+        match = unit if unit in units else next(alike, None)
+        if match is None:
+            raise UnknownOutputError("unit", unit, units)
+        unit = match
     if saved is not None:
         check_writable(saved, overwrite=force)
     if format is not None and format not in formats:
@@ -142,15 +148,6 @@ def destination(
             colour=form == "text" and _coloured(color),
         )
     return Destination(form, file, force, unit=unit, saved=saved)
-
-
-def parse_unit(text: str) -> str:
-    """The unit called `text`, in any case: mib and MIB are MiB."""
-    units = (*UNITS, *DECIMAL)
-    match = text if text in units else next((unit for unit in units if unit.lower() == text.lower()), None)
-    if match is None:
-        raise UnknownOutputError("unit", text, units)
-    return match
 
 
 def _coloured(color: Color) -> bool:

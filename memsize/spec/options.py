@@ -24,7 +24,7 @@ from functools import cache, wraps
 from inspect import Parameter, signature
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Final, Literal, TypeVar, Union, get_origin
 
 from memsize.errors import InputError, UnknownInputError, quoted
 
@@ -409,8 +409,3 @@ def check_type(key: str, value: object, types: tuple[type, ...]) -> None:
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         meant = " or ".join(dict.fromkeys(_WORDS[kind.__name__] for kind in types if kind is not type(None)))
         raise InputError(f"{key} is {quoted(str(value))}: it should be {meant}")
-
-
-def choices_of(literal: Any) -> tuple[str, ...]:
-    """The values of a `Literal`."""
-    return get_args(literal)

@@ -14,7 +14,7 @@ from memsize.records.ranks import Which
 from memsize.records.world import World
 from memsize.spec.generation import GENERATED, SERVED, Draft, Generation, Serving
 from memsize.spec.model_request import ModelRequest, parse_arguments
-from memsize.spec.options import REQUIRED, choices_of, option, part
+from memsize.spec.options import REQUIRED, option, part
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import DEFAULT
 from memsize.spec.stack import Gpu
@@ -167,7 +167,7 @@ class GuardRequest:
     )
     batch: Any = option(REQUIRED, "", positional=True)
     budget: str | int | None = option(None, "What PyTorch may reserve.", written=False)
-    on_excess: OnExcess = option("warn", "What to do where it is not enough.", choices=choices_of(OnExcess))
+    on_excess: OnExcess = option("warn", "What to do where it is not enough.", choices=get_args(OnExcess))
     scenario: str = _scenario()
     gpu: Gpu = part(Gpu, without=("stack", "allocator"))
 
@@ -416,7 +416,7 @@ class SweepRequest:
     fresh: bool = option(False, "Forget the results that are there, and run all cells.")
     jobs: int | None = _jobs("Processes that run cells side by side.")
     backend: Backend = option(
-        "loky", "Where cells run: loky on this machine, dask or ray on a cluster.", choices=choices_of(Backend)
+        "loky", "Where cells run: loky on this machine, dask or ray on a cluster.", choices=get_args(Backend)
     )
     scheduler: str | None = option(None, "The cluster's scheduler: tcp://10.0.0.1:8786.", metavar="ADDRESS")
     timeout: float | None = option(None, "Give up on a cell after this time.", metavar="SECONDS")
