@@ -146,9 +146,10 @@ def _changed(fields: tuple[Field[R], ...], setting: str, values: Mapping[str, An
 class Fields(Generic[R]):
     """The fields of one record, in order.
 
-    `get` and `cell` have getters by the names of the fields, `adds` and `nullable` name fields that are so: where they
-    would make a field too long to be one line of this table. A row that `lacks` figures has the cell `missing` in its
-    columns of numbers and None in the others, but for its key fields and for fields that have a `cell` of their own.
+    `get`, `cell` and other `settings` of a `Field` come by the names of the fields where they would make a field longer
+    than one line of this table; names alone are those of fields for which a setting is true. A row that `lacks` figures
+    has the cell `missing` in its columns of numbers and None in the others, but for its key fields and for fields that
+    have a `cell` of their own.
     """
 
     def __init__(
@@ -156,13 +157,12 @@ class Fields(Generic[R]):
         *fields: Field[R],
         get: Mapping[str, Callable[[R], Any]] = _NONE,
         cell: Mapping[str, Callable[[R, Any], Cell]] = _NONE,
-        adds: Collection[str] = (),
-        nullable: Collection[str] = (),
         lacks: Callable[[R], bool] = lambda row: False,
         missing: Callable[[R], Cell] = lambda row: None,
+        **settings: Mapping[str, Any] | Collection[str],
     ) -> None:
-        for setting, named in (("adds", adds), ("nullable", nullable)):
-            fields = _changed(fields, setting, dict.fromkeys(named, True))
+        for setting, values in settings.items():
+            fields = _changed(fields, setting, values if isinstance(values, Mapping) else dict.fromkeys(values, True))
         self._fields = _changed(_changed(fields, "get", get), "cell", cell)
         self._lacks = lacks
         self._missing = missing
@@ -253,18 +253,11 @@ def role_fields(sizes: Sequence[Mapping[Role, int]], meaning: str = "", of: str 
     roles = in_order(role for entry in sizes for role in entry)
     by_size = sorted(roles, key=lambda role: -max(entry.get(role, 0) for entry in sizes))
     read = attrgetter(of)
-    return tuple(
-        field(
-            role,
-            noun(role),
-            BYTES,
-            60 - 3 * by_size.index(role),
-            meaning and f"{noun(role)}{meaning}",
-            get=partial(_size_of, read, role),
-            role=role,
-        )
-        for role in roles
-    )
+    fields: list[Field[Any]] = []
+    for role in roles:
+        hint, get = meaning and f"{noun(role)}{meaning}", partial(_size_of, read, role)
+        fields.append(field(role, noun(role), BYTES, 60 - 3 * by_size.index(role), hint, get=get, role=role))
+    return tuple(fields)
 
 
 def _size_of(read: Callable[[Any], Mapping[Role, int]], role: Role, row: Any) -> int:

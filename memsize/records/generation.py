@@ -92,15 +92,7 @@ GENERATION_FIELDS: Final = Fields[GenerationRow](
     field("decode_peak", "decode", BYTES, 91, "the most that is alive in the steps after it", key="decode"),
     field("after_decode", kind=BYTES, get=lambda row: row.decode.end),
     field("kv_cache", "KV cache", BYTES, 95, "the cache of all sequences at the end", get=lambda row: row.cache),
-    field(
-        "kv_per_token",
-        "bytes per token",
-        BYTES,
-        85,
-        "what one more token of one sequence adds to it",
-        key="per_token",
-        drawn=COUNT,
-    ),
+    field("kv_per_token", "bytes per token", BYTES, 85, "what one more token of one sequence adds to it", drawn=COUNT),
     field("kv_per_sequence", kind=BYTES, get=lambda row: row.per_sequence),
     field("kv_on_host", "on the host", BYTES, 94, "what of the cache is on the host at the end", key="hosted"),
     field("pinned", kind=BYTES),
@@ -126,6 +118,7 @@ GENERATION_FIELDS: Final = Fields[GenerationRow](
         "kv_per_token": lambda row, _: None if row.estimate is None else row.per_token // row.batch,
         "fits": lambda row, _: None if row.fits is None else "yes" if row.fits else "no",
     },
+    key={"kv_per_token": "per_token"},
     lacks=lambda row: row.estimate is None,
 )
 

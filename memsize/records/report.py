@@ -86,21 +86,11 @@ def _figure(
     name: str, key: str, title: str, weight: int, hint: str, share_weight: int = 0, role: Role | None = None
 ) -> tuple[Field[ScenarioRow], Field[ScenarioRow]]:
     """A figure of `Totals`, and its share of float32's, which documents show where it has a weight."""
-    share = "% of fp32" if share_weight else ""
+    share: Any = {"get": lambda row: row.result.share(name, row.baseline), "key": f"{key}_of_fp32", "beside": key}
+    title_of_share = "% of fp32" if share_weight else ""
     return (
-        field(
-            name, title, BYTES, weight, hint, get=lambda row: row.result.figure(name), key=key, role=role, nullable=True
-        ),
-        field(
-            f"{name}_of_fp32",
-            share,
-            SHARE,
-            share_weight,
-            f"{title} ÷ fp32's",
-            get=lambda row: row.result.share(name, row.baseline),
-            key=f"{key}_of_fp32",
-            beside=key,
-        ),
+        field(name, title, BYTES, weight, hint, get=lambda row: row.result.figure(name), key=key, role=role),
+        field(f"{name}_of_fp32", title_of_share, SHARE, share_weight, f"{title} ÷ fp32's", **share),
     )
 
 
@@ -132,6 +122,7 @@ SCENARIO_FIELDS: Final = Fields[ScenarioRow](
     field("reason", get=lambda row: row.result.reason),
     *chain.from_iterable(_FIGURE_FIELDS),
     cell={"name": lambda row, _: row.result.label},
+    nullable=FIGURES,
     lacks=lambda row: row.result.totals is None,
     missing=lambda row: Missing(row.result.reason or row.result.status),
 )
@@ -229,76 +220,31 @@ def _joined(items: Iterable[object]) -> str:
     return ", ".join(map(str, items))
 
 
+_OUTPUT = "new memory that its outputs take; views and in-place results: 0"
+_SAVED = "what its ops keep for backward, parameters apart"
 _NOTES = "other paths, ties, views, calls, what was never called or used"
 LAYER_FIELDS: Final = Fields[Row](
     field("path", "layer", PATH, 100, "the module's path in the model", key="layer"),
     field("type", "type", TEXT, 60, "its class"),
     field("depth", kind=COUNT),
-    field("kernel", "kernel", TEXT, 21, "the window that it slides over its input", optional=True),
+    field("kernel", "kernel", TEXT, 21, "the window that it slides over its input"),
     field("input", get=lambda row: _joined(row.inputs)),
-    shown("inputs", "input", SPECS, 22, "every tensor that it is given", key="input", optional=True),
+    shown("inputs", "input", SPECS, 22, "every tensor that it is given", key="input"),
     field("output", get=lambda row: _joined(output.spec for output in row.outputs)),
     shown("outputs", "output", SPECS, 70, "every tensor that it returns", key="output"),
-    field("calls", "calls", COUNT, 20, "how often it was called", optional=True),
+    field("calls", "calls", COUNT, 20, "how often it was called"),
     field("parameters", "parameters", COUNT, 80, "elements of its own parameters, tied ones once"),
-    field("trainable", "trainable", COUNT, 23, "those of them that require a gradient", optional=True),
-    shown(
-        "parameters_share",
-        "% of parameters",
-        SHARE,
-        24,
-        "its part of the model's parameters",
-        key="share",
-        optional=True,
-    ),
+    field("trainable", "trainable", COUNT, 23, "those of them that require a gradient"),
+    shown("parameters_share", "% of parameters", SHARE, 24, "its part of the model's parameters", key="share"),
     field("stored_as", "stored as", WORDS, 50, "the dtypes in which its parameters are stored", key="dtype"),
     field("parameter_bytes", "stored", BYTES, 95, "bytes of its own parameters", key="stored", role="parameter"),
     field("buffer_bytes", "buffers", BYTES, 62, "bytes of its own buffers", key="buffers", role="buffer"),
-    field(
-        "attribute_bytes",
-        "not registered",
-        BYTES,
-        88,
-        "bytes of tensors that it holds as plain attributes",
-        key="unregistered",
-    ),
+    field("attribute_bytes", "not registered", BYTES, 88, "bytes of tensors that it holds as plain attributes"),
     field("cast_bytes", "cast copies", BYTES, 65, _CAST, key="cast", role="cast copy"),
-    field(
-        "output_bytes",
-        "new output",
-        BYTES,
-        85,
-        "new memory that its outputs take; views and in-place results: 0",
-        key="new",
-        role="output",
-    ),
-    field(
-        "saved_bytes",
-        "kept for backward",
-        BYTES,
-        90,
-        "what its ops keep for backward, parameters apart",
-        key="saved",
-        role="activation",
-    ),
-    field(
-        "multiply_adds",
-        "multiply-adds",
-        COUNT,
-        25,
-        "those of its products and convolutions",
-        key="mult_adds",
-        optional=True,
-    ),
-    shown(
-        "multiply_adds_share",
-        "% of multiply-adds",
-        SHARE,
-        24,
-        "its part of those of the forward",
-        key="mult_adds_share",
-        optional=True,
-    ),
+    field("output_bytes", "new output", BYTES, 85, _OUTPUT, key="new", role="output"),
+    field("saved_bytes", "kept for backward", BYTES, 90, _SAVED, key="saved", role="activation"),
+    field("multiply_adds", "multiply-adds", COUNT, 25, "those of its products and convolutions", key="mult_adds"),
+    shown("multiply_adds_share", "% of multiply-adds", SHARE, 24, "its part of those of the forward"),
     field("marks", "notes", WORDS, 92, _NOTES, get=lambda row: _joined(row.marks), key="notes"),
     get={
         "kernel": lambda row: "×".join(map(str, row.kernel)),
@@ -311,19 +257,12 @@ LAYER_FIELDS: Final = Fields[Row](
         "multiply_adds_share": lambda row, whole: share_of(row.multiply_adds, whole.multiply_adds),
         "marks": lambda row, _: Words(row.marks),
     },
+    key={"attribute_bytes": "unregistered", "multiply_adds_share": "mult_adds_share"},
+    optional="kernel inputs calls trainable parameters_share multiply_adds multiply_adds_share".split(),
     adds=(
-        "parameters",
-        "trainable",
-        "parameters_share",
-        "parameter_bytes",
-        "buffer_bytes",
-        "attribute_bytes",
-        "cast_bytes",
-        "output_bytes",
-        "saved_bytes",
-        "multiply_adds",
-        "multiply_adds_share",
-    ),
+        "parameters trainable parameters_share parameter_bytes buffer_bytes attribute_bytes cast_bytes output_bytes "
+        "saved_bytes multiply_adds multiply_adds_share"
+    ).split(),
 )
 """The fields of a layer in the order of the layer table; the totals of the report are their answer."""
 

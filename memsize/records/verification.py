@@ -62,18 +62,13 @@ def _measured(value: Any, cell: Callable[[Any], Cell]) -> Cell:
     return _UNMEASURED if value is None else cell(value)
 
 
+_UP_TO: Final = "the most, where cuDNN's workspaces or the CUDA context are not known"
+
 FIGURE_FIELDS: Final = Fields[FigureComparison](
     field("figure", "peak", NAME, 100, "what is compared"),
     field("benchmark", "cudnn.benchmark", TEXT, 100, "torch.backends.cudnn.benchmark in that run"),
     field("predicted", "predicted", BYTES, 98, "the least that memsize says", get=lambda row: row.predicted.low),
-    field(
-        "predicted_most",
-        "up to",
-        BYTES,
-        92,
-        "the most, where cuDNN's workspaces or the CUDA context are not known",
-        key="most",
-    ),
+    field("predicted_most", "up to", BYTES, 92, _UP_TO, key="most"),
     field("measured", "measured", BYTES, 99, "what the GPU showed", nullable=True),
     field("difference", "off by", SIGNED, 96, "predicted less measured; nothing inside the interval", nullable=True),
     field("share", "%", CHANGE, 95, "the same as a share of what was measured"),
