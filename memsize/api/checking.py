@@ -228,7 +228,11 @@ def init(request: InitRequest) -> tuple[Path, str]:
         limits["inference_peak"] = _above(measured.peak("inference").allocated)
         if request.training is not None:
             limits["training_peak"] = _above(measured.peak("training").allocated)
-    before = _text(file)
+    try:
+        before = file.read_bytes().decode() if file.exists() else ""
+        tomllib.loads(before)
+    except ValueError as error:
+        raise InputError(f"{file} is no TOML: {error}") from None
     section = _section(request, limits, file, names=_names(before))
     parse_section(tomllib.loads(section)["tool"]["memsize"]["target"][0])
     newline = "\r\n" if "\r\n" in before else "\n"
@@ -240,16 +244,6 @@ def init(request: InitRequest) -> tuple[Path, str]:
         raise OutputError(f"{file.name} cannot take a {SECTION} at its end ({error}): add it by hand") from None
     files.write(file, text.encode(), overwrite=True)
     return file, section
-
-
-def _text(file: Path) -> str:
-    """The text of a TOML file, empty where there is none."""
-    try:
-        text = file.read_bytes().decode() if file.exists() else ""
-        tomllib.loads(text)
-    except ValueError as error:
-        raise InputError(f"{file} is no TOML: {error}") from None
-    return text
 
 
 def _above(size: int) -> str:

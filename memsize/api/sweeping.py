@@ -59,7 +59,12 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
     Raises `InputError` for a grid that cannot be meant, `TargetError` for a pattern that matches nothing, and
     `OutputError` where the results cannot be kept.
     """
-    _check(request)
+    if request.scheduler is not None and request.backend == "loky":
+        raise InputError("a scheduler is that of a cluster: choose the backend dask or ray")
+    if (request.retry or request.fresh) and request.results is None:
+        raise InputError("retry and fresh are about the file that keeps the results: name it (results)")
+    if request.timeout is not None and request.backend == "dask":
+        raise InputError("timeout: Dask runs cells in threads, which cannot be interrupted; choose loky or ray")
     grid = grid_of(request.grid) if isinstance(request.grid, Mapping) else read_grid(Path(request.grid))
     report_progress = progress or (lambda _: None)
     with contextlib.chdir(grid.folder):
@@ -82,15 +87,6 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
         except KeyboardInterrupt:
             raise Interrupted(rows.answer()) from None
     return rows.answer()
-
-
-def _check(request: SweepRequest) -> None:
-    if request.scheduler is not None and request.backend == "loky":
-        raise InputError("a scheduler is that of a cluster: choose the backend dask or ray")
-    if (request.retry or request.fresh) and request.results is None:
-        raise InputError("retry and fresh are about the file that keeps the results: name it (results)")
-    if request.timeout is not None and request.backend == "dask":
-        raise InputError("timeout: Dask runs cells in threads, which cannot be interrupted; choose loky or ray")
 
 
 class _Rows:

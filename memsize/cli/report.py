@@ -52,6 +52,9 @@ def report(
     or a Module instance; you can omit the name if the file defines only one Module class. TARGET can also be a
     library's model, which needs no --input: hf:config.json, hf:llama, timm:resnet50, torchvision:vgg16.
     """
+    names = tuple(name.strip() for text in columns for name in text.split(",") if name.strip())
+    if columns and not names:
+        raise OutputError(f"no column given: choose from {', '.join(COLUMNS)}")
     # JSON has peaks for every scenario, also where no GPU was named.
     peaks = request.gpu.allocator or request.gpu.stack != INSTALLED or output.format == "json"
     gpu = replace(request.gpu, name=request.gpu.name or (DEFAULT_GPU if peaks else None))
@@ -74,7 +77,7 @@ def report(
         ask,
         jobs=1 if request.execute else jobs,
         depth=depth,
-        columns=_columns(columns),
+        columns=column_keys(names) if columns else None,
     )
     if shown.stopped is not None:
         # A text on stdout has said why already.
@@ -91,12 +94,3 @@ def describe_failure(failure: Failure) -> str:
     """Say in one sentence which layer stopped the forward, its input, and why."""
     inputs = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
     return f"the forward failed in {_layer(failure)}{inputs}: {failure.reason}"
-
-
-def _columns(texts: tuple[str, ...]) -> tuple[str, ...] | None:
-    if not texts:
-        return None
-    names = tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
-    if not names:
-        raise OutputError(f"no column given: choose from {', '.join(COLUMNS)}")
-    return column_keys(names)

@@ -197,7 +197,7 @@ def nearest(path: str, heads: Container[str]) -> str:
 
 def own_rows(trace: Trace) -> tuple[Row, ...]:
     """One row per module, hollow ones too, each with the module's own figures and nothing from its children."""
-    return tuple(_layer_row(group, list(group.tensors), trace) for group in _groups(trace, None))
+    return tuple(_layer_row(group, group.tensors, trace) for group in _groups(trace, None))
 
 
 def _layer_row(group: _Group, tensors: Sequence[StoredTensor], trace: Trace) -> Row:

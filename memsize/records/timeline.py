@@ -194,9 +194,8 @@ class Timeline(Renderable):
         timeline: list[Stretch] = []
         for event, (index, change) in enumerate(zip(self.layer, self.delta, strict=True)):
             path, last = cut[index], timeline[-1].layer if timeline else None
-            # A free of a module that contains the last one's: `path` of the whole model is empty.
-            is_outer = path is not None and last is not None and (not path or last.startswith(f"{path}."))
-            if timeline and (path == last or (change < 0 and is_outer)):
+            is_free_around = change < 0 and path is not None and last is not None
+            if timeline and (path == last or (is_free_around and (not path or str(last).startswith(f"{path}.")))):
                 timeline[-1] = timeline[-1]._replace(stop=event + 1)
             else:
                 timeline.append(Stretch(path, event, event + 1))

@@ -64,7 +64,12 @@ class InputSpec:
         if self.name is not None and (not self.name.isidentifier() or keyword.iskeyword(self.name)):
             raise InputError(f"{self.name!r} cannot be the name of an input: forward takes keywords like input_ids")
         for size in self.shape:
-            _check_size(size)
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise InputError(f"{size!r} is not a size: sizes are whole numbers above 0")
+            if size < 1:
+                raise InputError(f"a size of {size} leaves nothing to run on: sizes are whole numbers above 0")
+            if size > MOST_ELEMENTS:
+                raise InputError("a size is more than a tensor can hold (2^63 - 1)")
         if math.prod(self.shape) > MOST_ELEMENTS:
             raise InputError(f"input {format_shape(self.shape)} has more elements than a tensor can hold (2^63 - 1)")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -135,15 +140,6 @@ def parse_inputs(texts: Iterable[str]) -> tuple[InputSpec, ...]:
 def format_shape(shape: tuple[int, ...]) -> str:
     """``"3,64,64"``; ``"()"`` for no dimension at all."""
     return ",".join(map(str, shape)) or _SCALAR
-
-
-def _check_size(size: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise InputError(f"{size!r} is not a size: sizes are whole numbers above 0")
-    if size < 1:
-        raise InputError(f"a size of {size} leaves nothing to run on: sizes are whole numbers above 0")
-    if size > MOST_ELEMENTS:
-        raise InputError("a size is more than a tensor can hold (2^63 - 1)")
 
 
 @dataclass(frozen=True, slots=True)

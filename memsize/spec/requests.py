@@ -98,14 +98,18 @@ def _rank(text: str) -> int | Which:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportRequest:
-    """A report on each byte of a model."""
-
+class _ModelRun:
     model: ModelRequest = _model()
     training: Training | None = part(Training, **_TRAINING)
     parallel: Parallel | str | None = _parallel()
     gpu: Gpu = part(Gpu)
     execute: bool = _execute()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportRequest(_ModelRun):
+    """A report on each byte of a model."""
+
     scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
 
 
@@ -125,14 +129,9 @@ class DiffRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimelineRequest:
+class TimelineRequest(_ModelRun):
     """Live memory over training steps, or over one inference."""
 
-    model: ModelRequest = _model()
-    training: Training | None = part(Training, **_TRAINING)
-    parallel: Parallel | str | None = _parallel()
-    gpu: Gpu = part(Gpu)
-    execute: bool = _execute()
     scenario: str = _scenario()
 
 
