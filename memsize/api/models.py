@@ -166,7 +166,7 @@ def step_trace(
             workload: Workload = steps_on(training, spread, where) if loop is None else OwnLoop(loop, steps)
             if loop is not None and world is not None:
                 workload = RankLoop(loop, world, where, steps=steps)
-            return runner.run(workload, scenario)
+            return runner.run(workload, scenario).in_rows()
 
         with others_asked(traced, world):
             return StepTrace(traced(world), where.name, allocator)
