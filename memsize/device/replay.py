@@ -271,6 +271,10 @@ class _Run:
         changes, failure = self.allocator.memory.changes, self.failure
         final = Levels(self.requested, self.allocated * BLOCK, self.allocator.memory.reserved * BLOCK)
         ended = events if failure is None else failure.event
+        sizes: Counter[int] = Counter()
+        for at, stream, _, size in changes:
+            if at <= reserved[1]:
+                sizes[stream] += size * BLOCK
         return Replay(
             requested=Peak(*requested),
             allocated=Peak(allocated[0] * BLOCK, allocated[1]),
@@ -282,17 +286,8 @@ class _Run:
             timeline=None if self.rows is None else _timeline(self.rows, changes, ended),
             skipped=frozenset(self.skipped),
             refused=self.allocator.refused,
-            of_streams=_of_streams(changes, reserved[1]),
+            of_streams=dict(sorted(sizes.items())),
         )
-
-
-def _of_streams(changes: Iterable[tuple[int, int, int, int]], event: int) -> dict[int, int]:
-    """The bytes that each stream has in segments after an event."""
-    sizes: Counter[int] = Counter()
-    for at, stream, _, size in changes:
-        if at <= event:
-            sizes[stream] += size * BLOCK
-    return dict(sorted(sizes.items()))
 
 
 def _timeline(

@@ -146,21 +146,12 @@ def shown_as_python_would(error: BaseException) -> None:
     seen: set[int] = set()
     while led is not None and id(led) not in seen:
         seen.add(id(led))
-        led.__traceback__ = _users_own(led.__traceback__)
+        frames, entry = [], led.__traceback__
+        while entry is not None:
+            frames.append(entry)
+            entry = entry.tb_next
+        led.__traceback__ = None
+        for entry in reversed(frames):
+            if not entry.tb_frame.f_code.co_filename.startswith(_RUNS_SCRIPTS):
+                led.__traceback__ = TracebackType(led.__traceback__, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
         led = led.__cause__ or led.__context__
-
-
-def _users_own(trace: TracebackType | None) -> TracebackType | None:
-    frames = [] if trace is None else [*_chain(trace)]
-    traceback: TracebackType | None = None
-    for entry in reversed(frames):
-        if not entry.tb_frame.f_code.co_filename.startswith(_RUNS_SCRIPTS):
-            traceback = TracebackType(traceback, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return traceback
-
-
-def _chain(trace: TracebackType) -> Iterator[TracebackType]:
-    entry: TracebackType | None = trace
-    while entry is not None:
-        yield entry
-        entry = entry.tb_next

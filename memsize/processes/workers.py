@@ -126,10 +126,6 @@ class Workers:
             there.close()
             self._workers[here] = process
 
-    def _bury(self, connection: Connection) -> None:
-        connection.close()
-        os.waitpid(self._workers.pop(connection), 0)
-
     def _shared_out(self, requests: Sequence[Request]) -> list[Any]:
         from multiprocessing.connection import wait
 
@@ -152,24 +148,22 @@ class Workers:
             for connection in ready:
                 kind, value = _heard(connection)
                 if kind in ("said", "found", "warned"):
-                    self._relay(kind, value)
+                    if kind == "said":
+                        self._announce(value)
+                    elif kind == "found":
+                        self._deliver(value)
+                    else:
+                        message, category, filename, line = value
+                        warnings.warn_explicit(message, category, filename, line, registry=self._warned)
                     continue
                 index = busy.pop(connection)
                 if kind == "gone":
-                    self._bury(connection)
+                    connection.close()
+                    os.waitpid(self._workers.pop(connection), 0)
                 else:
                     idle.append(connection)
                 answers[index] = value if kind == "done" else self._answer(requests[index])
         return [answers[index] for index in range(len(requests))]
-
-    def _relay(self, kind: str, value: Any) -> None:
-        if kind == "said":
-            self._announce(value)
-        elif kind == "found":
-            self._deliver(value)
-        else:
-            message, category, filename, line = value
-            warnings.warn_explicit(message, category, filename, line, registry=self._warned)
 
     # -- in a worker --------------------------------------------------------------------------------------------------
 

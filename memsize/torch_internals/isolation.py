@@ -124,7 +124,14 @@ def settings_kept() -> Iterator[None]:
 def settings_read() -> Callable[[], None]:
     """Read the process's settings and random generators; what is returned puts them back."""
     before = [_read(setting) for setting in _SETTINGS]
-    generators = _random_states()
+    generators: list[tuple[Callable[[Any], object], Any]] = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+    ]
+    if torch.cuda.is_initialized():
+        generators.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    if numpy := sys.modules.get("numpy.random"):
+        generators.append((numpy.set_state, numpy.get_state()))
 
     def put_back() -> None:
         for setting, value in zip(_SETTINGS, before, strict=True):
@@ -164,19 +171,6 @@ def _read(setting: _Setting) -> Any:
         return setting.read()
     except Exception:  # PyTorch refuses to tell what two of its interfaces have set differently
         return _UNREADABLE
-
-
-def _random_states() -> list[tuple[Callable[[Any], object], Any]]:
-    """The states of the global random generators, each after the function that sets it."""
-    states: list[tuple[Callable[[Any], object], Any]] = [
-        (torch.set_rng_state, torch.get_rng_state()),
-        (random.setstate, random.getstate()),
-    ]
-    if torch.cuda.is_initialized():
-        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    if numpy := sys.modules.get("numpy.random"):
-        states.append((numpy.set_state, numpy.get_state()))
-    return states
 
 
 # -- one setting ------------------------------------------------------------------------------------------------------

@@ -128,7 +128,9 @@ class _Mapped:
         if isinstance(value, Mapping) and (isinstance(value, dict) or not _attributes(value)):
             return self._mapping(value)
         if isinstance(value, weakref.ref):
-            return self._reference(value)
+            target = value()
+            mapped = self.of(target)
+            return value if mapped is target else weakref.ref(mapped)
         return value if _is_code(value) else self._object(value)
 
     def _mapping(self, value: Mapping[Any, Any]) -> Any:
@@ -140,11 +142,6 @@ class _Mapped:
         except TypeError:
             # A mapping with a constructor of its own: a plain dict answers the same look-ups.
             return mapped
-
-    def _reference(self, value: weakref.ref[Any]) -> weakref.ref[Any]:
-        target = value()
-        mapped = self.of(target)
-        return value if mapped is target else weakref.ref(mapped)
 
     def _object(self, value: Any) -> Any:
         if next(tensors_in(value), None) is None:

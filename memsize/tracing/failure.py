@@ -14,7 +14,7 @@ from memsize.tracing.ledger import Ledger
 from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    pass
 
 
 def explain(error: Exception, calls: ModuleCallRecorder, ledger: Ledger) -> tuple[str, Failure]:
@@ -65,7 +65,8 @@ def _reason(error: Exception, module: ModuleRecord, phase: str) -> str:
     parts = [text if plain or text == kind else f"{kind}: {text}"]
     construction = _construction(module) if phase == "forward" else ""
     parts += [advice for advice in (construction, _advice(message)) if advice]
-    line = _user_line(error.__traceback__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_outside(frame.filename)]
+    line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     if line:
         parts.append(f"at {line}")
     return "\n  ".join(parts)
@@ -147,9 +148,3 @@ def _advice(text: str) -> str:
     if match and int(match["actual"] or match["sizes"].count(",") + 1) == int(match["most"]) + 1:
         return _NO_BATCH
     return next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), "")
-
-
-def _user_line(trace: TracebackType | None) -> str:
-    """The innermost line of the user's own code."""
-    frames = [frame for frame in traceback.extract_tb(trace) if is_outside(frame.filename)]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

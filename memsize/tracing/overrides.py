@@ -33,6 +33,7 @@ from memsize.torch_internals.sparse_tensors import is_in_coordinates
 from memsize.tracing.named_devices import by_device, means_stand_ins, named_gpu, on_meta, place_of
 
 _RECURRENT = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+_MASKS: Final = (torch.bool, torch.uint8)
 _UNREADABLE = "item() cannot be called on meta tensors"
 """What PyTorch says where it reads the numbers of tensors in a list below the dispatcher."""
 _DETECTION = "torchvision.models.detection.transform"
@@ -120,7 +121,9 @@ def _from_numbers(original: Function, *args: Any, **kwargs: Any) -> Any:
     if not args:
         return original(**kwargs)
     data, more = args[0], args[1:]
-    device = kwargs.get("device") or _device_of_context()
+    device = kwargs.get("device") or next(  # else that of ``with torch.device(...)`` or `torch.set_default_device`
+        (mode.device for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext)), None
+    )
     if isinstance(data, Tensor) or not means_stand_ins(device):
         try:
             return original(data, *more, **on_meta(kwargs))
@@ -145,12 +148,6 @@ def _new(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[0], Tensor):
         return torch.sparse_coo_tensor(*args, check_invariants=False, **kwargs)
     return torch.empty(args or (0,), dtype=tensor.dtype, layout=torch.sparse_coo, device=place_of(tensor))
-
-
-def _device_of_context() -> torch.device | None:
-    """The device that ``with torch.device(...)`` or `torch.set_default_device` names for tensors made without one."""
-    modes = reversed(_get_current_function_mode_stack())
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _moved_from_cpu(make: Function, data: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -183,14 +180,10 @@ def _assigned(original: Function, tensor: Tensor, index: Any, value: Any) -> Any
     """
     if is_meta(tensor) and isinstance(value, (int, float, complex)):
         parts = index if type(index) is tuple else (index,)
-        if not any(_is_looked_up(part) for part in parts):
+        # A mask lists no places: what is under it is filled with the number.
+        if not any(isinstance(p, list) or (isinstance(p, Tensor) and p.dtype not in _MASKS) for p in parts):
             value = torch.tensor(value, dtype=tensor.dtype, device="cpu")
     return _indexed(original, tensor, index, value)
-
-
-def _is_looked_up(part: Any) -> bool:
-    """Whether part of an index lists places. A mask does not: what is under it is filled with the number."""
-    return isinstance(part, list) or (isinstance(part, Tensor) and part.dtype not in (torch.bool, torch.uint8))
 
 
 def _index(numbers: list[Any], tensor: Tensor) -> Any:

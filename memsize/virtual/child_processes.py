@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.processes.patches import Patch, environment
+from memsize.processes.patches import Patch, calling, environment, wrapping
 from memsize.processes.simulation import open_simulation
 from memsize.records.gpu import Card
 from memsize.records.world import World
@@ -118,7 +118,18 @@ class ChildProcesses:
         with TemporaryDirectory(prefix="memsize-", ignore_cleanup_errors=True) as temporary:
             self._folder, self._is_open = folder or Path(temporary).resolve(), True
             if folder is None:
-                self._fill()
+                for name in ("bin", "results", "new", "tmp"):
+                    (self._folder / name).mkdir()
+                package = str(Path(__file__).parents[2])
+                (self._folder / "sitecustomize.py").write_text(
+                    _START.format(folder=str(self._folder), package=package), "utf-8"
+                )
+                (self._folder / "settings.pickle").write_bytes(pickle.dumps(self.settings))
+                smi = self._folder / "bin" / "nvidia-smi"
+                script, state = Path(__file__).with_name("nvidia_smi.py"), self._folder / "gpu.json"
+                words = map(shlex.quote, map(str, (sys.executable, "-I", "-S", script, state)))
+                smi.write_text(_SMI.format(" ".join(words)), "utf-8")
+                smi.chmod(0o755)
             self._guard.new.add(str(self._folder))
             self._guard.others_new = self._new_of_others
             variables = environment(self._environment(os.environ))
@@ -127,20 +138,6 @@ class ChildProcesses:
                     yield
                 finally:
                     self.results = tuple(self._read_results())
-
-    def _fill(self) -> None:
-        for name in ("bin", "results", "new", "tmp"):
-            (self._folder / name).mkdir()
-        package = str(Path(__file__).parents[2])
-        (self._folder / "sitecustomize.py").write_text(
-            _START.format(folder=str(self._folder), package=package), "utf-8"
-        )
-        (self._folder / "settings.pickle").write_bytes(pickle.dumps(self.settings))
-        smi = self._folder / "bin" / "nvidia-smi"
-        script, state = Path(__file__).with_name("nvidia_smi.py"), self._folder / "gpu.json"
-        words = map(shlex.quote, map(str, (sys.executable, "-I", "-S", script, state)))
-        smi.write_text(_SMI.format(" ".join(words)), "utf-8")
-        smi.chmod(0o755)
 
     def _environment(self, environment: Any) -> dict[str, str]:
         """Return the variables that let a process find the folder of the run, in front of what `environment` has."""
@@ -188,35 +185,34 @@ class ChildProcesses:
     # -- how they are started -----------------------------------------------------------------------------------------
 
     def _patches(self) -> Iterator[Patch]:
-        yield subprocess.Popen, "__init__", self._starting(subprocess.Popen.__init__)
+        yield wrapping(subprocess.Popen, "__init__", self._starting)
         yield os, "system", _system
         for name in ("execv", "execve"):
-            yield os, name, self._replacing(getattr(os, name))
+            yield os, name, calling(self._replacing, getattr(os, name))
 
-    def _starting(self, original: Callable[..., None]) -> Callable[..., None]:
-        def start(
-            process: subprocess.Popen[Any],
-            args: Any,
-            bufsize: int = -1,
-            executable: Any = None,
-            *rest: Any,
-            shell: bool = False,
-            env: Any = None,
-            **options: Any,
-        ) -> None:
-            self.announce()
-            variables = dict(os.environ if env is None else env)
-            variables |= self._environment(variables)
-            command = self._limited(args, executable, shell, variables, options.get("cwd"))
-            if command is None:
-                original(process, args, bufsize, executable, *rest, shell=shell, env=variables, **options)
-                return
-            variables["TMPDIR"] = str(self._folder / "tmp")
-            original(process, command, bufsize, None, *rest, shell=False, env=variables, **options)
-            process.args = args
-            self._limited_processes.append((shlex.join(command[command.index("--") + 2 :]), process))
-
-        return start
+    def _starting(
+        self,
+        original: Callable[..., None],
+        process: subprocess.Popen[Any],
+        args: Any,
+        bufsize: int = -1,
+        executable: Any = None,
+        *rest: Any,
+        shell: bool = False,
+        env: Any = None,
+        **options: Any,
+    ) -> None:
+        self.announce()
+        variables = dict(os.environ if env is None else env)
+        variables |= self._environment(variables)
+        command = self._limited(args, executable, shell, variables, options.get("cwd"))
+        if command is None:
+            original(process, args, bufsize, executable, *rest, shell=shell, env=variables, **options)
+            return
+        variables["TMPDIR"] = str(self._folder / "tmp")
+        original(process, command, bufsize, None, *rest, shell=False, env=variables, **options)
+        process.args = args
+        self._limited_processes.append((shlex.join(command[command.index("--") + 2 :]), process))
 
     def _limited(
         self, args: Any, executable: Any, shell: bool, environment: dict[str, str], folder: Any
@@ -247,15 +243,12 @@ class ChildProcesses:
         """The folders that the run has made."""
         return [str(self._folder), *filter(os.path.isdir, self._guard.new)]
 
-    def _replacing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def exec_(path: Any, args: Sequence[Any], *env: Any) -> Any:
-            self.announce()
-            is_python = runs_python(os.fsdecode(path), [*map(os.fsdecode, args)])
-            if self._is_limited and not is_python and os.access(path, os.X_OK):  # rights that are given up are gone
-                landlock.restrict(None if self._guard.allowed else self._writable, self.settings.offline)
-            return original(path, args, *env)
-
-        return exec_
+    def _replacing(self, original: Callable[..., Any], path: Any, args: Sequence[Any], *env: Any) -> Any:
+        self.announce()
+        is_python = runs_python(os.fsdecode(path), [*map(os.fsdecode, args)])
+        if self._is_limited and not is_python and os.access(path, os.X_OK):  # rights that are given up are gone
+            landlock.restrict(None if self._guard.allowed else self._writable, self.settings.offline)
+        return original(path, args, *env)
 
 
 def runs_python(program: str, words: Sequence[str]) -> bool:

@@ -27,7 +27,7 @@ from torch._utils import (
     _unflatten_dense_tensors,
 )
 
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, wrapping
 from memsize.records.roles import Role
 from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
@@ -89,8 +89,8 @@ def replacements(recorder: Recorder) -> Iterator[Patch]:
     yield in_python, "torch", _Torch()
     yield in_python, "_streams", None
     yield applying, "threading", _InTurn
-    yield nn.Module, "_replicate_for_data_parallel", _watched(nn.Module._replicate_for_data_parallel)
-    yield comm, "reduce_add_coalesced", between.adding(comm.reduce_add_coalesced)
+    yield wrapping(nn.Module, "_replicate_for_data_parallel", _watched)
+    yield wrapping(comm, "reduce_add_coalesced", between.adding)
 
 
 class _Torch:
@@ -104,16 +104,12 @@ class _Torch:
         return torch.device("cuda", named) if type(named) is int else torch.device(named)
 
 
-def _watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _watched(original: Callable[[Any], Any], module: nn.Module) -> Any:
     """The calls of a copy of a module are watched where those of the module are."""
-
-    def replicate(module: nn.Module) -> Any:
-        copy, call = original(module), vars(module).get("_compiled_call_impl")
-        if call is not None and hasattr(call, "of"):
-            vars(copy)["_compiled_call_impl"] = call.of(copy)
-        return copy
-
-    return replicate
+    copy, call = original(module), vars(module).get("_compiled_call_impl")
+    if call is not None and hasattr(call, "of"):
+        vars(copy)["_compiled_call_impl"] = call.of(copy)
+    return copy
 
 
 class _Now:
@@ -192,15 +188,13 @@ class _Between:
         """The sum goes where there is room for it already."""
         self._recorder.sent("reduce", inputs[0].nbytes, len(inputs))
 
-    def adding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def adding(
+        self, original: Callable[..., Any], inputs: Sequence[Sequence[Tensor]], *args: Any, **options: Any
+    ) -> Any:
         """Mark the gradients of each GPU, which live until they are added up."""
-
-        def add(inputs: Sequence[Sequence[Tensor]], *args: Any, **options: Any) -> Any:
-            for gradient in (item for gradients in inputs for item in gradients):
-                self._recorder.mark(gradient, "unsharded gradient")
-            return original(inputs, *args, **options)
-
-        return add
+        for gradient in (item for gradients in inputs for item in gradients):
+            self._recorder.mark(gradient, "unsharded gradient")
+        return original(inputs, *args, **options)
 
 
 def _number(tensor: Tensor) -> int:

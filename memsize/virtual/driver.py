@@ -25,7 +25,7 @@ from memsize.spec.stack import INSTALLED, Stack
 from memsize.virtual.allocator_state import DeviceMemory
 from memsize.virtual.child_processes import Gpu
 from memsize.virtual.device_assignment import DeviceAssignment, devices
-from memsize.virtual.stream_order import Moment, Queue, StreamOrder
+from memsize.virtual.ledger.stream_order import Moment, Queue, StreamOrder
 
 _TYPE: Final = 1
 """The number of the device type in streams (c10/core/DeviceType.h)."""

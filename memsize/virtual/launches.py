@@ -21,7 +21,7 @@ from memsize.known_values.values import state_of
 from memsize.processes.patches import Patch
 from memsize.records.finding import join_names
 from memsize.torch_internals.pytree import arguments_in
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
 _EAGER = (
     "CUDA graphs are not captured: what they would replay runs once, and memory that a graph keeps for itself until it "

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, wrapping
 from memsize.virtual import nvml
+from memsize.virtual.allocator_state import DeviceMemory
 from memsize.virtual.device_assignment import devices
 from memsize.virtual.driver import Driver
 
@@ -24,9 +25,10 @@ _IDLE = ("utilization", "temperature", "power_draw", "clock_rate")
 class Runtime:
     """The functions of the CUDA runtime that PyTorch binds: each that is not about memory succeeds and does nothing."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._memory = driver.memory
-        self._constants = {"cudaError": SimpleNamespace(success=_SUCCESS)}
+    cudaError = SimpleNamespace(success=_SUCCESS)  # noqa: N815
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
 
     def cudaMemGetInfo(self, device: int = 0) -> tuple[int, int]:  # noqa: N802
         """Return the free and the total bytes of the GPU."""
@@ -36,13 +38,13 @@ class Runtime:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cuda"):
             raise AttributeError(name)
-        return self._constants.get(name, lambda *args: _SUCCESS)
+        return lambda *args: _SUCCESS
 
 
 def replacements(driver: Driver) -> Iterator[Patch]:
     """Where PyTorch, or the program itself, asks."""
     cuda: Any = torch.cuda
-    memory, runtime = driver.memory, Runtime(driver)
+    memory, runtime = driver.memory, Runtime(driver.memory)
     yield cuda, "_cudart", runtime
     yield cuda, "cudart", lambda: runtime
     for owner in (cuda, cuda.memory):
@@ -50,16 +52,12 @@ def replacements(driver: Driver) -> Iterator[Patch]:
     yield from ((cuda, name, lambda device=None: 0) for name in _IDLE)
     yield cuda, "memory_usage", lambda device=None: round(100 * (1 - memory.free / memory.total))
     yield cuda, "device_memory_used", lambda device=None: memory.total - memory.free
-    yield torch.autograd.profiler.profile, "__init__", _of_the_cpu(torch.autograd.profiler.profile.__init__)
+    yield wrapping(torch.autograd.profiler.profile, "__init__", _profile)
     yield from nvml.replacements(driver.gpu)
 
 
-def _of_the_cpu(original: Callable[..., None]) -> Callable[..., None]:
+def _profile(original: Callable[..., None], profiler: Any, *args: Any, **options: Any) -> None:
     """A profiler sees what runs on the CPU: where CUPTI is missing, it would complain of each op."""
-
-    def profile(profiler: Any, *args: Any, **options: Any) -> None:
-        if options.get("use_device") == "cuda" or options.pop("use_cuda", False):
-            options |= {"use_device": None, "use_cpu": True}
-        original(profiler, *args, **options)
-
-    return profile
+    if options.get("use_device") == "cuda" or options.pop("use_cuda", False):
+        options |= {"use_device": None, "use_cpu": True}
+    original(profiler, *args, **options)

@@ -16,6 +16,7 @@ from torch import nn
 
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors, spec_of
+from memsize.processes.patches import calling, wrapping
 from memsize.processes.user_code import users_frames, variables
 from memsize.records.aggregates import split_phase
 from memsize.records.timeline import AROUND
@@ -24,7 +25,7 @@ from memsize.torch_internals.jit_tracing import traced_again, untraced
 from memsize.torch_internals.pytree import arguments_in, tensors_in
 from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord, kernel_size, module_type, version_of
 from memsize.virtual.device_assignment import devices
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
 
 class Root:
@@ -60,42 +61,37 @@ class ProgramCalls(ModuleCallRecorder):
         tensor its role before the first call.
         """
         yield nn.Module, "__call__", self._called(nn.Module.__call__)
-        yield nn.Parameter, "__new__", staticmethod(self._parameter(nn.Parameter.__new__))
-        yield nn.Module, "register_buffer", self._registered(nn.Module.register_buffer)
-        yield nn.Module, "_replicate_for_data_parallel", self._replicated(nn.Module._replicate_for_data_parallel)
+        yield nn.Parameter, "__new__", staticmethod(calling(self._parameter, nn.Parameter.__new__))
+        yield wrapping(nn.Module, "register_buffer", self._registered)
+        yield wrapping(nn.Module, "_replicate_for_data_parallel", self._replicated)
 
-    def _replicated(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _replicated(self, original: Callable[[Any], Any], module: nn.Module) -> Any:
         """A copy of a module on another GPU is the same layer."""
+        copy, index = original(module), self._index(module)
+        if index >= 0:
+            self._layers[id(copy)] = weakref.ref(copy), index
+        return copy
 
-        def replicate(module: nn.Module) -> Any:
-            copy, index = original(module), self._index(module)
-            if index >= 0:
-                self._layers[id(copy)] = weakref.ref(copy), index
-            return copy
+    def _parameter(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        parameter = original(*args, **kwargs)
+        self.ledger.mark(parameter, "parameter")
+        return parameter
 
-        return replicate
-
-    def _parameter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def new(*args: Any, **kwargs: Any) -> Any:
-            parameter = original(*args, **kwargs)
-            self.ledger.mark(parameter, "parameter")
-            return parameter
-
-        return new
-
-    def _registered(self, original: Callable[..., None]) -> Callable[..., None]:
-        def register_buffer(module: nn.Module, name: str, tensor: Any, persistent: bool = True) -> None:
-            original(module, name, tensor, persistent)
-            if tensor is not None:
-                self.ledger.mark(tensor, "buffer")
-
-        return register_buffer
+    def _registered(
+        self, original: Callable[..., None], module: nn.Module, name: str, tensor: Any, persistent: bool = True
+    ) -> None:
+        original(module, name, tensor, persistent)
+        if tensor is not None:
+            self.ledger.mark(tensor, "buffer")
 
     def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with untraced():
                 index = self._index(module)
-                if index < 0 and _works_on_gpu(module, args, kwargs):
+                if index < 0 and (
+                    any(tensor.is_cuda for tensor in arguments_in((args, kwargs)))
+                    or any(parameter.is_cuda for parameter in module.parameters())
+                ):
                     index = self._add(module)
                 if index < 0:
                     with traced_again():
@@ -152,7 +148,11 @@ class ProgramCalls(ModuleCallRecorder):
         self.ledger.counts = not root.trained
         if grad and root.called and not root.trained:
             self._forget(root)
-        self._turn_to(AROUND if grad else "evaluation")
+        name = AROUND if grad else "evaluation"
+        clock = self.ledger.clock
+        current, _ = split_phase(clock.phases[clock.phase])
+        if current != name and current in (AROUND, "evaluation", "forward"):
+            clock.phase = clock.index(name)
         with self.ledger.clock.during("forward" if grad else "evaluation"):
             result = self._call_module(module, index, args, kwargs)
             if not root.trained:
@@ -165,16 +165,16 @@ class ProgramCalls(ModuleCallRecorder):
             if grad:
                 alive = {reference.index for reference in self.ledger.live.values()}
                 self.saved_storages = self.saved_storages | alive
-            root.inputs = root.inputs or _inputs(args, kwargs)
+            named = [*((str(position), value) for position, value in enumerate(args)), *kwargs.items()]
+            root.inputs = root.inputs or (
+                tuple(
+                    InputTensor(name, spec_of(value), value.numel() * value.element_size())
+                    for name, value in named
+                    if isinstance(value, torch.Tensor)
+                )
+            )
             root.called, root.trained = True, grad
         return result
-
-    def _turn_to(self, name: str) -> None:
-        """Count the code after a forward as evaluation, or as the `step` around training."""
-        clock = self.ledger.clock
-        current, _ = split_phase(clock.phases[clock.phase])
-        if current != name and current in (AROUND, "evaluation", "forward"):
-            clock.phase = clock.index(name)
 
     def _differentiated(self) -> None:
         """Before an op outside of modules that autograd records: of a loss, or a forward without modules."""
@@ -207,18 +207,3 @@ class ProgramCalls(ModuleCallRecorder):
         if is_open:
             self._returned(index, result, start, arguments)
         return result
-
-
-def _works_on_gpu(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    return any(tensor.is_cuda for tensor in arguments_in((args, kwargs))) or any(
-        parameter.is_cuda for parameter in module.parameters()
-    )
-
-
-def _inputs(args: Any, kwargs: Any) -> tuple[InputTensor, ...]:
-    named = [*((str(position), value) for position, value in enumerate(args)), *kwargs.items()]
-    return tuple(
-        InputTensor(name, spec_of(value), value.numel() * value.element_size())
-        for name, value in named
-        if isinstance(value, torch.Tensor)
-    )

@@ -30,7 +30,7 @@ from memsize.device.cuda_libraries import context
 from memsize.errors import InputError
 from memsize.kernels.attention import compiled_mask
 from memsize.known_values.data_dependent import UNCOMPILED
-from memsize.processes.patches import LatePatches, Patch, SuspendablePatches
+from memsize.processes.patches import LatePatches, Patch, SuspendablePatches, calling
 from memsize.processes.rank_processes import RankConnection, connected
 from memsize.processes.simulation import open_simulation, running
 from memsize.ranks import collectives, group, objects, peer_checks, sharding
@@ -54,9 +54,9 @@ from memsize.virtual import (
 from memsize.virtual.allocator_state import DeviceMemory
 from memsize.virtual.device_assignment import DeviceAssignment
 from memsize.virtual.driver import Driver, Event, Stream
-from memsize.virtual.gpu_ledger import VirtualLedger
-from memsize.virtual.stream_order import StreamOrder
-from memsize.virtual.threads import Threads
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.stream_order import StreamOrder
+from memsize.virtual.ledger.threads import Threads
 
 _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
@@ -145,7 +145,15 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: Ran
     yield from ledger.backward_queue.replacements()
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield from _of_cuda(driver)
-    yield from _of_backends()
+    cudnn: Any = torch.backends.cudnn.m  # type: ignore[attr-defined]  # the module behind its stand-in
+    yield cudnn, "is_available", lambda: True
+    yield cudnn, "_init", lambda: True
+    yield cudnn, "version", lambda: _CUDNN
+    # Recurrent weights that cuDNN has put into one buffer take what they take apart; its own code asks the driver.
+    yield torch, "_use_cudnn_rnn_flatten_weight", lambda: False
+    yield torch.backends.cuda, "is_built", lambda: True
+    if torch.version.cuda is None:
+        yield torch.version, "cuda", _CUDA
 
 
 def _saved_by_checkpointing(ledger: VirtualLedger) -> Iterator[Patch]:
@@ -173,25 +181,13 @@ def _of_cuda(driver: Driver) -> Iterator[Patch]:
     yield cuda, "_exchange_device", driver.functions()["_cuda_exchangeDevice"]
     yield cuda, "_maybe_exchange_device", driver.functions()["_cuda_maybeExchangeDevice"]
     yield cuda, "default_generators", (driver.seed,) * driver.devices.count
-    yield torch.storage, "_to", _storage_to(torch._utils._to)
+    yield torch.storage, "_to", calling(_storage_to, torch._utils._to)
     yield cuda.nvtx, "_nvtx", _Silent()
     for owner in (torch, cuda, cuda.streams):
         yield owner, "Stream", Stream
         yield owner, "Event", Event
     for owner in (cuda, cuda.streams):
         yield owner, "ExternalStream", lambda pointer, device=None, **options: Stream(stream_id=pointer)
-
-
-def _of_backends() -> Iterator[Patch]:
-    cudnn: Any = torch.backends.cudnn.m  # type: ignore[attr-defined]  # the module behind its stand-in
-    yield cudnn, "is_available", lambda: True
-    yield cudnn, "_init", lambda: True
-    yield cudnn, "version", lambda: _CUDNN
-    # Recurrent weights that cuDNN has put into one buffer take what they take apart; its own code asks the driver.
-    yield torch, "_use_cudnn_rnn_flatten_weight", lambda: False
-    yield torch.backends.cuda, "is_built", lambda: True
-    if torch.version.cuda is None:
-        yield torch.version, "cuda", _CUDA
 
 
 def _uncompiled(ledger: VirtualLedger) -> Any:
@@ -227,15 +223,11 @@ def _uncompiled(ledger: VirtualLedger) -> Any:
     return compile
 
 
-def _storage_to(original: Any) -> Any:
+def _storage_to(original: Any, storage: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """`torch.load` moves storages, from which it then makes tensors."""
-
-    def moved(storage: Any, device: torch.device, non_blocking: bool = False) -> Any:
-        if device.type == "cuda":
-            return torch.UntypedStorage(storage.nbytes(), device="meta")
-        return original(storage, device, non_blocking)
-
-    return moved
+    if device.type == "cuda":
+        return torch.UntypedStorage(storage.nbytes(), device="meta")
+    return original(storage, device, non_blocking)
 
 
 class _Silent:

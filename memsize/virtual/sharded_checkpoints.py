@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memsize.model.tensor_storage import plain_tensors
-from memsize.processes.patches import Patch
+from memsize.processes.patches import LatePatches, wrapping
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import tensors_in
 from memsize.virtual.saved_weights import Files
@@ -24,17 +24,16 @@ _METADATA = ".metadata"
 """The file that is written last, by one rank."""
 
 
-def later(files: Files) -> dict[str, Callable[[Any], Iterator[Patch]]]:
+def later(files: Files) -> dict[str, LatePatches]:
     """Return the patches of the modules that save and load, by module name, for when they are imported."""
 
-    def saving(module: Any) -> Iterator[Patch]:
-        yield module, "_save_state_dict", _saving(module._save_state_dict, files)
-        yield module, "DefaultStager", _Stager
-
-    def loading(module: Any) -> Iterator[Patch]:
-        yield module, "_load_state_dict", _loading(module._load_state_dict, files)
-
-    return {f"{_PACKAGE}.state_dict_saver": saving, f"{_PACKAGE}.state_dict_loader": loading}
+    return {
+        f"{_PACKAGE}.state_dict_saver": lambda module: (
+            wrapping(module, "_save_state_dict", _save, files),
+            (module, "DefaultStager", _Stager),
+        ),
+        f"{_PACKAGE}.state_dict_loader": lambda module: (wrapping(module, "_load_state_dict", _load, files),),
+    }
 
 
 class _Stager:
@@ -52,35 +51,31 @@ class _Stager:
         """Nothing was begun."""
 
 
-def _saving(original: Callable[..., Any], files: Files) -> Callable[..., Any]:
-    def save(state_dict: Any, storage_writer: Any, *args: Any, **options: Any) -> Any:
-        if not _stands_aside(state_dict):
-            return original(state_dict, storage_writer, *args, **options)
-        from torch.distributed.checkpoint.metadata import Metadata
+def _save(
+    files: Files, original: Callable[..., Any], state_dict: Any, storage_writer: Any, *args: Any, **options: Any
+) -> Any:
+    if not _stands_aside(state_dict):
+        return original(state_dict, storage_writer, *args, **options)
+    from torch.distributed.checkpoint.metadata import Metadata
 
-        files.counted(_path(storage_writer), sum(piece.nbytes for piece in _pieces(state_dict)))
-        if isinstance(folder := getattr(storage_writer, "path", None), (str, os.PathLike)):
-            files.stand_in(Path(folder) / _METADATA, folders=True)  # by which programs know a checkpoint
-        return Metadata({})
-
-    return save
+    files.counted(_path(storage_writer), sum(piece.nbytes for piece in _pieces(state_dict)))
+    if isinstance(folder := getattr(storage_writer, "path", None), (str, os.PathLike)):
+        files.stand_in(Path(folder) / _METADATA, folders=True)  # by which programs know a checkpoint
+    return Metadata({})
 
 
-def _loading(original: Callable[..., Any], files: Files) -> Callable[..., Any]:
-    def load(state_dict: Any, storage_reader: Any, *args: Any, **options: Any) -> Any:
-        path = _path(storage_reader)
-        there = files.has_counted(path) or (Path(path) / _METADATA).is_file()
-        if not there or not _stands_aside(state_dict):
-            return original(state_dict, storage_reader, *args, **options)
-        return None
-
-    return load
+def _load(
+    files: Files, original: Callable[..., Any], state_dict: Any, storage_reader: Any, *args: Any, **options: Any
+) -> Any:
+    path = _path(storage_reader)
+    there = files.has_counted(path) or (Path(path) / _METADATA).is_file()
+    if not there or not _stands_aside(state_dict):
+        return original(state_dict, storage_reader, *args, **options)
+    return None
 
 
 def _stands_aside(state: Any) -> bool:
-    """Whether PyTorch cannot save or load `state` here: some of it stands for what is on the GPU, or other ranks have
-    to take part.
-    """
+    """Whether some of `state` stands for what is on the GPU, or other ranks have to take part."""
     others = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     return others or any(map(is_meta, _pieces(state)))
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, calling, wrapping
 from memsize.tracing.named_devices import named_gpu
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.saved_weights import Files, stand_in_bytes
 
 _OWN_CODE = r"memsize(\.|$)"
@@ -32,22 +32,17 @@ def replacements() -> Iterator[Patch]:
     module: Any = torch.jit._trace
     yield module, "_check_trace", lambda *args, **options: None  # it runs the model again, and compares the values
     for name in ("trace", "trace_module"):
-        quiet = _without_own_warnings(getattr(module, name))
+        quiet = wraps(getattr(module, name))(calling(_trace, getattr(module, name)))
         for owner in (module, torch.jit):
             yield owner, name, quiet
     yield torch.jit.ScriptModule, "_apply", _moved
 
 
-def _without_own_warnings(original: Callable[..., Any]) -> Callable[..., Any]:
+def _trace(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """PyTorch warns of each decision by a shape, which its own kernels in C++ and those of memsize make too."""
-
-    @wraps(original)
-    def trace(*args: Any, **options: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning, module=_OWN_CODE)
-            return original(*args, **options)
-
-    return trace
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning, module=_OWN_CODE)
+        return original(*args, **options)
 
 
 def _moved(module: Any, move: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -84,9 +79,9 @@ class ScriptFiles:
         """Patch the functions that save and load scripted modules."""
         script: Any = torch.jit._script
         for kind in (script.ScriptModule, script.RecursiveScriptModule):
-            yield kind, "save", self._saving(kind.save)
-            yield kind, "save_to_buffer", self._saving_to_buffer(kind.save_to_buffer)
-        loading = self._loading(torch.jit.load)
+            yield wrapping(kind, "save", self._save)
+            yield wrapping(kind, "save_to_buffer", self._save_to_buffer)
+        loading = calling(self._load, torch.jit.load)
         for owner in (torch.jit, torch.jit._serialization):
             yield owner, "load", loading
 
@@ -94,40 +89,33 @@ class ScriptFiles:
         with self._ledger.aside(), torch.no_grad():
             self._saved[name] = copy.deepcopy(module)
 
-    def _saving(self, original: Callable[..., None]) -> Callable[..., None]:
-        def save(module: nn.Module, f: Any, **options: Any) -> None:
-            size = stand_in_bytes(module)
-            if size:
-                self._keep(os.path.abspath(f), module)
-                self._files.left_out(f, size)
-            else:
-                self._files.check_open(f)  # C++ opens it, without an audit event
-                original(module, f, **options)
+    def _save(self, original: Callable[..., None], module: nn.Module, f: Any, **options: Any) -> None:
+        size = stand_in_bytes(module)
+        if size:
+            self._keep(os.path.abspath(f), module)
+            self._files.left_out(f, size)
+        else:
+            self._files.check_open(f)  # C++ opens it, without an audit event
+            original(module, f, **options)
 
-        return save
+    def _save_to_buffer(self, original: Callable[..., bytes], module: nn.Module, *args: Any, **options: Any) -> bytes:
+        contents, size = original(module, *args, **options), stand_in_bytes(module)
+        if size:
+            self._keep(contents, module)
+            self._files.counted_in(None, size)
+        return contents
 
-    def _saving_to_buffer(self, original: Callable[..., bytes]) -> Callable[..., bytes]:
-        def save_to_buffer(module: nn.Module, *args: Any, **options: Any) -> bytes:
-            contents, size = original(module, *args, **options), stand_in_bytes(module)
-            if size:
-                self._keep(contents, module)
-                self._files.counted_in(None, size)
-            return contents
-
-        return save_to_buffer
-
-    def _loading(self, original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-        def load(f: Any, map_location: Any = None, *args: Any, **options: Any) -> nn.Module:
-            contents = os.path.abspath(f) if isinstance(f, (str, os.PathLike)) else f.read()
-            gpu = named_gpu(map_location)
-            saved = self._saved.get(contents)
-            if saved is not None:
-                with torch.no_grad():
-                    module = copy.deepcopy(saved)
-                return module if map_location is None else module.to(map_location)
-            source = f if isinstance(contents, str) else io.BytesIO(contents)
-            if gpu is None:
-                return original(source, map_location, *args, **options)
-            return original(source, "cpu", *args, **options).to(map_location)
-
-        return load
+    def _load(
+        self, original: Callable[..., nn.Module], f: Any, map_location: Any = None, *args: Any, **options: Any
+    ) -> nn.Module:
+        contents = os.path.abspath(f) if isinstance(f, (str, os.PathLike)) else f.read()
+        gpu = named_gpu(map_location)
+        saved = self._saved.get(contents)
+        if saved is not None:
+            with torch.no_grad():
+                module = copy.deepcopy(saved)
+            return module if map_location is None else module.to(map_location)
+        source = f if isinstance(contents, str) else io.BytesIO(contents)
+        if gpu is None:
+            return original(source, map_location, *args, **options)
+        return original(source, "cpu", *args, **options).to(map_location)

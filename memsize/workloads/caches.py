@@ -21,7 +21,7 @@ from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Run, Setup
 from memsize.virtual.device_assignment import devices
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.region import VirtualMachine
 
 _CACHES: Final = ("past_key_values", "cache_params", "past_buckets_states", "mems", "state")
@@ -186,7 +186,10 @@ def refuse_missing_cache(model: nn.Module, generation: Generation) -> None:
                 "transformers offloads the cross-attention of an encoder-decoder without bringing it back to the GPU: "
                 "use --cache-implementation dynamic or static"
             )
-    kinds = _layer_kinds(config)
+    from transformers import cache_utils
+
+    layer_types = getattr(cache_utils, "get_layer_types_and_kwargs", None)
+    kinds = set(layer_types(config.get_text_config(decoder=True))[0]) if layer_types else {_FULL}
     if generation.is_quantized and kinds != {_FULL}:
         others = ", ".join(sorted(kinds - {_FULL}))
         raise InputError(f"transformers quantizes caches of full attention alone, and this model has {others} layers")
@@ -198,14 +201,6 @@ def refuse_missing_cache(model: nn.Module, generation: Generation) -> None:
         raise InputError(
             f"a KV cache in {generation.kv_cache_dtype or 'int4'} needs optimum-quanto: pip install optimum-quanto"
         )
-
-
-def _layer_kinds(config: Any) -> set[str]:
-    """Return the kinds of layers for which transformers makes a cache."""
-    from transformers import cache_utils
-
-    layer_types = getattr(cache_utils, "get_layer_types_and_kwargs", None)
-    return set(layer_types(config.get_text_config(decoder=True))[0]) if layer_types else {_FULL}
 
 
 def _is_installed(package: str) -> bool:

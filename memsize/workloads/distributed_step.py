@@ -20,7 +20,7 @@ from memsize.records.world import World
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Run, Setup
 from memsize.virtual.device_assignment import devices
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.region import VirtualMachine
 from memsize.workloads.optimizers import steps_watched
 from memsize.workloads.training import Body, body_of, gradients_marked

@@ -31,7 +31,7 @@ from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Training
 from memsize.tracing.run import Run, Setup
 from memsize.units import format_bytes
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.workloads import Workload
 from memsize.workloads.distributed_step import run_rank
 from memsize.workloads.losses import Losses
@@ -131,7 +131,10 @@ def run_stages(setup: Setup, training: Training, parallel: Parallel, card: Card)
             shown, index = trace, number
         peaks.append(size)
     assert shown is not None
-    return replace(shown, notes=(*shown.notes, _beside(peaks, parallel, index)))
+    ranks = [world.rank for world in parallel.worlds()]
+    stages = ", ".join(f"rank {rank} {format_bytes(size)}" for rank, size in zip(ranks, peaks, strict=True))
+    note = f"each stage at its own peak: {stages}; shown is rank {ranks[index]}"
+    return replace(shown, notes=(*shown.notes, note))
 
 
 def stage_traces(setup: Setup, training: Training, parallel: Parallel, card: Card) -> Iterator[Trace]:
@@ -218,10 +221,3 @@ class StageLoop(Loop):
         with self.setup.precision.autocast(), self.ledger.clock.during("loss"):
             loss = one_number(next(self._losses)(result))
         return loss if self.scaler is None else self.scaler.scale(loss)
-
-
-def _beside(peaks: list[int], parallel: Parallel, index: int) -> str:
-    """Write a note about the peaks of all stages, shown beside one of them."""
-    ranks = [world.rank for world in parallel.worlds()]
-    stages = [f"rank {rank} {format_bytes(size)}" for rank, size in zip(ranks, peaks, strict=True)]
-    return f"each stage at its own peak: {', '.join(stages)}; shown is rank {ranks[index]}"

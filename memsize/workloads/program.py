@@ -19,7 +19,7 @@ import torch
 from memsize.device.allocator_config import AllocatorConfig, settings_in
 from memsize.device.cuda_libraries import context, nccl_notes
 from memsize.errors import first_line
-from memsize.processes.patches import Patch, assigned
+from memsize.processes.patches import Patch, assigned, wrapping
 from memsize.processes.user_code import Lines, running_lines, shown
 from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
@@ -33,7 +33,7 @@ from memsize.virtual import sharded_checkpoints
 from memsize.virtual.allocator_state import DeviceMemory
 from memsize.virtual.child_processes import ChildProcesses, Settings
 from memsize.virtual.driver import Driver
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.network_guard import NetworkGuard
 from memsize.virtual.program_code import Held, Waits, holders
 from memsize.virtual.program_modules import ProgramCalls
@@ -136,7 +136,7 @@ class Program:
         driver = Driver(
             self.card, self.memory, lambda: self._snapshot(self._trace(None), self.memory.config), self.stack
         )
-        quiet = threading, "excepthook", _unless_stopped(threading.excepthook)
+        quiet = wrapping(threading, "excepthook", _unless_stopped)
         files = (*self.files.replacements(), *ScriptFiles(self.files, self.ledger).replacements())
         own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files)
         with (
@@ -175,7 +175,14 @@ class Program:
             self.memory.follow()
         except torch.OutOfMemoryError:
             self.ledger.refuse(storage)
-            self._note_refusal(size)
+            self.steps.mark_all()
+            for tensor in gc.get_objects():
+                if issubclass(type(tensor), torch.Tensor):
+                    self.ledger.mark_unowned(tensor)
+            clock, line = self.ledger.clock, shown(self._lines()) or None
+            where = (self.ledger.last_op, None, clock.phases[clock.phase], line)
+            refused = Refused(size, self.memory.left, self.memory.reserved, *where)
+            self._refused.append((len(self.ledger.events), clock.layer, refused))
             raise
 
     def _where(self, seconds: float) -> str:
@@ -183,16 +190,6 @@ class Program:
         line = shown(self._lines()) or "its first lines"
         how = "; Ctrl-C ends it with a report of what ran" if seconds >= _LONG else ""
         return f"at {line}, no optimizer step so far{how}"
-
-    def _note_refusal(self, request: int) -> None:
-        self.steps.mark_all()
-        for tensor in gc.get_objects():
-            if issubclass(type(tensor), torch.Tensor):
-                self.ledger.mark_unowned(tensor)
-        memory, clock = self.memory, self.ledger.clock
-        where = (self.ledger.last_op, None, clock.phases[clock.phase], shown(self._lines()) or None)
-        refused = Refused(request, memory.left, memory.reserved, *where)
-        self._refused.append((len(self.ledger.events), clock.layer, refused))
 
     def _relied(self, assumption: str) -> None:
         """A decision of the program rests on `assumption`."""
@@ -325,14 +322,10 @@ def _failure(error: BaseException | None, ledger: VirtualLedger, seen: Sequence[
     return Failure(path, kind, ledger.last_op or None, (), f"{type(error).__name__}: {first_line(error)}")
 
 
-def _unless_stopped(show: Callable[[Any], object]) -> Callable[[Any], None]:
+def _unless_stopped(show: Callable[[Any], object], args: Any) -> None:
     """A thread in which the program was stopped ends without a word."""
-
-    def shown(args: Any) -> None:
-        if not issubclass(args.exc_type, StopProgram):
-            show(args)
-
-    return shown
+    if not issubclass(args.exc_type, StopProgram):
+        show(args)
 
 
 @contextmanager

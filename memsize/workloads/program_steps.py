@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memsize.model.tensor_storage import plain_tensors
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, wrapping
 from memsize.records.aggregates import split_phase
 from memsize.records.timeline import AROUND
 from memsize.records.trace import Event
 from memsize.records.world import Collective
 from memsize.torch_internals.pytree import tensors_in
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.workloads.optimizers import mark_gradients, mark_state
 
 _WAITED_FOR: Final = 2
@@ -91,40 +91,30 @@ class ProgramSteps:
 
     def replacements(self) -> Iterator[Patch]:
         """Yield the patches that observe new optimizers and freed gradients."""
-        yield Optimizer, "__init__", self._constructed(Optimizer.__init__)
-        yield Optimizer, "add_param_group", self._added(Optimizer.add_param_group)
-        yield Optimizer, "zero_grad", self._zeroing(Optimizer.zero_grad)
-        yield nn.Module, "zero_grad", self._zeroing(nn.Module.zero_grad)
+        yield wrapping(Optimizer, "__init__", self._constructed)
+        yield wrapping(Optimizer, "add_param_group", self._added)
+        yield wrapping(Optimizer, "zero_grad", self._zeroing)
+        yield wrapping(nn.Module, "zero_grad", self._zeroing)
 
-    def _constructed(self, original: Callable[..., None]) -> Callable[..., None]:
-        def construct(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self._step_counts[optimizer] = 0
+    def _constructed(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self._step_counts[optimizer] = 0
 
-        return construct
-
-    def _added(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _added(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Wrap `add_param_group` to mark its tensors as parameters, whether a module stores them or not."""
-
-        def add_param_group(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self._mark(optimizer.param_groups[-1:])
-
-        return add_param_group
+        original(optimizer, *args, **kwargs)
+        self._mark(optimizer.param_groups[-1:])
 
     def _mark(self, groups: Iterable[dict[str, Any]]) -> None:
         for parameter in (parameter for group in groups for parameter in group["params"]):
             self._ledger.mark(parameter, "parameter")
 
-    def _zeroing(self, original: Callable[..., None]) -> Callable[..., None]:
-        def zero_grad(owner: Any, set_to_none: bool = True) -> None:
-            events, gradients = self._ledger.events, frozenset(self._gradients(owner))
-            before = len(events)
-            original(owner, set_to_none)
-            freed = frozenset(event.storage for event in events[before:] if event.delta < 0)
-            self.zeroed.append(Zeroed(before, self._line(), not set_to_none, gradients, freed))
-
-        return zero_grad
+    def _zeroing(self, original: Callable[..., None], owner: Any, set_to_none: bool = True) -> None:
+        events, gradients = self._ledger.events, frozenset(self._gradients(owner))
+        before = len(events)
+        original(owner, set_to_none)
+        freed = frozenset(event.storage for event in events[before:] if event.delta < 0)
+        self.zeroed.append(Zeroed(before, self._line(), not set_to_none, gradients, freed))
 
     def _gradients(self, owner: Optimizer | nn.Module) -> Iterator[int]:
         """The storages of the gradients of its parameters."""

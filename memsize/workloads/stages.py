@@ -26,7 +26,7 @@ from memsize.spec.model_request import Call
 from memsize.torch_internals.pytree import arguments_in, tensors_in
 from memsize.tracing.module_calls import parameters_reached
 from memsize.tracing.run import Run
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
 
 class Returned(NamedTuple):
@@ -265,7 +265,10 @@ class Stage(nn.Module):
 
     def _drop_others(self) -> None:
         """Let the model have only what this stage reads; the rest can still be read, as plain attributes."""
-        mine, blocks = self._mine(), self._line.blocks
+        line, blocks = self._line, self._line.blocks
+        mine = set().union(*line.read[self._first : self._end + self.is_last], _parameters(self.blocks))
+        if self.is_first:  # it also has parameters that are never read
+            mine |= _parameters((self.model,)) - set().union(*line.read, _parameters(blocks))
         others = {module for block in (*blocks[: self._first], *blocks[self._end :]) for module in block.modules()}
         for path, module in list(self.model.named_modules()):
             for own in (module._parameters, module._buffers if module in others else {}):
@@ -278,17 +281,6 @@ class Stage(nn.Module):
 
     def _lowered(self, tensor: Tensor) -> Tensor:
         return tensor if self._lower is None or not tensor.is_floating_point() else tensor.to(self._lower)
-
-    def _mine(self) -> set[int]:
-        """Return the `id` of each parameter that is read here, or is in a block of this stage; the first stage also has
-        parameters that are never read.
-        """
-        line = self._line
-        here = range(self._first, self._end + self.is_last)
-        mine = set().union(*(line.read[position] for position in here), _parameters(self.blocks))
-        if self.is_first:
-            mine |= _parameters((self.model,)) - set().union(*line.read, _parameters(line.blocks))
-        return mine
 
 
 def _parameters(modules: Iterable[nn.Module]) -> set[int]:
