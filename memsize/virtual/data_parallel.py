@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -31,7 +32,7 @@ from memsize.processes.patches import Patch, wrapping
 from memsize.records.roles import Role
 from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
-from memsize.virtual.device_assignment import HOST, devices
+from memsize.virtual.device_assignment import HOST, devices as assignment
 
 _aten = torch.ops.aten
 _modules: Final[tuple[Any, ...]] = (
@@ -55,14 +56,14 @@ class Recorder(Protocol):
 
 def gpu_of(func: Any, args: Iterable[Any]) -> int:
     """The GPU of an op's arguments: that of the first. Raises PyTorch's error where they are on several."""
-    numbers = list(dict.fromkeys(devices().number_of(tensor) for tensor in _stand_ins(args)))
+    numbers = list(dict.fromkeys(assignment().number_of(tensor) for tensor in _stand_ins(args)))
     if len(numbers) > 1 and func not in _BETWEEN:
         names = " and ".join("cpu" if number == HOST else f"cuda:{number}" for number in numbers[:2])
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, {names}! (when "
             f"dispatching {func})"
         )
-    return numbers[0] if numbers else devices().current
+    return numbers[0] if numbers else assignment().current
 
 
 def _stand_ins(args: Iterable[Any]) -> Iterator[Tensor]:
@@ -79,18 +80,14 @@ def replacements(recorder: Recorder) -> Iterator[Patch]:
     between = _Between(recorder)
     for name in ("broadcast", "broadcast_coalesced", "scatter", "gather"):
         yield torch._C, f"_{name}", getattr(between, name)
-    yield (
-        torch.cuda.nccl,
-        "is_available",
-        lambda tensors: all(tensor.is_cuda and not tensor.is_sparse for tensor in tensors),
-    )
+    yield torch.cuda.nccl, "is_available", lambda tensors: all(t.is_cuda and not t.is_sparse for t in tensors)
     yield torch.cuda.nccl, "reduce", between.reduce
     in_python, comm, applying = _modules
     yield in_python, "torch", _Torch()
     yield in_python, "_streams", None
     yield applying, "threading", _InTurn
-    yield wrapping(nn.Module, "_replicate_for_data_parallel", _watched)
-    yield wrapping(comm, "reduce_add_coalesced", between.adding)
+    yield wrapping(nn.Module, "_replicate_for_data_parallel", _replicate)
+    yield wrapping(comm, "reduce_add_coalesced", between.add)
 
 
 class _Torch:
@@ -104,7 +101,7 @@ class _Torch:
         return torch.device("cuda", named) if type(named) is int else torch.device(named)
 
 
-def _watched(original: Callable[[Any], Any], module: nn.Module) -> Any:
+def _replicate(original: Callable[[Any], Any], module: nn.Module) -> Any:
     """The calls of a copy of a module are watched where those of the module are."""
     copy, call = original(module), vars(module).get("_compiled_call_impl")
     if call is not None and hasattr(call, "of"):
@@ -112,24 +109,18 @@ def _watched(original: Callable[[Any], Any], module: nn.Module) -> Any:
     return copy
 
 
-class _Now:
-    """A thread that has ended when it is started."""
-
-    def __init__(self, target: Callable[..., None], args: Any = ()) -> None:
-        self._target, self._args = target, args
-
-    def start(self) -> None:
-        self._target(*self._args)
-
-    def join(self) -> None: ...
-
-
 class _InTurn:
     """One copy of a model after the other, on each of its GPUs: autograd numbers its nodes thread by thread, and by
-    these numbers a backward finds its layers.
+    these numbers a backward finds its layers. A thread has ended when it is started.
     """
 
-    Lock, Thread = threading.Lock, _Now
+    Lock = threading.Lock
+
+    class Thread:
+        def __init__(self, target: Callable[..., None], args: Any = ()) -> None:
+            self.start = partial(target, *args)
+
+        def join(self) -> None: ...
 
 
 class _Between:
@@ -140,9 +131,12 @@ class _Between:
 
     def broadcast(self, tensor: Tensor, devices: Sequence[int]) -> tuple[Tensor, ...]:
         """`tensor` on each of the devices; where it is, itself."""
-        own = _number(tensor)
+        own = assignment().number_of(tensor)
         self._recorder.sent("broadcast", tensor.nbytes, len(devices))
-        return tuple(tensor if number == own else _like(tensor, number) for number in devices)
+        return tuple(
+            tensor if number == own else torch.empty(tensor.shape, dtype=tensor.dtype, device=f"cuda:{number}")
+            for number in devices
+        )
 
     def broadcast_coalesced(
         self, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
@@ -176,7 +170,7 @@ class _Between:
         """One tensor of all of them on one device; -1 is the CPU."""
         first, sizes = tensors[0], [part.shape[dim] for part in tensors]
         shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
-        device = torch.device("cpu") if destination == -1 else torch.device("cuda", devices().named(destination))
+        device = torch.device("cpu") if destination == -1 else torch.device("cuda", assignment().named(destination))
         layouts = {torch._prims_common.suggest_memory_format(part) for part in tensors}
         layout = layouts.pop() if len(layouts) == 1 else torch.contiguous_format
         gathered = torch.empty(shape, dtype=first.dtype, device=device, memory_format=layout)
@@ -188,18 +182,8 @@ class _Between:
         """The sum goes where there is room for it already."""
         self._recorder.sent("reduce", inputs[0].nbytes, len(inputs))
 
-    def adding(
-        self, original: Callable[..., Any], inputs: Sequence[Sequence[Tensor]], *args: Any, **options: Any
-    ) -> Any:
+    def add(self, original: Callable[..., Any], inputs: Sequence[Sequence[Tensor]], *args: Any, **options: Any) -> Any:
         """Mark the gradients of each GPU, which live until they are added up."""
         for gradient in (item for gradients in inputs for item in gradients):
             self._recorder.mark(gradient, "unsharded gradient")
         return original(inputs, *args, **options)
-
-
-def _number(tensor: Tensor) -> int:
-    return devices().number_of(tensor)
-
-
-def _like(tensor: Tensor, device: int) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=torch.device("cuda", device))

@@ -31,8 +31,6 @@ HOST: Final = 127
 """The number that stands for the host: the last that PyTorch has for devices."""
 _LARGE: Final = 2**20
 """Bytes from which a copy on the host is a stand-in."""
-
-
 _CPU: Final = torch.device("cpu")
 
 
@@ -140,11 +138,7 @@ def devices() -> DeviceAssignment:
 def _address(tensor: Any) -> int:
     try:
         address: int = tensor.untyped_storage()._cdata
-    except (
-        NotImplementedError,
-        RuntimeError,
-        ValueError,
-    ):  # sparse tensors have none, nor do parameters of lazy modules
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse tensors, parameters of lazy modules
         return 0
     return address
 

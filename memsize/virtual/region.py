@@ -46,14 +46,13 @@ from memsize.virtual import (
     data_parallel,
     gpu_tensors,
     launches,
-    memory_queries,
     nested_tensors,
-    torch_device,
     torchscript,
 )
-from memsize.virtual.allocator_state import DeviceMemory
 from memsize.virtual.device_assignment import DeviceAssignment
-from memsize.virtual.driver import Driver, Event, Stream
+from memsize.virtual.driver import queries
+from memsize.virtual.driver.allocator_state import DeviceMemory
+from memsize.virtual.driver.functions import Driver, Event, Stream
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.ledger.stream_order import StreamOrder
 from memsize.virtual.ledger.threads import Threads
@@ -134,11 +133,10 @@ def _forget_answers() -> None:
 def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: RankConnection | None) -> Iterator[Patch]:
     yield torch, "compile", _uncompiled(ledger)
     yield from _saved_by_checkpointing(ledger)
-    yield from torch_device.replacements()
     yield from launches.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
     yield from torchscript.replacements()
     yield from nested_tensors.replacements()
-    yield from memory_queries.replacements(driver)
+    yield from queries.replacements(driver)
     yield from _process_patches(world, ledger, line)
     yield from data_parallel.replacements(ledger)
     yield from gpu_tensors.replacements(ledger)

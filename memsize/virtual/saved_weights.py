@@ -33,7 +33,7 @@ from memsize.processes.patches import Patch, calling, environment, wrapping
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import tensors_in
 from memsize.units import format_bytes
-from memsize.virtual.file_guard import FileGuard, shown
+from memsize.virtual.guards.file_guard import FileGuard, shown
 
 
 class Files(FileGuard):

@@ -3,12 +3,18 @@
 A graph has the kernels that the GPU would run; `SummaryWriter.add_graph` traces too. The parameters of a scripted
 module belong to C++ code, which takes new ones in their place when the module moves.
 
+It compares classes by identity, and so the compiler gets the originals of all functions that are replaced, and of the
+class that takes the place of `torch.device` on builds without CUDA, where ``torch.device(0)`` is refused.
+
+Source: torch/csrc/Device.cpp, torch/jit/_builtins.py and annotations.py (2.11 to 2.14).
+
 Known limit: an optimizer that was made before such a module moved keeps the parameters that it had.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import os
 import warnings
@@ -17,6 +23,8 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.jit._builtins
+import torch.jit.annotations
 from torch import Tensor, nn
 
 from memsize.processes.patches import Patch, calling, wrapping
@@ -27,8 +35,33 @@ from memsize.virtual.saved_weights import Files, stand_in_bytes
 _OWN_CODE = r"memsize(\.|$)"
 
 
+class _DeviceClass(type):
+    """The metaclass of the replaced `torch.device`: it makes devices, and recognizes them."""
+
+    __wrapped__: Any
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        if len(args) == 1 and type(args[0]) is int and not options:
+            return cls.__wrapped__("cuda", args[0])
+        return cls.__wrapped__(*args, **options)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.__wrapped__)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.__wrapped__
+
+    def __hash__(cls) -> int:
+        return hash(cls.__wrapped__)
+
+
 def replacements() -> Iterator[Patch]:
-    """Patch the functions that trace, and the one that moves a scripted module."""
+    """Patch the functions that compile or trace, the one that moves a scripted module, and `torch.device`."""
+    if not _means_cuda():
+        # Pickles look for it by its module and name.
+        yield torch, "device", _DeviceClass("device", (), {"__module__": "torch", "__wrapped__": torch.device})
+    yield wrapping(torch.jit._builtins, "_find_builtin", _find_builtin)
+    yield wrapping(torch.jit.annotations, "try_ann_to_type", _read_annotation)
     module: Any = torch.jit._trace
     yield module, "_check_trace", lambda *args, **options: None  # it runs the model again, and compares the values
     for name in ("trace", "trace_module"):
@@ -36,6 +69,21 @@ def replacements() -> Iterator[Patch]:
         for owner in (module, torch.jit):
             yield owner, name, quiet
     yield torch.jit.ScriptModule, "_apply", _moved
+
+
+def _means_cuda() -> bool:
+    try:
+        return torch.device(0).type == "cuda"
+    except RuntimeError:  # no accelerator at all
+        return False
+
+
+def _find_builtin(original: Callable[[Any], Any], function: Any) -> Any:
+    return original(inspect.unwrap(function))
+
+
+def _read_annotation(original: Callable[..., Any], annotation: Any, *where: Any) -> Any:
+    return original(torch.device if annotation == torch.device else annotation, *where)
 
 
 def _trace(original: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -30,11 +30,11 @@ from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleRecord
 from memsize.tracing.run import layer_rows
 from memsize.virtual import sharded_checkpoints
-from memsize.virtual.allocator_state import DeviceMemory
-from memsize.virtual.child_processes import ChildProcesses, Settings
-from memsize.virtual.driver import Driver
+from memsize.virtual.driver.allocator_state import DeviceMemory
+from memsize.virtual.driver.functions import Driver
+from memsize.virtual.guards.child_processes import ChildProcesses, Settings
+from memsize.virtual.guards.network_guard import NetworkGuard
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
-from memsize.virtual.network_guard import NetworkGuard
 from memsize.virtual.program_code import Held, Waits, holders
 from memsize.virtual.program_modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu

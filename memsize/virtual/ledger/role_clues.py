@@ -48,14 +48,10 @@ def is_gradient_of_own_forward(func: Any, args: Any, result: Any) -> bool:
     if func not in _LIKE or torch.is_grad_enabled() or result.shape != args[0].shape:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_own_forward(frame):
+    while frame is not None:  # up to a custom function's forward, whose first argument is the context that it saves to
+        code = frame.f_code
+        is_forward = code.co_name == "forward" and code.co_argcount
+        if is_forward and isinstance(dict(variables(frame)).get(code.co_varnames[0]), FunctionCtx):
+            return True
         frame = frame.f_back
-    return frame is not None
-
-
-def _is_own_forward(frame: FrameType) -> bool:
-    """Whether a call is that of a custom function's forward: its first argument is the context that it saves to."""
-    code = frame.f_code
-    if code.co_name != "forward" or not code.co_argcount:
-        return False
-    return isinstance(dict(variables(frame)).get(code.co_varnames[0]), FunctionCtx)
+    return False

@@ -2,7 +2,7 @@
 
 A process that runs Python imports a ``sitecustomize`` module by way of ``PYTHONPATH``. It guards the files and lets the
 process have the GPU once it imports torch; the results of its run on the GPU are written for the program. Any other
-process may change files only in folders that the run has made (`memsize.virtual.landlock`), and finds an
+process may change files only in folders that the run has made (`memsize.virtual.guards.landlock`), and finds an
 ``nvidia-smi`` that answers for the same card.
 
 This module does not need torch: processes that a process starts get the same.
@@ -31,8 +31,10 @@ from memsize.processes.simulation import open_simulation
 from memsize.records.gpu import Card
 from memsize.records.world import World
 from memsize.spec.stack import Stack
-from memsize.virtual import landlock
-from memsize.virtual.file_guard import FileGuard
+from memsize.virtual.driver import nvidia_smi
+from memsize.virtual.driver.nvidia_smi import Gpu
+from memsize.virtual.guards import landlock
+from memsize.virtual.guards.file_guard import FileGuard
 
 _PYTHON: Final = re.compile(r"(?:.*/)?python[\d.]*(?:\.exe)?$")
 _SHEBANG: Final = re.compile(rb"#!.*\bpython[\d.]*\s")
@@ -65,16 +67,6 @@ _LAUNCHER_MODULES: Final = frozenset(
 def is_launcher(program: str) -> bool:
     """Return whether `program`, a script or a module, starts one process for each GPU and uses none itself."""
     return program in _LAUNCHER_MODULES or Path(program).name in _LAUNCHERS
-
-
-class Gpu(NamedTuple):
-    """The card at a moment, for ``nvidia-smi``; sizes in bytes."""
-
-    name: str
-    capability: str
-    gpus: int
-    total: int
-    used: int
 
 
 class Settings(NamedTuple):
@@ -120,13 +112,13 @@ class ChildProcesses:
             if folder is None:
                 for name in ("bin", "results", "new", "tmp"):
                     (self._folder / name).mkdir()
-                package = str(Path(__file__).parents[2])
+                package = str(Path(__file__).parents[3])
                 (self._folder / "sitecustomize.py").write_text(
                     _START.format(folder=str(self._folder), package=package), "utf-8"
                 )
                 (self._folder / "settings.pickle").write_bytes(pickle.dumps(self.settings))
                 smi = self._folder / "bin" / "nvidia-smi"
-                script, state = Path(__file__).with_name("nvidia_smi.py"), self._folder / "gpu.json"
+                script, state = nvidia_smi.__file__, self._folder / "gpu.json"
                 words = map(shlex.quote, map(str, (sys.executable, "-I", "-S", script, state)))
                 smi.write_text(_SMI.format(" ".join(words)), "utf-8")
                 smi.chmod(0o755)
