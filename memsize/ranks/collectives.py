@@ -28,7 +28,7 @@ from torch import Tensor
 from memsize.errors import InputError
 from memsize.known_values.data_dependent import EXCHANGED_ARE_ALIKE, REDUCED_IS_ONE
 from memsize.known_values.values import ConstantState, constant_of, is_small, set_constant, set_unknown
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, calling
 from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import arguments_in
@@ -58,9 +58,7 @@ _OPERATORS: Final[dict[str, dict[CollectiveKind | None, str]]] = {
         "receive": "irecv",
         None: "wait_tensor _wrap_tensor_autograd",
     },
-    "_dtensor": {
-        "all-to-all": "shard_dim_alltoall",
-    },
+    "_dtensor": {"all-to-all": "shard_dim_alltoall"},
 }
 _KINDS: Final[dict[str, CollectiveKind | None]] = {
     f"{namespace}::{name}": kind
@@ -68,7 +66,6 @@ _KINDS: Final[dict[str, CollectiveKind | None]] = {
     for kind, names in operators.items()
     for name in names.split()
 }
-"""The kind of collective of each operator; `None` if it moves nothing."""
 NAMESPACES: Final = frozenset(_OPERATORS)
 _LEFT: Final = (None, "broadcast", "send", "barrier")
 """Kinds that leave the buffers unchanged if all ranks hold the same; `None` moves nothing."""
@@ -137,7 +134,11 @@ def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
     if kind not in _LEFT and (kind != "reduce" or group.rank() == args[_ROOT]):
         for tensor, value in received(kind, buffers, sent, args[3:5], reduction(), group):
             write(tensor, value)
-    results = [_done(buffers) if "Work" in str(result.type) else args[0] for result in func._schema.returns]
+    # DistributedDataParallel's reducer waits for the future of the work.
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(buffers)
+    work = torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+    results = [work if "Work" in str(result.type) else args[0] for result in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -166,14 +167,6 @@ def write(
         set_constant(tensor, value.clone(), ConstantState(assumption))
 
 
-def _done(buffers: Sequence[Tensor]) -> Any:
-    """Return finished work with a future that holds `buffers`: DistributedDataParallel's reducer waits for it."""
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(list(buffers))
-    module: Any = torch._C._distributed_c10d
-    return module._create_work_from_future(future).boxed()
-
-
 def _tensors(value: Any) -> Any:
     return arguments_in(value if isinstance(value, (list, tuple)) else (value,))
 
@@ -185,14 +178,8 @@ def alike(kind: CollectiveKind) -> str | None:
 
 # -- reduced values --------------------------------------------------------------------------------------------------
 
-_NAMES: Final = (
-    "all_reduce",
-    "all_reduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-)
+_NAMES: Final = """
+    all_reduce all_reduce_coalesced reduce reduce_scatter reduce_scatter_tensor reduce_scatter_single"""
 """The functions that take a reduction. PyTorch 2.13 renames the last but one to the last."""
 _reduction: ContextVar[str] = ContextVar("_reduction", default="sum")
 
@@ -206,25 +193,20 @@ def reduction() -> str:
 
 def replacements() -> Iterator[Patch]:
     """Patch the functions that take a reduction, so that they note it while their collective runs."""
-    for name in _NAMES:
-        if hasattr(dist, name):
-            keeping = _keeping(getattr(dist, name))
-            yield from ((owner, name, keeping) for owner in (dist, dist.distributed_c10d))
+    for name in _NAMES.split():
+        if original := getattr(dist, name, None):
+            position = list(inspect.signature(original).parameters).index("op")
+            noting = functools.wraps(original)(calling(functools.partial(_note_reduction, position), original))
+            yield from ((owner, name, noting) for owner in (dist, dist.distributed_c10d))
 
 
-def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
-    position = list(inspect.signature(original).parameters).index("op")
-
-    @functools.wraps(original)
-    def reduce(*args: Any, **options: Any) -> Any:
-        op = args[position] if len(args) > position else options.get("op", dist.ReduceOp.SUM)
-        token = _reduction.set(getattr(op, "op", op).name.lower())
-        try:
-            return original(*args, **options)
-        finally:
-            _reduction.reset(token)
-
-    return reduce
+def _note_reduction(position: int, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    op = args[position] if len(args) > position else options.get("op", dist.ReduceOp.SUM)
+    token = _reduction.set(getattr(op, "op", op).name.lower())
+    try:
+        return original(*args, **options)
+    finally:
+        _reduction.reset(token)
 
 
 # -- values, if each rank sends the same -------------------------------------------------------------------------------
@@ -250,23 +232,17 @@ def received(
     `sent` are the tensors that this rank sends. `splits` may contain lists with the number of rows for each rank.
     `reduction` is PyTorch's name of the reduction, for collectives that reduce.
     """
-    values = _values(kind)
+    rank, size = group.rank(), group.size()
     for position, output in enumerate(written):
-        is_read = bool(sent) and (not is_meta(output) or is_small(output))
-        value = values(position, output, sent, splits, group) if is_read else None
-        yield output, _reduced(value, reduction, group.size()) if kind in _REDUCING and value is not None else value
-
-
-def _values(kind: CollectiveKind | None) -> Callable[..., _Value]:
-    if kind in ("all-gather", "gather"):
-        return _gathered
-    if kind in ("all-reduce", "reduce", "broadcast"):
-        return _same
-    return _part if kind in _PARTED else lambda *_: None
-
-
-def _same(position: int, output: Tensor, sent: Sequence[Tensor], *_: Any) -> _Value:
-    return constant_of(sent[position])
+        value = None
+        if sent and (not is_meta(output) or is_small(output)):
+            if kind in ("all-gather", "gather"):  # if several are gathered at once, `position` counts rank by rank
+                value = _repeated(constant_of(sent[position % len(sent)]), output)
+            elif kind in ("all-reduce", "reduce", "broadcast"):
+                value = constant_of(sent[position])
+            elif kind in _PARTED:
+                value = _part(position, output, sent, splits, rank, size)
+        yield output, _reduced(value, reduction, size) if kind in _REDUCING and value is not None else value
 
 
 def _reduced(value: Tensor, reduction: str, size: int) -> _Value:
@@ -280,14 +256,8 @@ def _reduced(value: Tensor, reduction: str, size: int) -> _Value:
     return (value * size if reduction == "sum" else value**size).to(value.dtype)
 
 
-def _gathered(position: int, output: Tensor, sent: Sequence[Tensor], *_: Any) -> _Value:
-    """Return the values of a gathered tensor. If several are gathered at once, `position` counts rank by rank."""
-    return _repeated(constant_of(sent[position % len(sent)]), output)
-
-
-def _part(position: int, output: Tensor, sent: Sequence[Tensor], splits: Any, group: dist.ProcessGroup) -> _Value:
+def _part(position: int, output: Tensor, sent: Sequence[Tensor], splits: Any, rank: int, size: int) -> _Value:
     """Return this rank's part: a tensor of its own, or an equal share of one's rows; `None` if unknown or unequal."""
-    rank, size = group.rank(), group.size()
     whole = sent[position % len(sent)]
     if len(sent) > 1 and whole.numel() != size * output.numel():
         return _repeated(constant_of(sent[rank]) if len(sent) == size else None, output)

@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -39,13 +40,7 @@ def isolated() -> Iterator[None]:
     Modes that are active around the call (`FakeTensorMode`, a profiler's, `torch.inference_mode`, `torch.no_grad`) are
     suspended: what a model keeps for backward is asked of the model, not of the place where the question stands.
     """
-    with open_simulation(), settings_kept(), _modes_suspended():
-        yield
-
-
-@contextmanager
-def _modes_suspended() -> Iterator[None]:
-    with ExitStack() as suspended:
+    with open_simulation(), settings_kept(), ExitStack() as suspended:
         if torch._C._len_torch_dispatch_stack():
             suspended.enter_context(_disable_current_modes())
         suspended.enter_context(torch.inference_mode(False))  # which sets the gradient mode too
@@ -177,7 +172,7 @@ def _read(setting: _Setting) -> Any:
 
 
 def _attribute(owner: Any, name: str) -> _Setting:
-    return _Setting(lambda: getattr(owner, name), lambda value: assign(owner, name, value))
+    return _Setting(partial(getattr, owner, name), partial(assign, owner, name))
 
 
 def _list(owner: Any, name: str) -> _Setting:
@@ -204,18 +199,14 @@ def _mapping(mapping: Any) -> _Setting:
 
 def _autocast(device: str) -> tuple[_Setting, _Setting]:
     return (
-        _Setting(lambda: torch.is_autocast_enabled(device), lambda on: torch.set_autocast_enabled(device, on)),
-        _Setting(lambda: torch.get_autocast_dtype(device), lambda dtype: torch.set_autocast_dtype(device, dtype)),
+        _Setting(partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)),
+        _Setting(partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)),
     )
 
 
 def _fp32_precision(backend: str, op: str) -> _Setting:
     read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-    return _Setting(lambda: read(backend, op), lambda precision: write(backend, op, precision))
-
-
-def _handler(number: int) -> _Setting:
-    return _Setting(lambda: signal.getsignal(number), lambda handler: signal.signal(number, handler))
+    return _Setting(partial(read, backend, op), partial(write, backend, op))
 
 
 def _set_default_type(device: str) -> None:
@@ -308,7 +299,7 @@ _SETTINGS: Final = (
     _Setting(lambda: logging.root.manager.disable, logging.disable),
     _Setting(os.getcwd, os.chdir),
     _Setting(lambda: locale.setlocale(locale.LC_ALL), lambda names: locale.setlocale(locale.LC_ALL, names)),
-    *(_handler(number) for number in signal.valid_signals()),
+    *(_Setting(partial(signal.getsignal, n), partial(signal.signal, n)) for n in signal.valid_signals()),
     _Setting(sys.getrecursionlimit, sys.setrecursionlimit),
     _Setting(sys.gettrace, sys.settrace),
     _Setting(sys.getprofile, sys.setprofile),

@@ -35,7 +35,10 @@ def explain(error: Exception, calls: ModuleCallRecorder, ledger: Ledger) -> tupl
         running.inputs if running else (),
         _reason(error, module, phase),
     )
-    return _what_failed(phase, failure), failure
+    where = f"{failure.layer} ({failure.type})" if failure.layer else f"the model ({failure.type})"
+    if phase == "backward":  # an op of the user's own announces nothing
+        return f"the backward failed in or after that of {where}", failure
+    return _WITHOUT_LAYER.get(phase, f"the {phase} failed in {where}"), failure
 
 
 _WITHOUT_LAYER = {
@@ -50,25 +53,16 @@ _WITHOUT_LAYER = {
 """What to call a failure in each phase in which no layer runs."""
 
 
-def _what_failed(phase: str, failure: Failure) -> str:
-    where = f"{failure.layer} ({failure.type})" if failure.layer else f"the model ({failure.type})"
-    if phase == "backward":
-        return f"the backward failed in or after that of {where}"  # an op of the user's own announces nothing
-    return _WITHOUT_LAYER.get(phase, f"the {phase} failed in {where}")
-
-
 def _reason(error: Exception, module: ModuleRecord, phase: str) -> str:
     message = message_of(error)
     text = first_line(error).partition(". This could be because")[0]
     plain = isinstance(error, (RuntimeError, ValueError, IndexError))
     kind = type(error).__name__
     parts = [text if plain or text == kind else f"{kind}: {text}"]
-    construction = _construction(module) if phase == "forward" else ""
-    parts += [advice for advice in (construction, _advice(message)) if advice]
+    parts += filter(None, (_construction(module) if phase == "forward" else "", _advice(message)))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_outside(frame.filename)]
-    line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    if line:
-        parts.append(f"at {line}")
+    if frames:
+        parts.append(f"at {Path(frames[-1].filename).name}:{frames[-1].lineno}")
     return "\n  ".join(parts)
 
 

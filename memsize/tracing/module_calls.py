@@ -123,7 +123,9 @@ class ModuleCallRecorder:
             finally:
                 clock.leave(outer)
             if not self.complete and not (step and seen.calls):  # the step is no call of the module that it calls
-                seen.plain = seen.plain and isinstance(result, torch.Tensor) and isinstance(_first(args), torch.Tensor)
+                seen.plain = (
+                    seen.plain and isinstance(result, torch.Tensor) and isinstance(next(iter(args), None), torch.Tensor)
+                )
                 self._returned(index, result, start, arguments)
             return result
 
@@ -202,10 +204,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _first(args: tuple[Any, ...]) -> Any:
-    return args[0] if args else None
-
-
 def _all_seen(model: nn.Module) -> list[ModuleRecord]:
     paths = {module: path for path, module in model.named_modules()}
     aliases: dict[nn.Module, list[str]] = {}
@@ -214,13 +212,14 @@ def _all_seen(model: nn.Module) -> list[ModuleRecord]:
             alias = f"{path}.{name}" if path else name
             if child is not None and paths.get(child, alias) != alias:
                 aliases.setdefault(child, []).append(alias)
-    return [_seen(path, module, tuple(aliases.get(module, ()))) for module, path in paths.items()]
+    return [record_of(path, module, module, tuple(aliases.get(module, ()))) for module, path in paths.items()]
 
 
-def _seen(path: str, module: nn.Module, aliases: tuple[str, ...]) -> ModuleRecord:
+def record_of(path: str, module: nn.Module, reference: Any, aliases: tuple[str, ...] = ()) -> ModuleRecord:
+    """Return the record of a `module` that was not called yet; `reference` is the module or a proxy."""
     depth = path.count(".") + 1 if path else 0
     leaf = not any(True for _ in module.children())
-    return ModuleRecord(path, module_type(module), depth, leaf, module, aliases, kernel_size(module))
+    return ModuleRecord(path, module_type(module), depth, leaf, reference, aliases, kernel_size(module))
 
 
 def kernel_size(module: nn.Module) -> tuple[int, ...]:

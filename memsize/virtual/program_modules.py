@@ -23,7 +23,7 @@ from memsize.records.timeline import AROUND
 from memsize.records.trace import InputTensor, StoredTensor
 from memsize.torch_internals.jit_tracing import traced_again, untraced
 from memsize.torch_internals.pytree import arguments_in, tensors_in
-from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord, kernel_size, module_type, version_of
+from memsize.tracing.module_calls import ModuleCallRecorder, module_type, record_of, version_of
 from memsize.virtual.device_assignment import devices
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
@@ -115,12 +115,7 @@ class ProgramCalls(ModuleCallRecorder):
             if self._index(submodule) < 0:
                 self._layers[id(submodule)] = weakref.ref(submodule), len(self.seen)
                 self._ledger.own(submodule, len(self.seen))
-                depth = path.count(".") + 1 if path else 0
-                leaf = not any(True for _ in submodule.children())
-                proxy: Any = weakref.proxy(submodule)
-                self.seen.append(
-                    ModuleRecord(path, module_type(submodule), depth, leaf, proxy, kernel=kernel_size(submodule))
-                )
+                self.seen.append(record_of(path, submodule, weakref.proxy(submodule)))
                 self.root_of.append(len(self.roots))
         self.roots.append(root)
         return first

@@ -309,9 +309,11 @@ class GpuStorages(Ledger):
         sizes: dict[int, int] = {}
         for event in self.events[before:]:
             sizes[event.storage] = sizes.get(event.storage, 0) + event.delta
-        kept = {reference.index for reference in self.live.values()}
-        kept |= {index for index in sizes if self.rows[index].role == "workspace"}
-        self._end_all([(index, size) for index, size in sizes.items() if size > 0 and index not in kept], self.last_op)
+        lasting = {reference.index for reference in self.live.values()}
+        lasting |= {index for index in sizes if self.rows[index].role == "workspace"}
+        self._end_all(
+            [(index, size) for index, size in sizes.items() if size > 0 and index not in lasting], self.last_op
+        )
 
     def sent(
         self, kind: CollectiveKind, size: int, ranks: int, before: int | None = None, group: int = -1, stream: int = 0
