@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from memsize.errors import InputError
 from memsize.processes.patches import Patch, assign, calling
+from memsize.ranks.peer_checks import LonelyStore
 from memsize.records.world import World
 
 JOINED: Final = (
@@ -142,8 +143,6 @@ class Backends:
             raise InputError(wanted(world_size, self._world))
         if not dist.is_initialized():  # a loop of the user's own may begin with it, where the group is there
             import torch.testing._internal.distributed.fake_pg  # noqa: F401  # which registers the fake group
-
-            from memsize.ranks.store import LonelyStore
 
             self._store = LonelyStore()
             original("fake", rank=self._world.rank, world_size=self._world.size, store=self._store)

@@ -3,6 +3,9 @@
 `torch.save` and its like keep them in memory, from where the program may load them again; until it ends, an empty file
 stands where it was to be written. Files that were there before are left as they are (`FileGuard`).
 
+Of sharded checkpoints, what this rank would write is counted, and what it would read is not: all ranks together make
+their plans, of which one is here. What is loaded goes into tensors that are there, from the memory of the CPU.
+
 Experiment trackers are switched off, since the program would log placeholders to somebody's dashboard. Each has an
 environment variable for it in its documentation, except MLflow, which gets a folder that is removed afterwards.
 TensorBoard writes new files, as the program asks.
@@ -29,7 +32,7 @@ import torch
 from torch.serialization import _get_restore_location
 
 from memsize.model.tensor_storage import plain_tensors
-from memsize.processes.patches import Patch, calling, environment, wrapping
+from memsize.processes.patches import LatePatches, Patch, calling, environment, wrapping
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import tensors_in
 from memsize.units import format_bytes
@@ -159,12 +162,9 @@ class Files(FileGuard):
 
 def stand_in_bytes(value: Any) -> int:
     """The bytes of the GPU that a state holds, each storage once; of what is sharded, this rank's."""
-    if isinstance(value, torch.nn.Module):
-        value = value.state_dict()
     storages = {
         piece.untyped_storage()._cdata: piece.untyped_storage().nbytes()
-        for tensor in tensors_in(value)
-        for piece in plain_tensors(tensor)
+        for piece in _pieces(value.state_dict() if isinstance(value, torch.nn.Module) else value)
         if is_meta(piece) and piece.layout is torch.strided
     }
     return sum(storages.values())
@@ -237,6 +237,80 @@ class _Opened:
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device)
+
+
+# -- checkpoints of `torch.distributed.checkpoint` ---------------------------------------------------------------------
+
+_PACKAGE = "torch.distributed.checkpoint"
+_METADATA = ".metadata"
+"""The file that is written last, by one rank."""
+
+
+def later(files: Files) -> dict[str, LatePatches]:
+    """Return the patches of the modules that save and load, by module name, for when they are imported."""
+
+    return {
+        f"{_PACKAGE}.state_dict_saver": lambda module: (
+            wrapping(module, "_save_state_dict", _save_sharded, files),
+            (module, "DefaultStager", _Stager),
+        ),
+        f"{_PACKAGE}.state_dict_loader": lambda module: (wrapping(module, "_load_state_dict", _load_sharded, files),),
+    }
+
+
+class _Stager:
+    """Copies a state to the CPU before it is saved in the background: nobody reads what stands for it here."""
+
+    should_synchronize_after_execute = False
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def stage(self, state_dict: Any, **options: Any) -> Any:
+        return state_dict
+
+    def close(self) -> None:
+        """Nothing was begun."""
+
+
+def _save_sharded(
+    files: Files, original: Callable[..., Any], state_dict: Any, storage_writer: Any, *args: Any, **options: Any
+) -> Any:
+    if not _stands_aside(state_dict):
+        return original(state_dict, storage_writer, *args, **options)
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    files.counted(_path(storage_writer), sum(piece.nbytes for piece in _pieces(state_dict)))
+    if isinstance(folder := getattr(storage_writer, "path", None), (str, os.PathLike)):
+        files.stand_in(Path(folder) / _METADATA, folders=True)  # by which programs know a checkpoint
+    return Metadata({})
+
+
+def _load_sharded(
+    files: Files, original: Callable[..., Any], state_dict: Any, storage_reader: Any, *args: Any, **options: Any
+) -> Any:
+    path = _path(storage_reader)
+    there = files.has_counted(path) or (Path(path) / _METADATA).is_file()
+    if not there or not _stands_aside(state_dict):
+        return original(state_dict, storage_reader, *args, **options)
+    return None
+
+
+def _stands_aside(state: Any) -> bool:
+    """Whether some of `state` stands for what is on the GPU, or other ranks have to take part."""
+    others = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    return others or any(map(is_meta, _pieces(state)))
+
+
+def _pieces(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a state; of what is sharded, this rank's parts."""
+    return (piece for tensor in tensors_in(state) for piece in plain_tensors(tensor))
+
+
+def _path(storage: Any) -> str:
+    """Where a writer or a reader has its files, or what it is called."""
+    path = getattr(storage, "path", None) or getattr(storage, "checkpoint_id", None) or type(storage).__name__
+    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else str(path)
 
 
 # -- experiment trackers ---------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleRecord
 from memsize.tracing.run import layer_rows
-from memsize.virtual import sharded_checkpoints
+from memsize.virtual import saved_weights
 from memsize.virtual.driver.allocator_state import DeviceMemory
 from memsize.virtual.driver.functions import Driver
 from memsize.virtual.guards.child_processes import ChildProcesses, Settings
@@ -140,7 +140,7 @@ class Program:
         files = (*self.files.replacements(), *ScriptFiles(self.files, self.ledger).replacements())
         own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files)
         with (
-            virtual_gpu(driver, self.ledger, (*own, *more), self.world, sharded_checkpoints.later(self.files)),
+            virtual_gpu(driver, self.ledger, (*own, *more), self.world, saved_weights.later(self.files)),
             steps_watched(self.ledger, everywhere=True),
             self.steps.counted(),
             trackers_off(),

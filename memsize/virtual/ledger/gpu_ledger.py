@@ -2,17 +2,25 @@
 
 Code that asks for ``device="cuda"`` below Python (``torch.set_default_device``, ``with torch.device("cuda")``, names
 imported with ``from torch import zeros``) is answered here, where its op is dispatched.
+
+`torch.library.custom_op`, `triton_op`, `register_kernel` and `Library.impl` give PyTorch's dispatcher a function in
+Python. On the GPU the one for CUDA is called, or else that for any device: what it allocates counts, and its ops are
+seen one by one. A body may need the GPU itself, as that of a wrapper around an extension; then the op's fake stands for
+it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
+from memsize.errors import first_line
 from memsize.kernels.convolution import FORWARD as CONVOLUTION
 from memsize.known_values.evaluation import as_stand_ins
 from memsize.processes.patches import assigned
@@ -36,7 +44,6 @@ from memsize.tracing.dispatch import DETACH, has_own_dispatch
 from memsize.tracing.ledger import Workspaces
 from memsize.virtual.data_parallel import gpu_of
 from memsize.virtual.device_assignment import HOST, any_own_meta, claim, is_own_meta, on_gpu, taken_to_gpu
-from memsize.virtual.ledger.custom_ops import backend_of, needs_gpu, replaced_note
 from memsize.virtual.ledger.gpu_storages import GpuStorages, thread
 from memsize.virtual.ledger.stream_order import host_waits
 from memsize.virtual.nested_tensors import STRIDED, is_refused
@@ -48,6 +55,18 @@ _NUMBERS: Final = {bool: torch.bool, int: torch.int64, float: torch.float64, com
 _TO_COPY: Final = torch.ops.aten._to_copy.default
 _SET_STORAGE: Final = torch.ops.aten.set_.source_Storage_storage_offset
 """As `torch.load` makes tensors."""
+
+
+_OF_PYTORCH: Final = frozenset(
+    """aten prims prim profiler c10d _c10d_functional _c10d_functional_autograd c10d_functional _dtensor device_mesh
+    fsdp symm_mem bucketing streams inductor export quantized quantized_decomposed semi_structured flex_lib torch_attn
+    torchvision higher_order rngprims debugprims""".split()
+)
+"""Namespaces of ops whose Python kernels are PyTorch's own: memsize knows what these do on a GPU."""
+_KERNEL: Final = re.compile(r"^(\w+)(?:\[alias\])?: registered at (.+):\d+ ::", re.MULTILINE)
+_GPU_KEY, _CPU_KEY = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in ("CUDA", "CPU"))
+_NEEDS_GPU: Final = (RuntimeError, ImportError, OSError, AssertionError)
+"""What code raises that does not find its GPU."""
 
 
 class VirtualLedger(GpuStorages):
@@ -111,7 +130,7 @@ class VirtualLedger(GpuStorages):
         return result
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        backend = backend_of(func, args, kwargs)
+        backend = _backend_of(func, args, kwargs)
         if backend is None or self.absent or self.op_facts[func].rule is not None:
             result = self._run_in_place(func, types, args, kwargs)
         else:
@@ -130,7 +149,11 @@ class VirtualLedger(GpuStorages):
             with self._again():
                 return func.redispatch(backend, *args, **kwargs)
         except Exception as error:
-            if not needs_gpu(error) or not on_gpu((*args, *kwargs.values())):
+            if (
+                not isinstance(error, _NEEDS_GPU)
+                or isinstance(error, torch.OutOfMemoryError)
+                or not on_gpu((*args, *kwargs.values()))
+            ):
                 raise
             thread.depth = depth
             try:
@@ -139,7 +162,10 @@ class VirtualLedger(GpuStorages):
                 raise
             except RuntimeError:
                 raise error from None
-            self.evaluator.notes[replaced_note(func, error)] = None
+            self.evaluator.notes[
+                f"the body of {func.name()} needs a real GPU ({type(error).__name__}: {first_line(error)}): only the "
+                "results of its fake are in these figures"
+            ] = None
             return result
         finally:
             self.custom_op, thread.depth = outer, depth
@@ -297,3 +323,22 @@ def _unpinned(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _names_gpu(device: torch.device) -> bool:
     """Whether an op that names `device` means the GPU; a `meta` without number may be the program's own."""
     return device.type == "cuda" or (device.type == "meta" and device.index is not None)
+
+
+def _backend_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the dispatch key of the Python function that runs `func` where its arguments are, None without one."""
+    if func.namespace in _OF_PYTORCH:
+        return None
+    values = (*args, *kwargs.values())
+    if any_own_meta(values):
+        return None
+    goes_to_gpu = on_gpu(values) or any(isinstance(v, torch.device) and v.type == "cuda" for v in values)
+    name, keys = ("CUDA", _GPU_KEY) if goes_to_gpu else ("CPU", _CPU_KEY)
+    return keys if _runs_python(func.name(), name) else None
+
+
+@cache
+def _runs_python(op: str, backend: str) -> bool:
+    """Whether the kernel of `op` for a backend is a Python function, by where it was registered."""
+    files = dict(_KERNEL.findall(torch._C._dispatch_dump(op)))
+    return str(files.get(backend) or files.get("CompositeExplicitAutograd", "")).endswith(".py")

@@ -1,21 +1,31 @@
-"""The storages on the recorded GPU: roles that become clear later, streams, memory that is refused or shared."""
+"""The storages on the recorded GPU: roles that become clear later, streams, memory that is refused or shared.
+
+Clues show what memory is for at the moment it is made, so that a run that ends there has its roles right.
+Autograd hands a parameter its first gradient in an `AccumulateGrad` node: it detaches the tensor that the backward
+made, or copies it where something else shares or uses it (torch/csrc/autograd/functions/accumulate_grad.h). A custom
+function that computes the gradient of a weight in its own forward, as fused losses do, makes it like the weight. An
+optimizer fills or copies tensors for its state in its first step; its other results come from arithmetic.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memsize.known_values.evaluation import as_stand_ins
 from memsize.model.tensor_storage import plain_tensors
 from memsize.processes.patches import assigned
-from memsize.processes.user_code import Lines
+from memsize.processes.user_code import Lines, variables
 from memsize.records.aggregates import split_phase
 from memsize.records.roles import Role
 from memsize.records.timeline import AROUND
@@ -28,9 +38,19 @@ from memsize.tracing.saved_tensors import SavedTensor
 from memsize.virtual.device_assignment import HOST, DeviceAssignment
 from memsize.virtual.host_memory import HostMemory
 from memsize.virtual.ledger.backward_queue import BackwardQueue
-from memsize.virtual.ledger.role_clues import FILLING, is_gradient_of_own_forward, parameter_of_first_gradient
 from memsize.virtual.ledger.stream_order import StreamOrder
 
+_aten: Any = torch.ops.aten
+_accumulating: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_KEEPING: Final = frozenset((_aten.detach.default, _aten.new_empty_strided.default, _aten.clone.default))
+_LIKE: Final = frozenset(
+    (_aten.zeros_like.default, _aten.empty_like.default, _aten.new_zeros.default, _aten.new_empty.default)
+)
+_FILLING: Final = frozenset(
+    "clone empty empty_like eye full full_like new_empty new_full new_ones new_zeros ones ones_like zeros "
+    "zeros_like".split()
+)
+"""Names of the ops with which optimizers make their state."""
 _GRADIENTS: Final[dict[Role, Role]] = {"parameter": "gradient", "gathered parameter": "unsharded gradient"}
 
 
@@ -169,14 +189,14 @@ class GpuStorages(Ledger):
     def _follow_clues(self, func: Any, args: Any, result: Any) -> None:
         """Give a gradient its role as soon as something shows that it is one."""
         if torch._C._current_graph_task_id() != -1:
-            variable = parameter_of_first_gradient(func)
+            variable = _parameter_of_first_gradient(func)
             if variable is not None:  # a parameter, or the whole one of a sharded one
                 owner = next(iter(plain_tensors(variable)))
                 self.mark_unowned(owner)
                 role, index = _GRADIENTS.get(self._role_of(owner)), self.index_of(result)
                 if role is not None and index >= 0 and self.rows[index].role in ("temporary", "activation"):
                     self.rows[index].role = role
-        elif is_gradient_of_own_forward(func, args, result) and self._role_of(args[0]) == "parameter":
+        elif _is_gradient_of_own_forward(func, args, result) and self._role_of(args[0]) == "parameter":
             self.mark(result, "gradient")
 
     def _role_of(self, tensor: torch.Tensor) -> Role:
@@ -187,7 +207,7 @@ class GpuStorages(Ledger):
         """The role of a new storage that nothing else has shown the purpose of."""
         if self._in_pytorch:
             return "communication"  # the buckets of DistributedDataParallel, whose hooks may send something else
-        if self.likely_state is None or op not in FILLING or (op == "clone" and self.has_state()):
+        if self.likely_state is None or op not in _FILLING or (op == "clone" and self.has_state()):
             return "temporary"
         if split_phase(self.clock.phases[self.clock.phase])[0] != "optimizer":
             return "temporary"
@@ -337,3 +357,30 @@ class GpuStorages(Ledger):
         for index, stream in self.streams.items():
             storages[index] = storages[index]._replace(stream=stream)
         return tuple(storages)
+
+
+def _parameter_of_first_gradient(func: Any) -> torch.Tensor | None:
+    """Return the tensor whose first gradient the running op keeps as its ``.grad``; `None` if it does not."""
+    if func not in _KEEPING:
+        return None
+    node: Any = torch._C._current_autograd_node()
+    if not isinstance(node, _accumulating):
+        return None
+    variable: torch.Tensor = node.variable
+    return variable if variable.grad is None else None
+
+
+def _is_gradient_of_own_forward(func: Any, args: Any, result: Any) -> bool:
+    """Whether the forward of a custom function has made `result` to be the gradient of its argument ``args[0]``, if
+    that is a parameter.
+    """
+    if func not in _LIKE or torch.is_grad_enabled() or result.shape != args[0].shape:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # up to a custom function's forward, whose first argument is the context that it saves to
+        code = frame.f_code
+        is_forward = code.co_name == "forward" and code.co_argcount
+        if is_forward and isinstance(dict(variables(frame)).get(code.co_varnames[0]), FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
