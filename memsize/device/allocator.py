@@ -167,7 +167,6 @@ class Allocator:
 def _tiles(
     start: int, end: int, pool: Pool, owners: Mapping[int, tuple[int, int | None]]
 ) -> Iterator[tuple[int, int, int | None]]:
-    """The blocks from `start` to `end`, in order, in bytes."""
     while start < end:
         block, storage = owners.get(start, (0, None))
         size = (block or pool.starts[start]) >> SHIFT

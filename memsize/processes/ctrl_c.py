@@ -25,13 +25,10 @@ class _Waiting:
     user's code may have caught it.
     """
 
-    __slots__ = ("last", "now")
-    now: bool
-    last: bool
+    now = last = False
 
 
 _waiting: Final = _Waiting()
-_waiting.now = _waiting.last = False
 
 
 def raise_waiting() -> None:

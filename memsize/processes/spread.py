@@ -38,8 +38,6 @@ class Died(NamedTuple):
 
 
 class _Raised(NamedTuple):
-    """An error that the work itself raised."""
-
     error: Exception
 
 
@@ -105,7 +103,6 @@ def _answer(work: Callable[[Any], Any], number: int, task: Any) -> tuple[int, An
 
 
 def _alone(work: Callable[[Any], Any], task: Any) -> Any:
-    """The answer to one task that nothing else runs beside."""
     from joblib.externals.loky.process_executor import BrokenProcessPool
 
     try:

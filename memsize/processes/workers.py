@@ -114,10 +114,7 @@ class Workers:
         method, *arguments = request
         return getattr(self._subject, method)(*arguments)
 
-    # -- in the parent ------------------------------------------------------------------------------------------------
-
     def _hire(self, count: int) -> None:
-        """Fork until there are `count` workers."""
         from multiprocessing import Pipe
 
         while len(self._workers) < count:
@@ -164,8 +161,6 @@ class Workers:
                     idle.append(connection)
                 answers[index] = value if kind == "done" else self._answer(requests[index])
         return [answers[index] for index in range(len(requests))]
-
-    # -- in a worker --------------------------------------------------------------------------------------------------
 
     def _serve(self, parent: Connection, others: Sequence[Connection]) -> None:
         """Answer the parent's requests until it is gone, or has no use for this process."""

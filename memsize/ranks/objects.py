@@ -150,7 +150,6 @@ class _Exchange:
         return sender
 
     def _tell(self, objects: list[Any], group: Any) -> None:
-        """Send `objects` to all of `group`."""
         ranks = tuple(dist.get_process_group_ranks(_of(group)))
         if self._line is not None and len(ranks) > 1:
             self._line.send(ranks, pickle.dumps(objects))

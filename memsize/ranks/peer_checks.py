@@ -55,7 +55,7 @@ def replacements(assume: Assume) -> Iterator[Patch]:
 
 def later() -> dict[str, Callable[[Any], Iterator[Patch]]]:
     """Return, by module, patches that make the functions of `REACHING` raise `InputError`."""
-    return {module: _refusing(*refusal) for module, refusal in REACHING.items()}
+    return {module: partial(_refused, *refusal) for module, refusal in REACHING.items()}
 
 
 def check_ranks(func: Any, args: Any, size: int) -> None:
@@ -101,14 +101,11 @@ def _from_somebody(
     return original(tensor, src, group, tag, group_src)
 
 
-def _refusing(names: tuple[str, ...], why: str) -> Callable[[Any], Iterator[Patch]]:
+def _refused(names: tuple[str, ...], why: str, module: Any) -> Iterator[Patch]:
     def refuse(*_: Any, **__: Any) -> None:
         raise InputError(f"{why}, which are not there: switch it off for this run, or use collectives instead")
 
-    def refused(module: Any) -> Iterator[Patch]:
-        yield from ((module, name, refuse) for name in names if hasattr(module, name))
-
-    return refused
+    yield from ((module, name, refuse) for name in names if hasattr(module, name))
 
 
 class LonelyStore(_Store):  # type: ignore[misc]
@@ -122,17 +119,17 @@ class LonelyStore(_Store):  # type: ignore[misc]
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        value = super().get(key)
+        value: bytes = super().get(key)
         self._check_polling("get", key, value)
         return value
 
     def add(self, key: str, amount: int) -> int:
-        value = super().add(key, amount)
+        value: int = super().add(key, amount)
         self._check_polling("add", key, value)
         return value
 
     def check(self, keys: list[str]) -> bool:
-        exists = super().check(keys)
+        exists: bool = super().check(keys)
         self._check_polling("check", *keys, exists)
         return exists
 

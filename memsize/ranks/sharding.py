@@ -214,7 +214,6 @@ def _places(schema: Any) -> list[int]:
 
 
 def _picked(schema: Any, places: Sequence[int], length: int) -> Any:
-    """Return `schema` with only the elements at `places` of each list of `length` elements."""
     args = tuple(_pick(argument, places, length) for argument in schema.args_schema)
     return type(schema)(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info)
 

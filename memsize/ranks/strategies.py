@@ -261,5 +261,4 @@ def _alike(several: nn.Module) -> list[nn.Module]:
 
 
 def _inner_first(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """Return each module once, children before parents; `modules` lists parents before children."""
     return tuple(reversed(dict.fromkeys(modules)))

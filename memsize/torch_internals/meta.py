@@ -86,7 +86,6 @@ class MetaMemo:
         return result
 
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-        """Everything that determines the result; None where a key cannot express it."""
         pure = self._pure.get(func)
         if pure is None:
             # Only ATen's schemas are trusted to promise new tensors that depend on the arguments alone.

@@ -80,7 +80,6 @@ def _is_code(value: Any) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object by name, from its dictionary and its slots."""
     slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
     attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return attributes | getattr(value, "__dict__", {})

@@ -134,7 +134,6 @@ class MetaDispatchMode(TorchDispatchMode):
 
 
 def _has_sparse(args: Any) -> bool:
-    """Whether a list among the arguments has a sparse tensor."""
     lists = [items for items in args[:2] if isinstance(items, (list, tuple))]
     return any(isinstance(e, torch.Tensor) and e.layout is torch.sparse_coo for items in lists for e in items)
 

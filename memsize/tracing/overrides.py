@@ -41,8 +41,6 @@ FLEX: Final = "torch.nn.attention.flex_attention"
 
 
 class _Notes:
-    """Remarks of a run for the reader."""
-
     def __init__(self, remarks: dict[str, None]) -> None:
         self.remarks = remarks
 

@@ -31,6 +31,9 @@ HOST: Final = 127
 """The number that stands for the host: the last that PyTorch has for devices."""
 _LARGE: Final = 2**20
 """Bytes from which a copy on the host is a stand-in."""
+_aten = torch.ops.aten
+_BETWEEN: Final = frozenset((_aten.copy_.default, _aten._to_copy.default, _aten._foreach_copy_.default))
+"""What takes tensors of several GPUs."""
 _CPU: Final = torch.device("cpu")
 
 
@@ -133,6 +136,18 @@ def devices() -> DeviceAssignment:
     """Return the assignment of the simulation that is open in this process, for any of its threads."""
     simulation = running()
     return (simulation and simulation.get(DeviceAssignment)) or DeviceAssignment()
+
+
+def gpu_of(func: Any, args: Iterable[Any]) -> int:
+    """The GPU of an op's arguments: that of the first. Raises PyTorch's error where they are on several."""
+    numbers = list(dict.fromkeys(devices().number_of(tensor) for tensor in _tensors(args) if is_meta(tensor)))
+    if len(numbers) > 1 and func not in _BETWEEN:
+        names = " and ".join("cpu" if number == HOST else f"cuda:{number}" for number in numbers[:2])
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {names}! (when "
+            f"dispatching {func})"
+        )
+    return numbers[0] if numbers else devices().current
 
 
 def _address(tensor: Any) -> int:

@@ -245,7 +245,6 @@ def _set_grad(ledger: VirtualLedger, tensor: Tensor, gradient: Tensor | None) ->
 
 
 def _parse_to(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``model.to(0)`` names the GPU by its number."""
     named = args[0] if args else kwargs.get("device")
     if type(named) is int:
         kwargs.pop("device", None)
@@ -287,7 +286,6 @@ def _old_type(named: Any) -> torch.dtype | None:
 
 
 def _set_default_type(original: Callable[[Any], None], named: Any) -> None:
-    """An old type of a GPU is a default device and a default dtype."""
     kind = _old_type(named)
     torch.set_default_device(None if kind is None else devices().device)
     if kind is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -69,15 +69,11 @@ def replacements(note: Callable[[str], None]) -> Iterator[Patch]:
     yield cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False
     for owner in (cuda, cuda.memory):
         yield owner, "MemPool", MemPool
-        yield owner, "use_mem_pool", _in_pool
+        yield owner, "use_mem_pool", lambda pool, device=None: nullcontext()
 
 
 def _handle() -> tuple[int, int]:
     return 0, next(_numbers)
-
-
-def _in_pool(pool: Any, device: Any = None) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 # -- triton kernels --------------------------------------------------------------------------------------------------

@@ -155,8 +155,6 @@ def _source(kind: Any) -> tuple[str, int, int]:
 
 
 class _Graph:
-    """The graphs behind tensors, each node looked at once."""
-
     def __init__(self, index_of: IndexOf) -> None:
         self._index_of = index_of
         self._saved_by_node: dict[Any, set[int]] = {}
@@ -262,7 +260,6 @@ class Waits:
 
 
 def _in_while(file: str, line: int) -> bool:
-    """Whether the innermost loop around `line` is a ``while``."""
     tree = parsed(file)
     loops = [
         node

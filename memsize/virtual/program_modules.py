@@ -106,8 +106,6 @@ class ProgramCalls(ModuleCallRecorder):
         entry = self._layers.get(id(module))
         return entry[1] if entry is not None and entry[0]() is module else -1
 
-    # -- roots --------------------------------------------------------------------------------------------------------
-
     def _add(self, module: nn.Module) -> int:
         """Let `module` be a root; returns its layer. Modules that were called on their own before keep their layer."""
         first, root = len(self.seen), Root(self._name(module), module, len(self.seen))
@@ -121,7 +119,6 @@ class ProgramCalls(ModuleCallRecorder):
         return first
 
     def _name(self, module: nn.Module) -> str:
-        """Return the name of the outermost variable that holds `module`, or else of its class."""
         taken = {root.name for root in self.roots}
         around = chain.from_iterable(map(variables, reversed([*users_frames()])))
         names = [name for name, value in around if value is module and name != "self" and name not in taken]
@@ -129,8 +126,6 @@ class ProgramCalls(ModuleCallRecorder):
         return next(
             candidate for candidate in chain([name], (f"{name}#{n}" for n in count(2))) if candidate not in taken
         )
-
-    # -- calls --------------------------------------------------------------------------------------------------------
 
     def _call_root(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> Any:
         root = self.roots[self.root_of[index]]
@@ -182,7 +177,6 @@ class ProgramCalls(ModuleCallRecorder):
             clock.phase = clock.index("forward")
 
     def _forget(self, root: Root) -> None:
-        """Drop the calls of `root` that a forward without gradients recorded."""
         for index, seen in enumerate(self.seen):
             if self.roots[self.root_of[index]] is root:
                 seen.calls, seen.inputs, seen.outputs = 0, [], []

@@ -117,7 +117,6 @@ def _refuse_second_gpu() -> None:
 
 
 def _overridden(_: Any) -> Iterable[Patch]:
-    """Override functions of a module that the program has imported meanwhile."""
     overrides.override_imported()
     return ()
 
@@ -131,7 +130,7 @@ def _forget_answers() -> None:
 
 
 def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: RankConnection | None) -> Iterator[Patch]:
-    yield torch, "compile", _uncompiled(ledger)
+    yield torch, "compile", partial(_compile, ledger)
     yield from _saved_by_checkpointing(ledger)
     yield from launches.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
     yield from torchscript.replacements()
@@ -188,37 +187,28 @@ def _of_cuda(driver: Driver) -> Iterator[Patch]:
         yield owner, "ExternalStream", lambda pointer, device=None, **options: Stream(stream_id=pointer)
 
 
-def _uncompiled(ledger: VirtualLedger) -> Any:
+def _compile(ledger: VirtualLedger, model: Any = None, **options: Any) -> Any:
     """`torch.compile` that returns what it is given: the program runs eagerly. A function would be compiled when it is
     called, and libraries decorate some that most programs never call. FlexAttention's masks are made without what is as
     large as the scores, which no program could hold.
     """
     notes = ledger.evaluator.notes
-
-    def compile(model: Any = None, **options: Any) -> Any:
-        if model is None:
-            return partial(compile, **options)
-        if options.get("disable"):
-            return model
-        if isinstance(model, FunctionType):
-            return noting(fused(model))
+    if model is None:
+        return partial(_compile, ledger, **options)
+    if options.get("disable"):
+        return model
+    if not isinstance(model, FunctionType):
         notes[UNCOMPILED] = None
         return model
+    makes_masks = model is getattr(sys.modules.get(overrides.FLEX), "create_block_mask", None)
+    function = compiled_mask(model, ledger.absently) if makes_masks else model
 
-    def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-        if function is not getattr(sys.modules.get(overrides.FLEX), "create_block_mask", None):
-            return function
-        return compiled_mask(function, ledger.absently)
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        notes[UNCOMPILED] = None
+        return function(*args, **kwargs)
 
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            notes[UNCOMPILED] = None
-            return function(*args, **kwargs)
-
-        return called
-
-    return compile
+    return called
 
 
 def _storage_to(original: Any, storage: Any, device: torch.device, non_blocking: bool = False) -> Any:
@@ -229,8 +219,6 @@ def _storage_to(original: Any, storage: Any, device: torch.device, non_blocking:
 
 
 class _Silent:
-    """Ranges and marks for a profiler: nothing listens."""
-
     def __getattr__(self, name: str) -> Any:
         return lambda *args: 0
 
@@ -276,9 +264,8 @@ class _Apart(SourceFileLoader):
 
 
 def _process_patches(world: World, ledger: VirtualLedger, line: RankConnection | None) -> Iterator[Patch]:
-    """Patch the functions that start processes, join them to a group, and send objects (by `line`)."""
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
-        yield owner, "spawn", _spawning(world)
+        yield owner, "spawn", partial(_spawn, world)
     if group.is_available():
         yield from group.replacements(world)
         yield from objects.replacements(ledger.evaluator.rely_on, line)
@@ -296,21 +283,15 @@ def _late_process_patches(
     return {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}
 
 
-def _spawning(world: World) -> Callable[..., Any]:
+def _spawn(world: World, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, **options: Any) -> Any:
     """``mp.spawn`` of as many processes as there are GPUs runs here what it would run as this rank."""
-
-    def spawned(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, **options: Any) -> Any:
-        if nprocs != world.local_size:
-            raise InputError(group.wanted(nprocs * world.nodes, world))
-        fn(world.local_rank, *args)
-        return None if join else _Over()
-
-    return spawned
+    if nprocs != world.local_size:
+        raise InputError(group.wanted(nprocs * world.nodes, world))
+    fn(world.local_rank, *args)
+    return None if join else _Over()
 
 
 class _Over:
-    """The context of processes that have ended."""
-
     processes: tuple[Any, ...] = ()
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:

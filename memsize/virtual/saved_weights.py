@@ -176,7 +176,6 @@ def stand_in_bytes(value: Any) -> int:
 def _load_mapped(
     load: Callable[..., Any], f: Any, map_location: Any = None, pickle_module: Any = None, **options: Any
 ) -> Any:
-    """`torch.load` that reads of a file what lands on the CPU."""
     to_meta = isinstance(map_location, (str, torch.device)) and torch.device(map_location).type == "meta"
     if options.get("mmap") or to_meta or not _can_be_mapped(f):
         return load(f, map_location, pickle_module, **options)

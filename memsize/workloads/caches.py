@@ -78,7 +78,6 @@ def cached_layers(run: Run, cache: Any) -> Iterator[CachedLayer]:
 
 
 def _marked(ledger: Ledger, layer: Any) -> list[int]:
-    """List the storages that a layer of a cache has on the GPU, and mark them."""
     storages = []
     for piece in _pieces(layer):
         index = ledger.index_of(piece)
@@ -89,7 +88,6 @@ def _marked(ledger: Ledger, layer: Any) -> list[int]:
 
 
 def _on_host(ledger: Ledger, layer: Any) -> Iterator[int]:
-    """Yield the bytes of each tensor that a layer of an offloaded cache has on the host."""
     if isinstance(ledger, VirtualLedger):
         yield from (piece.untyped_storage().nbytes() for piece in _pieces(layer) if devices().is_on_host(piece))
 

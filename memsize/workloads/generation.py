@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Final
@@ -21,6 +21,7 @@ from torch import nn
 from memsize.errors import InputError
 from memsize.known_values.values import MAX_INTEGER_ELEMENTS, set_constant, set_filled
 from memsize.model.input_tensors import ModelInputs, input_tensors, resized_call
+from memsize.processes.patches import assigned
 from memsize.records.trace import Trace
 from memsize.spec.generation import Draft, Generation
 from memsize.spec.model_request import ModelRequest
@@ -146,7 +147,6 @@ def _padded(setup: Setup) -> Setup:
 
 
 def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Select the arguments that a function has parameters for."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments
@@ -219,19 +219,14 @@ class _Steps:
     def counted(self) -> Iterator[None]:
         """While open, they are counted."""
         model, assistant = self.run.setup.model, assistant_of(self.run.setup.model)
-        self.run.calls.forward = self.forward
-        handles = [model.register_forward_hook(self.forwarded, with_kwargs=True)]
-        if assistant is not None:
-            handles.append(assistant.register_forward_hook(self.assisted, with_kwargs=True))
-        try:
-            yield
-            self.clock.phase = self.clock.index(END)
-        except _Enough:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.run.calls.forward = lambda: "forward"
+        with ExitStack() as handles:
+            handles.enter_context(assigned(self.run.calls, "forward", self.forward))
+            handles.callback(model.register_forward_hook(self.forwarded, with_kwargs=True).remove)
+            if assistant is not None:
+                handles.callback(assistant.register_forward_hook(self.assisted, with_kwargs=True).remove)
+            with suppress(_Enough):
+                yield
+                self.clock.phase = self.clock.index(END)
 
     def propose(self) -> None:
         """Proposals begin, and so does the step."""

@@ -105,7 +105,6 @@ _KINDS: dict[str, tuple[Callable[[Losses, Any], torch.Tensor], str]] = {
 
 
 def _suggested(output: Any) -> str:
-    """The model's own loss, else cross-entropy where the output looks like logits, else the mean."""
     if _named(output, "loss") is not None:
         return "own"
     if _named(output, "logits") is not None:

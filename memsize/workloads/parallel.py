@@ -170,7 +170,6 @@ def spread_setup(setup: Setup, parallel: Parallel) -> Setup:
 
 
 def _beyond(first: Trace, other: Trace) -> str:
-    """Write a note about the bytes that the first GPU stores beyond another, each at its own peak."""
     here, there = peak(first), peak(other)
     more = {role: size - there.roles.get(role, 0) for role, size in here.roles.items()}
     largest = sorted((role for role in more if more[role] > 0), key=lambda role: -more[role])[:_LARGEST]
@@ -282,7 +281,6 @@ class StageLoop(Loop):
         self._batch = [self._whole(tensor) for tensor in stage.takes] if stage.is_first else []
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        """All microbatches of an input."""
         whole = tensor.repeat(self._count, *(1 for _ in tensor.shape[1:]))
         self.ledger.mark(whole, "input")
         return whole

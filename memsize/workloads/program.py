@@ -168,7 +168,6 @@ class Program:
             self.steps.progress(self._where(now - self._started))
 
     def _allocate(self, storage: int, size: int) -> None:
-        """Take memory of the card for a `storage` of `size` bytes, or note that it was refused."""
         if size >= _LINE_FROM and (lines := self._lines()):
             self.ledger.made_at(storage, lines)
         try:
@@ -186,13 +185,11 @@ class Program:
             raise
 
     def _where(self, seconds: float) -> str:
-        """Return the progress of a program that has made no optimizer step in so many seconds."""
         line = shown(self._lines()) or "its first lines"
         how = "; Ctrl-C ends it with a report of what ran" if seconds >= _LONG else ""
         return f"at {line}, no optimizer step so far{how}"
 
     def _relied(self, assumption: str) -> None:
-        """A decision of the program rests on `assumption`."""
         lines = self._assumed.setdefault(assumption, {})
         location = self._lines()
         if location:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import Any, Final, NamedTuple
 
@@ -49,8 +49,6 @@ class Zeroed(NamedTuple):
 
 
 class _End(NamedTuple):
-    """How many events and collectives there were after an optimizer's step, and whether that was the leader's."""
-
     events: int
     collectives: int
     leads: bool
@@ -87,8 +85,6 @@ class ProgramSteps:
         behind = [count for count in self._step_counts.values() if count < self.wanted]
         return not behind or self.done >= self.wanted * (_MOST if max(behind) else _WAITED_FOR)
 
-    # -- while it runs ------------------------------------------------------------------------------------------------
-
     def replacements(self) -> Iterator[Patch]:
         """Yield the patches that observe new optimizers and freed gradients."""
         yield wrapping(Optimizer, "__init__", self._constructed)
@@ -117,7 +113,6 @@ class ProgramSteps:
         self.zeroed.append(Zeroed(before, self._line(), not set_to_none, gradients, freed))
 
     def _gradients(self, owner: Optimizer | nn.Module) -> Iterator[int]:
-        """The storages of the gradients of its parameters."""
         groups = [{"params": owner.parameters()}] if isinstance(owner, nn.Module) else owner.param_groups
         for gradient in (parameter.grad for group in groups for parameter in group["params"]):
             for piece in () if gradient is None else plain_tensors(gradient):
@@ -126,15 +121,10 @@ class ProgramSteps:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """While open, the steps of every optimizer are counted."""
-        handles = (
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        )
-        try:
+        with ExitStack() as handles:
+            handles.callback(register_optimizer_step_pre_hook(self._before).remove)
+            handles.callback(register_optimizer_step_post_hook(self._after).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def mark_all(self) -> None:
         """Mark the parameters, gradients and state of every optimizer, also of one that has not made a step."""
@@ -166,7 +156,6 @@ class ProgramSteps:
             self.progress(self._stage())
 
     def _stage(self) -> str:
-        """Return the text of the progress after a training step."""
         if self.over:
             return "every step is made, running on to the next forward"
         if self.done < self.wanted:
@@ -181,8 +170,6 @@ class ProgramSteps:
             state_storages = {self._ledger.index_of(piece) for tensor in state for piece in plain_tensors(tensor)}
             for index in likely - state_storages:
                 self._ledger.rows[index].role = "temporary"
-
-    # -- afterwards ---------------------------------------------------------------------------------------------------
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -117,7 +117,6 @@ def part_of(model: Any, tp: int, name: str) -> nn.Module:
 
 
 def _whole(count: int, tp: int, what: str, name: str) -> int:
-    """Divide `count` by `tp`; raise `InputError` where it cannot be divided."""
     if count % tp:
         raise InputError(f"{name} has {count:,} {what}: tp {tp} does not divide them")
     return count // tp

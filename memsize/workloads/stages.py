@@ -93,8 +93,6 @@ class Line(NamedTuple):
 
 
 class _Reads(TorchDispatchMode):
-    """Records the tensors that ops read at each position."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.position = 0

@@ -90,7 +90,6 @@ class Properties:
 
 
 def _streams() -> StreamOrder:
-    """Return the streams of the simulation that is open in this process, for any of its threads."""
     simulation = running()
     return (simulation and simulation.get(StreamOrder)) or StreamOrder()
 
@@ -160,7 +159,8 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         self._time = time.perf_counter()
-        self.moment = _streams().moment((stream or torch.cuda.current_stream()).queue)
+        stream = stream or torch.cuda.current_stream()
+        self.moment = _streams().moment(stream.queue)
 
     def elapsed_time(self, end: Event) -> float:
         return (end._time - self._time) * 1000
@@ -173,12 +173,11 @@ class Event:
         _streams().synchronize(self.moment)
 
     def wait(self, stream: Any = None) -> None:
-        (stream or torch.cuda.current_stream()).wait_event(self)
+        stream = stream or torch.cuda.current_stream()
+        stream.wait_event(self)
 
 
 class _Current(threading.local):
-    """The current stream of each GPU, by its number, in this thread."""
-
     def __init__(self) -> None:
         self.streams: dict[int, int] = {}
 

@@ -105,10 +105,8 @@ class Library:
             "nvmlDeviceGetName": lambda handle, text, length: _write_text(text, gpu().name),
             "nvmlDeviceGetUUID": lambda handle, text, length: _write_text(text, uuid(_number_of(handle))),
             "nvmlDeviceGetCudaComputeCapability": lambda handle, *parts: _write(*parts, *gpu().capability.split(".")),
-            "nvmlDeviceGetMemoryInfo": lambda handle, info: _write_fields(
-                info, total=gpu().total, used=gpu().used, free=gpu().total - gpu().used
-            ),
-            "nvmlDeviceGetUtilizationRates": lambda handle, rates: _write_fields(rates, gpu=0, memory=0),
+            "nvmlDeviceGetMemoryInfo": lambda handle, info: _write_memory(info._obj, gpu()),
+            "nvmlDeviceGetUtilizationRates": lambda handle, rates: _write_rates(rates._obj),
             **dict.fromkeys(_NUMBERS, lambda handle, number, *rest: _write(number, 0)),
             **dict.fromkeys(_NUMBERS_OF, lambda handle, kind, number: _write(number, 0)),
         }
@@ -140,9 +138,13 @@ def _write(*pointers: Any) -> int:
     return 0
 
 
-def _write_fields(pointer: Any, **values: int) -> int:
-    for name, value in values.items():
-        setattr(pointer._obj, name, value)
+def _write_memory(info: Any, gpu: Gpu) -> int:
+    info.total, info.used, info.free = gpu.total, gpu.used, gpu.total - gpu.used
+    return 0
+
+
+def _write_rates(rates: Any) -> int:
+    rates.gpu = rates.memory = 0
     return 0
 
 

@@ -123,13 +123,13 @@ class ChildProcesses:
                 smi.write_text(_SMI.format(" ".join(words)), "utf-8")
                 smi.chmod(0o755)
             self._guard.new.add(str(self._folder))
-            self._guard.others_new = self._new_of_others
+            self._guard.others_new = lambda: set().union(*self._read("new"))
             variables = environment(self._environment(os.environ))
             with open_simulation() as simulation, simulation.patches.applied(self._patches()), variables:
                 try:
                     yield
                 finally:
-                    self.results = tuple(self._read_results())
+                    self.results = tuple(self._read("results"))
 
     def _environment(self, environment: Any) -> dict[str, str]:
         """Return the variables that let a process find the folder of the run, in front of what `environment` has."""
@@ -138,14 +138,6 @@ class ChildProcesses:
             for name, folder in (("PYTHONPATH", self._folder), ("PATH", self._folder / "bin"))
             if str(folder) not in environment.get(name, "").split(os.pathsep)
         }
-
-    def _new_of_others(self) -> set[str]:
-        """Return the paths that other processes of the run have made."""
-        names = set[str]()
-        for file in (self._folder / "new").glob("*.json"):
-            with suppress(OSError, ValueError):  # it is being written
-                names.update(json.loads(file.read_text("utf-8")))
-        return names
 
     def announce(self) -> None:
         """Write down what this process has made, and what it takes on the GPU, for those that it starts."""
@@ -159,9 +151,10 @@ class ChildProcesses:
         number = len([*(self._folder / "results").iterdir()])
         (self._folder / "results" / f"{number:06d}-{os.getpid()}.json").write_text(json.dumps(result), "utf-8")
 
-    def _read_results(self) -> Iterator[dict[str, Any]]:
-        for file in sorted((self._folder / "results").glob("*.json")):
-            with suppress(OSError, ValueError):  # its process was ended while it wrote
+    def _read(self, folder: str) -> Iterator[Any]:
+        """Yield what the processes of the run have written down."""
+        for file in sorted((self._folder / folder).glob("*.json")):
+            with suppress(OSError, ValueError):  # it is being written, or its process was ended meanwhile
                 yield json.loads(file.read_text("utf-8"))
 
     @property
@@ -232,7 +225,6 @@ class ChildProcesses:
 
     @property
     def _writable(self) -> list[str]:
-        """The folders that the run has made."""
         return [str(self._folder), *filter(os.path.isdir, self._guard.new)]
 
     def _replacing(self, original: Callable[..., Any], path: Any, args: Sequence[Any], *env: Any) -> Any:

@@ -38,7 +38,7 @@ class BackwardQueue:
 
     def replacements(self) -> Iterator[Patch]:
         """Patch the function with which PyTorch starts autograd's engine."""
-        yield wrapping(torch.autograd, "_engine_run_backward", self._run_backward)  # type: ignore[attr-defined]
+        yield wrapping(torch.autograd, "_engine_run_backward", self._run_backward)
 
     def _run_backward(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         try:

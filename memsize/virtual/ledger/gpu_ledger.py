@@ -42,8 +42,7 @@ from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import arguments_in
 from memsize.tracing.dispatch import DETACH, has_own_dispatch
 from memsize.tracing.ledger import Workspaces
-from memsize.virtual.data_parallel import gpu_of
-from memsize.virtual.device_assignment import HOST, any_own_meta, claim, is_own_meta, on_gpu, taken_to_gpu
+from memsize.virtual.device_assignment import HOST, any_own_meta, claim, gpu_of, is_own_meta, on_gpu, taken_to_gpu
 from memsize.virtual.ledger.gpu_storages import GpuStorages, thread
 from memsize.virtual.ledger.stream_order import host_waits
 from memsize.virtual.nested_tensors import STRIDED, is_refused
@@ -116,7 +115,6 @@ class VirtualLedger(GpuStorages):
             del refusal
 
     def _traced(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op that `torch.jit.trace` has not recorded itself."""
         recorded = None
         if func is CONVOLUTION:
             with self.aside():
@@ -182,7 +180,6 @@ class VirtualLedger(GpuStorages):
     # -- where an op runs ---------------------------------------------------------------------------------------------
 
     def _run_in_place(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an op where its arguments are."""
         device = kwargs.get("device")
         if not self._is_on_gpu(func, args, device):
             return self._run_off_gpu(func, args, kwargs, device)

@@ -136,8 +136,6 @@ class GpuStorages(Ledger):
         self.clock = _ProgramPosition()
         self._allocate = allocate
 
-    # -- clocks -------------------------------------------------------------------------------------------------------
-
     @property
     def clock(self) -> RunPosition:
         """Where this thread is in the run."""
@@ -163,8 +161,6 @@ class GpuStorages(Ledger):
         finally:
             thread.clock = None
 
-    # -- regions ------------------------------------------------------------------------------------------------------
-
     def in_pytorch(self) -> AbstractContextManager[None]:
         """While open, PyTorch's own C++ code makes tensors like those that it has: on the GPU."""
         return assigned(self, "_in_pytorch", True)
@@ -184,10 +180,7 @@ class GpuStorages(Ledger):
         storages = [piece.untyped_storage() for tensor in tensors for piece in plain_tensors(tensor)]
         return assigned(self, "_elsewhere", {storage._cdata: storage for storage in storages})
 
-    # -- roles --------------------------------------------------------------------------------------------------------
-
     def _follow_clues(self, func: Any, args: Any, result: Any) -> None:
-        """Give a gradient its role as soon as something shows that it is one."""
         if torch._C._current_graph_task_id() != -1:
             variable = _parameter_of_first_gradient(func)
             if variable is not None:  # a parameter, or the whole one of a sharded one
@@ -243,8 +236,6 @@ class GpuStorages(Ledger):
         index, owner_index = self.index_of(tensor), self.index_of(owner)
         if index >= 0 and owner_index >= 0 and self.rows[index].layer < 0:
             self.rows[index].layer = self.rows[owner_index].layer
-
-    # -- memory -------------------------------------------------------------------------------------------------------
 
     def enter(self, tensor: torch.Tensor, role: Role, op: str = "", size: int | None = None) -> int:
         """As the base class; nothing for what is `elsewhere`, on the host, or on a GPU that nobody looks at."""
@@ -341,8 +332,6 @@ class GpuStorages(Ledger):
         """A collective of `size` bytes among so many ranks of a group, after so many events: by default now."""
         clock, position = self.clock, len(self.events) if before is None else before
         self.collectives.append(Collective(kind, size, ranks, clock.phase, clock.layer, position, group, stream))
-
-    # -- lines and the result -----------------------------------------------------------------------------------------
 
     def made_at(self, storage: int, lines: Lines) -> None:
         """`lines` of the program made `storage`."""

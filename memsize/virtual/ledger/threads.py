@@ -70,8 +70,6 @@ class Threads:
 
 
 class _InThread(TorchDispatchMode):
-    """The ledger as the mode of one more thread."""
-
     def __init__(self, threads: Threads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._threads = threads
