@@ -13,7 +13,7 @@ from torch import nn
 
 from memsize.errors import InputError
 from memsize.model.tensor_storage import plain_tensors
-from memsize.processes.patches import calling
+from memsize.processes.patches import wrapping
 from memsize.processes.simulation import open_simulation
 from memsize.records.gpu import Card
 from memsize.spec.generation import Generation
@@ -72,7 +72,8 @@ def cached_layers(run: Run, cache: Any) -> Iterator[CachedLayer]:
             kind = "latent attention"
         storages = [index for index in _marked(run.ledger, layer) if index not in met]
         met.update(storages)
-        hosted = tuple(_on_host(run.ledger, layer))
+        on_host = filter(devices().is_on_host, _pieces(layer)) if isinstance(run.ledger, VirtualLedger) else ()
+        hosted = tuple(piece.untyped_storage().nbytes() for piece in on_host)
         if size := sum(map(run.ledger.size, storages)) + sum(hosted):
             yield CachedLayer(kind, size, tuple(_states(layer)), hosted)
 
@@ -85,11 +86,6 @@ def _marked(ledger: Ledger, layer: Any) -> list[int]:
             ledger.mark(piece, "KV cache")
             storages.append(index)
     return storages
-
-
-def _on_host(ledger: Ledger, layer: Any) -> Iterator[int]:
-    if isinstance(ledger, VirtualLedger):
-        yield from (piece.untyped_storage().nbytes() for piece in _pieces(layer) if devices().is_on_host(piece))
 
 
 def _pieces(layer: Any) -> Iterator[torch.Tensor]:
@@ -118,10 +114,7 @@ def offloading_watched(ledger: Ledger) -> Iterator[None]:
         for layer in cache.layers:
             _marked(ledger, layer)
 
-    patches = (
-        (owner, "offload", calling(offloaded, owner.offload)),
-        (owner, "prefetch", calling(prefetched, owner.prefetch)),
-    )
+    patches = (wrapping(owner, "offload", offloaded), wrapping(owner, "prefetch", prefetched))
     with open_simulation() as simulation, simulation.patches.applied(patches):
         yield
 
@@ -195,14 +188,11 @@ def refuse_missing_cache(model: nn.Module, generation: Generation) -> None:
         raise InputError(
             "transformers offloads no static layers with a window or a state: use --cache-implementation offloaded"
         )
-    if generation.is_quantized and generation.kv_cache_dtype != "fp8" and not _is_installed("optimum.quanto"):
+    if (
+        generation.is_quantized
+        and generation.kv_cache_dtype != "fp8"
+        and not (importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto"))
+    ):
         raise InputError(
             f"a KV cache in {generation.kv_cache_dtype or 'int4'} needs optimum-quanto: pip install optimum-quanto"
         )
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False

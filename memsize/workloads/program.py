@@ -49,7 +49,6 @@ _LINE_FROM = 64 * 1024
 _TELLS_EVERY = 1.0
 _LONG = 60.0
 """Seconds between two looks at where a program is, and those after which its reader is told how to end it."""
-
 _SET = "the caching allocator's settings are those that the environment has for it: {}"
 
 
@@ -165,7 +164,9 @@ class Program:
         self._seen = len(self.ledger.events)
         if not self.steps.done and (now := time.monotonic()) >= self._tells_next:
             self._tells_next = now + _TELLS_EVERY
-            self.steps.progress(self._where(now - self._started))
+            line = shown(self._lines()) or "its first lines"
+            how = "; Ctrl-C ends it with a report of what ran" if now - self._started >= _LONG else ""
+            self.steps.progress(f"at {line}, no optimizer step so far{how}")
 
     def _allocate(self, storage: int, size: int) -> None:
         if size >= _LINE_FROM and (lines := self._lines()):
@@ -183,11 +184,6 @@ class Program:
             refused = Refused(size, self.memory.left, self.memory.reserved, *where)
             self._refused.append((len(self.ledger.events), clock.layer, refused))
             raise
-
-    def _where(self, seconds: float) -> str:
-        line = shown(self._lines()) or "its first lines"
-        how = "; Ctrl-C ends it with a report of what ran" if seconds >= _LONG else ""
-        return f"at {line}, no optimizer step so far{how}"
 
     def _relied(self, assumption: str) -> None:
         lines = self._assumed.setdefault(assumption, {})
@@ -250,7 +246,12 @@ class Program:
         tensors = tuple(
             _of_root(tensor, names[number]) for number, root in enumerate(calls.roots) for tensor in root.tensors
         )
-        seen = self._seen_layers()
+        seen, failure = self._seen_layers(), None
+        if error is not None:
+            running = seen[ledger.clock.layer] if ledger.clock.layer >= 0 else _NOTHING
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            kind = "" if running is _NOTHING else running.type
+            failure = Failure(running.path, kind, ledger.last_op or None, (), reason)
         layers = layer_rows(seen, tensors, storages, calls.saved_storages, ledger.multiply_adds)
         convolutions = ledger.workspaces.convolutions
         recorded = ledger.events[: self._seen if self._end is None else self._end]
@@ -277,7 +278,7 @@ class Program:
             ),
             stack=str(self.stack),
             cudnn=convolutions.source if convolutions else None,
-            failure=_failure(error, ledger, seen),
+            failure=failure,
             roots=tuple(names),
             lines=ledger.lines,
             emptied=tuple(self.memory.emptied),
@@ -309,14 +310,6 @@ def _path(root: str, path: str) -> str:
 def _of_root(tensor: StoredTensor, root: str) -> StoredTensor:
     tied = tensor.tied_to and _path(root, tensor.tied_to)
     return replace(tensor, name=_path(root, tensor.name), layer=_path(root, tensor.layer), tied_to=tied)
-
-
-def _failure(error: BaseException | None, ledger: VirtualLedger, seen: Sequence[Any]) -> Failure | None:
-    if error is None:
-        return None
-    where = seen[ledger.clock.layer] if ledger.clock.layer >= 0 else None
-    path, kind = (where.path, where.type) if where else ("", "")
-    return Failure(path, kind, ledger.last_op or None, (), f"{type(error).__name__}: {first_line(error)}")
 
 
 def _unless_stopped(show: Callable[[Any], object], args: Any) -> None:

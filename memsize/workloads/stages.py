@@ -92,17 +92,6 @@ class Line(NamedTuple):
         return f"block {position} ({type(self.blocks[position]).__name__})"
 
 
-class _Reads(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.position = 0
-        self.at: defaultdict[int, set[int]] = defaultdict(set)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.at[self.position].update(map(id, arguments_in(args)))
-        return func(*args, **(kwargs or {}))
-
-
 def line_of(model: nn.Module, blocks: Blocks, call: Call) -> Line:
     """The `blocks` of `model` as one forward calls them.
 
@@ -110,27 +99,32 @@ def line_of(model: nn.Module, blocks: Blocks, call: Call) -> Line:
     """
     parameters = set(map(id, model.parameters()))
     walk = _Walk(parameters)
-    with _forwards(blocks.modules, walk.block), walk.reads:
+    with _forwards(blocks.modules, walk.block), walk:
         result = model(*call[0], **call[1])
         walk.ended(result)
-    read = tuple(walk.reads.at[position] & parameters for position in range(len(walk.blocks) + 1))
+    read = tuple(walk.reads[position] & parameters for position in range(len(walk.blocks) + 1))
     returned = (*walk.returned, Returned.of(tuple(arguments_in((result,)))).detached())
     return Line(tuple(walk.blocks), returned, read, tuple(walk.needs))
 
 
-class _Walk:
-    """Observes the blocks of one forward. Each block returns detached tensors, so that autograd shows which block needs
-    results of which other.
+class _Walk(TorchDispatchMode):
+    """Observes the blocks of one forward, and the tensors that ops read at each position. Each block returns detached
+    tensors, so that autograd shows which block needs results of which other.
     """
 
     def __init__(self, parameters: set[int]) -> None:
-        self.reads = _Reads()
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads: defaultdict[int, set[int]] = defaultdict(set)
         self.blocks: list[nn.Module] = []
         self.returned: list[Returned] = []
         self.needs: list[int] = []
         self._parameters = parameters
         self._origins: dict[int, int] = {}
         """The position that returned a tensor, or was the first to read a parameter, by its `id`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads[len(self.blocks)].update(map(id, arguments_in(args)))
+        return func(*args, **(kwargs or {}))
 
     def block(self, block: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -139,18 +133,17 @@ class _Walk:
             result = original(*args, **kwargs)
             self.ended(result)
             cut = Returned.of(result).detached()
-            self._origins.update((id(tensor), self.reads.position) for tensor in cut.tensors)
+            self._origins.update((id(tensor), len(self.blocks)) for tensor in cut.tensors)
             self.blocks.append(block)
             self.returned.append(cut)
-            self.reads.position += 1
             return cut.with_tensors(cut.tensors)
 
         return called
 
     def ended(self, value: Any) -> None:
         """End a position with `value`."""
-        position = self.reads.position
-        read = self.reads.at[position] & self._parameters
+        position = len(self.blocks)
+        read = self.reads[position] & self._parameters
         for parameter in read:
             self._origins.setdefault(parameter, position)
         before = {id(tensor) for tensor in self.returned[-1].tensors} if self.returned else set()

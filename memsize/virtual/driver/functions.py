@@ -155,7 +155,7 @@ class Event:
         self.device = devices().device
         self.cuda_event = self.event_id = 0
         self._time = 0.0
-        self.moment: Moment = {}
+        self.moment = Moment()
 
     def record(self, stream: Any = None) -> None:
         self._time = time.perf_counter()

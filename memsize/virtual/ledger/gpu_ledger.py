@@ -254,7 +254,7 @@ class VirtualLedger(GpuStorages):
                 for tensor in arguments_in(result if isinstance(result, (tuple, list)) else (result,)):
                     new = is_meta(tensor) and self.index_of(tensor) < 0 and self.devices.put(tensor, gpu)
                     if new and gpu == HOST:
-                        self.host_memory.copies.enter(tensor.untyped_storage())
+                        self.host_memory.copied(tensor.untyped_storage())
                 return result
             finally:
                 thread.depth -= 1

@@ -307,7 +307,7 @@ class GpuStorages(Ledger):
         with self._turn, self.aside():
             fresh = as_stand_ins(tensor.detach()).requires_grad_(tensor.requires_grad)
         if self.devices.put(fresh, HOST):
-            self.host_memory.copies.enter(fresh.untyped_storage())
+            self.host_memory.copied(fresh.untyped_storage())
         torch._C._swap_tensor_impl(tensor, fresh)
 
     def refuse(self, storage: int) -> None:
