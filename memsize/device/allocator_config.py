@@ -137,9 +137,7 @@ class AllocatorConfig:
         return max(-(-request // BLOCK), 1) * BLOCK
 
     def segment_size(self, block: int) -> int:
-        """The bytes of the segment that is requested from CUDA for a block of `block` bytes that no free block can
-        serve.
-        """
+        """The bytes of the segment that CUDA is asked for where no free block can serve a block of `block` bytes."""
         if block <= SMALL:
             return SMALL_SEGMENT
         if block < LARGE_REQUEST:

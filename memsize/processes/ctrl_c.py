@@ -21,9 +21,7 @@ _OURS: Final = __name__.partition(".")[0]
 
 
 class _Waiting:
-    """Whether a Ctrl-C waits to be raised, and whether the next one after it has been raised ends the process: the
-    user's code may have caught it.
-    """
+    """Whether a Ctrl-C waits to be raised, and whether the next one after it ends the process."""
 
     now = last = False
 

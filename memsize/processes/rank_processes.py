@@ -95,9 +95,7 @@ class RankConnection:
             self._end.recv()
 
     def receive(self, sender: int, receiver: Receiver) -> bytes | None:
-        """The next message of `sender` to this rank, or to the group that `receiver` names; None where none will come:
-        it has ended, or waits for one itself.
-        """
+        """The next message of `sender` to a rank or a group; None where none will come: it ended or waits itself."""
         self._end.send(("receive", sender, receiver))
         while not self._end.poll(_PATIENCE):
             raise_waiting()

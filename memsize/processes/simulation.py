@@ -73,9 +73,7 @@ def running() -> Simulation | None:
 
 
 class _ProcessLock:
-    """The lock on process-wide state, and its owner. Threads started by the owner's code are exempt from waiting: the
-    owner may be waiting for them.
-    """
+    """The lock on process-wide state, and its owner, who may wait for threads that it started: they need no lock."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -169,10 +169,7 @@ _CLUSTERS: Final[dict[str, Callable[[str | None], AbstractContextManager[Any]]]]
 
 
 def _begin() -> None:
-    """End this process when the one that started it is gone, killed perhaps: it would wait for work for minutes.
-
-    Ctrl-C reaches both, and is for the other one to answer.
-    """
+    """End this process when its parent is gone, killed perhaps: it would wait for minutes. Ctrl-C is for the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
 

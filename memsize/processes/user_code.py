@@ -41,19 +41,13 @@ def is_library(file: str) -> bool:
 
 
 def running_line(until: CodeType | None = None) -> str:
-    """The innermost line outside of torch and memsize, as ``"model.py:12"``.
-
-    The search ends at a call of `until`; the line is empty where there is none before it.
-    """
+    """The innermost line outside of torch and memsize, as ``"model.py:12"``; empty if there is none before `until`."""
     frame = next(users_frames(until, libraries=True), None)
     return "" if frame is None else line_of(frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_in_forward() -> tuple[str, int] | None:
-    """The file and the number of the innermost line outside of PyTorch and memsize, below what memsize itself calls.
-
-    It is asked for with every tensor of a run, so that a line's text is left to `line_of`.
-    """
+    """The file and number of the innermost line outside of PyTorch and memsize, below what memsize calls."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

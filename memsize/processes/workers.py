@@ -89,9 +89,7 @@ class Workers:
             self._parent.send(("said", text))
 
     def deliver(self, part: Any) -> None:
-        """Hand over a part of an answer as soon as it is there, from whichever process; work that is done again hands
-        it over again.
-        """
+        """Hand over a part of an answer at once, from whichever process; work that is done again does it again."""
         if self._parent is None:
             self._deliver(part)
         else:
@@ -211,10 +209,7 @@ def can_fork() -> bool:
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Do `work` in a process that is forked from this one, and ends when that is done, whatever comes of it.
-
-    Ctrl-C, which reaches every process of the group, is for its parent to answer. Returns its number.
-    """
+    """Do `work` in a forked process that then ends; returns its number. Ctrl-C is for its parent to answer."""
     sys.stdout.flush()
     sys.stderr.flush()
     # It must not come before the process has learnt to ignore it.

@@ -79,10 +79,7 @@ _ON_BUFFERS: Final = "c10d"
 
 
 def kind_of(func: Any) -> CollectiveKind | None:
-    """Return the kind of collective of an operator in `NAMESPACES`, or `None` if it moves nothing.
-
-    Raises `InputError` for an unknown operator.
-    """
+    """Return the kind of an operator in `NAMESPACES`, `None` if it moves nothing. Raises `InputError` if unknown."""
     name = f"{func.namespace}::{func._overloadpacket.__name__}"
     if name not in _KINDS:
         raise InputError(f"no known collective: {name}, which memsize would have to answer for the other ranks")
@@ -100,9 +97,7 @@ def waits(func: Any) -> bool:
 
 
 def waited(func: Any, tensor: Tensor) -> Tensor:
-    """Return the result of a wait: the same memory. Its `meta` kernel would return new memory; on the CPU, PyTorch
-    counts the waits.
-    """
+    """Return the result of a wait: the same memory, where the `meta` kernel would return new memory."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     if func._overloadpacket.__name__ != "wait_tensor":
@@ -143,9 +138,7 @@ def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
 
 
 def carry_over(kind: CollectiveKind, args: Any, result: Any) -> None:
-    """Set the values of the new tensors of a collective, assuming that all ranks send the same. Tensors for which this
-    does not determine the values become unknown.
-    """
+    """Set the values of a collective's new tensors, if all ranks sent the same; those not determined are unknown."""
     sent, results = list(_tensors(args[:1])), list(_tensors((result,)))
     reduction = next((argument for argument in args[1:2] if isinstance(argument, str)), "")
     for tensor, value in received(kind, results, sent, args[1:3], reduction, group_of(args)):
@@ -185,9 +178,7 @@ _reduction: ContextVar[str] = ContextVar("_reduction", default="sum")
 
 
 def reduction() -> str:
-    """Return PyTorch's name of the running collective's reduction. It is ``"sum"`` if C++ called the collective, as the
-    reducer of DistributedDataParallel does.
-    """
+    """Return the name of the running collective's reduction: ``"sum"`` if C++ called it, as DDP's reducer does."""
     return _reduction.get()
 
 

@@ -106,10 +106,7 @@ def started(world: World | None) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """Clear DTensor's cache of sharding decisions: its entries name the subgroups of one rank, but it cannot tell the
-    meshes of different ranks apart. Reset its random-number tracker too, so that ranks share
-    their state as on first use.
-    """
+    """Reset DTensor's sharding decisions and random numbers: it cannot tell the meshes of different ranks apart."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _random, debug
 
@@ -151,9 +148,7 @@ class Backends:
         self._whole = dist.Backend(_NCCL if self._is_ours else backend)
 
     def default_store(self, original: Callable[[], Any]) -> Any:
-        """Replace `_get_default_store`: return the store of the group of all processes. The group puts a prefix before
-        its keys, by which Python's own methods are not reached.
-        """
+        """Return the store of the group of all processes itself, without the prefix that the group puts around it."""
         usual = original()
         return self._store if usual and self._store else usual
 

@@ -32,9 +32,7 @@ Assume = Callable[[str], None]
 
 
 def replacements(assume: Assume, line: RankConnection | None) -> Iterator[Patch]:
-    """Patch the functions that send objects and numbers between ranks, through `line` if other ranks are run, and a
-    barrier that only one backend has.
-    """
+    """Patch the functions that send objects and numbers (by `line` if other ranks are run), and a rare barrier."""
     exchange = _Exchange(assume, line, dist.broadcast)
     names = "broadcast all_gather_object gather_object broadcast_object_list scatter_object_list"
     functions = {name: getattr(exchange, name) for name in f"{names} send_object_list recv_object_list".split()}

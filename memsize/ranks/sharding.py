@@ -180,9 +180,7 @@ _BY_ELEMENT: Final = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
 
 
 def each_once(original: Callable[[Any, Any], Any], propagator: Any, schema: Any) -> Any:
-    """Wrap `ShardingPropagator.propagate_op_sharding_non_cached` so that it processes each distinct list element
-    once.
-    """
+    """Wrap `ShardingPropagator`'s propagation so that it processes each distinct list element once."""
     places = _places(schema)
     if len(set(places)) == len(places):
         return original(propagator, schema)

@@ -87,9 +87,7 @@ def shared_out(
 
 
 def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
-    """Wrap `model` in `nn.DataParallel` for ``dp``, before its GPUs exist, unless it is wrapped already. Other
-    strategies need no wrapper.
-    """
+    """Wrap `model` in `nn.DataParallel` for ``dp``, before its GPUs exist, unless it is wrapped already."""
     return nn.DataParallel(model) if parallel.kind == "dp" and not isinstance(model, nn.DataParallel) else model
 
 
@@ -154,9 +152,7 @@ def _sharded(model: nn.Module, parallel: Parallel, scenario: Scenario, shown: st
 
 
 def _padded(model: nn.Module, parallel: Parallel) -> Iterator[str]:
-    """Yield a note on the parameter with the most padding, if padding matters: a parameter with fewer rows than shards
-    is gathered with one row for each shard.
-    """
+    """Yield a note on the parameter with the most padding: each GPU gets at least one row of it."""
     padded = {
         name: (parallel.shards - len(parameter)) * parameter[0].nbytes
         for name, parameter in model.named_parameters()

@@ -41,11 +41,7 @@ def _apart(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
 
 
 def plan_of(model: Any, size: int) -> dict[str, str]:
-    """Return the plan that divides `model` over `size` GPUs: the style of each layer by its name, with ``*`` for
-    numbers.
-
-    Raises `InputError` if the model has no plan, or if its heads cannot be divided evenly.
-    """
+    """Return the style of each layer by its name, ``*`` for numbers. Raises `InputError` if there is no such plan."""
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, dict) or not plan or not hasattr(model, "_expand_parallel_plan"):
         raise InputError(

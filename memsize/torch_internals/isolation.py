@@ -49,11 +49,7 @@ def isolated() -> Iterator[None]:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector, so that a storage dies with its last reference and not whenever the collector
-    runs.
-
-    Every run then records the same events, and many runs in a row do not pay for scanning each other's records.
-    """
+    """Pause Python's garbage collector: every run then records the same events, as storages die with their users."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -64,10 +60,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def forget_run() -> None:
-    """Free what a run left in reference cycles, such as its copy of the model, while the collector is paused.
-
-    Only what is younger than the last call is looked at: records of other runs cost nothing.
-    """
+    """Free what a run left in reference cycles since the last call, while the collector is paused."""
     gc.collect(0)
 
 

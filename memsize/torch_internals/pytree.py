@@ -42,11 +42,7 @@ def objects_in(value: Any) -> Iterator[Any]:
 
 
 def arguments_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors that `value` holds directly or in sequences and mappings, but not inside other objects.
-
-    A key-value cache is handed to every layer of a language model: looking into it at each call would take longer the
-    more layers there are.
-    """
+    """Tensors that `value` holds in sequences and mappings, not inside other objects such as a large KV cache."""
     for item in value.values() if isinstance(value, Mapping) else value:
         if isinstance(item, torch.Tensor):
             yield item
@@ -73,9 +69,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether `value` is a class, a module, or something to call. What is also iterable is data, such as a graph of
-    `torch_geometric`, whose call lists what is in it.
-    """
+    """Whether `value` is a class, a module, or something to call that is not iterable, and so no data."""
     return isinstance(value, (type, torch.nn.Module)) or (callable(value) and not isinstance(value, Iterable))
 
 

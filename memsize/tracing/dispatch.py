@@ -153,8 +153,5 @@ def _is_new_gradient(tensor: torch.Tensor) -> bool:
 
 
 def has_own_dispatch(types: Iterable[Any]) -> bool:
-    """Whether one of the argument types is a wrapper subclass with its own ``__torch_dispatch__``.
-
-    That one runs first; the ops that it calls on its inner tensors come back to the mode.
-    """
+    """Whether an argument type has its own ``__torch_dispatch__``, whose ops on inner tensors come back to the mode."""
     return any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types)

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 
 def explain(error: Exception, calls: ModuleCallRecorder, ledger: Ledger) -> tuple[str, Failure]:
-    """Return a sentence on what failed, and its record: the layer, its inputs, and the reason, with advice where the
-    cause is a common one.
-    """
+    """Return a sentence on what failed, and its record: layer, inputs, and reason, with advice for common causes."""
     running = calls.failed if calls.failed and calls.failed.error == id(error) else None
     interrupted = ledger.clock.interrupted
     phase, layer = "forward", ledger.clock.layer

@@ -133,16 +133,12 @@ class ModuleCallRecorder:
         return self._model_call(call) if index == 0 else call
 
     def _copied(self, index: int, copy: nn.Module) -> Callable[..., Any]:
-        """The call of a copy of a module, as `nn.DataParallel` makes them for each forward. It doesn't keep the copy,
-        which is freed with its last use.
-        """
+        """The call of a copy of a module, as `nn.DataParallel` makes them, which is freed with its last use."""
         module: Any = weakref.proxy(copy)
         return self._call(index, module)
 
     def _model_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call of the model itself: the forward. Storages alive when the first one returns are saved for
-        backward.
-        """
+        """The call of the model itself: storages that are alive when the first one returns are saved for backward."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             clock = self.ledger.clock

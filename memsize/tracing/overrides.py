@@ -190,9 +190,7 @@ def _index(numbers: list[Any], tensor: Tensor) -> Any:
 
 
 def _given_numbers(original: Function, packet: OpOverloadPacket, *args: Any, **kwargs: Any) -> Any:
-    """Quantized ops want their scale as a number; torch.fx passes the tensor that holds it, and PyTorch reads the
-    number.
-    """
+    """Quantized ops want their scale as a number, where torch.fx passes the tensor that holds it."""
     if packet._qualified_op_name.startswith("quantized::"):
         args = tuple(_number(argument) for argument in args)
     return original(packet, *args, **kwargs)
@@ -275,9 +273,7 @@ def _masks_cover_image(
 
 
 class _InRuns:
-    """True in threads in which a run is under way, and elsewhere what it stands for: FlexAttention then calls its
-    operator itself, and not what torch.compile makes of it.
-    """
+    """True in threads of a run, elsewhere the original: FlexAttention calls its operator itself, not a compiled one."""
 
     def __init__(self, original: object) -> None:
         self.original = original

@@ -71,9 +71,7 @@ def _replicate(original: Callable[[Any], Any], module: nn.Module) -> Any:
 
 
 class _InTurn:
-    """One copy of a model after the other, on each of its GPUs: autograd numbers its nodes thread by thread, and by
-    these numbers a backward finds its layers. A thread has ended when it is started.
-    """
+    """One copy of a model after the other: by the numbers of its nodes, in order, a backward finds its layers."""
 
     Lock = threading.Lock
 

@@ -38,9 +38,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class DeviceAssignment(Gpus):
-    """GPU `index` of `count`, whose memory is recorded. A launcher gives each process of `world` the GPU of its number
-    on its own machine.
-    """
+    """GPU `index` of `count`, whose memory is recorded: by default that of its number on the own machine of `world`."""
 
     def __init__(self, world: World | None = None) -> None:
         world = world or World()
@@ -111,9 +109,7 @@ class DeviceAssignment(Gpus):
         return _CPU if number == HOST else torch.device("cuda", number)
 
     def check_index(self, device: int) -> None:
-        """Raise PyTorch's error for a device that does not exist (c10/cuda/CUDAFunctions.cpp), and `InputError` for the
-        GPU of another process.
-        """
+        """Raise PyTorch's error for a device that does not exist, and `InputError` for the GPU of another process."""
         if device >= self.count:
             raise torch.AcceleratorError("CUDA error: invalid device ordinal")
         if device not in (self.index, -1) and not self.drives_all:

@@ -90,8 +90,8 @@ class HostMemory:
                 f"beside the GPU, at most {format_bytes(self.peak)} are in pinned memory of the host; PyTorch keeps "
                 f"{format_bytes(self.pinned_bytes)} for it, in blocks of powers of two"
             )
-        if self._peaks["copied"]:
+        if copied := self._peaks["copied"]:
             yield (
-                f"the host holds at most {format_bytes(self._peaks['copied'])} of copies from the GPU and what is computed "
+                f"the host holds at most {format_bytes(copied)} of copies from the GPU and what is computed "
                 "from them, pinned or not; copies of less than 1 MiB are not counted"
             )

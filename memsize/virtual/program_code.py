@@ -59,9 +59,7 @@ IndexOf = Callable[[torch.Tensor], int]
 
 
 def holders(index_of: IndexOf) -> tuple[Held, ...]:
-    """The variables that hold tensors, as the code that is running sees them; `index_of` gives the index of a tensor's
-    storage.
-    """
+    """The variables that hold tensors, as the running code sees them; `index_of` gives the index of a storage."""
     graph = _Graph(index_of)
     variables_of_tensors: list[Held] = []
     for variable, tensors in _holding(_variables()):
@@ -82,9 +80,7 @@ def _variables() -> Iterator[_Place]:
 
 
 def _holding(places: Iterable[_Place]) -> Iterator[tuple[_Place, list[torch.Tensor]]]:
-    """The places that hold tensors on the GPU, or graphs of some, with those that they hold themselves; each object
-    once. A collection holds what is in the collections that it is made of.
-    """
+    """The places that hold tensors on the GPU, or graphs of some, with those in them and in their collections."""
     seen: set[int] = set()
     todo = deque(places)
     while todo and len(seen) < _MOST:

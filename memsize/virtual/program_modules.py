@@ -57,9 +57,7 @@ class ProgramCalls(ModuleCallRecorder):
         self._layers: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        """Patch `nn.Module.__call__`, the function with which `nn.DataParallel` copies modules, and those that give a
-        tensor its role before the first call.
-        """
+        """Patch the call of a module, its copies in `nn.DataParallel`, and what gives a tensor its role before."""
         yield nn.Module, "__call__", self._called(nn.Module.__call__)
         yield nn.Parameter, "__new__", staticmethod(calling(self._parameter, nn.Parameter.__new__))
         yield wrapping(nn.Module, "register_buffer", self._registered)

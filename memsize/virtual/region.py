@@ -236,9 +236,7 @@ def _patched(patches: SuspendablePatches) -> Iterator[None]:
 
 
 class _ApartFinder(MetaPathFinder):
-    """Lets parts of PyTorch be imported among the originals: the first optimizer of a process imports the compiler, and
-    so do some libraries. Importing them ahead would cost each region a second.
-    """
+    """Lets parts of PyTorch be imported among the originals; importing them ahead would cost each region a second."""
 
     def __init__(self, patches: SuspendablePatches) -> None:
         self._patches = patches
@@ -303,9 +301,7 @@ class _Over:
 
 @dataclass(frozen=True)
 class VirtualMachine(RunDevice):
-    """The GPU `card` of a process, which is one of `world` if there are others; what is larger than its memory is there
-    all the same.
-    """
+    """The GPU `card` of a process, perhaps one of `world`; what is larger than its memory is there all the same."""
 
     card: Card
     world: World | None = None

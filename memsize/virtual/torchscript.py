@@ -112,10 +112,7 @@ def _moved(module: Any, move: Callable[[Tensor], Tensor], recurse: bool = True) 
 
 
 class ScriptFiles:
-    """Scripted modules that a program saves and loads, whose files C++ code writes and reads.
-
-    Weights of the GPU are not written: the program may load the module again, in a copy.
-    """
+    """Scripted modules that a program saves and loads by C++ code: a copy takes the place of a GPU's weights."""
 
     def __init__(self, files: Files, ledger: VirtualLedger) -> None:
         self._files = files

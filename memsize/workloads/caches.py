@@ -30,9 +30,7 @@ _FULL: Final = "full_attention"
 
 
 class State(NamedTuple):
-    """A state of fixed size: the shape that each sequence has of it, bytes of an element, and whether it holds the last
-    inputs of a convolution, along its last dimension.
-    """
+    """A state of fixed size: its shape in a sequence, bytes of an element, and whether a convolution reads it."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -40,9 +38,7 @@ class State(NamedTuple):
 
 
 class CachedLayer(NamedTuple):
-    """The cache of one layer of the model: its kind, its bytes, the states in it, and the bytes of each of its tensors
-    that is on the host.
-    """
+    """The cache of a layer: its kind, its bytes, the states in it, and the bytes of each tensor that is on the host."""
 
     kind: str
     bytes: int
@@ -160,10 +156,7 @@ def _kind(layer: Any) -> str:
 
 
 def refuse_missing_cache(model: nn.Module, generation: Generation) -> None:
-    """Raise `InputError` where transformers has no such cache for a model, or needs another package for it.
-
-    Checked before the model runs, because transformers' own errors are about its code.
-    """
+    """Raise `InputError`, before the model runs, where transformers has no such cache for it, or lacks a package."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return

@@ -114,10 +114,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def prompts_of(request: ModelRequest, inputs: Callable[[ModelRequest], ModelInputs]) -> Prompts:
-    """Make prompts of any length: `inputs` returns the inputs of a request, or the user's inputs, which are resized.
-
-    Raises `InputError` where the user's inputs have no length.
-    """
+    """Make prompts of any length, the user's own by resizing them. Raises `InputError` where those have no length."""
     if not request.has_input:
         return cache(lambda length: inputs(replace(request, seq_len=length)))
     original = inputs(request)
@@ -154,10 +151,7 @@ def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str,
 
 
 def _arguments(model: nn.Module, generation: Generation) -> dict[str, object]:
-    """Return the arguments of `generate` beside the inputs: the model's own settings, updated for the generation.
-
-    No sequence ends early: meta tensors have no values, so no token is the one that ends a sequence.
-    """
+    """The arguments of `generate` beside the inputs: the model's own settings, in which no sequence ends early."""
     config = getattr(model, "generation_config", None)
     if config is None:
         return generation.arguments
@@ -268,10 +262,7 @@ class _Steps:
 
 @contextmanager
 def assisted(model: nn.Module, assistant: nn.Module) -> Iterator[None]:
-    """While open, the model has the assistant as a module of its own: what is done to its layers is done to both.
-
-    Raises `InputError` where transformers would ask for the tokenizers of both.
-    """
+    """While open, the assistant is a module of the model. Raises `InputError` where transformers wants tokenizers."""
     theirs, own = _vocabulary(assistant), _vocabulary(model)
     if theirs != own:
         raise InputError(
@@ -315,9 +306,7 @@ def proposed(assistant: Any) -> int | None:
 
 
 def assisting(model: nn.Module) -> dict[str, object]:
-    """The argument of `generate` for the model's assistant, which always proposes as many tokens; none where it has
-    none.
-    """
+    """The argument of `generate` for the model's assistant, if any, which always proposes as many tokens."""
     assistant = assistant_of(model)
     if assistant is None:
         return {}

@@ -26,9 +26,7 @@ class Losses:
         self.targets: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def __call__(self, output: Any) -> torch.Tensor:
-        """The loss of a model's output, a tensor of one element; raises `InputError` where the output does not allow
-        it.
-        """
+        """The loss of a model's output, of one element; raises `InputError` where the output does not allow it."""
         if callable(self.wanted):
             self.name = getattr(self.wanted, "__name__", "the given function")
             return self.wanted(output)

@@ -25,11 +25,7 @@ _STEP = "Optimizer.step#"
 
 
 def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """The optimizer that `kind` names (see `memsize.spec.training.parse_optimizer`), or that `kind` makes of the
-    parameters.
-
-    Raises `InputError` when the options do not suit the optimizer.
-    """
+    """The optimizer that `kind` names, or makes of the parameters. Raises `InputError` for unsuitable options."""
     try:
         if callable(kind):
             optimizer: torch.optim.Optimizer = kind(parameters)

@@ -181,9 +181,7 @@ def _beyond(first: Trace, other: Trace) -> str:
 
 
 def steps_on(training: Training | None, parallel: Parallel | None, card: Card) -> Workload:
-    """Training steps with these options, as one process of `parallel` if there is any; without `training` one
-    inference.
-    """
+    """Training steps as one process of `parallel`, if there is any; without `training` one inference."""
     if training is None or parallel is None:
         return step_workload(training)
     return ParallelSteps(training, parallel, card)

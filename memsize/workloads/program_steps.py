@@ -36,10 +36,7 @@ _MOST: Final = 10
 
 
 class Zeroed(NamedTuple):
-    """A call of ``zero_grad`` before event `event`, at `line`; `keeps`: with ``set_to_none=False``.
-
-    `gradients` are the storages of its parameters' gradients, and `freed` the storages that the call freed.
-    """
+    """A call of ``zero_grad`` before `event`; `keeps`: with ``set_to_none=False``. It `freed` gradients' storages."""
 
     event: int
     line: str

@@ -25,9 +25,7 @@ _PADDED = 64
 
 @dataclass(frozen=True, slots=True)
 class ProfileRun:
-    """One step without a cache. The logits of the last token of the first `seqs` texts are sampled; `tp` cards have a
-    part of the vocabulary each, and gather them.
-    """
+    """One step without a cache: the last tokens of `seqs` texts are sampled; `tp` cards share the vocabulary."""
 
     seqs: int
     tp: int = 1

@@ -70,10 +70,7 @@ class Line(NamedTuple):
     """For each position, the first one of which it uses more than the result of the block before it; else itself."""
 
     def starts(self, stages: int) -> tuple[int, ...]:
-        """Return the position at which each stage starts, and the end of the last; earlier stages have one block more.
-
-        Raises `InputError` where the blocks are too few, or one needs what an earlier stage made.
-        """
+        """Return the first position of each stage, and the end. Raises `InputError` where the cut is impossible."""
         length, more = divmod(len(self.blocks), stages)
         if not length:
             raise InputError(f"{len(self.blocks)} blocks cannot be put on pp={stages} stages")
@@ -93,10 +90,7 @@ class Line(NamedTuple):
 
 
 def line_of(model: nn.Module, blocks: Blocks, call: Call) -> Line:
-    """The `blocks` of `model` as one forward calls them.
-
-    Raises `InputError` where it calls one of them more than once.
-    """
+    """The `blocks` of `model` as one forward calls them. Raises `InputError` where it calls one more than once."""
     parameters = set(map(id, model.parameters()))
     walk = _Walk(parameters)
     with _forwards(blocks.modules, walk.block), walk:

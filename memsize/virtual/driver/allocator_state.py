@@ -115,10 +115,7 @@ class DeviceMemory:
         return self.free if self.allowed is None else max(min(self.free, self.allowed - self.reserved), 0)
 
     def follow(self) -> None:
-        """Do what the events say, from where the last call left off.
-
-        Raises `torch.OutOfMemoryError` at an event that the card has no memory for; the caller has to remove it.
-        """
+        """Follow the events since the last call. Raises `OutOfMemoryError` at one that the caller has to remove."""
         while self._done < len(self._events):
             event = self._events[self._done]
             block = self._live.get(event.storage)

@@ -184,10 +184,7 @@ class _Current(threading.local):
 
 @dataclass
 class Driver:
-    """The GPU `card` with its `memory` and software `stack`, as PyTorch's functions in C++ would answer for it.
-
-    `snapshot` makes what `torch.cuda.memory._snapshot` returns.
-    """
+    """The GPU `card` as PyTorch's functions in C++ see it; `snapshot` makes `torch.cuda.memory._snapshot`'s result."""
 
     card: Card
     memory: DeviceMemory

@@ -85,9 +85,7 @@ class Settings(NamedTuple):
 
 
 class ChildProcesses:
-    """The processes that a program, or one of its processes, starts, on a machine with these `settings`. `gpu` returns
-    the card as it is, None where this process does not use it.
-    """
+    """The processes that a program starts. `gpu` returns the card as it is, None where this process does not use it."""
 
     def __init__(self, guard: FileGuard, settings: Settings, gpu: Callable[[], Gpu | None] = lambda: None) -> None:
         self.gpu = gpu
@@ -101,9 +99,7 @@ class ChildProcesses:
 
     @contextmanager
     def open(self, folder: Path | None = None) -> Iterator[None]:
-        """While open, processes that are started get the GPU and the guard. A process that the program started passes
-        the `folder` of the run. Has no effect inside itself.
-        """
+        """While open, started processes get the GPU and the guard; one of them passes the `folder` of the run."""
         if self._is_open:
             yield
             return

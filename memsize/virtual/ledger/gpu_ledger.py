@@ -295,9 +295,7 @@ class VirtualLedger(GpuStorages):
 
 
 def _with_numbers_as_tensors(func: Any, args: Any) -> Any:
-    """The arguments of an op, with tensors where it wants them: of those that stand for numbers in a graph, PyTorch
-    hands a dispatch mode the numbers.
-    """
+    """The arguments of an op, with tensors where it wants them: in a graph, tensors stand for numbers."""
     kinds = [type(value) for value in args]
     if not any(kind in _NUMBERS for kind in kinds):
         return args

@@ -208,9 +208,7 @@ class GpuStorages(Ledger):
         return "optimizer state"
 
     def mark_unowned(self, tensor: torch.Tensor) -> None:
-        """Give a leaf that requires gradients the role of a parameter, if no module has made it: one that checkpointing
-        has detached is an activation.
-        """
+        """Take a leaf that requires gradients for a parameter; one that checkpointing has detached is an activation."""
         if tensor.is_leaf and tensor.requires_grad:
             index = self.index_of(tensor)
             if index >= 0 and self.rows[index].layer < 0 and self.rows[index].role == "temporary":
@@ -360,9 +358,7 @@ def _parameter_of_first_gradient(func: Any) -> torch.Tensor | None:
 
 
 def _is_gradient_of_own_forward(func: Any, args: Any, result: Any) -> bool:
-    """Whether the forward of a custom function has made `result` to be the gradient of its argument ``args[0]``, if
-    that is a parameter.
-    """
+    """Whether a custom function's forward makes `result` as the gradient of ``args[0]``, if that is a parameter."""
     if func not in _LIKE or torch.is_grad_enabled() or result.shape != args[0].shape:
         return False
     frame: FrameType | None = sys._getframe(1)

@@ -96,9 +96,7 @@ class StreamOrder:
 
 
 def host_waits(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the program waits for the stream of an op: it reads a number, or copies between CPU and GPU and is not
-    told to go on meanwhile.
-    """
+    """Whether the program waits for the stream of an op: it reads a number, or copies between CPU and GPU at once."""
     if func is _aten._to_copy.default:
         device = kwargs.get("device")
         crosses = device is not None and (device.type == "cpu") != devices().is_on_host(args[0])
