@@ -124,11 +124,8 @@ def _alone(work: Callable[[Any], Any], task: Any) -> Any:
 def _cluster(backend: Backend, scheduler: str | None) -> Iterator[None]:
     from joblib import parallel_config
 
-    if backend == "loky":
-        with parallel_config(backend=backend, initializer=_begin):
-            yield
-        return
-    with _CLUSTERS[backend](scheduler), parallel_config(backend=backend):
+    options = {"initializer": _begin} if backend == "loky" else {}
+    with _CLUSTERS[backend](scheduler), parallel_config(backend=backend, **options):
         yield
 
 
@@ -162,7 +159,11 @@ def _ray(scheduler: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-_CLUSTERS: Final[dict[str, Callable[[str | None], AbstractContextManager[Any]]]] = {"dask": _dask, "ray": _ray}
+_CLUSTERS: Final[dict[str, Callable[[str | None], AbstractContextManager[Any]]]] = {
+    "loky": contextlib.nullcontext,
+    "dask": _dask,
+    "ray": _ray,
+}
 
 
 # -- in a process that works -------------------------------------------------------------------------------------------

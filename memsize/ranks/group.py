@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from memsize.errors import InputError
-from memsize.processes.patches import Patch, assign, calling
+from memsize.processes.patches import Patch, assign, calling, wrapping
 from memsize.ranks.peer_checks import LonelyStore
 from memsize.records.world import World
 
@@ -188,13 +188,10 @@ def replacements(world: World) -> Iterator[Patch]:
 
     group: Any = dist.distributed_c10d
     backends = Backends(world)
-    join = calling(backends.join, group.init_process_group)
-    backend_of = calling(backends.of, group.get_backend)
     open_group = calling(partial(_without_backend, backends), group.new_group)
-    device_types = calling(backends.devices, vars(dist.ProcessGroup)["_device_types"])
     for owner in (dist, group, meshes):
-        yield owner, "init_process_group", join
-        yield owner, "get_backend", backend_of
+        yield wrapping(owner, "init_process_group", backends.join)
+        yield wrapping(owner, "get_backend", backends.of)
         if hasattr(owner, "new_group"):
             yield owner, "new_group", open_group
     for owner in (dist, group):
@@ -204,9 +201,10 @@ def replacements(world: World) -> Iterator[Patch]:
             yield owner, "ProcessGroupNCCL", NoNCCL
     waits = dist.Work.wait
     yield dist.Work, "wait", lambda work, timeout=None: waits(work)  # what is over is not waited for
+    device_types = calling(backends.devices, vars(dist.ProcessGroup)["_device_types"])
     yield dist.ProcessGroup, "_device_types", property(device_types)
-    yield group, "_get_default_store", calling(backends.default_store, group._get_default_store)
-    yield meshes.DeviceMesh, _STARTS, calling(partial(_within, world), getattr(meshes.DeviceMesh, _STARTS))
+    yield wrapping(group, "_get_default_store", backends.default_store)
+    yield wrapping(meshes.DeviceMesh, _STARTS, _within, world)
 
 
 def _within(world: World, original: Callable[..., Any], mesh: Any) -> Any:
