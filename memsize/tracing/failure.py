@@ -79,59 +79,48 @@ _DIMENSIONS = re.compile(
 """What a convolution and a batch norm say of an input with another number of dimensions."""
 _NO_BATCH = "a size is given without the batch, which --batch-size sets (in Python: batch_size=8)"
 
-_ADVICE: tuple[tuple[str, str], ...] = (
-    (
-        "Expected more than 1 value per channel",
+_ADVICE: dict[str, str] = {
+    "Expected more than 1 value per channel": (
         "a batch norm in training mode needs more than one value per channel: use --batch-size 2, or --mode eval "
-        '(in Python: batch_size=2, or mode="eval")',
+        '(in Python: batch_size=2, or mode="eval")'
     ),
-    (
-        "same dtype",
-        "two dtypes meet here: a tensor that .half() or .to() does not reach, or an input of another dtype",
-    ),
-    (
-        "missing.* required positional argument",
+    "same dtype": "two dtypes meet here: a tensor that .half() or .to() does not reach, or an input of another dtype",
+    "missing.* required positional argument": (
         "the forward takes more inputs: repeat --input, or name them with --input name=SHAPE:DTYPE "
-        "(in Python: give several sizes, or args and kwargs)",
+        "(in Python: give several sizes, or args and kwargs)"
     ),
-    (
-        "Expected tensor for argument #1 'indices'",
-        'an embedding looks up integers: give the input a dtype, --input SHAPE:int64 (in Python: "SHAPE:int64")',
+    "Expected tensor for argument #1 'indices'": (
+        'an embedding looks up integers: give the input a dtype, --input SHAPE:int64 (in Python: "SHAPE:int64")'
     ),
-    (
-        "object was expected, got builtin_function_or_method",
+    "object was expected, got builtin_function_or_method": (
         "PyTorch compiles rules at the first use of forward-mode gradients (jvp, hessian): "
-        "import torch._decomp.decompositions_for_jvp at the top of the file",
+        "import torch._decomp.decompositions_for_jvp at the top of the file"
     ),
-    (
-        "expected device cpu but got meta",
-        "a tensor that the forward makes on the CPU takes part: make it where the input is (device=x.device)",
+    "expected device cpu but got meta": (
+        "a tensor that the forward makes on the CPU takes part: make it where the input is (device=x.device)"
     ),
-    (  # what PyTorch and `os.environ` say of a process that no launcher has started
-        r"environment variable \w+ expected, but not set|process group has not been initialized|"
-        r"^'(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'$",
+    # what PyTorch and `os.environ` say of a process that no launcher has started
+    r"environment variable \w+ expected, but not set|process group has not been initialized|"
+    r"^'(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'$": (
         "it runs as one process of many: memsize.trace(..., step=..., world=memsize.World(8, rank=0)) makes it the "
-        "first of 8",
+        "first of 8"
     ),
-    (
-        "support sparse gradients",
-        "sgd takes them, and in Python optimizer=lambda parameters: torch.optim.SparseAdam(parameters)",
+    "support sparse gradients": (
+        "sgd takes them, and in Python optimizer=lambda parameters: torch.optim.SparseAdam(parameters)"
     ),
-    (  # what PyTorch says of an op without a kernel for sparse tensors: where it was tried here
-        r"with arguments from the 'Sparse(CPU|Meta)' backend",
-        "PyTorch has no such kernel for sparse tensors, on a GPU neither: leave sparse gradients out of it",
+    # what PyTorch says of an op without a kernel for sparse tensors: where it was tried here
+    r"with arguments from the 'Sparse(CPU|Meta)' backend": (
+        "PyTorch has no such kernel for sparse tensors, on a GPU neither: leave sparse gradients out of it"
     ),
-    (
-        "is only available for these backends",
+    "is only available for these backends": (
         "say what the op returns with memsize.shape_rule, or compute it with memsize report --execute "
-        "(in Python: execute=True)",
+        "(in Python: execute=True)"
     ),
-    (
-        "depends on the data|reads a value",
+    "depends on the data|reads a value": (
         "memsize runs the model without data and cannot know which way it goes: "
-        "memsize report --execute computes it on the CPU (in Python: execute=True)",
+        "memsize report --execute computes it on the CPU (in Python: execute=True)"
     ),
-)
+}
 """Patterns in messages of common failures, and what to do about each; the first match counts."""
 
 
@@ -139,4 +128,4 @@ def _advice(text: str) -> str:
     match = _DIMENSIONS.search(text)
     if match and int(match["actual"] or match["sizes"].count(",") + 1) == int(match["most"]) + 1:
         return _NO_BATCH
-    return next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), "")
+    return next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), "")

@@ -70,10 +70,7 @@ def _selected(
     gpu = (semantics.capability, semantics.cudnn)
     call = Attention(query, key, value, mask, dropout, causal, None, grouped, *gpu)
     params = torch.backends.cuda.SDPAParams(query, key, value, mask, dropout, causal, grouped)
-    allowed = {
-        "flash": _sdpa._can_use_flash_sdpa_jagged,
-        "efficient": _sdpa._can_use_efficient_sdpa_jagged,
-        "math": _sdpa._can_use_math_sdpa_jagged,
-    }
-    names = (name for name in _BACKENDS if can_run(name, call) and allowed[name](params))
-    return next((_BACKENDS[name] for name in names), SDPBackend.ERROR)
+    for name in _BACKENDS:
+        if can_run(name, call) and getattr(_sdpa, f"_can_use_{name}_sdpa_jagged")(params):
+            return _BACKENDS[name]
+    return SDPBackend.ERROR

@@ -22,8 +22,17 @@ from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode
 from memsize.model.stored import stored_tensors
 from memsize.ranks.group import OURS
-from memsize.ranks.strategies import blocks_in_line, how, mesh_of, policy_of, shared_out, spread, wrapped
-from memsize.ranks.tensor_parallel import divide, undivided
+from memsize.ranks.strategies import (
+    blocks_in_line,
+    divide,
+    how,
+    mesh_of,
+    policy_of,
+    shared_out,
+    spread,
+    undivided,
+    wrapped,
+)
 from memsize.records.aggregates import peak
 from memsize.records.finding import join_names
 from memsize.records.gpu import Card
