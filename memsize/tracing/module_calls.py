@@ -130,34 +130,30 @@ class ModuleCallRecorder:
             return result
 
         vars(call)["of"] = partial(self._copied, index)
-        return self._model_call(call) if index == 0 else call
+        return partial(self._call_model, call) if index == 0 else call
 
     def _copied(self, index: int, copy: nn.Module) -> Callable[..., Any]:
         """The call of a copy of a module, as `nn.DataParallel` makes them, which is freed with its last use."""
         module: Any = weakref.proxy(copy)
         return self._call(index, module)
 
-    def _model_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call of the model itself: storages that are alive when the first one returns are saved for backward."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            clock = self.ledger.clock
-            if clock.inside:
-                return call(*args, **kwargs)
-            with clock.during(self.forward()):
-                result = call(*args, **kwargs)
-                self.ledger.forget_released()
-                for tensor in tensors_in(result):
-                    for piece in plain_tensors(tensor):
-                        self.ledger.mark(piece, "output")
-            if not self.complete:
-                self.complete = True
-                self.ledger.counts = False
-                self.saved_storages = {reference.index for reference in self.ledger.live.values()}
-                self.reached = parameters_reached(tensors_in(result))
-            return result
-
-        return forward
+    def _call_model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the model itself: storages that are alive when the first forward returns are saved for backward."""
+        clock = self.ledger.clock
+        if clock.inside:
+            return call(*args, **kwargs)
+        with clock.during(self.forward()):
+            result = call(*args, **kwargs)
+            self.ledger.forget_released()
+            for tensor in tensors_in(result):
+                for piece in plain_tensors(tensor):
+                    self.ledger.mark(piece, "output")
+        if not self.complete:
+            self.complete = True
+            self.ledger.counts = False
+            self.saved_storages = {reference.index for reference in self.ledger.live.values()}
+            self.reached = parameters_reached(tensors_in(result))
+        return result
 
     def _returned(self, index: int, result: Any, start: int, arguments: list[tuple[torch.Tensor, int]]) -> None:
         seen, met = self.seen[index], dict[torch.Tensor, Output]()

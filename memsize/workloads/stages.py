@@ -93,7 +93,7 @@ def line_of(model: nn.Module, blocks: Blocks, call: Call) -> Line:
     """The `blocks` of `model` as one forward calls them. Raises `InputError` where it calls one more than once."""
     parameters = set(map(id, model.parameters()))
     walk = _Walk(parameters)
-    with _forwards(blocks.modules, walk.block), walk:
+    with _forwards(blocks.modules, walk.called), walk:
         result = model(*call[0], **call[1])
         walk.ended(result)
     read = tuple(walk.reads[position] & parameters for position in range(len(walk.blocks) + 1))
@@ -120,19 +120,17 @@ class _Walk(TorchDispatchMode):
         self.reads[len(self.blocks)].update(map(id, arguments_in(args)))
         return func(*args, **(kwargs or {}))
 
-    def block(self, block: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if block in self.blocks:
-                raise InputError(f"{type(block).__name__} is called more than once in a forward: no stage can have it")
-            result = original(*args, **kwargs)
-            self.ended(result)
-            cut = Returned.of(result).detached()
-            self._origins.update((id(tensor), len(self.blocks)) for tensor in cut.tensors)
-            self.blocks.append(block)
-            self.returned.append(cut)
-            return cut.with_tensors(cut.tensors)
-
-        return called
+    def called(self, block: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a `block` of the forward."""
+        if block in self.blocks:
+            raise InputError(f"{type(block).__name__} is called more than once in a forward: no stage can have it")
+        result = original(*args, **kwargs)
+        self.ended(result)
+        cut = Returned.of(result).detached()
+        self._origins.update((id(tensor), len(self.blocks)) for tensor in cut.tensors)
+        self.blocks.append(block)
+        self.returned.append(cut)
+        return cut.with_tensors(cut.tensors)
 
     def ended(self, value: Any) -> None:
         """End a position with `value`."""
@@ -146,11 +144,11 @@ class _Walk(TorchDispatchMode):
 
 
 @contextmanager
-def _forwards(blocks: Iterable[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Any]) -> Iterator[None]:
-    """While open, replace each block's forward by the result of `wrap`."""
+def _forwards(blocks: Iterable[nn.Module], called: Callable[..., Any]) -> Iterator[None]:
+    """While open, `called` gets each call of a block's forward, after the block and its own forward."""
     before = {block: vars(block).get("forward") for block in blocks}
     for block in before:
-        vars(block)["forward"] = wrap(block, block.forward)
+        vars(block)["forward"] = partial(called, block, block.forward)
     try:
         yield
     finally:
