@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
@@ -131,6 +131,7 @@ class SuspendablePatches:
 def calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
     """Return a replacement of `original`, which may be a method, that calls `function` with it before the arguments."""
 
+    @wraps(original)
     def called(*args: Any, **options: Any) -> Any:
         return function(original, *args, **options)
 

@@ -15,10 +15,10 @@ The schemas are those of torch/csrc/distributed/c10d/Ops.cpp and Functional.cpp.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -187,7 +187,7 @@ def replacements() -> Iterator[Patch]:
     for name in _NAMES.split():
         if original := getattr(dist, name, None):
             position = list(inspect.signature(original).parameters).index("op")
-            noting = functools.wraps(original)(calling(functools.partial(_note_reduction, position), original))
+            noting = calling(partial(_note_reduction, position), original)
             yield from ((owner, name, noting) for owner in (dist, dist.distributed_c10d))
 
 

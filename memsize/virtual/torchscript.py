@@ -19,7 +19,6 @@ import io
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ def replacements() -> Iterator[Patch]:
     module: Any = torch.jit._trace
     yield module, "_check_trace", lambda *args, **options: None  # it runs the model again, and compares the values
     for name in ("trace", "trace_module"):
-        quiet = wraps(getattr(module, name))(calling(_trace, getattr(module, name)))
+        quiet = calling(_trace, getattr(module, name))
         for owner in (module, torch.jit):
             yield owner, name, quiet
     yield torch.jit.ScriptModule, "_apply", _moved
