@@ -222,10 +222,8 @@ def _power_of_two(key: str, text: str) -> int:
 
 
 def _divisions(key: str, text: str) -> tuple[int, ...]:
-    """The 16 divisions of ``4`` (all the same) or ``[64:8,256:4,>:1]``.
-
-    The first boundary's divisions also hold below it, and ``>`` stands for everything above the last; sizes between two
-    boundaries are not divided.
+    """The 16 divisions of ``4`` (all the same) or ``[64:8,256:4,>:1]``: the first one holds below its boundary too,
+    ``>`` stands for all above the last, and sizes between two boundaries are not divided.
     """
     if not text.startswith("["):
         return (_power_of_two(key, text),) * INTERVALS

@@ -97,9 +97,7 @@ def _within(region: Region, original: Callable[..., Any], *args: Any, **options:
 
 
 def _chunked(aside: Region, _: Any, tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
-    """Replace FSDP's chunking of a parameter into one part per rank: all ranks without rows share one empty part.
-    PyTorch makes an empty part for each, which takes minutes when thousands of ranks share a small model.
-    """
+    """Chunk a parameter for FSDP: ranks without rows share one empty part, as thousands of them would take minutes."""
     with aside():
         chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
         return chunks + [chunks[0].new_empty(0)] * (num_chunks - len(chunks))

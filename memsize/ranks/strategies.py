@@ -230,11 +230,7 @@ def blocks_in_line(model: nn.Module) -> Blocks:
 
 
 def _branches(blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules that all blocks of a class hold in ModuleLists of equal lengths: experts, which do not run
-    one after the other.
-
-    Stages, whose layers do run in order, hold them in a Sequential, or in lists of different lengths.
-    """
+    """Yield what all blocks of a class hold in ModuleLists of equal lengths: experts, which do not run in order."""
     kinds: dict[type, list[list[nn.ModuleList]]] = {}
     for block in blocks:
         lists = [module for module in block.modules() if isinstance(module, nn.ModuleList)]

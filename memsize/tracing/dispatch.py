@@ -139,11 +139,8 @@ def _has_sparse(args: Any) -> bool:
 
 
 def _is_new_gradient(tensor: torch.Tensor) -> bool:
-    """Whether autograd copies a sparse gradient only because a mode looks on: `_indices` and `_values`, asked through
-    it, have a second owner then. Otherwise a parameter keeps its first gradient as it is, where that lies row by row
-    (torch/csrc/autograd/functions/accumulate_grad.h).
-
-    Known limit: that a hook keeps the gradient too, for which it is copied, is not seen.
+    """Whether autograd copies a sparse first gradient only because a mode looks on, by which its parts have a second
+    owner then (accumulate_grad.h). Known limit: a hook that keeps the gradient, for which it is copied, is not seen.
     """
     node: Any = torch._C._current_autograd_node()
     if node is None or torch.is_grad_enabled() or node.name() != _ACCUMULATE:

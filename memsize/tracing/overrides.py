@@ -202,9 +202,7 @@ def _number(value: Any) -> Any:
 
 
 def _formatted(original: Function, tensor: Tensor, spec: str) -> str:
-    """In an f-string, a tensor with a known value prints its number: ``self[f"expert_{index}"]``. With a format, as in
-    ``f"{loss:.4f}"``, PyTorch prints the number of any single value, and copies it from the GPU for that.
-    """
+    """In an f-string a known value prints its number; with a format, PyTorch copies any single value from the GPU."""
     number = _number(tensor)
     if number is tensor and spec and is_meta(tensor) and not tensor.dim() and type(tensor) is Tensor:
         number = tensor.to("cpu").item()
@@ -257,9 +255,8 @@ def _casting_on_the_cpu(original: Function, region: torch.autocast) -> Any:
 def _masks_cover_image(
     original: Function, masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], *args: Any, **kwargs: Any
 ) -> Any:
-    """Mask R-CNN resizes each object's mask to its box and pastes it into a picture of the whole image: the boxes
-    decide how much is allocated on the way, and their corners are read as numbers. Boxes that are data are taken to
-    cover the image.
+    """Mask R-CNN pastes the mask of each object into a picture of the image, by the corners of its box, which are read
+    as numbers. Boxes that are data are taken to cover the image.
     """
     if is_meta(boxes) and constant_of(boxes) is None:
         height, width = img_shape

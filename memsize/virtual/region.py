@@ -188,9 +188,8 @@ def _of_cuda(driver: Driver) -> Iterator[Patch]:
 
 
 def _compile(ledger: VirtualLedger, model: Any = None, **options: Any) -> Any:
-    """`torch.compile` that returns what it is given: the program runs eagerly. A function would be compiled when it is
-    called, and libraries decorate some that most programs never call. FlexAttention's masks are made without what is as
-    large as the scores, which no program could hold.
+    """`torch.compile` that returns what it is given: the program runs eagerly. FlexAttention makes its masks without
+    what is as large as the scores, which no program could hold.
     """
     notes = ledger.evaluator.notes
     if model is None:

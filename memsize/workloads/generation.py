@@ -170,9 +170,7 @@ def _begun(model: nn.Module, tokens: int, batch: int) -> torch.Tensor:
 
 @contextmanager
 def _without_end(model: nn.Module, drafted: Callable[[Any], Any]) -> Iterator[None]:
-    """While open, `generate` makes static caches for a token less, since it is asked for one more than are wanted; a
-    beam search goes on, whose end is a value; and what proposes tokens is `drafted`.
-    """
+    """While open, `generate` makes static caches for a token less, ends no beam search, and proposes by `drafted`."""
     own: dict[str, Callable[..., Any]] = {}
     if prepare := getattr(model, "_prepare_static_cache", None):
         own["_prepare_static_cache"] = lambda *args, max_cache_len, **kwargs: prepare(
@@ -191,10 +189,7 @@ def _without_end(model: nn.Module, drafted: Callable[[Any], Any]) -> Iterator[No
 
 
 class _Steps:
-    """Counts the steps of a run and ends it after `steps`.
-
-    The forwards of the prefill are one step; then each forward of the model is one, with the proposals that it checks.
-    """
+    """Counts the forwards of a run and ends it after `steps` of them, those of the prefill apart."""
 
     def __init__(self, run: Run, generation: Generation, steps: int, observer: Observer) -> None:
         self.run = run

@@ -102,9 +102,7 @@ def line_of(model: nn.Module, blocks: Blocks, call: Call) -> Line:
 
 
 class _Walk(TorchDispatchMode):
-    """Observes the blocks of one forward, and the tensors that ops read at each position. Each block returns detached
-    tensors, so that autograd shows which block needs results of which other.
-    """
+    """Observes one forward: its blocks, what ops read between them, and, as results are detached, what each needs."""
 
     def __init__(self, parameters: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
