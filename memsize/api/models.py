@@ -155,8 +155,7 @@ def step_trace(
     with opened(request.model, progress or (lambda _: None), where.name, own=own) as model:
         from memsize.analysis.ranks import others_asked
         from memsize.analysis.runner import Runner, plans_of
-        from memsize.workloads.distributed_step import RankLoop
-        from memsize.workloads.parallel import steps_on
+        from memsize.workloads.parallel import RankLoop, steps_on
         from memsize.workloads.training import OwnLoop
 
         runner = Runner(*model.run, gpu=where, execute=request.execute, plans=plans_of(where), stack=gpu.releases)
