@@ -88,11 +88,15 @@ def load(
             built, note = build(look_up(module, name, target), label, arguments or {}, scope.owns, failure)
             trainer = built if is_trainer(built) else None
             model = trainer.model if trainer else built
-            inputs = _with_gpu(gpu_context, scope, _training_batch(model, trainer, own)) if trainer or own else None
-        notes = [note] if note else []
-        step = model_defined_step_of(model)
-        notes += [step.note] if step else []
-        return LoadedModel(model, label, tuple(notes), scope, inputs)
+            inputs = None
+            if trainer or own:
+                step = model_defined_step(model, trainer)
+                inputs = _with_gpu(gpu_context, scope, step.inputs())
+                if own:
+                    vars(model)["forward"] = step
+        defined = model_defined_step_of(model)
+        notes = (note, defined.note if defined else None)
+        return LoadedModel(model, label, tuple(filter(None, notes)), scope, inputs)
 
     return _retry_with_gpu(attempt, gpu_context)
 
@@ -147,14 +151,6 @@ def _with_gpu(gpu_context: GpuContextFactory, scope: ImportScope, maker: InputMa
             return _retry_with_gpu(lambda _: maker.make(request), gpu_context)
 
     return replace(maker, make=make)
-
-
-def _training_batch(model: nn.Module, trainer: Any, own: bool) -> InputMaker:
-    """The batch with which a model is trained. With `own`, its forward becomes its training step."""
-    step = model_defined_step(model, trainer)
-    if own:
-        vars(model)["forward"] = step
-    return step.inputs()
 
 
 @contextmanager
@@ -292,7 +288,9 @@ def _import_failure(error: Exception, target: Target, scope: ImportScope) -> str
         return str(error)
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and target.module and f"{target.module}.".startswith(f"{missing}."):
-        return f"no module {missing!r}, neither installed nor in {scope.folder}{_dotted_hint(target)}"
+        package, _, last = str(target.module).rpartition(".")
+        hint = f" (did you mean {package}:{last}?)" if package and target.name is None else ""
+        return f"no module {missing!r}, neither installed nor in {scope.folder}{hint}"
     failure = f"importing {target.source} failed {user_traceback(error, scope.owns)}{gpu_advice(error)}"
     if "torchvision::" in str(error):
         from memsize.loading.library_imports import remedy
@@ -303,12 +301,6 @@ def _import_failure(error: Exception, target: Target, scope: ImportScope) -> str
     if missing and missing.partition(".")[0] not in sys.stdlib_module_names:
         return f"{failure}; install it where memsize is installed, or put it beside {target.source}"
     return failure
-
-
-def _dotted_hint(target: Target) -> str:
-    """``package.module.Net`` was meant as ``package.module:Net``, as its capital letter shows."""
-    package, _, last = str(target.module).rpartition(".")
-    return f" (did you mean {package}:{last}?)" if package and target.name is None else ""
 
 
 def look_up(module: ModuleType, name: str, target: Target) -> Any:

@@ -65,10 +65,11 @@ class Weightless(TorchDispatchMode):
         if _any_meta(args) or _any_meta(kwargs.values()):
             if _only_fills(func) and args:
                 return args[0]
-            self.values_missed |= any(not tensor.is_meta for tensor in _written(func, args, kwargs))
+            written = [tensor for tensor in _written(func, args, kwargs) if not tensor.is_meta]
+            self.values_missed |= bool(written)
             try:
                 shape_rule = _SHAPE_RULES.get(func)
-                return shape_rule(*args, **kwargs) if shape_rule else _run_on_meta(func, args, kwargs)
+                return shape_rule(*args, **kwargs) if shape_rule else _run_on_meta(func, args, kwargs, written)
             except Exception:
                 self.values_missed = True
                 raise
@@ -83,21 +84,12 @@ class Weightless(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` with every tensor moved to `meta`. Real tensors that it would write into stay as they are."""
-    written = [tensor for tensor in _written(func, args, kwargs) if not tensor.is_meta]
+def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]) -> Any:
+    """Run `func` with every tensor moved to `meta`. Real tensors that it would have `written` stay as they are."""
     if any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in written):
         raise DataDependentError(f"{func} fills a real {written[0].dtype} tensor from weights that were not made")
     result = func(*map(_to_meta, args), **_for_meta(func, kwargs))
     return written[0] if len(written) == 1 and isinstance(result, torch.Tensor) else result
-
-
-def _same_shape(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    return torch.empty_like(tensor)
-
-
-def _reduced(tensor: torch.Tensor, _: object, dim: list[int], keepdim: bool = False) -> torch.Tensor:
-    return tensor.sum(dim, keepdim)
 
 
 def _indexed(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -112,9 +104,9 @@ def _indexed(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> to
 
 _SHAPE_RULES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.index.Tensor: _indexed,
-    torch.ops.aten.tril.default: _same_shape,
-    torch.ops.aten.triu.default: _same_shape,
-    torch.ops.aten.norm.ScalarOpt_dim: _reduced,
+    torch.ops.aten.tril.default: lambda tensor, *_: torch.empty_like(tensor),
+    torch.ops.aten.triu.default: lambda tensor, *_: torch.empty_like(tensor),
+    torch.ops.aten.norm.ScalarOpt_dim: lambda tensor, _, dim, keepdim=False: tensor.sum(dim, keepdim),
 }
 """Shape rules of ops that `meta` cannot run, or runs in Python by way of sympy (a second)."""
 

@@ -86,7 +86,9 @@ def config_input_maker(
     one = Batch(model, preprocessor, InputRequest(), makers)
     tokens, why = _placeholders(one) if one.mixes else ({}, "")
     names = tuple(dict.fromkeys((*_chosen(one, tokens), *(name for name in extra if name in one.taken))))
-    missing = [name for name in names if name not in extra and _is_unknown(one, name)]
+    # A tower takes hidden states beside their grid; any other takes some of its own.
+    unmade = {UNLIKE.get(one.kind)} | (set() if "grid_thw" in one.taken else {"hidden_states"})
+    missing = [name for name in names if name not in extra and (name not in MAKERS or name in unmade)]
 
     def make(request: InputRequest) -> dict[str, Tensor]:
         if missing or not names:
@@ -98,12 +100,6 @@ def config_input_maker(
         return {name: value for name, value in arguments.items() if value is not None}
 
     return InputMaker(make, note=_left_out(one, names, why))
-
-
-def _is_unknown(batch: Batch, name: str) -> bool:
-    """Whether no maker here makes the argument `name` as this model takes it."""
-    of_tower = name != "hidden_states" or "grid_thw" in batch.taken
-    return name not in MAKERS or UNLIKE.get(batch.kind) == name or not of_tower
 
 
 def _no_inputs(batch: Batch, names: tuple[str, ...], missing: list[str]) -> str:

@@ -182,7 +182,10 @@ def sides(batch: Batch) -> tuple[int, int]:
     """Height and width of an image: the size that the model was made for, or else the config's, or its processor's, cut
     to whole windows of patches.
     """
-    height, width = _made_for(batch) or _stated(batch) or (SIDE, SIDE)
+    processor = batch.preprocessor
+    cut = processor.get("crop_size") if processor.get("do_center_crop", True) else None
+    stated = (*(getattr(config, name, None) for config in batch.vision for name in _SIZES), cut, processor.get("size"))
+    height, width = _made_for(batch) or next(filter(None, map(both, stated)), (SIDE, SIDE))
     step = _patch_side(batch) * _merged(batch) if _merged(batch) > 1 else 1
     return max(height - height % step, step), max(width - width % step, step)
 
@@ -201,13 +204,6 @@ def _made_for(batch: Batch) -> tuple[int, int] | None:
         if type(module).__module__.startswith("timm.") and both(getattr(module, "img_size", None)):
             return both(module.img_size)
     return None
-
-
-def _stated(batch: Batch) -> tuple[int, int] | None:
-    processor = batch.preprocessor
-    cut = processor.get("crop_size") if processor.get("do_center_crop", True) else None
-    stated = [getattr(config, name, None) for config in batch.vision for name in _SIZES]
-    return next((size for size in map(both, (*stated, cut, processor.get("size"))) if size is not None), None)
 
 
 def _tiles(batch: Batch) -> int:

@@ -8,7 +8,7 @@ takes one only (ViT, SSD) or resizes its images (detection), else from the trans
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from memsize.errors import InputError, TargetError
@@ -40,22 +40,17 @@ def load_timm_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
         return timm.create_model(name, **options)
 
     module, notes = build_library_model(create_model, label, {"pretrained": False, **arguments})
-    size = _timm_size(module, arguments)
+    config = getattr(module, "pretrained_cfg", None) or {}
+    channels, *sides = config.get("input_size", (3, 224, 224))
+    side: Any = arguments.get("img_size", sides)
+    sides = [side, side] if isinstance(side, int) else list(side)
+    size = (int(arguments.get("in_chans", channels)), *sides)
 
     def make(request: InputRequest) -> Any:
         _refuse_seq_len(request, label)
         return (_unknown(request.batch_size, *size),)
 
     return LibraryModel(module, label, InputMaker(make), notes)
-
-
-def _timm_size(module: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-    """Channels, height and width: those in `arguments`, else those of the model's own config."""
-    config = getattr(module, "pretrained_cfg", None) or {}
-    channels, *sides = config.get("input_size", (3, 224, 224))
-    side: Any = arguments.get("img_size", sides)
-    sides = [side, side] if isinstance(side, int) else list(side)
-    return (int(arguments.get("in_chans", channels)), *sides)
 
 
 # -- torchvision ------------------------------------------------------------------------------------------------------
@@ -76,24 +71,24 @@ def load_torchvision_model(name: str, arguments: Mapping[str, object]) -> Librar
         return models.get_model(name, **options)
 
     module, notes = build_library_model(get_model, label, none | dict(arguments))
-    return LibraryModel(module, label, InputMaker(_maker(models, name, module, builder.__module__, label)), notes)
-
-
-def _maker(models: Any, name: str, module: Any, module_name: str, label: str) -> Callable[[InputRequest], Any]:
-    arguments = _detection if ".detection" in module_name else _pair if ".optical_flow" in module_name else _images
-    shape = _detection_size(module) if arguments is _detection else _size(models, name, module_name, module)
+    detects, is_flow = ".detection" in builder.__module__, ".optical_flow" in builder.__module__
+    if detects:
+        shape = _detection_size(module)
+    else:
+        shape = (3, *_FLOW_SIZE) if is_flow else _size(models, name, builder.__module__, module)
 
     def make(request: InputRequest) -> Any:
         _refuse_seq_len(request, label)
-        return arguments(request, shape, module)
+        if detects:
+            return _detection(request, shape, module)
+        # The flow is looked for between two frames.
+        return tuple(_unknown(request.batch_size, *shape) for _ in range(2 if is_flow else 1))
 
-    return make
+    return LibraryModel(module, label, InputMaker(make), notes)
 
 
 def _size(models: Any, name: str, module_name: str, module: Any) -> tuple[int, ...]:
     """Channels, for clips frames, height and width."""
-    if ".optical_flow" in module_name:
-        return (3, *_FLOW_SIZE)
     weights = getattr(models.get_model_weights(name), "DEFAULT", None)
     options = getattr(weights.transforms, "keywords", None) or {} if weights is not None else {}
     meta = weights.meta if weights is not None else {}
@@ -103,15 +98,6 @@ def _size(models: Any, name: str, module_name: str, module: Any) -> tuple[int, .
     if ".video" in module_name:
         return (3, max(FRAMES, meta.get("min_temporal_size", 1)), *sides)
     return (3, *sides)
-
-
-def _images(request: InputRequest, shape: tuple[int, ...], _: Any) -> Any:
-    return (_unknown(request.batch_size, *shape),)
-
-
-def _pair(request: InputRequest, shape: tuple[int, ...], _: Any) -> Any:
-    """Two frames, between which the flow is looked for."""
-    return tuple(_unknown(request.batch_size, *shape) for _ in range(2))
 
 
 def _detection_size(module: Any) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ def build_library_model(
         with _few_modules():
             module, note = build(factory, label, arguments, lambda _: False)
     except TargetError as error:
-        if isinstance(_origin(error), _TooManyModulesError):
+        if isinstance(first_cause(error), _TooManyModulesError):
             most = f"{MOST_MODULES:,} modules, twice those of the largest model"
             raise TargetError(f"{label} has more than {most}") from None
         if isinstance(error.__cause__, ImportError) and is_broken("torchvision"):
@@ -104,7 +104,7 @@ class _TooManyModulesError(BaseException):
     """A model that would be built without end. No `Exception`, which constructors catch, and which is tried again."""
 
 
-def _origin(error: BaseException) -> BaseException:
+def first_cause(error: BaseException) -> BaseException:
     """The first of the errors that led to `error`."""
     while error.__cause__ is not None:
         error = error.__cause__

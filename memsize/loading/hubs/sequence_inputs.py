@@ -6,6 +6,7 @@ prompt goes on instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -229,14 +230,9 @@ def future_times(batch: Batch) -> Tensor | None:
     return unknown(batch.size, steps, _time_features(batch)) if isinstance(steps, int) else None
 
 
-def categories(batch: Batch) -> Tensor | None:
-    count = batch.number("num_static_categorical_features", default=0)
-    return zeros(batch.size, count) if count else None
-
-
-def reals(batch: Batch) -> Tensor | None:
-    count = batch.number("num_static_real_features", default=0)
-    return unknown(batch.size, count) if count else None
+def _statics(batch: Batch, entry: str, make: Callable[..., Tensor]) -> Tensor | None:
+    count = batch.number(entry, default=0)
+    return make(batch.size, count) if count else None
 
 
 def _past(batch: Batch) -> int:
@@ -287,7 +283,7 @@ MAKERS: dict[str, Maker] = {
     "past_time_features": lambda batch: unknown(batch.size, _past(batch), _time_features(batch)),
     "future_values": future_values,
     "future_time_features": future_times,
-    "static_categorical_features": categories,
-    "static_real_features": reals,
+    "static_categorical_features": lambda batch: _statics(batch, "num_static_categorical_features", zeros),
+    "static_real_features": lambda batch: _statics(batch, "num_static_real_features", unknown),
     "freq": lambda batch: zeros(batch.size, 1),
 }
