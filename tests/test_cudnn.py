@@ -19,8 +19,7 @@ from memsize.analysis.runner import Runner
 from memsize.errors import InputError
 from memsize.kernels.convolution import ConvolutionSettings, ConvolutionWorkspaces
 from memsize.kernels.cudnn.backend import CudnnError
-from memsize.kernels.cudnn.library import OLDEST, Convolution, Library, Plan, installed
-from memsize.kernels.cudnn.workspaces import Plans, estimate
+from memsize.kernels.cudnn.library import OLDEST, Convolution, Library, Plan, Plans, estimate, installed
 from memsize.loading.weightless import Weightless
 from memsize.records.trace import Event
 from memsize.units import dotted_cudnn

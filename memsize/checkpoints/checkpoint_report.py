@@ -244,10 +244,8 @@ def _alone(tensors: list[Tensor]) -> list[Tensor]:
     """Return `tensors` as if stored alone: one that shares bytes with a tensor outside gets an estimated full size."""
     names = {tensor.name for tensor in tensors}
     return [
-        tensor if tensor.shared_with is None or tensor.shared_with in names else _whole(tensor) for tensor in tensors
+        tensor
+        if tensor.shared_with is None or tensor.shared_with in names
+        else replace(tensor, bytes=tensor.elements * BITS.get(tensor.spec.dtype, 0) + 7 >> 3)
+        for tensor in tensors
     ]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    bits = BITS.get(tensor.spec.dtype, 0)
-    return replace(tensor, bytes=tensor.elements * bits + 7 >> 3)

@@ -9,11 +9,19 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from memsize.checkpoints.contents import GGML, Contents, Storage
-from memsize.checkpoints.source import MOST_GGML_DIMENSIONS, MOST_KEYS, Claims, Source, printable
-from memsize.checkpoints.storage_index import Piece, check_apart, file_contents
+from memsize.checkpoints.source import (
+    MOST_GGML_DIMENSIONS,
+    MOST_KEYS,
+    Claims,
+    Piece,
+    Source,
+    check_apart,
+    file_contents,
+    printable,
+)
 from memsize.records.trace import TensorSpec
 
 MAGIC = b"GGUF"
@@ -76,16 +84,8 @@ class _Cursor:
         text = data.decode("utf-8", "replace")
         return printable(text + "…" if length > longest else text)
 
-    def skip_strings(self, count: int) -> None:
-        """Go past `count` strings."""
-        size = struct.Struct(self.order + "Q")
-        for _ in range(count):
-            (length,) = size.unpack(self.take(8))
-            self.skip(length)
 
-
-@dataclass(slots=True)
-class _Described:
+class _Described(NamedTuple):
     """One tensor's description: its data starts `offset` bytes into the tensor data."""
 
     name: str
@@ -120,15 +120,7 @@ def read(source: Source) -> Contents:
     claims.claim(0, 24, "headers")
     claims.claim(24, header.metadata_end - 24, "metadata")
     claims.claim(header.metadata_end, header.end - header.metadata_end, "headers")
-    pieces, storages = _laid_out(source, header, data, claims)
-    claims.pad_gaps(header.end, min(_last(storages, data, alignment), source.size))
-    format = f"GGUF v{header.version}{', big-endian' if header.big_endian else ''}"
-    values = tuple((key, str(value)) for key, value in header.values.items())
-    return file_contents(source, format, claims, pieces, storages, values=values)
-
-
-def _laid_out(source: Source, header: _Header, data: int, claims: Claims) -> tuple[list[Piece], list[Storage]]:
-    pieces, storages = [], []
+    pieces, storages, end = [], [], data
     for index, tensor in enumerate(header.tensors):
         spec, elements, size = _measured(source, tensor)
         start = data + tensor.offset
@@ -137,14 +129,12 @@ def _laid_out(source: Source, header: _Header, data: int, claims: Claims) -> tup
         claims.claim(start, size, "tensors")
         storages.append(Storage(tensor.name, 0, start, size, size))
         pieces.append(Piece((tensor.name,), spec, elements, index, 0, size, size))
+        end = max(end, start + size)
     check_apart(source, storages)
-    return pieces, storages
-
-
-def _last(storages: list[Storage], data: int, alignment: int) -> int:
-    """Where the padding after the last tensor ends."""
-    end = max(((storage.offset or 0) + storage.bytes for storage in storages), default=data)
-    return data + -(-(end - data) // alignment) * alignment
+    claims.pad_gaps(header.end, min(data + -(-(end - data) // alignment) * alignment, source.size))
+    format = f"GGUF v{header.version}{', big-endian' if header.big_endian else ''}"
+    values = tuple((key, str(value)) for key, value in header.values.items())
+    return file_contents(source, format, claims, pieces, storages, values=values)
 
 
 def _measured(source: Source, tensor: _Described) -> tuple[TensorSpec, int, int]:
@@ -220,5 +210,7 @@ def _array(cursor: _Cursor) -> str:
     cursor.spend(count, refusal)
     if count <= _SHOWN_ARRAY:
         return ", ".join(cursor.string() for _ in range(count))
-    cursor.skip_strings(count)
+    size = struct.Struct(cursor.order + "Q")
+    for _ in range(count):
+        cursor.skip(size.unpack(cursor.take(8))[0])
     return f"{count:,} strings"

@@ -159,8 +159,8 @@ def _strided(
 
 def _tensor(args: Args) -> TensorValue:
     """``_rebuild_tensor(storage, offset, size, stride)`` and ``_v2``, which adds requires_grad and hooks."""
-    storage, offset, size, stride = args[:4]
-    return _strided(storage, offset, size, stride, None, args[4] if len(args) > 4 else None)
+    storage, offset, size, stride, *rest = args
+    return _strided(storage, offset, size, stride, trainable=rest[0] if rest else None)
 
 
 def _tensor_v3(args: Args) -> TensorValue:
@@ -216,8 +216,7 @@ _SPARSE = {
 }
 
 
-def _nested(args: Args) -> Composite:
-    return Composite("nested", list(zip(("values", "sizes", "strides", "offsets"), args, strict=False)))
+_NESTED = ("values", "sizes", "strides", "offsets")
 
 
 def _from_type(args: Args) -> Any:
@@ -237,16 +236,6 @@ def _holds_more(state: Any) -> bool:
     if isinstance(state, Dict):
         return bool(state.flat)
     return state is not None and state != ()
-
-
-def _wrapper(args: Args) -> Composite:
-    """The outer shell of a wrapper subclass, which keeps no data; the wrapped tensors come as its state."""
-    return Composite(_short(args[0]), [])
-
-
-def _graph_module(args: Args) -> Object:
-    """``reduce_graph_module(attributes, imports)``: a module that torch.fx traced, without its graph."""
-    return Object(Global("torch.fx.GraphModule"), states=[args[0]])
 
 
 def _first(args: Args) -> Any:
@@ -306,13 +295,15 @@ _RULES: dict[str, Callable[[Args], Any]] = {
     "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_nested_tensor": _nested,
-    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch._utils._rebuild_nested_tensor": lambda args: Composite("nested", list(zip(_NESTED, args, strict=False))),
+    # The outer shell of a wrapper subclass, which keeps no data; the wrapped tensors come as its state.
+    "torch._utils._rebuild_wrapper_subclass": lambda args: Composite(_short(args[0]), []),
     "torch._utils._rebuild_device_tensor_from_numpy": _first,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _first,
     "torch._utils._rebuild_xla_tensor": _first,
     "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch.fx.graph_module.reduce_graph_module": _graph_module,
+    # A module that torch.fx traced, without its graph: its attributes, and imports.
+    "torch.fx.graph_module.reduce_graph_module": lambda args: Object(Global("torch.fx.GraphModule"), states=[args[0]]),
     "torch.nn.parameter.Parameter": _first,
     "torch.serialization._get_layout": _first,
     "torch.Size": _items,

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from memsize.checkpoints.contents import BITS, Mark, PartKind
 from memsize.checkpoints.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, TensorValue, array_of
-from memsize.checkpoints.source import DEEPEST, LONGEST_KEY, MOST_VALUES_SHOWN, Source, printable
-from memsize.checkpoints.storage_index import Piece
+from memsize.checkpoints.source import DEEPEST, LONGEST_KEY, MOST_VALUES_SHOWN, Piece, Source, printable
 from memsize.errors import CheckpointError
 from memsize.records.byte_ownership import strided_extent
 from memsize.records.trace import TensorSpec
@@ -84,7 +83,8 @@ def walk(root: Any, locate: Locate, source: Source, contents: PickleContents) ->
             _note(step, contents)
         elif value not in ((), []) and id(value) not in open_now and id(value) not in barren:
             # An entry of a dictionary gets a text for its key, and takes as much time and memory as 40 items of a list.
-            budget.items -= 40 * len(value) if isinstance(value, Dict) else len(_items(value))
+            items = len(value) if isinstance(value, Dict | list | tuple) else 0
+            budget.items -= 40 * items if isinstance(value, Dict) else items
             if len(levels) > DEEPEST + 1:
                 raise CheckpointError(f"{source.name} holds objects that are nested more than {DEEPEST} deep")
             open_now.add(id(value))
@@ -111,10 +111,6 @@ def _shape_of(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {len(value):,}"
     return printable(str(value.callee)) if isinstance(value, Object) else "an object"
-
-
-def _items(value: Any) -> Any:
-    return value if isinstance(value, list | tuple) else ()
 
 
 def _inner(step: _Step, contents: PickleContents) -> Iterator[_Step]:

@@ -37,7 +37,12 @@ def read(path: str | os.PathLike[str]) -> Contents:
             return _read_folder(file)
         if file.name.endswith(".json"):
             return _read_index(file)
-        return _note_shard(_read_file(file), file)
+        contents, match = _read_file(file), _NUMBERED.fullmatch(file.name)
+        if match is None or int(match["count"]) < 2:
+            return contents
+        position = f"file {int(match['number'])} of {int(match['count'])}"
+        note = f"This is {position}: name the folder or the index to read them all."
+        return replace(contents, notes=(*contents.notes, note))
 
 
 @contextmanager
@@ -71,27 +76,21 @@ def _read_source(source: Source) -> Contents:
         return torch_files.read_zip(source)
     if torch_files.is_legacy(source):
         return torch_files.read_legacy(source)
-    if safetensors.looks_like(source) or source.name.endswith(".safetensors"):
-        _check_pointer(source)
-        return safetensors.read(source)
-    _check_pointer(source)
-    raise CheckpointError(_unknown(source))
-
-
-_POINTER = b"version https://git-lfs.github.com/spec/"
-
-
-def _check_pointer(source: Source) -> None:
-    """Refuse a pointer file of git-lfs, which stands in place of a file that was not fetched."""
     start = source.read(0, min(source.size, 200), "its first bytes")
     if start.startswith(_POINTER):
         size = next((line[5:] for line in start.splitlines() if line.startswith(b"size ")), b"")
         real = f" of {int(size):,} bytes" if size.isdigit() else ""
         raise CheckpointError(f"{source.name} is a Git LFS pointer, not the file{real} itself: git lfs pull fetches it")
+    if safetensors.looks_like(source) or source.name.endswith(".safetensors"):
+        return safetensors.read(source)
+    raise CheckpointError(_unknown(source, start[:16]))
 
 
-def _unknown(source: Source) -> str:
-    start = source.read(0, min(source.size, 16), "its first bytes")
+_POINTER = b"version https://git-lfs.github.com/spec/"
+"""The start of a pointer file of git-lfs, which stands in place of a file that was not fetched."""
+
+
+def _unknown(source: Source, start: bytes) -> str:
     formats = "safetensors, GGUF, and what torch.save writes"
     if start[:1] == b"\x80" or start[:1] in (b"(", b"]", b"}"):
         return f"{source.name} is a plain pickle and not what torch.save writes; memsize reads {formats}"
@@ -117,11 +116,8 @@ def _read_folder(folder: Path) -> Contents:
         if indexes:
             contents = replace(_read_index(folder / indexes[0]), path=_name_of(folder))
             others = [name for name in names if name.endswith(_INDEX[:2]) and name != indexes[0]]
-            return (
-                _with_note(contents, f"The folder also has {others[0]}, which is not read here.")
-                if others
-                else contents
-            )
+            note = f"The folder also has {others[0]}, which is not read here." if others else ""
+            return replace(contents, notes=(*contents.notes, note)) if note else contents
     for suffix in CHECKPOINTS:
         candidates = [name for name in names if name.endswith(suffix) and name not in _ASIDE]
         if candidates:
@@ -145,7 +141,12 @@ def _read_shards(folder: Path, names: Sequence[str]) -> Contents:
 
 def _read_index(path: Path) -> Contents:
     """Read the files of an index, whose ``weight_map`` has the file of each tensor."""
-    index = _read_json(path)
+    try:
+        index = files.parse_json(files.read(path, LONGEST_INDEX))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {shortened(str(path), 200)}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is not JSON that can be read: {error}") from error
     wanted = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(wanted, dict) or not all(isinstance(name, str) for name in wanted.values()):
         raise CheckpointError(f"{path.name} is not an index of a checkpoint: it has no weight_map of names to files")
@@ -160,24 +161,6 @@ def _read_index(path: Path) -> Contents:
             )
     contents = _join(printable(path.name), [_read_file(path.parent / name) for name in names])
     return _check_index(contents, index, wanted)
-
-
-def _note_shard(contents: Contents, path: Path) -> Contents:
-    """`contents` of a single file, with a note when its name says that it is one of several."""
-    match = _NUMBERED.fullmatch(path.name)
-    if match is None or int(match["count"]) < 2:
-        return contents
-    position = f"file {int(match['number'])} of {int(match['count'])}"
-    return _with_note(contents, f"This is {position}: name the folder or the index to read them all.")
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return files.parse_json(files.read(path, LONGEST_INDEX))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {shortened(str(path), 200)}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path.name} is not JSON that can be read: {error}") from error
 
 
 def _check_index(contents: Contents, index: dict[str, Any], wanted: dict[str, str]) -> Contents:
@@ -231,7 +214,3 @@ def _in_set(t: Tensor, base: int) -> Tensor:
 def _name_of(folder: Path) -> str:
     """The name of a folder in messages; that of the working folder is resolved."""
     return printable(folder.resolve().name) or "/"
-
-
-def _with_note(contents: Contents, note: str) -> Contents:
-    return replace(contents, notes=(*contents.notes, note))

@@ -11,8 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from memsize.checkpoints.contents import SAFETENSORS, Contents, Storage
-from memsize.checkpoints.source import LONGEST_HEADER, MOST_DIMENSIONS, Claims, Source, printable
-from memsize.checkpoints.storage_index import Piece, check_apart, file_contents
+from memsize.checkpoints.source import (
+    LONGEST_HEADER,
+    MOST_DIMENSIONS,
+    Claims,
+    Piece,
+    Source,
+    check_apart,
+    file_contents,
+    printable,
+)
 from memsize.errors import suggestion
 from memsize.files import MOST_VALUES, parse_json
 from memsize.records.trace import TensorSpec

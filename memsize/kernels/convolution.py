@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memsize.kernels.cudnn.library import WIDTHS, Convolution, Operation
-from memsize.kernels.cudnn.workspaces import Plans
+from memsize.kernels.cudnn.library import WIDTHS, Convolution, Operation, Plans
 from memsize.kernels.registry import Copies, copies_of, copy_unless_contiguous, overloads, same_dtype, shape_rule
 from memsize.kernels.strides import Shape
 from memsize.kernels.tensors import (

@@ -44,7 +44,8 @@ def load_timm_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
     channels, *sides = config.get("input_size", (3, 224, 224))
     side: Any = arguments.get("img_size", sides)
     sides = [side, side] if isinstance(side, int) else list(side)
-    size = (int(arguments.get("in_chans", channels)), *sides)
+    depth: Any = arguments.get("in_chans", channels)
+    size = (int(depth), *sides)
 
     def make(request: InputRequest) -> Any:
         _refuse_seq_len(request, label)
