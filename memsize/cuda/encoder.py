@@ -27,10 +27,7 @@ _ALIGNED_HEAD = 8
 
 def kernels() -> Mapping[str, Kernel]:
     """The kernels of the fused layer and of the fused attention."""
-    return {
-        "_transformer_encoder_layer_fwd": encoder_layer,
-        "_native_multi_head_attention": multi_head_attention,
-    }
+    return {"_transformer_encoder_layer_fwd": encoder_layer, "_native_multi_head_attention": multi_head_attention}
 
 
 def encoder_layer(

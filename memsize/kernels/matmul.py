@@ -18,15 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsize.kernels.registry import (
-    Copies,
-    Temporary,
-    copies_of,
-    result_first,
-    same_dtype,
-    shape_rule,
-    temporaries_of,
-)
+from memsize.kernels.registry import Copies, Temporary, copies_of, result_first, same_dtype, shape_rule, temporaries_of
 from memsize.kernels.strides import Shape, broadcast, is_dense
 from memsize.kernels.tensors import are_alike, are_plain, empty, like, strided
 from memsize.torch_internals.meta import is_meta

@@ -141,12 +141,8 @@ def _unique_dim(
     return torch.empty_like(tensor), _meta(size if inverse else 0), _meta(size if counts else 0)
 
 
-def _unique_consecutive(
-    rely: Rely, tensor: torch.Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
-) -> Any:
-    if dim is None:
-        return _unique(rely, tensor, True, inverse, counts)
-    return _unique_dim(rely, tensor, dim, True, inverse, counts)
+def _unique_consecutive(rely: Rely, tensor: torch.Tensor, *flags: bool, dim: int | None = None) -> Any:
+    return _unique(rely, tensor, True, *flags) if dim is None else _unique_dim(rely, tensor, dim, True, *flags)
 
 
 def _bincount(rely: Rely, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
@@ -269,11 +265,16 @@ def spread_evenly(indices: torch.Tensor, dim: int | None, choices: int) -> None:
     set_constant(indices, even, ConstantState(BALANCED))
 
 
-def compared_with_number(op: str, number: Any) -> bool | None:
-    """Whether data is (not) exactly a finite `number`, for ``eq`` and ``ne``; None for any other question."""
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or op not in ("eq", "ne"):
+def compared_with_number(op: str, number: Any) -> tuple[bool, str] | None:
+    """How data compares with an infinite number, or whether it is exactly a finite one, with the assumption behind the
+    answer; None for any other question.
+    """
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
         return None
-    return op == "ne"
+    if isinstance(number, float) and math.isinf(number):
+        is_less = op in ("lt", "le")
+        return (op == "ne" if op in ("eq", "ne") else is_less is (number > 0)), ALL_FINITE
+    return (op == "ne", NOT_EQUAL) if op in ("eq", "ne") else None
 
 
 def compared_with_zero(op: str, number: Any) -> bool | None:
@@ -281,10 +282,3 @@ def compared_with_zero(op: str, number: Any) -> bool | None:
     if isinstance(number, bool) or not isinstance(number, (int, float)) or number:
         return None
     return {"lt": False, "le": False, "gt": True, "ge": True}.get(op)
-
-
-def compared_with_infinity(op: str, number: Any) -> bool | None:
-    """How finite values compare with an infinite `number`; None where `number` is not infinite."""
-    if not isinstance(number, float) or not math.isinf(number):
-        return None
-    return {"eq": False, "ne": True, "lt": number > 0, "le": number > 0, "gt": number < 0, "ge": number < 0}[op]

@@ -42,11 +42,7 @@ _MEMSIZE = Path(__file__).absolute().parents[1]
 
 
 def build(
-    value: Any,
-    label: str,
-    arguments: Mapping[str, object],
-    is_theirs: IsTheirs,
-    failure: BaseException | None = None,
+    value: Any, label: str, arguments: Mapping[str, object], is_theirs: IsTheirs, failure: BaseException | None = None
 ) -> tuple[Any, str | None]:
     """Build a module, or the Hugging Face `Trainer` of one, and return it with a note on how, where that matters.
 

@@ -142,7 +142,8 @@ class TrainerStep(ModelDefinedStep):
         self.accumulate, self.clip = arguments.gradient_accumulation_steps, arguments.max_grad_norm or 0
         if arguments.gradient_checkpointing:
             options = dict(arguments.gradient_checkpointing_kwargs or {})
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            # transformers renamed the method.
+            enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             apart = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
             enable(options or None, **apart)
 

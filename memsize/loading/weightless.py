@@ -52,11 +52,7 @@ class Weightless(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run `func` on `meta` where its result is large or an argument is already there; else as it is."""
         if any(kind not in _PLAIN for kind in types):

@@ -104,6 +104,8 @@ def _row(entry: _NamedTensor, shares: _Shares) -> StoredTensor:
     tensor = entry.tensor
     lazy = is_lazy(tensor)
     total = sum(shares.owned)
+    named = zip(shares.pieces, shares.owned, strict=True)
+    parts = (StoredPart(name or "data", spec_of(piece), owned) for (name, piece), owned in named)
     return StoredTensor(
         entry.name,
         entry.kind,
@@ -115,13 +117,8 @@ def _row(entry: _NamedTensor, shares: _Shares) -> StoredTensor:
         trainable=entry.kind == "parameter" and tensor.requires_grad,
         tied_to=shares.shared_with if total == 0 else None,
         wrapper=entry.packed or wrapper_name(tensor),
-        parts=_parts(shares) if len(shares.pieces) > 1 or is_wrapper(tensor) else (),
+        parts=tuple(parts) if len(shares.pieces) > 1 or is_wrapper(tensor) else (),
     )
-
-
-def _parts(shares: _Shares) -> tuple[StoredPart, ...]:
-    named = zip(shares.pieces, shares.owned, strict=True)
-    return tuple(StoredPart(name or "data", spec_of(piece), owned) for (name, piece), owned in named)
 
 
 def _elements(tensor: torch.Tensor) -> int:
@@ -259,19 +256,14 @@ def _packed_name(packed: Any) -> str:
 def _unpacked(packed: Any, ending: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if "unpack" in packed._method_names():
         state = packed.unpack()
-        tensors = state if isinstance(state, tuple) else (state,)
-        yield from _weight_and_bias(tensors, ending, "Linear" in _packed_name(packed))
+        weight, *rest = state if isinstance(state, tuple) else (state,)
+        if "Linear" in _packed_name(packed) and not weight.is_quantized:
+            # A float16 linear unpacks to float32, though it keeps 2 bytes an element.
+            weight = torch.empty(weight.shape, dtype=torch.float16, device="meta")
+        yield f"weight{ending}", weight
+        yield from ((f"bias{ending}", bias) for bias in rest[:1] if bias is not None)
     else:
         yield from _cell_tensors(packed.__getstate__()[0], ending)
-
-
-def _weight_and_bias(state: tuple[Any, ...], ending: str, linear: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    weight, *rest = state
-    if linear and not weight.is_quantized:
-        # A float16 linear unpacks to float32, though it keeps 2 bytes an element.
-        weight = torch.empty(weight.shape, dtype=torch.float16, device="meta")
-    yield f"weight{ending}", weight
-    yield from ((f"bias{ending}", bias) for bias in rest[:1] if bias is not None)
 
 
 def _cell_tensors(state: Any, ending: str) -> Iterator[tuple[str, torch.Tensor]]:

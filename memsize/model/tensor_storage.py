@@ -154,10 +154,10 @@ def extent_of(tensor: torch.Tensor) -> Extent:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # opaque memory, such as MKL-DNN's: PyTorch shows no storage
         return _whole(("opaque", id(tensor)), tensor.numel() * tensor.element_size())
-    total = storage.nbytes()
-    if tensor.is_nested or tensor.is_quantized or _fills(tensor, total):
+    total, item = storage.nbytes(), tensor.element_size()
+    fills = total == tensor.numel() * item > 0 and tensor.is_contiguous()
+    if tensor.is_nested or tensor.is_quantized or fills:
         return _whole(storage._cdata, total)
-    item = tensor.element_size()
     span, _ = strided_extent(tensor.shape, tensor.stride(), 8 * item)
     start = int(tensor.storage_offset()) * item if span else 0
     end = min(start + int(span), total)
@@ -166,7 +166,3 @@ def extent_of(tensor: torch.Tensor) -> Extent:
 
 def _whole(storage: Hashable, total: int) -> Extent:
     return Extent(storage, 0, total, total, total)
-
-
-def _fills(tensor: torch.Tensor, total: int) -> bool:
-    return total == tensor.numel() * tensor.element_size() > 0 and tensor.is_contiguous()

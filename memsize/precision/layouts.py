@@ -99,11 +99,7 @@ def int8_per_channel(shape: Shape, dtype: str) -> Parts:
     Source: `default_per_channel_weight_observer` in the x86 and fbgemm configurations; `torch.quantize_per_channel`.
     """
     channels = shape[:1]
-    return (
-        part("data", "qint8", shape),
-        part("scales", "float64", channels),
-        part("zero_points", "int64", channels),
-    )
+    return (part("data", "qint8", shape), part("scales", "float64", channels), part("zero_points", "int64", channels))
 
 
 def int8_rows(shape: Shape, dtype: str) -> Parts:
