@@ -119,7 +119,6 @@ class Breakdown:
         return best
 
     def _count(self, depth: int, folded: bool) -> int:
-        """The number of groups, counted up to one more than `MOST_ROWS`."""
         seen: set[tuple[PartKind, tuple[str, ...], tuple[str, ...]]] = set()
         for tensor, part, steps in zip(self.contents.tensors, self.tensor_parts, self._steps(folded), strict=True):
             seen.add((part.kind, tensor.keys[: part.root], steps[:depth]))
@@ -192,7 +191,6 @@ def _kind_of(key: str) -> PartKind | None:
 
 
 def _part_at_top(tensor: Tensor, heads: set[str], marks: Mapping[tuple[str, ...], PartKind]) -> Part:
-    """The part of a tensor at the top level: a model's own, or one beside the dictionaries of a training checkpoint."""
     whole = marks.get(())
     if whole is not None and whole != "model":
         return Part(whole, 0)

@@ -138,7 +138,6 @@ def read(source: Source) -> Contents:
 
 
 def _measured(source: Source, tensor: _Described) -> tuple[TensorSpec, int, int]:
-    """The spec, the elements and the bytes of a tensor. Its shape is turned to torch's order: rows first."""
     block = GGML.get(tensor.type)
     if block is None:
         raise source.damaged(f"{tensor.name!r} has the unknown type {tensor.type}")

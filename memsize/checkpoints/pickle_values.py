@@ -185,7 +185,6 @@ def _parameter(args: Args) -> Any:
 
 
 def _parameter_with_state(args: Args) -> Any:
-    """A parameter, and attributes that hang on it."""
     parameter, state = _parameter(args[:3]), args[3]
     return Composite("", [("", parameter), ("", state)]) if _holds_more(state) else parameter
 
@@ -232,7 +231,6 @@ def _from_type(args: Args) -> Any:
 
 
 def _holds_more(state: Any) -> bool:
-    """Whether a tensor's state may hold tensors of its own."""
     if isinstance(state, Dict):
         return bool(state.flat)
     return state is not None and state != ()
@@ -255,7 +253,6 @@ def _path(value: Any) -> str:
 
 
 def _mapping(args: Args) -> Dict:
-    """A dictionary class, called with nothing, with pairs, or with another dictionary."""
     source = next((arg for arg in args if isinstance(arg, Dict | list)), ())
     if isinstance(source, Dict):
         return Dict(source.flat)
@@ -263,7 +260,6 @@ def _mapping(args: Args) -> Dict:
 
 
 def _items(args: Args) -> Any:
-    """A list, tuple or set made from another."""
     source = args[0] if args else []
     return source if isinstance(source, list | tuple) else []
 
@@ -365,7 +361,6 @@ def _array(shape: Any, kind: Any, data: Any) -> TensorValue | None:
 
 
 def _dtype(kind: Any) -> str | None:
-    """torch's name of ``numpy.dtype('f4', …)``."""
     if not (isinstance(kind, Object) and kind.callee == Global("numpy.dtype") and kind.args):
         return None
     code = kind.args[0]

@@ -48,8 +48,6 @@ class PickleContents:
 
 
 class _Step(NamedTuple):
-    """A value to walk, and how it was reached."""
-
     keys: Keys
     value: Any
     wrapper: str | None = None
@@ -94,7 +92,6 @@ def walk(root: Any, locate: Locate, source: Source, contents: PickleContents) ->
 
 
 def _describe(root: Any, contents: PickleContents) -> None:
-    """Describe the top-level containers without tensors in a few words: a scheduler's state, a configuration."""
     if not isinstance(root, Dict):
         return
     heads = {piece.keys[0] for piece in contents.pieces}
@@ -114,7 +111,6 @@ def _shape_of(value: Any) -> str:
 
 
 def _inner(step: _Step, contents: PickleContents) -> Iterator[_Step]:
-    """The items of a container, in order."""
     value = step.value
     if isinstance(value, Dict):
         entries = _entries(value)
@@ -139,7 +135,6 @@ _HOLDERS = (*_CONTAINERS, *_TENSORS)
 
 
 def _entries(value: Dict) -> dict[str, Any]:
-    """The last value of each key, by the key's text."""
     return {_key(key): item for key, item in value.pairs}
 
 

@@ -58,7 +58,6 @@ def _no_collection() -> Iterator[None]:
 
 
 def _read_file(path: Path) -> Contents:
-    """Read the single file at `path`."""
     with opened(path) as source:
         contents = _read_source(source)
         # A byte that two records claim would count twice: only a file made to deceive has one.
@@ -106,7 +105,6 @@ def _unknown(source: Source, start: bytes) -> str:
 
 
 def _read_folder(folder: Path) -> Contents:
-    """The checkpoint in `folder`: by its index, by its numbered files, or the only one there."""
     try:
         names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
     except OSError as error:
@@ -164,7 +162,6 @@ def _read_index(path: Path) -> Contents:
 
 
 def _check_index(contents: Contents, index: dict[str, Any], wanted: dict[str, str]) -> Contents:
-    """`contents` with the tensors that are missing, and notes on differences from the index."""
     names = {tensor.name for tensor in contents.tensors}
     missing = tuple(printable(name) for name in wanted if printable(name) not in names)
     extra = [name for name in names if name not in wanted]
@@ -180,7 +177,6 @@ def _check_index(contents: Contents, index: dict[str, Any], wanted: dict[str, st
 
 
 def _join(name: str, parts: Iterable[Contents]) -> Contents:
-    """Several files as one checkpoint."""
     contents = list(parts)
     storages: list[Storage] = []
     tensors: list[Tensor] = []

@@ -56,7 +56,6 @@ def read(source: Source) -> Contents:
 
 
 def _header(source: Source) -> tuple[dict[str, Any], int]:
-    """The header's entries, and where the data begins."""
     length = int.from_bytes(source.read(0, 8, "the header length"), "little")
     if length > LONGEST_HEADER:
         raise source.damaged(f"its header claims {length:,} bytes; safetensors allows {LONGEST_HEADER:,}")
@@ -84,7 +83,6 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(source: Source, name: str, value: Any, index: int) -> tuple[Piece, int]:
-    """One tensor, and where its data begins behind the header."""
     try:
         code, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         counts = [*shape, begin, end]

@@ -30,8 +30,6 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Naming:
-    """A change of names."""
-
     dropped: str = ""
     added: str = ""
     wrappers: tuple[str, ...] = ()
@@ -72,7 +70,6 @@ def compared(breakdown: Breakdown, expected: Mapping[str, Expected], model: str)
 
 
 def _compared(name: str, wanted: Expected, tensor: Tensor | None) -> Difference | None:
-    """The difference of one tensor from the model's, or None."""
     if tensor is None:
         return Difference(name, "missing", None, wanted.spec, 0)
     problem: Problem = "wrong dtype"
@@ -95,7 +92,6 @@ def _stems(naming: _Naming, pieces: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _naming(names: Sequence[str], expected: Mapping[str, Expected]) -> _Naming:
-    """The change of names under which most tensors of the file are the model's."""
     wanted = set(expected)
     infixes = tuple(wrapper for wrapper in _WRAPPERS if any(f".{wrapper}." in f".{name}" for name in names))
     options = [_Naming()]
@@ -111,7 +107,6 @@ def _naming(names: Sequence[str], expected: Mapping[str, Expected]) -> _Naming:
 
 
 def _prefixes(names: Sequence[str]) -> list[str]:
-    """The prefixes, in whole steps, that the most names have."""
     counts: Counter[str] = Counter()
     for name in names:
         steps = name.split(".")[:-1][:_DEEPEST_PREFIX]

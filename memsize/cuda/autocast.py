@@ -160,7 +160,6 @@ def _widest(values: Sequence[Any], lower: torch.dtype, semantics: Semantics) -> 
 
 
 def _float32_output(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
-    """Ask for a float32 result, where the first argument is eligible and the caller named no dtype."""
     position = _POSITIONAL_DTYPE.get(name)
     if is_eligible(args[0], semantics):
         if position is None:
@@ -261,7 +260,6 @@ def _is_cached(tensor: Tensor) -> bool:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """Whether `tensor` is a parameter, or a view of one."""
     return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
 
 

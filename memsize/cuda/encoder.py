@@ -117,7 +117,6 @@ def _split(features: Tensor, heads: int) -> Tensor:
 
 
 def _has_kernel(query: Tensor, heads: int) -> bool:
-    """Whether an attention kernel that does not materialise the scores takes heads of this size."""
     semantics = current()
     if semantics is None or (query.shape[-1] // heads) % _ALIGNED_HEAD:
         return False

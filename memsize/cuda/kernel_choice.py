@@ -136,8 +136,6 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _softmax(name: str) -> Kernel:
-    """Return the function for ``softmax`` or ``log_softmax``."""
-
     def kernel(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         with key_excluded:
             if tensor.dtype is torch.float16 and dtype is torch.float32 and _stands_in(tensor):

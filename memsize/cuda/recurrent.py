@@ -37,8 +37,6 @@ def kernels() -> Mapping[str, Kernel]:
 
 
 def _layers(name: str, form: str) -> Kernel:
-    """The kernel of ``lstm.input`` and its relatives."""
-
     def kernel(*args: Any) -> Any:
         semantics = current()
         with key_excluded:
@@ -127,7 +125,6 @@ def _copied(weights: Sequence[Tensor], flat: Tensor) -> Iterator[Tensor]:
 
 
 def _cell(name: str) -> Kernel:
-    """Return the kernel of ``lstm_cell``, whose `hidden` has the cell state too, or of ``gru_cell``."""
     is_lstm = name == "lstm"
 
     def kernel(

@@ -282,7 +282,9 @@ class ConvolutionSettings:
         last = suggests_last(x, w)
         if self.deterministic and max(call.dilation) > 1 and not last:
             return False
-        return not _is_depthwise(call) or last or _suits_cudnn(call)
+        channels = x.shape[1]
+        is_depthwise = not call.transposed and 1 < call.groups == channels and w.shape[0] % channels == 0
+        return not (is_depthwise and x.dim() < 6) or last or _suits_cudnn(call)
 
     def columns(self, call: Operands, other: Sequence[int]) -> int:
         """Return the bytes that PyTorch's own kernel unfolds: one sample's patches, unless they are its pixels
@@ -326,24 +328,16 @@ def _along(values: Sequence[int], rank: int, flat: int) -> tuple[int, ...]:
     return (flat, *values) if rank == 1 else per_dimension(values, rank)
 
 
-def _is_depthwise(call: Operands) -> bool:
-    x, w = call.x, call.w
-    return not call.transposed and 1 < call.groups == x.shape[1] and w.shape[0] % x.shape[1] == 0 and x.dim() < 6
-
-
 def _suits_cudnn(call: Operands) -> bool:
-    """Whether a row-major depthwise convolution is one of those in float16 for which cuDNN was found faster."""
-    x, w = call.x, call.w
-    line = x.dim() == 3
-    rows, stride = (1 if line else x.shape[2]), per_dimension(call.stride, x.dim() - 2)
-    square = line or rows == 1 or stride[0] == stride[-1]
-    if x.dtype is not torch.float16 or x.dim() > 4 or max(call.dilation) > 1 or not square or x.shape[1] < 32:
+    """Whether a row-major depthwise convolution is one of those in float16 for which cuDNN was found faster
+    (`check_cudnn_depthwise_workload_with_filter`).
+    """
+    (batch, channels, *inner), line = call.x.shape, call.x.dim() == 3
+    rows, width, strides = 1 if line else inner[0], inner[-1], per_dimension(call.stride, len(inner))
+    square = line or rows == 1 or strides[0] == strides[-1]
+    if call.x.dtype is not torch.float16 or len(inner) > 2 or max(call.dilation) > 1 or not square or channels < 32:
         return False
-    return _is_worthwhile(x.shape[0], x.shape[1], rows, x.shape[-1], stride[-1], 1 if line else w.shape[2], w.shape[-1])
-
-
-def _is_worthwhile(batch: int, channels: int, rows: int, width: int, stride: int, height: int, kernel: int) -> bool:
-    """`check_cudnn_depthwise_workload_with_filter`."""
+    stride, height, kernel = strides[-1], 1 if line else call.w.shape[2], call.w.shape[-1]
     if rows == 1 and stride == 1:
         return True
     if height != kernel or kernel not in (1, 3, 5) or width < 7 or stride > 2:

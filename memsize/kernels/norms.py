@@ -77,10 +77,8 @@ def _batch_norm(
 
 
 @shape_rule("aten::_native_batch_norm_legit.no_stats")
-def _batch_norm_without_running(
-    tensor: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    return _batch_norm(tensor, weight, bias, None, None, training, momentum, eps)
+def _batch_norm_without_running(tensor: Any, weight: Any, bias: Any, *options: Any) -> Any:
+    return _batch_norm(tensor, weight, bias, None, None, *options)
 
 
 @shape_rule("aten::native_batch_norm_backward")
@@ -206,14 +204,8 @@ def _trained_parts(tensor: Tensor, *more: Any) -> Iterator[Temporary]:
         yield from _parts(4, tensor)
 
 
-@temporaries_of(_aten.batch_norm_stats.default)
-def _statistics_parts(tensor: Tensor, _eps: float) -> Iterator[Temporary]:
-    return _parts(4, tensor)
-
-
-@temporaries_of(_aten.batch_norm_backward_reduce.default)
-def _gradient_parts(grad: Tensor, tensor: Tensor, *_: Any) -> Iterator[Temporary]:
-    return _parts(2, grad, tensor)
+temporaries_of(_aten.batch_norm_stats.default)(lambda tensor, _eps: _parts(4, tensor))
+temporaries_of(_aten.batch_norm_backward_reduce.default)(lambda grad, tensor, *_: _parts(2, grad, tensor))
 
 
 def _parts(numbers: int, *tensors: Tensor) -> Iterator[Temporary]:

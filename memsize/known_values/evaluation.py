@@ -269,7 +269,6 @@ def _to_meta_with_constant(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_host(value: Any) -> Any:
-    """Arguments as they can be computed with on the CPU: zeros stand for data."""
     if isinstance(value, dict) and isinstance(value.get("device"), torch.device):
         value = value | {"device": torch.device("cpu")}
     return map_tensors(_stand_in, value)
@@ -283,5 +282,4 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plausible(dtype: torch.dtype) -> Any:
-    """Return the value assumed for a number that depends on data."""
     return 1.0 if dtype.is_floating_point or dtype.is_complex else dtype is torch.bool or 0

@@ -147,7 +147,6 @@ def _propagate_constants(op: OpTraits, func: Any, args: Any, kwargs: Any, result
 
 
 def _real_arguments(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The arguments with each tensor's constant in its place; None when one is data."""
     device = kwargs.get("device")
     if isinstance(device, torch.device) and device.type == "meta":
         kwargs = kwargs | {"device": torch.device("cpu")}
@@ -180,7 +179,6 @@ def _real_flat(args: Any, kwargs: Any) -> Any:
 
 
 def _state_for(op: OpTraits, func: Any, args: Any, kwargs: Any) -> ConstantState:
-    """Return the state of the memory that the result shares, or a new one with the arguments' assumption."""
     lead = args[0] if args else None
     shared = state_of(lead) if op.aliases and isinstance(lead, torch.Tensor) else None
     if shared is not None:
@@ -207,7 +205,6 @@ def _computed(op: OpTraits, func: Any, real: Any, first: torch.Tensor, state: Co
 
 
 def _computed_once(op: OpTraits, func: Any, real: Any, first: torch.Tensor) -> torch.Tensor | None:
-    """The result of an op on arguments with a single value each, where it has a single value too."""
     if op.fill is not None:
         value = torch.full((), op.filled_with(*real), dtype=first.dtype, device="cpu")
     elif op.pointwise:
@@ -259,7 +256,6 @@ def _propagate_data(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _read_as(args: Any) -> str | None:
-    """Return the assumption behind a number that is computed from `args`; None if one of them is data."""
     words = None
     for tensor in args:
         if isinstance(tensor, torch.Tensor) and constant_of(tensor) is None:

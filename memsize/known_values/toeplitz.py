@@ -117,7 +117,6 @@ def write(op: OpTraits, func: Any, args: Any, kwargs: Any, state: ConstantState)
 
 
 def _followed(op: OpTraits, func: Any, args: Any, kwargs: Any, result: Tensor) -> Tensor | None:
-    """The diagonals of `result`, in its dtype."""
     if op.name in _CUTS:
         result_diagonals = _cut(op.name, *args)
     elif op.random:

@@ -112,7 +112,6 @@ def _may_want_values(error: Exception) -> bool:
 
 
 def _check_arguments(factory: Callable[..., Any], label: str, arguments: Mapping[str, object]) -> None:
-    """Raise `TargetError` naming the arguments that `factory` lacks or does not know."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (ValueError, TypeError):
@@ -254,7 +253,6 @@ def input_maker(function: Callable[..., Any], label: str, scope: ImportScope | N
 
 
 def _taken(function: Callable[..., Any], label: str) -> set[str]:
-    """The names of `InputRequest` fields that `function` has parameters for."""
     names = {"batch_size", "seq_len", "training"}
     try:
         parameters = inspect.signature(function).parameters.values()

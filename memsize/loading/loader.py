@@ -126,7 +126,6 @@ def load_loop(text: str, gpu_context: GpuContextFactory = nullcontext) -> Callab
 def _function(
     text: str, gpu_context: GpuContextFactory, purpose: str, example: str
 ) -> tuple[ImportScope, Callable[..., Any], str]:
-    """The function that `text` names, the scope of its imports, and its label."""
     target = parse_target(text)
     if target.library is not None or target.name is None:
         raise TargetError(f"{text!r} names no function that {purpose}: write it like {example}")
@@ -264,7 +263,6 @@ def import_target(target: Target, scope: ImportScope, name: str) -> ModuleType:
 
 
 def _execute(file: Path, scope: ImportScope, name: str) -> ModuleType:
-    """A fresh module made from `file`, importable in the scope as `name` unless that is another's."""
     name = f"{name}_target" if is_taken(name) or not name.isidentifier() else name
     loader = _Source(name, str(file))
     spec = importlib.util.spec_from_file_location(name, file, loader=loader)
@@ -331,7 +329,6 @@ def only_class(module: ModuleType, target: Target) -> str:
 
 
 def _candidates(module: ModuleType) -> list[str]:
-    """The names that a target could give: Module instances, and Module classes and functions of the module's own."""
     from torch import nn
 
     instances = [name for name, value in vars(module).items() if isinstance(value, nn.Module)]
@@ -344,7 +341,6 @@ def _candidates(module: ModuleType) -> list[str]:
 
 
 def _defined(module: ModuleType) -> dict[str, Any]:
-    """The classes and functions that `module` itself defines, or gives as its own when it is a package."""
     package = module.__name__
     return {
         name: value

@@ -127,5 +127,4 @@ def is_users(file: str) -> bool:
 
 @cache
 def _installed(path: Path) -> bool:
-    """Whether `path` is part of Python or of an installed package."""
     return path.is_relative_to(_STANDARD_LIBRARY) or not _SITES.isdisjoint(path.parts)

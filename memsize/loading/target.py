@@ -229,7 +229,6 @@ def checked_out(revision: str) -> Iterator[Checkout]:
 
 
 def _git(*arguments: str, variables: Mapping[str, str] | None = None, folder: Path | None = None) -> str:
-    """Run git and return its output. Raises `TargetError` with git's message where it fails."""
     try:
         process = subprocess.run(
             ("git", *arguments),

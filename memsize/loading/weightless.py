@@ -122,7 +122,6 @@ def _only_fills(func: Any) -> bool:
 
 
 def _try_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on `meta`; None where it cannot run there."""
     try:
         if func._schema.name == "aten::arange" and all(isinstance(bound, int) for bound in args):
             # On `meta` it is Python that imports torch._dynamo.
@@ -140,7 +139,6 @@ def _for_meta(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that `func` writes into, by its schema."""
     for position, name in _written_arguments(func):
         value = args[position] if position < len(args) else kwargs.get(name)
         items = value if isinstance(value, (list, tuple)) else [value]

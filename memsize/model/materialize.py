@@ -139,7 +139,6 @@ def _moved(value: Any, device: torch.device | str) -> Any:
 
 
 def _attributes_without_values(module: nn.Module) -> list[tuple[str, Any]]:
-    """Plain attributes that hold tensors without values; `to` leaves other attributes where they are."""
     attributes = [(name, value) for name, value in vars(module).items() if name not in _REGISTRIES]
     return [(name, value) for name, value in attributes if any(tensor.is_meta for tensor in arguments_in([value]))]
 

@@ -93,7 +93,6 @@ class MetaCopier:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether `module` is FSDP's, or has a DTensor of its own."""
     parts = (module, *module.parameters(recurse=False), *module.buffers(recurse=False))
     return any(_SHARDED & {kind.__name__ for kind in type(part).__mro__} for part in parts)
 
@@ -302,7 +301,6 @@ class _Copy:
         return self._remember(value, copied)  # type: ignore[no-any-return]
 
     def _object(self, value: Any) -> Any:
-        """A copy by the object's own means, or attribute by attribute where that fails."""
         size = len(self.memo)
         try:
             with _TensorsOnMeta(self.tensors):

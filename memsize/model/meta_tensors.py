@@ -220,7 +220,6 @@ _MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float6
 
 
 def _known_as(original: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
-    """`copied` with a copy of the values that are known of a meta `original`."""
     state, value, diagonals = state_of(original), constant_of(original), diagonals_of(original)
     uniform = state is not None and state.uniform and not is_small(original)
     own = ConstantState(None if state is None else state.assumption, uniform)
@@ -230,7 +229,6 @@ def _known_as(original: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
 
 
 def _fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor's elements lie in a row and are all that its storage has."""
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         return False
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

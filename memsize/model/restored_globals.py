@@ -83,7 +83,6 @@ def _contents(table: Any, names: Iterable[str]) -> Contents:
 
 
 def _put_back(owner: Any, before: Contents) -> None:
-    """Put names of a class, or of a module's globals, and the contents of containers back where they changed."""
     is_class = isinstance(owner, type)
     table: Any = vars(owner) if is_class else owner
     added = [name for name in table if name not in before and not name.startswith("__")] if is_class else []

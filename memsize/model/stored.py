@@ -129,7 +129,6 @@ def _elements(tensor: torch.Tensor) -> int:
 
 
 def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_NamedTensor]:
-    """The tensors registered on `module` itself, and those in its packed objects."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield _NamedTensor(prefix + name, "parameter", layer, parameter)
@@ -143,7 +142,6 @@ def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_NamedTensor]:
 
 
 def _attributes(modules: list[tuple[str, nn.Module]]) -> Iterator[_NamedTensor]:
-    """Tensors that modules hold without registering them: as attributes, or inside lists, tuples, dicts and modules."""
     seen = {id(module) for _, module in modules}
     for _, module in modules:
         seen.update(id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
@@ -188,7 +186,6 @@ def _may_hold(value: Any) -> bool:
 
 
 def _loose_module(module: nn.Module, name: str, layer: str, seen: set[int]) -> Iterator[_NamedTensor]:
-    """The tensors of a module that no other module registers, and of all modules inside it."""
     for path, inner in module.named_modules(prefix=name):
         if inner is not module and id(inner) in seen:
             continue

@@ -117,7 +117,6 @@ def apply_torchao(model: nn.Module, config_name: str) -> Quantized:
 
 
 def _left_alone(module: nn.Module, path: str, layout: Layout) -> str | None:
-    """Why `layout` leaves `module` alone, in a few words; None when it converts it."""
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     if any(is_lazy(parameter) for parameter in parameters):
         return "not initialised yet"
@@ -142,7 +141,6 @@ def _left_alone(module: nn.Module, path: str, layout: Layout) -> str | None:
 
 
 def _parts(module: nn.Module, layout: Layout) -> dict[str, Parts]:
-    """The tensors that replace each parameter of `module` under `layout`, by the parameter's name in the module."""
     replacing: dict[str, Parts] = {}
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -153,7 +151,6 @@ def _parts(module: nn.Module, layout: Layout) -> dict[str, Parts]:
 
 
 def _freeze(model: nn.Module, converted: list[tuple[nn.Module, str]]) -> None:
-    """Stop the converted parameters from requiring a gradient; other holders keep the floating-point tensor."""
     those = {(id(module), name) for module, name in converted}
     unconverted = {
         id(parameter)

@@ -89,8 +89,8 @@ class Convolution(NamedTuple):
     def __str__(self) -> str:
         shapes = (self.x, self.w, self.y, self.padding, self.stride, self.dilation)
         flags = [name for name in ("deterministic", "tf32") if getattr(self, name)]
-        words = (self.operation, self.dtype, _FORMATS[self.channels_last], *map(_joined, shapes), *flags)
-        return " ".join(words)
+        numbers = (",".join(map(str, shape)) for shape in shapes)
+        return " ".join((self.operation, self.dtype, _FORMATS[self.channels_last], *numbers, *flags))
 
     @classmethod
     def parse(cls, text: str) -> Convolution:
@@ -107,10 +107,6 @@ class Convolution(NamedTuple):
             raise InputError(f"not a convolution: {text!r}")
         settings = last, "deterministic" in flags, "tf32" in flags
         return cls(operation, dtype, x, w, y, padding, stride, dilation, *settings)  # type: ignore[arg-type]
-
-
-def _joined(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))
 
 
 class Plan(NamedTuple):
@@ -380,17 +376,9 @@ def estimate(convolution: Convolution, capability: tuple[int, int]) -> int:
     """
     if convolution.operation != "filter" and convolution.x[1] <= _FEW_CHANNELS:
         return 0
-    if 1 < convolution.groups == convolution.x[1]:
+    if 1 < convolution.groups == convolution.x[1] or convolution.dtype == "float64" or capability < (7, 5):
         return 0
-    return convolution.operands if _is_rearranged(convolution, capability) else 0
-
-
-def _is_rearranged(convolution: Convolution, capability: tuple[int, int]) -> bool:
-    narrow = convolution.dtype in ("float16", "bfloat16")
-    if convolution.dtype == "float64" or capability < (7, 5):
-        return False
-    if narrow:
-        return not convolution.channels_last
-    if capability < (8, 0) or not convolution.tf32:
-        return False
-    return not convolution.channels_last or capability[0] in (8, 12)
+    is_rearranged = not convolution.channels_last
+    if convolution.dtype == "float32":
+        is_rearranged = capability >= (8, 0) and convolution.tf32 and (is_rearranged or capability[0] in (8, 12))
+    return convolution.operands if is_rearranged else 0

@@ -105,7 +105,6 @@ def _config_file(name: str) -> Path | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The entries of a config.json. Raises `TargetError` for any other file."""
     try:
         data = _json(file)
     except (OSError, ValueError) as error:
@@ -120,7 +119,6 @@ def _json(file: Path) -> Any:
 
 
 def _by_architecture(transformers: Any, name: str) -> dict[str, Any] | None:
-    """The default config of a model type (``llama``) or a class (``LlamaForCausalLM``); None for a Hub id."""
     types = transformers.CONFIG_MAPPING
     if name in types:
         return {"model_type": name}
@@ -134,7 +132,6 @@ def _by_architecture(transformers: Any, name: str) -> dict[str, Any] | None:
 
 
 def _cached(name: str) -> Path:
-    """The config.json of a Hub id in the local cache."""
     path = import_library("huggingface_hub").try_to_load_from_cache(name, "config.json")
     if isinstance(path, str):
         return Path(path)
@@ -147,7 +144,6 @@ def _cached(name: str) -> Path:
 def _config(
     transformers: Any, data: dict[str, Any], arguments: Mapping[str, object], label: str
 ) -> tuple[Any, tuple[str, ...]]:
-    """The config object, and notes on entries of `data` that memsize ignores."""
     data, notes = dict(data), []
     model_type = data.pop("model_type", None)
     if not model_type:
@@ -198,7 +194,6 @@ def _place_placeholders(config: Any) -> Iterator[str]:
 
 
 def _check_counts(entries: Any, label: str) -> None:
-    """Raise `TargetError` where a config has more parts than any model, at any depth."""
     rest: list[tuple[str, Any]] = [("", entries)]
     while rest:
         name, value = rest.pop()
@@ -274,7 +269,6 @@ def _of_config(transformers: Any, kind: type) -> Any:
 
 
 def _attribute(transformers: Any, name: str) -> Any:
-    """A class of transformers by its name, None for one that it does not have."""
     try:
         return getattr(transformers, name)
     except AttributeError as error:
@@ -301,7 +295,6 @@ def _without_torchvision() -> Iterator[None]:
 
 
 def _is_torchvisions(error: BaseException) -> bool:
-    """Whether `error` or one of its causes is that the installed torchvision cannot be imported."""
     cause: BaseException | None = error
     while cause is not None:
         if "torchvision" in str(cause):

@@ -103,7 +103,6 @@ def config_input_maker(
 
 
 def _no_inputs(batch: Batch, names: tuple[str, ...], missing: list[str]) -> str:
-    """Why there are no inputs for the model: which arguments memsize cannot make, and how to give them."""
     name = type(batch.model).__name__
     if type(batch.model).forward is nn.Module.forward:
         return f"{name} has no forward of its own, it only generates: give the class of one of its parts"
@@ -116,7 +115,6 @@ def _no_inputs(batch: Batch, names: tuple[str, ...], missing: list[str]) -> str:
 
 
 def _left_out(batch: Batch, names: tuple[str, ...], why: str) -> str | None:
-    """A note on arguments that the model could read and does not get."""
     left = [name for name in PERCEIVED if name in batch.taken and name not in names]
     if "input_ids" not in names or not left or not batch.mixes:
         return None
@@ -206,7 +204,6 @@ def _embedded(batch: Batch, name: str, owner: Any, method: str) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in `value`, which may hold them in sequences or mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):

@@ -191,7 +191,6 @@ def sides(batch: Batch) -> tuple[int, int]:
 
 
 def _made_for(batch: Batch) -> tuple[int, int] | None:
-    """The size that follows from something else than an entry about sizes."""
     counts = getattr(batch.config, "projector_patch_to_query_dict", None)
     if counts:  # the numbers of patches that Aria's projector was made for
         return (math.isqrt(min(map(int, counts))) * _patch_side(batch),) * 2
@@ -207,7 +206,6 @@ def _made_for(batch: Batch) -> tuple[int, int] | None:
 
 
 def _tiles(batch: Batch) -> int:
-    """The most tiles that an image is cut into."""
     return whole(batch.vision, "max_num_tiles", default=1)
 
 

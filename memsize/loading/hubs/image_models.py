@@ -89,7 +89,6 @@ def load_torchvision_model(name: str, arguments: Mapping[str, object]) -> Librar
 
 
 def _size(models: Any, name: str, module_name: str, module: Any) -> tuple[int, ...]:
-    """Channels, for clips frames, height and width."""
     weights = getattr(models.get_model_weights(name), "DEFAULT", None)
     options = getattr(weights.transforms, "keywords", None) or {} if weights is not None else {}
     meta = weights.meta if weights is not None else {}
@@ -118,7 +117,6 @@ def _detection(request: InputRequest, shape: tuple[int, ...], module: Any) -> An
 
 
 def _objects(shape: tuple[int, ...], module: Any) -> dict[str, Any]:
-    """The boxes, labels, and where the model predicts them masks and keypoints, of a few objects in one image."""
     import torch
 
     _, height, width = shape

@@ -113,7 +113,6 @@ def first_cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def _few_modules() -> Iterator[None]:
-    """Raise `_TooManyModulesError` when more than `MOST_MODULES` modules become parts of others."""
     from torch.nn.modules.module import register_module_module_registration_hook
 
     built = 0

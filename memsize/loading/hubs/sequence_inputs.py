@@ -179,7 +179,6 @@ def spectrogram(batch: Batch) -> Tensor:
 
 
 def _bins(batch: Batch) -> int:
-    """Values of one frame: by the config, or else by the first layer over them."""
     stated = entry(batch.audio, *_STATED, "input_feat_size")
     stated = stated or entry(batch.audio, "num_mel_bins", "feature_size", "n_mels", "mel_bins")
     if isinstance(stated, int):
@@ -242,7 +241,6 @@ def _past(batch: Batch) -> int:
 
 
 def _series(batch: Batch) -> tuple[int, ...]:
-    """The series that go side by side: their dimension is left out where a model has it for several only."""
     several = getattr(batch.config, "num_input_channels", None)
     if isinstance(several, int):
         return (several,)
