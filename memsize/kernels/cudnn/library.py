@@ -198,31 +198,15 @@ def _device_properties(capability: tuple[int, int]) -> dict[str, object]:
     """A description of a GPU of this compute capability; apart from its multiprocessors, any other figures would do."""
     major, minor = capability
     return {
-        "cudaDeviceId": 0,
-        "deviceName": f"compute capability {major}.{minor}",
-        "deviceVer": _device_version(capability),
-        "driverVer": 13_000,
-        "isTccDriver": 0,
-        "l2CacheSize": 50 << 20,
-        "maxBlockSize": [1024, 1024, 64],
-        "maxCtasPerSM": 32,
-        "maxGridSize": [2_147_483_647, 65_535, 65_535],
-        "maxRegistersPerSM": 65_536,
-        "maxSharedMemoryPerBlock": 49_152,
-        "maxSharedMemoryPerBlockOptin": 101_376,
-        "maxThreadsPerBlock": 1024,
-        "maxThreadsPerSM": 2048,
-        "memClockRateKHz": 2_619_000,
-        "multiProcessorCount": _MULTIPROCESSORS.get(capability, 132),
-        "pciDeviceId": 0,
-        "regsPerBlock": 65_536,
-        "reservedSharedMemoryPerBlock": 1024,
-        "smClockRateKHz": 1_980_000,
-        "smCountOrigin": 0,
-        "supportCoopLaunch": 1,
-        "totalGlobalMem": 80 << 30,
-        "warpSize": 32,
-    }
+        "cudaDeviceId": 0, "deviceName": f"compute capability {major}.{minor}",
+        "deviceVer": _device_version(capability), "driverVer": 13_000, "isTccDriver": 0, "l2CacheSize": 50 << 20,
+        "maxBlockSize": [1024, 1024, 64], "maxCtasPerSM": 32, "maxGridSize": [2_147_483_647, 65_535, 65_535],
+        "maxRegistersPerSM": 65_536, "maxSharedMemoryPerBlock": 49_152, "maxSharedMemoryPerBlockOptin": 101_376,
+        "maxThreadsPerBlock": 1024, "maxThreadsPerSM": 2048, "memClockRateKHz": 2_619_000,
+        "multiProcessorCount": _MULTIPROCESSORS.get(capability, 132), "pciDeviceId": 0, "regsPerBlock": 65_536,
+        "reservedSharedMemoryPerBlock": 1024, "smClockRateKHz": 1_980_000, "smCountOrigin": 0, "supportCoopLaunch": 1,
+        "totalGlobalMem": 80 << 30, "warpSize": 32,
+    }  # fmt: skip
 
 
 def _device_version(capability: tuple[int, int]) -> int:
