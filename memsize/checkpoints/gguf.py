@@ -171,17 +171,14 @@ def _header(source: Source) -> _Header:
         header.values[key] = _value(cursor, cursor.number("I"))
     header.metadata_end = cursor.position
     cursor.what = "the tensor descriptions"
-    header.tensors = [_described(cursor) for _ in range(tensors)]
+    for _ in range(tensors):
+        name, dimensions = cursor.string(), cursor.number("I")
+        if dimensions > MOST_GGML_DIMENSIONS:
+            raise source.damaged(f"{name!r} has {dimensions:,} dimensions")
+        shape = tuple(int(cursor.number("Q")) for _ in range(dimensions))
+        header.tensors.append(_Described(name, shape, cursor.number("I"), cursor.number("Q")))
     header.end = cursor.position
     return header
-
-
-def _described(cursor: _Cursor) -> _Described:
-    name, dimensions = cursor.string(), cursor.number("I")
-    if dimensions > MOST_GGML_DIMENSIONS:
-        raise cursor.source.damaged(f"{name!r} has {dimensions:,} dimensions")
-    shape = tuple(int(cursor.number("Q")) for _ in range(dimensions))
-    return _Described(name, shape, cursor.number("I"), cursor.number("Q"))
 
 
 def _value(cursor: _Cursor, kind: int) -> Any:

@@ -184,7 +184,13 @@ def _join(name: str, parts: Iterable[Contents]) -> Contents:
         base = len(storages)
         # A new tuple of fields is made much faster than by `replace`.
         storages += [Storage(s.name, number, s.offset, s.bytes, s.file_bytes, s.unneeded) for s in part.storages]
-        tensors += [_in_set(tensor, base) for tensor in part.tensors]
+        tensors += [
+            Tensor(
+                t.name, t.keys, t.spec, t.elements, None if t.storage is None else t.storage + base, t.bytes,
+                t.unneeded, t.shared_with, t.wrapper, t.trainable,
+            )
+            for t in part.tensors
+        ]  # fmt: skip
     formats = tuple(dict.fromkeys(part.format for part in contents))
     values = dict(pair for part in reversed(contents) for pair in part.values)
     return Contents(
@@ -197,13 +203,6 @@ def _join(name: str, parts: Iterable[Contents]) -> Contents:
         marks=tuple(mark for part in contents for mark in part.marks),
         classes=tuple(dict.fromkeys(name for part in contents for name in part.classes)),
         notes=tuple(note for part in contents for note in part.notes),
-    )
-
-
-def _in_set(t: Tensor, base: int) -> Tensor:
-    storage = None if t.storage is None else t.storage + base
-    return Tensor(
-        t.name, t.keys, t.spec, t.elements, storage, t.bytes, t.unneeded, t.shared_with, t.wrapper, t.trainable
     )
 
 

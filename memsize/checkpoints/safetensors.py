@@ -7,7 +7,6 @@ here too. Bytes between ranges are shown as unclaimed, although the library refu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from memsize.checkpoints.contents import SAFETENSORS, Contents, Storage
@@ -52,7 +51,9 @@ def read(source: Source) -> Contents:
         storages.append(Storage(piece.keys[0], 0, base + begin, piece.span, piece.span))
         pieces.append(piece)
     check_apart(source, storages)
-    return file_contents(source, "safetensors", claims, pieces, storages, values=tuple(_texts(metadata)))
+    texts = metadata.items() if isinstance(metadata, dict) else ()
+    values = tuple((printable(str(name)), printable(str(value))) for name, value in texts)
+    return file_contents(source, "safetensors", claims, pieces, storages, values=values)
 
 
 def _header(source: Source) -> tuple[dict[str, Any], int]:
@@ -100,8 +101,3 @@ def _entry(source: Source, name: str, value: Any, index: int) -> tuple[Piece, in
         described = f"{code}{shape}"[:80]
         raise source.damaged(f"{name!r} is said to be {described}, which does not take its {size:,} bytes of data")
     return Piece((name,), TensorSpec(dtype, tuple(shape)), elements, index, 0, size, size), begin
-
-
-def _texts(metadata: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(metadata, dict):
-        yield from ((printable(str(name)), printable(str(value))) for name, value in metadata.items())

@@ -40,7 +40,7 @@ class _Naming:
             return None
         name = name[len(self.dropped) :]
         if self.wrappers:
-            name = _without(self.wrappers, name)
+            name = re.sub(rf"(?<![^.])(?:{'|'.join(self.wrappers)})\.", "", name)
         return self.added + name
 
     @property
@@ -112,11 +112,6 @@ def _prefixes(names: Sequence[str]) -> list[str]:
         steps = name.split(".")[:-1][:_DEEPEST_PREFIX]
         counts.update(".".join(steps[:length]) + "." for length in range(1, len(steps) + 1))
     return [prefix for prefix, _ in counts.most_common(16)]
-
-
-def _without(wrappers: Sequence[str], name: str) -> str:
-    pattern = "|".join(map(re.escape, wrappers))
-    return re.sub(rf"(?<![^.])(?:{pattern})\.", "", name)
 
 
 def _root(prefix: str, tensors: Sequence[Tensor], breakdown: Breakdown) -> tuple[str, ...]:

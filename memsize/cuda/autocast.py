@@ -242,7 +242,7 @@ def cast(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:
     if own is torch.float32 and _is_cached(tensor) and dtype is region_dtype():
         return _cached_copy(tensor, dtype, semantics)
     copy = tensor.to(dtype)
-    if semantics.observer is not None and _is_parameter(tensor):
+    if semantics.observer is not None and any(isinstance(t, torch.nn.Parameter) for t in (tensor, tensor._base)):
         semantics.observer(tensor, copy)
     return copy
 
@@ -257,10 +257,6 @@ def _is_cached(tensor: Tensor) -> bool:
     is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
     is_inference = region.is_inference or torch.is_inference_mode_enabled()
     return is_weight and _is_cache_enabled() and not is_inference
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
 
 
 def _cached_copy(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:

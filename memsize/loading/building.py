@@ -98,17 +98,15 @@ def weightless(
             or lacks_gpu(first)
             or (failure is not None and type(failure) is type(first) and message_of(failure) == message_of(first))
         )
-        if is_settled or not mode.left_out or not (mode.values_missed or _may_want_values(first)):
+        # PyTorch raises a RuntimeError for a tensor without values, or an error about `meta`.
+        wants_values = isinstance(first, RuntimeError) or "meta" in message_of(first)
+        missed_values = mode.values_missed or (wants_values and not isinstance(first, ExitError))
+        if is_settled or not mode.left_out or not missed_values:
             raise first
         return factory(**arguments), user_traceback(first, is_theirs)
 
 
 _NEVER_ABOUT_VALUES = (EOFError, ImportError, NameError, OSError)
-
-
-def _may_want_values(error: Exception) -> bool:
-    """Whether PyTorch may have raised `error` for a tensor without values: a RuntimeError, or one about `meta`."""
-    return not isinstance(error, ExitError) and (isinstance(error, RuntimeError) or "meta" in message_of(error))
 
 
 def _check_arguments(factory: Callable[..., Any], label: str, arguments: Mapping[str, object]) -> None:
@@ -204,21 +202,13 @@ def users_failures_told() -> Iterator[None]:
         limit = sys.getrecursionlimit()
         raise TargetError(f"the model nests too deeply for Python's recursion limit of {limit}: raise that") from error
     except Exception as error:
-        frame = _users_frame(error)
-        if frame is None:
-            raise
-        where = f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
-        raise TargetError(f"your own code failed at {where}: {in_one_line(error)}") from error
-
-
-def _users_frame(error: Exception) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's code, if it lies below every frame of memsize."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if is_users(frame.filename):
-            return frame
-        if Path(frame.filename).is_relative_to(_MEMSIZE):
-            return None
-    return None
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if is_users(frame.filename):
+                where = f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
+                raise TargetError(f"your own code failed at {where}: {in_one_line(error)}") from error
+            if Path(frame.filename).is_relative_to(_MEMSIZE):
+                break
+        raise
 
 
 def input_maker(function: Callable[..., Any], label: str, scope: ImportScope | None = None) -> InputMaker:

@@ -74,9 +74,11 @@ class Weightless(TorchDispatchMode):
                 kwargs["device"] = _CPU
             if _is_cpu(kwargs.get("device")):
                 result = _try_on_meta(func, args, kwargs)
-                if isinstance(result, torch.Tensor) and _is_large(result):
-                    self.left_out = True
-                    return result
+                if isinstance(result, torch.Tensor):
+                    floating = result.is_floating_point() or result.is_complex()
+                    if result.numel() >= (SMALLEST if floating else SMALLEST_INTEGER):
+                        self.left_out = True
+                        return result
         return func(*args, **kwargs)
 
 
@@ -155,11 +157,6 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 def _makes_tensors(func: Any) -> bool:
     """Whether the caller says on which device the result of `func` is: `empty`, `randn`, `new_zeros`, `_to_copy` …"""
     return any(argument.name == "device" for argument in func._schema.arguments)
-
-
-def _is_large(tensor: torch.Tensor) -> bool:
-    floating = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.numel() >= (SMALLEST if floating else SMALLEST_INTEGER)
 
 
 def _to_meta(value: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from memsize.errors import ScenarioError, UnknownScenarioError, first_line, quoted
-from memsize.loading.hubs.libraries import quiet
+from memsize.loading.hubs import quiet
 from memsize.model.stored import TORCHSCRIPT_CONSTANT, stored_tensors
 from memsize.model.tensor_storage import dtype_name, wrapper_name
 from memsize.precision.layouts import Kernel, Layout, Parts

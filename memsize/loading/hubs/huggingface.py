@@ -16,9 +16,7 @@ from typing import Any
 
 from memsize.errors import TargetError, first_line
 from memsize.files import parse_json, read
-from memsize.loading.hubs.huggingface_inputs import config_input_maker
-from memsize.loading.hubs.input_batch import PLACEHOLDERS, TEXT, part
-from memsize.loading.hubs.libraries import (
+from memsize.loading.hubs import (
     LibraryModel,
     build_library_model,
     first_cause,
@@ -26,6 +24,8 @@ from memsize.loading.hubs.libraries import (
     is_broken,
     unknown_name,
 )
+from memsize.loading.hubs.huggingface_inputs import config_input_maker
+from memsize.loading.hubs.input_batch import PLACEHOLDERS, TEXT, part
 
 _LONGEST = 16 * 2**20
 _MOST_VALUES = 500_000

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memsize.errors import InputError, TargetError
-from memsize.loading.hubs.libraries import LibraryModel, build_library_model, import_library, unknown_name
+from memsize.loading.hubs import LibraryModel, build_library_model, import_library, unknown_name
 from memsize.spec.inputs import InputMaker, InputRequest
 
 FRAMES = 16
