@@ -154,9 +154,7 @@ class Group:
 
 
 class View(NamedTuple):
-    """The modules to list: down to `depth` below their part (None: every tensor), `folded` if those whose names differ
-    only in numbers are one row.
-    """
+    """Modules to list: down to `depth` below their part (None: tensors), `folded` if only numbers in names differ."""
 
     depth: int | None = None
     folded: bool = False

@@ -70,9 +70,7 @@ class Dict:
 
 @dataclass(slots=True, eq=False)
 class Object:
-    """The result of a call: the `callee`, its arguments, and additions to the result: states, items of a list, and
-    `entries` of a dictionary.
-    """
+    """The result of calling `callee`, and additions to it: states, list items, and `entries` of a dictionary."""
 
     callee: Any
     args: tuple[Any, ...] = ()

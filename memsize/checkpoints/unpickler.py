@@ -206,12 +206,10 @@ class Unpickler(pickle._Unpickler):
         self.call(klass, tuple(args))
 
     def load_reduce(self) -> None:
-        """REDUCE and NEWOBJ: a function or a class, and its arguments."""
         args = self.stack.pop()
         self.call(self.stack.pop(), args)
 
     def load_newobj_ex(self) -> None:
-        """NEWOBJ_EX: the same with keyword arguments."""
         keywords, args, callee = self.stack.pop(), self.stack.pop(), self.stack.pop()
         self.call(callee, (*args, keywords))
 
@@ -239,11 +237,9 @@ class Unpickler(pickle._Unpickler):
             self.append(self._number(line))
 
     def load_get(self) -> None:
-        """GET: push the memo's value of a number in digits."""
         self.append(self.memo[self._number(self.readline())])
 
     def load_put(self) -> None:
-        """PUT: remember the topmost value under a number in digits."""
         self.memo[self._number(self.readline())] = self.stack[-1]
 
     def _number(self, line: bytes) -> int:
@@ -260,7 +256,6 @@ class Unpickler(pickle._Unpickler):
         self.append(Dict(items))
 
     def load_buffer(self) -> None:
-        """NEXT_BUFFER and READONLY_BUFFER."""
         raise self.damaged("it needs data that is kept outside it")
 
     def push_data(self, length: int, text: bool) -> None:

@@ -62,9 +62,7 @@ def _takes_cudnn(tensor: Tensor, semantics: Semantics) -> bool:
 
 
 def _cudnn(name: str, form: str, semantics: Semantics, tensor: Tensor, *args: Any) -> Any:
-    """The outputs of `_cudnn_rnn`, or None where PyTorch should say what is wrong with the arguments, or only the data
-    could tell how many sequences take part in each step of packed ones.
-    """
+    """The outputs of `_cudnn_rnn`; None where only the data tells the sizes, or PyTorch should name the mistake."""
     sizes: list[int] = []
     if form == "input":
         hidden, weights, has_biases, layers, dropout, train, bidirectional, batch_first = args

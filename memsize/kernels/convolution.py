@@ -363,8 +363,7 @@ def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int
 
 
 def _pooled_shape(tensor: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
-    """The shape of a pooled image, its batch and channels kept; None for arguments that don't fit. No stride: the
-    kernel's size."""
+    """The shape of a pooled image; None for arguments that don't fit. Without a stride: the kernel's size."""
     options = [per_dimension(values, 2) for values in (kernel, stride or kernel, padding, dilation)]
     if not are_floating(tensor) or tensor.dim() not in (3, 4):
         return None

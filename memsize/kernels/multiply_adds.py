@@ -58,9 +58,7 @@ def _recurrent(tensor: Tensor, weights: list[Tensor], *_: Any, **__: Any) -> int
 
 
 def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Every row of `a` meets one group of `b`; where both are batches, each its own, and where neither is, all of `k`
-    is shared out among the groups.
-    """
+    """Every row of `a` meets one group of `b`, or of two batches its own; without any, the groups share out `k`."""
     rows = a.shape[0] * a.shape[1] if a.dim() == b.dim() == 3 else a.shape[-2]
     return FLOPS_OF_ONE * rows * a.shape[-1] * b.shape[-1]
 

@@ -56,8 +56,7 @@ def data_dependent_ops() -> Mapping[str, DataDependentOp]:
 
 @cache
 def sparse_ops() -> Mapping[str, DataDependentOp]:
-    """Ops where only the number of elements of a sparse tensor depends on the data; what these leave, PyTorch decides
-    by shapes alone."""
+    """Ops where only the number of elements of a sparse tensor depends on the data; the rest is left to PyTorch."""
     return {
         "aten::_coalesce": _coalesce,
         "aten::norm.ScalarOpt_dim": _norm,
@@ -195,9 +194,7 @@ def _embedding_bag_backward(
 
 
 def _nms(rely: Rely, boxes: torch.Tensor, scores: torch.Tensor, _threshold: float) -> Any:
-    """Non-maximum suppression (torchvision) of boxes that do not overlap: none is suppressed. Boxes that are known need
-    torchvision's compiled part, which does not fit every PyTorch.
-    """
+    """No box is suppressed, since they do not overlap. Known boxes need torchvision's compiled part."""
     is_constant = constant_of(boxes) is not None and constant_of(scores) is not None
     if is_constant and torch._C._dispatch_has_kernel_for_dispatch_key("torchvision::nms", "CPU"):
         return NotImplemented
@@ -266,9 +263,7 @@ def spread_evenly(indices: torch.Tensor, dim: int | None, choices: int) -> None:
 
 
 def compared_with_number(op: str, number: Any) -> tuple[bool, str] | None:
-    """How data compares with an infinite number, or whether it is exactly a finite one, with the assumption behind the
-    answer; None for any other question.
-    """
+    """How data compares with a number, and the assumption behind the answer; None where nothing is assumed."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return None
     if isinstance(number, float) and math.isinf(number):

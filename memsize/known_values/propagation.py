@@ -290,9 +290,7 @@ def _inform(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def tell_sign(op: OpTraits, args: Any, result: torch.Tensor) -> None:
-    """In scripts, fix the sign of a scalar that depends on data, so that branches such as ``if norm < 0`` take the
-    usual path: some read a negative norm as one that is not finite.
-    """
+    """In scripts, let a scalar that depends on data be positive: some read a negative norm as not finite."""
     sign = compared_with_zero(str(op.comparison), args[1])
     if sign is not None and result.numel() == 1 and is_meta(result) and constant_of(result) is None:
         set_uniform(result, sign, ITEM_IS_ONE)

@@ -30,9 +30,7 @@ from memsize.torch_internals.pytree import map_tensors, tensors_in
 
 
 class Toeplitz(NamedTuple):
-    """A matrix with `rows` rows: the numbers along its diagonals, from the one in the lower left corner to the one in
-    the upper right.
-    """
+    """A matrix of `rows` rows: the numbers along its diagonals, from the lower left corner to the upper right."""
 
     diagonals: Tensor
     rows: int

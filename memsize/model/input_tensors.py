@@ -44,9 +44,7 @@ class ModelInputs:
     def call(
         self, batch_size: int | None = None, floating: torch.dtype | None = None, *, typed_too: bool = True
     ) -> Call:
-        """Arguments on `meta`. With `floating`, floating ones are cast to it; those whose dtype was chosen only if
-        `typed_too`.
-        """
+        """Arguments on `meta`, floating ones cast to `floating`; those of a chosen dtype only if `typed_too`."""
         args, kwargs = self.make(self.batch_size if batch_size is None else batch_size)
         if floating is None:
             return args, kwargs
@@ -106,9 +104,7 @@ def inputs_from_specs(specs: Sequence[InputSpec], batch_size: int) -> ModelInput
 
 
 def inputs_from_data(data: Any) -> ModelInputs:
-    """The user's own inputs: a mapping gives keyword arguments, a tuple or list positional ones, anything else the only
-    one.
-    """
+    """The user's own inputs: a mapping of keyword arguments, a tuple or list of positional ones, or the only one."""
     return inputs_from_call(call_of(data))
 
 

@@ -170,9 +170,7 @@ def _materialized(name: str, tensor: torch.Tensor, device: torch.device) -> torc
 
 
 def _fill(name: str, tensor: torch.Tensor) -> None:
-    """Values that keep a network's activations from vanishing or overflowing: scales and variances of one, small
-    weights.
-    """
+    """Keep activations from vanishing or overflowing: scales and variances of one, small weights."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         tensor.zero_()
     elif tensor.dim() == 1 and name in ("weight", "running_var"):

@@ -233,9 +233,9 @@ class _Copy:
         self.memo.setdefault(id(self.memo), []).append(original)
         return copied
 
-    def _list(self, value: list[Any]) -> list[Any]:
-        copied: list[Any] = self._remember(value, [])
-        copied.extend(map(self.part, value))
+    def _list_or_set(self, value: list[Any] | set[Any]) -> Any:
+        copied = self._remember(value, type(value)())
+        (copied.extend if isinstance(value, list) else copied.update)(map(self.part, value))
         return copied
 
     def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -244,11 +244,6 @@ class _Copy:
         if not same:
             self._remember(value, copied)
         return value if same else copied
-
-    def _set(self, value: set[Any]) -> set[Any]:
-        copied: set[Any] = self._remember(value, set())
-        copied.update(map(self.part, value))
-        return copied
 
     def _mapping(self, value: dict[Any, Any]) -> dict[Any, Any]:
         factory = (self.part(value.default_factory),) if isinstance(value, defaultdict) else ()
@@ -346,9 +341,8 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 _COPIERS: dict[type, Callable[[_Copy, Any], Any]] = {
-    list: _Copy._list,
+    **dict.fromkeys((list, set), _Copy._list_or_set),
     tuple: _Copy._tuple,
-    set: _Copy._set,
     **dict.fromkeys((dict, OrderedDict, defaultdict), _Copy._mapping),
     types.FunctionType: _Copy._function,
     types.MethodType: lambda copier, method: types.MethodType(*map(copier.part, (method.__func__, method.__self__))),

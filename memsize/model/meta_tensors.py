@@ -72,9 +72,7 @@ class MetaTensors:
         """Objects that these tables know by address, kept alive."""
 
     def tensor(self, original: torch.Tensor, looked_at: bool = True) -> torch.Tensor:
-        """The one copy of `original`. With `looked_at` False its values are dropped even if small, since nobody reads
-        them.
-        """
+        """The one copy of `original`. Without `looked_at` its values are dropped even if small: nobody reads them."""
         copied: torch.Tensor | None = self.memo.get(id(original))
         if copied is None:
             plain = self._plain.get(id(original))
@@ -185,9 +183,7 @@ class MetaTensors:
         return empty.set_(base, original.storage_offset(), original.shape, original.stride())
 
     def _as_mask(self, copied: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-        """A large tensor among the buffers or inputs that a few numbers tell: integers that are all the same (nothing
-        is padded), or a square matrix with its diagonals.
-        """
+        """A large tensor that few numbers tell: integers that are all the same, or a square matrix by its diagonals."""
         if not _fills_storage(original) or original.dtype in UNREADABLE:
             return copied
         original = original.detach()

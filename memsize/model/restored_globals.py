@@ -53,9 +53,7 @@ def _is_users(value: Any) -> bool:
 
 
 def _named(functions: Iterable[types.FunctionType]) -> Iterator[tuple[dict[str, Any], set[str]]]:
-    """The globals of each module whose functions these are, and the names that they use, or that functions of the
-    user's use which they call.
-    """
+    """The globals of the functions' modules, and the names used by these and by the user's functions they call."""
     tables: dict[int, tuple[dict[str, Any], set[str]]] = {}
     waiting, met = list(functions), set[int]()
     while waiting:

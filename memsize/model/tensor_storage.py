@@ -126,9 +126,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def _bitsandbytes(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that bitsandbytes attaches to a parameter: `SCB`, `CB` unless it is the data, those of its
-    `quant_state`.
-    """
+    """Yield the tensors that bitsandbytes attaches: `SCB`, `CB` unless it is the data, parts of its `quant_state`."""
     if type(tensor) in PLAIN_TYPES:
         return
     for key in _BITSANDBYTES:

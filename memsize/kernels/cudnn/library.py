@@ -134,9 +134,7 @@ class Library:
         return dotted_cudnn(self.version)
 
     def plan(self, convolution: Convolution, capability: tuple[int, int]) -> Plan | None:
-        """The plan that PyTorch would run; None where cuDNN has none. Raises `CudnnError` for a GPU that it does not
-        know.
-        """
+        """The plan that PyTorch would run, None without one. Raises `CudnnError` for a GPU that cuDNN does not know."""
         question = convolution, capability
         if question not in self._plan_of:
             # To read all of a list takes most of the time, and one of the first is nearly always allowed.

@@ -179,9 +179,7 @@ def frames(batch: Batch) -> tuple[int, ...]:
 
 
 def sides(batch: Batch) -> tuple[int, int]:
-    """Height and width of an image: the size that the model was made for, or else the config's, or its processor's, cut
-    to whole windows of patches.
-    """
+    """Height and width of an image, by the model, its config or its processor, in whole windows of patches."""
     processor = batch.preprocessor
     cut = processor.get("crop_size") if processor.get("do_center_crop", True) else None
     stated = (*(getattr(config, name, None) for config in batch.vision for name in _SIZES), cut, processor.get("size"))

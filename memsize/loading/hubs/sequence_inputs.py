@@ -81,9 +81,7 @@ def decoder_ids(batch: Batch) -> Tensor | None:
 
 
 def token_types(batch: Batch) -> Tensor | None:
-    """One for each token that stands for an image, 2 for a clip, 0 for text; None for models of text alone, which take
-    that for granted.
-    """
+    """One for each token of an image, 2 of a clip, 0 of text; None for models of text alone, which assume it."""
     if not batch.mixes or not (batch.tokens or batch.request.training):
         return None
     tokens = ids(batch)
