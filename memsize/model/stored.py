@@ -54,8 +54,13 @@ def stored_tensors(model: nn.Module) -> tuple[StoredTensor, ...]:
     """
     modules = list(model.named_modules())
     order = {path: index for index, (path, _) in enumerate(modules)}
-    registered = (entry for path, module in modules for entry in _own(module, f"{path}." if path else "", path))
-    tensors = [*registered, *_attributes(modules)]
+    tensors: list[_NamedTensor] = []
+    seen: set[int] = set()
+    for path, module in modules:
+        tensors += _own(module, f"{path}." if path else "", path)
+        seen.update(map(id, (module, *module._parameters.values(), *module._buffers.values())))
+    for path, module in modules:
+        tensors += _unregistered(module, f"{path}." if path else "", path, seen)
     rows = map(_row, tensors, _shares(tensors))
     return tuple(sorted(rows, key=lambda row: order[row.layer]))
 
@@ -102,8 +107,12 @@ class _NamedTensor(NamedTuple):
 
 def _row(entry: _NamedTensor, shares: _Shares) -> StoredTensor:
     tensor = entry.tensor
-    lazy = is_lazy(tensor)
-    total = sum(shares.owned)
+    lazy, total = is_lazy(tensor), sum(shares.owned)
+    elements = 0 if lazy else tensor.numel() * _PAIRED.get(dtype_name(tensor.dtype), 1)
+    # bitsandbytes packs two elements a byte, and keeps the original shape beside them.
+    original = None if type(tensor) in PLAIN_TYPES else getattr(vars(tensor).get("quant_state"), "shape", None)
+    if original is not None and not lazy:
+        elements = math.prod(original)
     named = zip(shares.pieces, shares.owned, strict=True)
     parts = (StoredPart(name or "data", spec_of(piece), owned) for (name, piece), owned in named)
     return StoredTensor(
@@ -111,7 +120,7 @@ def _row(entry: _NamedTensor, shares: _Shares) -> StoredTensor:
         entry.kind,
         entry.layer,
         TensorSpec(dtype_name(tensor.dtype), ()) if lazy else spec_of(tensor),
-        elements=0 if lazy else _elements(tensor),
+        elements=elements,
         bytes=total,
         reported_bytes=0 if lazy else tensor.numel() * tensor.element_size(),
         trainable=entry.kind == "parameter" and tensor.requires_grad,
@@ -119,13 +128,6 @@ def _row(entry: _NamedTensor, shares: _Shares) -> StoredTensor:
         wrapper=entry.packed or wrapper_name(tensor),
         parts=tuple(parts) if len(shares.pieces) > 1 or is_wrapper(tensor) else (),
     )
-
-
-def _elements(tensor: torch.Tensor) -> int:
-    state = None if type(tensor) in PLAIN_TYPES else vars(tensor).get("quant_state")
-    if state is not None and getattr(state, "shape", None) is not None:
-        return math.prod(state.shape)
-    return tensor.numel() * _PAIRED.get(dtype_name(tensor.dtype), 1)
 
 
 def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_NamedTensor]:
@@ -141,15 +143,8 @@ def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_NamedTensor]:
         yield _NamedTensor(prefix + name, "packed" if is_weight else "attribute", layer, constant, TORCHSCRIPT_CONSTANT)
 
 
-def _attributes(modules: list[tuple[str, nn.Module]]) -> Iterator[_NamedTensor]:
-    seen = {id(module) for _, module in modules}
-    for _, module in modules:
-        seen.update(id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
-    for path, module in modules:
-        yield from _unregistered(module, f"{path}." if path else "", path, seen)
-
-
 def _unregistered(module: nn.Module, prefix: str, layer: str, seen: set[int]) -> Iterator[_NamedTensor]:
+    """Tensors that `module` holds without registering them: as attributes, or inside lists, tuples, dicts, modules."""
     for name, value in list(vars(module).items()):
         if name not in _MODULE_STATE and _may_hold(value):
             yield from _tensors_in(value, prefix + name, layer, seen)
@@ -223,12 +218,11 @@ def _constants(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def _packed_objects(module: nn.Module) -> Iterator[tuple[str, torch.ScriptObject]]:
+    named = vars(module)
     if isinstance(module, torch.jit.ScriptModule):
         scripted: Any = module._c
-        named = ((name, scripted.getattr(name)) for name in _SCRIPTED_PACKED if scripted.hasattr(name))
-        yield from ((name, value) for name, value in named if type(value) is torch.ScriptObject)
-    else:
-        yield from ((name, value) for name, value in vars(module).items() if type(value) is torch.ScriptObject)
+        named = {name: scripted.getattr(name) for name in _SCRIPTED_PACKED if scripted.hasattr(name)}
+    yield from ((name, value) for name, value in named.items() if type(value) is torch.ScriptObject)
 
 
 def _packed(packed: torch.ScriptObject, attribute: str, layer: str, prefix: str) -> Iterator[_NamedTensor]:
