@@ -11,12 +11,14 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from memsize.errors import InputError, TargetError
 from memsize.loading.hubs import LibraryModel, build_library_model, import_library, unknown_name
+from memsize.loading.hubs.image_inputs import FRAMES
+from memsize.loading.hubs.input_batch import unknown
 from memsize.spec.inputs import InputMaker, InputRequest
 
-FRAMES = 16
-"""Frames of a clip, where the weights do not ask for more."""
 _FLOW_SIZE = (520, 960)
 _OBJECTS = 2
 _KEYPOINTS = 17
@@ -49,7 +51,7 @@ def load_timm_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
 
     def make(request: InputRequest) -> Any:
         _refuse_seq_len(request, label)
-        return (_unknown(request.batch_size, *size),)
+        return (unknown(request.batch_size, *size),)
 
     return LibraryModel(module, label, InputMaker(make), notes)
 
@@ -83,7 +85,7 @@ def load_torchvision_model(name: str, arguments: Mapping[str, object]) -> Librar
         if detects:
             return _detection(request, shape, module)
         # The flow is looked for between two frames.
-        return tuple(_unknown(request.batch_size, *shape) for _ in range(2 if is_flow else 1))
+        return tuple(unknown(request.batch_size, *shape) for _ in range(2 if is_flow else 1))
 
     return LibraryModel(module, label, InputMaker(make), notes)
 
@@ -112,13 +114,11 @@ def _detection_size(module: Any) -> tuple[int, ...]:
 
 def _detection(request: InputRequest, shape: tuple[int, ...], module: Any) -> Any:
     """A list of images; in training also the objects in each, which a detector then wants."""
-    images = [_unknown(*shape) for _ in range(request.batch_size)]
+    images = [unknown(*shape) for _ in range(request.batch_size)]
     return (images, [_objects(shape, module) for _ in images]) if request.training else (images,)
 
 
 def _objects(shape: tuple[int, ...], module: Any) -> dict[str, Any]:
-    import torch
-
     _, height, width = shape
     corners = [
         [width * i / 8, height * i / 8, width * (i + 4) / 8, height * (i + 4) / 8] for i in range(1, 1 + _OBJECTS)
@@ -130,12 +130,6 @@ def _objects(shape: tuple[int, ...], module: Any) -> dict[str, Any]:
     if getattr(heads, "keypoint_head", None) is not None:
         objects["keypoints"] = torch.ones(_OBJECTS, _KEYPOINTS, 3)
     return objects
-
-
-def _unknown(*shape: int) -> Any:
-    import torch
-
-    return torch.empty(shape, device="meta")
 
 
 def _refuse_seq_len(request: InputRequest, label: str) -> None:
