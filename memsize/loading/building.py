@@ -1,4 +1,4 @@
-"""Calls of the user's code, to build a module or to make inputs, and where it failed.
+"""Calls of the user's code, to build a module or to make inputs, what they return, and where they failed.
 
 It runs without the memory of its weights where it can, and leaves the random generators as they were. Where it fails,
 `user_traceback` says in one line where, and why.
@@ -13,8 +13,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,28 @@ if TYPE_CHECKING:
 
 IsTheirs = Callable[[str], bool]
 _MEMSIZE = Path(__file__).absolute().parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A target's module, its name (``model.py:Test``), and notes for readers on how it was built.
+
+    `inputs` makes inputs that suit the model, where its library or trainer defines them.
+    """
+
+    module: nn.Module
+    name: str
+    notes: tuple[str, ...] = ()
+    scope: ImportScope | None = field(default=None, repr=False, compare=False)
+    inputs: InputMaker | None = field(default=None, repr=False, compare=False)
+
+    def importable(self) -> AbstractContextManager[None]:
+        """Let the model's forward import all that the target could import while it was loaded."""
+        if self.scope is not None:
+            return self.scope.entered()
+        if self.inputs is None:
+            raise ValueError(f"{self.name} was not loaded from a target")
+        return nullcontext()  # a library's model imports what is installed
 
 
 def build(

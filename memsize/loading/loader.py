@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fnmatch import filter as matching
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -20,41 +20,27 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from memsize.errors import ExitError, InputError, TargetError, UnknownTargetError, exits_caught, quoted
-from memsize.loading.building import build, gpu_advice, input_maker, lacks_gpu, random_numbers_kept, user_traceback
+from memsize.loading.building import (
+    LoadedModel,
+    build,
+    gpu_advice,
+    input_maker,
+    lacks_gpu,
+    random_numbers_kept,
+    user_traceback,
+)
 from memsize.loading.model_defined_step import is_trainer, model_defined_step, model_defined_step_of
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import LIBRARIES, Target, parse_target
 from memsize.spec.inputs import InputMaker, InputRequest
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 
 GpuContextFactory = Callable[[], AbstractContextManager[Any]]
 """Opens a region in which this process has a GPU."""
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A target's module, its name (``model.py:Test``), and notes for readers on how it was built.
-
-    `inputs` makes inputs that suit the model, where its library or trainer defines them.
-    """
-
-    module: nn.Module
-    name: str
-    notes: tuple[str, ...] = ()
-    scope: ImportScope | None = field(default=None, repr=False, compare=False)
-    inputs: InputMaker | None = field(default=None, repr=False, compare=False)
-
-    def importable(self) -> AbstractContextManager[None]:
-        """Let the model's forward import all that the target could import while it was loaded."""
-        if self.scope is not None:
-            return self.scope.entered()
-        if self.inputs is None:
-            raise ValueError(f"{self.name} was not loaded from a target")
-        return nullcontext()  # a library's model imports what is installed
 
 
 def load(
@@ -76,8 +62,7 @@ def load(
     if target.library is not None:
         from memsize.loading.hubs import load_library_model
 
-        model = load_library_model(target, arguments or {})
-        return LoadedModel(model.module, model.name, model.notes, inputs=model.inputs)
+        return load_library_model(target, arguments or {})
 
     def attempt(failure: BaseException | None) -> LoadedModel:
         scope, module_name = scope_of(target)

@@ -11,14 +11,12 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from memsize.errors import TargetError, UnknownTargetError, in_one_line, quoted
-from memsize.loading.building import build, random_numbers_kept
+from memsize.loading.building import LoadedModel, build, random_numbers_kept
 from memsize.loading.library_imports import compiler_late, remedy, torchvision_importable
 from memsize.loading.target import Target
-from memsize.spec.inputs import InputMaker
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,17 +32,7 @@ _LOADERS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LibraryModel:
-    """A model of a library: its module, its name as a target, a maker of inputs, and notes for readers."""
-
-    module: nn.Module
-    name: str
-    inputs: InputMaker
-    notes: tuple[str, ...] = ()
-
-
-def load_library_model(target: Target, arguments: Mapping[str, object]) -> LibraryModel:
+def load_library_model(target: Target, arguments: Mapping[str, object]) -> LoadedModel:
     """Build the model that a library's target names, with its options and `arguments`.
 
     Raises `TargetError` where the library is missing or broken, does not know the name, or cannot build it.
@@ -53,7 +41,7 @@ def load_library_model(target: Target, arguments: Mapping[str, object]) -> Libra
     with random_numbers_kept(), quiet(), torchvision_importable(), compiler_late():
         module, function = _LOADERS[target.library]
         load = getattr(importlib.import_module(f"memsize.loading.hubs.{module}"), function)
-        model: LibraryModel = load(target.name, {**dict(target.options), **arguments})
+        model: LoadedModel = load(target.name, {**dict(target.options), **arguments})
     return model
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from memsize.errors import TargetError, first_line
 from memsize.files import parse_json, read
+from memsize.loading.building import LoadedModel
 from memsize.loading.hubs import (
-    LibraryModel,
     build_library_model,
     first_cause,
     import_library,
@@ -53,7 +53,7 @@ _TABLES = (*(f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TASKS), "MODEL_MAPPI
            "MODEL_FOR_BACKBONE_MAPPING_NAMES", "MODEL_FOR_PRETRAINING_MAPPING_NAMES")  # fmt: skip
 
 
-def load_transformers_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
+def load_transformers_model(name: str, arguments: Mapping[str, object]) -> LoadedModel:
     """The model of the config that `name` means, whose entries `arguments` replace, and inputs that suit it.
 
     transformers checks that torchvision is installed, not that it works. If it does not work, models that only *could*
@@ -73,7 +73,7 @@ def load_transformers_model(name: str, arguments: Mapping[str, object]) -> Libra
         ) from error
 
 
-def _load(name: str, arguments: Mapping[str, object]) -> LibraryModel:
+def _load(name: str, arguments: Mapping[str, object]) -> LoadedModel:
     transformers = import_library("transformers")
     label = f"hf:{name}"
     file = _config_file(name)
@@ -82,7 +82,7 @@ def _load(name: str, arguments: Mapping[str, object]) -> LibraryModel:
     kind = model_class(transformers, config, label)
     module, built = build_library_model(lambda: kind._from_config(config), label, {})
     maker = config_input_maker(module, _preprocessor(file or Path()))
-    return LibraryModel(module, f"{label} ({kind.__name__})", maker, (*notes, *built))
+    return LoadedModel(module, f"{label} ({kind.__name__})", (*notes, *built), inputs=maker)
 
 
 # -- the config -------------------------------------------------------------------------------------------------------

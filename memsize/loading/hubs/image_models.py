@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from memsize.errors import InputError, TargetError
-from memsize.loading.hubs import LibraryModel, build_library_model, import_library, unknown_name
+from memsize.loading.building import LoadedModel
+from memsize.loading.hubs import build_library_model, import_library, unknown_name
 from memsize.loading.hubs.image_inputs import FRAMES
 from memsize.loading.hubs.input_batch import unknown
 from memsize.spec.inputs import InputMaker, InputRequest
@@ -27,7 +28,7 @@ _KEYPOINTS = 17
 # -- timm -------------------------------------------------------------------------------------------------------------
 
 
-def load_timm_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
+def load_timm_model(name: str, arguments: Mapping[str, object]) -> LoadedModel:
     """The model that timm builds by `name` without pretrained weights, and one batch of its images."""
     timm = import_library("timm")
     if ":" in name or "/" in name:
@@ -53,13 +54,13 @@ def load_timm_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
         _refuse_seq_len(request, label)
         return (unknown(request.batch_size, *size),)
 
-    return LibraryModel(module, label, InputMaker(make), notes)
+    return LoadedModel(module, label, notes, inputs=InputMaker(make))
 
 
 # -- torchvision ------------------------------------------------------------------------------------------------------
 
 
-def load_torchvision_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
+def load_torchvision_model(name: str, arguments: Mapping[str, object]) -> LoadedModel:
     """The model that torchvision builds by `name` without weights, and one batch of its inputs."""
     models = import_library("torchvision").models
     if name not in models.list_models():
@@ -87,7 +88,7 @@ def load_torchvision_model(name: str, arguments: Mapping[str, object]) -> Librar
         # The flow is looked for between two frames.
         return tuple(unknown(request.batch_size, *shape) for _ in range(2 if is_flow else 1))
 
-    return LibraryModel(module, label, InputMaker(make), notes)
+    return LoadedModel(module, label, notes, inputs=InputMaker(make))
 
 
 def _size(models: Any, name: str, module_name: str, module: Any) -> tuple[int, ...]:
