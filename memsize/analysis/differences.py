@@ -11,7 +11,6 @@ from typing import Any, Final
 from memsize.analysis.matching import Node, Pair, local_name
 from memsize.analysis.step import StepTrace
 from memsize.checkpoints.checkpoint_report import CheckpointReport
-from memsize.checkpoints.contents import Tensor
 from memsize.errors import InputError
 from memsize.records.aggregates import COUNTED, split_phase, totals
 from memsize.records.comparison import Change, FigureChange, FigureOf, How, LayerChange, LayerSizes, LivingChange
@@ -95,7 +94,21 @@ def _as_trace(report: CheckpointReport) -> Trace:
     What belongs to the model counts as parameters: a file does not tell them from buffers.
     """
     weights = {id(tensor) for tensor in report.breakdown.of("model")}
-    tensors = tuple(_tensor_of_model(tensor, id(tensor) in weights) for tensor in report.contents.tensors)
+    tensors = tuple(
+        StoredTensor(
+            name=tensor.name,
+            kind="parameter" if (id(tensor) in weights) else "attribute",
+            layer=tensor.name.rpartition(".")[0],
+            spec=tensor.spec,
+            elements=tensor.elements,
+            bytes=tensor.bytes,
+            reported_bytes=tensor.bytes,
+            trainable=bool(tensor.trainable),
+            tied_to=tensor.shared_with,
+            wrapper=tensor.wrapper,
+        )
+        for tensor in report.contents.tensors
+    )
     paths: dict[str, None] = {"": None}
     for tensor in tensors:
         steps = tensor.layer.split(".") if tensor.layer else []
@@ -128,21 +141,6 @@ def _as_trace(report: CheckpointReport) -> Trace:
         inputs=(),
         layers=layers,
         tensors=tensors,
-    )
-
-
-def _tensor_of_model(tensor: Tensor, is_weight: bool) -> StoredTensor:
-    return StoredTensor(
-        name=tensor.name,
-        kind="parameter" if is_weight else "attribute",
-        layer=tensor.name.rpartition(".")[0],
-        spec=tensor.spec,
-        elements=tensor.elements,
-        bytes=tensor.bytes,
-        reported_bytes=tensor.bytes,
-        trainable=bool(tensor.trainable),
-        tied_to=tensor.shared_with,
-        wrapper=tensor.wrapper,
     )
 
 
@@ -206,7 +204,20 @@ def _how(pair: Pair, parents: Mapping[Node, Node], partners: Mapping[Node, Node]
     above = parents.get(old)
     if old.name != new.name or (above and partners.get(above)) != parents.get(new):
         yield "renamed"
-    shapes, stored = ([_stored(node, exact) for node in (old, new)] for exact in (False, True))
+    shapes, stored = (
+        [
+            {
+                (
+                    local_name(tensor),
+                    tensor.spec.shape,
+                    *((tensor.spec.dtype, tensor.bytes, tensor.parts) if exact else ()),
+                )
+                for tensor in node.tensors
+            }
+            for node in (old, new)
+        ]
+        for exact in (False, True)
+    )
     if shapes[0] != shapes[1]:
         yield "resized"
     if old.layer.type != new.layer.type and old.layer.type and new.layer.type:
@@ -215,14 +226,6 @@ def _how(pair: Pair, parents: Mapping[Node, Node], partners: Mapping[Node, Node]
         yield "stored differently"
     elif stored[0] == stored[1] and _sizes([old])[2:] != _sizes([new])[2:]:
         yield "runs differently"
-
-
-def _stored(node: Node, exact: bool) -> set[object]:
-    """The tensors of a layer itself: their names and shapes, and if `exact` also how they are stored."""
-    return {
-        (local_name(tensor), tensor.spec.shape, *((tensor.spec.dtype, tensor.bytes, tensor.parts) if exact else ()))
-        for tensor in node.tensors
-    }
 
 
 def _change(head: Pair, how: tuple[How, ...], members: Sequence[Pair]) -> LayerChange:

@@ -105,16 +105,13 @@ class FormatLedger(Ledger):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.count
-        self._see(args)
+        for tensor in _tensors(args):
+            if format_of(tensor) == "channels last":
+                self._last.add(self.index_of(tensor))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented:
             self._compare(func, args=args, kwargs=kwargs, result=result, before=before)
         return result
-
-    def _see(self, value: Any) -> None:
-        for tensor in _tensors(value):
-            if format_of(tensor) == "channels last":
-                self._last.add(self.index_of(tensor))
 
     def _compare(self, func: Any, args: Any, kwargs: Any, result: Any, before: int) -> None:
         for tensor, wanted in kernel_copies(func, args, kwargs):
@@ -274,5 +271,4 @@ def _name(func: Any) -> str:
 
 
 def _running_line() -> str:
-    """The innermost line of the model's own code: what asked for the op that is running."""
     return running_line(run_formats.__code__)

@@ -131,17 +131,26 @@ def snapshot(trace: Trace, config: AllocatorConfig | None = None) -> Fields:
     levels = zip(replayed.timeline.address.tolist(), replayed.timeline.reserved.tolist(), strict=True)
     for index, (event, (address, reserved)) in enumerate(zip(trace.events, levels, strict=True)):
         history.add(index, event, address, reserved)
+    events = len(trace.events)
+    entry = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": events, "frames": []}
+    divisions = {str(1 << power): count for power, count in enumerate(config.roundup_divisions)}
     return {
         "segments": list(history.segments()),
-        "device_traces": [[*history.entries, _taken(len(trace.events))]],
-        "allocator_settings": _settings(config),
+        "device_traces": [
+            [*history.entries, {**entry, "compile_context": "N/A", "user_metadata": "", "category": "unknown"}]
+        ],
+        "allocator_settings": {
+            "PYTORCH_CUDA_ALLOC_CONF": "",
+            "max_split_size": _NO_LIMIT if config.max_split_size is None else config.max_split_size,
+            "garbage_collection_threshold": config.garbage_collection_threshold,
+            "expandable_segments": config.expandable_segments,
+            "roundup_power2_divisions": divisions,
+        },
         "external_annotations": list(_annotations(trace)),
     }
 
 
 class _Live(NamedTuple):
-    """A live storage: where its block is, the bytes it asked for, and the frames of its allocation."""
-
     address: int
     bytes: int
     frames: list[Fields]
@@ -160,8 +169,6 @@ class _Mapped:
 
 
 class _History:
-    """The entries of a trace, as they are added event by event."""
-
     def __init__(self, trace: Trace, segments: Iterable[Segment], expandable: bool) -> None:
         self.trace = trace
         self.expandable = expandable
@@ -176,41 +183,6 @@ class _History:
         """Add the entries that the allocator makes for `event`, which leaves `reserved` bytes; `address` is that of its
         block.
         """
-        frames = self._frames_of(event)
-        freed = self._live.pop(event.storage, None)
-        left = event.delta if freed is None else freed.bytes + event.delta
-        stream = self.trace.storages[event.storage].stream
-        if reserved > self._reserved:
-            self._grow(index, address, reserved - self._reserved, frames)
-            self._reserved = reserved
-        if left:
-            self._live[event.storage] = _Live(address, left, frames)
-            self._write("alloc", address, left, stream, index, frames, **self._about(event))
-        if freed is not None:
-            self._write("free_requested", freed.address, freed.bytes, stream, index, frames)
-            self._write("free_completed", freed.address, freed.bytes, stream, index, frames)
-
-    def _grow(self, index: int, address: int, size: int, frames: list[Fields]) -> None:
-        """A new segment, or more of an expandable one: `size` bytes at the end of what it has so far."""
-        grown = next(mapped for mapped in self._mapped.values() if address in mapped)
-        action = "segment_map" if self.expandable else "segment_alloc"
-        self._write(action, grown.segment.address + grown.size, size, grown.segment.stream, index, frames)
-        grown.size += size
-        grown.frames = grown.frames or frames
-
-    def _write(
-        self, action: str, address: int, size: int, stream: int, index: int, frames: list[Fields], **more: str
-    ) -> None:
-        entry = {"action": action, "addr": address, "size": size, "stream": stream, "time_us": index, "frames": frames}
-        self.entries.append({**entry, "compile_context": "N/A", "user_metadata": "", **more})
-
-    def _about(self, event: Event) -> dict[str, str]:
-        storage = self.trace.storages[event.storage]
-        tensor = f"{storage.dtype}[{','.join(map(str, storage.shape))}]"
-        return {"category": storage.role, "user_metadata": f"{storage.role}, {tensor}"}
-
-    def _frames_of(self, event: Event) -> list[Fields]:
-        """The frames of an event, innermost first; events of the same op share one list, which keeps files small."""
         line = self.trace.line_of(event.storage) if event.delta > 0 else None
         key = (event.phase, event.layer, event.op, line)
         frames = self._frames.get(key)
@@ -219,7 +191,39 @@ class _History:
             op = [_frame("aten", event.op)] if event.op else []
             phase = _frame(f"step {step}" if step else "run", name)
             frames = self._frames[key] = [*op, *_line_frames(line), *self._modules_of(event.layer), phase]
-        return frames
+        freed = self._live.pop(event.storage, None)
+        left = event.delta if freed is None else freed.bytes + event.delta
+        stream = self.trace.storages[event.storage].stream
+        if reserved > self._reserved:
+            size = reserved - self._reserved
+            grown = next(mapped for mapped in self._mapped.values() if address in mapped)
+            action = "segment_map" if self.expandable else "segment_alloc"
+            self._write(action, grown.segment.address + grown.size, size, grown.segment.stream, index, frames)
+            grown.size += size
+            grown.frames = grown.frames or frames
+            self._reserved = reserved
+        if left:
+            self._live[event.storage] = _Live(address, left, frames)
+            storage = self.trace.storages[event.storage]
+            tensor = f"{storage.dtype}[{','.join(map(str, storage.shape))}]"
+            self._write(
+                "alloc",
+                address,
+                left,
+                stream,
+                index,
+                frames,
+                **{"category": storage.role, "user_metadata": f"{storage.role}, {tensor}"},
+            )
+        if freed is not None:
+            self._write("free_requested", freed.address, freed.bytes, stream, index, frames)
+            self._write("free_completed", freed.address, freed.bytes, stream, index, frames)
+
+    def _write(
+        self, action: str, address: int, size: int, stream: int, index: int, frames: list[Fields], **more: str
+    ) -> None:
+        entry = {"action": action, "addr": address, "size": size, "stream": stream, "time_us": index, "frames": frames}
+        self.entries.append({**entry, "compile_context": "N/A", "user_metadata": "", **more})
 
     def _modules_of(self, index: int) -> list[Fields]:
         if index < 0:
@@ -287,26 +291,6 @@ def _line_frames(lines: str | None) -> Iterator[Fields]:
 
 def _frame(filename: str, name: str, line: int = 0) -> Fields:
     return {"filename": filename, "line": line, "name": name}
-
-
-def _taken(events: int) -> Fields:
-    """The entry that a snapshot makes of itself.
-
-    Its category is there for the viewer: it fails on a trace that has categories unless one is called ``unknown``.
-    """
-    entry = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": events, "frames": []}
-    return {**entry, "compile_context": "N/A", "user_metadata": "", "category": "unknown"}
-
-
-def _settings(config: AllocatorConfig) -> Fields:
-    divisions = {str(1 << power): count for power, count in enumerate(config.roundup_divisions)}
-    return {
-        "PYTORCH_CUDA_ALLOC_CONF": "",
-        "max_split_size": _NO_LIMIT if config.max_split_size is None else config.max_split_size,
-        "garbage_collection_threshold": config.garbage_collection_threshold,
-        "expandable_segments": config.expandable_segments,
-        "roundup_power2_divisions": divisions,
-    }
 
 
 def _annotations(trace: Trace) -> Iterator[Fields]:

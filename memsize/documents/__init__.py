@@ -57,7 +57,25 @@ class Document(ABC, Generic[A]):
         """Everything: the verdict and the bars before the `figures`."""
         rest = self.figures(unit)
         verdict = [{"code": f.code, "text": f.in_brief(unit)} for f in self.verdict()]
-        return {"schema": rest.pop("schema"), "verdict": verdict, "bars": _bars_data(self.bars())} | rest
+        bars = self.bars()
+        return {
+            "schema": rest.pop("schema"),
+            "verdict": verdict,
+            "bars": (
+                None
+                if bars is None
+                else {
+                    "title": bars.title,
+                    "kind": bars.kind,
+                    "parts": [part._asdict() for part in bars.parts],
+                    "rows": [
+                        {"names": [label.text for label in bar.labels], "total": bar.total, "sizes": bar.sizes}
+                        for bar in bars.bars
+                    ],
+                    "limit": bars.limit and bars.limit._asdict(),
+                }
+            ),
+        } | rest
 
     @abstractmethod
     def sections(self) -> tuple[Section, ...]:
@@ -113,20 +131,6 @@ class Document(ABC, Generic[A]):
     def cases(self, unit: str) -> tuple[Case, ...]:
         """The checks, passed and failed, for the formats of continuous integration; empty by default."""
         return ()
-
-
-def _bars_data(bars: Bars | None) -> dict[str, Any] | None:
-    if bars is None:
-        return None
-    return {
-        "title": bars.title,
-        "kind": bars.kind,
-        "parts": [part._asdict() for part in bars.parts],
-        "rows": [
-            {"names": [label.text for label in bar.labels], "total": bar.total, "sizes": bar.sizes} for bar in bars.bars
-        ],
-        "limit": bars.limit and bars.limit._asdict(),
-    }
 
 
 def document(answer: Renderable, **view: Any) -> Document[Any]:

@@ -26,10 +26,14 @@ class CheckDocument(Document[Check]):
     """A check: the limits and baselines of each target, and the ones that are broken."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The outcome, the problems of each target, and the figures."""
         check = self.answer
+        failed = sum(model.error is not None for model in check.models)
+        counts = [(sum(model.count(severity) for model in check.models), severity) for severity in SEVERITIES]
+        parts = [_counted(count, word) for count, word in counts if count]
+        parts += [_counted(failed, "target") + " could not be checked"] if failed else []
+        targets = _counted(len(check.models), "target")
         return (
-            Title(_verdict(check), ((check.project,),)),
+            Title((f"{', '.join(parts)} in {targets}" if parts else f"all holds in {targets}"), ((check.project,),)),
             *(section for model in check.models for section in _model_sections(model)),
             *([bars] if (bars := figure_bars(check)).bars else []),
             *([_table(check)] if any(model.figures for model in check.models) else []),
@@ -37,22 +41,41 @@ class CheckDocument(Document[Check]):
         )
 
     def bars(self) -> Bars:
-        """Sizes beside their baselines, and their excess over the limits; broken ones come first."""
         return figure_bars(self.answer)
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Every target with its figures and problems."""
         check = self.answer
         return {
             "schema": SCHEMA,
             "project": check.project,
             "status": check.status(),
-            "targets": [_model_data(model, unit) for model in check.models],
+            "targets": [
+                {
+                    "name": model.name,
+                    "file": model.file,
+                    "line": model.line,
+                    "error": model.error,
+                    "figures": [
+                        FIGURE_FIELDS.without("target").record(CheckedFigure(model, figure)) for figure in model.figures
+                    ],
+                    "problems": [
+                        {
+                            "severity": p.severity,
+                            "code": p.finding.code,
+                            "case": p.case,
+                            "layers": p.finding.layers,
+                            "bytes": p.finding.bytes,
+                            "text": p.finding.text(unit),
+                        }
+                        for p in model.problems
+                    ],
+                }
+                for model in check.models
+            ],
             "written": check.written,
         }
 
     def cases(self, unit: str) -> tuple[Case, ...]:
-        """A case for each figure, and for each problem that is not about a figure."""
         return tuple(case for model in self.answer.models for case in _cases(model, unit))
 
 
@@ -94,15 +117,6 @@ def _sizes(check: Check) -> Iterator[_Size]:
                 yield _Size(model.name, name, value, limit, baseline, all(figure.holds for figure in figures))
 
 
-def _verdict(check: Check) -> str:
-    failed = sum(model.error is not None for model in check.models)
-    counts = [(sum(model.count(severity) for model in check.models), severity) for severity in SEVERITIES]
-    parts = [_counted(count, word) for count, word in counts if count]
-    parts += [_counted(failed, "target") + " could not be checked"] if failed else []
-    targets = _counted(len(check.models), "target")
-    return f"{', '.join(parts)} in {targets}" if parts else f"all holds in {targets}"
-
-
 def _counted(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else 's'}"
 
@@ -120,7 +134,6 @@ def _model_sections(model: CheckedModel) -> Iterator[Section]:
 
 
 def _with_code(problem: Problem) -> Finding:
-    """The finding with its severity and code in front."""
     return replace(problem.finding, template=f"{problem.severity} {problem.finding.code}: {problem.finding.template}")
 
 
@@ -139,24 +152,3 @@ def _cases(model: CheckedModel, unit: str) -> Iterator[Case]:
 
 def _case(base: Case, problem: Problem, unit: str) -> Case:
     return base._replace(code=problem.finding.code, severity=problem.severity, text=problem.finding.text(unit))
-
-
-def _model_data(model: CheckedModel, unit: str) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "file": model.file,
-        "line": model.line,
-        "error": model.error,
-        "figures": [FIGURE_FIELDS.without("target").record(CheckedFigure(model, figure)) for figure in model.figures],
-        "problems": [
-            {
-                "severity": p.severity,
-                "code": p.finding.code,
-                "case": p.case,
-                "layers": p.finding.layers,
-                "bytes": p.finding.bytes,
-                "text": p.finding.text(unit),
-            }
-            for p in model.problems
-        ],
-    }

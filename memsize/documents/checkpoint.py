@@ -20,7 +20,6 @@ from memsize.checkpoints.checkpoint_report import (
 from memsize.checkpoints.contents import (
     PROBLEMS,
     USES,
-    FileRecord,
     Group,
     Match,
     PartKind,
@@ -51,7 +50,6 @@ class CheckpointDocument(Document[CheckpointReport]):
     depth: int | None = None
 
     def sections(self) -> tuple[Section, ...]:
-        """The bytes by part, dtype, module and file, the bytes that would remain, differences from a model, and why."""
         report, contents = self.answer, self.answer.contents
         return (
             title(report),
@@ -68,11 +66,9 @@ class CheckpointDocument(Document[CheckpointReport]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """The size of the weights, then findings on how to shrink the file or why it does not load."""
         return (*_weights(self.answer), *super().verdict())[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
-        """The bytes by use, largest first."""
         report = self.answer
         sizes = [
             *((str(group.kind), group.bytes) for group in report.breakdown.parts),
@@ -82,11 +78,9 @@ class CheckpointDocument(Document[CheckpointReport]):
         return Bars.of_whole("in the file", rows) if rows else None
 
     def tables(self) -> dict[str, FlatTable]:
-        """The modules down to `depth`, and the other tables of the report."""
         return self.answer.tables() | {"modules": self.answer.module_table(self.depth)}
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything that is known, whatever `depth` says."""
         report, contents, breakdown = self.answer, self.answer.contents, self.answer.breakdown
         tables = report.tables()
         return {
@@ -98,7 +92,16 @@ class CheckpointDocument(Document[CheckpointReport]):
             "behind_views": breakdown.unneeded,
             "unnamed": breakdown.unowned,
             "saved_by_compression": contents.compressed,
-            "files": [_file_data(file) for file in contents.files],
+            "files": [
+                {
+                    "name": file.name,
+                    "format": file.format,
+                    "bytes": file.size,
+                    "tensors": file.tensors,
+                    "uses": dict(zip(USES, file.uses, strict=True)),
+                }
+                for file in contents.files
+            ],
             **{name: tables[name] for name in ("parts", "dtypes", "tensors")},
             "remains": dict(report.remaining()),
             "against": plain(report.match),
@@ -115,7 +118,6 @@ _ROLES: Final[dict[str, Role]] = {"model": "parameter", "EMA": "master weight", 
 
 
 def _weights(report: CheckpointReport) -> Iterator[Finding]:
-    """The bytes that the model's own weights take in the file, as a finding; nothing if there are none."""
     groups = [group for group in report.breakdown.parts if group.kind == "model"]
     size = sum(group.bytes for group in groups)
     if size:
@@ -123,16 +125,6 @@ def _weights(report: CheckpointReport) -> Iterator[Finding]:
         values = {"bytes": Bytes(size), "share": report.share(size), "dtypes": dtypes}
         text = "The model's weights take {bytes}, {share} of the file, stored as {dtypes}."
         yield Finding("weights", text, values, bytes=size)
-
-
-def _file_data(file: FileRecord) -> dict[str, Any]:
-    return {
-        "name": file.name,
-        "format": file.format,
-        "bytes": file.size,
-        "tensors": file.tensors,
-        "uses": dict(zip(USES, file.uses, strict=True)),
-    }
 
 
 def title(report: CheckpointReport) -> Title:
@@ -152,7 +144,10 @@ def parts_table(report: CheckpointReport) -> Table:
     fields = PART_FIELDS.without("unneeded")
     total = ("total", None, len(report.contents.tensors), None, None, Bytes(size), None)
     table = Table.of("parts", "Parts", fields, breakdown.parts, size, total=total)
-    rest = [(label, hint, None, None, None, Bytes(count), _share(count, size)) for label, hint, count in _rest(report)]
+    rest = [
+        (label, hint, None, None, None, Bytes(count), (Share(count / size) if size else None))
+        for label, hint, count in _rest(report)
+    ]
     return replace(table, rows=(*table.rows, *rest))
 
 
@@ -200,7 +195,6 @@ def _below(group: Group, roots: set[tuple[PartKind, str]]) -> str:
 
 
 def _sum(groups: tuple[Group, ...]) -> Group:
-    """All `groups` as one."""
     return Group(
         "other",
         "",
@@ -243,7 +237,3 @@ def _values(report: CheckpointReport) -> Iterator[str]:
         yield f"{name}: {shown}"
     if len(values) > MOST_VALUES:
         yield f"{len(values) - MOST_VALUES:,} more values (JSON has them all)"
-
-
-def _share(count: int, size: int) -> Share | None:
-    return Share(count / size) if size else None

@@ -59,10 +59,9 @@ def compared_streams(
     shown = [(cells, shares) for cells, shares in runs if shares]
     names = tuple(dict.fromkeys(share.name for _, shares in shown for share in shares))
     columns = (*keys, *(Column(name, name, "bytes", 95, "what it has of the reserved peak") for name in names))
-    rows = tuple((*cells, *(_reserved(shares, name) for name in names)) for cells, shares in shown)
+    rows = tuple(
+        (*cells, *(Bytes(sum(share.reserved for share in shares if share.name == name)) for name in names))
+        for cells, shares in shown
+    )
     caption = "What each CUDA stream has of the reserved peak"
     return (Table("streams", "Streams", columns, rows, caption=caption),) if rows else ()
-
-
-def _reserved(shares: Sequence[StreamShare], name: str) -> Bytes:
-    return Bytes(sum(share.reserved for share in shares if share.name == name))

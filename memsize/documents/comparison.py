@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from memsize.documents import MOST_SENTENCES, Document, findings_data
 from memsize.documents.sections import Bars, Findings, Notes, Part, Remark, Section, Table, Title, listed, role_part
-from memsize.records.aggregates import Totals, stored_dtypes, totals
+from memsize.records.aggregates import stored_dtypes, totals
 from memsize.records.answer import FindingList
 from memsize.records.cells import Label
 from memsize.records.comparison import (
@@ -37,21 +37,11 @@ _PARTS: Final = (
 )
 
 
-def _sizes(comparison: Totals) -> dict[str, int]:
-    return {
-        "parameter": comparison.parameter_bytes,
-        "buffer": comparison.buffer_bytes,
-        "attribute": comparison.attribute_bytes,
-        "kept": comparison.saved_bytes,
-    }
-
-
 @dataclass(frozen=True)
 class ComparisonDocument(Document[Comparison]):
     """A comparison of two models: the bytes that they store and need, and the changes from one to the other."""
 
     def sections(self) -> tuple[Section, ...]:
-        """Both models in a table, a summary of the changes, and the changed layers, figures, tensors and findings."""
         comparison = self.answer
         before, after = comparison.before, comparison.after
         names = [name or trace.model for name, trace in zip(comparison.names, (before, after), strict=True)]
@@ -67,16 +57,28 @@ class ComparisonDocument(Document[Comparison]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """The changes, most important first, at most `MOST_SENTENCES`."""
         return self.answer.findings[:MOST_SENTENCES]
 
     def bars(self) -> Bars:
-        """The bytes that both models store and, if they were run, keep for backward."""
         pairs = zip(("before", "after"), self.answer.totals, strict=True)
-        return Bars.of("stored and kept", _PARTS, ((Label(name), _sizes(comparison)) for name, comparison in pairs))
+        return Bars.of(
+            "stored and kept",
+            _PARTS,
+            (
+                (
+                    Label(name),
+                    {
+                        "parameter": comparison.parameter_bytes,
+                        "buffer": comparison.buffer_bytes,
+                        "attribute": comparison.attribute_bytes,
+                        "kept": comparison.saved_bytes,
+                    },
+                )
+                for name, comparison in pairs
+            ),
+        )
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Both models, each tensor of either, and everything that changed."""
         comparison = self.answer
         return {
             "schema": SCHEMA,
@@ -95,7 +97,6 @@ class ComparisonDocument(Document[Comparison]):
 
 
 def _phrases(comparison: Comparison) -> tuple[tuple[str | Bytes, ...], ...]:
-    """Phrases for the title: parameters and stored bytes, before and after."""
     before, after = comparison.totals
     if comparison.is_same:
         return ((f"{after.parameters:,} parameters,", Bytes(after.stored), "stored: nothing changed"),)
@@ -142,7 +143,16 @@ def layer_table(comparison: Comparison) -> Table:
     table = Table.of("layers", "Layers that changed", LAYER_FIELDS, (change for change in changes if change in shown))
     rest = [change for change in changes if change not in shown]
     rows = table.rows + ((LAYER_FIELDS.total(f"{len(rest):,} more", _sum(rest)),) if rest else ())
-    total = LAYER_FIELDS.total("all layers", _whole(comparison))
+    before, after = comparison.totals
+    total = LAYER_FIELDS.total(
+        "all layers",
+        _sizes_alone(
+            *(
+                LayerSizes(entry.parameters, entry.stored, entry.output_bytes, entry.saved_bytes)
+                for entry in (before, after)
+            )
+        ),
+    )
     table = replace(table, rows=rows, total=total, caption="Layers that changed")
     return table.without_empty("type", "kept")
 
@@ -153,21 +163,9 @@ def _weight(change: LayerChange) -> int:
 
 
 def _sum(changes: Iterable[LayerChange]) -> LayerChange:
-    """Return the sum of several layers."""
     before, after = zip(*(change.sizes for change in changes), strict=True)
     return _sizes_alone(
         LayerSizes(*map(sum, zip(*before, strict=True))), LayerSizes(*map(sum, zip(*after, strict=True)))
-    )
-
-
-def _whole(comparison: Comparison) -> LayerChange:
-    """Return the change from one whole model to the other."""
-    before, after = comparison.totals
-    return _sizes_alone(
-        *(
-            LayerSizes(entry.parameters, entry.stored, entry.output_bytes, entry.saved_bytes)
-            for entry in (before, after)
-        )
     )
 
 
@@ -202,13 +200,10 @@ class WhyDocument(Document[FindingList]):
     """Findings without the answer that they belong to."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The findings, or that there are none."""
         return (Findings("Why", self.answer) if self.answer else Notes("Why", (repr(self.answer),)),)
 
     def verdict(self) -> tuple[Finding, ...]:
-        """Empty: the document has nothing but its findings."""
         return ()
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """The findings."""
         return {"schema": "memsize.why/1", "findings": findings_data(self.answer, unit)}

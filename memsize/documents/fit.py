@@ -28,7 +28,7 @@ from memsize.records.aggregates import traffic
 from memsize.records.cells import Cell, Label, Missing
 from memsize.records.fields import SCENARIO, Column
 from memsize.records.finding import join_names, optimizer_in_words
-from memsize.records.fit import FIT_FIELDS, REMEDY_FIELDS, Bind, Budget, Fit, FitRow, Remedied, RemedyRow, gpus_in_words
+from memsize.records.fit import FIT_FIELDS, REMEDY_FIELDS, Bind, Fit, FitRow, Remedied, RemedyRow, gpus_in_words
 from memsize.records.world import Traffic
 from memsize.spec.vary import CONTEXT, UNITS
 
@@ -39,32 +39,44 @@ class FitDocument(Document[Fit]):
     """A fit."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The answers, by GPU where there are several, the remedies where they were tried, and why."""
         fit = self.answer
+        size = Column("size", fit.vary, "count", 98, "the size of the run")
+        names = ("scenario",) if len(fit.budgets) == 1 else ("scenario", "gpu")
         return (
             fit_title(fit),
             *self.opening(),
-            *([overview_table(fit)] if len(fit.budgets) > 1 and not _has_batches(fit) else []),
+            *(
+                [overview_table(fit)]
+                if len(fit.budgets) > 1 and not any(row.batch is not None for row in fit.fit_rows)
+                else []
+            ),
             fit_table(fit),
-            *compared_collectives(_collective_keys(fit), _collectives(fit)),
+            *compared_collectives((*FIT_FIELDS.only(*names), size), _collectives(fit)),
             *([remedies(fit, fit.remedied)] if fit.remedied else []),
             *self.reasons(),
             *listed("Notes", fit.notes),
         )
 
     def bars(self) -> Bars:
-        """The largest sizes, or the memory that a single size needs if the fit was asked about one."""
         fit = self.answer
         return size_bars(fit) if fit.asked is None else need_bars(fit)
 
     def versions(self) -> tuple[Phrase, ...]:
-        """The PyTorch that ran it, and the GPUs of its budgets."""
         return versions(self.answer.traces.values(), (budget.card for budget in self.answer.budgets))
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything but the traces."""
         fit = self.answer
-        extra = (_extra_data(row) | {"collectives": plain(_traffic(fit, row))} for row in fit.fit_rows)
+        extra = (
+            {
+                "roles": row.bind.roles if row.bind else None,
+                "largest": _largest_data(row.bind),
+                "looked": row.looked,
+                "step": row.step,
+                "refused": dict(row.refused),
+            }
+            | {"collectives": plain(_traffic(fit, row))}
+            for row in fit.fit_rows
+        )
         rows = zip(fit.tables()["rows"].records(), extra, strict=True)
         return {
             "schema": SCHEMA,
@@ -75,7 +87,19 @@ class FitDocument(Document[Fit]):
             "optimizer": fit.optimizer or None,
             "generation": fit.generation or None,
             "stack": fit.stack or None,
-            "budgets": [_budget_data(budget) for budget in fit.budgets],
+            "budgets": [
+                {
+                    "name": budget.name,
+                    "device": budget.device,
+                    "context": budget.context,
+                    "margin": budget.margin,
+                    "fraction": budget.fraction,
+                    "allocator": budget.allocator,
+                    "parallel": budget.parallel or None,
+                    "gpus": budget.gpus,
+                }
+                for budget in fit.budgets
+            ],
             "rows": [row | extra for row, extra in rows],
             "remedies": plain(fit.remedied),
             "findings": findings_data(fit.findings, unit),
@@ -83,30 +107,6 @@ class FitDocument(Document[Fit]):
             "runs": fit.runs,
             "missing": fit.missing,
         }
-
-
-def _budget_data(budget: Budget) -> dict[str, Any]:
-    return {
-        "name": budget.name,
-        "device": budget.device,
-        "context": budget.context,
-        "margin": budget.margin,
-        "fraction": budget.fraction,
-        "allocator": budget.allocator,
-        "parallel": budget.parallel or None,
-        "gpus": budget.gpus,
-    }
-
-
-def _extra_data(row: FitRow) -> dict[str, Any]:
-    """The nested fields of a row, which the flat tables of `Fit.tables` cannot hold."""
-    return {
-        "roles": row.bind.roles if row.bind else None,
-        "largest": _largest_data(row.bind),
-        "looked": row.looked,
-        "step": row.step,
-        "refused": dict(row.refused),
-    }
 
 
 def _largest_data(bind: Bind | None) -> dict[str, Any] | None:
@@ -122,21 +122,10 @@ def _traffic(fit: Fit, row: FitRow) -> tuple[Traffic, ...]:
     return traffic(trace) if trace else ()
 
 
-def _collective_keys(fit: Fit) -> tuple[Column, ...]:
-    size = Column("size", fit.vary, "count", 98, "the size of the run")
-    names = ("scenario",) if len(fit.budgets) == 1 else ("scenario", "gpu")
-    return *FIT_FIELDS.only(*names), size
-
-
 def _collectives(fit: Fit) -> Iterator[tuple[tuple[Cell, ...], tuple[Traffic, ...]]]:
     for row in fit.fit_rows:
         position = () if len(fit.budgets) == 1 else (row.gpu,)
         yield (Label(row.scenario, hint=row.title), *position, row.size or row.next_size), _traffic(fit, row)
-
-
-def _has_batches(fit: Fit) -> bool:
-    """Whether the fit has rows for several batches."""
-    return any(row.batch is not None for row in fit.fit_rows)
 
 
 def fit_title(fit: Fit) -> Title:
@@ -151,7 +140,6 @@ def fit_title(fit: Fit) -> Title:
 
 
 def _generating(fit: Fit) -> str:
-    """The generation in words: new tokens and prompt. Empty if the fit is not about generation."""
     if not fit.generation:
         return ""
     prompt = "" if fit.vary == CONTEXT else f" after {fit.generation['prompt']:,} of a prompt"
@@ -184,7 +172,6 @@ def _overview_caption(fit: Fit) -> str:
 
 
 def _by_number(fit: Fit) -> Table:
-    """Scenarios, strategies and numbers of GPUs down, cards across."""
     cells = {(row.scenario, row.gpu): _answer(row, fit) for row in fit.fit_rows}
     titles = {row.scenario: row.title for row in fit.fit_rows}
     cards = tuple(dict.fromkeys(budget.one for budget in fit.budgets))
@@ -290,7 +277,6 @@ def _is_whole(fit: Fit, row: FitRow) -> bool:
 
 
 def _remarks(fit: Fit) -> Iterator[Remark]:
-    """Remarks on scenarios without figures, and on answers that need an explanation."""
     for row in fit.fit_rows:
         if text := _remark(fit, row):
             yield Remark(row.scenario, row.status, text)

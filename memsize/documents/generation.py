@@ -40,7 +40,6 @@ class GenerationDocument(Document[GenerationReport]):
     """The memory of generating tokens, by scenario, batch and prompt."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The answer first, then its figures."""
         report = self.answer
         return (
             title(report),
@@ -54,18 +53,15 @@ class GenerationDocument(Document[GenerationReport]):
         )
 
     def bars(self) -> Bars:
-        """The bytes alive at the peak of each row, by role, beside the memory of the GPU."""
         rows = [(_label(self.answer, row), row.estimate.roles) for row in self.answer.ran if row.estimate]
         parts = [Part(role, TITLES[role].noun, role) for role in in_order(role for _, sizes in rows for role in sizes)]
         bars = Bars.of("alive at the peak", parts, rows)
         return replace(bars, limit=Limit(self.answer.card.name, self.answer.card.bytes))
 
     def versions(self) -> tuple[Phrase, ...]:
-        """The PyTorch that ran it, and the GPU."""
         return versions((self.answer.trace,), (self.answer.card,))
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything but the trace."""
         report = self.answer
         return {
             "schema": SCHEMA,
@@ -121,7 +117,6 @@ def _row_data(row: GenerationRow) -> dict[str, Any]:
 
 
 def _label(report: GenerationReport, row: GenerationRow) -> Label:
-    """The label of a row: its scenario, and its batch and prompt where these vary."""
     batches, prompts = ({getattr(other, name) for other in report.ran} for name in ("batch", "prompt"))
     batch = f", batch {row.batch:,}" if len(batches) > 1 else ""
     prompt = f", prompt {row.prompt:,}" if len(prompts) > 1 else ""

@@ -14,7 +14,6 @@ from memsize.records.layout import (
     COPY_TABLE,
     LAYER_FIELDS,
     Audit,
-    LayerFormats,
     LayoutReport,
     audit_rows,
 )
@@ -31,7 +30,6 @@ class LayoutDocument(Document[LayoutReport]):
     depth: int | None = None
 
     def sections(self) -> tuple[Section, ...]:
-        """The converted tensors, the formats of each layer, the copies, and why."""
         report = self.answer
         return (
             title(report),
@@ -43,18 +41,15 @@ class LayoutDocument(Document[LayoutReport]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """The findings, most important first, at most `MOST_SENTENCES`."""
         return self.answer.findings[:MOST_SENTENCES]
 
     def bars(self) -> Bars:
-        """The bytes that a forward copies only to rearrange tensors, in row-major order and in channels last."""
         audit = self.answer.audit
         rows = [("row-major", audit.plain), ("channels last", audit.last)]
         sizes = [(Label(name), {"copied": run.copied}) for name, run in rows if audit.plain.copied or audit.last.copied]
         return Bars.of("copied to rearrange", [Part("copied", "copied", "cast copy")], sizes)
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """All figures, regardless of `depth`."""
         report, audit = self.answer, self.answer.audit
         return {
             "schema": SCHEMA,
@@ -65,20 +60,22 @@ class LayoutDocument(Document[LayoutReport]):
             "converted": {"inputs": audit.converted_inputs, "weights": audit.converted},
             "copied_bytes": audit.last.copied,
             "row_major_copied_bytes": audit.plain.copied,
-            "layers": [_layer_data(audit, layer) for layer in audit.last.layers],
+            "layers": [
+                (
+                    renamed(plain(layer), specs="output")
+                    | {
+                        "copied_bytes": audit.last.copied_in(layer.path),
+                        "row_major_copied_bytes": audit.plain.copied_in(layer.path),
+                    }
+                )
+                for layer in audit.last.layers
+            ],
             "copies": plain(audit.last.copies),
             "row_major_copies": plain(audit.plain.copies),
             "losses": plain(audit.last.losses),
             "findings": findings_data(report.findings, unit),
             "notes": report.notes,
         }
-
-
-def _layer_data(audit: Audit, layer: LayerFormats) -> dict[str, Any]:
-    return renamed(plain(layer), specs="output") | {
-        "copied_bytes": audit.last.copied_in(layer.path),
-        "row_major_copied_bytes": audit.plain.copied_in(layer.path),
-    }
 
 
 def title(report: LayoutReport) -> Title:
@@ -99,15 +96,12 @@ def layer_table(audit: Audit, depth: int | None = None) -> Table:
     rows = [
         row
         for row in audit_rows(audit, shown)
-        if _has_images(row.layer) or row.copied_bytes or row.row_major_copied_bytes
+        if (row.layer.leaf and bool(row.layer.parameters or row.layer.inputs or row.layer.outputs))
+        or row.copied_bytes
+        or row.row_major_copied_bytes
     ]
     total = LAYER_FIELDS.total("total", audit)
     return Table.of("layers", "Layers", LAYER_FIELDS, rows, total=total, caption="Memory formats under channels last")
-
-
-def _has_images(layer: LayerFormats) -> bool:
-    """Whether a leaf layer handles images. Containers are left out: they only repeat the output of their last layer."""
-    return layer.leaf and bool(layer.parameters or layer.inputs or layer.outputs)
 
 
 def copy_table(audit: Audit) -> Table:

@@ -73,7 +73,12 @@ def peak_bars(report: Report) -> Bars:
 
 def peak_table(report: Report) -> Table:
     """One row per scenario and run: its peak in the allocator's terms, and the bytes alive there by role."""
-    rows = [_PeakRow(r, run, look) for r in report.scenario_results for run, look in _estimates(r) if look]
+    rows = [
+        _PeakRow(r, run, look)
+        for r in report.scenario_results
+        for run, look in (("inference", r.inference), ("training", r.training))
+        if look
+    ]
     roles = role_fields([row.estimate.roles for row in rows], " alive at the peak", of="estimate.roles")
     # A100, H100, L4 and RTX begin with a vowel when they are read out.
     article = "an" if report.gpu[:1] in "AHLR" else "a"
@@ -93,10 +98,6 @@ def _short(shortage: Shortage) -> str:
         return f"does not fit: it runs out of memory in {where}; its peaks are those with enough memory"
     outside = "a large CUDA context and NCCL's buffers" if shortage.nccl else "a large CUDA context"
     return f"may not fit: with {outside} it runs out of memory in {where}"
-
-
-def _estimates(result: ScenarioResult) -> tuple[tuple[str, GpuEstimate | None], ...]:
-    return ("inference", result.inference), ("training", result.training)
 
 
 def living_table(report: Report, count: int = 8) -> Table:

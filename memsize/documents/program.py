@@ -53,7 +53,6 @@ class ProgramDocument(Document[ProgramRun]):
         return timeline(run.trace, config_of(run), run.card, few=0)
 
     def sections(self) -> tuple[Section, ...]:
-        """The verdict first, then the sections behind it."""
         return (program_title(self.answer), *self.opening(), *self.reasons(), *self.inside())
 
     def inside(self) -> tuple[Section, ...]:
@@ -72,7 +71,6 @@ class ProgramDocument(Document[ProgramRun]):
         )
 
     def scenes(self) -> tuple[ScenarioView, ...]:
-        """The program's run over time."""
         run = self.answer
         if not run.trace.events:
             return ()
@@ -82,25 +80,24 @@ class ProgramDocument(Document[ProgramRun]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """The findings, most important first, at most `MOST_SENTENCES`."""
         return self.answer.findings[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
-        """The bytes alive at the peak by role, largest first; `None` if there are none."""
         rows = [(role_part(role), size) for role, size in self.answer.peak.roles.items() if size]
         return Bars.of_whole("alive at the peak", rows) if rows else None
 
     def picture(self) -> Chart:
-        """The program's run over time."""
         return Chart(self._timeline)
 
     def versions(self) -> tuple[Phrase, ...]:
-        """The PyTorch that ran it, and the GPU that it ran on."""
         return versions((self.answer.trace,), (self.answer.card,))
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything but the trace."""
         run = self.answer
+        peak = plain(run.peak)
+        peak.pop("storages")
+        after = run.went_on
+        growth = run.growth
         return {
             "schema": SCHEMA,
             "program": run.program,
@@ -113,12 +110,18 @@ class ProgramDocument(Document[ProgramRun]):
             "failure": run.failure,
             "failed_at": run.failed_at,
             "needs_gpu": run.needs_gpu and run.needs_gpu._asdict(),
-            "peak": _peak_data(run),
+            "peak": {
+                **peak,
+                "device": run.peak.device._asdict(),
+                "roles": dict(run.peak.roles),
+                "streams": [entry._asdict() for entry in run.peak.streams],
+                "lag": run.peak.lag and run.peak.lag._asdict(),
+            },
             "tensors": [tensor._asdict() for tensor in run.tensors],
             "refused": [refused._asdict() for refused in run.refused],
-            "went_on": _went_on_data(run),
+            "went_on": (after and {"steps": after.steps, "device": after.device and after.device._asdict()}),
             "modules": [share._asdict() for share in peak_by_module(run.trace)],
-            "growth": _growth_data(run),
+            "growth": (growth and {**growth._asdict(), "holder": growth.holder and growth.holder._asdict()}),
             "kept_gradients": run.kept_gradients and run.kept_gradients._asdict(),
             "waits": run.waits,
             "unwritten": run.unwritten,
@@ -127,28 +130,6 @@ class ProgramDocument(Document[ProgramRun]):
             "findings": findings_data(run.findings, unit),
             "notes": run.trace.notes,
         }
-
-
-def _peak_data(run: ProgramRun) -> dict[str, Any]:
-    peak = plain(run.peak)
-    peak.pop("storages")
-    return {
-        **peak,
-        "device": run.peak.device._asdict(),
-        "roles": dict(run.peak.roles),
-        "streams": [entry._asdict() for entry in run.peak.streams],
-        "lag": run.peak.lag and run.peak.lag._asdict(),
-    }
-
-
-def _went_on_data(run: ProgramRun) -> dict[str, Any] | None:
-    after = run.went_on
-    return after and {"steps": after.steps, "device": after.device and after.device._asdict()}
-
-
-def _growth_data(run: ProgramRun) -> dict[str, Any] | None:
-    growth = run.growth
-    return growth and {**growth._asdict(), "holder": growth.holder and growth.holder._asdict()}
 
 
 def program_title(run: ProgramRun) -> Title:
@@ -186,39 +167,35 @@ class RanksDocument(Document[RankRuns]):
         return ProgramDocument(self.answer.worst.run)
 
     def sections(self) -> tuple[Section, ...]:
-        """The verdict and the ranks first, then the rank that needs most memory, as in a run of that rank alone."""
         runs = self.answer
-        return (ranks_title(runs), *self.opening(), rank_table(runs), *self._remarks(), *self._worst.inside())
-
-    def verdict(self) -> tuple[Finding, ...]:
-        """The findings, most important first, at most `MOST_SENTENCES`."""
-        return self.answer.findings[:MOST_SENTENCES]
-
-    def _remarks(self) -> tuple[Findings, ...]:
-        """Findings that the verdict does not show in full, then findings about the rank that needs most memory."""
         codes = {finding.code for finding in self.verdict() if not finding.brief}
         rest = (finding for finding in self.findings if finding.code not in codes)
         own = (finding for finding in self._worst.findings if finding.code not in _TOLD_OF_ALL)
         remarks = (*rest, *own)
-        return (Findings("Why", remarks),) if remarks else ()
+        return (
+            ranks_title(runs),
+            *self.opening(),
+            rank_table(runs),
+            *((Findings("Why", remarks),) if remarks else ()),
+            *self._worst.inside(),
+        )
+
+    def verdict(self) -> tuple[Finding, ...]:
+        return self.answer.findings[:MOST_SENTENCES]
 
     def scenes(self) -> tuple[ScenarioView, ...]:
-        """The run of the rank that needs most over time."""
         return self._worst.scenes()
 
     def bars(self) -> Bars | None:
-        """The bytes alive at the peak of each kind of rank, by role; `None` if no rank has any."""
         groups = [group for group in self.answer.groups if group.run.peak.roles]
         parts = map(role_part, in_order(role for group in groups for role in group.run.peak.roles))
         rows = ((Label(spans(group.ranks)), dict(group.run.peak.roles)) for group in groups)
         return Bars.of(f"alive at the peak, by {self.answer.noun}", parts, rows) if groups else None
 
     def picture(self) -> Chart:
-        """The run of the rank that needs most over time."""
         return self._worst.picture()
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Each kind of rank with the figures of its run."""
         runs = self.answer
         return {
             "schema": RANKS_SCHEMA,

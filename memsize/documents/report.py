@@ -79,9 +79,10 @@ class ReportDocument(Document[Report]):
             raise OutputError(f"depth {self.depth} is below the model itself, which is depth 0")
 
     def sections(self) -> tuple[Section, ...]:
-        """The title, where the run stopped, the tables, why, and the assumptions."""
         report = self.answer
         estimates = (estimate for result in report.scenario_results for estimate in (result.training, result.inference))
+        runs = [((r.label,), r.training) for r in self.answer.scenario_results if r.training]
+        traffic = compared_collectives([SCENARIO], ((label, training.collectives) for label, training in runs))
         return (
             title(report),
             *self.opening(),
@@ -89,32 +90,23 @@ class ReportDocument(Document[Report]):
             layer_table(report, self.depth, self.columns),
             *([scenario_table(report)] if report.scenario_results else []),
             *([peak_table(report), living_table(report)] if any(estimates) else []),
-            *self._between_gpus(),
+            *(*traffic, *compared_streams([SCENARIO], ((label, training.streams) for label, training in runs))),
             *self.reasons(),
             *listed("Assumed", report.assumptions),
             *listed("Notes", report.remarks),
         )
 
-    def _between_gpus(self) -> tuple[Table, ...]:
-        """The collectives and streams of a training that is spread over several GPUs, scenario by scenario."""
-        runs = [((r.label,), r.training) for r in self.answer.scenario_results if r.training]
-        traffic = compared_collectives([SCENARIO], ((label, training.collectives) for label, training in runs))
-        return *traffic, *compared_streams([SCENARIO], ((label, training.streams) for label, training in runs))
-
     def verdict(self) -> tuple[Finding, ...]:
-        """Whether a training that was asked for fits and where it peaks, then what precision does."""
         brief = [finding for finding in self.answer.findings if finding.brief]
         return tuple(sorted(brief, key=lambda finding: finding.code not in _FIRST))[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
-        """The scenarios side by side: at the peak of a training step, or else where a backward would begin."""
         report = self.answer
         if any(result.training for result in report.scenario_results):
             return peak_bars(report)
         return scenario_bars(report) if report.scenario_results else None
 
     def scenes(self) -> tuple[ScenarioView, ...]:
-        """The layers of the model as given, and those of each scenario that was run, with the run over time."""
         report = self.answer
         runs = {result.name: (result.title, result.trace) for result in report.scenario_results if result.trace}
         # A model that is stored in float32 is its own fp32.
@@ -142,17 +134,14 @@ class ReportDocument(Document[Report]):
             yield from (layer_table(self.answer, depth, self.columns) for depth in range(deepest - 1, 0, -1))
 
     def tables(self) -> dict[str, FlatTable]:
-        """The layer table as it is shown, with all columns unless some are chosen, and the other tables."""
         table = layer_table(self.answer, self.depth, self.columns or COLUMNS)
         names = {column.key: column.name for column in LAYER_FIELDS.columns}
         return self.answer.tables() | {"layers": FlatTable(tuple(map(names.__getitem__, table.keys)), table.rows)}
 
     def versions(self) -> tuple[Phrase, ...]:
-        """The PyTorch that ran it, and the GPU of its peaks."""
         return versions((self.answer.trace,), (card(self.answer.gpu),) if self.answer.gpu else ())
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """All figures, regardless of `depth` and `columns`."""
         report, trace, totals = self.answer, self.answer.trace, self.answer.totals
         return {
             "schema": SCHEMA,
@@ -304,17 +293,20 @@ def scenario_bars(report: Report) -> Bars:
     return Bars.of(
         "held when backward begins",
         _PARTS,
-        ((result.label, _sizes(result.totals)) for result in report.scenario_results if result.totals),
+        (
+            (
+                result.label,
+                {
+                    "parameter": result.totals.parameter_bytes,
+                    "buffer": result.totals.buffer_bytes,
+                    "attribute": result.totals.attribute_bytes,
+                    "master weight": result.totals.master_bytes,
+                    "cast copy": result.totals.cast_bytes,
+                    "kept": result.totals.saved_bytes - result.totals.saved_cast_bytes,
+                    "input": result.totals.input_bytes - result.totals.saved_input_bytes,
+                },
+            )
+            for result in report.scenario_results
+            if result.totals
+        ),
     )
-
-
-def _sizes(totals: Totals) -> dict[str, int]:
-    return {
-        "parameter": totals.parameter_bytes,
-        "buffer": totals.buffer_bytes,
-        "attribute": totals.attribute_bytes,
-        "master weight": totals.master_bytes,
-        "cast copy": totals.cast_bytes,
-        "kept": totals.saved_bytes - totals.saved_cast_bytes,
-        "input": totals.input_bytes - totals.saved_input_bytes,
-    }

@@ -84,7 +84,14 @@ class Bars:
         alike = max((bar.total for bar in bars), default=0) // 1000
         shared: list[Bar] = []
         for bar in bars:
-            position = next((position for position, other in enumerate(shared) if _differ(bar, other) <= alike), None)
+            position = next(
+                (
+                    position
+                    for position, other in enumerate(shared)
+                    if max((abs(a - b) for a, b in zip(bar.sizes, other.sizes, strict=True)), default=0) <= alike
+                ),
+                None,
+            )
             if position is None:
                 shared.append(bar)
             else:
@@ -105,11 +112,6 @@ class Bars:
         places = range(len(parts))
         bars = (Bar((Label(parts[n].title),), tuple(sizes[n] if n == m else 0 for m in places)) for n in places)
         return cls(title, parts, tuple(bars))
-
-
-def _differ(one: Bar, other: Bar) -> int:
-    """Return the largest difference between two bars in any one part."""
-    return max((abs(a - b) for a, b in zip(one.sizes, other.sizes, strict=True)), default=0)
 
 
 @dataclass(frozen=True, slots=True)

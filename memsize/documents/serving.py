@@ -38,7 +38,6 @@ class ServingDocument(Document[ServingReport]):
     """The memory of a paged server, scenario by scenario."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The answer first, then its figures."""
         report = self.answer
         return (
             title(report),
@@ -52,17 +51,14 @@ class ServingDocument(Document[ServingReport]):
         )
 
     def bars(self) -> Bars:
-        """The uses of each GPU's memory, with the upper bound of the memory outside PyTorch."""
         rows = [(Label(row.scenario, hint=row.title), _sizes(row)) for row in self.answer.ran]
         bars = Bars.of("taken on a card", _PARTS, rows)
         return replace(bars, limit=Limit(self.answer.card.name, self.answer.card.bytes))
 
     def versions(self) -> tuple[Phrase, ...]:
-        """The GPU."""
         return versions((), (self.answer.card,))
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything in it."""
         report = self.answer
         return {
             "schema": SCHEMA,

@@ -23,7 +23,6 @@ class SweepDocument(Document[Sweep]):
     """A sweep."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The answer first; the largest batches where batches vary; then every cell."""
         sweep = self.answer
         if not sweep.sweep_rows:
             return (_title(sweep), *self.opening())
@@ -37,7 +36,6 @@ class SweepDocument(Document[Sweep]):
         )
 
     def bars(self) -> Bars | None:
-        """The peak of each way to run each model; if there are too many to draw, the largest peak of each model."""
         sweep = self.answer
         ways = tuple(key for key in sweep.varying if key != "gpu") or ("gpu",)
         largest = _largest_peaks(sweep, ways)
@@ -62,7 +60,6 @@ class SweepDocument(Document[Sweep]):
                     yield replace(section, rows=section.rows[:count], remarks=(), caption=caption)
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Every cell with its roles."""
         sweep = self.answer
         records = sweep.tables()["rows"].records()
         cells = [
@@ -94,7 +91,6 @@ def _largest_peaks(sweep: Sweep, keys: Sequence[str]) -> dict[str, SweepRow]:
 
 
 def _title(sweep: Sweep) -> Title:
-    """The name of the sweep, the number of cells, and the settings that all of them share."""
     count = len(sweep.sweep_rows)
     same = [key for key in sweep.used if key not in sweep.varying]
     settings = sweep.sweep_rows[0].settings if count else {}
@@ -148,7 +144,6 @@ def _in_words(key: str, row: SweepRow) -> str:
 
 
 def _notes(sweep: Sweep) -> Iterator[str]:
-    """Notes on the runs, each once, with its number of cells unless all have it; then the number of reused cells."""
     ran = [row for row in sweep.sweep_rows if row.outcome != "failed"]
     for note, count in Counter(note for row in ran for note in row.notes).items():
         yield note if count == len(ran) else f"{count:,} of {len(ran):,} cells: {note}"

@@ -21,7 +21,6 @@ class TimelineDocument(Document[Timeline]):
     indent = None
 
     def sections(self) -> tuple[Section, ...]:
-        """All sections in reading order; a run without events has only a title."""
         timeline = self.answer
         if not len(timeline):
             return (timeline_title(timeline),)
@@ -38,19 +37,15 @@ class TimelineDocument(Document[Timeline]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """Where the peak is, and the roles that hold most of it; empty for a run without events."""
         return (peak_finding(self.answer),) if len(self.answer) else ()
 
     def versions(self) -> tuple[Phrase, ...]:
-        """The release of PyTorch that ran, and the GPU."""
         return versions((self.answer,), [self.answer.card] if self.answer.card else ())
 
     def picture(self) -> Chart:
-        """The run over time."""
         return Chart(self.answer)
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """The columns, and the peak."""
         return to_data(self.answer)
 
 

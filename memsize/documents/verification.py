@@ -28,7 +28,6 @@ class VerificationDocument(Document[Verification]):
     """A verification."""
 
     def sections(self) -> tuple[Section, ...]:
-        """Predicted and measured figures, the allocations that differ, the assumptions, and notes on both runs."""
         verification = self.answer
         assumptions = dict.fromkeys(text for run in verification.runs for text in run.prediction.assumptions)
         return (
@@ -45,15 +44,12 @@ class VerificationDocument(Document[Verification]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """The error of the prediction that is furthest off, and the number of allocations that match."""
         return tuple(_accuracy(self.answer))
 
     def bars(self) -> Bars | None:
-        """The prediction above the measurement for each measured figure; `None` if nothing was measured."""
         return comparison_bars(self.answer)
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything but the logs."""
         verification, alignment = self.answer, self.answer.alignment
         differences = verification.tables()["differences"].records()
         counts = alignment and {

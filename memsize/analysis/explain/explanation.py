@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from memsize.analysis.explain.history import Category, History, Life, categories, python_calls
-from memsize.analysis.explain.snapshot_file import Segment, Snapshot, read_snapshot
+from memsize.analysis.explain.snapshot_file import Snapshot, read_snapshot
 from memsize.analysis.findings.explanation import RULES
 from memsize.analysis.step import StepTrace
 from memsize.errors import InputError
@@ -49,7 +49,6 @@ def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None
 
 
 def _chosen(snapshot: Snapshot) -> int:
-    """The GPU to explain."""
     for number, entries in enumerate(snapshot.histories):
         if any(entry.action == "oom" for entry in entries):
             return number
@@ -81,6 +80,19 @@ def _explained(snapshot: Snapshot, number: int, history: History, prediction: _P
         if life.alive_at(moment.entry)
     ]
     estimate = prediction.estimate if prediction else None
+    requested = rounding = waiting = pieces = cached = largest = 0
+    for segment in history.segments:
+        free = [block.size for block in segment.blocks if block.state == "inactive"]
+        used = [block for block in segment.blocks if block.state == "active_allocated"]
+        requested += sum(block.requested for block in used)
+        rounding += sum(block.size - block.requested for block in used)
+        pending = segment.size - sum(free) - sum(block.size for block in used)
+        waiting += pending
+        if used or pending:
+            pieces += sum(free)
+        else:
+            cached += sum(free)
+        largest = max([largest, *free])
     return Explanation(
         snapshot=snapshot.name,
         device=number,
@@ -90,7 +102,9 @@ def _explained(snapshot: Snapshot, number: int, history: History, prediction: _P
         line=None if moment.name == "end" else history.summary(history.entries[moment.entry].stack).line,
         alive=tuple(_alive(live, estimate)),
         places=tuple(_places(history, live)),
-        reserved=_reserved(history.segments),
+        reserved=ReservedBytes(
+            requested=requested, rounding=rounding, waiting=waiting, pieces=pieces, cached=cached, largest=largest
+        ),
         failed=_failed(history),
         entries=len(history.entries),
         predicted=prediction.named if prediction else None,
@@ -116,7 +130,6 @@ def _failed(history: History) -> FailedRequest | None:
 
 
 def _alive(live: Iterable[tuple[Life, Category]], estimate: GpuEstimate | None) -> list[Alive]:
-    """The categories, roles in their order and what is unknown after them."""
     categories: dict[str, Alive] = {}
     for life, (name, how) in live:
         total = categories.get(name, Alive(name, bytes=0, blocks=0, how=how))
@@ -134,7 +147,6 @@ _CERTAINTY: Final[tuple[How, ...]] = ("recorded", "stack", "lifetime", "size", "
 
 
 def _places(history: History, live: Iterable[tuple[Life, Category]]) -> list[Place]:
-    """The blocks by category and stack, the largest first."""
     groups: dict[tuple[str, int], list[Life]] = {}
     for life, category in live:
         groups.setdefault((category.name, id(life.stack) if life.stack else 0), []).append(life)
@@ -154,36 +166,17 @@ def _places(history: History, live: Iterable[tuple[Life, Category]]) -> list[Pla
             calls=calls,
         )
         key = (name, stack_place.function, calls)
-        joined[key] = _joined(joined.get(key), stack_place)
+        former = joined.get(key)
+        joined[key] = (
+            stack_place
+            if former is None
+            else stack_place._replace(
+                bytes=former.bytes + stack_place.bytes,
+                blocks=former.blocks + stack_place.blocks,
+                largest=max(former.largest, stack_place.largest),
+            )
+        )
     return sorted(joined.values(), key=lambda stack_place: -stack_place.bytes)
-
-
-def _joined(former: Place | None, more: Place) -> Place:
-    """Blocks whose stacks differ in C++ alone are one place."""
-    if former is None:
-        return more
-    return more._replace(
-        bytes=former.bytes + more.bytes, blocks=former.blocks + more.blocks, largest=max(former.largest, more.largest)
-    )
-
-
-def _reserved(segments: Iterable[Segment]) -> ReservedBytes:
-    requested = rounding = waiting = pieces = cached = largest = 0
-    for segment in segments:
-        free = [block.size for block in segment.blocks if block.state == "inactive"]
-        used = [block for block in segment.blocks if block.state == "active_allocated"]
-        requested += sum(block.requested for block in used)
-        rounding += sum(block.size - block.requested for block in used)
-        pending = segment.size - sum(free) - sum(block.size for block in used)
-        waiting += pending
-        if used or pending:
-            pieces += sum(free)
-        else:
-            cached += sum(free)
-        largest = max([largest, *free])
-    return ReservedBytes(
-        requested=requested, rounding=rounding, waiting=waiting, pieces=pieces, cached=cached, largest=largest
-    )
 
 
 def _notes(snapshot: Snapshot, number: int, history: History) -> Iterable[str]:

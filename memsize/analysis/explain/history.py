@@ -226,7 +226,6 @@ class History:
 
     @cached_property
     def _starts(self) -> dict[Stage, list[int]]:
-        """The entries in which blocks are made at each stage."""
         starts: dict[Stage, list[int]] = {}
         for index, entry in enumerate(self.entries):
             if entry.action == "alloc":
@@ -315,10 +314,6 @@ def _category(history: History, life: Life) -> Category:
         return Category(_BY_STACK[stage], "stack")
     if stage not in _OUTLIVES:
         return Category("elsewhere", "unknown")
-    return _by_lifetime(history, life, stage)
-
-
-def _by_lifetime(history: History, life: Life, stage: Stage) -> Category:
     role, ends = _OUTLIVES[stage]
     if life.born == EARLIER or any(frame.name == "_init_group" for frame in life.stack):
         return Category(role, "stack")
@@ -332,12 +327,12 @@ def _by_lifetime(history: History, life: Life, stage: Stage) -> Category:
     # The stage had not ended: what it had made may be what it leaves, or only on the way.
     if stage == "backward":
         return Category("backward", "unknown")
-    return Category("temporary" if _computes(life) else role, "stack")
-
-
-def _computes(life: Life) -> bool:
-    """Whether the optimizer was computing an update, after it had made its state."""
-    return any(frame.name.startswith(("_multi_tensor_", "_single_tensor_", "_fused_")) for frame in life.stack)
+    return Category(
+        "temporary"
+        if any(frame.name.startswith(("_multi_tensor_", "_single_tensor_", "_fused_")) for frame in life.stack)
+        else role,
+        "stack",
+    )
 
 
 def _weights(lives: Sequence[Life], categories: Sequence[Category]) -> Counter[int]:

@@ -94,22 +94,18 @@ def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     """The snapshot at `path`; raises `InputError` for a file that is none, is damaged, or names code."""
     try:
         with opened(Path(os.path.expanduser(path))) as source:
-            return _read(source)
+            start = source.read(0, min(source.size, 2), "its first bytes")
+            if start[:1] != b"\x80":
+                raise _no_snapshot(source.name, "it is not a pickle")
+            unpickler = _Unpickler(source)
+            root = unpickler.load()
+            if isinstance(root, list):  # torch.cuda.memory_snapshot()
+                root = Dict(["segments", root])
+            if not isinstance(root, Dict):
+                raise _no_snapshot(source.name, f"it holds a {type(root).__name__.lower()}")
+            return _Reader(source).snapshot(_fields(root), whole=not unpickler.cut)
     except CheckpointError as error:
         raise InputError(str(error)) from None
-
-
-def _read(source: Source) -> Snapshot:
-    start = source.read(0, min(source.size, 2), "its first bytes")
-    if start[:1] != b"\x80":
-        raise _no_snapshot(source.name, "it is not a pickle")
-    unpickler = _Unpickler(source)
-    root = unpickler.load()
-    if isinstance(root, list):  # torch.cuda.memory_snapshot()
-        root = Dict(["segments", root])
-    if not isinstance(root, Dict):
-        raise _no_snapshot(source.name, f"it holds a {type(root).__name__.lower()}")
-    return _Reader(source).snapshot(_fields(root), whole=not unpickler.cut)
 
 
 def _no_snapshot(name: str, why: str) -> InputError:
@@ -263,7 +259,6 @@ class _Reader:
         return Entry(action, address, size, self._stack(fields.get("frames")), _text(fields.get("category")), free)
 
     def _shared(self, value: Any) -> str:
-        """A text that many entries have."""
         text = self._texts.get(id(value))
         if text is None:
             text = self._texts[id(value)] = _text(value)

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from memsize.errors import first_line
 from memsize.records.finding import Finding, Rules, layer_in_words
-from memsize.records.fit import ANSWERED, Alike, Bind, Budget, Crossing, FitRow, Remedied, Status, gpus_in_words
+from memsize.records.fit import ANSWERED, Alike, Budget, Crossing, FitRow, Remedied, Status, gpus_in_words
 from memsize.records.roles import noun
 from memsize.spec.vary import UNITS
 from memsize.units import Bytes
@@ -138,8 +138,7 @@ def answer_in_words(row: FitRow, vary: str, *, several: bool) -> Finding:
 
 
 @RULES.rule(*(f"fit-{status}" for status in _ANSWERS))
-def what_fits(evidence: FitEvidence) -> Iterator[Finding]:
-    """The result of the first row."""
+def _what_fits(evidence: FitEvidence) -> Iterator[Finding]:
     if evidence.first is not None:
         yield answer_in_words(evidence.first, evidence.vary, several=len(evidence.budgets) > 1)
 
@@ -168,8 +167,7 @@ def what_fits_on_the_others(evidence: FitEvidence) -> Iterator[Finding]:
 
 
 @RULES.rule("fit-frontier")
-def what_more_sequences_leave(evidence: FitEvidence) -> Iterator[Finding]:
-    """How the longest context shrinks with the batch, under the first scenario."""
+def _what_more_sequences_leave(evidence: FitEvidence) -> Iterator[Finding]:
     first = evidence.first
     if first is None or first.batch is None or not first.size:
         return
@@ -196,7 +194,15 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         return
     bind = row.bind
     at = " at {layer}," if bind.layer else ", in {op}," if bind.op else ","
-    adds = _adds(row, bind) if row.per_step else ""
+    adds = (
+        (
+            " The peak is in {grows_in}, and one more {unit} adds {per_step} to it."
+            if row.grows_in and (row.grows_in == "optimizer") != (bind.phase == "optimizer")
+            else " One more {unit} adds {per_step} to the peak."
+        )
+        if row.per_step
+        else ""
+    )
     where = "It runs out in" if bind.request else "The peak is in"
     most, values = _largest(bind.largest)
     alive = sum(bind.roles.values())
@@ -229,15 +235,7 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
     )
 
 
-def _adds(row: FitRow, bind: Bind) -> str:
-    """How the peak grows. It is told apart where only one of it and the end of memory is in the optimizer's step."""
-    if row.grows_in and (row.grows_in == "optimizer") != (bind.phase == "optimizer"):
-        return " The peak is in {grows_in}, and one more {unit} adds {per_step} to it."
-    return " One more {unit} adds {per_step} to the peak."
-
-
 def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:
-    """The sentence on the tensors that hold most, and its values."""
     if most is None:
         return "", {}
     many = "{count} tensors of {spec} hold" if most.tensors > 1 else "One tensor of {spec} holds"
@@ -247,8 +245,7 @@ def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:
 
 
 @RULES.rule("fit-fixed-cost")
-def fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
-    """Where the part that does not depend on the size is already too much."""
+def _fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
     row = evidence.first
     if row is None or row.status != "none":
         return
@@ -273,8 +270,7 @@ def fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
 
 
 @RULES.rule("fit-most")
-def most(evidence: FitEvidence) -> Iterator[Finding]:
-    """The scenario that fits the largest size on the first GPU."""
+def _most(evidence: FitEvidence) -> Iterator[Finding]:
     first, vary = evidence.first, evidence.vary
     if first is None:
         return
@@ -298,8 +294,7 @@ def most(evidence: FitEvidence) -> Iterator[Finding]:
 
 
 @RULES.rule("fit-refused")
-def refused(evidence: FitEvidence) -> Iterator[Finding]:
-    """Sizes with which the model does not run, and the rule that they suggest."""
+def _refused(evidence: FitEvidence) -> Iterator[Finding]:
     row = evidence.first
     if row is None or not row.refused:
         return
@@ -324,8 +319,7 @@ def refused(evidence: FitEvidence) -> Iterator[Finding]:
 
 
 @RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
-def remedies(evidence: FitEvidence) -> Iterator[Finding]:
-    """The optimizations that are enough."""
+def _remedies(evidence: FitEvidence) -> Iterator[Finding]:
     if evidence.remedied:
         yield from what_is_enough(evidence.remedied, evidence.vary)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from memsize.analysis.findings.evidence import Crossover, Evidence, bytes_of, layers_of
 from memsize.records.aggregates import stored_dtypes
@@ -18,7 +18,10 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 @RULES.rule("mixed-dtypes", "batch-norm-kept-fp32")
 def mixed_dtypes(evidence: Evidence) -> Iterator[Finding]:
     """Only part of the model was converted."""
-    floats = _by_dtype(t for t in evidence.parameters if t.spec.dtype in _FLOATS and not t.parts)
+    tensors = (t for t in evidence.parameters if t.spec.dtype in _FLOATS and not t.parts)
+    floats: dict[str, list[StoredTensor]] = {}
+    for tensor in tensors:
+        floats.setdefault(tensor.spec.dtype, []).append(tensor)
     if len(floats) < 2:
         return
     widest = max(floats, key=_FLOATS.index)
@@ -38,13 +41,6 @@ def mixed_dtypes(evidence: Evidence) -> Iterator[Finding]:
         if norms
         else f"Only part of the model was converted: {shares}.",
     )
-
-
-def _by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, list[StoredTensor]]:
-    grouped: dict[str, list[StoredTensor]] = {}
-    for tensor in tensors:
-        grouped.setdefault(tensor.spec.dtype, []).append(tensor)
-    return grouped
 
 
 @RULES.rule("wrapper-misreports")
@@ -74,8 +70,8 @@ def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("summary-assumes-4-bytes")
 def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
-    """torchsummary and its like multiply the number of parameters by 4 bytes, whatever their dtype."""
-    stored, others = evidence.stored, _readings(evidence)
+    texts = [f"{r.tool} says {r.parameter_bytes / 1e6:,.2f} MB of the model as it is" for r in evidence.readings]
+    stored, others = evidence.stored, (f"; {' and '.join(texts)}, in units of 10^6 bytes" if texts else "")
     if not stored.parameters:
         return
     printed = f"{stored.parameters * 4 / 2**20:.2f}"  # torchsummary's own "%0.2f"
@@ -102,7 +98,6 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _casting_shrinks(evidence: Evidence, values: dict[str, object]) -> Iterator[Finding]:
-    """Casting halves what is stored, and a summary that multiplies by 4 bytes does not show it."""
     stored = evidence.stored
     half = next((t for name in ("fp16", "bf16", "apex-O3") if (t := evidence.totals(name))), None)
     if half is None or half.parameter_bytes >= stored.parameter_bytes:
@@ -120,14 +115,8 @@ def _casting_shrinks(evidence: Evidence, values: dict[str, object]) -> Iterator[
     )
 
 
-def _readings(evidence: Evidence) -> str:
-    texts = [f"{r.tool} says {r.parameter_bytes / 1e6:,.2f} MB of the model as it is" for r in evidence.readings]
-    return f"; {' and '.join(texts)}, in units of 10^6 bytes" if texts else ""
-
-
 @RULES.rule("amp-keeps-fp32-parameters", "amp-crossover")
 def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
-    """Autocast casts no parameter; where its copies cost more than they save is found by running both ways."""
     amp = evidence.amp
     totals = evidence.totals(amp) if amp else None
     if totals is None or not totals.parameter_bytes:
@@ -153,7 +142,6 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _pays(crossing: Crossover | None) -> str:
-    """From which batch size on autocast needs less, as a sentence of its own."""
     if crossing is None:
         return ""
     if crossing.batch is None:
@@ -192,7 +180,6 @@ def _amp_crossover(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("activations-dominate", "parameters-dominate")
 def what_binds_the_batch(evidence: Evidence) -> Iterator[Finding]:
-    """Whether parameters or activations are the larger part, and so whether smaller parameters buy a larger batch."""
     crossing, stored = evidence.crossover, evidence.totals("fp32")
     if crossing is None or stored is None or not stored.parameter_bytes or crossing.first_per_sample <= 0:
         return

@@ -106,7 +106,6 @@ def eagerly(run: ProgramRun) -> str:
 
 
 def _follows(after: WentOn, trains: bool) -> tuple[str, dict[str, object]]:
-    """Describe how a program goes on after a request was refused: the sentence and its values."""
     if after.device is None:
         return "nothing more is put on the GPU", {}
     steps = ("one step, " if after.steps == 1 else "{steps} steps, ") if after.steps else "no step, " if trains else ""
@@ -399,5 +398,4 @@ def _ranks_between(runs: RankRuns) -> Iterator[Finding]:
 
 
 def _first(text: str) -> str:
-    """With a capital, as a sentence begins."""
     return text[0].upper() + text[1:]

@@ -24,7 +24,6 @@ _LINES: Final = 3
 
 @RULES.rule("quantization-leaves-layers")
 def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
-    """The layers that a quantization skips, and the bytes that they still store."""
     for name, skipped in evidence.skipped_layers.items():
         trace = evidence.runs[name]
         unquantized = [t for t in trace.tensors if t.kind == "parameter" and not t.parts and t.bytes]
@@ -52,7 +51,6 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("quantized-weights-unpacked")
 def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
-    """Copies of quantized weights that a layer multiplies by, and that autograd keeps."""
     for name in evidence.skipped_layers:
         trace = evidence.runs[name]
         weights = {(t.layer, t.spec.shape) for t in trace.tensors if t.kind == "parameter" and t.parts}
@@ -78,7 +76,6 @@ def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("low-bits-in-wide-containers")
 def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
-    """Weights quantized to fewer bits than each of them takes in memory."""
     for name in ("as-given", *evidence.skipped_layers):
         trace = evidence.as_given if name == "as-given" else evidence.runs.get(name)
         wide = [t for t in (trace.tensors if trace else ()) if _wide(t)]
@@ -105,7 +102,6 @@ def _wide(tensor: StoredTensor) -> bool:
 
 @RULES.rule("kept-by-functions")
 def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
-    """Tensors kept for backward between layers rather than in one: by `F.relu`, by `+`, by attention."""
     trace = evidence.as_given
     saved = [s for s in trace.storages if s.saved_by >= 0]
     between = [s for s in saved if s.saved_at >= 0 and not trace.layers[s.saved_by].leaf]
@@ -137,16 +133,12 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _with_ops(storages: Iterable[Storage], line: int, name: str) -> str:
-    """A line's name, and which ops made what it keeps."""
     ops = dict.fromkeys(storage.op for storage in storages if storage.saved_at == line and storage.op)
     return f"{name} (results of {join_names(tuple(ops))})" if ops else name
 
 
 @RULES.rule("unregistered-tensors")
 def unregistered(evidence: Evidence) -> Iterator[Finding]:
-    """Tensors in plain attributes and modules in Python lists, which `parameters()`, `.to()` and `.half()` do not
-    reach.
-    """
     hidden = [t for t in evidence.as_given.tensors if t.kind == "attribute" and t.bytes and not _computed(t, evidence)]
     if hidden:
         yield _about(
@@ -159,7 +151,6 @@ def unregistered(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("pruned-parameters-grow")
 def pruned(evidence: Evidence) -> Iterator[Finding]:
-    """`torch.nn.utils.prune`: a mask and a computed weight come on top of the original."""
     names = {tensor.name for tensor in evidence.as_given.tensors}
     masked = {name.removesuffix("_orig") + "_mask" for name in names if name.endswith("_orig")}
     masks = [t for t in evidence.as_given.tensors if t.name in masked]
@@ -184,7 +175,6 @@ def _computed(tensor: StoredTensor, evidence: Evidence) -> bool:
 
 @RULES.rule("no-gradient-flows")
 def without_gradient(evidence: Evidence) -> Iterator[Finding]:
-    """Parameters that the forward reads but that no gradient can reach: `weight.data`, `detach`, a `no_grad` part."""
     cut = [t for t in evidence.parameters if t.trainable and t.used and t.differentiable is False and t.tied_to is None]
     if cut and any(t.differentiable for t in evidence.parameters):
         yield _about(
@@ -197,7 +187,6 @@ def without_gradient(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("tied-parameters")
 def tied(evidence: Evidence) -> Iterator[Finding]:
-    """Parameters that share memory: stored once, however many layers name them."""
     ties = [t for t in evidence.parameters if t.tied_to is not None]
     if ties:
         saved = sum(tensor.reported_bytes for tensor in ties)
@@ -216,7 +205,6 @@ def tied(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("unused-parameters")
 def unused(evidence: Evidence) -> Iterator[Finding]:
-    """Parameters that the forward never reads."""
     idle = [t for t in evidence.parameters if t.used is False and t.tied_to is None and t.bytes]
     if idle:
         yield _about(
@@ -228,7 +216,6 @@ def unused(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("halving-leaves-integers")
 def what_halving_cannot_halve(evidence: Evidence) -> Iterator[Finding]:
-    """Integer buffers and inputs, which `.half()` leaves as they are, and tensors that it does not reach."""
     fixed = [
         t for t in evidence.as_given.tensors if t.kind == "buffer" and "float" not in t.spec.dtype and t.bytes >= 1024
     ]
@@ -254,7 +241,6 @@ def what_halving_cannot_halve(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("apex-o2-keeps-master-weights")
 def norms_kept_in_fp32(evidence: Evidence) -> Iterator[Finding]:
-    """apex O2's batch norms: what they keep in float32, and what the optimizer's master weights add."""
     trace = evidence.runs.get("apex-O2")
     if trace is None:
         return
@@ -272,7 +258,6 @@ def norms_kept_in_fp32(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("buffers-count-too")
 def buffers(evidence: Evidence) -> Iterator[Finding]:
-    """Buffers, which summaries leave out."""
     tensors = [t for t in evidence.as_given.tensors if t.kind == "buffer"]
     size, parameters = bytes_of(tensors), evidence.stored.parameter_bytes
     if size and size * 100 >= parameters:
@@ -287,7 +272,6 @@ def buffers(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("summary-counts-differently")
 def torchinfo_counts_differently(evidence: Evidence) -> Iterator[Finding]:
-    """Another summary's total, where it differs from the number of elements that are stored."""
     ours = evidence.stored.parameters
     for reading in evidence.readings:
         if reading.parameters != ours:
@@ -309,6 +293,5 @@ def _reason(evidence: Evidence) -> str:
 
 
 def _about(tensors: Sequence[StoredTensor], code: str, text: str) -> Finding:
-    """The finding about `tensors` whose sentence gives their `{names}` and `{bytes}`."""
     values = {"names": tuple(tensor.name for tensor in tensors), "bytes": Bytes(bytes_of(tensors))}
     return Finding(code, text, values, bytes=bytes_of(tensors), layers=layers_of(tensors))

@@ -17,7 +17,6 @@ RULES = Rules[Evidence]()
 
 @RULES.rule("out-of-memory")
 def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
-    """Training, and inference, that run out of memory on the card: the first scenario that does, and how many do."""
     for run, peaks in (("training", evidence.peaks), ("inference", evidence.inference)):
         short = {name: peak.shortage for name, peak in peaks.items() if peak.shortage}
         for name, shortage in list(short.items())[:1]:
@@ -28,7 +27,6 @@ def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("training-peak")
 def training_peak(evidence: Evidence) -> Iterator[Finding]:
-    """Where the peak is and what most of it consists of."""
     name = next((name for name in ("as-given", "fp32", *evidence.peaks) if name in evidence.peaks), None)
     if name is None:
         return
@@ -71,8 +69,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
 
 
 @RULES.rule("no-training-step")
-def not_trained(evidence: Evidence) -> Iterator[Finding]:
-    """Why there is no training step, where one was asked for and no scenario has any."""
+def _not_trained(evidence: Evidence) -> Iterator[Finding]:
     if evidence.untrained and not evidence.peaks:
         reason = next(iter(evidence.untrained.values()))
         text = "There is no training step to show: {reason}."
@@ -99,7 +96,6 @@ def _advice(peak: GpuEstimate) -> str:
 
 @RULES.rule("data-parallel-replicas")
 def data_parallel(evidence: Evidence) -> Iterator[Finding]:
-    """`nn.DataParallel`: activations are split over the GPUs, and parameters are copied to each."""
     paths = tuple(layer.path for layer in evidence.as_given.layers if layer.type == "DataParallel")
     if not paths:
         return
@@ -120,7 +116,6 @@ def data_parallel(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("gradient-buckets")
 def distributed(evidence: Evidence) -> Iterator[Finding]:
-    """`DistributedDataParallel`: each process holds everything, plus buckets for its gradients."""
     if evidence.buckets is None:
         return
     size, views = evidence.buckets

@@ -108,7 +108,6 @@ def _requested(result: RowResult) -> int:
 
 
 def _beyond(runner: Runner, generations: Sequence[Generation]) -> Iterable[str]:
-    """Yield a note where more tokens are generated than the model has positions for."""
     config, most = getattr(runner.model, "config", None), positions(runner.model)
     tokens = max(generation.prompt + generation.max_new_tokens for generation in generations)
     if most and tokens > most and not getattr(config, "is_encoder_decoder", False):
@@ -171,10 +170,12 @@ class GenerationWork:
     def _row(self, row: GenerationRow, generated: Generated) -> GenerationRow:
         trace = generated.trace
         prefill, decode = _phases(trace, PREFILL, DECODE)
+        layers = {index for index, layer in enumerate(trace.layers) if is_assistants(layer.path)}
+        weights = (trace.storages[index] for index in places(trace.storages, "role", _WEIGHTS)) if layers else ()
         return replace(
             row,
             weights=int(numbers(trace.storages, "bytes")[places(trace.storages, "role", _WEIGHTS)].sum()),
-            assistant=_assistant_weights(trace),
+            assistant=sum(storage.bytes for storage in weights if storage.layer in layers),
             prefill=prefill,
             decode=decode,
             cache=sum(layer.bytes for layer in generated.cached),
@@ -190,7 +191,6 @@ class GenerationWork:
 
 
 def _phases(trace: Trace, *names: str) -> Iterator[Phase]:
-    """For each name, yield the peak of tensors in its phases, and the bytes at the end of the last."""
     import numpy as np
 
     inside = np.array([split_phase(label)[0] for label in trace.phases])
@@ -200,15 +200,7 @@ def _phases(trace: Trace, *names: str) -> Iterator[Phase]:
         yield Phase(int(live.max()), int(live[-1])) if len(live) else Phase(0, 0)
 
 
-def _assistant_weights(trace: Trace) -> int:
-    """Return the bytes of the assistant's weights."""
-    layers = {index for index, layer in enumerate(trace.layers) if is_assistants(layer.path)}
-    weights = (trace.storages[index] for index in places(trace.storages, "role", _WEIGHTS)) if layers else ()
-    return sum(storage.bytes for storage in weights if storage.layer in layers)
-
-
 def _kinds(generated: Generated, batch: int) -> Iterable[CachedLayers]:
-    """Group the layers of the cache by their kind, with the bytes of one sequence."""
     pairs = list(zip(generated.cached, generated.before, strict=True))
     for kind in dict.fromkeys(layer.kind for layer in generated.cached):
         alike: list[tuple[CachedLayer, CachedLayer]] = [pair for pair in pairs if pair[0].kind == kind]

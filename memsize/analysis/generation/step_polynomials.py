@@ -138,14 +138,12 @@ class Piece:
 
     def _sizes(self, length: int) -> Sizes:
         if len(self.nodes) == 2:
-            return self.nodes[self.low].sizes + self._slope * (length - self.low)
+            return self.nodes[self.low].sizes + (
+                (self.nodes[self.high].sizes - self.nodes[self.low].sizes) // (self.high - self.low)
+            ) * (length - self.low)
         sizes = self._polynomials.at((length,), (step.sizes for step in self.nodes.values()))
         assert sizes is not None, "a held-out length has agreed, so all are integers"
         return sizes
-
-    @cached_property
-    def _slope(self) -> Sizes:
-        return (self.nodes[self.high].sizes - self.nodes[self.low].sizes) // (self.high - self.low)
 
     @cached_property
     def _polynomials(self) -> Polynomials:
@@ -295,7 +293,10 @@ class StepPolynomial:
         if sizes is None:
             return None
         steps = next(iter(self.nodes.values()))
-        cuts = self._cuts
+        ends = [0]
+        for step in next(iter(self.nodes.values())):
+            ends.append(ends[-1] + len(step.sizes))
+        cuts = list(pairwise(ends))
         return tuple(Step(step.structure, sizes[low:high]) for step, (low, high) in zip(steps, cuts, strict=True))
 
     def agrees(self, point: GenerationPoint, steps: Steps) -> bool:
@@ -318,13 +319,6 @@ class StepPolynomial:
     @cached_property
     def _polynomials(self) -> Polynomials:
         return Polynomials(list(self.nodes), self.generations.terms(self.scores))
-
-    @cached_property
-    def _cuts(self) -> list[tuple[int, int]]:
-        ends = [0]
-        for step in next(iter(self.nodes.values())):
-            ends.append(ends[-1] + len(step.sizes))
-        return list(pairwise(ends))
 
 
 def polynomial_in(

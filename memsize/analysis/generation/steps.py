@@ -119,16 +119,35 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
         layers = cached[number] if number >= 0 else ()
         structure = Structure(
             events=tuple(_step_event(event, number, births=births, phases=trace.phases) for event in events),
-            storages=tuple(_step_storage(storage, trace.lines) for storage in storages),
+            storages=tuple(
+                StepStorage(
+                    role=storage.role,
+                    layer=storage.layer,
+                    op=storage.op,
+                    dtype=storage.dtype,
+                    dims=len(storage.shape),
+                    stream=storage.stream,
+                    line=trace.lines[storage.line] if storage.line >= 0 else "",
+                )
+                for storage in storages
+            ),
             cached=tuple(layer.kind for layer in layers),
             hosted=tuple(len(layer.hosted) for layer in layers),
         )
-        steps.append(Step(structures.setdefault(structure, structure), _sizes(events, storages, layers)))
+        import numpy as np
+
+        sizes = [
+            *(event.delta for event in events),
+            *(storage.bytes for storage in storages),
+            *(dimension for storage in storages for dimension in storage.shape),
+            *(layer.bytes for layer in layers),
+            *(size for layer in layers for size in layer.hosted),
+        ]
+        steps.append(Step(structures.setdefault(structure, structure), np.array(sizes, dtype=np.int64)))
     return steps
 
 
 def _events_of_steps(trace: Trace, count: int) -> list[list[Event]]:
-    """Sort events into `count` steps, the setup first."""
     numbers = [_number(phase) for phase in trace.phases]
     steps: list[list[Event]] = [[] for _ in range(count)]
     for event in trace.events:
@@ -139,13 +158,11 @@ def _events_of_steps(trace: Trace, count: int) -> list[list[Event]]:
 
 
 def _number(phase: str) -> int | None:
-    """Return the step of a phase: `SETUP`, 0 for the prefill, then the decode steps; None for later phases."""
     name, step = split_phase(phase)
     return {"setup": SETUP, PREFILL: 0, DECODE: step}.get(name)
 
 
 def _allocated(events: Sequence[Event], number: int, births: dict[int, tuple[int, int]]) -> list[int]:
-    """List the storages that first occur in the events of step `number`, and enter them in `births`."""
     new = [storage for storage in dict.fromkeys(event.storage for event in events) if storage not in births]
     births.update((storage, (number, slot)) for slot, storage in enumerate(new))
     return new
@@ -155,32 +172,6 @@ def _step_event(event: Event, number: int, *, births: dict[int, tuple[int, int]]
     born, slot = births[event.storage]
     age = SETUP if born == SETUP else number - born
     return StepEvent(age, slot, event.layer, op=event.op, stage=split_phase(phases[event.phase])[0])
-
-
-def _step_storage(storage: Storage, lines: Sequence[str]) -> StepStorage:
-    return StepStorage(
-        role=storage.role,
-        layer=storage.layer,
-        op=storage.op,
-        dtype=storage.dtype,
-        dims=len(storage.shape),
-        stream=storage.stream,
-        line=lines[storage.line] if storage.line >= 0 else "",
-    )
-
-
-def _sizes(events: Sequence[Event], storages: Sequence[Storage], layers: Sequence[CachedLayer]) -> Sizes:
-    """Collect the sizes of a step in the order of `Step`."""
-    import numpy as np
-
-    sizes = [
-        *(event.delta for event in events),
-        *(storage.bytes for storage in storages),
-        *(dimension for storage in storages for dimension in storage.shape),
-        *(layer.bytes for layer in layers),
-        *(size for layer in layers for size in layer.hosted),
-    ]
-    return np.array(sizes, dtype=np.int64)
 
 
 # -- from steps to the columns of a run -------------------------------------------------------------------------------
@@ -212,8 +203,6 @@ def columns_of(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> RunColumns
 
 
 class _Codes(NamedTuple):
-    """The numbers that stand for texts in columns."""
-
     roles: dict[str, int]
     ops: dict[str, int]
     dtypes: dict[str, int]
@@ -221,8 +210,6 @@ class _Codes(NamedTuple):
 
 
 class _ColumnBuilder:
-    """Collects the columns of a run, one array per step."""
-
     def __init__(self) -> None:
         self._phases: dict[str, int] = {}
         self._storages: list[Sequence[Integers]] = []

@@ -88,20 +88,6 @@ def block_layout(layers: Sequence[CachedLayer], window: int | None, block: int, 
         tokens = 0 if kind == STATE else block
         size = (tokens or 1) * sum(layer.bytes for layer in layers)
         return BlockLayout((LayerGroup(kind, len(layers), windows.get(kind)),), size, (tokens,))
-    page, tokens_of = _page(layers, block, name)
-    most, least = max(count.values()), min(count.values())
-    together = most if most < 1.5 * least else least  # padding is cheap below 1.5 times as many
-    groups = tuple(
-        LayerGroup(kind, len(range(first, count[kind], tables)), windows.get(kind))
-        for kind in count
-        for tables in (-(-count[kind] // together),)
-        for first in range(tables)
-    )
-    return BlockLayout(groups, page * together, tuple(tokens_of[group.kind] for group in groups))
-
-
-def _page(layers: Sequence[CachedLayer], block: int, name: str) -> tuple[int, dict[str, int]]:
-    """Return the bytes of a block for one layer, and the tokens of each kind of layer that fit into it."""
     sizes = {kind: {layer.bytes for layer in layers if layer.kind == kind} for kind in {layer.kind for layer in layers}}
     if any(len(of_kind) > 1 for of_kind in sizes.values()):
         raise InputError(f"{name} has layers of one kind that cache more than others of it: not covered")
@@ -111,7 +97,16 @@ def _page(layers: Sequence[CachedLayer], block: int, name: str) -> tuple[int, di
         block = max(block, _ALIGNED * -(-max(sizes[STATE]) // (_ALIGNED * largest)))
     if any(largest % size for size in of_token.values()):
         raise InputError(f"{name} has tokens of two sizes in its cache, and the larger is no multiple of the other")
-    return block * largest, {STATE: 0} | {kind: block * largest // size for kind, size in of_token.items()}
+    page, tokens_of = block * largest, {STATE: 0} | {kind: block * largest // size for kind, size in of_token.items()}
+    most, least = max(count.values()), min(count.values())
+    together = most if most < 1.5 * least else least  # padding is cheap below 1.5 times as many
+    groups = tuple(
+        LayerGroup(kind, len(range(first, count[kind], tables)), windows.get(kind))
+        for kind in count
+        for tables in (-(-count[kind] // together),)
+        for first in range(tables)
+    )
+    return BlockLayout(groups, page * together, tuple(tokens_of[group.kind] for group in groups))
 
 
 def state_bytes(layer: CachedLayer, width: int | None) -> int:

@@ -22,7 +22,6 @@ from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Interval
 from memsize.records.serving import ServingReport, ServingRow
-from memsize.records.trace import Trace
 from memsize.spec.generation import KV_BYTES, Generation, Serving
 from memsize.spec.scenario import Scenario
 from memsize.torch_internals.isolation import collector_paused
@@ -69,8 +68,20 @@ class Server:
         Raises `InputError` where the model's cache is not covered, and the error of the first scenario where the model
         runs under none.
         """
-        config = _text_config(self.runner)
-        context = self._context()
+        config: Any = getattr(self.runner.model, "config", None)
+        for name, what in (("vision_config", "images"), ("audio_config", "sound")):
+            if getattr(config, name, None) is not None:
+                raise InputError(f"{self.runner.name} also reads {what}: serve the config of its text model")
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
+            what = "chunked attention" if "chunked_attention" in kinds else "an encoder"
+            raise InputError(
+                f"{self.runner.name} has {what}: only full and latent attention, windows and states are covered"
+            )
+        text_model(self.runner.model, self.runner.name)
+        context = self.serving.max_model_len or positions(self.runner.model)
+        if context is None:
+            raise InputError(f"{self.runner.name} does not say how long a request may be: give --max-model-len")
         rows: list[ServingRow] = []
         layouts: list[BlockLayout] = []
         errors: list[Exception] = []
@@ -106,8 +117,6 @@ class Server:
         return int(self.runner.gpu.bytes * self.serving.gpu_memory_utilization)
 
     def _remedied(self, scenario: Scenario, config: Any, context: int) -> Remedied:
-        """Try remedies that leave room for one request."""
-
         def needed(served: ServedModel) -> int:
             server = replace(self, runner=served.runner, serving=served.serving)
             layout = server._layout(served.scenario, config)
@@ -117,31 +126,33 @@ class Server:
 
         return remedies_for_server(ServedModel(self.runner, self.serving, scenario), context, needed)
 
-    def _context(self) -> int:
-        context = self.serving.max_model_len or positions(self.runner.model)
-        if context is None:
-            raise InputError(f"{self.runner.name} does not say how long a request may be: give --max-model-len")
-        return context
-
     def _beyond(self, context: int) -> Iterator[str]:
-        """Yield a note where a request is longer than the model has positions for."""
         most = positions(self.runner.model)
         if most and context > most:
             yield f"the model has positions for {most:,} tokens: vLLM takes no longer context on its own ({_ALLOWED})"
 
     def _layout(self, scenario: Scenario, config: Any) -> BlockLayout:
-        """Lay out the blocks of the cache, from the growth of the model's own cache by one token."""
         self.progress(f"{scenario.name}: the cache of one token")
         steps: dict[int, tuple[CachedLayer, ...]] = {}
         workload = GenerationSteps(Generation(prompt=_PROMPT, max_new_tokens=2), None, steps.__setitem__)
         trace = self.runner.with_inputs(self.prompts(_PROMPT), 1).run(workload, scenario)
-        own = _width(trace)
+        cached = (storage for storage in trace.storages if storage.role == "KV cache" and storage.bytes)
+        own = min((storage.bytes // math.prod(storage.shape) for storage in cached), default=1)
         width = own if self.serving.kv_cache_dtype is None else KV_BYTES[self.serving.kv_cache_dtype]
         _check_states(config, steps[1], self.runner.name)
         layers: list[CachedLayer] = []
         for before, now in zip(steps[0], steps[1], strict=True):
             if now.states:
-                layers.append(CachedLayer(STATE, state_bytes(now, _state_width(config))))
+                named = (getattr(config, name, None) for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
+                dtypes = (getattr(torch, str(name).removeprefix("torch."), None) for name in named if name)
+                layers.append(
+                    CachedLayer(
+                        STATE,
+                        state_bytes(
+                            now, next((dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype)), None)
+                        ),
+                    )
+                )
             if kind := now.kind.removeprefix(STATE).removeprefix(" and "):
                 layers.append(CachedLayer(kind, (now.bytes - before.bytes) // own * width))
         if self.serving.tensor_parallel_size > 1 and any(layer.states for layer in steps[1]):
@@ -162,7 +173,6 @@ class Server:
         return replace(row, paged=layout.paged(available, serving, context))
 
     def _profiled(self, scenario: Scenario) -> tuple[int, int]:
-        """Measure the bytes of the weights, and the bytes that the largest step needs beyond them."""
         self.progress(f"{scenario.name}: a step of {self.serving.max_num_batched_tokens:,} tokens")
         serving = self.serving
         length = serving.max_num_batched_tokens // serving.rows
@@ -174,42 +184,13 @@ class Server:
 
 
 def _starts(row: ServingRow) -> bool:
-    """Whether there is room for one request, whatever is outside PyTorch."""
     return row.paged is not None and row.paged.concurrency.low >= 1
 
 
 def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None:
-    """Raise `InputError` for a model with states that are not those of transformers' linear attention."""
     kinds = " ".join(
         map(str, next(filter(None, (getattr(config, entry, None) for entry in ("layer_types", "block_types"))), ()))
     )
     hidden = any(kind in kinds for kind in _STATEFUL) and not any(layer.states for layer in layers)
     if hidden or any(layer.kind == STATE and not layer.states for layer in layers):
         raise InputError(f"{name} keeps states in a form of its own: of those a paged server's blocks are not known")
-
-
-def _width(trace: Trace) -> int:
-    """Return the bytes of one number in a cache of keys and values; 1 where there is no cache. States may be wider."""
-    cached = (storage for storage in trace.storages if storage.role == "KV cache" and storage.bytes)
-    return min((storage.bytes // math.prod(storage.shape) for storage in cached), default=1)
-
-
-def _state_width(config: Any) -> int | None:
-    """Return the bytes of one number in a recurrent state, where the config says its dtype."""
-    named = (getattr(config, name, None) for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
-    dtypes = (getattr(torch, str(name).removeprefix("torch."), None) for name in named if name)
-    return next((dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype)), None)
-
-
-def _text_config(runner: Runner) -> Any:
-    """Return the config of a model to serve; raises `InputError` for one that is not covered."""
-    config: Any = getattr(runner.model, "config", None)
-    for name, what in (("vision_config", "images"), ("audio_config", "sound")):
-        if getattr(config, name, None) is not None:
-            raise InputError(f"{runner.name} also reads {what}: serve the config of its text model")
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
-        what = "chunked attention" if "chunked_attention" in kinds else "an encoder"
-        raise InputError(f"{runner.name} has {what}: only full and latent attention, windows and states are covered")
-    text_model(runner.model, runner.name)
-    return config

@@ -114,7 +114,6 @@ def _on_cards(cards: int) -> Remedy[ServedModel]:
 
 
 def _larger_gpus(base: ServedModel, needed: int) -> Iterator[Remedy[ServedModel]]:
-    """Yield the larger GPUs whose share may hold `needed` bytes, ascending."""
     for card in sorted(CARDS.values(), key=lambda card: card.bytes):
         is_larger = card.platform == "CUDA" and card.bytes > base.runner.gpu.bytes
         if is_larger and card.bytes * base.serving.gpu_memory_utilization >= needed:
