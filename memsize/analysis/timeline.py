@@ -131,22 +131,24 @@ def snapshot(trace: Trace, config: AllocatorConfig | None = None) -> Fields:
     levels = zip(replayed.timeline.address.tolist(), replayed.timeline.reserved.tolist(), strict=True)
     for index, (event, (address, reserved)) in enumerate(zip(trace.events, levels, strict=True)):
         history.add(index, event, address, reserved)
-    events = len(trace.events)
-    entry = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": events, "frames": []}
-    divisions = {str(1 << power): count for power, count in enumerate(config.roundup_divisions)}
+    # The viewer fails on a trace that has categories unless one is called "unknown".
+    history.write("snapshot", 0, 0, stream=0, index=len(trace.events), frames=[], category="unknown")
     return {
         "segments": list(history.segments()),
-        "device_traces": [
-            [*history.entries, {**entry, "compile_context": "N/A", "user_metadata": "", "category": "unknown"}]
-        ],
+        "device_traces": [history.entries],
         "allocator_settings": {
             "PYTORCH_CUDA_ALLOC_CONF": "",
             "max_split_size": _NO_LIMIT if config.max_split_size is None else config.max_split_size,
             "garbage_collection_threshold": config.garbage_collection_threshold,
             "expandable_segments": config.expandable_segments,
-            "roundup_power2_divisions": divisions,
+            "roundup_power2_divisions": {str(1 << n): count for n, count in enumerate(config.roundup_divisions)},
         },
-        "external_annotations": list(_annotations(trace)),
+        # Where phases begin and end, as `torch.profiler.record_function` would have noted them.
+        "external_annotations": [
+            {"name": str(phase), "stage": stage, "device": 0, "time_us": event}
+            for phase in phases(trace)
+            for stage, event in (("START", phase.start), ("END", phase.stop))
+        ],
     }
 
 
@@ -178,62 +180,61 @@ class _History:
         self._reserved = 0
         self._frames: dict[tuple[int, int, str, str | None], list[Fields]] = {}
         self._modules: dict[int, list[Fields]] = {}
+        self._types = {layer.path: layer.type for layer in trace.layers}
 
     def add(self, index: int, event: Event, address: int, reserved: int) -> None:
         """Add the entries that the allocator makes for `event`, which leaves `reserved` bytes; `address` is that of its
         block.
         """
+        frames = self._frames_of(event)
+        storage = self.trace.storages[event.storage]
+        freed = self._live.pop(event.storage, None)
+        left = event.delta if freed is None else freed.bytes + event.delta
+        if reserved > self._reserved:  # a new segment, or more of an expandable one
+            size, self._reserved = reserved - self._reserved, reserved
+            grown = next(mapped for mapped in self._mapped.values() if address in mapped)
+            action = "segment_map" if self.expandable else "segment_alloc"
+            self.write(action, grown.segment.address + grown.size, size, grown.segment.stream, index, frames)
+            grown.size += size
+            grown.frames = grown.frames or frames
+        if left:
+            self._live[event.storage] = _Live(address, left, frames)
+            about = f"{storage.role}, {storage.dtype}[{','.join(map(str, storage.shape))}]"
+            more = {"category": storage.role, "user_metadata": about}
+            self.write("alloc", address, left, storage.stream, index, frames, **more)
+        if freed is not None:
+            self.write("free_requested", freed.address, freed.bytes, storage.stream, index, frames)
+            self.write("free_completed", freed.address, freed.bytes, storage.stream, index, frames)
+
+    def write(
+        self, action: str, address: int, size: int, stream: int, index: int, frames: list[Fields], **more: str
+    ) -> None:
+        """Write an entry of the history."""
+        entry = {"action": action, "addr": address, "size": size, "stream": stream, "time_us": index, "frames": frames}
+        self.entries.append({**entry, "compile_context": "N/A", "user_metadata": "", **more})
+
+    def _frames_of(self, event: Event) -> list[Fields]:
+        """The frames of an event, innermost first; events of the same op share one list, which keeps files small."""
         line = self.trace.line_of(event.storage) if event.delta > 0 else None
         key = (event.phase, event.layer, event.op, line)
         frames = self._frames.get(key)
         if frames is None:
             name, step = split_phase(self.trace.phases[event.phase])
             op = [_frame("aten", event.op)] if event.op else []
+            modules = self._modules_of(event.layer) if event.layer >= 0 else []
             phase = _frame(f"step {step}" if step else "run", name)
-            frames = self._frames[key] = [*op, *_line_frames(line), *self._modules_of(event.layer), phase]
-        freed = self._live.pop(event.storage, None)
-        left = event.delta if freed is None else freed.bytes + event.delta
-        stream = self.trace.storages[event.storage].stream
-        if reserved > self._reserved:
-            size = reserved - self._reserved
-            grown = next(mapped for mapped in self._mapped.values() if address in mapped)
-            action = "segment_map" if self.expandable else "segment_alloc"
-            self._write(action, grown.segment.address + grown.size, size, grown.segment.stream, index, frames)
-            grown.size += size
-            grown.frames = grown.frames or frames
-            self._reserved = reserved
-        if left:
-            self._live[event.storage] = _Live(address, left, frames)
-            storage = self.trace.storages[event.storage]
-            tensor = f"{storage.dtype}[{','.join(map(str, storage.shape))}]"
-            self._write(
-                "alloc",
-                address,
-                left,
-                stream,
-                index,
-                frames,
-                **{"category": storage.role, "user_metadata": f"{storage.role}, {tensor}"},
-            )
-        if freed is not None:
-            self._write("free_requested", freed.address, freed.bytes, stream, index, frames)
-            self._write("free_completed", freed.address, freed.bytes, stream, index, frames)
-
-    def _write(
-        self, action: str, address: int, size: int, stream: int, index: int, frames: list[Fields], **more: str
-    ) -> None:
-        entry = {"action": action, "addr": address, "size": size, "stream": stream, "time_us": index, "frames": frames}
-        self.entries.append({**entry, "compile_context": "N/A", "user_metadata": "", **more})
+            frames = self._frames[key] = [*op, *_line_frames(line), *modules, phase]
+        return frames
 
     def _modules_of(self, index: int) -> list[Fields]:
-        if index < 0:
-            return []
-        if not self._modules:
-            types = {layer.path: layer.type for layer in self.trace.layers}
-            for index_of_layer, layer in enumerate(self.trace.layers):
-                self._modules[index_of_layer] = [
-                    _frame(path or "(model)", types[path]) for path in _ancestry(layer.path, types)
-                ]
+        """The frames of a module and of those around it, innermost first. Events share the dictionaries of a module."""
+        if index not in self._modules:
+            path = self.trace.layers[index].path
+            steps = path.split(".") if path else []
+            paths = (".".join(steps[:depth]) for depth in range(len(steps), -1, -1))
+            self._modules[index] = [
+                _frame(path or "(model)", self._types[path]) for path in paths if path in self._types
+            ]
         return self._modules[index]
 
     def segments(self) -> Iterator[Fields]:
@@ -268,19 +269,6 @@ class _History:
         }
 
 
-def _ancestry(path: str, paths: Iterable[str]) -> Iterator[str]:
-    """A module's path and those of the modules around it, innermost first, the model itself last.
-
-    A program that calls several models has none around them.
-    """
-    while path:
-        if path in paths:
-            yield path
-        path = path.rpartition(".")[0]
-    if "" in paths:
-        yield ""
-
-
 def _line_frames(lines: str | None) -> Iterator[Fields]:
     """The frames of ``"train.py:12 > trainer.py:80"``, innermost first. The second line is that of a package, which
     readers recognise by its folder.
@@ -291,10 +279,3 @@ def _line_frames(lines: str | None) -> Iterator[Fields]:
 
 def _frame(filename: str, name: str, line: int = 0) -> Fields:
     return {"filename": filename, "line": line, "name": name}
-
-
-def _annotations(trace: Trace) -> Iterator[Fields]:
-    """Where phases begin and end, as `torch.profiler.record_function` would have noted them."""
-    for phase in phases(trace):
-        for stage, event in (("START", phase.start), ("END", phase.stop)):
-            yield {"name": str(phase), "stage": stage, "device": 0, "time_us": event}

@@ -10,7 +10,6 @@ from memsize.documents import Case, Document
 from memsize.documents.sections import Bar, Bars, Findings, Limit, Notes, Part, Section, Table, Title, listed
 from memsize.records.cells import Label
 from memsize.records.check import FIGURE_FIELDS, SEVERITIES, Check, CheckedFigure, CheckedModel, Problem
-from memsize.records.finding import Finding
 
 SCHEMA: Final = "memsize.check/1"
 MOST_FIGURES: Final = 8
@@ -27,16 +26,19 @@ class CheckDocument(Document[Check]):
 
     def sections(self) -> tuple[Section, ...]:
         check = self.answer
-        failed = sum(model.error is not None for model in check.models)
         counts = [(sum(model.count(severity) for model in check.models), severity) for severity in SEVERITIES]
         parts = [_counted(count, word) for count, word in counts if count]
+        failed = sum(model.error is not None for model in check.models)
         parts += [_counted(failed, "target") + " could not be checked"] if failed else []
         targets = _counted(len(check.models), "target")
+        verdict = f"{', '.join(parts)} in {targets}" if parts else f"all holds in {targets}"
+        rows = [CheckedFigure(model, figure) for model in check.models for figure in model.figures]
+        table = Table.of("figures", "Figures", FIGURE_FIELDS, rows).without_empty("limit", "baseline", "change")
         return (
-            Title((f"{', '.join(parts)} in {targets}" if parts else f"all holds in {targets}"), ((check.project,),)),
+            Title(verdict, ((check.project,),)),
             *(section for model in check.models for section in _model_sections(model)),
             *([bars] if (bars := figure_bars(check)).bars else []),
-            *([_table(check)] if any(model.figures for model in check.models) else []),
+            *([table] if rows else []),
             *listed("Baselines written", check.written),
         )
 
@@ -121,34 +123,30 @@ def _counted(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
-def _table(check: Check) -> Table:
-    rows = (CheckedFigure(model, figure) for model in check.models for figure in model.figures)
-    return Table.of("figures", "Figures", FIGURE_FIELDS, rows).without_empty("limit", "baseline", "change")
-
-
 def _model_sections(model: CheckedModel) -> Iterator[Section]:
     if model.error is not None:
         yield Notes(model.name, (f"error: {model.error}",))
     if model.problems:
-        yield Findings(model.name, tuple(map(_with_code, model.problems)))
-
-
-def _with_code(problem: Problem) -> Finding:
-    return replace(problem.finding, template=f"{problem.severity} {problem.finding.code}: {problem.finding.template}")
+        findings = (
+            replace(p.finding, template=f"{p.severity} {p.finding.code}: {p.finding.template}") for p in model.problems
+        )
+        yield Findings(model.name, tuple(findings))
 
 
 def _cases(model: CheckedModel, unit: str) -> Iterator[Case]:
     base = Case(model.name, "", model.file, model.line)
     if model.error is not None:
         yield base._replace(name="target", code="target", severity="error", text=model.error, failed_to_run=True)
+
+    def case(name: str, problem: Problem | None) -> Case:
+        if problem is None:
+            return base._replace(name=name)
+        finding = problem.finding
+        return base._replace(name=name, code=finding.code, severity=problem.severity, text=finding.text(unit))
+
     about = {problem.case: problem for problem in model.problems if problem.case}
     for figure in model.figures:
-        figures, case = about.get(figure.case), base._replace(name=figure.case)
-        yield _case(case, figures, unit) if figures else case
+        yield case(figure.case, about.get(figure.case))
     for problem in model.problems:
         if problem.case is None:
-            yield _case(base._replace(name=problem.finding.code), problem, unit)
-
-
-def _case(base: Case, problem: Problem, unit: str) -> Case:
-    return base._replace(code=problem.finding.code, severity=problem.severity, text=problem.finding.text(unit))
+            yield case(problem.finding.code, problem)

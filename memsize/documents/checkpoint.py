@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -22,10 +23,9 @@ from memsize.checkpoints.contents import (
     USES,
     Group,
     Match,
-    PartKind,
     View,
 )
-from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
+from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, values_of
 from memsize.documents.sections import Bars, Part, Section, Table, Title, listed
 from memsize.records.cells import Path, Share
 from memsize.records.fields import FlatTable
@@ -107,9 +107,7 @@ class CheckpointDocument(Document[CheckpointReport]):
             "against": plain(report.match),
             "findings": findings_data(report.findings, unit),
             "values": dict(contents.values),
-            "classes": contents.classes,
-            "missing": contents.missing,
-            "notes": contents.notes,
+            **values_of(contents, "classes", "missing", "notes"),
         }
 
 
@@ -144,11 +142,11 @@ def parts_table(report: CheckpointReport) -> Table:
     fields = PART_FIELDS.without("unneeded")
     total = ("total", None, len(report.contents.tensors), None, None, Bytes(size), None)
     table = Table.of("parts", "Parts", fields, breakdown.parts, size, total=total)
-    rest = [
-        (label, hint, None, None, None, Bytes(count), (Share(count / size) if size else None))
+    rest = tuple(
+        (label, hint, None, None, None, Bytes(count), Share(count / size) if size else None)
         for label, hint, count in _rest(report)
-    ]
-    return replace(table, rows=(*table.rows, *rest))
+    )
+    return replace(table, rows=table.rows + rest)
 
 
 def _rest(report: CheckpointReport) -> Iterator[tuple[str, str, int]]:
@@ -174,9 +172,14 @@ def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
     """The tensors by module, down to `depth` below their part; the rows add up to the tensors' bytes."""
     view = report.breakdown.fitting_view if depth is None else View(depth)
     groups, size = tuple(report.breakdown.modules(view)), report.contents.size
-    roots = {(group.kind, group.root) for group in groups}
+    roots = Counter(kind for kind, _ in {(group.kind, group.root) for group in groups})
+
+    def named(group: Group, _: object) -> Path:
+        """Leave out the keys of a part, unless the part stands under several."""
+        return Path(group.name.removeprefix(f"{group.root}.") if roots[group.kind] == 1 and group.root else group.name)
+
     fields = MODULE_FIELDS.only("module", "part", "tensors", "elements", "dtypes", "bytes", "unneeded", "share").drawn(
-        module=lambda group, _: Path(_below(group, roots))
+        module=named
     )
     table = Table.of("modules", "Modules", fields, groups[:MOST_MODULES], size)
     if more := groups[MOST_MODULES:]:
@@ -188,22 +191,9 @@ def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
     return replace(table, total=total, caption=caption).without_empty("unneeded")
 
 
-def _below(group: Group, roots: set[tuple[PartKind, str]]) -> str:
-    """A module's name without the keys of its part, unless the part stands under several."""
-    alone = sum(kind == group.kind for kind, _ in roots) == 1
-    return group.name.removeprefix(f"{group.root}.") if alone and group.root else group.name
-
-
 def _sum(groups: tuple[Group, ...]) -> Group:
-    return Group(
-        "other",
-        "",
-        tensors=sum(group.tensors for group in groups),
-        elements=sum(group.elements for group in groups),
-        bytes=sum(group.bytes for group in groups),
-        unneeded=sum(group.unneeded for group in groups),
-        dtypes=(),
-    )
+    names = ("tensors", "elements", "bytes", "unneeded")
+    return Group("other", "", dtypes=(), **{name: sum(getattr(group, name) for group in groups) for name in names})
 
 
 def file_table(report: CheckpointReport) -> Table:

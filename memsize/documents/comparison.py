@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from memsize.documents import MOST_SENTENCES, Document, findings_data
+from memsize.documents import Document, findings_data
 from memsize.documents.sections import Bars, Findings, Notes, Part, Remark, Section, Table, Title, listed, role_part
 from memsize.records.aggregates import stored_dtypes, totals
 from memsize.records.answer import FindingList
-from memsize.records.cells import Label
+from memsize.records.cells import Cell, Label
 from memsize.records.comparison import (
     FIGURE_FIELDS,
     LAYER_FIELDS,
@@ -41,6 +41,8 @@ _PARTS: Final = (
 class ComparisonDocument(Document[Comparison]):
     """A comparison of two models: the bytes that they store and need, and the changes from one to the other."""
 
+    only_brief = False
+
     def sections(self) -> tuple[Section, ...]:
         comparison = self.answer
         before, after = comparison.before, comparison.after
@@ -56,42 +58,39 @@ class ComparisonDocument(Document[Comparison]):
             *listed("Notes", comparison.notes),
         )
 
-    def verdict(self) -> tuple[Finding, ...]:
-        return self.answer.findings[:MOST_SENTENCES]
-
     def bars(self) -> Bars:
-        pairs = zip(("before", "after"), self.answer.totals, strict=True)
-        return Bars.of(
-            "stored and kept",
-            _PARTS,
-            (
-                (
-                    Label(name),
-                    {
-                        "parameter": comparison.parameter_bytes,
-                        "buffer": comparison.buffer_bytes,
-                        "attribute": comparison.attribute_bytes,
-                        "kept": comparison.saved_bytes,
-                    },
-                )
-                for name, comparison in pairs
-            ),
-        )
+        rows = []
+        for name, sums in zip(("before", "after"), self.answer.totals, strict=True):
+            sizes = {"parameter": sums.parameter_bytes, "buffer": sums.buffer_bytes}
+            rows.append((Label(name), sizes | {"attribute": sums.attribute_bytes, "kept": sums.saved_bytes}))
+        return Bars.of("stored and kept", _PARTS, rows)
 
     def figures(self, unit: str) -> dict[str, Any]:
         comparison = self.answer
+        models = {
+            side: {
+                "model": trace.model,
+                "name": name or trace.model,
+                "parameters": sums.parameters,
+                "bytes": sums.stored,
+            }
+            for side, trace, name, sums in zip(
+                ("before", "after"),
+                (comparison.before, comparison.after),
+                comparison.names,
+                comparison.totals,
+                strict=True,
+            )
+        }
         return {
             "schema": SCHEMA,
-            "before": _model_data(comparison.before, comparison.names[0]),
-            "after": _model_data(comparison.after, comparison.names[1]),
+            **models,
             "same": comparison.is_same,
             **{name: table.records() for name, table in comparison.tables().items()},
             "peak": comparison.peak or None,
             "gpu": comparison.gpu or None,
             "optimizer": comparison.optimizer or None,
-            "findings": findings_data(comparison.findings, unit),
-            "appeared": findings_data(comparison.appeared, unit),
-            "gone": findings_data(comparison.gone, unit),
+            **{name: findings_data(getattr(comparison, name), unit) for name in ("findings", "appeared", "gone")},
             "notes": comparison.notes,
         }
 
@@ -114,16 +113,6 @@ def model_table(before: Trace, after: Trace) -> Table:
     return table if any(model.ran for model in models) else table.without("saved")
 
 
-def _model_data(trace: Trace, name: str) -> dict[str, Any]:
-    comparison = totals(trace)
-    return {
-        "model": trace.model,
-        "name": name or trace.model,
-        "parameters": comparison.parameters,
-        "bytes": comparison.stored,
-    }
-
-
 def _tables(comparison: Comparison) -> Iterator[Table]:
     if comparison.layer_changes:
         yield layer_table(comparison)
@@ -138,39 +127,27 @@ def _tables(comparison: Comparison) -> Iterator[Table]:
 
 def layer_table(comparison: Comparison) -> Table:
     """Changed layers, in the order of the second model: the `MOST_ROWS` largest changes, then the rest in one row."""
+
+    def weight(change: LayerChange) -> int:
+        before, after = change.sizes
+        return abs(after.stored - before.stored) + abs(after.kept - before.kept) + abs(after.outputs - before.outputs)
+
+    def row(name: str, sizes: Iterable[LayerSizes]) -> tuple[Cell, ...]:
+        before, after = sizes
+        return LAYER_FIELDS.total(name, LayerChange(None, None, (None, None), (), (before, after)))
+
     changes = comparison.layer_changes
-    shown = sorted(changes, key=_weight, reverse=True)[:MOST_ROWS]
+    shown = sorted(changes, key=weight, reverse=True)[:MOST_ROWS]
     table = Table.of("layers", "Layers that changed", LAYER_FIELDS, (change for change in changes if change in shown))
-    rest = [change for change in changes if change not in shown]
-    rows = table.rows + ((LAYER_FIELDS.total(f"{len(rest):,} more", _sum(rest)),) if rest else ())
-    before, after = comparison.totals
-    total = LAYER_FIELDS.total(
-        "all layers",
-        _sizes_alone(
-            *(
-                LayerSizes(entry.parameters, entry.stored, entry.output_bytes, entry.saved_bytes)
-                for entry in (before, after)
-            )
-        ),
+    rows, rest = table.rows, [change.sizes for change in changes if change not in shown]
+    if rest:
+        sides = zip(*rest, strict=True)
+        rows += (row(f"{len(rest):,} more", (LayerSizes(*map(sum, zip(*side, strict=True))) for side in sides)),)
+    whole = (
+        LayerSizes(sums.parameters, sums.stored, sums.output_bytes, sums.saved_bytes) for sums in comparison.totals
     )
-    table = replace(table, rows=rows, total=total, caption="Layers that changed")
+    table = replace(table, rows=rows, total=row("all layers", whole), caption="Layers that changed")
     return table.without_empty("type", "kept")
-
-
-def _weight(change: LayerChange) -> int:
-    before, after = change.sizes
-    return abs(after.stored - before.stored) + abs(after.kept - before.kept) + abs(after.outputs - before.outputs)
-
-
-def _sum(changes: Iterable[LayerChange]) -> LayerChange:
-    before, after = zip(*(change.sizes for change in changes), strict=True)
-    return _sizes_alone(
-        LayerSizes(*map(sum, zip(*before, strict=True))), LayerSizes(*map(sum, zip(*after, strict=True)))
-    )
-
-
-def _sizes_alone(before: LayerSizes, after: LayerSizes) -> LayerChange:
-    return LayerChange(None, None, (None, None), (), (before, after))
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

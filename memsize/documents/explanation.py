@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from memsize.documents import MOST_SENTENCES, Document, findings_data
+from memsize.documents import Document, findings_data, values_of
 from memsize.documents.sections import Section, Table, Title, listed
 from memsize.records.cells import Share, Signed
 from memsize.records.explanation import ALIVE_FIELDS, PLACE_FIELDS, RESERVED_FIELDS, Explanation
-from memsize.records.finding import Finding
 from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.explanation/1"
@@ -25,6 +24,8 @@ _MOMENTS: Final = {
 
 class ExplanationDocument(Document[Explanation]):
     """An explained snapshot."""
+
+    only_brief = False
 
     def sections(self) -> tuple[Section, ...]:
         explanation = self.answer
@@ -42,25 +43,17 @@ class ExplanationDocument(Document[Explanation]):
             ),
             *self.opening(),
             *self.reasons(),
-            (table if explanation.predicted else table.without("predicted", "difference")),
+            table if explanation.predicted else table.without("predicted", "difference"),
             _place_table(explanation),
             _reserved_table(explanation),
             *listed("Notes", explanation.notes),
         )
 
-    def verdict(self) -> tuple[Finding, ...]:
-        return self.answer.findings[:MOST_SENTENCES]
-
     def figures(self, unit: str) -> dict[str, Any]:
         explanation = self.answer
         return {
             "schema": SCHEMA,
-            "snapshot": explanation.snapshot,
-            "device": explanation.device,
-            "moment": explanation.moment,
-            "requested": explanation.requested,
-            "reserved_then": explanation.reserved_then,
-            "line": explanation.line,
+            **values_of(explanation, "snapshot", "device", "moment", "requested", "reserved_then", "line"),
             "alive": [entry._asdict() for entry in explanation.alive],
             "places": [entry._asdict() for entry in explanation.places],
             "reserved": {"bytes": explanation.reserved.bytes, **explanation.reserved._asdict()},

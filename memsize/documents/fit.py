@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from memsize.analysis.fit.search import LIMIT
-from memsize.documents import Document, findings_data, plain
+from memsize.documents import Document, findings_data, plain, values_of
 from memsize.documents.collectives import compared_collectives
 from memsize.documents.sections import (
     Bar,
@@ -28,7 +28,7 @@ from memsize.records.aggregates import traffic
 from memsize.records.cells import Cell, Label, Missing
 from memsize.records.fields import SCENARIO, Column
 from memsize.records.finding import join_names, optimizer_in_words
-from memsize.records.fit import FIT_FIELDS, REMEDY_FIELDS, Bind, Fit, FitRow, Remedied, RemedyRow, gpus_in_words
+from memsize.records.fit import FIT_FIELDS, REMEDY_FIELDS, Fit, FitRow, Remedied, gpus_in_words
 from memsize.records.world import Traffic
 from memsize.spec.vary import CONTEXT, UNITS
 
@@ -40,18 +40,22 @@ class FitDocument(Document[Fit]):
 
     def sections(self) -> tuple[Section, ...]:
         fit = self.answer
+        several, is_frontier = len(fit.budgets) > 1, any(row.batch is not None for row in fit.fit_rows)
         size = Column("size", fit.vary, "count", 98, "the size of the run")
-        names = ("scenario",) if len(fit.budgets) == 1 else ("scenario", "gpu")
+        names = ("scenario", "gpu") if several else ("scenario",)
+        collectives = (
+            (
+                (Label(row.scenario, hint=row.title), *((row.gpu,) if several else ()), row.size or row.next_size),
+                _traffic(fit, row),
+            )
+            for row in fit.fit_rows
+        )
         return (
             fit_title(fit),
             *self.opening(),
-            *(
-                [overview_table(fit)]
-                if len(fit.budgets) > 1 and not any(row.batch is not None for row in fit.fit_rows)
-                else []
-            ),
+            *([overview_table(fit)] if several and not is_frontier else []),
             fit_table(fit),
-            *compared_collectives((*FIT_FIELDS.only(*names), size), _collectives(fit)),
+            *compared_collectives((*FIT_FIELDS.only(*names), size), collectives),
             *([remedies(fit, fit.remedied)] if fit.remedied else []),
             *self.reasons(),
             *listed("Notes", fit.notes),
@@ -66,18 +70,18 @@ class FitDocument(Document[Fit]):
 
     def figures(self, unit: str) -> dict[str, Any]:
         fit = self.answer
-        extra = (
-            {
+        rows = []
+        for record, row in zip(fit.tables()["rows"].records(), fit.fit_rows, strict=True):
+            most = row.bind.largest if row.bind else None
+            extra = {
                 "roles": row.bind.roles if row.bind else None,
-                "largest": _largest_data(row.bind),
+                "largest": most and {"tensors": most.tensors, **plain(most.spec), "bytes": most.bytes},
                 "looked": row.looked,
                 "step": row.step,
                 "refused": dict(row.refused),
+                "collectives": plain(_traffic(fit, row)),
             }
-            | {"collectives": plain(_traffic(fit, row))}
-            for row in fit.fit_rows
-        )
-        rows = zip(fit.tables()["rows"].records(), extra, strict=True)
+            rows.append(record | extra)
         return {
             "schema": SCHEMA,
             "model": fit.model,
@@ -88,32 +92,15 @@ class FitDocument(Document[Fit]):
             "generation": fit.generation or None,
             "stack": fit.stack or None,
             "budgets": [
-                {
-                    "name": budget.name,
-                    "device": budget.device,
-                    "context": budget.context,
-                    "margin": budget.margin,
-                    "fraction": budget.fraction,
-                    "allocator": budget.allocator,
-                    "parallel": budget.parallel or None,
-                    "gpus": budget.gpus,
-                }
+                values_of(budget, "name", "device", "context", "margin", "fraction", "allocator")
+                | {"parallel": budget.parallel or None, "gpus": budget.gpus}
                 for budget in fit.budgets
             ],
-            "rows": [row | extra for row, extra in rows],
+            "rows": rows,
             "remedies": plain(fit.remedied),
             "findings": findings_data(fit.findings, unit),
-            "notes": fit.notes,
-            "runs": fit.runs,
-            "missing": fit.missing,
+            **values_of(fit, "notes", "runs", "missing"),
         }
-
-
-def _largest_data(bind: Bind | None) -> dict[str, Any] | None:
-    if bind is None or bind.largest is None:
-        return None
-    most = bind.largest
-    return {"tensors": most.tensors, **plain(most.spec), "bytes": most.bytes}
 
 
 def _traffic(fit: Fit, row: FitRow) -> tuple[Traffic, ...]:
@@ -122,16 +109,13 @@ def _traffic(fit: Fit, row: FitRow) -> tuple[Traffic, ...]:
     return traffic(trace) if trace else ()
 
 
-def _collectives(fit: Fit) -> Iterator[tuple[tuple[Cell, ...], tuple[Traffic, ...]]]:
-    for row in fit.fit_rows:
-        position = () if len(fit.budgets) == 1 else (row.gpu,)
-        yield (Label(row.scenario, hint=row.title), *position, row.size or row.next_size), _traffic(fit, row)
-
-
 def fit_title(fit: Fit) -> Title:
     """The model, the question, how the model is run, and the GPUs."""
     question = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
-    how = f"training with {optimizer_in_words(fit.optimizer)}" if fit.optimizer else _generating(fit) or "inference"
+    how = f"training with {optimizer_in_words(fit.optimizer)}" if fit.optimizer else "inference"
+    if fit.generation and not fit.optimizer:
+        prompt = "" if fit.vary == CONTEXT else f" after {fit.generation['prompt']:,} of a prompt"
+        how = f"generating {fit.generation['new']:,} tokens{prompt}"
     kinds = tuple(dict.fromkeys(budget.strategy for budget in fit.budgets if budget.parallel))
     how += f", by {join_names(kinds)}" if len(kinds) > 1 else f" and {kinds[0]}" if kinds else ""
     where = join_names(gpus_in_words(fit.budgets))
@@ -139,58 +123,30 @@ def fit_title(fit: Fit) -> Title:
     return Title(fit.model, ((question,), (how,), (f"on {where}{stack}",)))
 
 
-def _generating(fit: Fit) -> str:
-    if not fit.generation:
-        return ""
-    prompt = "" if fit.vary == CONTEXT else f" after {fit.generation['prompt']:,} of a prompt"
-    return f"generating {fit.generation['new']:,} tokens{prompt}"
-
-
 def overview_table(fit: Fit) -> Table:
     """Scenarios down, GPUs across: the largest size, or whether the one that was asked about fits. If the
-    number of GPUs varies, each number has a row.
+    number of GPUs varies, strategies and numbers of GPUs are down as well, and cards across.
     """
-    if len({budget.gpus for budget in fit.budgets}) > 1:
-        return _by_number(fit)
-    scenarios = dict.fromkeys(row.scenario for row in fit.fit_rows)
     cells = {(row.scenario, row.gpu): _answer(row, fit) for row in fit.fit_rows}
-    titles = {row.scenario: row.title for row in fit.fit_rows}
-    unknown = Missing("not run before it was interrupted")
-    columns = (
-        SCENARIO,
-        *(Column(budget.name, budget.name, "count", 90, f"on {budget.name}") for budget in fit.budgets),
-    )
-    rows = tuple(
-        (Label(name, hint=titles[name]), *(cells.get((name, budget.name), unknown) for budget in fit.budgets))
-        for name in scenarios
-    )
-    return Table("overview", "Overview", columns, rows, caption=_overview_caption(fit))
-
-
-def _overview_caption(fit: Fit) -> str:
-    return f"Largest {fit.vary}" if fit.asked is None else f"Whether {fit.vary} {fit.asked:,} fits"
-
-
-def _by_number(fit: Fit) -> Table:
-    cells = {(row.scenario, row.gpu): _answer(row, fit) for row in fit.fit_rows}
-    titles = {row.scenario: row.title for row in fit.fit_rows}
-    cards = tuple(dict.fromkeys(budget.one for budget in fit.budgets))
-    columns = (
-        SCENARIO,
-        Column("strategy", "strategy", "text", 99, "how its training is spread"),
-        Column("gpus", "GPUs", "count", 98, "on how many"),
-        *(Column(card, card, "count", 90, f"on so many {card}") for card in cards),
-    )
-    named = {(budget.strategy, budget.gpus, budget.one): budget.name for budget in fit.budgets}
-    spread = dict.fromkeys((budget.strategy, budget.gpus) for budget in fit.budgets)
+    by_number = len({budget.gpus for budget in fit.budgets}) > 1
+    keys = {budget.name: (budget.strategy, budget.gpus) if by_number else () for budget in fit.budgets}
+    names = {(keys[budget.name], budget.one if by_number else budget.name): budget.name for budget in fit.budgets}
+    across = dict.fromkeys(across for _, across in names)
+    columns: list[Column] = [SCENARIO]
+    if by_number:
+        columns.append(Column("strategy", "strategy", "text", 99, "how its training is spread"))
+        columns.append(Column("gpus", "GPUs", "count", 98, "on how many"))
+    on = "on so many" if by_number else "on"
+    columns += [Column(name, name, "count", 90, f"{on} {name}") for name in across]
     unknown = Missing("not run before it was interrupted")
     rows = tuple(
-        (Label(name, hint=title), *entry, *(cells.get((name, named[(*entry, card)]), unknown) for card in cards))
-        for name, title in titles.items()
-        for entry in spread
+        (Label(scenario, hint=title), *key, *(cells.get((scenario, names[key, name]), unknown) for name in across))
+        for scenario, title in {row.scenario: row.title for row in fit.fit_rows}.items()
+        for key in dict.fromkeys(keys.values())
     )
-    table = Table("overview", "Overview", columns, rows, caption=_overview_caption(fit))
-    return table if len({strategy for strategy, _ in spread}) > 1 else table.without("strategy")
+    caption = f"Largest {fit.vary}" if fit.asked is None else f"Whether {fit.vary} {fit.asked:,} fits"
+    table = Table("overview", "Overview", tuple(columns), rows, caption=caption)
+    return table if not by_number or len({budget.strategy for budget in fit.budgets}) > 1 else table.without("strategy")
 
 
 def size_bars(fit: Fit) -> Bars:
@@ -216,15 +172,14 @@ def _bar_labels(fit: Fit, rows: Sequence[FitRow]) -> Iterator[Label]:
             runs[-1].append(row)
         else:
             runs.append([row])
-    for run in runs:
-        yield _bar_label(fit, run[0]) if len(run) == 1 else _label_of_several(fit, run)
-
-
-def _label_of_several(fit: Fit, rows: Sequence[FitRow]) -> Label:
-    budgets = [budget for budget in fit.budgets if budget.name in {row.gpu for row in rows}]
     several = len({budget.strategy for budget in fit.budgets}) > 1
-    how = f" ({budgets[0].strategy})" if several else ""
-    return Label(f"{rows[0].name} on {gpus_in_words(budgets)[0]}{how}", hint=rows[0].title)
+    for run in runs:
+        if len(run) == 1:
+            yield _bar_label(fit, run[0])
+            continue
+        budgets = [fit.budgets[position[row.gpu]] for row in run]
+        how = f" ({budgets[0].strategy})" if several else ""
+        yield Label(f"{run[0].name} on {gpus_in_words(budgets)[0]}{how}", hint=run[0].title)
 
 
 def need_bars(fit: Fit) -> Bars:
@@ -310,18 +265,12 @@ def remedies(fit: Fit, remedied: Remedied) -> Table:
 
 
 def remedy_table(remedied: Remedied, caption: str) -> Table:
-    """The remedies, most bytes saved first; remedies that do not apply are remarks below the table."""
+    """The remedies, most bytes saved first. Remarks below it have the costs of those that help, then the reasons why
+    others do not apply.
+    """
     fields = REMEDY_FIELDS.only("name", "outcome", "saved", "peak")
     rows = (row for row in remedied.rows if row.outcome != "not here")
-    remarks = tuple(_remedy_remarks(remedied.rows))
+    costs = (Remark(row.name, "costs", row.cost) for row in remedied.rows if row.outcome in ("fits", "saves"))
+    others = (row for row in remedied.rows if row.outcome == "not here")
+    remarks = (*costs, *(Remark(row.name, "not here", first_line(row.reason or "")) for row in others))
     return Table.of("remedies", "What would make it fit", fields, rows, caption=caption, remarks=remarks)
-
-
-def _remedy_remarks(rows: Iterable[RemedyRow]) -> Iterator[Remark]:
-    """The costs of remedies that help, then the reasons why others do not apply."""
-    for row in rows:
-        if row.outcome in ("fits", "saves"):
-            yield Remark(row.name, "costs", row.cost)
-    for row in rows:
-        if row.outcome == "not here":
-            yield Remark(row.name, "not here", first_line(row.reason or ""))

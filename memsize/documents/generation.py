@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data, plain
+from memsize.documents import Document, findings_data, plain, values_of
 from memsize.documents.fit import remedy_table
 from memsize.documents.sections import (
     Bars,
@@ -53,10 +53,17 @@ class GenerationDocument(Document[GenerationReport]):
         )
 
     def bars(self) -> Bars:
-        rows = [(_label(self.answer, row), row.estimate.roles) for row in self.answer.ran if row.estimate]
+        report = self.answer
+        batches, prompts = ({getattr(row, name) for row in report.ran} for name in ("batch", "prompt"))
+        rows = []
+        for row in report.ran:
+            batch = f", batch {row.batch:,}" if len(batches) > 1 else ""
+            prompt = f", prompt {row.prompt:,}" if len(prompts) > 1 else ""
+            if row.estimate:
+                rows.append((Label(f"{row.scenario}{batch}{prompt}", hint=row.title), row.estimate.roles))
         parts = [Part(role, TITLES[role].noun, role) for role in in_order(role for _, sizes in rows for role in sizes)]
         bars = Bars.of("alive at the peak", parts, rows)
-        return replace(bars, limit=Limit(self.answer.card.name, self.answer.card.bytes))
+        return replace(bars, limit=Limit(report.card.name, report.card.bytes))
 
     def versions(self) -> tuple[Phrase, ...]:
         return versions((self.answer.trace,), (self.answer.card,))
@@ -81,11 +88,7 @@ class GenerationDocument(Document[GenerationReport]):
 def _row_data(row: GenerationRow) -> dict[str, Any]:
     peak = row.estimate
     return {
-        "scenario": row.scenario,
-        "batch": row.batch,
-        "prompt": row.prompt,
-        "new": row.new,
-        "weights": row.weights,
+        **values_of(row, "scenario", "batch", "prompt", "new", "weights"),
         "assistant_weights": row.assistant,
         "prefill": row.prefill._asdict(),
         "decode": row.decode._asdict(),
@@ -98,29 +101,16 @@ def _row_data(row: GenerationRow) -> dict[str, Any]:
         "transient": row.transient,
         "peak": peak
         and {
-            "requested": peak.requested,
-            "allocated": peak.allocated,
-            "reserved": peak.reserved,
+            **values_of(peak, "requested", "allocated", "reserved"),
             "device": peak.device._asdict(),
-            "phase": peak.peak_phase,
-            "step": peak.peak_step,
-            "layer": peak.peak_layer,
-            "op": peak.peak_op,
+            **{name: getattr(peak, f"peak_{name}") for name in ("phase", "step", "layer", "op")},
             "roles": dict(peak.roles),
         },
         "largest": peak and [storage._asdict() for storage in peak.storages],
         "fits": row.fits,
         "traced_lengths": row.traced,
-        "exact": row.exact,
-        "reason": row.reason,
+        **values_of(row, "exact", "reason"),
     }
-
-
-def _label(report: GenerationReport, row: GenerationRow) -> Label:
-    batches, prompts = ({getattr(other, name) for other in report.ran} for name in ("batch", "prompt"))
-    batch = f", batch {row.batch:,}" if len(batches) > 1 else ""
-    prompt = f", prompt {row.prompt:,}" if len(prompts) > 1 else ""
-    return Label(f"{row.scenario}{batch}{prompt}", hint=row.title)
 
 
 def remedies(remedied: Remedied) -> Table:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
+from memsize.documents import Document, findings_data, plain, renamed
 from memsize.documents.sections import Bars, Part, Section, Table, Title, input_text, listed
 from memsize.records.cells import Label
-from memsize.records.finding import Finding
 from memsize.records.layout import (
     COPY_FIELDS,
     COPY_TABLE,
@@ -27,6 +26,8 @@ MOST_COPIES: Final = 20
 class LayoutDocument(Document[LayoutReport]):
     """A memory-format audit. `depth` cuts the layer table: copies in deeper layers count for their parents."""
 
+    only_brief = False
+
     depth: int | None = None
 
     def sections(self) -> tuple[Section, ...]:
@@ -39,9 +40,6 @@ class LayoutDocument(Document[LayoutReport]):
             *self.reasons(),
             *listed("Notes", report.notes),
         )
-
-    def verdict(self) -> tuple[Finding, ...]:
-        return self.answer.findings[:MOST_SENTENCES]
 
     def bars(self) -> Bars:
         audit = self.answer.audit

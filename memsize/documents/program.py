@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import config_of
-from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
+from memsize.documents import Document, findings_data, plain, values_of
 from memsize.documents.collectives import collective_tables, stream_tables
 from memsize.documents.sections import (
     Bars,
@@ -29,10 +29,9 @@ from memsize.documents.sections import (
 from memsize.documents.timeline import alive_table, course_table
 from memsize.records.cells import Label
 from memsize.records.fields import role_fields
-from memsize.records.finding import Finding
 from memsize.records.peak_by_module import MODULE_FIELDS, peak_by_module
 from memsize.records.program import TENSOR_FIELDS, Assumed, ProgramRun
-from memsize.records.ranks import GROUP_FIELDS, RankGroup, RankRuns, spans
+from memsize.records.ranks import GROUP_FIELDS, RankRuns, spans
 from memsize.records.roles import in_order
 from memsize.records.timeline import Timeline, step_courses
 
@@ -46,6 +45,8 @@ _TOLD_OF_ALL: Final = ("run-out-of-memory", "run-fits")
 
 class ProgramDocument(Document[ProgramRun]):
     """A program's run."""
+
+    only_brief = False
 
     @cached_property
     def _timeline(self) -> Timeline:
@@ -79,9 +80,6 @@ class ProgramDocument(Document[ProgramRun]):
             ScenarioView("run", run.program, lambda: (Chart(run_timeline), course_table(step_courses(run_timeline)))),
         )
 
-    def verdict(self) -> tuple[Finding, ...]:
-        return self.answer.findings[:MOST_SENTENCES]
-
     def bars(self) -> Bars | None:
         rows = [(role_part(role), size) for role, size in self.answer.peak.roles.items() if size]
         return Bars.of_whole("alive at the peak", rows) if rows else None
@@ -96,19 +94,14 @@ class ProgramDocument(Document[ProgramRun]):
         run = self.answer
         peak = plain(run.peak)
         peak.pop("storages")
-        after = run.went_on
-        growth = run.growth
+        after, growth = run.went_on, run.growth
         return {
             "schema": SCHEMA,
             "program": run.program,
             "gpu": run.card.name,
             "gpu_bytes": run.card.bytes,
             "stack": run.trace.stack or None,
-            "capacity": run.capacity,
-            "steps": run.steps,
-            "stopped": run.stopped,
-            "failure": run.failure,
-            "failed_at": run.failed_at,
+            **values_of(run, "capacity", "steps", "stopped", "failure", "failed_at"),
             "needs_gpu": run.needs_gpu and run.needs_gpu._asdict(),
             "peak": {
                 **peak,
@@ -119,12 +112,11 @@ class ProgramDocument(Document[ProgramRun]):
             },
             "tensors": [tensor._asdict() for tensor in run.tensors],
             "refused": [refused._asdict() for refused in run.refused],
-            "went_on": (after and {"steps": after.steps, "device": after.device and after.device._asdict()}),
+            "went_on": after and {"steps": after.steps, "device": after.device and after.device._asdict()},
             "modules": [share._asdict() for share in peak_by_module(run.trace)],
-            "growth": (growth and {**growth._asdict(), "holder": growth.holder and growth.holder._asdict()}),
+            "growth": growth and {**growth._asdict(), "holder": growth.holder and growth.holder._asdict()},
             "kept_gradients": run.kept_gradients and run.kept_gradients._asdict(),
-            "waits": run.waits,
-            "unwritten": run.unwritten,
+            **values_of(run, "waits", "unwritten"),
             "children": [child._asdict() for child in run.children],
             "assumed": [assumed._asdict() for assumed in run.assumed],
             "findings": findings_data(run.findings, unit),
@@ -162,6 +154,8 @@ def _assumed(assumed: Assumed) -> str:
 class RanksDocument(Document[RankRuns]):
     """Ranks beside one another."""
 
+    only_brief = False
+
     @cached_property
     def _worst(self) -> ProgramDocument:
         return ProgramDocument(self.answer.worst.run)
@@ -180,9 +174,6 @@ class RanksDocument(Document[RankRuns]):
             *self._worst.inside(),
         )
 
-    def verdict(self) -> tuple[Finding, ...]:
-        return self.answer.findings[:MOST_SENTENCES]
-
     def scenes(self) -> tuple[ScenarioView, ...]:
         return self._worst.scenes()
 
@@ -199,17 +190,13 @@ class RanksDocument(Document[RankRuns]):
         runs = self.answer
         return {
             "schema": RANKS_SCHEMA,
-            "program": runs.program,
-            "size": runs.size,
-            "nodes": runs.nodes,
-            "groups": [_group_data(group, unit) for group in runs.groups],
+            **values_of(runs, "program", "size", "nodes"),
+            "groups": [
+                values_of(group, "ran", "between") | {"run": ProgramDocument(group.run).figures(unit)}
+                for group in runs.groups
+            ],
             "findings": findings_data(runs.findings, unit),
         }
-
-
-def _group_data(group: RankGroup, unit: str) -> dict[str, Any]:
-    run = ProgramDocument(group.run).figures(unit)
-    return {"ran": group.ran, "between": group.between, "run": run}
 
 
 def ranks_title(runs: RankRuns) -> Title:
@@ -223,15 +210,12 @@ def rank_table(runs: RankRuns) -> Table:
     """One row for each kind of rank."""
     roles = role_fields([group.run.peak.roles for group in runs.groups], of="run.peak.roles")
     below = Remark(runs.named(runs.worst), "shown below", f"no {runs.noun} needs more")
+    title = f"{runs.noun[0].upper()}{runs.noun[1:]}s"
     return Table.of(
         "ranks",
-        _title(f"{runs.noun}s"),
+        title,
         GROUP_FIELDS.titled(ranks=f"{runs.noun}s").plus(*roles),
         runs.groups,
-        caption=f"{_title(runs.noun)}s beside one another, each at its own peak",
+        caption=f"{title} beside one another, each at its own peak",
         remarks=(below,) if len(runs.groups) > 1 else (),
     )
-
-
-def _title(noun: str) -> str:
-    return noun[0].upper() + noun[1:]

@@ -14,7 +14,7 @@ from typing import Any, Final
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import config_of
 from memsize.device.cards import card
-from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
+from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed, values_of
 from memsize.documents.collectives import compared_collectives, compared_streams
 from memsize.documents.peaks import living_table, peak_bars, peak_table
 from memsize.documents.sections import (
@@ -142,23 +142,22 @@ class ReportDocument(Document[Report]):
         return versions((self.answer.trace,), (card(self.answer.gpu),) if self.answer.gpu else ())
 
     def figures(self, unit: str) -> dict[str, Any]:
+        """All figures, regardless of `depth` and `columns`."""
         report, trace, totals = self.answer, self.answer.trace, self.answer.totals
+        layers = [_layer_data(row) for row in own_rows(trace)]
         return {
             "schema": SCHEMA,
             "model": report.model,
-            "scenario": trace.scenario,
-            "torch": trace.torch,
-            "training": trace.training,
-            "batch_size": trace.batch_size,
+            **values_of(trace, "scenario", "torch", "training", "batch_size"),
             "inputs": plain(trace.inputs),
             "parameters": {"count": totals.parameters, "trainable": totals.trainable, "bytes": totals.parameter_bytes},
             "buffers": {"bytes": totals.buffer_bytes},
             "attributes": {"bytes": totals.attribute_bytes},
             "totals": _run_only(figures(totals), trace),
-            "layers": [_run_only(_layer_data(row), trace) for row in own_rows(trace)],
+            "layers": [_run_only(layer, trace) for layer in layers],
             "tensors": plain(trace.tensors),
             "scenarios": [
-                _scenario_data(result, report.fp32) | {"layers": _layer_columns(result.trace, trace)}
+                _scenario_data(result, report.fp32) | {"layers": result.trace and _layer_columns(result.trace, layers)}
                 for result in report.scenario_results
             ],
             "findings": findings_data(report.findings, unit),
@@ -184,13 +183,11 @@ _PER_LAYER: Final = (
 )
 
 
-def _layer_columns(trace: Trace | None, shown: Trace) -> dict[str, list[Any]] | None:
-    """Figures of each layer of `trace` as columns, in the order of its layers, without those that are as in `shown`."""
-    if trace is None:
-        return None
-    own, others = ([_layer_data(row) for row in own_rows(entry)] for entry in (trace, shown))
+def _layer_columns(trace: Trace, shown: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Figures of each layer of `trace` as columns, in the order of its layers, without those that are as `shown`."""
+    own = [_layer_data(row) for row in own_rows(trace)]
     columns = {name: [row[name] for row in own] for name in _PER_LAYER}
-    return {name: column for name, column in columns.items() if column != [row[name] for row in others]}
+    return {name: column for name, column in columns.items() if column != [row[name] for row in shown]}
 
 
 def _run_only(figures: dict[str, Any], trace: Trace) -> dict[str, Any]:
@@ -201,10 +198,7 @@ def _run_only(figures: dict[str, Any], trace: Trace) -> dict[str, Any]:
 def _scenario_data(result: ScenarioResult, baseline: Totals | None) -> dict[str, Any]:
     shares = ("parameter_bytes", "output_bytes", "saved_bytes", "inference", "training")
     return {
-        "name": result.name,
-        "title": result.title,
-        "status": result.status,
-        "reason": result.reason,
+        **values_of(result, "name", "title", "status", "reason"),
         **figures(result.totals),
         "inference": _estimate_data(result.inference),
         "training": _estimate_data(result.training),
@@ -224,9 +218,7 @@ def _estimate_data(estimate: GpuEstimate | None) -> dict[str, Any] | None:
 def title(report: Report) -> Title:
     """The model, its input and what it stores; the scenario where it is not run as given."""
     totals, inputs = report.totals, report.trace.inputs
-    phrases: list[tuple[str | Bytes, ...]] = []
-    if report.trace.scenario != "as-given":
-        phrases.append(("as", report.trace.scenario))
+    phrases: list[Phrase] = [("as", report.trace.scenario)] if report.trace.scenario != "as-given" else []
     if inputs:
         phrases.append((f"input{'s' if len(inputs) > 1 else ''}", ", ".join(map(input_text, inputs))))
     stored: list[str | Bytes] = [f"{totals.parameters:,} parameters,", Bytes(totals.parameter_bytes)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data, plain
+from memsize.documents import Document, findings_data, plain, values_of
 from memsize.documents.fit import remedy_table
 from memsize.documents.sections import (
     Bars,
@@ -51,7 +51,11 @@ class ServingDocument(Document[ServingReport]):
         )
 
     def bars(self) -> Bars:
-        rows = [(Label(row.scenario, hint=row.title), _sizes(row)) for row in self.answer.ran]
+        rows = []
+        for row in self.answer.ran:
+            sizes = {"weights": row.weights, "profile": row.profile, "non_torch": row.non_torch.high}
+            sizes["kv_cache"] = row.paged.available.low if row.paged else 0
+            rows.append((Label(row.scenario, hint=row.title), sizes))
         bars = Bars.of("taken on a card", _PARTS, rows)
         return replace(bars, limit=Limit(self.answer.card.name, self.answer.card.bytes))
 
@@ -83,17 +87,10 @@ def remedies(remedied: Remedied) -> Table:
     )
 
 
-def _sizes(row: ServingRow) -> dict[str, int]:
-    cache = row.paged.available.low if row.paged else 0
-    return {"weights": row.weights, "profile": row.profile, "non_torch": row.non_torch.high, "kv_cache": cache}
-
-
 def _row_data(row: ServingRow) -> dict[str, Any]:
     paged = row.paged
     return {
-        "scenario": row.scenario,
-        "weights": row.weights,
-        "profile": row.profile,
+        **values_of(row, "scenario", "weights", "profile"),
         "non_torch": row.non_torch._asdict(),
         "paged": paged
         and {
@@ -104,8 +101,7 @@ def _row_data(row: ServingRow) -> dict[str, Any]:
             "tokens": paged.tokens._asdict(),
             "concurrency": paged.concurrency._asdict(),
         },
-        "shortage": row.shortage,
-        "reason": row.reason,
+        **values_of(row, "shortage", "reason"),
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data
+from memsize.documents import Document, findings_data, values_of
 from memsize.documents.sections import Bars, Limit, Remark, Section, Table, Title, listed, role_part
 from memsize.records.cells import Cell, Label, Missing
 from memsize.records.fields import Column
@@ -61,17 +61,11 @@ class SweepDocument(Document[Sweep]):
 
     def figures(self, unit: str) -> dict[str, Any]:
         sweep = self.answer
-        records = sweep.tables()["rows"].records()
-        cells = [
-            record | {"roles": dict(row.roles), "notes": row.notes}
-            for record, row in zip(records, sweep.sweep_rows, strict=True)
-        ]
+        rows = zip(sweep.tables()["rows"].records(), sweep.sweep_rows, strict=True)
         return {
             "schema": SCHEMA,
-            "name": sweep.name,
-            "varying": sweep.varying,
-            "reused": sweep.reused,
-            "cells": cells,
+            **values_of(sweep, "name", "varying", "reused"),
+            "cells": [record | {"roles": dict(row.roles), "notes": row.notes} for record, row in rows],
             "findings": findings_data(sweep.findings, unit),
             "missing": sweep.missing,
         }

@@ -28,17 +28,13 @@ class VerificationDocument(Document[Verification]):
     """A verification."""
 
     def sections(self) -> tuple[Section, ...]:
-        verification = self.answer
+        verification, alignment = self.answer, self.answer.alignment
         assumptions = dict.fromkeys(text for run in verification.runs for text in run.prediction.assumptions)
         return (
             title(verification),
             *self.opening(),
             figure_table(verification),
-            *(
-                [difference_table(verification.alignment)]
-                if verification.alignment and verification.alignment.differences
-                else []
-            ),
+            *([difference_table(alignment)] if alignment and alignment.differences else []),
             *listed("Assumed", tuple(assumptions)),
             *listed("Notes", tuple(dict.fromkeys((*_notes(verification), *verification.notes)))),
         )
@@ -51,20 +47,14 @@ class VerificationDocument(Document[Verification]):
 
     def figures(self, unit: str) -> dict[str, Any]:
         verification, alignment = self.answer, self.answer.alignment
-        differences = verification.tables()["differences"].records()
-        counts = alignment and {
-            "predicted": alignment.predicted,
-            "measured": alignment.real,
-            "matched": alignment.matched,
-        }
+        differences = verification.tables()["differences"].records() if alignment else None
         return {
             "schema": SCHEMA,
             "model": verification.model,
             "runs": [_run_data(run) for run in verification.runs],
-            "allocations": counts,
-            "differences": [renamed(comparison, difference="kind") for comparison in differences]
-            if alignment
-            else None,
+            "allocations": alignment
+            and {"predicted": alignment.predicted, "measured": alignment.real, "matched": alignment.matched},
+            "differences": None if differences is None else [renamed(row, difference="kind") for row in differences],
             "notes": verification.notes,
         }
 

@@ -194,16 +194,10 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         return
     bind = row.bind
     at = " at {layer}," if bind.layer else ", in {op}," if bind.op else ","
-    adds = (
-        (
-            " The peak is in {grows_in}, and one more {unit} adds {per_step} to it."
-            if row.grows_in and (row.grows_in == "optimizer") != (bind.phase == "optimizer")
-            else " One more {unit} adds {per_step} to the peak."
-        )
-        if row.per_step
-        else ""
-    )
-    where = "It runs out in" if bind.request else "The peak is in"
+    adds = " One more {unit} adds {per_step} to the peak." if row.per_step else ""
+    if adds and row.grows_in and (row.grows_in == "optimizer") != (bind.phase == "optimizer"):
+        # Only one of the peak and the end of memory is in the optimizer.
+        adds = " The peak is in {grows_in}, and one more {unit} adds {per_step} to it."
     most, values = _largest(bind.largest)
     alive = sum(bind.roles.values())
     free = row.budget - (alive - bind.request) if bind.request else 0
@@ -212,9 +206,11 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         if bind.request <= free and free * 10 > alive
         else ""
     )
+    where = "It runs out in" if bind.request else "The peak is in"
+    brief = f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}."
     yield Finding(
         "fit-binds",
-        f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}.{most}{in_pieces}{adds}",
+        f"{brief}{most}{in_pieces}{adds}",
         {
             "phase": bind.phase,
             "layer": layer_in_words(bind.layer),
@@ -231,7 +227,7 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         | values,
         bytes=bind.roles[bind.role],
         layers=(bind.layer,) if bind.layer else (),
-        brief=f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}.{adds}",
+        brief=f"{brief}{adds}",
     )
 
 
@@ -271,26 +267,19 @@ def _fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
 
 @RULES.rule("fit-most")
 def _most(evidence: FitEvidence) -> Iterator[Finding]:
-    first, vary = evidence.first, evidence.vary
+    first = evidence.first
     if first is None:
         return
-    here = [
-        row
-        for row in evidence.rows
-        if row.gpu == first.gpu and row.status in ANSWERED and row.status != "fits" and row.size
-    ]
-    best = max(here, key=lambda row: row.size or 0, default=None)
-    if best is None or best is first or (best.size or 0) <= (first.size or 0):
+    here = [row for row in evidence.rows if row.gpu == first.gpu and row.status in ANSWERED and row.status != "fits"]
+    best = max(here, key=lambda row: row.size or 0, default=first)
+    size, least = best.size or 0, first.size or 0
+    if size <= least:
         return
-    ratio = f", {(best.size or 0) / first.size:.1f} times as much" if first.size else ""
+    ratio = f", {size / least:.1f} times as much" if least else ""
     where = " on {gpu}" if len(evidence.budgets) > 1 else ""
-    yield Finding(
-        "fit-most",
-        f"{{best}} fits most{where}, {{vary}} {{size}}{ratio}.",
-        {"best": best.scenario, "gpu": best.gpu, "vary": vary, "size": best.size or 0},
-        bytes=best.peak,
-        brief=f"{{best}} fits most{where}, {{vary}} {{size}}{ratio}.",
-    )
+    text = f"{{best}} fits most{where}, {{vary}} {{size}}{ratio}."
+    values = {"best": best.scenario, "gpu": best.gpu, "vary": evidence.vary, "size": size}
+    yield Finding("fit-most", text, values, bytes=best.peak, brief=text)
 
 
 @RULES.rule("fit-refused")
@@ -353,7 +342,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 @RULES.rule(*(f"crossing-{kind}" for kind in _CROSSINGS))
-def crossings(evidence: FitEvidence) -> Iterator[Finding]:
+def _crossings(evidence: FitEvidence) -> Iterator[Finding]:
     """The sizes from which on something changes."""
     for crossing in evidence.crossings:
         so, never = _CROSSINGS[crossing.kind]
@@ -370,7 +359,7 @@ def crossings(evidence: FitEvidence) -> Iterator[Finding]:
 
 
 @RULES.rule("budget")
-def budgets(evidence: FitEvidence) -> Iterator[Finding]:
+def _budgets(evidence: FitEvidence) -> Iterator[Finding]:
     """The memory of each budget, and how much of it the allocator gets."""
     of_one: dict[tuple[object, ...], Budget] = {}
     # NCCL takes memory from the budget of one process of several, each with one GPU.

@@ -41,13 +41,10 @@ def _verdict(audit: Audit) -> Iterator[Finding]:
         text = "Channels last copies {last} per forward to rearrange tensors, as much as row-major does."
         yield Finding("channels-last-copies-the-same", text, values, bytes=last, layers=_layers(audit.last.copies))
     back = any(copy.op == _CONVOLUTION for copy in audit.last.copies)
-    if not audit.last.losses and not back and _image_layers(audit):
+    count = sum(layer.leaf and "channels last" in layer.outputs for layer in audit.last.layers)
+    if not audit.last.losses and not back and count:
         text = "No op loses channels last: all {count} layers that return images keep it."
-        yield Finding("channels-last-kept", text, {"count": _image_layers(audit)})
-
-
-def _image_layers(audit: Audit) -> int:
-    return sum(1 for layer in audit.last.layers if layer.leaf and "channels last" in layer.outputs)
+        yield Finding("channels-last-kept", text, {"count": count})
 
 
 @RULES.rule("format-lost")
@@ -69,13 +66,8 @@ def _lost(audit: Audit) -> Iterator[Finding]:
 
 @RULES.rule("convolution-copies-back")
 def _copied_back(audit: Audit) -> Iterator[Finding]:
-    yield from _copied(
-        audit,
-        op=_CONVOLUTION,
-        after="channels last",
-        code="convolution-copies-back",
-        text="Row-major images meet channels-last weights in {layers}: cuDNN copies them back first, {bytes} in all.",
-    )
+    text = "Row-major images meet channels-last weights in {layers}: cuDNN copies them back first, {bytes} in all."
+    yield from _copied(audit, op=_CONVOLUTION, after="channels last", code="convolution-copies-back", text=text)
 
 
 @RULES.rule("kernel-copies")

@@ -59,16 +59,12 @@ def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
         size = sum(copy.bytes for copy in copies)
         if size:
             layers = tuple(dict.fromkeys(trace.layers[copy.layer].path for copy in copies))
+            dtypes = tuple(dict.fromkeys(copy.dtype for copy in copies))
             yield Finding(
                 "quantized-weights-unpacked",
                 "{name} unpacks the weights of {layers} to {dtypes} before it multiplies, and what it keeps for "
                 "backward includes these copies: {bytes}. Inference frees them one by one.",
-                {
-                    "name": name,
-                    "layers": layers,
-                    "dtypes": tuple(dict.fromkeys(copy.dtype for copy in copies)),
-                    "bytes": Bytes(size),
-                },
+                {"name": name, "layers": layers, "dtypes": dtypes, "bytes": Bytes(size)},
                 bytes=size,
                 layers=layers,
             )
@@ -78,26 +74,22 @@ def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
 def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
     for name in ("as-given", *evidence.skipped_layers):
         trace = evidence.as_given if name == "as-given" else evidence.runs.get(name)
-        wide = [t for t in (trace.tensors if trace else ()) if _wide(t)]
+        # torchao keeps such a tensor unpacked: the class name says so, and each value takes one int8.
+        wide = [
+            tensor
+            for tensor in (trace.tensors if trace else ())
+            if "UnpackedToInt8" in (tensor.wrapper or "") and any(part.spec.dtype == "int8" for part in tensor.parts)
+        ]
         if wide:
+            size = bytes_of(wide)
             yield Finding(
                 "low-bits-in-wide-containers",
                 "{name}: {count} weights have fewer than 8 bits each but are kept in 8-bit containers, {bytes} in all: "
                 "nothing is saved beyond int8.",
-                {
-                    "name": name,
-                    "count": sum(tensor.elements for tensor in wide),
-                    "bytes": Bytes(bytes_of(wide)),
-                },
-                bytes=bytes_of(wide),
+                {"name": name, "count": sum(tensor.elements for tensor in wide), "bytes": Bytes(size)},
+                bytes=size,
                 layers=layers_of(wide),
             )
-
-
-def _wide(tensor: StoredTensor) -> bool:
-    """Whether torchao keeps a low-bit tensor unpacked: the class name says so, and each value takes one int8."""
-    unpacked = "UnpackedToInt8" in (tensor.wrapper or "")
-    return unpacked and any(part.spec.dtype == "int8" for part in tensor.parts)
 
 
 @RULES.rule("kept-by-functions")
@@ -105,8 +97,8 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
     trace = evidence.as_given
     saved = [s for s in trace.storages if s.saved_by >= 0]
     between = [s for s in saved if s.saved_at >= 0 and not trace.layers[s.saved_by].leaf]
-    size = sum(s.bytes for s in between)
-    if not size or size < _TOLD_FROM * sum(s.bytes for s in saved):
+    size, all_saved = sum(s.bytes for s in between), sum(s.bytes for s in saved)
+    if not size or size < _TOLD_FROM * all_saved:
         return
     by_line = Counter[int]()
     for storage in between:
@@ -114,15 +106,16 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
     lines = by_line.most_common(_LINES)
     named = {f"line{number}": _with_ops(between, line, trace.lines[line]) for number, (line, _) in enumerate(lines)}
     shares = ", ".join(f"{{bytes{number}}} at {{line{number}}}" for number in range(len(lines)))
+    rest = f" and the rest at {len(by_line) - _LINES} more lines." if len(by_line) > _LINES else "."
     layers = tuple(dict.fromkeys(trace.layers[s.saved_by].path for s in between))
     yield Finding(
         "kept-by-functions",
         "Functions keep {size} of {all} for backward; the table counts that in the modules that call them, {layers}: "
         + shares
-        + (f" and the rest at {len(by_line) - _LINES} more lines." if len(by_line) > _LINES else "."),
+        + rest,
         {
             "size": Bytes(size),
-            "all": Bytes(sum(s.bytes for s in saved)),
+            "all": Bytes(all_saved),
             "layers": layers,
             **named,
             **{f"bytes{number}": Bytes(line_bytes) for number, (_, line_bytes) in enumerate(lines)},
@@ -216,25 +209,22 @@ def unused(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("halving-leaves-integers")
 def what_halving_cannot_halve(evidence: Evidence) -> Iterator[Finding]:
-    fixed = [
-        t for t in evidence.as_given.tensors if t.kind == "buffer" and "float" not in t.spec.dtype and t.bytes >= 1024
-    ]
+    buffers = [t for t in evidence.as_given.tensors if t.kind == "buffer" and "float" not in t.spec.dtype]
+    fixed = [t for t in buffers if t.bytes >= 1024]
     inputs = [i for i in evidence.as_given.inputs if "float" not in i.spec.dtype]
-    parts = []
-    if fixed:
-        parts.append("integer buffers ({buffers})")
-    if inputs:
-        parts.append("inputs that are not floating ({inputs}: {names})")
+    parts = ["integer buffers ({buffers})"] if fixed else []
+    parts += ["inputs that are not floating ({inputs}: {names})"] if inputs else []
     if parts:
+        input_bytes = sum(i.bytes for i in inputs)
         yield Finding(
             "halving-leaves-integers",
             f"Halving cannot halve {' and '.join(parts)}.",
             {
                 "buffers": Bytes(bytes_of(fixed)),
-                "inputs": Bytes(sum(i.bytes for i in inputs)),
+                "inputs": Bytes(input_bytes),
                 "names": tuple(f"{i.name} {i.spec}" for i in inputs),
             },
-            bytes=bytes_of(fixed) + sum(i.bytes for i in inputs),
+            bytes=bytes_of(fixed) + input_bytes,
             layers=layers_of(fixed),
         )
 
@@ -272,24 +262,19 @@ def buffers(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("summary-counts-differently")
 def torchinfo_counts_differently(evidence: Evidence) -> Iterator[Finding]:
-    ours = evidence.stored.parameters
+    ours, tensors = evidence.stored.parameters, evidence.parameters
+    reason = "it adds up the layers that it saw called"
+    if any(tensor.kind == "packed" for tensor in tensors):
+        reason = "it does not see packed weights"
+    elif any(tensor.tied_to for tensor in tensors):
+        reason = "it counts tied parameters once for each layer"
+    elif any(tensor.used is False for tensor in tensors):
+        reason = "it leaves out layers that are never called"
     for reading in evidence.readings:
         if reading.parameters != ours:
-            yield Finding(
-                "summary-counts-differently",
-                "{tool} counts {theirs} parameters where {ours} are stored: {reason}.",
-                {"tool": reading.tool, "theirs": reading.parameters, "ours": ours, "reason": _reason(evidence)},
-            )
-
-
-def _reason(evidence: Evidence) -> str:
-    if any(tensor.kind == "packed" for tensor in evidence.parameters):
-        return "it does not see packed weights"
-    if any(tensor.tied_to for tensor in evidence.parameters):
-        return "it counts tied parameters once for each layer"
-    if any(tensor.used is False for tensor in evidence.parameters):
-        return "it leaves out layers that are never called"
-    return "it adds up the layers that it saw called"
+            values = {"tool": reading.tool, "theirs": reading.parameters, "ours": ours, "reason": reason}
+            text = "{tool} counts {theirs} parameters where {ours} are stored: {reason}."
+            yield Finding("summary-counts-differently", text, values)
 
 
 def _about(tensors: Sequence[StoredTensor], code: str, text: str) -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from memsize.records.finding import Finding, Rules
@@ -49,9 +49,13 @@ def _gpus(first: int, *others: int) -> str:
 
 @RULES.rule("sweep-smallest-card", "sweep-no-card")
 def _the_smallest_card(rows: Rows) -> Iterator[Finding]:
-    questions = {_question(row) for row in _ran(rows)}
-    every = _by_card(_ran(rows))
-    cards = {name: cells for name, cells in every.items() if {_question(row) for row in cells} == questions}
+    ran = sorted(_ran(rows), key=lambda row: (row.gpu_bytes or 0) * row.gpus)
+    # By card, and by how many such cards where trainings are spread: the least memory first.
+    every: dict[str, list[SweepRow]] = {}
+    for row in ran:
+        every.setdefault(row.place, []).append(row)
+    questions = set(map(_question, ran))
+    cards = {name: cells for name, cells in every.items() if set(map(_question, cells)) == questions}
     if len(every) < 2 or not cards:
         return
     enough = next((name for name, cells in cards.items() if all(row.outcome == "fits" for row in cells)), None)
@@ -78,14 +82,9 @@ def _what_needs_most(rows: Rows) -> Iterator[Finding]:
         "part": Bytes(row.roles[role]),
         "phase": row.phase,
     }
-    text = "The largest peak is that of {cell}: {reserved} reserved, {part} of them {role}, in {phase}."
-    yield Finding(
-        "sweep-largest",
-        text,
-        values,
-        bytes=row.reserved,
-        brief="The largest peak is that of {cell}: {reserved} reserved.",
-    )
+    brief = "The largest peak is that of {cell}: {reserved} reserved"
+    text = f"{brief}, {{part}} of them {{role}}, in {{phase}}."
+    yield Finding("sweep-largest", text, values, bytes=row.reserved, brief=f"{brief}.")
 
 
 @RULES.rule("sweep-failed")
@@ -110,11 +109,3 @@ def _question(row: SweepRow) -> frozenset[tuple[str, str]]:
 
 def _ran(rows: Rows) -> list[SweepRow]:
     return [row for row in rows if row.outcome != "failed"]
-
-
-def _by_card(rows: Rows) -> Mapping[str, list[SweepRow]]:
-    """The rows by their card, and by how many such cards where trainings are spread: the least memory first."""
-    cards: dict[str, list[SweepRow]] = {}
-    for cell in sorted(rows, key=lambda row: (row.gpu_bytes or 0) * row.gpus):
-        cards.setdefault(cell.place, []).append(cell)
-    return cards

@@ -47,7 +47,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
             "name": name,
             "requested": Bytes(peak.requested),
             "where": moment(peak.peak_phase, peak.peak_layer),
-            "states": Bytes(_states(peak)),
+            "states": Bytes(_bytes_of_roles(peak, PER_PARAMETER)),
             "constant": Bytes(_bytes_of_roles(peak, FIXED)),
             "main": noun(max(FIXED, key=lambda role: (peak.roles.get(role, 0), role))),
             "temporary": Bytes(peak.roles.get("temporary", 0)),
@@ -76,10 +76,6 @@ def _not_trained(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("no-training-step", text, {"reason": reason}, brief=text)
 
 
-def _states(peak: GpuEstimate) -> int:
-    return _bytes_of_roles(peak, PER_PARAMETER)
-
-
 def _bytes_of_roles(peak: GpuEstimate, roles: Iterable[Role]) -> int:
     return sum(peak.roles.get(role, 0) for role in roles)
 
@@ -87,7 +83,7 @@ def _bytes_of_roles(peak: GpuEstimate, roles: Iterable[Role]) -> int:
 def _advice(peak: GpuEstimate) -> str:
     if peak.peak_phase == "optimizer":
         return "The update's temporaries take {temporary} of it, whatever the batch: a fused optimizer has none."
-    if _states(peak) * 2 > peak.requested:
+    if _bytes_of_roles(peak, PER_PARAMETER) * 2 > peak.requested:
         return "Parameters, gradients and optimizer state are {states} of it, whatever the batch."
     if _bytes_of_roles(peak, FIXED) * 2 > peak.requested:
         return "What does not depend on the batch is {constant} of it, mostly {main}."
@@ -119,14 +115,8 @@ def distributed(evidence: Evidence) -> Iterator[Finding]:
     if evidence.buckets is None:
         return
     size, views = evidence.buckets
-    on_top = (
-        "its gradients lie in {size} of buckets that are never freed"
-        if views
-        else "buckets of {size} stand beside the gradients (gradient_as_bucket_view=True puts the gradients into them)"
-    )
-    yield Finding(
-        "gradient-buckets",
-        "The figures are those of one process of DistributedDataParallel with its own batch: " + on_top + ".",
-        {"size": Bytes(size)},
-        bytes=size,
-    )
+    on_top = "buckets of {size} stand beside the gradients (gradient_as_bucket_view=True puts the gradients into them)"
+    if views:
+        on_top = "its gradients lie in {size} of buckets that are never freed"
+    text = f"The figures are those of one process of DistributedDataParallel with its own batch: {on_top}."
+    yield Finding("gradient-buckets", text, {"size": Bytes(size)}, bytes=size)

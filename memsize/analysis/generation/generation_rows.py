@@ -88,6 +88,10 @@ def report_generation(
             raise next(result.error for result in results if result.error)
         remedied = remedies(rows, work.generators.values())
         largest = work.trace(max(results, key=_requested))
+    config, most = getattr(runner.model, "config", None), positions(runner.model)
+    tokens = max(generation.prompt + generation.max_new_tokens for generation in request.generations)
+    beyond = f"the model has positions for {most or 0:,} tokens: its answers to {tokens:,} have no meaning"
+    is_beyond = most and tokens > most and not getattr(config, "is_encoder_decoder", False)
     return GenerationReport(
         model=runner.name,
         card=runner.gpu,
@@ -95,7 +99,7 @@ def report_generation(
         generation_rows=rows,
         findings=RULES.findings(Evidence(rows, draft, remedied)),
         remedied=remedied,
-        notes=tuple(dict.fromkeys((*notes, *largest.notes, *_beyond(runner, request.generations)))),
+        notes=tuple(dict.fromkeys((*notes, *largest.notes, *([beyond] if is_beyond else [])))),
         assumptions=(*largest.assumptions, *([_NONE_RIGHT] if draft else [])),
         asked=request.generations[-1].arguments,
         allocator=json.dumps(plain(request.config)),
@@ -105,13 +109,6 @@ def report_generation(
 
 def _requested(result: RowResult) -> int:
     return result.row.estimate.requested if result.row.estimate else 0
-
-
-def _beyond(runner: Runner, generations: Sequence[Generation]) -> Iterable[str]:
-    config, most = getattr(runner.model, "config", None), positions(runner.model)
-    tokens = max(generation.prompt + generation.max_new_tokens for generation in generations)
-    if most and tokens > most and not getattr(config, "is_encoder_decoder", False):
-        yield f"the model has positions for {most:,} tokens: its answers to {tokens:,} have no meaning"
 
 
 class GenerationWork:

@@ -6,7 +6,7 @@ It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/wor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -68,18 +68,9 @@ class Server:
         Raises `InputError` where the model's cache is not covered, and the error of the first scenario where the model
         runs under none.
         """
-        config: Any = getattr(self.runner.model, "config", None)
-        for name, what in (("vision_config", "images"), ("audio_config", "sound")):
-            if getattr(config, name, None) is not None:
-                raise InputError(f"{self.runner.name} also reads {what}: serve the config of its text model")
-        kinds = set(getattr(config, "layer_types", None) or ())
-        if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
-            what = "chunked attention" if "chunked_attention" in kinds else "an encoder"
-            raise InputError(
-                f"{self.runner.name} has {what}: only full and latent attention, windows and states are covered"
-            )
-        text_model(self.runner.model, self.runner.name)
-        context = self.serving.max_model_len or positions(self.runner.model)
+        config = self._config()
+        most = positions(self.runner.model)
+        context = self.serving.max_model_len or most
         if context is None:
             raise InputError(f"{self.runner.name} does not say how long a request may be: give --max-model-len")
         rows: list[ServingRow] = []
@@ -98,7 +89,13 @@ class Server:
             raise errors[0]
         serving = replace(self.serving, max_model_len=context)
         ran = next(number for number, row in enumerate(rows) if row.reason is None)
-        remedied = None if _starts(rows[ran]) else self._remedied(scenarios[ran], config, context)
+        paged = rows[ran].paged
+        starts = paged is not None and paged.concurrency.low >= 1
+        remedied = None if starts else self._remedied(scenarios[ran], config, context)
+        beyond = (
+            f"the model has positions for {most or 0:,} tokens: vLLM takes no longer context on its own ({_ALLOWED})"
+        )
+        notes = (*notes, *([beyond] if most and context > most else []), *layouts[0].notes(self.serving.block_size))
         return ServingReport(
             model=self.runner.name,
             card=self.runner.gpu,
@@ -108,9 +105,22 @@ class Server:
             serving_rows=tuple(rows),
             remedied=remedied,
             findings=SERVING_RULES.findings((tuple(rows), serving, self.runner.gpu, self._budget, remedied)),
-            notes=tuple(dict.fromkeys((*notes, *self._beyond(context), *layouts[0].notes(self.serving.block_size)))),
+            notes=tuple(dict.fromkeys(notes)),
             assumptions=(*_ASSUMED, *([_PLAIN] if any(group.kind == STATE for group in layouts[0].groups) else [])),
         )
+
+    def _config(self) -> Any:
+        """The config of the model; raises `InputError` for a model that is not covered."""
+        name, config = self.runner.name, getattr(self.runner.model, "config", None)
+        for part, what in (("vision_config", "images"), ("audio_config", "sound")):
+            if getattr(config, part, None) is not None:
+                raise InputError(f"{name} also reads {what}: serve the config of its text model")
+        is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+        if is_chunked or getattr(config, "is_encoder_decoder", False):
+            what = "chunked attention" if is_chunked else "an encoder"
+            raise InputError(f"{name} has {what}: only full and latent attention, windows and states are covered")
+        text_model(self.runner.model, name)
+        return config
 
     @property
     def _budget(self) -> int:
@@ -126,11 +136,6 @@ class Server:
 
         return remedies_for_server(ServedModel(self.runner, self.serving, scenario), context, needed)
 
-    def _beyond(self, context: int) -> Iterator[str]:
-        most = positions(self.runner.model)
-        if most and context > most:
-            yield f"the model has positions for {most:,} tokens: vLLM takes no longer context on its own ({_ALLOWED})"
-
     def _layout(self, scenario: Scenario, config: Any) -> BlockLayout:
         self.progress(f"{scenario.name}: the cache of one token")
         steps: dict[int, tuple[CachedLayer, ...]] = {}
@@ -140,19 +145,13 @@ class Server:
         own = min((storage.bytes // math.prod(storage.shape) for storage in cached), default=1)
         width = own if self.serving.kv_cache_dtype is None else KV_BYTES[self.serving.kv_cache_dtype]
         _check_states(config, steps[1], self.runner.name)
+        named = (getattr(config, name, None) for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
+        dtypes = (getattr(torch, str(name).removeprefix("torch."), None) for name in named if name)
+        state_width = next((dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype)), None)
         layers: list[CachedLayer] = []
         for before, now in zip(steps[0], steps[1], strict=True):
             if now.states:
-                named = (getattr(config, name, None) for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
-                dtypes = (getattr(torch, str(name).removeprefix("torch."), None) for name in named if name)
-                layers.append(
-                    CachedLayer(
-                        STATE,
-                        state_bytes(
-                            now, next((dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype)), None)
-                        ),
-                    )
-                )
+                layers.append(CachedLayer(STATE, state_bytes(now, state_width)))
             if kind := now.kind.removeprefix(STATE).removeprefix(" and "):
                 layers.append(CachedLayer(kind, (now.bytes - before.bytes) // own * width))
         if self.serving.tensor_parallel_size > 1 and any(layer.states for layer in steps[1]):
@@ -183,14 +182,9 @@ class Server:
         return weights, estimate_gpu(trace, runner.gpu).allocated - weights
 
 
-def _starts(row: ServingRow) -> bool:
-    return row.paged is not None and row.paged.concurrency.low >= 1
-
-
 def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None:
-    kinds = " ".join(
-        map(str, next(filter(None, (getattr(config, entry, None) for entry in ("layer_types", "block_types"))), ()))
-    )
-    hidden = any(kind in kinds for kind in _STATEFUL) and not any(layer.states for layer in layers)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ()
+    is_stateful = any(word in str(kind) for kind in kinds for word in _STATEFUL)
+    hidden = is_stateful and not any(layer.states for layer in layers)
     if hidden or any(layer.kind == STATE and not layer.states for layer in layers):
         raise InputError(f"{name} keeps states in a form of its own: of those a paged server's blocks are not known")
