@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from memsize.analysis.fit.search import LIMIT
 from memsize.documents import Document, findings_data, plain, values_of
-from memsize.documents.collectives import compared_collectives
 from memsize.documents.sections import (
     Bar,
     Bars,
@@ -19,6 +18,7 @@ from memsize.documents.sections import (
     Section,
     Table,
     Title,
+    compared_collectives,
     listed,
     said_once,
     versions,

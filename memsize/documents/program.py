@@ -11,7 +11,6 @@ from typing import Any, Final
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import config_of
 from memsize.documents import Document, findings_data, plain, values_of
-from memsize.documents.collectives import collective_tables, stream_tables
 from memsize.documents.sections import (
     Bars,
     Chart,
@@ -22,8 +21,10 @@ from memsize.documents.sections import (
     Section,
     Table,
     Title,
+    collective_tables,
     listed,
     role_part,
+    stream_tables,
     versions,
 )
 from memsize.documents.timeline import alive_table, course_table

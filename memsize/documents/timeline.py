@@ -6,8 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from memsize.documents import Document
-from memsize.documents.collectives import collective_tables, stream_tables
-from memsize.documents.sections import Chart, Phrase, Section, Table, Title, listed, versions
+from memsize.documents.sections import (
+    Chart,
+    Phrase,
+    Section,
+    Table,
+    Title,
+    collective_tables,
+    listed,
+    stream_tables,
+    versions,
+)
 from memsize.records.fields import role_fields
 from memsize.records.finding import Finding, Moment
 from memsize.records.roles import noun

@@ -1,4 +1,5 @@
 """Size of a paged server's KV cache: the memory of a GPU minus weights, the largest step, and memory outside PyTorch.
+Other ways to serve the model are tried where there is no room for one request.
 
 It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/worker/gpu_worker.py`).
 """
@@ -6,29 +7,30 @@ It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/wor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 
 from memsize.analysis.findings.generation import SERVING_RULES
+from memsize.analysis.remedies import Ladder, Need, Remedy, RemedySearch, try_remedies
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
-from memsize.analysis.serving.server_remedies import ServedModel, remedies_for_server
+from memsize.device.cards import CARDS
 from memsize.device.cuda_libraries import context_on
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.fit import Remedied
-from memsize.records.gpu import Interval
+from memsize.records.gpu import Card, Interval
 from memsize.records.serving import ServingReport, ServingRow
 from memsize.spec.generation import KV_BYTES, Generation, Serving
-from memsize.spec.scenario import Scenario
+from memsize.spec.scenario import Scenario, quantized_from
 from memsize.torch_internals.isolation import collector_paused
-from memsize.units import GiB
+from memsize.units import GiB, format_bytes
 from memsize.workloads.caches import CachedLayer
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
-from memsize.workloads.serving import ProfileRun, text_model
+from memsize.workloads.serving import ProfileRun, part_of, text_model
 
 LEAST_OUTSIDE: Final = GiB // 100
 """The least that vLLM's logs in public repositories call non_torch_memory: 0.01 to 0.08 GiB on one card, 0.16 on an
@@ -49,6 +51,9 @@ _PLAIN = (
     "layers with a state run transformers' plain PyTorch code, which needs far more for a moment than a server's "
     "kernels: the cache has at least these blocks"
 )
+UTILIZATION: Final = 0.95
+"""The largest part of a GPU's memory that is tried."""
+_CARDS: Final = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -188,3 +193,113 @@ def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None
     hidden = is_stateful and not any(layer.states for layer in layers)
     if hidden or any(layer.kind == STATE and not layer.states for layer in layers):
         raise InputError(f"{name} keeps states in a form of its own: of those a paged server's blocks are not known")
+
+
+# -- remedies for a server that does not start -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model on one GPU, how it is served, and how it is stored."""
+
+    runner: Runner
+    serving: Serving
+    scenario: Scenario
+
+    @property
+    def budget(self) -> int:
+        """The bytes of its GPU that the server may take."""
+        return int(self.runner.gpu.bytes * self.serving.gpu_memory_utilization)
+
+
+def remedies_for_server(base: ServedModel, context: int, needed: Callable[[ServedModel], int]) -> Remedied:
+    """Try each remedy for one request of `context` tokens; `needed` returns the bytes that it needs on each GPU."""
+    search = RemedySearch(base, lambda served: Need(needed(served), served.budget))
+    ladders = (
+        Ladder([_on_cards(cards) for cards in _CARDS], until="refusal"),
+        Ladder(_larger_gpus(base, search.need.bytes), until="refusal"),
+    )
+    return try_remedies(
+        search,
+        _REMEDIES,
+        ladders,
+        scenario=base.scenario.name,
+        gpu=base.runner.gpu.name,
+        size=context,
+        combine=False,
+    )
+
+
+def _stored_as(name: str, title: str) -> Remedy[ServedModel]:
+    def apply(served: ServedModel) -> ServedModel:
+        if served.scenario.recipe == "quantized":
+            raise InputError("the weights are quantized already")
+        return replace(served, scenario=quantized_from(served.scenario, name))
+
+    return Remedy(f"{title} weights", f"--scenario {name}", "rounded weights", "numbers", apply)
+
+
+def _fp8_cache(served: ServedModel) -> ServedModel:
+    if served.serving.kv_cache_dtype is not None:
+        raise InputError(f"the cache is in {served.serving.kv_cache_dtype} already")
+    return replace(served, serving=replace(served.serving, kv_cache_dtype="fp8"))
+
+
+def _smaller_steps(served: ServedModel) -> ServedModel:
+    tokens = served.serving.max_num_batched_tokens // 4
+    if tokens < 1:
+        raise InputError("a step has no fewer tokens")
+    return replace(served, serving=replace(served.serving, max_num_batched_tokens=tokens))
+
+
+def _more_of_the_card(served: ServedModel) -> ServedModel:
+    if served.serving.gpu_memory_utilization >= UTILIZATION:
+        raise InputError(f"the server may take {served.serving.gpu_memory_utilization:.0%} of the card already")
+    return replace(served, serving=replace(served.serving, gpu_memory_utilization=UTILIZATION))
+
+
+_REMEDIES: Final = (
+    _stored_as("fp8-weight", "fp8"),
+    _stored_as("int4-weight", "int4"),
+    Remedy("fp8 KV cache", "--kv-cache-dtype fp8", "rounded keys and values", "numbers", _fp8_cache),
+    Remedy(
+        "smaller steps", "a quarter of --max-num-batched-tokens", "long prompts take longer", "speed", _smaller_steps
+    ),
+    Remedy(
+        "more of the card",
+        f"--gpu-memory-utilization {UTILIZATION}",
+        "less room for CUDA graphs and whatever else is on it",
+        "nothing",
+        _more_of_the_card,
+    ),
+)
+
+
+def _on_cards(cards: int) -> Remedy[ServedModel]:
+    def apply(served: ServedModel) -> ServedModel:
+        if served.serving.tensor_parallel_size > 1:
+            raise InputError("the model is divided among cards already")
+        runner = served.runner
+        part = part_of(runner.model, cards, runner.name)
+        divided = Runner(runner.name, part, runner.inputs, False, gpu=runner.gpu, stack=runner.stack)
+        return replace(served, runner=divided, serving=replace(served.serving, tensor_parallel_size=cards))
+
+    return Remedy(
+        f"{cards} cards", f"--tensor-parallel-size {cards}", f"{cards} cards in place of one", "hardware", apply
+    )
+
+
+def _larger_gpus(base: ServedModel, needed: int) -> Iterator[Remedy[ServedModel]]:
+    for card in sorted(CARDS.values(), key=lambda card: card.bytes):
+        is_larger = card.platform == "CUDA" and card.bytes > base.runner.gpu.bytes
+        if is_larger and card.bytes * base.serving.gpu_memory_utilization >= needed:
+            yield _on_gpu(card)
+
+
+def _on_gpu(card: Card) -> Remedy[ServedModel]:
+    def apply(served: ServedModel) -> ServedModel:
+        runner = served.runner
+        moved = Runner(runner.name, runner.model, runner.inputs, False, gpu=card, stack=runner.stack)
+        return replace(served, runner=moved)
+
+    return Remedy(card.name, f"a card of {format_bytes(card.bytes)}", "another card", "hardware", apply)
