@@ -49,12 +49,25 @@ class Side:
             case Trace():
                 return cls(answer, name)
             case Report():
-                return _of_report(answer, name)
+                peaks: list[tuple[str, FigureOf, GpuEstimate]] = []
+                for result in answer.scenario_results:
+                    peaks += [(result.name, "inference peak", result.inference)] if result.inference else []
+                    peaks += [(result.name, "training peak", result.training)] if result.training else []
+                return cls(
+                    trace=answer.trace,
+                    name=name,
+                    runs=tuple((result.name, result.trace) for result in answer.scenario_results if result.trace),
+                    peaks=tuple(peaks),
+                    findings=answer.findings,
+                    gpu=answer.gpu,
+                    optimizer=answer.optimizer,
+                    notes=(*answer.assumptions, *answer.remarks),
+                )
             case StepTrace(trace, gpu):
                 return cls(trace, name, peaks=((trace.scenario, _peak_of(trace), answer.peak),), gpu=gpu)
             case ProgramRun(trace=trace, peak=peak, findings=findings, card=card):
-                peaks = ((trace.scenario, _peak_of(trace), peak),)
-                return cls(trace, name, peaks=peaks, findings=findings, gpu=card.name)
+                of_run = ((trace.scenario, _peak_of(trace), peak),)
+                return cls(trace, name, peaks=of_run, findings=findings, gpu=card.name)
             case CheckpointReport():
                 parts: dict[str, int] = {part.kind: part.bytes for part in answer.breakdown.parts}
                 return cls(_as_trace(answer), name, findings=answer.findings, file={"size": answer.size, **parts})
@@ -66,26 +79,6 @@ class Side:
 
 def _peak_of(trace: Trace) -> FigureOf:
     return "training peak" if any(split_phase(phase)[0] == "backward" for phase in trace.phases) else "inference peak"
-
-
-def _of_report(report: Report, name: str) -> Side:
-    results = report.scenario_results
-    peaks: list[tuple[str, FigureOf, GpuEstimate]] = []
-    for result in results:
-        peaks += [(result.name, "inference peak", result.inference)] if result.inference else []
-        peaks += [(result.name, "training peak", result.training)] if result.training else []
-    runs = tuple((result.name, result.trace) for result in results if result.trace)
-    notes = (*report.assumptions, *report.remarks)
-    return Side(
-        trace=report.trace,
-        name=name,
-        runs=runs,
-        peaks=tuple(peaks),
-        findings=report.findings,
-        gpu=report.gpu,
-        optimizer=report.optimizer,
-        notes=notes,
-    )
 
 
 def _as_trace(report: CheckpointReport) -> Trace:
@@ -153,7 +146,12 @@ def paired_tensors(before: Trace, after: Trace, layers: Iterable[Pair]) -> tuple
     A packed module holds its weight under another name than the module it was converted from.
     """
     unpaired = {tensor.name: tensor for tensor in after.tensors}
-    renamed = dict(_renamed_tensors(layers))
+    renamed: dict[str, str] = {}
+    for old, new in layers:
+        if old and new:
+            names = {local_name(tensor): tensor.name for tensor in new.tensors}
+            locals_ = {tensor.name: local_name(tensor) for tensor in old.tensors}
+            renamed |= {name: names[local] for name, local in locals_.items() if local in names}
     moved = set(renamed.values())
     pairs = []
     for tensor in before.tensors:
@@ -161,15 +159,6 @@ def paired_tensors(before: Trace, after: Trace, layers: Iterable[Pair]) -> tuple
         other = unpaired.pop(name, None) if name else None
         pairs.append(Change(other.name if other else tensor.name, tensor, other))
     return (*pairs, *(Change(name, None, tensor) for name, tensor in unpaired.items()))
-
-
-def _renamed_tensors(layers: Iterable[Pair]) -> Iterator[tuple[str, str]]:
-    for old, new in layers:
-        if old and new:
-            names = {local_name(tensor): tensor.name for tensor in new.tensors}
-            for tensor in old.tensors:
-                if (name := names.get(local_name(tensor))) is not None:
-                    yield tensor.name, name
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -193,7 +182,19 @@ def layer_changes(layers: Sequence[Pair]) -> tuple[LayerChange, ...]:
         if how or follows:
             heads[node] = head, how = (head, whole) if follows else (pair, how)
             groups.setdefault(head, []).append(pair)
-    return tuple(_change(head, heads[head.after or head.before][1], members) for head, members in groups.items())
+    changes: list[LayerChange] = []
+    for head, members in groups.items():
+        old, new = head
+        change = LayerChange(
+            before=old.layer.path if old else None,
+            after=new.layer.path if new else None,
+            types=(old.layer.type if old else None, new.layer.type if new else None),
+            how=heads[new or old][1],
+            sizes=(_sizes(pair.before for pair in members), _sizes(pair.after for pair in members)),
+            layers=len(members),
+        )
+        changes.append(change)
+    return tuple(changes)
 
 
 def _how(pair: Pair, parents: Mapping[Node, Node], partners: Mapping[Node, Node]) -> Iterator[How]:
@@ -204,20 +205,7 @@ def _how(pair: Pair, parents: Mapping[Node, Node], partners: Mapping[Node, Node]
     above = parents.get(old)
     if old.name != new.name or (above and partners.get(above)) != parents.get(new):
         yield "renamed"
-    shapes, stored = (
-        [
-            {
-                (
-                    local_name(tensor),
-                    tensor.spec.shape,
-                    *((tensor.spec.dtype, tensor.bytes, tensor.parts) if exact else ()),
-                )
-                for tensor in node.tensors
-            }
-            for node in (old, new)
-        ]
-        for exact in (False, True)
-    )
+    shapes, stored = ([_stored(node, exact) for node in (old, new)] for exact in (False, True))
     if shapes[0] != shapes[1]:
         yield "resized"
     if old.layer.type != new.layer.type and old.layer.type and new.layer.type:
@@ -228,27 +216,22 @@ def _how(pair: Pair, parents: Mapping[Node, Node], partners: Mapping[Node, Node]
         yield "runs differently"
 
 
-def _change(head: Pair, how: tuple[How, ...], members: Sequence[Pair]) -> LayerChange:
-    before, after = ([node for pair in members if (node := pair[side])] for side in (0, 1))
-    (old, old_type), (new, new_type) = ((node.layer.path, node.layer.type) if node else (None, None) for node in head)
-    return LayerChange(
-        before=old,
-        after=new,
-        types=(old_type, new_type),
-        how=how,
-        sizes=(_sizes(before), _sizes(after)),
-        layers=len(members),
-    )
+def _stored(node: Node, exact: bool) -> set[object]:
+    """The tensors of a layer itself: their names and shapes, and if `exact` also how they are stored."""
+    return {
+        (local_name(tensor), tensor.spec.shape, *((tensor.spec.dtype, tensor.bytes, tensor.parts) if exact else ()))
+        for tensor in node.tensors
+    }
 
 
-def _sizes(nodes: Iterable[Node]) -> LayerSizes:
-    nodes = tuple(nodes)
-    tensors = [tensor for node in nodes for tensor in node.tensors]
+def _sizes(nodes: Iterable[Node | None]) -> LayerSizes:
+    present = [node for node in nodes if node]
+    tensors = [tensor for node in present for tensor in node.tensors]
     return LayerSizes(
         sum(tensor.elements for tensor in tensors if tensor.kind in COUNTED and not tensor.tied_to),
         stored=sum(tensor.bytes for tensor in tensors if tensor.kind != "master"),
-        outputs=sum(node.layer.output_bytes for node in nodes),
-        kept=sum(node.layer.saved_bytes for node in nodes),
+        outputs=sum(node.layer.output_bytes for node in present),
+        kept=sum(node.layer.saved_bytes for node in present),
     )
 
 
@@ -271,18 +254,14 @@ def figure_changes(before: Side, after: Side) -> tuple[FigureChange, ...]:
         figures = [{(both, of): of_run for (_, of), of_run in side.items()} for side in figures]
     keys = list(dict.fromkeys(key for side in figures for key in side))
     order = {scenario: number for number, scenario in enumerate(dict.fromkeys(scenario for scenario, _ in keys))}
-    return tuple(
-        FigureChange(*key, name, *(_figure(side, key, name) for side in figures))
-        for key in sorted(keys, key=lambda key: order[key[0]])
-        for name in dict.fromkeys(name for side in figures for name in side.get(key, ()))
-    )
-
-
-def _figure(figures: Mapping[_Place, Mapping[str, int]], key: _Place, name: str) -> int | None:
-    of_run = figures.get(key)
-    if of_run is None:
-        return None
-    return of_run.get(name, None if name in FIGURES else 0)
+    changes: list[FigureChange] = []
+    for key in sorted(keys, key=lambda key: order[key[0]]):
+        for name in dict.fromkeys(name for side in figures for name in side.get(key, ())):
+            # A role that is alive at one peak alone has 0 bytes at the other.
+            absent = None if name in FIGURES else 0
+            first, second = (side[key].get(name, absent) if key in side else None for side in figures)
+            changes.append(FigureChange(*key, name, first, second))
+    return tuple(changes)
 
 
 def _figures(side: Side) -> Iterator[tuple[_Place, Mapping[str, int]]]:
@@ -313,27 +292,22 @@ def living_changes(before: Side, after: Side, layers: Iterable[Pair]) -> tuple[s
     ]
     if not shared:
         return "", ()
-    of, scenario, first, second = max(shared, key=lambda peaks: peaks[0] == "training peak")
+    of, scenario, *peaks = max(shared, key=lambda peaks: peaks[0] == "training peak")
     now = {old.layer.path: new.layer.path for old, new in layers if old and new}
-    return f"{of} of {scenario}", tuple(_living(first.storages, second.storages, now))
-
-
-def _living(
-    before: Sequence[LiveStorage], after: Sequence[LiveStorage], now: Mapping[str, str]
-) -> Iterator[LivingChange]:
-    least = [min((living.bytes for living in storages), default=0) for storages in (before, after)]
+    least = [min((living.bytes for living in peak.storages), default=0) for peak in peaks]
     groups: dict[tuple[object, ...], tuple[list[LiveStorage], list[LiveStorage]]] = defaultdict(lambda: ([], []))
-    for side, storages in enumerate((before, after)):
-        for living in storages:
+    for side, peak in enumerate(peaks):
+        for living in peak.storages:
             path = now.get(living.layer, living.layer) if side == 0 and living.layer is not None else living.layer
             groups[living.role, path, living.op, split_phase(living.phase)[0]][side].append(living)
-    for olds, news in groups.values():
-        for old, new in zip_longest(olds, news):
-            if old is None or new is None:
-                if (old or new).bytes > least[old is not None]:
-                    yield LivingChange(old, new)
-            elif old.bytes != new.bytes:
-                yield LivingChange(old, new)
+    changes: list[LivingChange] = []
+    for first, second in (pair for sides in groups.values() for pair in zip_longest(*sides)):
+        if first is None or second is None:
+            is_listed = (first or second).bytes > least[first is not None]
+        else:
+            is_listed = first.bytes != second.bytes
+        changes += [LivingChange(first, second)] if is_listed else []
+    return f"{of} of {scenario}", tuple(changes)
 
 
 # -- findings ----------------------------------------------------------------------------------------------------------

@@ -232,16 +232,16 @@ class History:
                 starts.setdefault(self.stage(entry.stack), []).append(index)
         return starts
 
-    @cached_property
-    def _python_only(self) -> bool:
-        """Whether stacks were recorded, and those of Python alone: then the thread of backward has none."""
-        stacks = [entry.stack for entry in self.entries if entry.action == "alloc" and entry.stack]
-        return bool(stacks) and all(frame.filename.endswith(".py") for stack in stacks for frame in stack[:1])
-
     def stage(self, stack: Stack) -> Stage:
         """At which stage of the run a stack of the history is."""
         stage = self.summary(stack).stage
         return "backward" if stage == "unrecorded" and self._python_only else stage
+
+    @cached_property
+    def _python_only(self) -> bool:
+        """Whether stacks were recorded, and those of Python alone: then the thread of backward has none."""
+        stacks = [entry.stack for entry in self.entries if entry.action == "alloc" and entry.stack]
+        return bool(stacks) and all(stack[0].filename.endswith(".py") for stack in stacks)
 
     @cached_property
     def failures(self) -> list[int]:
@@ -296,7 +296,15 @@ class Category(NamedTuple):
 def categories(history: History) -> tuple[Category, ...]:
     """The category of each of the history's lives, in their order."""
     names = [_category(history, life) for life in history.lives]
-    weights = _weights(history.lives, names)
+    # The sizes that trained parameters have: those of their gradients, or of one line's optimizer state.
+    gradients = Counter[int]()
+    states: dict[Stack, Counter[int]] = {}
+    for life, category in zip(history.lives, names, strict=True):
+        if category.name == "gradient":
+            gradients[life.bytes] += 1
+        elif category.name == "optimizer state":
+            states.setdefault(life.stack, Counter())[life.bytes] += 1
+    weights = gradients or max(states.values(), key=Counter.total, default=Counter())
     for index, (life, category) in enumerate(zip(history.lives, names, strict=True)):
         if category.name == "earlier" and weights[life.bytes] > 0:
             weights[life.bytes] -= 1
@@ -307,15 +315,16 @@ def categories(history: History) -> tuple[Category, ...]:
 def _category(history: History, life: Life) -> Category:
     if life.category in _RECORDED:
         return Category(_RECORDED[life.category], "recorded")
-    stage = history.summary(life.stack).stage if life.born == EARLIER else history.stage(life.stack)
+    older = life.born == EARLIER
+    stage = history.summary(life.stack).stage if older else history.stage(life.stack)
     if stage == "unrecorded":
-        return Category("earlier" if life.born == EARLIER and history.recorded else "elsewhere", "unknown")
+        return Category("earlier" if older and history.recorded else "elsewhere", "unknown")
     if stage in _BY_STACK:
         return Category(_BY_STACK[stage], "stack")
     if stage not in _OUTLIVES:
         return Category("elsewhere", "unknown")
     role, ends = _OUTLIVES[stage]
-    if life.born == EARLIER or any(frame.name == "_init_group" for frame in life.stack):
+    if older or any(frame.name == "_init_group" for frame in life.stack):
         return Category(role, "stack")
     end, failed = history.next_of(ends, life.born), history.next_failure(life.born)
     if failed is not None and (end is None or failed < end) and not (life.died is not None and life.died < failed):
@@ -327,23 +336,5 @@ def _category(history: History, life: Life) -> Category:
     # The stage had not ended: what it had made may be what it leaves, or only on the way.
     if stage == "backward":
         return Category("backward", "unknown")
-    return Category(
-        "temporary"
-        if any(frame.name.startswith(("_multi_tensor_", "_single_tensor_", "_fused_")) for frame in life.stack)
-        else role,
-        "stack",
-    )
-
-
-def _weights(lives: Sequence[Life], categories: Sequence[Category]) -> Counter[int]:
-    """The sizes that trained parameters have: those of their gradients, or of one line's optimizer state."""
-    gradients = Counter(
-        life.bytes for life, category in zip(lives, categories, strict=True) if category.name == "gradient"
-    )
-    if gradients:
-        return gradients
-    lines: dict[Stack, Counter[int]] = {}
-    for life, category in zip(lives, categories, strict=True):
-        if category.name == "optimizer state":
-            lines.setdefault(life.stack, Counter())[life.bytes] += 1
-    return max(lines.values(), key=Counter.total, default=Counter())
+    updates = any(frame.name.startswith(("_multi_tensor_", "_single_tensor_", "_fused_")) for frame in life.stack)
+    return Category("temporary" if updates else role, "stack")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from memsize.analysis.generation.steps import Step
@@ -138,12 +138,14 @@ class Piece:
 
     def _sizes(self, length: int) -> Sizes:
         if len(self.nodes) == 2:
-            return self.nodes[self.low].sizes + (
-                (self.nodes[self.high].sizes - self.nodes[self.low].sizes) // (self.high - self.low)
-            ) * (length - self.low)
+            return self.nodes[self.low].sizes + self._slope * (length - self.low)
         sizes = self._polynomials.at((length,), (step.sizes for step in self.nodes.values()))
         assert sizes is not None, "a held-out length has agreed, so all are integers"
         return sizes
+
+    @cached_property
+    def _slope(self) -> Sizes:
+        return (self.nodes[self.high].sizes - self.nodes[self.low].sizes) // (self.high - self.low)
 
     @cached_property
     def _polynomials(self) -> Polynomials:
@@ -293,10 +295,7 @@ class StepPolynomial:
         if sizes is None:
             return None
         steps = next(iter(self.nodes.values()))
-        ends = [0]
-        for step in next(iter(self.nodes.values())):
-            ends.append(ends[-1] + len(step.sizes))
-        cuts = list(pairwise(ends))
+        cuts = pairwise(accumulate((len(step.sizes) for step in steps), initial=0))
         return tuple(Step(step.structure, sizes[low:high]) for step, (low, high) in zip(steps, cuts, strict=True))
 
     def agrees(self, point: GenerationPoint, steps: Steps) -> bool:

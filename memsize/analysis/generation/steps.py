@@ -109,16 +109,31 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
 
     `cached` has the layers of the cache after the prefill and after each step. Storages without bytes are in no step.
     """
+    import numpy as np
+
+    phases = [split_phase(phase) for phase in trace.phases]
+    numbers = [{"setup": SETUP, PREFILL: 0, DECODE: step}.get(name) for name, step in phases]
+    events_of: list[list[Event]] = [[] for _ in range(len(cached) + 1)]
+    for event in trace.events:
+        if (of_step := numbers[event.phase]) is not None:
+            events_of[of_step + 1].append(event)
     births: dict[int, tuple[int, int]] = {}
     """For each storage the step that allocated it, and its slot there."""
     structures: dict[Structure, Structure] = {}
     """Most steps have equal structures, which share one object."""
     steps = []
-    for number, events in enumerate(_events_of_steps(trace, len(cached) + 1), SETUP):
-        storages = [trace.storages[index] for index in _allocated(events, number, births)]
+    for number, events in enumerate(events_of, SETUP):
+        new = [index for index in dict.fromkeys(event.storage for event in events) if index not in births]
+        births.update((index, (number, slot)) for slot, index in enumerate(new))
+        storages = [trace.storages[index] for index in new]
         layers = cached[number] if number >= 0 else ()
+        step_events = []
+        for event in events:
+            born, slot = births[event.storage]
+            age = SETUP if born == SETUP else number - born
+            step_events.append(StepEvent(age, slot, event.layer, op=event.op, stage=phases[event.phase][0]))
         structure = Structure(
-            events=tuple(_step_event(event, number, births=births, phases=trace.phases) for event in events),
+            events=tuple(step_events),
             storages=tuple(
                 StepStorage(
                     role=storage.role,
@@ -134,8 +149,6 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
             cached=tuple(layer.kind for layer in layers),
             hosted=tuple(len(layer.hosted) for layer in layers),
         )
-        import numpy as np
-
         sizes = [
             *(event.delta for event in events),
             *(storage.bytes for storage in storages),
@@ -145,33 +158,6 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
         ]
         steps.append(Step(structures.setdefault(structure, structure), np.array(sizes, dtype=np.int64)))
     return steps
-
-
-def _events_of_steps(trace: Trace, count: int) -> list[list[Event]]:
-    numbers = [_number(phase) for phase in trace.phases]
-    steps: list[list[Event]] = [[] for _ in range(count)]
-    for event in trace.events:
-        number = numbers[event.phase]
-        if number is not None:
-            steps[number + 1].append(event)
-    return steps
-
-
-def _number(phase: str) -> int | None:
-    name, step = split_phase(phase)
-    return {"setup": SETUP, PREFILL: 0, DECODE: step}.get(name)
-
-
-def _allocated(events: Sequence[Event], number: int, births: dict[int, tuple[int, int]]) -> list[int]:
-    new = [storage for storage in dict.fromkeys(event.storage for event in events) if storage not in births]
-    births.update((storage, (number, slot)) for slot, storage in enumerate(new))
-    return new
-
-
-def _step_event(event: Event, number: int, *, births: dict[int, tuple[int, int]], phases: Sequence[str]) -> StepEvent:
-    born, slot = births[event.storage]
-    age = SETUP if born == SETUP else number - born
-    return StepEvent(age, slot, event.layer, op=event.op, stage=split_phase(phases[event.phase])[0])
 
 
 # -- from steps to the columns of a run -------------------------------------------------------------------------------
