@@ -66,7 +66,15 @@ class CheckpointDocument(Document[CheckpointReport]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        return (*_weights(self.answer), *super().verdict())[:MOST_SENTENCES]
+        """The size of the weights, then findings on how to shrink the file or why it does not load."""
+        verdict, groups = super().verdict(), [part for part in self.answer.breakdown.parts if part.kind == "model"]
+        size = sum(group.bytes for group in groups)
+        if not size:
+            return verdict
+        dtypes = tuple(dict.fromkeys(dtype for group in groups for dtype in group.dtypes))
+        values = {"bytes": Bytes(size), "share": self.answer.share(size), "dtypes": dtypes}
+        text = "The model's weights take {bytes}, {share} of the file, stored as {dtypes}."
+        return (Finding("weights", text, values, bytes=size), *verdict)[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
         report = self.answer
@@ -113,16 +121,6 @@ class CheckpointDocument(Document[CheckpointReport]):
 
 _ROLES: Final[dict[str, Role]] = {"model": "parameter", "EMA": "master weight", "optimizer": "optimizer state"}
 """The roles in whose colours parts are drawn; all others share one."""
-
-
-def _weights(report: CheckpointReport) -> Iterator[Finding]:
-    groups = [group for group in report.breakdown.parts if group.kind == "model"]
-    size = sum(group.bytes for group in groups)
-    if size:
-        dtypes = tuple(dict.fromkeys(dtype for group in groups for dtype in group.dtypes))
-        values = {"bytes": Bytes(size), "share": report.share(size), "dtypes": dtypes}
-        text = "The model's weights take {bytes}, {share} of the file, stored as {dtypes}."
-        yield Finding("weights", text, values, bytes=size)
 
 
 def title(report: CheckpointReport) -> Title:

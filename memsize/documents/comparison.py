@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data
-from memsize.documents.sections import Bars, Findings, Notes, Part, Remark, Section, Table, Title, listed, role_part
+from memsize.documents.sections import (
+    Bars,
+    Findings,
+    Notes,
+    Part,
+    Phrase,
+    Remark,
+    Section,
+    Table,
+    Title,
+    listed,
+    role_part,
+)
 from memsize.records.aggregates import stored_dtypes, totals
 from memsize.records.answer import FindingList
 from memsize.records.cells import Cell, Label
@@ -45,14 +57,24 @@ class ComparisonDocument(Document[Comparison]):
 
     def sections(self) -> tuple[Section, ...]:
         comparison = self.answer
-        before, after = comparison.before, comparison.after
-        names = [name or trace.model for name, trace in zip(comparison.names, (before, after), strict=True)]
+        traces, (before, after) = (comparison.before, comparison.after), comparison.totals
+        names = [name or trace.model for name, trace in zip(comparison.names, traces, strict=True)]
+        counts = " → ".join(dict.fromkeys(f"{sums.parameters:,}" for sums in comparison.totals))
+        phrases: tuple[Phrase, ...] = (
+            (counts, "parameters"),
+            (Bytes(before.stored), "→", Bytes(after.stored), "stored"),
+        )
+        if comparison.is_same:
+            phrases = ((f"{counts} parameters,", Bytes(after.stored), "stored: nothing changed"),)
+        figures_changed = any(entry.before != entry.after for entry in comparison.figure_changes)
         return (
-            Title(" → ".join(names), _phrases(comparison)),
+            Title(" → ".join(names), phrases),
             *self.opening(),
             *self.reasons("What changed, and why"),
-            model_table(before, after),
-            *_tables(comparison),
+            model_table(*traces),
+            *([layer_table(comparison)] if comparison.layer_changes else []),
+            *([figure_table(comparison)] if figures_changed else []),
+            *([living_table(comparison)] if comparison.living else []),
             *([Findings("New findings", comparison.appeared)] if comparison.appeared else []),
             *([Findings("Findings that went", comparison.gone)] if comparison.gone else []),
             *listed("Notes", comparison.notes),
@@ -95,14 +117,6 @@ class ComparisonDocument(Document[Comparison]):
         }
 
 
-def _phrases(comparison: Comparison) -> tuple[tuple[str | Bytes, ...], ...]:
-    before, after = comparison.totals
-    if comparison.is_same:
-        return ((f"{after.parameters:,} parameters,", Bytes(after.stored), "stored: nothing changed"),)
-    counts = " → ".join(dict.fromkeys(f"{entry.parameters:,}" for entry in (before, after)))
-    return ((counts, "parameters"), (Bytes(before.stored), "→", Bytes(after.stored), "stored"))
-
-
 def model_table(before: Trace, after: Trace) -> Table:
     """Both models; the column of what a forward keeps is there if either was run."""
     models = [
@@ -111,15 +125,6 @@ def model_table(before: Trace, after: Trace) -> Table:
     ]
     table = Table.of("models", "Stored", MODEL_FIELDS, models)
     return table if any(model.ran for model in models) else table.without("saved")
-
-
-def _tables(comparison: Comparison) -> Iterator[Table]:
-    if comparison.layer_changes:
-        yield layer_table(comparison)
-    if any(entry.before != entry.after for entry in comparison.figure_changes):
-        yield figure_table(comparison)
-    if comparison.living:
-        yield living_table(comparison)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------

@@ -233,27 +233,25 @@ def _is_whole(fit: Fit, row: FitRow) -> bool:
 
 def _remarks(fit: Fit) -> Iterator[Remark]:
     for row in fit.fit_rows:
-        if text := _remark(fit, row):
+        text = ""
+        match row.status:
+            case "unavailable":
+                text = first_line(row.reason or "")
+            case "refused":
+                text = f"the model does not run with {fit.vary} {row.next_size:,}: {first_line(row.reason or '')}"
+            case "constant":
+                text = f"nothing but the input grows with the {fit.vary}"
+            case "open":
+                does = "is refused by the model" if row.next_size in row.refused else "does not"
+                between = f"{fit.vary} {row.next_size or 0:,} {does}; what lies between"
+                beyond = between if row.next_size else "what lies beyond"
+                text = f"{fit.vary} {row.size:,} fits; {beyond} was not run"
+            case "endless" if _is_whole(fit, row):
+                text = "every token that the model has a position for fits"
+            case "endless":
+                text = f"the largest {fit.vary} that is looked at fits"
+        if text:
             yield Remark(row.scenario, row.status, text)
-
-
-def _remark(fit: Fit, row: FitRow) -> str | None:
-    if row.status == "unavailable":
-        return first_line(row.reason or "")
-    if row.status == "refused":
-        return f"the model does not run with {fit.vary} {row.next_size:,}: {first_line(row.reason or '')}"
-    if row.status == "constant":
-        return f"nothing but the input grows with the {fit.vary}"
-    if row.status == "open":
-        refused = row.next_size in row.refused
-        does = "is refused by the model" if refused else "does not"
-        beyond = f"{fit.vary} {row.next_size:,} {does}; what lies between" if row.next_size else "what lies beyond"
-        return f"{fit.vary} {row.size:,} fits; {beyond} was not run"
-    if row.status == "endless" and _is_whole(fit, row):
-        return "every token that the model has a position for fits"
-    if row.status == "endless":
-        return f"the largest {fit.vary} that is looked at fits"
-    return None
 
 
 def remedies(fit: Fit, remedied: Remedied) -> Table:

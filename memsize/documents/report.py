@@ -285,26 +285,20 @@ _PARTS: Final = (
 
 def scenario_bars(report: Report) -> Bars:
     """The bytes that each scenario holds when backward begins, each counted once: a saved input counts as kept."""
-    return Bars.of(
-        "held when backward begins",
-        _PARTS,
-        (
-            (
-                result.label,
-                {
-                    "parameter": result.totals.parameter_bytes,
-                    "buffer": result.totals.buffer_bytes,
-                    "attribute": result.totals.attribute_bytes,
-                    "master weight": result.totals.master_bytes,
-                    "cast copy": result.totals.cast_bytes,
-                    "kept": result.totals.saved_bytes - result.totals.saved_cast_bytes,
-                    "input": result.totals.input_bytes - result.totals.saved_input_bytes,
-                },
-            )
-            for result in report.scenario_results
-            if result.totals
-        ),
-    )
+    rows = []
+    for result in report.scenario_results:
+        if sums := result.totals:
+            sizes = {
+                "parameter": sums.parameter_bytes,
+                "buffer": sums.buffer_bytes,
+                "attribute": sums.attribute_bytes,
+                "master weight": sums.master_bytes,
+                "cast copy": sums.cast_bytes,
+                "kept": sums.saved_bytes - sums.saved_cast_bytes,
+                "input": sums.input_bytes - sums.saved_input_bytes,
+            }
+            rows.append((result.label, sizes))
+    return Bars.of("held when backward begins", _PARTS, rows)
 
 
 # -- peaks on a GPU ----------------------------------------------------------------------------------------------------

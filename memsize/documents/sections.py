@@ -259,17 +259,13 @@ def listed(title: str, lines: tuple[str, ...]) -> tuple[Section, ...]:
 def versions(runs: Iterable[Trace | Timeline], cards: Iterable[Card] = ()) -> tuple[Phrase, ...]:
     """A line for each release of PyTorch that ran something, for each stack that was simulated, and for each card."""
     runs = tuple(runs)
-    return (
-        *((f"PyTorch {release}",) for release in dict.fromkeys(run.torch for run in runs) if release),
-        *((f"simulated: {stack}",) for stack in dict.fromkeys(run.stack for run in runs) if stack),
-        *map(_card, dict.fromkeys(cards)),
-    )
-
-
-def _card(card: Card) -> Phrase:
-    major, minor = card.capability
-    kernels = f"compute capability {major}.{minor}" + ("" if card.platform == "CUDA" else ", which stands in")
-    return (f"{card.name}:", Bytes(card.bytes), f"of memory ({card.source});", kernels)
+    lines: list[Phrase] = [(f"PyTorch {release}",) for release in dict.fromkeys(run.torch for run in runs) if release]
+    lines += [(f"simulated: {stack}",) for stack in dict.fromkeys(run.stack for run in runs) if stack]
+    for card in dict.fromkeys(cards):
+        major, minor = card.capability
+        kernels = f"compute capability {major}.{minor}" + ("" if card.platform == "CUDA" else ", which stands in")
+        lines.append((f"{card.name}:", Bytes(card.bytes), f"of memory ({card.source});", kernels))
+    return tuple(lines)
 
 
 # -- tables of several answers ----------------------------------------------------------------------------------------
@@ -288,23 +284,18 @@ def compared_collectives(
     table if there are no collectives.
     """
     shown = [(names, traffic) for names, traffic in runs if traffic]
-    kinds = tuple(dict.fromkeys(row.kind for _, traffic in shown for row in traffic))
-    columns = [*keys]
-    for kind in kinds:
+    columns, rows = [*keys], [[*names] for names, _ in shown]
+    for kind in dict.fromkeys(row.kind for _, traffic in shown for row in traffic):
         columns += [
             Column(kind, kind, "bytes", 95, "the whole of what all of that kind gather, scatter or reduce in a step"),
             Column(f"{kind} times", "times", "count", 90, "how often that is", beside=kind),
         ]
-    rows = tuple((*names, *_cells(kinds, traffic)) for names, traffic in shown)
+        for cells, (_, traffic) in zip(rows, shown, strict=True):
+            of_kind = [row for row in traffic if row.kind == kind]
+            cells += [Bytes(sum(row.bytes for row in of_kind)), sum(row.count for row in of_kind)]
     caption = "What a GPU sends and gets in a step"
-    return (Table("collectives", "Collectives", tuple(columns), rows, caption=caption),) if rows else ()
-
-
-def _cells(kinds: Sequence[str], traffic: Sequence[Traffic]) -> Iterable[Cell]:
-    for kind in kinds:
-        of_kind = [row for row in traffic if row.kind == kind]
-        yield Bytes(sum(row.bytes for row in of_kind))
-        yield sum(row.count for row in of_kind)
+    table = Table("collectives", "Collectives", tuple(columns), tuple(map(tuple, rows)), caption=caption)
+    return (table,) if rows else ()
 
 
 def stream_tables(shares: Sequence[StreamShare]) -> tuple[Table, ...]:

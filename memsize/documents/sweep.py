@@ -24,11 +24,15 @@ class SweepDocument(Document[Sweep]):
 
     def sections(self) -> tuple[Section, ...]:
         sweep = self.answer
-        if not sweep.sweep_rows:
-            return (_title(sweep), *self.opening())
+        count = len(sweep.sweep_rows)
+        settings = sweep.sweep_rows[0].settings if count else {}
+        same = [key for key in sweep.used if key not in sweep.varying]
+        cells = f"{count:,} cell{'' if count == 1 else 's'}"
+        opening = (Title(sweep.name, ((cells,), *((phrase_of(settings, [key]),) for key in same))), *self.opening())
+        if not count:
+            return opening
         return (
-            _title(sweep),
-            *self.opening(),
+            *opening,
             *([batch_table(sweep)] if "batch_size" in sweep.varying else []),
             cell_table(sweep),
             *self.reasons(),
@@ -82,14 +86,6 @@ def _largest_peaks(sweep: Sweep, keys: Sequence[str]) -> dict[str, SweepRow]:
         if row.reserved is not None and (name not in largest or row.reserved > (largest[name].reserved or 0)):
             largest[name] = row
     return largest
-
-
-def _title(sweep: Sweep) -> Title:
-    count = len(sweep.sweep_rows)
-    same = [key for key in sweep.used if key not in sweep.varying]
-    settings = sweep.sweep_rows[0].settings if count else {}
-    cells = f"{count:,} cell{'' if count == 1 else 's'}"
-    return Title(sweep.name, ((cells,), *((phrase_of(settings, [key]),) for key in same)))
 
 
 def batch_table(sweep: Sweep) -> Table:

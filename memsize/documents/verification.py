@@ -40,7 +40,26 @@ class VerificationDocument(Document[Verification]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        return tuple(_accuracy(self.answer))
+        """The error of the prediction that is furthest off, and the number of allocations that match."""
+        shared = [comparison for comparison in self.answer.comparisons if comparison.share is not None]
+        if not shared:
+            return ()
+        worst = max(shared, key=lambda comparison: abs(comparison.share or 0))
+        text = "Every figure is predicted exactly, or lies between the bounds."
+        if worst.share:
+            text = "{figure} is off most: {share}, {predicted} predicted and {measured} measured."
+        values = {
+            "figure": worst.figure.capitalize(),
+            "share": f"{worst.share or 0:+.2%}".replace("-", "−"),
+            "predicted": Bytes(worst.predicted[0]),
+            "measured": Bytes(worst.measured or 0),
+        }
+        accuracy, alignment = Finding("accuracy", text, values), self.answer.alignment
+        if alignment is None:
+            return (accuracy,)
+        counts = {"matched": alignment.matched, "real": alignment.real}
+        text = "Of {real} allocations in the last step, {matched} are as predicted."
+        return accuracy, Finding("allocations", text, counts)
 
     def bars(self) -> Bars | None:
         return comparison_bars(self.answer)
@@ -57,29 +76,6 @@ class VerificationDocument(Document[Verification]):
             "differences": None if differences is None else [renamed(row, difference="kind") for row in differences],
             "notes": verification.notes,
         }
-
-
-def _accuracy(verification: Verification) -> Iterator[Finding]:
-    shared = [comparison for comparison in verification.comparisons if comparison.share is not None]
-    if not shared:
-        return
-    worst = max(shared, key=lambda comparison: abs(comparison.share or 0))
-    if not worst.share:
-        text = "Every figure is predicted exactly, or lies between the bounds."
-    else:
-        text = "{figure} is off most: {share}, {predicted} predicted and {measured} measured."
-    values = {
-        "figure": worst.figure.capitalize(),
-        "share": f"{worst.share or 0:+.2%}".replace("-", "−"),
-        "predicted": Bytes(worst.predicted[0]),
-        "measured": Bytes(worst.measured or 0),
-    }
-    yield Finding("accuracy", text, values)
-    alignment = verification.alignment
-    if alignment is not None:
-        counts = {"matched": alignment.matched, "real": alignment.real}
-        text = "Of {real} allocations in the last step, {matched} are as predicted."
-        yield Finding("allocations", text, counts)
 
 
 def _run_data(run: VerifiedRun) -> dict[str, Any]:
