@@ -99,9 +99,6 @@ class Measured:
         return {path: each_layer for path, each_layer in figures.items() if any(each_layer)}
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
-
-
 def against_limit(measured: Measured, bound: Bound) -> tuple[Figure, Finding | None]:
     """A figure beside its limit, and what is wrong where it is above."""
     value = measured.value(bound)
@@ -159,9 +156,6 @@ def against_batch(row: FitRow, bound: Bound) -> tuple[Figure, Finding | None]:
     )
 
 
-# -- baselines ---------------------------------------------------------------------------------------------------------
-
-
 def against_baseline(now: Baseline, before: Baseline, growth: Growth) -> Iterator[tuple[Figure, Finding | None]]:
     """Each figure beside its baseline, and what is to be said where it grew too much, or shrank.
 
@@ -215,9 +209,6 @@ def _moved(figure: Figure, now: Baseline, before: Baseline) -> Finding:
         bytes=value - base if figure.unit == "bytes" else None,
         layers=tuple(blamed),
     )
-
-
-# -- sentences ---------------------------------------------------------------------------------------------------------
 
 
 def _in_unit(unit: str) -> Callable[[int], int]:

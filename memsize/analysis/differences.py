@@ -21,8 +21,6 @@ from memsize.records.report import FIGURES, Report
 from memsize.records.roles import in_order
 from memsize.records.trace import Layer, StoredTensor, Trace
 
-# -- the sides of a comparison -----------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Side:
@@ -137,9 +135,6 @@ def _as_trace(report: CheckpointReport) -> Trace:
     )
 
 
-# -- tensors -----------------------------------------------------------------------------------------------------------
-
-
 def paired_tensors(before: Trace, after: Trace, layers: Iterable[Pair]) -> tuple[Change, ...]:
     """Every tensor of both models once: those of layers that are the same, by their names there; others by their own.
 
@@ -159,9 +154,6 @@ def paired_tensors(before: Trace, after: Trace, layers: Iterable[Pair]) -> tuple
         other = unpaired.pop(name, None) if name else None
         pairs.append(Change(other.name if other else tensor.name, tensor, other))
     return (*pairs, *(Change(name, None, tensor) for name, tensor in unpaired.items()))
-
-
-# -- layers ------------------------------------------------------------------------------------------------------------
 
 
 def layer_changes(layers: Sequence[Pair]) -> tuple[LayerChange, ...]:
@@ -235,8 +227,6 @@ def _sizes(nodes: Iterable[Node | None]) -> LayerSizes:
     )
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
-
 _OF_STORED: Final = ("parameter_bytes", "buffer_bytes", "attribute_bytes")
 _OF_PEAKS: Final = ("requested", "allocated", "reserved")
 _Place = tuple[str, FigureOf]
@@ -276,9 +266,6 @@ def _figures(side: Side) -> Iterator[tuple[_Place, Mapping[str, int]]]:
         yield (scenario, of), sizes | {role: peak.roles[role] for role in in_order(peak.roles)}
 
 
-# -- what is alive at a peak -------------------------------------------------------------------------------------------
-
-
 def living_changes(before: Side, after: Side, layers: Iterable[Pair]) -> tuple[str, tuple[LivingChange, ...]]:
     """The first peak that both sides have, of training where there is one, and which of its largest storages changed.
 
@@ -308,9 +295,6 @@ def living_changes(before: Side, after: Side, layers: Iterable[Pair]) -> tuple[s
             is_listed = first.bytes != second.bytes
         changes += [LivingChange(first, second)] if is_listed else []
     return f"{of} of {scenario}", tuple(changes)
-
-
-# -- findings ----------------------------------------------------------------------------------------------------------
 
 
 def new_findings(

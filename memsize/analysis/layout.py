@@ -34,9 +34,6 @@ _aten = torch.ops.aten
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 
 
-# -- formats ----------------------------------------------------------------------------------------------------------
-
-
 def format_of(tensor: torch.Tensor) -> Format | None:
     """The format of an image or a volume; None for tensors of other ranks, and for those without strides."""
     if tensor.dim() not in (4, 5) or tensor.layout is not torch.strided or not tensor.numel():
@@ -86,9 +83,6 @@ def _rearranged(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, nn.Parameter):
         rearranged.__dict__.update(tensor.__dict__)  # keep the known values
     return rearranged
-
-
-# -- the run ----------------------------------------------------------------------------------------------------------
 
 
 class FormatLedger(Ledger):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
@@ -61,35 +62,23 @@ class _Part:
     readings: tuple[ToolReport, ...] = ()
 
 
+@dataclass
 class _Parts:
-    """The parts of a report that are finished, in any order."""
+    """The parts of a report that are finished, in any order: what they have by scenario."""
 
-    def __init__(self) -> None:
-        self._parts: list[_Part] = []
+    own: _Part | None = None
+    """The part of the model as it is."""
+    results: dict[str, ScenarioResult] = field(default_factory=dict)
+    skipped_layers: dict[str, dict[str, str]] = field(default_factory=dict)
+    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def add(self, part: _Part) -> None:
-        """Take a part; work that was done again gives the same once more. The model as it is stands last."""
-        self._parts = sorted([*self._parts, part], key=lambda part: part.trace is not None)
-
-    @property
-    def own(self) -> _Part | None:
-        """The part of the model as it is."""
-        return next((part for part in self._parts if part.trace is not None), None)
-
-    @property
-    def results(self) -> dict[str, ScenarioResult]:
-        """By scenario; what the model showed as it is goes before what was run for fp32."""
-        return {result.name: result for part in self._parts for result in part.results}
-
-    @property
-    def skipped_layers(self) -> dict[str, dict[str, str]]:
-        """The layers that quantized scenarios left as they are."""
-        return {name: layers for part in self._parts for name, layers in part.skipped_layers.items()}
-
-    @property
-    def notes(self) -> dict[str, tuple[str, ...]]:
-        """By scenario: what only the run on several GPUs could say."""
-        return {name: notes for part in self._parts for name, notes in part.notes.items()}
+        """Take a part. What the model showed as it is goes before what was run for fp32."""
+        self.own = self.own if part.trace is None else part
+        for of in filter(None, (part, self.own)):
+            self.results |= {result.name: result for result in of.results}
+            self.skipped_layers |= of.skipped_layers
+            self.notes |= of.notes
 
 
 def numbered(progress: Callable[[str], None], names: Set[str]) -> Callable[[str], None]:
@@ -249,6 +238,12 @@ class ReportBuilder:
             return ScenarioResult(scenario.name, title=scenario.title, status="unavailable", reason=_one_line(error))
         training = self._trained(trace, scenario)
         trace, reason = modelled(trace, scenario)
+        inference = None
+        if self.peaks and not scenario.is_modelled:
+            # A model may run with gradients only; what it stores and keeps is still reported.
+            with suppress(ForwardError):
+                forward = self.runner.run(Inference(), scenario)
+                inference = estimate_gpu(forward, self.runner.gpu, replays=self._replays)
         return ScenarioResult(
             name=scenario.name,
             title=scenario.title,
@@ -256,7 +251,7 @@ class ReportBuilder:
             reason=reason,
             totals=totals(trace),
             trace=trace,
-            inference=self._inference(scenario) if self.peaks else None,
+            inference=inference,
             training=training,
             untrained=self._untrained.get(scenario.name),
         )
@@ -285,15 +280,6 @@ class ReportBuilder:
             of = tuple(name for name, own in notes.items() if note in own)
             yield note if len(of) == len(notes) else f"{join_names(of)}: {note}"
         yield f"layers are shown whole, as on one GPU, and so is inference; the training is {self.parallel}"
-
-    def _inference(self, scenario: Scenario) -> GpuEstimate | None:
-        if scenario.is_modelled:
-            return None
-        try:
-            return estimate_gpu(self.runner.run(Inference(), scenario), self.runner.gpu, replays=self._replays)
-        except ForwardError:
-            # A model may run with gradients only; what it stores and keeps is still reported.
-            return None
 
     def trace(self, scenario: Scenario) -> Trace:
         """The run under a scenario; raises `ScenarioError` or `ForwardError` when there can be none."""

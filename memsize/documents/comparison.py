@@ -127,9 +127,6 @@ def model_table(before: Trace, after: Trace) -> Table:
     return table if any(model.ran for model in models) else table.without("saved")
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-
-
 def layer_table(comparison: Comparison) -> Table:
     """Changed layers, in the order of the second model: the `MOST_ROWS` largest changes, then the rest in one row."""
 
@@ -155,9 +152,6 @@ def layer_table(comparison: Comparison) -> Table:
     return table.without_empty("type", "kept")
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
-
-
 def figure_table(comparison: Comparison) -> Table:
     """The figures that changed, scenario by scenario."""
     changed = [entry for entry in comparison.figure_changes if entry.before != entry.after]
@@ -167,9 +161,6 @@ def figure_table(comparison: Comparison) -> Table:
     remarks = (Remark("figures", "unchanged", f"{same} more"),) if same else ()
     caption = f"Figures that changed{peaks}"
     return Table.of("figures", "Figures", FIGURE_FIELDS, changed, remarks=remarks, caption=caption)
-
-
-# -- what is alive at the peak -----------------------------------------------------------------------------------------
 
 
 def living_table(comparison: Comparison) -> Table:

@@ -23,8 +23,6 @@ from memsize.analysis.explain.snapshot_file import Block, Entry, Frame, Segment,
 from memsize.records.explanation import How
 from memsize.records.roles import ROLES, Role
 
-# -- where a stack stands ----------------------------------------------------------------------------------------------
-
 Stage = Literal[
     "model", "data", "forward", "recomputation", "backward", "optimizer", "buckets", "workspace", "other", "unrecorded"
 ]
@@ -134,8 +132,6 @@ def _stage(stack: Stack) -> Stage:
                 return stage
     return stage
 
-
-# -- blocks over the history -------------------------------------------------------------------------------------------
 
 EARLIER: Final = -1
 """When a block was made that is older than the history."""
@@ -261,8 +257,6 @@ class History:
             entries += starts[position : position + 1]
         return min(entries, default=None)
 
-
-# -- what each block is for --------------------------------------------------------------------------------------------
 
 _RECORDED: Final[Mapping[str, Role]] = {role: role for role in ROLES} | {
     "optimizer_state": "optimizer state",

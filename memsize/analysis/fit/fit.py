@@ -138,9 +138,6 @@ def _fit(
     )
 
 
-# -- an interrupted fit -----------------------------------------------------------------------------------------------
-
-
 RowKey = tuple[str, str]
 """A scenario and a GPU, by their names."""
 
@@ -192,9 +189,6 @@ class _PartialRows:
 
     def __iter__(self) -> Iterator[FitRow]:
         return (row for key in self.keys if key in self.rows_of for row in self.rows_of[key].rows)
-
-
-# -- rows -------------------------------------------------------------------------------------------------------------
 
 
 def _rows(runs: RunCache, request: FitRequest, workers: Workers) -> tuple[FitRow, ...]:
@@ -310,9 +304,6 @@ class FitWork:
         if search.largest_run is None and variant.sequences is not None and start is not None:
             return replace(row, status="none")  # the end of a frontier, which is not shown
         return row_of_search(search, row, linear=linear)
-
-
-# -- remedies and notes ----------------------------------------------------------------------------------------------
 
 
 def _remedied(work: FitWork, rows: Sequence[FitRow], workers: Workers) -> Remedied | None:

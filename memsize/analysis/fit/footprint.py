@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from memsize.device.allocation_events import AllocationEvents, flow_of
 from memsize.device.allocator_config import SEGMENT_STEP, AllocatorConfig
@@ -280,21 +280,18 @@ class Forecast:
         return near.size + int((capacity - near.unbounded.reserved.bytes) / slope) if slope > 0 else top
 
     def _deltas(self, size: int) -> Array:
-        amounts = self._at(size).round().clip(min=1)
-        return amounts * self._signs  # type: ignore[no-any-return]
-
-    def _at(self, size: int) -> Any:
         sizes, amounts = [run.size for run in self.runs], self._amounts
         if self._exponents is not None:
-            return amounts[0] * (size / sizes[0]) ** self._exponents
-        line = amounts[0] + (amounts[-1] - amounts[0]) * ((size - sizes[0]) / (sizes[-1] - sizes[0]))
-        if len(sizes) < 3:
-            return line
-        # Newton's form: what the middle run shows beyond the line of the other two, as a parabola through both.
-        middle = amounts[0] + (amounts[-1] - amounts[0]) * ((sizes[1] - sizes[0]) / (sizes[-1] - sizes[0]))
-        # Only upwards: memory grows faster than its input, in steps, or not at all, and steps are no parabola.
-        bend = ((amounts[1] - middle) / ((sizes[1] - sizes[0]) * (sizes[1] - sizes[-1]))).clip(min=0)
-        return line + bend * ((size - sizes[0]) * (size - sizes[-1]))
+            at_size = amounts[0] * (size / sizes[0]) ** self._exponents
+        else:
+            at_size = amounts[0] + (amounts[-1] - amounts[0]) * ((size - sizes[0]) / (sizes[-1] - sizes[0]))
+        if len(sizes) == 3:
+            # Newton's form: what the middle run shows beyond the line of the other two, as a parabola through both.
+            middle = amounts[0] + (amounts[-1] - amounts[0]) * ((sizes[1] - sizes[0]) / (sizes[-1] - sizes[0]))
+            # Only upwards: memory grows faster than its input, in steps, or not at all, and steps are no parabola.
+            bend = ((amounts[1] - middle) / ((sizes[1] - sizes[0]) * (sizes[1] - sizes[-1]))).clip(min=0)
+            at_size = at_size + bend * ((size - sizes[0]) * (size - sizes[-1]))
+        return at_size.round().clip(min=1) * self._signs
 
 
 def _exponents(run: Footprint, powers: bool) -> Array:

@@ -56,8 +56,6 @@ class Search:
     """How many forecasts in a row were of no use."""
     _jumps: int = 0
 
-    # -- the result ---------------------------------------------------------------------------------------------------
-
     @property
     def size(self) -> int:
         """The largest size that fits, 0 for none."""
@@ -98,8 +96,6 @@ class Search:
         """Whether all smaller sizes that were run fit."""
         return all(run.fits(self.capacity) for size, run in self.runs.items() if size < self.size)
 
-    # -- the runs -----------------------------------------------------------------------------------------------------
-
     def run(self, start: int | None, most_runs: int = MOST_RUNS) -> None:
         """Run up to `most_runs` sizes, `start` first; raises `ForwardError` where the model runs with none of them."""
         first = (max(start, self.least), *FIRST_SIZES) if start else FIRST_SIZES
@@ -123,8 +119,6 @@ class Search:
             self.refused[size] = str(error)
             return error
         return None
-
-    # -- which sizes there are ----------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -154,8 +148,6 @@ class Search:
 
     def _floor(self, size: int) -> int:
         return size // self.step * self.step
-
-    # -- the bracket --------------------------------------------------------------------------------------------------
 
     def _bracket(self) -> tuple[int, int | None]:
         low = max((size for size, run in self.runs.items() if run.fits(self.capacity)), default=0)

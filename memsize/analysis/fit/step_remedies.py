@@ -44,9 +44,6 @@ def remedy(name: str, title: str, cost: str, changes: Changes, apply: Apply, gro
     return Remedy(name, title, cost, changes, apply_by_name, frozenset(groups.split() or [name]))
 
 
-# -- precision --------------------------------------------------------------------------------------------------------
-
-
 def _in_lower_precision(variant: RunVariant, name: str) -> RunVariant:
     if variant.scenario.name not in ("as-given", "fp32"):
         raise NotApplicable(f"the scenario is {variant.scenario.name} already")
@@ -68,9 +65,6 @@ def _int8_weights(variant: RunVariant) -> RunVariant:
     if variant.training is not None:
         raise NotApplicable("quantized weights are not trained: see the adapters")
     return quantized(variant, "int8-weight")
-
-
-# -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
 def _training(variant: RunVariant) -> Training:
@@ -127,9 +121,6 @@ def switched(part: str, option: str, already: str, value: object = True) -> Appl
     return apply
 
 
-# -- activations, trained parameters, the allocator -------------------------------------------------------------------
-
-
 def edited(edit: Edit, *, trained: bool = False) -> Apply:
     """Turn an edit of the meta copy into a change of variants; `trained`: of those with a training alone."""
 
@@ -165,9 +156,6 @@ def _check_undivided(variant: RunVariant) -> None:
         raise NotApplicable("the model's own plan divides its layers as they are")
 
 
-# -- how a training is spread -----------------------------------------------------------------------------------------
-
-
 def _shards(variant: RunVariant) -> RunVariant:
     parallel = variant.parallel
     assert parallel is not None, "strategies are changed where there is one"
@@ -176,8 +164,6 @@ def _shards(variant: RunVariant) -> RunVariant:
     shards = parallel.replicas * parallel.shards
     return replace(variant, parallel=replace(parallel, kind="fsdp", replicas=1, shards=shards, views=False))
 
-
-# -- the table --------------------------------------------------------------------------------------------------------
 
 BF16_PARAMETERS: Final = remedy(
     "bf16 parameters",
@@ -343,9 +329,6 @@ def step_remedies(parallel: Parallel | None) -> tuple[VariantRemedy, ...]:
         return (*([_BUCKET_VIEWS] if parallel.kind == "ddp" else []), _FSDP, *STEP_REMEDIES)
     others = (remedy for remedy in STEP_REMEDIES if remedy.name != "autocast")
     return _FSDP, _OFFLOAD, _MIXED_PRECISION, *others
-
-
-# -- remedies of several sizes ----------------------------------------------------------------------------------------
 
 
 def numbers_of_parts(size: int) -> Iterator[int]:

@@ -7,7 +7,7 @@ It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/wor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -215,19 +215,16 @@ class ServedModel:
 def remedies_for_server(base: ServedModel, context: int, needed: Callable[[ServedModel], int]) -> Remedied:
     """Try each remedy for one request of `context` tokens; `needed` returns the bytes that it needs on each GPU."""
     search = RemedySearch(base, lambda served: Need(needed(served), served.budget))
-    ladders = (
-        Ladder([_on_cards(cards) for cards in _CARDS], until="refusal"),
-        Ladder(_larger_gpus(base, search.need.bytes), until="refusal"),
+    own = base.runner.gpu
+    larger = (
+        _on_gpu(card)
+        for card in sorted(CARDS.values(), key=lambda card: card.bytes)
+        if card.platform == "CUDA" and card.bytes > own.bytes
+        if card.bytes * base.serving.gpu_memory_utilization >= search.need.bytes
     )
-    return try_remedies(
-        search,
-        _REMEDIES,
-        ladders,
-        scenario=base.scenario.name,
-        gpu=base.runner.gpu.name,
-        size=context,
-        combine=False,
-    )
+    ladders = (Ladder(map(_on_cards, _CARDS), until="refusal"), Ladder(larger, until="refusal"))
+    scenario = base.scenario.name
+    return try_remedies(search, _REMEDIES, ladders, scenario=scenario, gpu=own.name, size=context, combine=False)
 
 
 def _stored_as(name: str, title: str) -> Remedy[ServedModel]:
@@ -284,16 +281,8 @@ def _on_cards(cards: int) -> Remedy[ServedModel]:
         divided = Runner(runner.name, part, runner.inputs, False, gpu=runner.gpu, stack=runner.stack)
         return replace(served, runner=divided, serving=replace(served.serving, tensor_parallel_size=cards))
 
-    return Remedy(
-        f"{cards} cards", f"--tensor-parallel-size {cards}", f"{cards} cards in place of one", "hardware", apply
-    )
-
-
-def _larger_gpus(base: ServedModel, needed: int) -> Iterator[Remedy[ServedModel]]:
-    for card in sorted(CARDS.values(), key=lambda card: card.bytes):
-        is_larger = card.platform == "CUDA" and card.bytes > base.runner.gpu.bytes
-        if is_larger and card.bytes * base.serving.gpu_memory_utilization >= needed:
-            yield _on_gpu(card)
+    name, option = f"{cards} cards", f"--tensor-parallel-size {cards}"
+    return Remedy(name, option, f"{cards} cards in place of one", "hardware", apply)
 
 
 def _on_gpu(card: Card) -> Remedy[ServedModel]:

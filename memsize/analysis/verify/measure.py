@@ -194,9 +194,6 @@ def _as_in_a_new_process(workload: MeasuredWorkload, memory: MemoryReader) -> It
         memory.settle()
 
 
-# -- which op allocates -----------------------------------------------------------------------------------------------
-
-
 class OpSpan(NamedTuple):
     """The allocations from number `start` up to `stop` are made at `location`."""
 
@@ -265,9 +262,6 @@ def located(
     return log_of((*event, places[next(numbers)] if event.delta > 0 else NO_LOCATION) for event in events)
 
 
-# -- MemTracker -------------------------------------------------------------------------------------------------------
-
-
 def _tracked(plan: MeasurementPlan, setup: Setup, step: _Step, device: torch.device) -> dict[str, Any]:
     """The peak of PyTorch's own MemTracker in one more step, to compare predictions with, as fields of a `Measurement`.
 
@@ -288,9 +282,6 @@ def _tracked(plan: MeasurementPlan, setup: Setup, step: _Step, device: torch.dev
         raise
     except Exception as error:  # MemTracker fails in many ways on what it cannot follow
         return {"untracked": f"{type(error).__name__}: {_message(error)}"}
-
-
-# -- the model on the device ------------------------------------------------------------------------------------------
 
 
 def materialized_setup(runner: Runner, scenario: Scenario, device: torch.device) -> Setup:
