@@ -51,6 +51,7 @@ class CheckpointDocument(Document[CheckpointReport]):
 
     def sections(self) -> tuple[Section, ...]:
         report, contents = self.answer, self.answer.contents
+        remains = Table.of("remains", "What remains", REMAINING_FIELDS, report.remaining(), contents.size)
         return (
             title(report),
             *self.opening(),
@@ -58,7 +59,7 @@ class CheckpointDocument(Document[CheckpointReport]):
             *([dtype_table(report)] if len(report.breakdown.dtypes) > 1 else []),
             *([module_table(report, self.depth)] if contents.tensors else []),
             *([file_table(report)] if len(contents.files) > 1 else []),
-            *([remains_table(report)] if contents.tensors else []),
+            *([remains] if contents.tensors else []),
             *([difference_table(report.match)] if report.match and report.match.differences else []),
             *self.reasons(),
             *listed("Also in it", tuple(_values(report))),
@@ -202,11 +203,6 @@ def file_table(report: CheckpointReport) -> Table:
         rows.append(FileRow(f"{len(files) - MOST_FILES:,} more", files[MOST_FILES:]))
     total = FILE_FIELDS.total("total", FileRow("", files))
     return Table.of("files", "Files", FILE_FIELDS, rows, total=total).without_empty(*(use.name for use in USE_FIELDS))
-
-
-def remains_table(report: CheckpointReport) -> Table:
-    """The bytes that would remain if only some of the tensors were kept."""
-    return Table.of("remains", "What remains", REMAINING_FIELDS, report.remaining(), report.contents.size)
 
 
 def difference_table(match: Match) -> Table:

@@ -50,13 +50,22 @@ class FitDocument(Document[Fit]):
             )
             for row in fit.fit_rows
         )
+        step = UNITS.get(fit.vary, "step")
+        answer = f"largest {fit.vary}" if fit.asked is None else f"{fit.vary} {fit.asked:,}"
+        fields = fit.row_fields.titled(size=answer, per_step=f"per {step}").drawn(size=_answer)
+        if len(fit.budgets) == 1:
+            fields = fields.without("gpu")
+        if all(row.next_size is None for row in fit.fit_rows):
+            fields = fields.without("next_size", "next_peak", "per_step")
+        remedied = fit.remedied
+        about = f"{remedied.scenario} at {fit.vary} {remedied.size:,} on {remedied.gpu}" if remedied else ""
         return (
             fit_title(fit),
             *self.opening(),
             *([overview_table(fit)] if several and not is_frontier else []),
-            fit_table(fit),
+            Table.of("fit", "Fit", fields, fit.fit_rows, fit, remarks=said_once(_remarks(fit))),
             *compared_collectives((*FIT_FIELDS.only(*names), size), collectives),
-            *([remedies(fit, fit.remedied)] if fit.remedied else []),
+            *remedy_tables(remedied, about),
             *self.reasons(),
             *listed("Notes", fit.notes),
         )
@@ -195,18 +204,6 @@ def _bar_label(fit: Fit, row: FitRow) -> Label:
     return Label(row.name if len(fit.budgets) == 1 else f"{row.name} on {row.gpu}", hint=row.title)
 
 
-def fit_table(fit: Fit) -> Table:
-    """One row per scenario and GPU, with its peaks and what binds."""
-    step = UNITS.get(fit.vary, "step")
-    answer = f"largest {fit.vary}" if fit.asked is None else f"{fit.vary} {fit.asked:,}"
-    fields = fit.row_fields.titled(size=answer, per_step=f"per {step}").drawn(size=_answer)
-    if len(fit.budgets) == 1:
-        fields = fields.without("gpu")
-    if all(row.next_size is None for row in fit.fit_rows):
-        fields = fields.without("next_size", "next_peak", "per_step")
-    return Table.of("fit", "Fit", fields, fit.fit_rows, fit, remarks=said_once(_remarks(fit)))
-
-
 def _answer(row: FitRow, fit: Fit) -> Cell:
     match row.status:
         case "unavailable":
@@ -254,21 +251,16 @@ def _remarks(fit: Fit) -> Iterator[Remark]:
             yield Remark(row.scenario, row.status, text)
 
 
-def remedies(fit: Fit, remedied: Remedied) -> Table:
-    """The remedies tried for one size, each run by itself."""
-    return remedy_table(
-        remedied,
-        f"Remedies for {remedied.scenario} at {fit.vary} {remedied.size:,} on {remedied.gpu}, each run by itself",
-    )
-
-
-def remedy_table(remedied: Remedied, caption: str) -> Table:
-    """The remedies, most bytes saved first. Remarks below it have the costs of those that help, then the reasons why
-    others do not apply.
+def remedy_tables(remedied: Remedied | None, about: str) -> tuple[Table, ...]:
+    """The remedies `about` a run, most bytes saved first, if any were tried. Remarks below have the costs of those
+    that help, then the reasons why others do not apply.
     """
+    if remedied is None:
+        return ()
     fields = REMEDY_FIELDS.only("name", "outcome", "saved", "peak")
     rows = (row for row in remedied.rows if row.outcome != "not here")
     costs = (Remark(row.name, "costs", row.cost) for row in remedied.rows if row.outcome in ("fits", "saves"))
     others = (row for row in remedied.rows if row.outcome == "not here")
     remarks = (*costs, *(Remark(row.name, "not here", first_line(row.reason or "")) for row in others))
-    return Table.of("remedies", "What would make it fit", fields, rows, caption=caption, remarks=remarks)
+    caption = f"Remedies for {about}, each run by itself"
+    return (Table.of("remedies", "What would make it fit", fields, rows, caption=caption, remarks=remarks),)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain, values_of
-from memsize.documents.fit import remedy_table
+from memsize.documents.fit import remedy_tables
 from memsize.documents.sections import (
     Bars,
     Limit,
@@ -22,7 +22,6 @@ from memsize.documents.sections import (
     versions,
 )
 from memsize.records.cells import Label
-from memsize.records.fit import Remedied
 from memsize.records.generation import (
     CACHE_FIELDS,
     GENERATION_FIELDS,
@@ -41,12 +40,20 @@ class GenerationDocument(Document[GenerationReport]):
 
     def sections(self) -> tuple[Section, ...]:
         report = self.answer
+        fields = GENERATION_FIELDS.only(*GENERATION_TABLE).hinted(fits=f"whether it fits {report.card.name}")
+        if not any(row.hosted for row in report.generation_rows):
+            fields = fields.without("kv_on_host")
+        remarks = said_once(
+            Remark(row.scenario, "unavailable", row.reason) for row in report.generation_rows if row.reason is not None
+        )
+        remedied = report.remedied
+        about = f"{remedied.scenario} at batch {remedied.size:,} on {remedied.gpu}" if remedied else ""
         return (
             title(report),
             *self.opening(),
-            row_table(report),
+            Table.of("rows", "Generation", fields, report.generation_rows, remarks=remarks),
             *((cache_table(report),) if any(row.layers for row in report.ran) else ()),
-            *((remedies(report.remedied),) if report.remedied else ()),
+            *remedy_tables(remedied, about),
             *self.reasons(),
             *listed("Assumed", report.assumptions),
             *listed("Notes", report.notes),
@@ -113,28 +120,10 @@ def _row_data(row: GenerationRow) -> dict[str, Any]:
     }
 
 
-def remedies(remedied: Remedied) -> Table:
-    """The remedies tried for a row that does not fit, each run by itself."""
-    return remedy_table(
-        remedied, f"Remedies for {remedied.scenario} at batch {remedied.size:,} on {remedied.gpu}, each run by itself"
-    )
-
-
 def title(report: GenerationReport) -> Title:
     """The model, its inputs and the card."""
     inputs = ", ".join(map(input_text, report.inputs))
     return Title(report.model, ((f"input {inputs}",), (f"on {report.card.name}",)))
-
-
-def row_table(report: GenerationReport) -> Table:
-    """One row per scenario, batch and prompt."""
-    fields = GENERATION_FIELDS.only(*GENERATION_TABLE).hinted(fits=f"whether it fits {report.card.name}")
-    if not any(row.hosted for row in report.generation_rows):
-        fields = fields.without("kv_on_host")
-    remarks = said_once(
-        Remark(row.scenario, "unavailable", row.reason) for row in report.generation_rows if row.reason is not None
-    )
-    return Table.of("rows", "Generation", fields, report.generation_rows, remarks=remarks)
 
 
 def cache_table(report: GenerationReport) -> Table:

@@ -55,7 +55,12 @@ class ProgramDocument(Document[ProgramRun]):
         return timeline(run.trace, config_of(run), run.card, few=0)
 
     def sections(self) -> tuple[Section, ...]:
-        return (program_title(self.answer), *self.opening(), *self.reasons(), *self.inside())
+        run = self.answer
+        steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
+        ranks = ((str(run.trace.world),),) if run.trace.world.size > 1 else ()
+        stack = f" with {run.trace.stack}" if run.trace.stack else ""
+        title = Title(run.program, (*ranks, (steps,), (f"on {run.card.name}{stack}",)))
+        return (title, *self.opening(), *self.reasons(), *self.inside())
 
     def inside(self) -> tuple[Section, ...]:
         """The sections behind the verdict: phases, modules, collectives, streams, tensors, assumptions and notes."""
@@ -125,14 +130,6 @@ class ProgramDocument(Document[ProgramRun]):
         }
 
 
-def program_title(run: ProgramRun) -> Title:
-    """The program's command line, how far it ran, and where."""
-    steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
-    ranks = ((str(run.trace.world),),) if run.trace.world.size > 1 else ()
-    stack = f" with {run.trace.stack}" if run.trace.stack else ""
-    return Title(run.program, (*ranks, (steps,), (f"on {run.card.name}{stack}",)))
-
-
 def module_table(run: ProgramRun) -> Table:
     """One row for each module, or group of modules. The rows add up to the peak."""
     shares = peak_by_module(run.trace)
@@ -167,10 +164,22 @@ class RanksDocument(Document[RankRuns]):
         rest = (finding for finding in self.findings if finding.code not in codes)
         own = (finding for finding in self._worst.findings if finding.code not in _TOLD_OF_ALL)
         remarks = (*rest, *own)
+        ranks = f"{runs.size} {runs.noun}{'' if runs.size == 1 else 's'}"
+        machines = f" on {runs.nodes} nodes" if runs.nodes > 1 else ""
+        roles = role_fields([group.run.peak.roles for group in runs.groups], of="run.peak.roles")
+        below = Remark(runs.named(runs.worst), "shown below", f"no {runs.noun} needs more")
+        title = f"{runs.noun[0].upper()}{runs.noun[1:]}s"
         return (
-            ranks_title(runs),
+            Title(runs.program, ((f"{ranks}{machines}",), (f"each on {runs.groups[0].run.card.name}",))),
             *self.opening(),
-            rank_table(runs),
+            Table.of(
+                "ranks",
+                title,
+                GROUP_FIELDS.titled(ranks=f"{runs.noun}s").plus(*roles),
+                runs.groups,
+                caption=f"{title} beside one another, each at its own peak",
+                remarks=(below,) if len(runs.groups) > 1 else (),
+            ),
             *((Findings("Why", remarks),) if remarks else ()),
             *self._worst.inside(),
         )
@@ -198,25 +207,3 @@ class RanksDocument(Document[RankRuns]):
             ],
             "findings": findings_data(runs.findings, unit),
         }
-
-
-def ranks_title(runs: RankRuns) -> Title:
-    """The program's command line, how many ranks it has, and where they run."""
-    ranks = f"{runs.size} {runs.noun}{'' if runs.size == 1 else 's'}"
-    machines = f" on {runs.nodes} nodes" if runs.nodes > 1 else ""
-    return Title(runs.program, ((f"{ranks}{machines}",), (f"each on {runs.groups[0].run.card.name}",)))
-
-
-def rank_table(runs: RankRuns) -> Table:
-    """One row for each kind of rank."""
-    roles = role_fields([group.run.peak.roles for group in runs.groups], of="run.peak.roles")
-    below = Remark(runs.named(runs.worst), "shown below", f"no {runs.noun} needs more")
-    title = f"{runs.noun[0].upper()}{runs.noun[1:]}s"
-    return Table.of(
-        "ranks",
-        title,
-        GROUP_FIELDS.titled(ranks=f"{runs.noun}s").plus(*roles),
-        runs.groups,
-        caption=f"{title} beside one another, each at its own peak",
-        remarks=(below,) if len(runs.groups) > 1 else (),
-    )

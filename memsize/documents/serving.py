@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain, values_of
-from memsize.documents.fit import remedy_table
+from memsize.documents.fit import remedy_tables
 from memsize.documents.sections import (
     Bars,
     Limit,
@@ -21,7 +21,6 @@ from memsize.documents.sections import (
     versions,
 )
 from memsize.records.cells import Label
-from memsize.records.fit import Remedied
 from memsize.records.serving import GROUP_FIELDS, SERVING_FIELDS, ServingReport, ServingRow
 
 SCHEMA: Final = "memsize.serving/1"
@@ -39,12 +38,18 @@ class ServingDocument(Document[ServingReport]):
 
     def sections(self) -> tuple[Section, ...]:
         report = self.answer
+        remarks = said_once(
+            Remark(row.scenario, "unavailable", row.reason) for row in report.serving_rows if row.reason is not None
+        )
+        caption = f"Requests of {report.asked['context']:,} tokens"
+        remedied = report.remedied
+        about = f"one request of {remedied.size:,} tokens under {remedied.scenario}" if remedied else ""
         return (
             title(report),
             *self.opening(),
-            row_table(report),
-            group_table(report),
-            *([remedies(report.remedied)] if report.remedied else []),
+            Table.of("rows", "Serving", SERVING_FIELDS, report.serving_rows, caption=caption, remarks=remarks),
+            Table.of("groups", "Groups", GROUP_FIELDS, report.groups, caption="Layers that share blocks"),
+            *remedy_tables(remedied, about),
             *self.reasons(),
             *listed("Assumed", report.assumptions),
             *listed("Notes", report.notes),
@@ -80,13 +85,6 @@ class ServingDocument(Document[ServingReport]):
         }
 
 
-def remedies(remedied: Remedied) -> Table:
-    """The remedies tried to make room for one request, each run by itself."""
-    return remedy_table(
-        remedied, f"Remedies for one request of {remedied.size:,} tokens under {remedied.scenario}, each run by itself"
-    )
-
-
 def _row_data(row: ServingRow) -> dict[str, Any]:
     paged = row.paged
     return {
@@ -112,17 +110,3 @@ def title(report: ServingReport) -> Title:
     step = f"steps of {arguments['batched_tokens']:,} tokens, {arguments['seqs']:,} sequences"
     taken = f"{arguments['utilization']:.0%} of its memory, blocks of {arguments['block']} tokens"
     return Title(report.model, ((step,), (f"on {cards}: {taken}",)))
-
-
-def row_table(report: ServingReport) -> Table:
-    """One row per scenario."""
-    remarks = said_once(
-        Remark(row.scenario, "unavailable", row.reason) for row in report.serving_rows if row.reason is not None
-    )
-    caption = f"Requests of {report.asked['context']:,} tokens"
-    return Table.of("rows", "Serving", SERVING_FIELDS, report.serving_rows, caption=caption, remarks=remarks)
-
-
-def group_table(report: ServingReport) -> Table:
-    """The layers that share a table of blocks."""
-    return Table.of("groups", "Groups", GROUP_FIELDS, report.groups, caption="Layers that share blocks")

@@ -30,10 +30,23 @@ class VerificationDocument(Document[Verification]):
     def sections(self) -> tuple[Section, ...]:
         verification, alignment = self.answer, self.answer.alignment
         assumptions = dict.fromkeys(text for run in verification.runs for text in run.prediction.assumptions)
+        rows = (row for run in verification.runs for row in _compared(run))
+        table = Table.of("figures", "Figures", FIGURE_FIELDS, rows, caption="Predicted beside measured")
+        work, stack = verification.runs[0].measurement.workload, verification.runs[0].measurement.stack
+        trained = f"{work.optimizer}, step {work.steps}" if work.optimizer else "one inference"
+        libraries = (
+            ("CUDA", stack.cuda),
+            ("cuDNN", stack.cudnn and dotted_cudnn(stack.cudnn)),
+            ("cuBLAS", stack.cublas),
+        )
+        software = ", ".join(f"{name} {version}" for name, version in (("torch", stack.torch), *libraries) if version)
         return (
-            title(verification),
+            Title(
+                verification.model,
+                ((work.scenario,), (f"batch {work.batch_size}",), (trained,), (stack.gpu,), (software,)),
+            ),
             *self.opening(),
-            figure_table(verification),
+            table if len(verification.runs) > 1 else table.without("benchmark"),
             *([difference_table(alignment)] if alignment and alignment.differences else []),
             *listed("Assumed", tuple(assumptions)),
             *listed("Notes", tuple(dict.fromkeys((*_notes(verification), *verification.notes)))),
@@ -85,17 +98,6 @@ def _run_data(run: VerifiedRun) -> dict[str, Any]:
     return {"figures": figures, "assumptions": run.prediction.assumptions, **seen}
 
 
-def title(verification: Verification) -> Title:
-    """The model, how it was run, and on what."""
-    work, stack = verification.runs[0].measurement.workload, verification.runs[0].measurement.stack
-    trained = f"{work.optimizer}, step {work.steps}" if work.optimizer else "one inference"
-    libraries = (("CUDA", stack.cuda), ("cuDNN", stack.cudnn and dotted_cudnn(stack.cudnn)), ("cuBLAS", stack.cublas))
-    software = ", ".join(f"{name} {version}" for name, version in (("torch", stack.torch), *libraries) if version)
-    return Title(
-        verification.model, ((work.scenario,), (f"batch {work.batch_size}",), (trained,), (stack.gpu,), (software,))
-    )
-
-
 _PARTS: Final = (
     Part("predicted", "predicted", "parameter"),
     Part("most", "perhaps more", "workspace"),
@@ -113,13 +115,6 @@ def comparison_bars(verification: Verification) -> Bars | None:
             bars.append(Bar((Label(f"{name}: predicted"),), (low, high - low, 0)))
             bars.append(Bar((Label(f"{name}: measured"),), (0, 0, comparison.measured)))
     return Bars("predicted beside measured", _PARTS, tuple(bars)) if bars else None
-
-
-def figure_table(verification: Verification) -> Table:
-    """One row per figure and run."""
-    rows = (row for run in verification.runs for row in _compared(run))
-    table = Table.of("figures", "Figures", FIGURE_FIELDS, rows, caption="Predicted beside measured")
-    return table if len(verification.runs) > 1 else table.without("benchmark")
 
 
 def _compared(run: VerifiedRun) -> Iterator[FigureComparison]:

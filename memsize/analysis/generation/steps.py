@@ -178,14 +178,42 @@ def columns_of(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> RunColumns
 
     If an event of a storage is dropped, later events of the storage must be dropped too.
     """
-    codes = _Codes({}, {}, {}, {})
-    builder, plans = _ColumnBuilder(), dict[tuple[int, int], _Plan]()
+    import numpy as np
+
+    codes, plans, phases = _Codes({}, {}, {}, {}), dict[tuple[int, int], _Plan](), dict[str, int]()
+    of_storages: list[Sequence[Integers]] = []
+    of_events: list[Sequence[Integers]] = []
+    numbers: list[Integers] = []
+    """For each step the numbers of the storages that it allocated, by their slot in the step."""
+    count = 0
     for number, (step, recorded) in enumerate(steps, SETUP):
         key = id(step.structure), id(recorded)
         if key not in plans:
             plans[key] = _Plan(step.structure, recorded, new_age=min(number, 0), codes=codes)
-        builder.add(number, step, plans[key])
-    return builder.columns(codes)
+        plan = plans[key]
+        numbers.append(plan.numbered(count))
+        count += len(plan.new)
+        storages = np.empty(len(plan.recorded), dtype=np.int32)
+        for age, positions, slots in plan.ages:
+            storages[positions] = numbers[0 if age == SETUP else number - age + 1][slots]
+        labels = (f"{stage} {number}" if number > 0 else stage for stage in plan.stages)
+        of_events.append(
+            (storages, step.deltas[plan.recorded], _coded(labels, phases)[plan.stage], plan.layers, plan.ops)
+        )
+        of_storages.append((step.sizes[plan.bytes], step.sizes[plan.sizes], *plan.storages))
+    joined = map(np.concatenate, zip(*of_storages, strict=True))
+    size, dimensions, role, layer, op, dtype, rank, stream, line = joined
+    storage, delta, phase, event_layer, event_op = map(np.concatenate, zip(*of_events, strict=True))
+    roles, ops, dtypes, lines = map(tuple, codes)
+    shape = Shapes(dimensions, np.cumsum(rank) - rank, rank)
+    described = Coded(role, roles), layer, Coded(op, ops), Coded(dtype, dtypes), shape
+    unsaved = np.full(count, -1, dtype=np.int32)
+    return RunColumns(
+        tuple(phases),
+        Columns(Storage, size, *described, unsaved, stream, line, unsaved),
+        Columns(Event, storage, delta, phase, event_layer, Coded(event_op, ops)),
+        lines,
+    )
 
 
 class _Codes(NamedTuple):
@@ -193,45 +221,6 @@ class _Codes(NamedTuple):
     ops: dict[str, int]
     dtypes: dict[str, int]
     lines: dict[str, int]
-
-
-class _ColumnBuilder:
-    def __init__(self) -> None:
-        self._phases: dict[str, int] = {}
-        self._storages: list[Sequence[Integers]] = []
-        self._events: list[Sequence[Integers]] = []
-        self._numbers: list[Integers] = []
-        """For each step the numbers of the storages that it allocated, by their slot in the step."""
-        self._count = 0
-
-    def add(self, number: int, step: Step, plan: _Plan) -> None:
-        """Add the storages and events of step `number`."""
-        import numpy as np
-
-        self._numbers.append(plan.numbered(self._count))
-        self._count += len(plan.new)
-        storages = np.empty(len(plan.recorded), dtype=np.int32)
-        for age, positions, slots in plan.ages:
-            storages[positions] = self._numbers[0 if age == SETUP else number - age + 1][slots]
-        labels = (f"{stage} {number}" if number > 0 else stage for stage in plan.stages)
-        phases = _coded(labels, self._phases)[plan.stage]
-        self._events.append((storages, step.deltas[plan.recorded], phases, plan.layers, plan.ops))
-        self._storages.append((step.sizes[plan.bytes], step.sizes[plan.sizes], *plan.storages))
-
-    def columns(self, codes: _Codes) -> RunColumns:
-        """Join the arrays of all steps."""
-        import numpy as np
-
-        of_storages, of_events = zip(*self._storages, strict=True), zip(*self._events, strict=True)
-        size, dimensions, role, layer, op, dtype, rank, stream, line = map(np.concatenate, of_storages)
-        storage, delta, phase, event_layer, event_op = map(np.concatenate, of_events)
-        roles, ops, dtypes, lines = map(tuple, codes)
-        shape = Shapes(dimensions, np.cumsum(rank) - rank, rank)
-        described = Coded(role, roles), layer, Coded(op, ops), Coded(dtype, dtypes), shape
-        unsaved = np.full(self._count, -1, dtype=np.int32)
-        storages = Columns(Storage, size, *described, unsaved, stream, line, unsaved)
-        events = Columns(Event, storage, delta, phase, event_layer, Coded(event_op, ops))
-        return RunColumns(tuple(self._phases), storages, events, lines)
 
 
 class _Plan:
