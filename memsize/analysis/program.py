@@ -164,20 +164,19 @@ def virtual_gpu(
 
 def program_run(program: Program, command: str, error: BaseException | None) -> ProgramRun:
     """The record of what `program` showed."""
-    trace = program.trace(error)
-    peak = estimate_gpu(trace, program.card, config=program.memory.config)
-    rest = program.memory.total - program.memory.outside
+    trace, memory = program.trace(error), program.memory
+    rest = memory.total - memory.outside
     run = ProgramRun(
         program=command,
         trace=trace,
         card=program.card,
-        capacity=rest if program.memory.allowed is None else min(rest, program.memory.allowed),
-        peak=peak,
+        capacity=rest if memory.allowed is None else min(rest, memory.allowed),
+        peak=estimate_gpu(trace, program.card, config=memory.config),
         steps=program.steps.done,
         stopped=program.stopped,
         tensors=tuple(_largest(trace)),
         refused=program.refused,
-        went_on=None if _is_out_of_memory(error) else _went_on(program, trace),
+        went_on=_went_on(program, trace, error),
         assumed=program.assumed,
         growth=_growth(program, trace),
         kept_gradients=_kept_gradients(trace, program.steps.zeroed),
@@ -187,20 +186,19 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         failure=None if trace.failure is None else trace.failure.reason,
         failed_at=None if error is None else failing_line(error),
         needs_gpu=needs_gpu(error),
-        allocator=json.dumps(plain(program.memory.config)),
+        allocator=json.dumps(plain(memory.config)),
     )
     return replace(run, findings=RULES.findings(run))
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
+def _went_on(program: Program, trace: Trace, error: BaseException | None) -> WentOn | None:
+    """How the program goes on after the last refused request; None where that ended it, by itself or by an error that
+    was raised for it.
+    """
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def _went_on(program: Program, trace: Trace) -> WentOn | None:
     refusal = program.last_refused
-    if refusal is None:
+    if error is not None or refusal is None:
         return None
     if not any(event.delta > 0 for event in trace.events[refusal:]):
         return WentOn(0, None)

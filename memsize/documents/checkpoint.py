@@ -128,11 +128,10 @@ def title(report: CheckpointReport) -> Title:
     """The file, its format, its size and what it holds."""
     contents = report.contents
     tensors, files = len(contents.tensors), len(contents.files)
-    phrases: list[tuple[str | Bytes, ...]] = [(contents.format,), (Bytes(contents.size), f"({contents.size:,} B)")]
-    if files > 1:
-        phrases.append((f"{files:,} files",))
-    phrases.append((f"{tensors:,} tensor{'' if tensors == 1 else 's'}",))
-    return Title(contents.path, tuple(phrases))
+    several = ((f"{files:,} files",),) if files > 1 else ()
+    size = (Bytes(contents.size), f"({contents.size:,} B)")
+    held = (f"{tensors:,} tensor{'' if tensors == 1 else 's'}",)
+    return Title(contents.path, ((contents.format,), size, *several, held))
 
 
 def parts_table(report: CheckpointReport) -> Table:

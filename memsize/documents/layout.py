@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data, plain, renamed
+from memsize.documents import Document, findings_data, plain, renamed, values_of
 from memsize.documents.sections import Bars, Part, Section, Table, Title, input_text, listed
 from memsize.records.cells import Label
 from memsize.records.layout import (
@@ -16,7 +16,6 @@ from memsize.records.layout import (
     LayoutReport,
     audit_rows,
 )
-from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.layout/1"
 MOST_COPIES: Final = 20
@@ -49,25 +48,19 @@ class LayoutDocument(Document[LayoutReport]):
 
     def figures(self, unit: str) -> dict[str, Any]:
         report, audit = self.answer, self.answer.audit
+        layers = []
+        for layer in audit.last.layers:
+            copied = {"copied_bytes": audit.last.copied_in(layer.path)}
+            copied["row_major_copied_bytes"] = audit.plain.copied_in(layer.path)
+            layers.append(renamed(plain(layer), specs="output") | copied)
         return {
             "schema": SCHEMA,
-            "model": audit.model,
-            "scenario": audit.scenario,
-            "training": audit.training,
+            **values_of(audit, "model", "scenario", "training"),
             "inputs": plain(audit.inputs),
             "converted": {"inputs": audit.converted_inputs, "weights": audit.converted},
             "copied_bytes": audit.last.copied,
             "row_major_copied_bytes": audit.plain.copied,
-            "layers": [
-                (
-                    renamed(plain(layer), specs="output")
-                    | {
-                        "copied_bytes": audit.last.copied_in(layer.path),
-                        "row_major_copied_bytes": audit.plain.copied_in(layer.path),
-                    }
-                )
-                for layer in audit.last.layers
-            ],
+            "layers": layers,
             "copies": plain(audit.last.copies),
             "row_major_copies": plain(audit.plain.copies),
             "losses": plain(audit.last.losses),
@@ -82,10 +75,8 @@ def title(report: LayoutReport) -> Title:
     inputs = ", ".join(map(input_text, audit.inputs))
     converted = f"{audit.converted:,} weight{'' if audit.converted == 1 else 's'} to channels last"
     inputs_text = f"{audit.converted_inputs:,} input{'' if audit.converted_inputs == 1 else 's'}"
-    phrases: list[tuple[str | Bytes, ...]] = [(f"input {inputs}",), (f"{inputs_text} and {converted}",)]
-    if audit.scenario != "as-given":
-        phrases.append((audit.scenario,))
-    return Title(report.model, tuple(phrases))
+    scenario = ((audit.scenario,),) if audit.scenario != "as-given" else ()
+    return Title(report.model, ((f"input {inputs}",), (f"{inputs_text} and {converted}",), *scenario))
 
 
 def layer_table(audit: Audit, depth: int | None = None) -> Table:

@@ -46,7 +46,19 @@ class TimelineDocument(Document[Timeline]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        return (peak_finding(self.answer),) if len(self.answer) else ()
+        """The peak in a sentence, with the roles that hold most of it; empty for a run without events."""
+        timeline = self.answer
+        if not len(timeline):
+            return ()
+        peak = timeline.peak
+        largest = sorted(peak.roles, key=lambda role: -peak.roles[role])[:3]
+        shares = ", ".join(f"{{r{position}}} of {noun(role)}" for position, role in enumerate(largest))
+        values: dict[str, object] = {f"r{position}": Bytes(peak.roles[role]) for position, role in enumerate(largest)}
+        values |= {"peak": Bytes(peak.bytes), "phase": str(timeline.phase_at(peak.event)), "at": peak.layer or peak.op}
+        at = " at {at}" if values["at"] else ""
+        template = f"Most is alive in {{phase}}{at}, {{peak}}: {shares}."
+        moment = Moment(timeline.scenario, peak.event)
+        return (Finding("peak", template, values, bytes=peak.bytes, moment=moment),)
 
     def versions(self) -> tuple[Phrase, ...]:
         return versions((self.answer,), [self.answer.card] if self.answer.card else ())
@@ -71,18 +83,6 @@ def timeline_title(timeline: Timeline) -> Title:
             (Bytes(max(timeline.reserved)), "reserved"),
         ]
     return Title(timeline.model, tuple(phrases))
-
-
-def peak_finding(timeline: Timeline) -> Finding:
-    """The peak in a sentence, with the roles that hold most of it."""
-    peak = timeline.peak
-    largest = sorted(peak.roles, key=lambda role: -peak.roles[role])[:3]
-    shares = ", ".join(f"{{r{position}}} of {noun(role)}" for position, role in enumerate(largest))
-    values: dict[str, object] = {f"r{position}": Bytes(peak.roles[role]) for position, role in enumerate(largest)}
-    values |= {"peak": Bytes(peak.bytes), "phase": str(timeline.phase_at(peak.event)), "at": peak.layer or peak.op}
-    at = " at {at}" if values["at"] else ""
-    template = f"Most is alive in {{phase}}{at}, {{peak}}: {shares}."
-    return Finding("peak", template, values, bytes=peak.bytes, moment=Moment(timeline.scenario, peak.event))
 
 
 def course_table(summaries: Sequence[PhaseSummary]) -> Table:
