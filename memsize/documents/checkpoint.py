@@ -130,8 +130,8 @@ def title(report: CheckpointReport) -> Title:
     tensors, files = len(contents.tensors), len(contents.files)
     several = ((f"{files:,} files",),) if files > 1 else ()
     size = (Bytes(contents.size), f"({contents.size:,} B)")
-    held = (f"{tensors:,} tensor{'' if tensors == 1 else 's'}",)
-    return Title(contents.path, ((contents.format,), size, *several, held))
+    count = (f"{tensors:,} tensor{'' if tensors == 1 else 's'}",)
+    return Title(contents.path, ((contents.format,), size, *several, count))
 
 
 def parts_table(report: CheckpointReport) -> Table:
