@@ -99,32 +99,12 @@ class Measured:
         return {path: each_layer for path, each_layer in figures.items() if any(each_layer)}
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
-
-
 def against_limit(measured: Measured, bound: Bound) -> tuple[Figure, Finding | None]:
     """A figure beside its limit, and what is wrong where it is above."""
     value = measured.value(bound)
     figure = Figure(bound.name, unit=bound.unit, value=value, limit=bound.amount, holds=value <= bound.amount)
-    return figure, None if figure.holds else _over(measured, bound, value)
-
-
-def _over(measured: Measured, bound: Bound, value: int) -> Finding:
-    draw = _in_unit(bound.unit)
-    excess = value - bound.amount
-    blamed = _largest(measured, bound)
-    text, values = _blame(blamed, draw)
-    return Finding(
-        "over-limit",
-        f"{{name}}: {{value}}, {{excess}} over the limit of {{limit}}{text}.",
-        {"name": bound.name, "value": draw(value), "excess": draw(excess), "limit": draw(bound.amount), **values},
-        bytes=excess if bound.unit == "bytes" else None,
-        layers=tuple(blamed),
-    )
-
-
-def _largest(measured: Measured, bound: Bound) -> dict[str, int]:
-    """The layers with most of what a bound limits."""
+    if figure.holds:
+        return figure, None
     sizes: Counter[str] = Counter()
     if peak := LIMITS[bound.name].of_peak:
         for living in measured.peak(peak).storages:
@@ -134,7 +114,15 @@ def _largest(measured: Measured, bound: Bound) -> dict[str, int]:
     else:
         for tensor in filter(_COUNTS[bound.name], measured.trace.tensors):
             sizes[tensor.layer] += tensor.bytes if bound.unit == "bytes" else (not tensor.tied_to) * tensor.elements
-    return dict(sizes.most_common(_BLAMED))
+    blamed, draw, excess = dict(sizes.most_common(_BLAMED)), _in_unit(bound.unit), value - bound.amount
+    text, values = _blame(blamed, draw)
+    return figure, Finding(
+        "over-limit",
+        f"{{name}}: {{value}}, {{excess}} over the limit of {{limit}}{text}.",
+        {"name": bound.name, "value": draw(value), "excess": draw(excess), "limit": draw(bound.amount), **values},
+        bytes=excess if bound.unit == "bytes" else None,
+        layers=tuple(blamed),
+    )
 
 
 _COUNTS: Mapping[str, Callable[[StoredTensor], bool]] = {
@@ -168,9 +156,6 @@ def against_batch(row: FitRow, bound: Bound) -> tuple[Figure, Finding | None]:
     )
 
 
-# -- baselines ---------------------------------------------------------------------------------------------------------
-
-
 def against_baseline(now: Baseline, before: Baseline, growth: Growth) -> Iterator[tuple[Figure, Finding | None]]:
     """Each figure beside its baseline, and what is to be said where it grew too much, or shrank.
 
@@ -197,7 +182,16 @@ def _moved(figure: Figure, now: Baseline, before: Baseline) -> Finding:
     value, base, allowed = figure.value or 0, figure.baseline or 0, figure.allowed or 0
     draw = _in_unit(figure.unit)
     grew = value > base
-    blamed = _grown(figure.name, now=now, before=before, sign=1 if grew else -1)
+    sign = 1 if grew else -1
+    nothing = LayerFigures(0, 0)
+    sizes: Counter[str] = Counter()
+    for path in {**before.layers, **now.layers}:
+        old, new = before.layers.get(path, nothing), now.layers.get(path, nothing)
+        stored, saved = new.stored - old.stored, new.kept - old.kept
+        change = {"activations": saved, "parameters": stored, "stored": stored}.get(figure.name, stored + saved)
+        if change * sign > 0:
+            sizes[path] = change * sign
+    blamed = dict(sizes.most_common(_BLAMED))
     text, values = _blame(blamed, Bytes, "+" if grew else "−")
     over = ", {excess} more than allowed" if grew and allowed > base else ""
     return Finding(
@@ -217,28 +211,11 @@ def _moved(figure: Figure, now: Baseline, before: Baseline) -> Finding:
     )
 
 
-def _grown(name: str, now: Baseline, before: Baseline, sign: int) -> dict[str, int]:
-    """The layers that account for most of the change: by what they store, what they keep, or at a peak by both."""
-    nothing = LayerFigures(0, 0)
-    sizes: Counter[str] = Counter()
-    for path in {**before.layers, **now.layers}:
-        old, new = before.layers.get(path, nothing), now.layers.get(path, nothing)
-        stored, saved = new.stored - old.stored, new.kept - old.kept
-        change = {"activations": saved, "parameters": stored, "stored": stored}.get(name, stored + saved)
-        if change * sign > 0:
-            sizes[path] = change * sign
-    return dict(sizes.most_common(_BLAMED))
-
-
-# -- sentences ---------------------------------------------------------------------------------------------------------
-
-
 def _in_unit(unit: str) -> Callable[[int], int]:
     return Bytes if unit == "bytes" else int
 
 
 def _blame(layers: Mapping[str, int], draw: Callable[[int], int], sign: str = "") -> tuple[str, dict[str, object]]:
-    """The end of a sentence that names `layers` with their sizes, and the values that it draws."""
     if not layers:
         return "", {}
     parts: Sequence[str] = [f"{{layer{n}}} ({sign}{{size{n}}})" for n in range(len(layers))]

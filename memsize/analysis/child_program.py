@@ -44,7 +44,15 @@ def start(folder: str) -> None:
     programs: list[Program] = []
 
     def simulate() -> None:
-        programs.append(_started(settings, guard, processes, regions))
+        from memsize.analysis.program import program_on
+        from memsize.virtual.saved_weights import Files
+
+        files = Files(guard.allowed)
+        files.new, files.others_new = guard.new, guard.others_new
+        own = settings._replace(world=_world() or settings.world)
+        program = program_on(shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]), own, files, processes)
+        regions.enter_context(program.open())
+        programs.append(program)
 
     def end() -> None:
         if os.getpid() == process:  # not in one that it forked
@@ -60,8 +68,6 @@ def start(folder: str) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls `then` once the module `name` has been imported."""
-
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
         self._then = then
@@ -83,18 +89,6 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
-def _started(settings: Settings, guard: FileGuard, processes: ChildProcesses, regions: ExitStack) -> Program:
-    from memsize.analysis.program import program_on
-    from memsize.virtual.saved_weights import Files
-
-    files = Files(guard.allowed)
-    files.new, files.others_new = guard.new, guard.others_new
-    own = settings._replace(world=_world() or settings.world)
-    program = program_on(shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]), own, files, processes)
-    regions.enter_context(program.open())
-    return program
-
-
 def _world() -> World | None:
     """The job that a launcher put this process into, by the variables that it sets; None where it was started alone."""
     size, rank, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"))
@@ -107,7 +101,6 @@ def _world() -> World | None:
 
 
 def _result(program: Program) -> dict[str, Any] | None:
-    """Return the process's peak on the GPU as data; None where it never used it."""
     from memsize.device.gpu_estimate import estimate_gpu
 
     trace = program.trace()

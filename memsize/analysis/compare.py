@@ -72,59 +72,40 @@ def compare_sides(before: Side, after: Side) -> Comparison:
 
 
 @RULES.rule("stored-changed", "stored-unchanged")
-def what_is_stored(models: Models) -> Iterator[Finding]:
-    """The bytes that both models store in total."""
-    first, second = totals(models.before), totals(models.after)
-    same = first.stored == second.stored
-    text = (
-        "What is stored did not change: {before}."
-        if same
-        else "What is stored went from {before} to {after} ({share})."
-    )
-    yield Finding(
-        "stored-unchanged" if same else "stored-changed",
-        text,
-        _went(first.stored, second.stored),
-        bytes=second.stored - first.stored,
-    )
+def _what_is_stored(models: Models) -> Iterator[Finding]:
+    first, second = totals(models.before).stored, totals(models.after).stored
+    code, text = "stored-changed", "What is stored went from {before} to {after} ({share})."
+    if first == second:
+        code, text = "stored-unchanged", "What is stored did not change: {before}."
+    yield Finding(code, text, _went(first, second), bytes=second - first)
 
 
 @RULES.rule("kept-for-backward-changed")
-def what_is_kept(models: Models) -> Iterator[Finding]:
-    """The bytes that both models keep for backward, if both were run."""
-    saved = (totals(models.before).saved_bytes, totals(models.after).saved_bytes)
-    if all(saved) and saved[0] != saved[1]:
-        yield Finding(
-            "kept-for-backward-changed",
-            "What is kept for backward went from {before} to {after} ({share}).",
-            _went(*saved),
-            bytes=saved[1] - saved[0],
-        )
+def _what_is_kept(models: Models) -> Iterator[Finding]:
+    first, second = totals(models.before).saved_bytes, totals(models.after).saved_bytes
+    if first and second and first != second:
+        text = "What is kept for backward went from {before} to {after} ({share})."
+        yield Finding("kept-for-backward-changed", text, _went(first, second), bytes=second - first)
 
 
 @RULES.rule("peak-changed")
-def peaks(models: Models) -> Iterator[Finding]:
-    """The largest change of what the allocator needs at the peak: of training where there is one, else of inference."""
-    changed = [figure for figure in models.figures if figure.name == "allocated" and figure.before and figure.after]
-    of = "training peak" if any(figure.of == "training peak" for figure in changed) else "inference peak"
+def _peaks(models: Models) -> Iterator[Finding]:
     moved = [
-        (figure.after - figure.before, figure)
-        for figure in changed
-        if figure.of == of and figure.before and figure.after
+        (figure.of, figure.scenario, figure.before, figure.after)
+        for figure in models.figures
+        if figure.name == "allocated" and figure.before and figure.after
     ]
-    change, figure = max(moved, key=lambda figure: abs(figure[0]), default=(0, None))
-    if figure is not None and change:
-        yield Finding(
-            "peak-changed",
-            f"The {of} of {{scenario}} went from {{before}} to {{after}} ({{share}}).",
-            {"scenario": figure.scenario, **_went(figure.before or 0, figure.after or 0)},
-            bytes=change,
-        )
+    trains = any(of == "training peak" for of, *_ in moved)
+    of_interest = [peak for peak in moved if not trains or peak[0] == "training peak"]
+    most = max(of_interest, key=lambda peak: abs(peak[3] - peak[2]), default=None)
+    if most is not None and most[2] != most[3]:
+        of, scenario, before, after = most
+        text = f"The {of} of {{scenario}} went from {{before}} to {{after}} ({{share}})."
+        yield Finding("peak-changed", text, {"scenario": scenario, **_went(before, after)}, bytes=after - before)
 
 
 @RULES.rule("tensors-resized")
-def resized(models: Models) -> Iterator[Finding]:
-    """Tensors that have another shape in the second model."""
+def _resized(models: Models) -> Iterator[Finding]:
     members = [pair for pair in models.pairs if pair.resized]
     if members:
         yield Finding(
@@ -137,8 +118,7 @@ def resized(models: Models) -> Iterator[Finding]:
 
 
 @RULES.rule("tensors-changed")
-def changed(models: Models) -> Iterator[Finding]:
-    """Tensors that the second model stores differently, grouped by how they were and are stored."""
+def _changed(models: Models) -> Iterator[Finding]:
     groups: dict[tuple[str, str], list[Change]] = {}
     for pair in models.pairs:
         if pair.before and pair.after and not (pair.same or pair.resized):
@@ -154,39 +134,35 @@ def changed(models: Models) -> Iterator[Finding]:
 
 
 @RULES.rule("tensors-unchanged")
-def unchanged(models: Models) -> Iterator[Finding]:
-    """Tensors that a conversion left as they were, grouped by the likely cause."""
+def _unchanged(models: Models) -> Iterator[Finding]:
     groups: dict[str, list[Change]] = {}
     for pair in models.pairs if models.converted else ():
         if pair.same and pair.before and pair.before.bytes:
-            groups.setdefault(_cause(pair), []).append(pair)
+            cause = "nothing cast them (autocast never does; a recipe may leave their layers alone)"
+            if pair.before.kind == "attribute":
+                cause = "they are not registered, so no conversion sees them"
+            elif pair.before.spec.dtype not in _FLOATING:
+                cause = "they are not floating"
+            groups.setdefault(cause, []).append(pair)
     for cause, members in groups.items():
+        tensors = [pair.before for pair in members if pair.before]
+        size = sum(tensor.bytes for tensor in tensors)
         yield Finding(
             "tensors-unchanged",
             f"{{count}} did not change ({{bytes}} as {{dtypes}}): {cause}. {{layers}}.",
             {
                 "count": len(members),
-                "bytes": Bytes(sum(pair.before.bytes for pair in members if pair.before)),
-                "dtypes": stored_dtypes(pair.before for pair in members if pair.before),
+                "bytes": Bytes(size),
+                "dtypes": stored_dtypes(tensors),
                 "layers": _layers(members),
             },
-            bytes=sum(pair.before.bytes for pair in members if pair.before),
+            bytes=size,
             layers=_layers(members),
         )
 
 
-def _cause(pair: Change) -> str:
-    tensor = pair.before
-    if tensor is None or tensor.kind == "attribute":
-        return "they are not registered, so no conversion sees them"
-    if tensor.spec.dtype not in _FLOATING:
-        return "they are not floating"
-    return "nothing cast them (autocast never does; a recipe may leave their layers alone)"
-
-
 @RULES.rule("tensors-removed", "tensors-added")
-def in_one_only(models: Models) -> Iterator[Finding]:
-    """Tensors that only one of the models has."""
+def _in_one_only(models: Models) -> Iterator[Finding]:
     for code, text, members in (
         ("tensors-removed", "Only before: {names} ({bytes}).", [p for p in models.pairs if p.after is None]),
         ("tensors-added", "Only after: {names} ({bytes}).", [p for p in models.pairs if p.before is None]),
@@ -198,8 +174,7 @@ def in_one_only(models: Models) -> Iterator[Finding]:
 
 
 @RULES.rule("mixed-dtypes", "batch-norm-kept-fp32", "wrapper-misreports")
-def odd_afterwards(models: Models) -> Iterator[Finding]:
-    """The findings of a report on the dtypes of a converted model."""
+def _odd_afterwards(models: Models) -> Iterator[Finding]:
     if models.converted:
         evidence = Evidence(as_given=models.after)
         yield from mixed_dtypes(evidence)

@@ -11,7 +11,6 @@ from typing import Any, Final
 from memsize.analysis.matching import Node, Pair, local_name
 from memsize.analysis.step import StepTrace
 from memsize.checkpoints.checkpoint_report import CheckpointReport
-from memsize.checkpoints.contents import Tensor
 from memsize.errors import InputError
 from memsize.records.aggregates import COUNTED, split_phase, totals
 from memsize.records.comparison import Change, FigureChange, FigureOf, How, LayerChange, LayerSizes, LivingChange
@@ -21,8 +20,6 @@ from memsize.records.program import ProgramRun
 from memsize.records.report import FIGURES, Report
 from memsize.records.roles import in_order
 from memsize.records.trace import Layer, StoredTensor, Trace
-
-# -- the sides of a comparison -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +47,25 @@ class Side:
             case Trace():
                 return cls(answer, name)
             case Report():
-                return _of_report(answer, name)
+                peaks: list[tuple[str, FigureOf, GpuEstimate]] = []
+                for result in answer.scenario_results:
+                    peaks += [(result.name, "inference peak", result.inference)] if result.inference else []
+                    peaks += [(result.name, "training peak", result.training)] if result.training else []
+                return cls(
+                    trace=answer.trace,
+                    name=name,
+                    runs=tuple((result.name, result.trace) for result in answer.scenario_results if result.trace),
+                    peaks=tuple(peaks),
+                    findings=answer.findings,
+                    gpu=answer.gpu,
+                    optimizer=answer.optimizer,
+                    notes=(*answer.assumptions, *answer.remarks),
+                )
             case StepTrace(trace, gpu):
                 return cls(trace, name, peaks=((trace.scenario, _peak_of(trace), answer.peak),), gpu=gpu)
             case ProgramRun(trace=trace, peak=peak, findings=findings, card=card):
-                peaks = ((trace.scenario, _peak_of(trace), peak),)
-                return cls(trace, name, peaks=peaks, findings=findings, gpu=card.name)
+                of_run = ((trace.scenario, _peak_of(trace), peak),)
+                return cls(trace, name, peaks=of_run, findings=findings, gpu=card.name)
             case CheckpointReport():
                 parts: dict[str, int] = {part.kind: part.bytes for part in answer.breakdown.parts}
                 return cls(_as_trace(answer), name, findings=answer.findings, file={"size": answer.size, **parts})
@@ -69,33 +79,27 @@ def _peak_of(trace: Trace) -> FigureOf:
     return "training peak" if any(split_phase(phase)[0] == "backward" for phase in trace.phases) else "inference peak"
 
 
-def _of_report(report: Report, name: str) -> Side:
-    results = report.scenario_results
-    peaks: list[tuple[str, FigureOf, GpuEstimate]] = []
-    for result in results:
-        peaks += [(result.name, "inference peak", result.inference)] if result.inference else []
-        peaks += [(result.name, "training peak", result.training)] if result.training else []
-    runs = tuple((result.name, result.trace) for result in results if result.trace)
-    notes = (*report.assumptions, *report.remarks)
-    return Side(
-        trace=report.trace,
-        name=name,
-        runs=runs,
-        peaks=tuple(peaks),
-        findings=report.findings,
-        gpu=report.gpu,
-        optimizer=report.optimizer,
-        notes=notes,
-    )
-
-
 def _as_trace(report: CheckpointReport) -> Trace:
     """The tensors of a file as those of a model, with a layer for each key that they stand under.
 
     What belongs to the model counts as parameters: a file does not tell them from buffers.
     """
     weights = {id(tensor) for tensor in report.breakdown.of("model")}
-    tensors = tuple(_tensor_of_model(tensor, id(tensor) in weights) for tensor in report.contents.tensors)
+    tensors = tuple(
+        StoredTensor(
+            name=tensor.name,
+            kind="parameter" if (id(tensor) in weights) else "attribute",
+            layer=tensor.name.rpartition(".")[0],
+            spec=tensor.spec,
+            elements=tensor.elements,
+            bytes=tensor.bytes,
+            reported_bytes=tensor.bytes,
+            trainable=bool(tensor.trainable),
+            tied_to=tensor.shared_with,
+            wrapper=tensor.wrapper,
+        )
+        for tensor in report.contents.tensors
+    )
     paths: dict[str, None] = {"": None}
     for tensor in tensors:
         steps = tensor.layer.split(".") if tensor.layer else []
@@ -131,31 +135,18 @@ def _as_trace(report: CheckpointReport) -> Trace:
     )
 
 
-def _tensor_of_model(tensor: Tensor, is_weight: bool) -> StoredTensor:
-    return StoredTensor(
-        name=tensor.name,
-        kind="parameter" if is_weight else "attribute",
-        layer=tensor.name.rpartition(".")[0],
-        spec=tensor.spec,
-        elements=tensor.elements,
-        bytes=tensor.bytes,
-        reported_bytes=tensor.bytes,
-        trainable=bool(tensor.trainable),
-        tied_to=tensor.shared_with,
-        wrapper=tensor.wrapper,
-    )
-
-
-# -- tensors -----------------------------------------------------------------------------------------------------------
-
-
 def paired_tensors(before: Trace, after: Trace, layers: Iterable[Pair]) -> tuple[Change, ...]:
     """Every tensor of both models once: those of layers that are the same, by their names there; others by their own.
 
     A packed module holds its weight under another name than the module it was converted from.
     """
     unpaired = {tensor.name: tensor for tensor in after.tensors}
-    renamed = dict(_renamed_tensors(layers))
+    renamed: dict[str, str] = {}
+    for old, new in layers:
+        if old and new:
+            names = {local_name(tensor): tensor.name for tensor in new.tensors}
+            locals_ = {tensor.name: local_name(tensor) for tensor in old.tensors}
+            renamed |= {name: names[local] for name, local in locals_.items() if local in names}
     moved = set(renamed.values())
     pairs = []
     for tensor in before.tensors:
@@ -163,18 +154,6 @@ def paired_tensors(before: Trace, after: Trace, layers: Iterable[Pair]) -> tuple
         other = unpaired.pop(name, None) if name else None
         pairs.append(Change(other.name if other else tensor.name, tensor, other))
     return (*pairs, *(Change(name, None, tensor) for name, tensor in unpaired.items()))
-
-
-def _renamed_tensors(layers: Iterable[Pair]) -> Iterator[tuple[str, str]]:
-    for old, new in layers:
-        if old and new:
-            names = {local_name(tensor): tensor.name for tensor in new.tensors}
-            for tensor in old.tensors:
-                if (name := names.get(local_name(tensor))) is not None:
-                    yield tensor.name, name
-
-
-# -- layers ------------------------------------------------------------------------------------------------------------
 
 
 def layer_changes(layers: Sequence[Pair]) -> tuple[LayerChange, ...]:
@@ -195,7 +174,19 @@ def layer_changes(layers: Sequence[Pair]) -> tuple[LayerChange, ...]:
         if how or follows:
             heads[node] = head, how = (head, whole) if follows else (pair, how)
             groups.setdefault(head, []).append(pair)
-    return tuple(_change(head, heads[head.after or head.before][1], members) for head, members in groups.items())
+    changes: list[LayerChange] = []
+    for head, members in groups.items():
+        old, new = head
+        change = LayerChange(
+            before=old.layer.path if old else None,
+            after=new.layer.path if new else None,
+            types=(old.layer.type if old else None, new.layer.type if new else None),
+            how=heads[new or old][1],
+            sizes=(_sizes(pair.before for pair in members), _sizes(pair.after for pair in members)),
+            layers=len(members),
+        )
+        changes.append(change)
+    return tuple(changes)
 
 
 def _how(pair: Pair, parents: Mapping[Node, Node], partners: Mapping[Node, Node]) -> Iterator[How]:
@@ -225,31 +216,16 @@ def _stored(node: Node, exact: bool) -> set[object]:
     }
 
 
-def _change(head: Pair, how: tuple[How, ...], members: Sequence[Pair]) -> LayerChange:
-    before, after = ([node for pair in members if (node := pair[side])] for side in (0, 1))
-    (old, old_type), (new, new_type) = ((node.layer.path, node.layer.type) if node else (None, None) for node in head)
-    return LayerChange(
-        before=old,
-        after=new,
-        types=(old_type, new_type),
-        how=how,
-        sizes=(_sizes(before), _sizes(after)),
-        layers=len(members),
-    )
-
-
-def _sizes(nodes: Iterable[Node]) -> LayerSizes:
-    nodes = tuple(nodes)
-    tensors = [tensor for node in nodes for tensor in node.tensors]
+def _sizes(nodes: Iterable[Node | None]) -> LayerSizes:
+    present = [node for node in nodes if node]
+    tensors = [tensor for node in present for tensor in node.tensors]
     return LayerSizes(
         sum(tensor.elements for tensor in tensors if tensor.kind in COUNTED and not tensor.tied_to),
         stored=sum(tensor.bytes for tensor in tensors if tensor.kind != "master"),
-        outputs=sum(node.layer.output_bytes for node in nodes),
-        kept=sum(node.layer.saved_bytes for node in nodes),
+        outputs=sum(node.layer.output_bytes for node in present),
+        kept=sum(node.layer.saved_bytes for node in present),
     )
 
-
-# -- figures -----------------------------------------------------------------------------------------------------------
 
 _OF_STORED: Final = ("parameter_bytes", "buffer_bytes", "attribute_bytes")
 _OF_PEAKS: Final = ("requested", "allocated", "reserved")
@@ -268,18 +244,14 @@ def figure_changes(before: Side, after: Side) -> tuple[FigureChange, ...]:
         figures = [{(both, of): of_run for (_, of), of_run in side.items()} for side in figures]
     keys = list(dict.fromkeys(key for side in figures for key in side))
     order = {scenario: number for number, scenario in enumerate(dict.fromkeys(scenario for scenario, _ in keys))}
-    return tuple(
-        FigureChange(*key, name, *(_figure(side, key, name) for side in figures))
-        for key in sorted(keys, key=lambda key: order[key[0]])
-        for name in dict.fromkeys(name for side in figures for name in side.get(key, ()))
-    )
-
-
-def _figure(figures: Mapping[_Place, Mapping[str, int]], key: _Place, name: str) -> int | None:
-    of_run = figures.get(key)
-    if of_run is None:
-        return None
-    return of_run.get(name, None if name in FIGURES else 0)
+    changes: list[FigureChange] = []
+    for key in sorted(keys, key=lambda key: order[key[0]]):
+        for name in dict.fromkeys(name for side in figures for name in side.get(key, ())):
+            # A role that is alive at one peak alone has 0 bytes at the other.
+            absent = None if name in FIGURES else 0
+            first, second = (side[key].get(name, absent) if key in side else None for side in figures)
+            changes.append(FigureChange(*key, name, first, second))
+    return tuple(changes)
 
 
 def _figures(side: Side) -> Iterator[tuple[_Place, Mapping[str, int]]]:
@@ -292,9 +264,6 @@ def _figures(side: Side) -> Iterator[tuple[_Place, Mapping[str, int]]]:
     for scenario, of, peak in side.peaks:
         sizes = {name: getattr(peak, name) for name in _OF_PEAKS} | {"device": peak.device.high}
         yield (scenario, of), sizes | {role: peak.roles[role] for role in in_order(peak.roles)}
-
-
-# -- what is alive at a peak -------------------------------------------------------------------------------------------
 
 
 def living_changes(before: Side, after: Side, layers: Iterable[Pair]) -> tuple[str, tuple[LivingChange, ...]]:
@@ -310,30 +279,22 @@ def living_changes(before: Side, after: Side, layers: Iterable[Pair]) -> tuple[s
     ]
     if not shared:
         return "", ()
-    of, scenario, first, second = max(shared, key=lambda peaks: peaks[0] == "training peak")
+    of, scenario, *peaks = max(shared, key=lambda peaks: peaks[0] == "training peak")
     now = {old.layer.path: new.layer.path for old, new in layers if old and new}
-    return f"{of} of {scenario}", tuple(_living(first.storages, second.storages, now))
-
-
-def _living(
-    before: Sequence[LiveStorage], after: Sequence[LiveStorage], now: Mapping[str, str]
-) -> Iterator[LivingChange]:
-    least = [min((living.bytes for living in storages), default=0) for storages in (before, after)]
+    least = [min((living.bytes for living in peak.storages), default=0) for peak in peaks]
     groups: dict[tuple[object, ...], tuple[list[LiveStorage], list[LiveStorage]]] = defaultdict(lambda: ([], []))
-    for side, storages in enumerate((before, after)):
-        for living in storages:
+    for side, peak in enumerate(peaks):
+        for living in peak.storages:
             path = now.get(living.layer, living.layer) if side == 0 and living.layer is not None else living.layer
             groups[living.role, path, living.op, split_phase(living.phase)[0]][side].append(living)
-    for olds, news in groups.values():
-        for old, new in zip_longest(olds, news):
-            if old is None or new is None:
-                if (old or new).bytes > least[old is not None]:
-                    yield LivingChange(old, new)
-            elif old.bytes != new.bytes:
-                yield LivingChange(old, new)
-
-
-# -- findings ----------------------------------------------------------------------------------------------------------
+    changes: list[LivingChange] = []
+    for first, second in (pair for sides in groups.values() for pair in zip_longest(*sides)):
+        if first is None or second is None:
+            is_listed = (first or second).bytes > least[first is not None]
+        else:
+            is_listed = first.bytes != second.bytes
+        changes += [LivingChange(first, second)] if is_listed else []
+    return f"{of} of {scenario}", tuple(changes)
 
 
 def new_findings(

@@ -34,9 +34,6 @@ _aten = torch.ops.aten
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 
 
-# -- formats ----------------------------------------------------------------------------------------------------------
-
-
 def format_of(tensor: torch.Tensor) -> Format | None:
     """The format of an image or a volume; None for tensors of other ranks, and for those without strides."""
     if tensor.dim() not in (4, 5) or tensor.layout is not torch.strided or not tensor.numel():
@@ -88,9 +85,6 @@ def _rearranged(tensor: torch.Tensor) -> torch.Tensor:
     return rearranged
 
 
-# -- the run ----------------------------------------------------------------------------------------------------------
-
-
 class FormatLedger(Ledger):
     """A ledger that also records which ops lose channels last and which copies only rearrange."""
 
@@ -105,32 +99,31 @@ class FormatLedger(Ledger):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.count
-        self._see(args)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if result is not NotImplemented:
-            self._compare(func, args=args, kwargs=kwargs, result=result, before=before)
-        return result
-
-    def _see(self, value: Any) -> None:
-        for tensor in _tensors(value):
+        for tensor in _tensors(args):
             if format_of(tensor) == "channels last":
                 self._last.add(self.index_of(tensor))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            for tensor, wanted in kernel_copies(func, args, kwargs):
+                self._copied(func, tensor, wanted, hidden=True)
+            first = result[0] if isinstance(result, (tuple, list)) and result else result
+            if isinstance(first, torch.Tensor) and self.index_of(first) >= before:
+                self._compare(func, args, first)
+        return result
 
-    def _compare(self, func: Any, args: Any, kwargs: Any, result: Any, before: int) -> None:
-        for tensor, wanted in kernel_copies(func, args, kwargs):
-            self._copied(func, tensor, wanted, hidden=True)
-        first = result[0] if isinstance(result, (tuple, list)) and result else result
-        if not isinstance(first, torch.Tensor) or self.index_of(first) < before:
-            return
+    def _compare(self, func: Any, args: Any, result: torch.Tensor) -> None:
+        after = format_of(result)
         if func in _COPIES:
-            self._compare_copy(func, args[0], first)
-            return
-        after = format_of(first)
-        if after in ("row-major", "other") and any(map(self._was_last, _tensors(args))):
+            if not _same_order(args[0], result):
+                after = _format_or_order(result)
+                self._copied(func, args[0], after, hidden=False, size=result.untyped_storage().nbytes())
+                if after == "row-major" and self.index_of(args[0]) in self._last:
+                    self._lost(func, result)
+        elif after in ("row-major", "other") and any(map(self._was_last, _tensors(args))):
             if after == "row-major":
-                self._lost(func, first)
+                self._lost(func, result)
             else:
-                self._last.add(self.index_of(first))
+                self._last.add(self.index_of(result))
 
     def _was_last(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is an image from channels last that is not row-major as it stands; weights are none."""
@@ -139,33 +132,27 @@ class FormatLedger(Ledger):
             return False
         return format_of(tensor) in ("channels last", "other")
 
-    def _compare_copy(self, func: Any, source: torch.Tensor, copy: torch.Tensor) -> None:
-        if _same_order(source, copy):
-            return
-        after = format_of(copy) or ("row-major" if copy.is_contiguous() else "other")
-        self._copied(func, source, after, hidden=False, size=copy.untyped_storage().nbytes())
-        if after == "row-major" and self.index_of(source) in self._last:
-            self._lost(func, copy)
-
     def _copied(self, func: Any, source: torch.Tensor, after: Format, hidden: bool, size: int | None = None) -> None:
-        before: Format = format_of(source) or ("row-major" if source.is_contiguous() else "other")
-        nbytes = source.numel() * source.element_size() if size is None else size
         copy = Copy(
             layer=self.paths[self.clock.layer],
             op=_name(func),
             tensor=spec_of(source),
-            before=before,
+            before=_format_or_order(source),
             after=after,
-            bytes=nbytes,
+            bytes=source.numel() * source.element_size() if size is None else size,
             hidden=hidden,
-            place=_running_line(),
+            place=running_line(run_formats.__code__),
         )
         self.copies.append(copy)
 
     def _lost(self, func: Any, tensor: torch.Tensor) -> None:
-        after = format_of(tensor) or "row-major"
+        after, line = format_of(tensor) or "row-major", running_line(run_formats.__code__)
         layer = self.paths[self.clock.layer]
-        self.losses.append(Loss(layer, op=_name(func), tensor=spec_of(tensor), after=after, place=_running_line()))
+        self.losses.append(Loss(layer, op=_name(func), tensor=spec_of(tensor), after=after, place=line))
+
+
+def _format_or_order(tensor: torch.Tensor) -> Format:
+    return format_of(tensor) or ("row-major" if tensor.is_contiguous() else "other")
 
 
 def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -205,22 +192,21 @@ class FormatRun(Run):
 
     def formats(self) -> FormatsRun:
         """The formats, copies and losses that the run recorded."""
-        layers = tuple(self._layer(index) for index in range(len(self.calls.seen)))
-        return FormatsRun(layers=layers, copies=tuple(self.ledger.copies), losses=tuple(self.ledger.losses))
-
-    def _layer(self, index: int) -> LayerFormats:
-        seen = self.calls.seen[index]
-        return LayerFormats(
-            path=seen.path,
-            type=seen.type,
-            depth=seen.depth,
-            leaf=seen.leaf,
-            calls=seen.calls,
-            parameters=tuple(_formats(seen.module.parameters(recurse=False))),
-            inputs=tuple(self.calls.received.get(index, ())),
-            outputs=tuple(self.calls.returned.get(index, ())),
-            specs=tuple(output.spec for output in seen.outputs),
+        layers = tuple(
+            LayerFormats(
+                path=seen.path,
+                type=seen.type,
+                depth=seen.depth,
+                leaf=seen.leaf,
+                calls=seen.calls,
+                parameters=tuple(_formats(seen.module.parameters(recurse=False))),
+                inputs=tuple(self.calls.received.get(index, ())),
+                outputs=tuple(self.calls.returned.get(index, ())),
+                specs=tuple(output.spec for output in seen.outputs),
+            )
+            for index, seen in enumerate(self.calls.seen)
         )
+        return FormatsRun(layers=layers, copies=tuple(self.ledger.copies), losses=tuple(self.ledger.losses))
 
 
 def run_formats(setup: Setup) -> FormatsRun:
@@ -271,8 +257,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _name(func: Any) -> str:
     return str(func._overloadpacket.__name__)
-
-
-def _running_line() -> str:
-    """The innermost line of the model's own code: what asked for the op that is running."""
-    return running_line(run_formats.__code__)

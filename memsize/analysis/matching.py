@@ -72,8 +72,6 @@ _SIMILAR: Final = 0.5
 
 @dataclass(slots=True)
 class _Pairs:
-    """The node of the second model for each of the first that has one."""
-
     of: dict[Node, Node] = field(default_factory=dict)
 
     def descend(self, olds: Sequence[Node], news: Sequence[Node]) -> None:
@@ -81,14 +79,20 @@ class _Pairs:
         rest, free = list(olds), list(news)
         for key in _SURE:
             rest, free = self._by(key, rest, free)
-        rest, free = self._by_similarity(rest, free)
+        pairs = [(_similarity(old, new), old, new) for old in rest for new in free if old.layer.type == new.layer.type]
+        taken: set[Node] = set()
+        for similarity, old, new in sorted(pairs, key=lambda pair: -pair[0]):
+            if similarity >= _SIMILAR and taken.isdisjoint((old, new)):
+                taken |= {old, new}
+                self.of[old] = new
+                self.descend(old.children, new.children)
+        rest, free = [node for node in rest if node not in taken], [node for node in free if node not in taken]
         self._by(lambda node: node.name, rest, free)
 
     def _by(self, key: Key, olds: list[Node], news: list[Node]) -> tuple[list[Node], list[Node]]:
         waiting: dict[Hashable, deque[Node]] = defaultdict(deque)
         for node in news:
-            if (value := key(node)) is not None:
-                waiting[value].append(node)
+            waiting[key(node)].append(node)
         rest, taken = [], set()
         for node in olds:
             value = key(node)
@@ -100,17 +104,6 @@ class _Pairs:
             self.of[node] = other
             self.descend(node.children, other.children)
         return rest, [node for node in news if node not in taken]
-
-    def _by_similarity(self, olds: list[Node], news: list[Node]) -> tuple[list[Node], list[Node]]:
-        """Pair those of one type, the most alike first."""
-        pairs = [(_similarity(old, new), old, new) for old in olds for new in news if old.layer.type == new.layer.type]
-        taken: set[Node] = set()
-        for similarity, old, new in sorted(pairs, key=lambda pair: -pair[0]):
-            if similarity >= _SIMILAR and taken.isdisjoint((old, new)):
-                taken |= {old, new}
-                self.of[old] = new
-                self.descend(old.children, new.children)
-        return [node for node in olds if node not in taken], [node for node in news if node not in taken]
 
     def move(self, olds: Iterable[Node], news: Iterable[Node]) -> None:
         """Pair what is left of both models where it stores the same, the largest parts first."""
@@ -145,22 +138,18 @@ def matched(before: Trace, after: Trace) -> tuple[Pair, ...]:
     pairs.descend(olds, news)
     first, second = ([node for root in forest for node in root.walk()] for forest in (olds, news))
     pairs.move(first, second)
-    return tuple(_in_order(first, second, pairs.of))
-
-
-def _in_order(first: Sequence[Node], second: Sequence[Node], of: dict[Node, Node]) -> Iterator[Pair]:
-    back = {new: old for old, new in of.items()}
+    back = {new: old for old, new in pairs.of.items()}
     removed: dict[Node | None, list[Node]] = defaultdict(list)
     last: Node | None = None
     for node in first:
-        if node in of:
-            last = of[node]
+        if node in pairs.of:
+            last = pairs.of[node]
         else:
             removed[last].append(node)
-    yield from (Pair(node, None) for node in removed[None])
+    order = [Pair(node, None) for node in removed[None]]
     for node in second:
-        yield Pair(back.get(node), node)
-        yield from (Pair(gone, None) for gone in removed[node])
+        order += [Pair(back.get(node), node), *(Pair(gone, None) for gone in removed[node])]
+    return tuple(order)
 
 
 def _forest(trace: Trace, kinds: dict[Hashable, int], typed: bool) -> tuple[Node, ...]:

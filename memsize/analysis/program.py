@@ -6,7 +6,7 @@ import json
 import runpy
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -23,15 +23,14 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import device_since, estimate_gpu
 from memsize.errors import InputError
 from memsize.loading.library_imports import torchvision_importable
-from memsize.records.aggregates import alive, live_bytes, split_phase
+from memsize.records.aggregates import alive, split_phase, summit
 from memsize.records.codec import plain
 from memsize.records.gpu import Card
-from memsize.records.program import ChildRun, Growth, Holder, KeptGradients, LiveTensor, ProgramRun, WentOn
+from memsize.records.program import ChildRun, Growth, KeptGradients, LiveTensor, ProgramRun, WentOn
 from memsize.records.trace import Trace
 from memsize.records.world import World
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import default_device_kept, isolated
-from memsize.virtual.driver.allocator_state import DeviceMemory
 from memsize.virtual.gpu_tensors import CpuRestore
 from memsize.virtual.guards.child_processes import ChildProcesses, Settings
 from memsize.virtual.program_code import Held
@@ -165,19 +164,19 @@ def virtual_gpu(
 
 def program_run(program: Program, command: str, error: BaseException | None) -> ProgramRun:
     """The record of what `program` showed."""
-    trace = program.trace(error)
-    peak = estimate_gpu(trace, program.card, config=program.memory.config)
+    trace, memory = program.trace(error), program.memory
+    rest = memory.total - memory.outside
     run = ProgramRun(
         program=command,
         trace=trace,
         card=program.card,
-        capacity=_capacity(program.memory),
-        peak=peak,
+        capacity=rest if memory.allowed is None else min(rest, memory.allowed),
+        peak=estimate_gpu(trace, program.card, config=memory.config),
         steps=program.steps.done,
         stopped=program.stopped,
-        tensors=_largest(trace),
+        tensors=tuple(_largest(trace)),
         refused=program.refused,
-        went_on=None if _is_out_of_memory(error) else _went_on(program, trace),
+        went_on=_went_on(program, trace, error),
         assumed=program.assumed,
         growth=_growth(program, trace),
         kept_gradients=_kept_gradients(trace, program.steps.zeroed),
@@ -187,22 +186,19 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         failure=None if trace.failure is None else trace.failure.reason,
         failed_at=None if error is None else failing_line(error),
         needs_gpu=needs_gpu(error),
-        allocator=json.dumps(plain(program.memory.config)),
+        allocator=json.dumps(plain(memory.config)),
     )
     return replace(run, findings=RULES.findings(run))
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether a request that was refused ended the program, by itself or by an error that was raised for it."""
+def _went_on(program: Program, trace: Trace, error: BaseException | None) -> WentOn | None:
+    """How the program goes on after the last refused request; None where that ended it, by itself or by an error that
+    was raised for it.
+    """
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def _went_on(program: Program, trace: Trace) -> WentOn | None:
-    """How the program went on after the last request that the card refused."""
     refusal = program.last_refused
-    if refusal is None:
+    if error is not None or refusal is None:
         return None
     if not any(event.delta > 0 for event in trace.events[refusal:]):
         return WentOn(0, None)
@@ -210,39 +206,25 @@ def _went_on(program: Program, trace: Trace) -> WentOn | None:
     return WentOn(sum(end > refusal for end in program.steps.ends), device)
 
 
-def _capacity(memory: DeviceMemory) -> int:
-    rest = memory.total - memory.outside
-    return rest if memory.allowed is None else min(rest, memory.allowed)
-
-
-def _largest(trace: Trace) -> tuple[LiveTensor, ...]:
-    """The storages alive at the peak of requested bytes, the largest first."""
-    levels = live_bytes(trace.events)
-    if not levels:
-        return ()
-    live = alive(trace, max(range(len(levels)), key=levels.__getitem__))
+def _largest(trace: Trace) -> Iterator[LiveTensor]:
+    peak = summit(trace)
+    live = alive(trace, peak) if peak >= 0 else {}
     born = {event.storage: event.phase for event in trace.events if event.delta > 0}
-    largest = sorted(live, key=lambda index: (-live[index], index))[:LARGEST]
-    return tuple(_tensor(trace, index=index, size=live[index], phase=trace.phases[born[index]]) for index in largest)
-
-
-def _tensor(trace: Trace, index: int, size: int, phase: str) -> LiveTensor:
-    storage = trace.storages[index]
-    layer = trace.layers[storage.layer].path if storage.layer >= 0 else None
-    return LiveTensor(
-        bytes=size,
-        role=storage.role,
-        dtype=storage.dtype,
-        shape=storage.shape,
-        layer=layer,
-        op=storage.op,
-        phase=phase,
-        line=trace.line_of(index),
-    )
+    for index in sorted(live, key=lambda index: (-live[index], index))[:LARGEST]:
+        storage = trace.storages[index]
+        yield LiveTensor(
+            bytes=live[index],
+            role=storage.role,
+            dtype=storage.dtype,
+            shape=storage.shape,
+            layer=trace.layers[storage.layer].path if storage.layer >= 0 else None,
+            op=storage.op,
+            phase=trace.phases[born[index]],
+            line=trace.line_of(index),
+        )
 
 
 def _growth(program: Program, trace: Trace) -> Growth | None:
-    """The bytes that every step leaves behind: storages of lines that have more of them alive after each step."""
     at_ends = [_by_line(trace, end - 1) for end in program.steps.ends]
     if len(at_ends) < _ENOUGH:
         return None
@@ -251,9 +233,15 @@ def _growth(program: Program, trace: Trace) -> Growth | None:
     sizes = {line: sum(trace.storages[index].bytes for index in last[line] - before[line]) for line in grown}
     if not sum(sizes.values()):
         return None
-    grown_storages = frozenset(index for line in grown for index in last[line])
+    storages = frozenset(index for line in grown for index in last[line])
+
+    def rank(candidate: Held) -> tuple[int, int]:
+        return sum(trace.storages[index].bytes for index in candidate.storages & storages), -len(candidate.storages)
+
+    holder = max(program.gpu_variables, key=rank, default=None)
     most = max(sizes, key=sizes.__getitem__)
-    return Growth(sum(sizes.values()), most or None, _holder(program.gpu_variables, grown_storages, trace))
+    keeps = holder is not None and holder.storages & storages
+    return Growth(sum(sizes.values()), most or None, holder.holder if holder and keeps else None)
 
 
 def _by_line(trace: Trace, last: int) -> defaultdict[str, set[int]]:
@@ -269,23 +257,14 @@ def _by_line(trace: Trace, last: int) -> defaultdict[str, set[int]]:
     return storages
 
 
-def _holder(holders: Iterable[Held], storages: frozenset[int], trace: Trace) -> Holder | None:
-    """The variable that keeps most of `storages` alive, and least beside them."""
-
-    def rank(candidate: Held) -> tuple[int, int]:
-        return sum(trace.storages[index].bytes for index in candidate.storages & storages), -len(candidate.storages)
-
-    most = max(holders, key=rank, default=None)
-    return most.holder if most is not None and most.storages & storages else None
-
-
 def _kept_gradients(trace: Trace, zeroed: Sequence[Zeroed]) -> KeptGradients | None:
     """The gradients that are alive when the first forward after the first step begins, and why: those of the line that
     would free most.
 
     It begins with the first storage that it makes: FSDP1 lets go of gradients that were set to None at its beginning.
     """
-    phases = [*_phases(trace)]
+    names = [split_phase(name) for name in trace.phases]
+    phases = [*(names[event.phase] for event in trace.events)]
     first_storages = (
         index for index, event in enumerate(trace.events) if event.delta > 0 and phases[index] == ("forward", 2)
     )
@@ -294,7 +273,9 @@ def _kept_gradients(trace: Trace, zeroed: Sequence[Zeroed]) -> KeptGradients | N
         return None
     causes = defaultdict[tuple[Literal["kept", "late", "none"], str], set[int]](set)
     live = alive(trace, start)
-    left = _gradients_of_backward(trace, phases) & live.keys()
+    at = zip(trace.events, phases, strict=True)
+    allocated = (event.storage for event, (phase, _) in at if event.delta > 0 and phase == "backward")
+    left = {index for index in allocated if trace.storages[index].role == "gradient"} & live.keys()
     causes["none", ""] = left.difference(*(call.gradients for call in zeroed if call.keeps or call.event > start))
     untouched = _untouched(trace, start, phases)
     for call in zeroed:
@@ -306,13 +287,6 @@ def _kept_gradients(trace: Trace, zeroed: Sequence[Zeroed]) -> KeptGradients | N
     sizes = {cause: sum(live[index] for index in storages) for cause, storages in causes.items()}
     reason, line = max(sizes, key=sizes.__getitem__)
     return KeptGradients(sizes[reason, line], reason, line or None) if sizes[reason, line] else None
-
-
-def _gradients_of_backward(trace: Trace, phases: Sequence[tuple[str, int]]) -> set[int]:
-    """The gradients that a backward made: the buckets that DDP makes for gradients to be views of stay for good."""
-    at = zip(trace.events, phases, strict=True)
-    allocated = (event.storage for event, (phase, _) in at if event.delta > 0 and phase == "backward")
-    return {index for index in allocated if trace.storages[index].role == "gradient"}
 
 
 def _untouched(trace: Trace, start: int, phases: Sequence[tuple[str, int]]) -> Callable[[int], range]:
@@ -329,8 +303,3 @@ def _untouched(trace: Trace, start: int, phases: Sequence[tuple[str, int]]) -> C
             else:
                 after.setdefault(layer, index)
     return lambda layer: range(before.get(layer, -1) + 1, after.get(layer, len(phases)) + 1)
-
-
-def _phases(trace: Trace) -> Iterator[tuple[str, int]]:
-    names = [split_phase(name) for name in trace.phases]
-    return (names[event.phase] for event in trace.events)

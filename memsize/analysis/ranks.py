@@ -50,11 +50,11 @@ class RankProcesses:
         waiting = [rank for rank in dict.fromkeys(ranks) if rank not in self.runs]
         for start in range(0, len(waiting), self.jobs):
             batch = waiting[start : start + self.jobs]
-            self.progress(f"running {_named(batch)} of {self.world.size}, {len(self.runs)} done")
+            named = f"rank{'s' if len(batch) > 1 else ''} {', '.join(map(str, batch))}"
+            self.progress(f"running {named} of {self.world.size}, {len(self.runs)} done")
             self.runs |= zip(batch, self._side_by_side(batch), strict=True)
 
     def _side_by_side(self, ranks: Sequence[int]) -> list[ProgramRun]:
-        """The runs of as many ranks as there are processes, so that each has one to itself."""
         if not can_fork():
             return [self.rank(rank) for rank in ranks]
         with side_by_side(len(ranks)), Workers(self, self.progress) as workers:
@@ -148,7 +148,6 @@ def distinct(processes: RankProcesses) -> dict[int, int]:
 
 
 def _groups(runs: dict[int, ProgramRun], between: dict[int, int]) -> Iterator[RankGroup]:
-    """Ranks that hold the same, in the order of their first."""
     waiting = sorted(runs)
     while waiting:
         run = runs[waiting[0]]
@@ -168,34 +167,24 @@ def _same(one: ProgramRun, other: ProgramRun) -> bool:
     return on_gpu(one.trace) == on_gpu(other.trace)
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
 _LATE: Final = ("torch._dynamo", "torch.distributed.optim")
 """What the first optimizer of a process imports, and the first process group."""
 
 
 def import_packages(path: str, card: Card, config: AllocatorConfig | None) -> None:
     """Import what the script at `path` imports at its top level from installed packages, and what PyTorch will."""
-    with virtual_gpu(card, config, steps=0, allow_writes=False), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in (*_imported(path), *_LATE):
-            # What fails here fails in the script too, or was meant to.
-            with contextlib.suppress(Exception):
-                if _is_installed(name):
-                    importlib.import_module(name)
-
-
-def _imported(path: str) -> Iterator[str]:
     tree = parsed(path)
+    names: list[str] = []
     for node in tree.body if tree else ():
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-
-
-def _is_installed(name: str) -> bool:
-    spec: Any = find_spec(name.partition(".")[0])
-    return spec is not None and bool(spec.origin) and is_library(spec.origin)
+            names.append(node.module)
+    with virtual_gpu(card, config, steps=0, allow_writes=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in (*names, *_LATE):
+            # What fails here fails in the script too, or was meant to.
+            with contextlib.suppress(Exception):
+                spec: Any = find_spec(name.partition(".")[0])
+                if spec is not None and bool(spec.origin) and is_library(spec.origin):
+                    importlib.import_module(name)

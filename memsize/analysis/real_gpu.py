@@ -56,56 +56,37 @@ _NATIVE: Final = re.compile(r"(must be|is not|[Ee]xpected)( to be)?( an?)? CUDA 
 
 def needs_gpu(error: BaseException | None) -> NeedsGpu | None:
     """The part of the program that needs a real GPU, as `error` shows; None if the error has another cause."""
-    while error is not None:
+    needed = None
+    while error is not None and needed is None:
         if isinstance(error, _RAISED) and not isinstance(error, torch.OutOfMemoryError):
             needed = _needed(error)
-            if needed is not None:
-                return needed
         error = error.__cause__
-    return None
+    return needed
 
 
 def _needed(error: BaseException) -> NeedsGpu | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    roots = list(map(_root, frames))
     line, text = failing_line(error), message_of(error)
-    op = _op(text)
-    package = _package(error, op, frames)
-    if package is not None and not (package == "triton" and _inside(frames, "triton")):
-        return NeedsGpu("package", name=package, line=line, instead=_INSTEAD[package])
-    if op is not None:
-        return NeedsGpu("op", op, line)
-    if _inside(frames, "triton"):
-        return NeedsGpu("triton", _kernel(frames), line)
-    return NeedsGpu("extension", None, line) if _NATIVE.search(text) else None
-
-
-def _op(text: str) -> str | None:
-    """The op that has no shape rule, as its schema names it."""
     match = _WITHOUT_RULE.search(text)
-    return next(filter(None, match.groups())).replace(".", "::") if match else None
-
-
-def _package(error: BaseException, op: str | None, frames: list[FrameType]) -> str | None:
-    """The package of CUDA kernels that was not found, whose op it is, or that raised the error."""
+    op = next(filter(None, match.groups())).replace(".", "::") if match else None
     named = [op.partition("::")[0]] if op else []
     if isinstance(error, FileNotFoundError):
         named.append(str(error.filename))
     if isinstance(error, ImportError):
-        named += [(error.name or "").partition(".")[0], *re.findall(r"\w+", message_of(error).replace("-", "_"))]
-    named += [root for root in map(_root, reversed(frames)) if root not in ("torch", "memsize", "triton")][:1]
+        named += [(error.name or "").partition(".")[0], *re.findall(r"\w+", text.replace("-", "_"))]
+    named += [root for root in reversed(roots) if root not in ("torch", "memsize", "triton")][:1]
     tried = _TRIED if isinstance(error, ImportError) else frozenset()
-    return next((name for name in named if name in _INSTEAD and name not in tried), None)
-
-
-def _inside(frames: list[FrameType], package: str) -> bool:
-    return any(_root(frame) == package for frame in frames)
-
-
-def _kernel(frames: list[FrameType]) -> str | None:
-    """The name of the Triton kernel that was launched: its ``run`` is among the calls."""
-    launched: Iterator[Any] = (frame.f_locals.get("self") for frame in frames if _root(frame) == "triton")
-    names = (getattr(getattr(kernel, "fn", None), "__name__", None) for kernel in launched)
-    return next(filter(None, names), None)
+    package = next((name for name in named if name in _INSTEAD and name not in tried), None)
+    if package is not None and not (package == "triton" and "triton" in roots):
+        return NeedsGpu("package", name=package, line=line, instead=_INSTEAD[package])
+    if op is not None:
+        return NeedsGpu("op", op, line)
+    if "triton" in roots:
+        launched: Iterator[Any] = (frame.f_locals.get("self") for frame in frames if _root(frame) == "triton")
+        names = (getattr(getattr(kernel, "fn", None), "__name__", None) for kernel in launched)
+        return NeedsGpu("triton", next(filter(None, names), None), line)
+    return NeedsGpu("extension", None, line) if _NATIVE.search(text) else None
 
 
 def _root(frame: FrameType) -> str:

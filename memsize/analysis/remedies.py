@@ -108,7 +108,8 @@ class RemedySearch(Generic[Variant]):
         last: Trial[Variant] | None = None
         for remedy in ladder.remedies:
             row = self.alone(remedy)
-            if ladder.until == "no gain" and not self._gains(row, last):
+            gains = row.peak is not None and (not last or row.peak <= (last[1].peak or 0) - self.least_saving)
+            if ladder.until == "no gain" and not gains:
                 break
             last = remedy, row
             if row.outcome == "fits" or (row.outcome == "not here" and ladder.until == "refusal"):
@@ -124,29 +125,24 @@ class RemedySearch(Generic[Variant]):
         Remedies are added in the order of their savings, those that change the training last. Then each that turns out
         not to be needed is removed. If more than two remain, pairs whose savings add up to enough are tried.
         """
-        chosen, needed = self._add_until_enough(trials)
-        if needed > self.need.capacity:
+        chosen: list[Remedy[Variant]] = []
+        needed, capacity = self.need.bytes, self.need.capacity
+        for remedy, _ in sorted(trials, key=lambda trial: trial[0].changes == "training"):
+            if needed <= capacity:
+                break
+            if not any(remedy.groups & other.groups for other in chosen):
+                with_it = self._bytes_below([*chosen, remedy], limit=needed)
+                if with_it is not None:
+                    chosen, needed = [*chosen, remedy], with_it
+        if needed > capacity:
             return (), None
         for remedy in tuple(chosen[:-1]):
             fewer = [other for other in chosen if other is not remedy]
-            if (with_fewer := self._bytes_below(fewer, limit=self.need.capacity + 1)) is not None:
+            if (with_fewer := self._bytes_below(fewer, limit=capacity + 1)) is not None:
                 chosen, needed = fewer, with_fewer
         if len(chosen) > 2:
             chosen, needed = self._pair(trials, chosen) or (chosen, needed)
         return tuple(remedy.name for remedy in chosen), needed
-
-    def _add_until_enough(self, trials: Sequence[Trial[Variant]]) -> tuple[list[Remedy[Variant]], int]:
-        chosen: list[Remedy[Variant]] = []
-        needed = self.need.bytes
-        for remedy, _ in sorted(trials, key=lambda trial: trial[0].changes == "training"):
-            if any(remedy.groups & other.groups for other in chosen):
-                continue
-            with_it = self._bytes_below([*chosen, remedy], limit=needed)
-            if with_it is not None:
-                chosen, needed = [*chosen, remedy], with_it
-            if needed <= self.need.capacity:
-                break
-        return chosen, needed
 
     def _pair(
         self, trials: Sequence[Trial[Variant]], chosen: Sequence[Remedy[Variant]]
@@ -165,11 +161,6 @@ class RemedySearch(Generic[Variant]):
             if needed is not None:
                 return remedies, needed
         return None
-
-    def _gains(self, row: RemedyRow, before: Trial[Variant] | None) -> bool:
-        if row.peak is None:
-            return False
-        return before is None or row.peak <= (before[1].peak or 0) - self.least_saving
 
     def _need_with(self, remedies: Sequence[Remedy[Variant]]) -> Need:
         variant = self.base

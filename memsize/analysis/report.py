@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
@@ -25,7 +26,7 @@ from memsize.precision.recipes import floating_dtype
 from memsize.processes.ctrl_c import found_kept
 from memsize.processes.workers import Workers
 from memsize.ranks.strategies import how
-from memsize.records.aggregates import Totals, totals
+from memsize.records.aggregates import totals
 from memsize.records.codec import plain
 from memsize.records.finding import join_names
 from memsize.records.gpu import GpuEstimate
@@ -61,40 +62,23 @@ class _Part:
     readings: tuple[ToolReport, ...] = ()
 
 
+@dataclass
 class _Parts:
-    """The parts of a report that are finished, in any order."""
+    """The parts of a report that are finished, in any order: what they have by scenario."""
 
-    def __init__(self) -> None:
-        self._parts: list[_Part] = []
+    own: _Part | None = None
+    """The part of the model as it is."""
+    results: dict[str, ScenarioResult] = field(default_factory=dict)
+    skipped_layers: dict[str, dict[str, str]] = field(default_factory=dict)
+    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def add(self, part: _Part) -> None:
-        """Take a part; work that was done again gives the same once more. The model as it is stands last."""
-        self._parts = sorted([*self._parts, part], key=lambda part: part.trace is not None)
-
-    @property
-    def own(self) -> _Part | None:
-        """The part of the model as it is."""
-        return next((part for part in self._parts if part.trace is not None), None)
-
-    @property
-    def results(self) -> dict[str, ScenarioResult]:
-        """By scenario; what the model showed as it is goes before what was run for fp32."""
-        return {result.name: result for part in self._parts for result in part.results}
-
-    @property
-    def runs(self) -> dict[str, Trace]:
-        """The traces of those that were run."""
-        return {name: result.trace for name, result in self.results.items() if result.trace}
-
-    @property
-    def skipped_layers(self) -> dict[str, dict[str, str]]:
-        """The layers that quantized scenarios left as they are."""
-        return {name: layers for part in self._parts for name, layers in part.skipped_layers.items()}
-
-    @property
-    def notes(self) -> dict[str, tuple[str, ...]]:
-        """By scenario: what only the run on several GPUs could say."""
-        return {name: notes for part in self._parts for name, notes in part.notes.items()}
+        """Take a part. What the model showed as it is goes before what was run for fp32."""
+        self.own = self.own if part.trace is None else part
+        for of in filter(None, (part, self.own)):
+            self.results |= {result.name: result for result in of.results}
+            self.skipped_layers |= of.skipped_layers
+            self.notes |= of.notes
 
 
 def numbered(progress: Callable[[str], None], names: Set[str]) -> Callable[[str], None]:
@@ -142,34 +126,26 @@ class ReportBuilder:
         """
         names = {_OWN.name, *(scenario.name for scenario in scenarios)} - {_FP32.name}
         parts = _Parts()
+
+        def so_far() -> Report | None:
+            if parts.own is None:
+                return None
+            missing = [entry.name for entry in scenarios if entry is not _OWN and entry.name not in parts.results]
+            return self._report(scenarios, notes, parts, crossover=None, missing=tuple(missing) or ("findings",))
+
         with (
-            found_kept(lambda: self._so_far(scenarios, notes, parts)),
+            found_kept(so_far),
             collector_paused(),
             Workers(self, numbered(self.progress, names), parts.add) as workers,
         ):
             self.progress, self.add_part = workers.announce, workers.deliver
-            self._run_all(scenarios, default=default, parts=parts, workers=workers)
-            amp = next((name for name in _AMP if name in parts.runs), None)
-            crossover = self._crossover(parts.runs, amp, workers) if amp and "fp32" in parts.runs else None
-            return self._report(scenarios, notes=notes, parts=parts, crossover=crossover)
-
-    def _run_all(self, scenarios: Sequence[Scenario], default: bool, parts: _Parts, workers: Workers) -> None:
-        """Run every scenario, `fp32` in any case."""
-        others = [("shown", scenario) for scenario in scenarios if scenario not in (_OWN, _FP32)]
-        # In float32, the model's own runs are those of fp32 too, and show both.
-        likely = floating_dtype(self.runner.model) in (torch.float32, None) and not own_autocast(self.runner.model)
-        workers.answers([("own", scenarios, default), *others, *([] if likely else [("shown", _FP32)])])
-        if "fp32" not in parts.results:
-            self.shown(_FP32)
-
-    def _so_far(self, scenarios: Sequence[Scenario], notes: Sequence[str], parts: _Parts) -> Report | None:
-        """The report over what has been run; None where not even the model as it is was."""
-        if parts.own is None:
-            return None
-        missing = tuple(
-            scenario.name for scenario in scenarios if scenario is not _OWN and scenario.name not in parts.results
-        )
-        return self._report(scenarios, notes=notes, parts=parts, crossover=None, missing=missing or ("findings",))
+            others = [("shown", scenario) for scenario in scenarios if scenario not in (_OWN, _FP32)]
+            # In float32, the model's own runs are those of fp32 too, and show both.
+            likely = floating_dtype(self.runner.model) in (torch.float32, None) and not own_autocast(self.runner.model)
+            workers.answers([("own", scenarios, default), *others, *([] if likely else [("shown", _FP32)])])
+            if "fp32" not in parts.results:
+                self.shown(_FP32)
+            return self._report(scenarios, notes, parts, crossover=self._crossover(parts.results, workers))
 
     def _report(
         self,
@@ -181,12 +157,14 @@ class ReportBuilder:
     ) -> Report:
         own = parts.own
         assert own is not None and own.trace is not None
-        results_by_name, as_given = parts.results, own.trace
+        by_name, as_given = parts.results, own.trace
         self.runner.skipped_layers |= parts.skipped_layers
-        shown_results = tuple(
-            results_by_name[scenario.name] for scenario in scenarios if scenario.name in results_by_name
-        )
-        fp32 = results_by_name.get("fp32")
+        shown_results = tuple(by_name[scenario.name] for scenario in scenarios if scenario.name in by_name)
+        fp32 = by_name.get("fp32")
+        baseline = fp32.totals if fp32 else None
+        if baseline is not None and any(t.wrapper or t.parts or t.kind == "packed" for t in as_given.tensors):
+            # Casting does not undo quantization: those weights' float32 size is arithmetic.
+            baseline = replace(baseline, parameter_bytes=4 * baseline.parameters)
         evidence = self._evidence(as_given, shown_results, fp32, readings=own.readings, crossover=crossover)
         return Report(
             model=self.runner.name,
@@ -194,11 +172,41 @@ class ReportBuilder:
             scenario_results=shown_results,
             findings=(*interrupted(missing), *RULES.findings(evidence)),
             notes=(*notes, *self._how(scenarios, parts.notes)),
-            baseline=_as_float32(fp32.totals, as_given) if fp32 else None,
+            baseline=baseline,
             gpu=self.runner.gpu.name if self.peaks else "",
             optimizer=self.training.optimizer_name if self.training else "",
             allocator=json.dumps(plain(self.config)) if self.config else "",
             missing=missing,
+        )
+
+    def _evidence(
+        self,
+        as_given: Trace,
+        results: Sequence[ScenarioResult],
+        fp32: ScenarioResult | None,
+        *,
+        readings: tuple[ToolReport, ...],
+        crossover: Crossover | None,
+    ) -> Evidence:
+        """The evidence of the requested scenarios. fp32 is part of it only as the run to compare with."""
+        runs = {result.name: result.trace for result in (*results, *filter(None, [fp32])) if result.trace}
+        # Workers finish in any order; findings come in the order of the scenarios.
+        layers = self.runner.skipped_layers
+        return Evidence(
+            as_given=as_given,
+            runs=runs,
+            skipped_layers={name: layers[name] for name in runs if name in layers},
+            readings=readings,
+            peaks={result.name: result.training for result in results if result.training},
+            inference={result.name: result.inference for result in results if result.inference},
+            untrained={result.name: result.untrained for result in results if result.untrained},
+            gpu=self.runner.gpu.name,
+            gpu_bytes=self.runner.gpu.bytes,
+            optimizer=self.training.optimizer_name if self.training else "",
+            crossover=crossover,
+            amp=next((name for name in _AMP if name in runs), None),
+            buckets=bucket_bytes(self.runner.model),
+            spread=self.parallel,
         )
 
     def own(self, scenarios: Sequence[Scenario], default: bool) -> None:
@@ -230,6 +238,12 @@ class ReportBuilder:
             return ScenarioResult(scenario.name, title=scenario.title, status="unavailable", reason=_one_line(error))
         training = self._trained(trace, scenario)
         trace, reason = modelled(trace, scenario)
+        inference = None
+        if self.peaks and not scenario.is_modelled:
+            # A model may run with gradients only; what it stores and keeps is still reported.
+            with suppress(ForwardError):
+                forward = self.runner.run(Inference(), scenario)
+                inference = estimate_gpu(forward, self.runner.gpu, replays=self._replays)
         return ScenarioResult(
             name=scenario.name,
             title=scenario.title,
@@ -237,13 +251,12 @@ class ReportBuilder:
             reason=reason,
             totals=totals(trace),
             trace=trace,
-            inference=self._inference(scenario) if self.peaks else None,
+            inference=inference,
             training=training,
             untrained=self._untrained.get(scenario.name),
         )
 
     def _trained(self, trace: Trace, scenario: Scenario) -> GpuEstimate | None:
-        """The GPU estimate of the training steps, which are those of `trace` unless they are spread."""
         if self.training is None or scenario.name in self._untrained or scenario.is_modelled:
             return None
         if self.parallel is not None:
@@ -257,28 +270,16 @@ class ReportBuilder:
             self._spread_notes[scenario.name] = tuple(note for note in trace.notes if note not in single_gpu_notes)
         return estimate_gpu(trace, self.runner.gpu, replays=self._replays)
 
-    def _how(self, scenarios: Sequence[Scenario], spread_notes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-        """Notes on how the training is spread; `spread_notes` are those that its runs made."""
+    def _how(self, scenarios: Sequence[Scenario], spread_notes: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
         if self.parallel is None:
-            return ()
+            return
         able = [scenario for scenario in scenarios if not self.parallel.refuses(scenario)]
-        before = dict.fromkeys(note for scenario in able for note in how(self.runner.model, self.parallel, scenario))
-        names = [scenario.name for scenario in able if scenario.name in spread_notes]
-        return (
-            *before,
-            *_once({name: spread_notes[name] for name in names}),
-            f"layers are shown whole, as on one GPU, and so is inference; the training is {self.parallel}",
-        )
-
-    def _inference(self, scenario: Scenario) -> GpuEstimate | None:
-        """The GPU estimate of one forward without gradients; None where its activations are only modelled."""
-        if scenario.is_modelled:
-            return None
-        try:
-            return estimate_gpu(self.runner.run(Inference(), scenario), self.runner.gpu, replays=self._replays)
-        except ForwardError:
-            # A model may run with gradients only; what it stores and keeps is still reported.
-            return None
+        yield from dict.fromkeys(note for scenario in able for note in how(self.runner.model, self.parallel, scenario))
+        notes = {scenario.name: spread_notes[scenario.name] for scenario in able if scenario.name in spread_notes}
+        for note in dict.fromkeys(note for own in notes.values() for note in own):
+            of = tuple(name for name, own in notes.items() if note in own)
+            yield note if len(of) == len(notes) else f"{join_names(of)}: {note}"
+        yield f"layers are shown whole, as on one GPU, and so is inference; the training is {self.parallel}"
 
     def trace(self, scenario: Scenario) -> Trace:
         """The run under a scenario; raises `ScenarioError` or `ForwardError` when there can be none."""
@@ -288,18 +289,14 @@ class ReportBuilder:
         return self._traces[scenario.name]
 
     def _run(self, scenario: Scenario) -> Trace:
+        listener = self._observe if scenario.recipe == "as-given" else lambda _: None
         if self.training is not None and self.parallel is None:
             try:
-                return self._observed_run(TrainingSteps(self.training), scenario)
+                return self.runner.run(TrainingSteps(self.training), scenario, listener=listener)
             except (ForwardError, InputError) as error:
                 # The forward alone may still run: then that is what the tables show.
                 self._untrained[scenario.name] = _one_line(error)
-        return self._observed_run(Forward(), scenario)
-
-    def _observed_run(self, workload: Forward | TrainingSteps, scenario: Scenario) -> Trace:
-        if scenario.recipe != "as-given":
-            return self.runner.run(workload, scenario)
-        return self.runner.run(workload, scenario, listener=self._observe)
+        return self.runner.run(Forward(), scenario, listener=listener)
 
     def _observe(self, calls: ModuleCallRecorder) -> None:
         """Note that the model was run as it is, and whether torchinfo may read that very copy instead of running
@@ -308,37 +305,6 @@ class ReportBuilder:
         grows = self.runner.late or wants_shapes(self.runner.model)
         is_simple = not grows and not self.runner.execute and calls.complete and counts_without_running(calls)
         self._readable = calls.seen[0].module if is_simple else None
-
-    def _evidence(
-        self,
-        as_given: Trace,
-        results: Sequence[ScenarioResult],
-        fp32: ScenarioResult | None,
-        *,
-        readings: tuple[ToolReport, ...],
-        crossover: Crossover | None,
-    ) -> Evidence:
-        """The evidence of the requested scenarios. fp32 is part of it only as the run to compare with."""
-        runs = {result.name: result.trace for result in (*results, *filter(None, [fp32])) if result.trace}
-        amp = next((name for name in _AMP if name in runs), None)
-        # Workers finish in any order; findings come in the order of the scenarios.
-        layers = self.runner.skipped_layers
-        return Evidence(
-            as_given=as_given,
-            runs=runs,
-            skipped_layers={name: layers[name] for name in runs if name in layers},
-            readings=readings,
-            peaks={result.name: result.training for result in results if result.training},
-            inference={result.name: result.inference for result in results if result.inference},
-            untrained={result.name: result.untrained for result in results if result.untrained},
-            gpu=self.runner.gpu.name,
-            gpu_bytes=self.runner.gpu.bytes,
-            optimizer=self.training.optimizer_name if self.training else "",
-            crossover=crossover,
-            amp=amp,
-            buckets=bucket_bytes(self.runner.model),
-            spread=self.parallel,
-        )
 
     def readings(self) -> tuple[ToolReport, ...]:
         """torchinfo's reading of the model, where it has one."""
@@ -350,9 +316,10 @@ class ReportBuilder:
             reading = torchinfo_reading(copied, self.runner.inputs.call(floating=floating_dtype(copied)))
         return () if reading is None else (reading,)
 
-    def _crossover(self, runs: Mapping[str, Trace], amp: str, workers: Workers) -> Crossover | None:
-        """Where `amp` begins to keep less than fp32; None where the batch cannot be changed."""
-        names = ("fp32", amp)
+    def _crossover(self, results: Mapping[str, ScenarioResult], workers: Workers) -> Crossover | None:
+        """Where autocast begins to keep less than fp32; None where one was not run, or the batch cannot be changed."""
+        runs = {name: result.trace for name, result in results.items() if result.trace}
+        names = ("fp32", next((name for name in _AMP if name in runs), ""))
 
         def saved(batch_size: int) -> tuple[int, int]:
             if batch_size == self.runner.inputs.batch_size:
@@ -361,7 +328,7 @@ class ReportBuilder:
                 fp32, lower = workers.answers([("saved_bytes", SCENARIOS[name], batch_size) for name in names])
             return fp32, lower
 
-        if not self.runner.inputs.resizable:
+        if not self.runner.inputs.resizable or not all(name in runs for name in names):
             return None
         try:
             return find_crossover(saved, self.runner.inputs.batch_size)
@@ -382,20 +349,6 @@ def stored_report(name: str, model: nn.Module, notes: Sequence[str] = ()) -> Rep
         f"backward, and all scenarios: {wanted_inputs(model)}"
     )
     return Report(name, stored_only(name, model), notes=(*notes, missing))
-
-
-def _as_float32(baseline: Totals | None, trace: Trace) -> Totals | None:
-    """The baseline of percentages. Casting does not undo quantization: those weights' float32 size is arithmetic."""
-    if baseline is None or not any(t.wrapper or t.parts or t.kind == "packed" for t in trace.tensors):
-        return baseline
-    return replace(baseline, parameter_bytes=4 * baseline.parameters)
-
-
-def _once(notes_by_scenario: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """The notes of all scenarios, each once, with the names of its scenarios unless it holds for all."""
-    for note in dict.fromkeys(note for own in notes_by_scenario.values() for note in own):
-        of = tuple(name for name, own in notes_by_scenario.items() if note in own)
-        yield note if len(of) == len(notes_by_scenario) else f"{join_names(of)}: {note}"
 
 
 def _one_line(error: Exception) -> str:

@@ -131,17 +131,28 @@ def snapshot(trace: Trace, config: AllocatorConfig | None = None) -> Fields:
     levels = zip(replayed.timeline.address.tolist(), replayed.timeline.reserved.tolist(), strict=True)
     for index, (event, (address, reserved)) in enumerate(zip(trace.events, levels, strict=True)):
         history.add(index, event, address, reserved)
+    # The viewer fails on a trace that has categories unless one is called "unknown".
+    history.write("snapshot", 0, 0, stream=0, index=len(trace.events), frames=[], category="unknown")
     return {
         "segments": list(history.segments()),
-        "device_traces": [[*history.entries, _taken(len(trace.events))]],
-        "allocator_settings": _settings(config),
-        "external_annotations": list(_annotations(trace)),
+        "device_traces": [history.entries],
+        "allocator_settings": {
+            "PYTORCH_CUDA_ALLOC_CONF": "",
+            "max_split_size": _NO_LIMIT if config.max_split_size is None else config.max_split_size,
+            "garbage_collection_threshold": config.garbage_collection_threshold,
+            "expandable_segments": config.expandable_segments,
+            "roundup_power2_divisions": {str(1 << n): count for n, count in enumerate(config.roundup_divisions)},
+        },
+        # Where phases begin and end, as `torch.profiler.record_function` would have noted them.
+        "external_annotations": [
+            {"name": str(phase), "stage": stage, "device": 0, "time_us": event}
+            for phase in phases(trace)
+            for stage, event in (("START", phase.start), ("END", phase.stop))
+        ],
     }
 
 
 class _Live(NamedTuple):
-    """A live storage: where its block is, the bytes it asked for, and the frames of its allocation."""
-
     address: int
     bytes: int
     frames: list[Fields]
@@ -160,8 +171,6 @@ class _Mapped:
 
 
 class _History:
-    """The entries of a trace, as they are added event by event."""
-
     def __init__(self, trace: Trace, segments: Iterable[Segment], expandable: bool) -> None:
         self.trace = trace
         self.expandable = expandable
@@ -171,43 +180,38 @@ class _History:
         self._reserved = 0
         self._frames: dict[tuple[int, int, str, str | None], list[Fields]] = {}
         self._modules: dict[int, list[Fields]] = {}
+        self._types = {layer.path: layer.type for layer in trace.layers}
 
     def add(self, index: int, event: Event, address: int, reserved: int) -> None:
         """Add the entries that the allocator makes for `event`, which leaves `reserved` bytes; `address` is that of its
         block.
         """
         frames = self._frames_of(event)
+        storage = self.trace.storages[event.storage]
         freed = self._live.pop(event.storage, None)
         left = event.delta if freed is None else freed.bytes + event.delta
-        stream = self.trace.storages[event.storage].stream
-        if reserved > self._reserved:
-            self._grow(index, address, reserved - self._reserved, frames)
-            self._reserved = reserved
+        if reserved > self._reserved:  # a new segment, or more of an expandable one
+            size, self._reserved = reserved - self._reserved, reserved
+            grown = next(mapped for mapped in self._mapped.values() if address in mapped)
+            action = "segment_map" if self.expandable else "segment_alloc"
+            self.write(action, grown.segment.address + grown.size, size, grown.segment.stream, index, frames)
+            grown.size += size
+            grown.frames = grown.frames or frames
         if left:
             self._live[event.storage] = _Live(address, left, frames)
-            self._write("alloc", address, left, stream, index, frames, **self._about(event))
+            about = f"{storage.role}, {storage.dtype}[{','.join(map(str, storage.shape))}]"
+            more = {"category": storage.role, "user_metadata": about}
+            self.write("alloc", address, left, storage.stream, index, frames, **more)
         if freed is not None:
-            self._write("free_requested", freed.address, freed.bytes, stream, index, frames)
-            self._write("free_completed", freed.address, freed.bytes, stream, index, frames)
+            self.write("free_requested", freed.address, freed.bytes, storage.stream, index, frames)
+            self.write("free_completed", freed.address, freed.bytes, storage.stream, index, frames)
 
-    def _grow(self, index: int, address: int, size: int, frames: list[Fields]) -> None:
-        """A new segment, or more of an expandable one: `size` bytes at the end of what it has so far."""
-        grown = next(mapped for mapped in self._mapped.values() if address in mapped)
-        action = "segment_map" if self.expandable else "segment_alloc"
-        self._write(action, grown.segment.address + grown.size, size, grown.segment.stream, index, frames)
-        grown.size += size
-        grown.frames = grown.frames or frames
-
-    def _write(
+    def write(
         self, action: str, address: int, size: int, stream: int, index: int, frames: list[Fields], **more: str
     ) -> None:
+        """Write an entry of the history."""
         entry = {"action": action, "addr": address, "size": size, "stream": stream, "time_us": index, "frames": frames}
         self.entries.append({**entry, "compile_context": "N/A", "user_metadata": "", **more})
-
-    def _about(self, event: Event) -> dict[str, str]:
-        storage = self.trace.storages[event.storage]
-        tensor = f"{storage.dtype}[{','.join(map(str, storage.shape))}]"
-        return {"category": storage.role, "user_metadata": f"{storage.role}, {tensor}"}
 
     def _frames_of(self, event: Event) -> list[Fields]:
         """The frames of an event, innermost first; events of the same op share one list, which keeps files small."""
@@ -217,19 +221,20 @@ class _History:
         if frames is None:
             name, step = split_phase(self.trace.phases[event.phase])
             op = [_frame("aten", event.op)] if event.op else []
+            modules = self._modules_of(event.layer) if event.layer >= 0 else []
             phase = _frame(f"step {step}" if step else "run", name)
-            frames = self._frames[key] = [*op, *_line_frames(line), *self._modules_of(event.layer), phase]
+            frames = self._frames[key] = [*op, *_line_frames(line), *modules, phase]
         return frames
 
     def _modules_of(self, index: int) -> list[Fields]:
-        if index < 0:
-            return []
-        if not self._modules:
-            types = {layer.path: layer.type for layer in self.trace.layers}
-            for index_of_layer, layer in enumerate(self.trace.layers):
-                self._modules[index_of_layer] = [
-                    _frame(path or "(model)", types[path]) for path in _ancestry(layer.path, types)
-                ]
+        """The frames of a module and of those around it, innermost first. Events share the dictionaries of a module."""
+        if index not in self._modules:
+            path = self.trace.layers[index].path
+            steps = path.split(".") if path else []
+            paths = (".".join(steps[:depth]) for depth in range(len(steps), -1, -1))
+            self._modules[index] = [
+                _frame(path or "(model)", self._types[path]) for path in paths if path in self._types
+            ]
         return self._modules[index]
 
     def segments(self) -> Iterator[Fields]:
@@ -264,19 +269,6 @@ class _History:
         }
 
 
-def _ancestry(path: str, paths: Iterable[str]) -> Iterator[str]:
-    """A module's path and those of the modules around it, innermost first, the model itself last.
-
-    A program that calls several models has none around them.
-    """
-    while path:
-        if path in paths:
-            yield path
-        path = path.rpartition(".")[0]
-    if "" in paths:
-        yield ""
-
-
 def _line_frames(lines: str | None) -> Iterator[Fields]:
     """The frames of ``"train.py:12 > trainer.py:80"``, innermost first. The second line is that of a package, which
     readers recognise by its folder.
@@ -287,30 +279,3 @@ def _line_frames(lines: str | None) -> Iterator[Fields]:
 
 def _frame(filename: str, name: str, line: int = 0) -> Fields:
     return {"filename": filename, "line": line, "name": name}
-
-
-def _taken(events: int) -> Fields:
-    """The entry that a snapshot makes of itself.
-
-    Its category is there for the viewer: it fails on a trace that has categories unless one is called ``unknown``.
-    """
-    entry = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": events, "frames": []}
-    return {**entry, "compile_context": "N/A", "user_metadata": "", "category": "unknown"}
-
-
-def _settings(config: AllocatorConfig) -> Fields:
-    divisions = {str(1 << power): count for power, count in enumerate(config.roundup_divisions)}
-    return {
-        "PYTORCH_CUDA_ALLOC_CONF": "",
-        "max_split_size": _NO_LIMIT if config.max_split_size is None else config.max_split_size,
-        "garbage_collection_threshold": config.garbage_collection_threshold,
-        "expandable_segments": config.expandable_segments,
-        "roundup_power2_divisions": divisions,
-    }
-
-
-def _annotations(trace: Trace) -> Iterator[Fields]:
-    """Where phases begin and end, as `torch.profiler.record_function` would have noted them."""
-    for phase in phases(trace):
-        for stage, event in (("START", phase.start), ("END", phase.stop)):
-            yield {"name": str(phase), "stage": stage, "device": 0, "time_us": event}

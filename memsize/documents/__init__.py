@@ -43,6 +43,9 @@ class Document(ABC, Generic[A]):
     indent: ClassVar[int | None] = 2
     """JSON indentation of the data; `None` writes one line, for long columns of numbers."""
 
+    only_brief: ClassVar[bool] = True
+    """Whether findings without a brief form are left out of the verdict."""
+
     answer: A
 
     @abstractmethod
@@ -56,8 +59,22 @@ class Document(ABC, Generic[A]):
     def data(self, unit: str) -> dict[str, Any]:
         """Everything: the verdict and the bars before the `figures`."""
         rest = self.figures(unit)
-        verdict = [{"code": f.code, "text": f.in_brief(unit)} for f in self.verdict()]
-        return {"schema": rest.pop("schema"), "verdict": verdict, "bars": _bars_data(self.bars())} | rest
+        bars = self.bars()
+        return {
+            "schema": rest.pop("schema"),
+            "verdict": [{"code": f.code, "text": f.in_brief(unit)} for f in self.verdict()],
+            "bars": bars
+            and {
+                "title": bars.title,
+                "kind": bars.kind,
+                "parts": [part._asdict() for part in bars.parts],
+                "rows": [
+                    {"names": [label.text for label in bar.labels], "total": bar.total, "sizes": bar.sizes}
+                    for bar in bars.bars
+                ],
+                "limit": bars.limit and bars.limit._asdict(),
+            },
+        } | rest
 
     @abstractmethod
     def sections(self) -> tuple[Section, ...]:
@@ -70,8 +87,10 @@ class Document(ABC, Generic[A]):
         return members
 
     def verdict(self) -> tuple[Finding, ...]:
-        """The answer in a few short sentences: the first `MOST_SENTENCES` findings that have a brief form."""
-        return tuple(finding for finding in self.findings if finding.brief)[:MOST_SENTENCES]
+        """The answer in a few short sentences: the first `MOST_SENTENCES` findings, of which some documents take only
+        those that have a brief form.
+        """
+        return tuple(finding for finding in self.findings if finding.brief or not self.only_brief)[:MOST_SENTENCES]
 
     def reasons(self, title: str = "Why") -> tuple[Section, ...]:
         """A section with all findings in full; nothing if the verdict already shows each of them in full."""
@@ -115,20 +134,6 @@ class Document(ABC, Generic[A]):
         return ()
 
 
-def _bars_data(bars: Bars | None) -> dict[str, Any] | None:
-    if bars is None:
-        return None
-    return {
-        "title": bars.title,
-        "kind": bars.kind,
-        "parts": [part._asdict() for part in bars.parts],
-        "rows": [
-            {"names": [label.text for label in bar.labels], "total": bar.total, "sizes": bar.sizes} for bar in bars.bars
-        ],
-        "limit": bars.limit and bars.limit._asdict(),
-    }
-
-
 def document(answer: Renderable, **view: Any) -> Document[Any]:
     """The document of `answer`. `view` are the document's own fields, such as a report's `depth` and `columns`.
 
@@ -154,6 +159,11 @@ def plain(value: Any) -> Any:
 def renamed(data: dict[str, Any], **names: str) -> dict[str, Any]:
     """`data` with the fields in `names` called otherwise, in their places: ``renamed(data, specs="output")``."""
     return {names.get(name, name): value for name, value in data.items()}
+
+
+def values_of(record: Any, *names: str) -> dict[str, Any]:
+    """The attributes of `record` with these names."""
+    return {name: getattr(record, name) for name in names}
 
 
 def findings_data(findings: Iterable[Finding], unit: str) -> list[dict[str, Any]]:

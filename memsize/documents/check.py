@@ -10,7 +10,6 @@ from memsize.documents import Case, Document
 from memsize.documents.sections import Bar, Bars, Findings, Limit, Notes, Part, Section, Table, Title, listed
 from memsize.records.cells import Label
 from memsize.records.check import FIGURE_FIELDS, SEVERITIES, Check, CheckedFigure, CheckedModel, Problem
-from memsize.records.finding import Finding
 
 SCHEMA: Final = "memsize.check/1"
 MOST_FIGURES: Final = 8
@@ -26,33 +25,59 @@ class CheckDocument(Document[Check]):
     """A check: the limits and baselines of each target, and the ones that are broken."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The outcome, the problems of each target, and the figures."""
         check = self.answer
+        counts = [(sum(model.count(severity) for model in check.models), severity) for severity in SEVERITIES]
+        parts = [_counted(count, word) for count, word in counts if count]
+        failed = sum(model.error is not None for model in check.models)
+        parts += [_counted(failed, "target") + " could not be checked"] if failed else []
+        targets = _counted(len(check.models), "target")
+        verdict = f"{', '.join(parts)} in {targets}" if parts else f"all holds in {targets}"
+        rows = [CheckedFigure(model, figure) for model in check.models for figure in model.figures]
+        table = Table.of("figures", "Figures", FIGURE_FIELDS, rows).without_empty("limit", "baseline", "change")
         return (
-            Title(_verdict(check), ((check.project,),)),
+            Title(verdict, ((check.project,),)),
             *(section for model in check.models for section in _model_sections(model)),
             *([bars] if (bars := figure_bars(check)).bars else []),
-            *([_table(check)] if any(model.figures for model in check.models) else []),
+            *([table] if rows else []),
             *listed("Baselines written", check.written),
         )
 
     def bars(self) -> Bars:
-        """Sizes beside their baselines, and their excess over the limits; broken ones come first."""
         return figure_bars(self.answer)
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Every target with its figures and problems."""
         check = self.answer
         return {
             "schema": SCHEMA,
             "project": check.project,
             "status": check.status(),
-            "targets": [_model_data(model, unit) for model in check.models],
+            "targets": [
+                {
+                    "name": model.name,
+                    "file": model.file,
+                    "line": model.line,
+                    "error": model.error,
+                    "figures": [
+                        FIGURE_FIELDS.without("target").record(CheckedFigure(model, figure)) for figure in model.figures
+                    ],
+                    "problems": [
+                        {
+                            "severity": p.severity,
+                            "code": p.finding.code,
+                            "case": p.case,
+                            "layers": p.finding.layers,
+                            "bytes": p.finding.bytes,
+                            "text": p.finding.text(unit),
+                        }
+                        for p in model.problems
+                    ],
+                }
+                for model in check.models
+            ],
             "written": check.written,
         }
 
     def cases(self, unit: str) -> tuple[Case, ...]:
-        """A case for each figure, and for each problem that is not about a figure."""
         return tuple(case for model in self.answer.models for case in _cases(model, unit))
 
 
@@ -94,69 +119,34 @@ def _sizes(check: Check) -> Iterator[_Size]:
                 yield _Size(model.name, name, value, limit, baseline, all(figure.holds for figure in figures))
 
 
-def _verdict(check: Check) -> str:
-    failed = sum(model.error is not None for model in check.models)
-    counts = [(sum(model.count(severity) for model in check.models), severity) for severity in SEVERITIES]
-    parts = [_counted(count, word) for count, word in counts if count]
-    parts += [_counted(failed, "target") + " could not be checked"] if failed else []
-    targets = _counted(len(check.models), "target")
-    return f"{', '.join(parts)} in {targets}" if parts else f"all holds in {targets}"
-
-
 def _counted(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else 's'}"
-
-
-def _table(check: Check) -> Table:
-    rows = (CheckedFigure(model, figure) for model in check.models for figure in model.figures)
-    return Table.of("figures", "Figures", FIGURE_FIELDS, rows).without_empty("limit", "baseline", "change")
 
 
 def _model_sections(model: CheckedModel) -> Iterator[Section]:
     if model.error is not None:
         yield Notes(model.name, (f"error: {model.error}",))
     if model.problems:
-        yield Findings(model.name, tuple(map(_with_code, model.problems)))
-
-
-def _with_code(problem: Problem) -> Finding:
-    """The finding with its severity and code in front."""
-    return replace(problem.finding, template=f"{problem.severity} {problem.finding.code}: {problem.finding.template}")
+        findings = (
+            replace(p.finding, template=f"{p.severity} {p.finding.code}: {p.finding.template}") for p in model.problems
+        )
+        yield Findings(model.name, tuple(findings))
 
 
 def _cases(model: CheckedModel, unit: str) -> Iterator[Case]:
     base = Case(model.name, "", model.file, model.line)
     if model.error is not None:
         yield base._replace(name="target", code="target", severity="error", text=model.error, failed_to_run=True)
+
+    def case(name: str, problem: Problem | None) -> Case:
+        if problem is None:
+            return base._replace(name=name)
+        finding = problem.finding
+        return base._replace(name=name, code=finding.code, severity=problem.severity, text=finding.text(unit))
+
     about = {problem.case: problem for problem in model.problems if problem.case}
     for figure in model.figures:
-        figures, case = about.get(figure.case), base._replace(name=figure.case)
-        yield _case(case, figures, unit) if figures else case
+        yield case(figure.case, about.get(figure.case))
     for problem in model.problems:
         if problem.case is None:
-            yield _case(base._replace(name=problem.finding.code), problem, unit)
-
-
-def _case(base: Case, problem: Problem, unit: str) -> Case:
-    return base._replace(code=problem.finding.code, severity=problem.severity, text=problem.finding.text(unit))
-
-
-def _model_data(model: CheckedModel, unit: str) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "file": model.file,
-        "line": model.line,
-        "error": model.error,
-        "figures": [FIGURE_FIELDS.without("target").record(CheckedFigure(model, figure)) for figure in model.figures],
-        "problems": [
-            {
-                "severity": p.severity,
-                "code": p.finding.code,
-                "case": p.case,
-                "layers": p.finding.layers,
-                "bytes": p.finding.bytes,
-                "text": p.finding.text(unit),
-            }
-            for p in model.problems
-        ],
-    }
+            yield case(problem.finding.code, problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -20,13 +21,11 @@ from memsize.checkpoints.checkpoint_report import (
 from memsize.checkpoints.contents import (
     PROBLEMS,
     USES,
-    FileRecord,
     Group,
     Match,
-    PartKind,
     View,
 )
-from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
+from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, values_of
 from memsize.documents.sections import Bars, Part, Section, Table, Title, listed
 from memsize.records.cells import Path, Share
 from memsize.records.fields import FlatTable
@@ -51,8 +50,8 @@ class CheckpointDocument(Document[CheckpointReport]):
     depth: int | None = None
 
     def sections(self) -> tuple[Section, ...]:
-        """The bytes by part, dtype, module and file, the bytes that would remain, differences from a model, and why."""
         report, contents = self.answer, self.answer.contents
+        remains = Table.of("remains", "What remains", REMAINING_FIELDS, report.remaining(), contents.size)
         return (
             title(report),
             *self.opening(),
@@ -60,7 +59,7 @@ class CheckpointDocument(Document[CheckpointReport]):
             *([dtype_table(report)] if len(report.breakdown.dtypes) > 1 else []),
             *([module_table(report, self.depth)] if contents.tensors else []),
             *([file_table(report)] if len(contents.files) > 1 else []),
-            *([remains_table(report)] if contents.tensors else []),
+            *([remains] if contents.tensors else []),
             *([difference_table(report.match)] if report.match and report.match.differences else []),
             *self.reasons(),
             *listed("Also in it", tuple(_values(report))),
@@ -69,10 +68,16 @@ class CheckpointDocument(Document[CheckpointReport]):
 
     def verdict(self) -> tuple[Finding, ...]:
         """The size of the weights, then findings on how to shrink the file or why it does not load."""
-        return (*_weights(self.answer), *super().verdict())[:MOST_SENTENCES]
+        verdict, groups = super().verdict(), [part for part in self.answer.breakdown.parts if part.kind == "model"]
+        size = sum(group.bytes for group in groups)
+        if not size:
+            return verdict
+        dtypes = tuple(dict.fromkeys(dtype for group in groups for dtype in group.dtypes))
+        values = {"bytes": Bytes(size), "share": self.answer.share(size), "dtypes": dtypes}
+        text = "The model's weights take {bytes}, {share} of the file, stored as {dtypes}."
+        return (Finding("weights", text, values, bytes=size), *verdict)[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
-        """The bytes by use, largest first."""
         report = self.answer
         sizes = [
             *((str(group.kind), group.bytes) for group in report.breakdown.parts),
@@ -82,11 +87,9 @@ class CheckpointDocument(Document[CheckpointReport]):
         return Bars.of_whole("in the file", rows) if rows else None
 
     def tables(self) -> dict[str, FlatTable]:
-        """The modules down to `depth`, and the other tables of the report."""
         return self.answer.tables() | {"modules": self.answer.module_table(self.depth)}
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything that is known, whatever `depth` says."""
         report, contents, breakdown = self.answer, self.answer.contents, self.answer.breakdown
         tables = report.tables()
         return {
@@ -98,15 +101,22 @@ class CheckpointDocument(Document[CheckpointReport]):
             "behind_views": breakdown.unneeded,
             "unnamed": breakdown.unowned,
             "saved_by_compression": contents.compressed,
-            "files": [_file_data(file) for file in contents.files],
+            "files": [
+                {
+                    "name": file.name,
+                    "format": file.format,
+                    "bytes": file.size,
+                    "tensors": file.tensors,
+                    "uses": dict(zip(USES, file.uses, strict=True)),
+                }
+                for file in contents.files
+            ],
             **{name: tables[name] for name in ("parts", "dtypes", "tensors")},
             "remains": dict(report.remaining()),
             "against": plain(report.match),
             "findings": findings_data(report.findings, unit),
             "values": dict(contents.values),
-            "classes": contents.classes,
-            "missing": contents.missing,
-            "notes": contents.notes,
+            **values_of(contents, "classes", "missing", "notes"),
         }
 
 
@@ -114,36 +124,14 @@ _ROLES: Final[dict[str, Role]] = {"model": "parameter", "EMA": "master weight", 
 """The roles in whose colours parts are drawn; all others share one."""
 
 
-def _weights(report: CheckpointReport) -> Iterator[Finding]:
-    """The bytes that the model's own weights take in the file, as a finding; nothing if there are none."""
-    groups = [group for group in report.breakdown.parts if group.kind == "model"]
-    size = sum(group.bytes for group in groups)
-    if size:
-        dtypes = tuple(dict.fromkeys(dtype for group in groups for dtype in group.dtypes))
-        values = {"bytes": Bytes(size), "share": report.share(size), "dtypes": dtypes}
-        text = "The model's weights take {bytes}, {share} of the file, stored as {dtypes}."
-        yield Finding("weights", text, values, bytes=size)
-
-
-def _file_data(file: FileRecord) -> dict[str, Any]:
-    return {
-        "name": file.name,
-        "format": file.format,
-        "bytes": file.size,
-        "tensors": file.tensors,
-        "uses": dict(zip(USES, file.uses, strict=True)),
-    }
-
-
 def title(report: CheckpointReport) -> Title:
     """The file, its format, its size and what it holds."""
     contents = report.contents
     tensors, files = len(contents.tensors), len(contents.files)
-    phrases: list[tuple[str | Bytes, ...]] = [(contents.format,), (Bytes(contents.size), f"({contents.size:,} B)")]
-    if files > 1:
-        phrases.append((f"{files:,} files",))
-    phrases.append((f"{tensors:,} tensor{'' if tensors == 1 else 's'}",))
-    return Title(contents.path, tuple(phrases))
+    several = ((f"{files:,} files",),) if files > 1 else ()
+    size = (Bytes(contents.size), f"({contents.size:,} B)")
+    count = (f"{tensors:,} tensor{'' if tensors == 1 else 's'}",)
+    return Title(contents.path, ((contents.format,), size, *several, count))
 
 
 def parts_table(report: CheckpointReport) -> Table:
@@ -152,8 +140,11 @@ def parts_table(report: CheckpointReport) -> Table:
     fields = PART_FIELDS.without("unneeded")
     total = ("total", None, len(report.contents.tensors), None, None, Bytes(size), None)
     table = Table.of("parts", "Parts", fields, breakdown.parts, size, total=total)
-    rest = [(label, hint, None, None, None, Bytes(count), _share(count, size)) for label, hint, count in _rest(report)]
-    return replace(table, rows=(*table.rows, *rest))
+    rest = tuple(
+        (label, hint, None, None, None, Bytes(count), Share(count / size) if size else None)
+        for label, hint, count in _rest(report)
+    )
+    return replace(table, rows=table.rows + rest)
 
 
 def _rest(report: CheckpointReport) -> Iterator[tuple[str, str, int]]:
@@ -179,9 +170,14 @@ def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
     """The tensors by module, down to `depth` below their part; the rows add up to the tensors' bytes."""
     view = report.breakdown.fitting_view if depth is None else View(depth)
     groups, size = tuple(report.breakdown.modules(view)), report.contents.size
-    roots = {(group.kind, group.root) for group in groups}
+    roots = Counter(kind for kind, _ in {(group.kind, group.root) for group in groups})
+
+    def named(group: Group, _: object) -> Path:
+        """Leave out the keys of a part, unless the part stands under several."""
+        return Path(group.name.removeprefix(f"{group.root}.") if roots[group.kind] == 1 and group.root else group.name)
+
     fields = MODULE_FIELDS.only("module", "part", "tensors", "elements", "dtypes", "bytes", "unneeded", "share").drawn(
-        module=lambda group, _: Path(_below(group, roots))
+        module=named
     )
     table = Table.of("modules", "Modules", fields, groups[:MOST_MODULES], size)
     if more := groups[MOST_MODULES:]:
@@ -193,23 +189,9 @@ def module_table(report: CheckpointReport, depth: int | None = None) -> Table:
     return replace(table, total=total, caption=caption).without_empty("unneeded")
 
 
-def _below(group: Group, roots: set[tuple[PartKind, str]]) -> str:
-    """A module's name without the keys of its part, unless the part stands under several."""
-    alone = sum(kind == group.kind for kind, _ in roots) == 1
-    return group.name.removeprefix(f"{group.root}.") if alone and group.root else group.name
-
-
 def _sum(groups: tuple[Group, ...]) -> Group:
-    """All `groups` as one."""
-    return Group(
-        "other",
-        "",
-        tensors=sum(group.tensors for group in groups),
-        elements=sum(group.elements for group in groups),
-        bytes=sum(group.bytes for group in groups),
-        unneeded=sum(group.unneeded for group in groups),
-        dtypes=(),
-    )
+    names = ("tensors", "elements", "bytes", "unneeded")
+    return Group("other", "", dtypes=(), **{name: sum(getattr(group, name) for group in groups) for name in names})
 
 
 def file_table(report: CheckpointReport) -> Table:
@@ -220,11 +202,6 @@ def file_table(report: CheckpointReport) -> Table:
         rows.append(FileRow(f"{len(files) - MOST_FILES:,} more", files[MOST_FILES:]))
     total = FILE_FIELDS.total("total", FileRow("", files))
     return Table.of("files", "Files", FILE_FIELDS, rows, total=total).without_empty(*(use.name for use in USE_FIELDS))
-
-
-def remains_table(report: CheckpointReport) -> Table:
-    """The bytes that would remain if only some of the tensors were kept."""
-    return Table.of("remains", "What remains", REMAINING_FIELDS, report.remaining(), report.contents.size)
 
 
 def difference_table(match: Match) -> Table:
@@ -243,7 +220,3 @@ def _values(report: CheckpointReport) -> Iterator[str]:
         yield f"{name}: {shown}"
     if len(values) > MOST_VALUES:
         yield f"{len(values) - MOST_VALUES:,} more values (JSON has them all)"
-
-
-def _share(count: int, size: int) -> Share | None:
-    return Share(count / size) if size else None

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from memsize.documents import MOST_SENTENCES, Document, findings_data
-from memsize.documents.sections import Bars, Findings, Notes, Part, Remark, Section, Table, Title, listed, role_part
-from memsize.records.aggregates import Totals, stored_dtypes, totals
+from memsize.documents import Document, findings_data
+from memsize.documents.sections import (
+    Bars,
+    Findings,
+    Notes,
+    Part,
+    Phrase,
+    Remark,
+    Section,
+    Table,
+    Title,
+    listed,
+    role_part,
+)
+from memsize.records.aggregates import stored_dtypes, totals
 from memsize.records.answer import FindingList
-from memsize.records.cells import Label
+from memsize.records.cells import Cell, Label
 from memsize.records.comparison import (
     FIGURE_FIELDS,
     LAYER_FIELDS,
@@ -37,70 +49,72 @@ _PARTS: Final = (
 )
 
 
-def _sizes(comparison: Totals) -> dict[str, int]:
-    return {
-        "parameter": comparison.parameter_bytes,
-        "buffer": comparison.buffer_bytes,
-        "attribute": comparison.attribute_bytes,
-        "kept": comparison.saved_bytes,
-    }
-
-
 @dataclass(frozen=True)
 class ComparisonDocument(Document[Comparison]):
     """A comparison of two models: the bytes that they store and need, and the changes from one to the other."""
 
+    only_brief = False
+
     def sections(self) -> tuple[Section, ...]:
-        """Both models in a table, a summary of the changes, and the changed layers, figures, tensors and findings."""
         comparison = self.answer
-        before, after = comparison.before, comparison.after
-        names = [name or trace.model for name, trace in zip(comparison.names, (before, after), strict=True)]
+        traces, (before, after) = (comparison.before, comparison.after), comparison.totals
+        names = [name or trace.model for name, trace in zip(comparison.names, traces, strict=True)]
+        counts = " → ".join(dict.fromkeys(f"{sums.parameters:,}" for sums in comparison.totals))
+        phrases: tuple[Phrase, ...] = (
+            (counts, "parameters"),
+            (Bytes(before.stored), "→", Bytes(after.stored), "stored"),
+        )
+        if comparison.is_same:
+            phrases = ((f"{counts} parameters,", Bytes(after.stored), "stored: nothing changed"),)
+        figures_changed = any(entry.before != entry.after for entry in comparison.figure_changes)
         return (
-            Title(" → ".join(names), _phrases(comparison)),
+            Title(" → ".join(names), phrases),
             *self.opening(),
             *self.reasons("What changed, and why"),
-            model_table(before, after),
-            *_tables(comparison),
+            model_table(*traces),
+            *([layer_table(comparison)] if comparison.layer_changes else []),
+            *([figure_table(comparison)] if figures_changed else []),
+            *([living_table(comparison)] if comparison.living else []),
             *([Findings("New findings", comparison.appeared)] if comparison.appeared else []),
             *([Findings("Findings that went", comparison.gone)] if comparison.gone else []),
             *listed("Notes", comparison.notes),
         )
 
-    def verdict(self) -> tuple[Finding, ...]:
-        """The changes, most important first, at most `MOST_SENTENCES`."""
-        return self.answer.findings[:MOST_SENTENCES]
-
     def bars(self) -> Bars:
-        """The bytes that both models store and, if they were run, keep for backward."""
-        pairs = zip(("before", "after"), self.answer.totals, strict=True)
-        return Bars.of("stored and kept", _PARTS, ((Label(name), _sizes(comparison)) for name, comparison in pairs))
+        rows = []
+        for name, sums in zip(("before", "after"), self.answer.totals, strict=True):
+            sizes = {"parameter": sums.parameter_bytes, "buffer": sums.buffer_bytes}
+            rows.append((Label(name), sizes | {"attribute": sums.attribute_bytes, "kept": sums.saved_bytes}))
+        return Bars.of("stored and kept", _PARTS, rows)
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Both models, each tensor of either, and everything that changed."""
         comparison = self.answer
+        models = {
+            side: {
+                "model": trace.model,
+                "name": name or trace.model,
+                "parameters": sums.parameters,
+                "bytes": sums.stored,
+            }
+            for side, trace, name, sums in zip(
+                ("before", "after"),
+                (comparison.before, comparison.after),
+                comparison.names,
+                comparison.totals,
+                strict=True,
+            )
+        }
         return {
             "schema": SCHEMA,
-            "before": _model_data(comparison.before, comparison.names[0]),
-            "after": _model_data(comparison.after, comparison.names[1]),
+            **models,
             "same": comparison.is_same,
             **{name: table.records() for name, table in comparison.tables().items()},
             "peak": comparison.peak or None,
             "gpu": comparison.gpu or None,
             "optimizer": comparison.optimizer or None,
-            "findings": findings_data(comparison.findings, unit),
-            "appeared": findings_data(comparison.appeared, unit),
-            "gone": findings_data(comparison.gone, unit),
+            **{name: findings_data(getattr(comparison, name), unit) for name in ("findings", "appeared", "gone")},
             "notes": comparison.notes,
         }
-
-
-def _phrases(comparison: Comparison) -> tuple[tuple[str | Bytes, ...], ...]:
-    """Phrases for the title: parameters and stored bytes, before and after."""
-    before, after = comparison.totals
-    if comparison.is_same:
-        return ((f"{after.parameters:,} parameters,", Bytes(after.stored), "stored: nothing changed"),)
-    counts = " → ".join(dict.fromkeys(f"{entry.parameters:,}" for entry in (before, after)))
-    return ((counts, "parameters"), (Bytes(before.stored), "→", Bytes(after.stored), "stored"))
 
 
 def model_table(before: Trace, after: Trace) -> Table:
@@ -113,69 +127,29 @@ def model_table(before: Trace, after: Trace) -> Table:
     return table if any(model.ran for model in models) else table.without("saved")
 
 
-def _model_data(trace: Trace, name: str) -> dict[str, Any]:
-    comparison = totals(trace)
-    return {
-        "model": trace.model,
-        "name": name or trace.model,
-        "parameters": comparison.parameters,
-        "bytes": comparison.stored,
-    }
-
-
-def _tables(comparison: Comparison) -> Iterator[Table]:
-    if comparison.layer_changes:
-        yield layer_table(comparison)
-    if any(entry.before != entry.after for entry in comparison.figure_changes):
-        yield figure_table(comparison)
-    if comparison.living:
-        yield living_table(comparison)
-
-
-# -- layers ------------------------------------------------------------------------------------------------------------
-
-
 def layer_table(comparison: Comparison) -> Table:
     """Changed layers, in the order of the second model: the `MOST_ROWS` largest changes, then the rest in one row."""
+
+    def weight(change: LayerChange) -> int:
+        before, after = change.sizes
+        return abs(after.stored - before.stored) + abs(after.kept - before.kept) + abs(after.outputs - before.outputs)
+
+    def row(name: str, sizes: Iterable[LayerSizes]) -> tuple[Cell, ...]:
+        before, after = sizes
+        return LAYER_FIELDS.total(name, LayerChange(None, None, (None, None), (), (before, after)))
+
     changes = comparison.layer_changes
-    shown = sorted(changes, key=_weight, reverse=True)[:MOST_ROWS]
+    shown = sorted(changes, key=weight, reverse=True)[:MOST_ROWS]
     table = Table.of("layers", "Layers that changed", LAYER_FIELDS, (change for change in changes if change in shown))
-    rest = [change for change in changes if change not in shown]
-    rows = table.rows + ((LAYER_FIELDS.total(f"{len(rest):,} more", _sum(rest)),) if rest else ())
-    total = LAYER_FIELDS.total("all layers", _whole(comparison))
-    table = replace(table, rows=rows, total=total, caption="Layers that changed")
+    rows, rest = table.rows, [change.sizes for change in changes if change not in shown]
+    if rest:
+        sides = zip(*rest, strict=True)
+        rows += (row(f"{len(rest):,} more", (LayerSizes(*map(sum, zip(*side, strict=True))) for side in sides)),)
+    whole = (
+        LayerSizes(sums.parameters, sums.stored, sums.output_bytes, sums.saved_bytes) for sums in comparison.totals
+    )
+    table = replace(table, rows=rows, total=row("all layers", whole), caption="Layers that changed")
     return table.without_empty("type", "kept")
-
-
-def _weight(change: LayerChange) -> int:
-    before, after = change.sizes
-    return abs(after.stored - before.stored) + abs(after.kept - before.kept) + abs(after.outputs - before.outputs)
-
-
-def _sum(changes: Iterable[LayerChange]) -> LayerChange:
-    """Return the sum of several layers."""
-    before, after = zip(*(change.sizes for change in changes), strict=True)
-    return _sizes_alone(
-        LayerSizes(*map(sum, zip(*before, strict=True))), LayerSizes(*map(sum, zip(*after, strict=True)))
-    )
-
-
-def _whole(comparison: Comparison) -> LayerChange:
-    """Return the change from one whole model to the other."""
-    before, after = comparison.totals
-    return _sizes_alone(
-        *(
-            LayerSizes(entry.parameters, entry.stored, entry.output_bytes, entry.saved_bytes)
-            for entry in (before, after)
-        )
-    )
-
-
-def _sizes_alone(before: LayerSizes, after: LayerSizes) -> LayerChange:
-    return LayerChange(None, None, (None, None), (), (before, after))
-
-
-# -- figures -----------------------------------------------------------------------------------------------------------
 
 
 def figure_table(comparison: Comparison) -> Table:
@@ -189,9 +163,6 @@ def figure_table(comparison: Comparison) -> Table:
     return Table.of("figures", "Figures", FIGURE_FIELDS, changed, remarks=remarks, caption=caption)
 
 
-# -- what is alive at the peak -----------------------------------------------------------------------------------------
-
-
 def living_table(comparison: Comparison) -> Table:
     """The changes among the largest tensors alive at the peak, largest change first."""
     changes = sorted(comparison.living, key=lambda entry: -abs(entry.bytes))[:MOST_ROWS]
@@ -202,13 +173,10 @@ class WhyDocument(Document[FindingList]):
     """Findings without the answer that they belong to."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The findings, or that there are none."""
         return (Findings("Why", self.answer) if self.answer else Notes("Why", (repr(self.answer),)),)
 
     def verdict(self) -> tuple[Finding, ...]:
-        """Empty: the document has nothing but its findings."""
         return ()
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """The findings."""
         return {"schema": "memsize.why/1", "findings": findings_data(self.answer, unit)}

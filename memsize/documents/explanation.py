@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from memsize.documents import MOST_SENTENCES, Document, findings_data
+from memsize.documents import Document, findings_data, values_of
 from memsize.documents.sections import Section, Table, Title, listed
 from memsize.records.cells import Share, Signed
 from memsize.records.explanation import ALIVE_FIELDS, PLACE_FIELDS, RESERVED_FIELDS, Explanation
-from memsize.records.finding import Finding
 from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.explanation/1"
@@ -26,34 +25,35 @@ _MOMENTS: Final = {
 class ExplanationDocument(Document[Explanation]):
     """An explained snapshot."""
 
+    only_brief = False
+
     def sections(self) -> tuple[Section, ...]:
-        """The verdict first, then the tables behind it."""
         explanation = self.answer
+        segments = (Bytes(explanation.requested), "in tensors,", Bytes(explanation.reserved_then), "reserved")
+        fields = ALIVE_FIELDS.only("category", "bytes", "share", "blocks", "predicted", "difference", "how")
+        predicted = Bytes(explanation.predicted.requested) if explanation.predicted else None
+        off = Signed(explanation.requested - explanation.predicted.requested) if explanation.predicted else None
+        blocks = sum(entry.blocks for entry in explanation.alive)
+        total = ("total", Bytes(explanation.requested), Share(1.0), blocks, predicted, off, None)
+        caption = f"What was alive {_MOMENTS[explanation.moment]}"
+        table = Table.of("alive", "Alive", fields, explanation.alive, explanation, total=total, caption=caption)
         return (
-            _title(explanation),
+            Title(
+                explanation.snapshot, ((f"GPU {explanation.device}",), (_MOMENTS[explanation.moment] + ":", *segments))
+            ),
             *self.opening(),
             *self.reasons(),
-            _alive_table(explanation),
+            table if explanation.predicted else table.without("predicted", "difference"),
             _place_table(explanation),
             _reserved_table(explanation),
             *listed("Notes", explanation.notes),
         )
 
-    def verdict(self) -> tuple[Finding, ...]:
-        """The findings, most important first, at most `MOST_SENTENCES`."""
-        return self.answer.findings[:MOST_SENTENCES]
-
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything."""
         explanation = self.answer
         return {
             "schema": SCHEMA,
-            "snapshot": explanation.snapshot,
-            "device": explanation.device,
-            "moment": explanation.moment,
-            "requested": explanation.requested,
-            "reserved_then": explanation.reserved_then,
-            "line": explanation.line,
+            **values_of(explanation, "snapshot", "device", "moment", "requested", "reserved_then", "line"),
             "alive": [entry._asdict() for entry in explanation.alive],
             "places": [entry._asdict() for entry in explanation.places],
             "reserved": {"bytes": explanation.reserved.bytes, **explanation.reserved._asdict()},
@@ -63,24 +63,6 @@ class ExplanationDocument(Document[Explanation]):
             "findings": findings_data(explanation.findings, unit),
             "notes": explanation.notes,
         }
-
-
-def _title(explanation: Explanation) -> Title:
-    segments = (Bytes(explanation.requested), "in tensors,", Bytes(explanation.reserved_then), "reserved")
-    return Title(
-        explanation.snapshot, ((f"GPU {explanation.device}",), (_MOMENTS[explanation.moment] + ":", *segments))
-    )
-
-
-def _alive_table(explanation: Explanation) -> Table:
-    fields = ALIVE_FIELDS.only("category", "bytes", "share", "blocks", "predicted", "difference", "how")
-    predicted = Bytes(explanation.predicted.requested) if explanation.predicted else None
-    off = Signed(explanation.requested - explanation.predicted.requested) if explanation.predicted else None
-    blocks = sum(entry.blocks for entry in explanation.alive)
-    total = ("total", Bytes(explanation.requested), Share(1.0), blocks, predicted, off, None)
-    caption = f"What was alive {_MOMENTS[explanation.moment]}"
-    table = Table.of("alive", "Alive", fields, explanation.alive, explanation, total=total, caption=caption)
-    return table if explanation.predicted else table.without("predicted", "difference")
 
 
 def _place_table(explanation: Explanation) -> Table:

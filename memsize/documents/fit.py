@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from memsize.analysis.fit.search import LIMIT
-from memsize.documents import Document, findings_data, plain
-from memsize.documents.collectives import compared_collectives
+from memsize.documents import Document, findings_data, plain, values_of
 from memsize.documents.sections import (
     Bar,
     Bars,
@@ -19,6 +18,7 @@ from memsize.documents.sections import (
     Section,
     Table,
     Title,
+    compared_collectives,
     listed,
     said_once,
     versions,
@@ -28,7 +28,7 @@ from memsize.records.aggregates import traffic
 from memsize.records.cells import Cell, Label, Missing
 from memsize.records.fields import SCENARIO, Column
 from memsize.records.finding import join_names, optimizer_in_words
-from memsize.records.fit import FIT_FIELDS, REMEDY_FIELDS, Bind, Budget, Fit, FitRow, Remedied, RemedyRow, gpus_in_words
+from memsize.records.fit import FIT_FIELDS, REMEDY_FIELDS, Fit, FitRow, Remedied, gpus_in_words
 from memsize.records.world import Traffic
 from memsize.spec.vary import CONTEXT, UNITS
 
@@ -39,33 +39,58 @@ class FitDocument(Document[Fit]):
     """A fit."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The answers, by GPU where there are several, the remedies where they were tried, and why."""
         fit = self.answer
+        several, is_frontier = len(fit.budgets) > 1, any(row.batch is not None for row in fit.fit_rows)
+        size = Column("size", fit.vary, "count", 98, "the size of the run")
+        names = ("scenario", "gpu") if several else ("scenario",)
+        collectives = (
+            (
+                (Label(row.scenario, hint=row.title), *((row.gpu,) if several else ()), row.size or row.next_size),
+                _traffic(fit, row),
+            )
+            for row in fit.fit_rows
+        )
+        step = UNITS.get(fit.vary, "step")
+        answer = f"largest {fit.vary}" if fit.asked is None else f"{fit.vary} {fit.asked:,}"
+        fields = fit.row_fields.titled(size=answer, per_step=f"per {step}").drawn(size=_answer)
+        if len(fit.budgets) == 1:
+            fields = fields.without("gpu")
+        if all(row.next_size is None for row in fit.fit_rows):
+            fields = fields.without("next_size", "next_peak", "per_step")
+        remedied = fit.remedied
+        about = f"{remedied.scenario} at {fit.vary} {remedied.size:,} on {remedied.gpu}" if remedied else ""
         return (
             fit_title(fit),
             *self.opening(),
-            *([overview_table(fit)] if len(fit.budgets) > 1 and not _has_batches(fit) else []),
-            fit_table(fit),
-            *compared_collectives(_collective_keys(fit), _collectives(fit)),
-            *([remedies(fit, fit.remedied)] if fit.remedied else []),
+            *([overview_table(fit)] if several and not is_frontier else []),
+            Table.of("fit", "Fit", fields, fit.fit_rows, fit, remarks=said_once(_remarks(fit))),
+            *compared_collectives((*FIT_FIELDS.only(*names), size), collectives),
+            *remedy_tables(remedied, about),
             *self.reasons(),
             *listed("Notes", fit.notes),
         )
 
     def bars(self) -> Bars:
-        """The largest sizes, or the memory that a single size needs if the fit was asked about one."""
         fit = self.answer
         return size_bars(fit) if fit.asked is None else need_bars(fit)
 
     def versions(self) -> tuple[Phrase, ...]:
-        """The PyTorch that ran it, and the GPUs of its budgets."""
         return versions(self.answer.traces.values(), (budget.card for budget in self.answer.budgets))
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything but the traces."""
         fit = self.answer
-        extra = (_extra_data(row) | {"collectives": plain(_traffic(fit, row))} for row in fit.fit_rows)
-        rows = zip(fit.tables()["rows"].records(), extra, strict=True)
+        rows = []
+        for record, row in zip(fit.tables()["rows"].records(), fit.fit_rows, strict=True):
+            most = row.bind.largest if row.bind else None
+            extra = {
+                "roles": row.bind.roles if row.bind else None,
+                "largest": most and {"tensors": most.tensors, **plain(most.spec), "bytes": most.bytes},
+                "looked": row.looked,
+                "step": row.step,
+                "refused": dict(row.refused),
+                "collectives": plain(_traffic(fit, row)),
+            }
+            rows.append(record | extra)
         return {
             "schema": SCHEMA,
             "model": fit.model,
@@ -75,45 +100,16 @@ class FitDocument(Document[Fit]):
             "optimizer": fit.optimizer or None,
             "generation": fit.generation or None,
             "stack": fit.stack or None,
-            "budgets": [_budget_data(budget) for budget in fit.budgets],
-            "rows": [row | extra for row, extra in rows],
+            "budgets": [
+                values_of(budget, "name", "device", "context", "margin", "fraction", "allocator")
+                | {"parallel": budget.parallel or None, "gpus": budget.gpus}
+                for budget in fit.budgets
+            ],
+            "rows": rows,
             "remedies": plain(fit.remedied),
             "findings": findings_data(fit.findings, unit),
-            "notes": fit.notes,
-            "runs": fit.runs,
-            "missing": fit.missing,
+            **values_of(fit, "notes", "runs", "missing"),
         }
-
-
-def _budget_data(budget: Budget) -> dict[str, Any]:
-    return {
-        "name": budget.name,
-        "device": budget.device,
-        "context": budget.context,
-        "margin": budget.margin,
-        "fraction": budget.fraction,
-        "allocator": budget.allocator,
-        "parallel": budget.parallel or None,
-        "gpus": budget.gpus,
-    }
-
-
-def _extra_data(row: FitRow) -> dict[str, Any]:
-    """The nested fields of a row, which the flat tables of `Fit.tables` cannot hold."""
-    return {
-        "roles": row.bind.roles if row.bind else None,
-        "largest": _largest_data(row.bind),
-        "looked": row.looked,
-        "step": row.step,
-        "refused": dict(row.refused),
-    }
-
-
-def _largest_data(bind: Bind | None) -> dict[str, Any] | None:
-    if bind is None or bind.largest is None:
-        return None
-    most = bind.largest
-    return {"tensors": most.tensors, **plain(most.spec), "bytes": most.bytes}
 
 
 def _traffic(fit: Fit, row: FitRow) -> tuple[Traffic, ...]:
@@ -122,27 +118,13 @@ def _traffic(fit: Fit, row: FitRow) -> tuple[Traffic, ...]:
     return traffic(trace) if trace else ()
 
 
-def _collective_keys(fit: Fit) -> tuple[Column, ...]:
-    size = Column("size", fit.vary, "count", 98, "the size of the run")
-    names = ("scenario",) if len(fit.budgets) == 1 else ("scenario", "gpu")
-    return *FIT_FIELDS.only(*names), size
-
-
-def _collectives(fit: Fit) -> Iterator[tuple[tuple[Cell, ...], tuple[Traffic, ...]]]:
-    for row in fit.fit_rows:
-        position = () if len(fit.budgets) == 1 else (row.gpu,)
-        yield (Label(row.scenario, hint=row.title), *position, row.size or row.next_size), _traffic(fit, row)
-
-
-def _has_batches(fit: Fit) -> bool:
-    """Whether the fit has rows for several batches."""
-    return any(row.batch is not None for row in fit.fit_rows)
-
-
 def fit_title(fit: Fit) -> Title:
     """The model, the question, how the model is run, and the GPUs."""
     question = f"largest {fit.vary} that fits" if fit.asked is None else f"does {fit.vary} {fit.asked:,} fit?"
-    how = f"training with {optimizer_in_words(fit.optimizer)}" if fit.optimizer else _generating(fit) or "inference"
+    how = f"training with {optimizer_in_words(fit.optimizer)}" if fit.optimizer else "inference"
+    if fit.generation and not fit.optimizer:
+        prompt = "" if fit.vary == CONTEXT else f" after {fit.generation['prompt']:,} of a prompt"
+        how = f"generating {fit.generation['new']:,} tokens{prompt}"
     kinds = tuple(dict.fromkeys(budget.strategy for budget in fit.budgets if budget.parallel))
     how += f", by {join_names(kinds)}" if len(kinds) > 1 else f" and {kinds[0]}" if kinds else ""
     where = join_names(gpus_in_words(fit.budgets))
@@ -150,60 +132,30 @@ def fit_title(fit: Fit) -> Title:
     return Title(fit.model, ((question,), (how,), (f"on {where}{stack}",)))
 
 
-def _generating(fit: Fit) -> str:
-    """The generation in words: new tokens and prompt. Empty if the fit is not about generation."""
-    if not fit.generation:
-        return ""
-    prompt = "" if fit.vary == CONTEXT else f" after {fit.generation['prompt']:,} of a prompt"
-    return f"generating {fit.generation['new']:,} tokens{prompt}"
-
-
 def overview_table(fit: Fit) -> Table:
     """Scenarios down, GPUs across: the largest size, or whether the one that was asked about fits. If the
-    number of GPUs varies, each number has a row.
+    number of GPUs varies, strategies and numbers of GPUs are down as well, and cards across.
     """
-    if len({budget.gpus for budget in fit.budgets}) > 1:
-        return _by_number(fit)
-    scenarios = dict.fromkeys(row.scenario for row in fit.fit_rows)
     cells = {(row.scenario, row.gpu): _answer(row, fit) for row in fit.fit_rows}
-    titles = {row.scenario: row.title for row in fit.fit_rows}
-    unknown = Missing("not run before it was interrupted")
-    columns = (
-        SCENARIO,
-        *(Column(budget.name, budget.name, "count", 90, f"on {budget.name}") for budget in fit.budgets),
-    )
-    rows = tuple(
-        (Label(name, hint=titles[name]), *(cells.get((name, budget.name), unknown) for budget in fit.budgets))
-        for name in scenarios
-    )
-    return Table("overview", "Overview", columns, rows, caption=_overview_caption(fit))
-
-
-def _overview_caption(fit: Fit) -> str:
-    return f"Largest {fit.vary}" if fit.asked is None else f"Whether {fit.vary} {fit.asked:,} fits"
-
-
-def _by_number(fit: Fit) -> Table:
-    """Scenarios, strategies and numbers of GPUs down, cards across."""
-    cells = {(row.scenario, row.gpu): _answer(row, fit) for row in fit.fit_rows}
-    titles = {row.scenario: row.title for row in fit.fit_rows}
-    cards = tuple(dict.fromkeys(budget.one for budget in fit.budgets))
-    columns = (
-        SCENARIO,
-        Column("strategy", "strategy", "text", 99, "how its training is spread"),
-        Column("gpus", "GPUs", "count", 98, "on how many"),
-        *(Column(card, card, "count", 90, f"on so many {card}") for card in cards),
-    )
-    named = {(budget.strategy, budget.gpus, budget.one): budget.name for budget in fit.budgets}
-    spread = dict.fromkeys((budget.strategy, budget.gpus) for budget in fit.budgets)
+    by_number = len({budget.gpus for budget in fit.budgets}) > 1
+    keys = {budget.name: (budget.strategy, budget.gpus) if by_number else () for budget in fit.budgets}
+    names = {(keys[budget.name], budget.one if by_number else budget.name): budget.name for budget in fit.budgets}
+    across = dict.fromkeys(across for _, across in names)
+    columns: list[Column] = [SCENARIO]
+    if by_number:
+        columns.append(Column("strategy", "strategy", "text", 99, "how its training is spread"))
+        columns.append(Column("gpus", "GPUs", "count", 98, "on how many"))
+    on = "on so many" if by_number else "on"
+    columns += [Column(name, name, "count", 90, f"{on} {name}") for name in across]
     unknown = Missing("not run before it was interrupted")
     rows = tuple(
-        (Label(name, hint=title), *entry, *(cells.get((name, named[(*entry, card)]), unknown) for card in cards))
-        for name, title in titles.items()
-        for entry in spread
+        (Label(scenario, hint=title), *key, *(cells.get((scenario, names[key, name]), unknown) for name in across))
+        for scenario, title in {row.scenario: row.title for row in fit.fit_rows}.items()
+        for key in dict.fromkeys(keys.values())
     )
-    table = Table("overview", "Overview", columns, rows, caption=_overview_caption(fit))
-    return table if len({strategy for strategy, _ in spread}) > 1 else table.without("strategy")
+    caption = f"Largest {fit.vary}" if fit.asked is None else f"Whether {fit.vary} {fit.asked:,} fits"
+    table = Table("overview", "Overview", tuple(columns), rows, caption=caption)
+    return table if not by_number or len({budget.strategy for budget in fit.budgets}) > 1 else table.without("strategy")
 
 
 def size_bars(fit: Fit) -> Bars:
@@ -229,15 +181,14 @@ def _bar_labels(fit: Fit, rows: Sequence[FitRow]) -> Iterator[Label]:
             runs[-1].append(row)
         else:
             runs.append([row])
-    for run in runs:
-        yield _bar_label(fit, run[0]) if len(run) == 1 else _label_of_several(fit, run)
-
-
-def _label_of_several(fit: Fit, rows: Sequence[FitRow]) -> Label:
-    budgets = [budget for budget in fit.budgets if budget.name in {row.gpu for row in rows}]
     several = len({budget.strategy for budget in fit.budgets}) > 1
-    how = f" ({budgets[0].strategy})" if several else ""
-    return Label(f"{rows[0].name} on {gpus_in_words(budgets)[0]}{how}", hint=rows[0].title)
+    for run in runs:
+        if len(run) == 1:
+            yield _bar_label(fit, run[0])
+            continue
+        budgets = [fit.budgets[position[row.gpu]] for row in run]
+        how = f" ({budgets[0].strategy})" if several else ""
+        yield Label(f"{run[0].name} on {gpus_in_words(budgets)[0]}{how}", hint=run[0].title)
 
 
 def need_bars(fit: Fit) -> Bars:
@@ -251,18 +202,6 @@ def need_bars(fit: Fit) -> Bars:
 
 def _bar_label(fit: Fit, row: FitRow) -> Label:
     return Label(row.name if len(fit.budgets) == 1 else f"{row.name} on {row.gpu}", hint=row.title)
-
-
-def fit_table(fit: Fit) -> Table:
-    """One row per scenario and GPU, with its peaks and what binds."""
-    step = UNITS.get(fit.vary, "step")
-    answer = f"largest {fit.vary}" if fit.asked is None else f"{fit.vary} {fit.asked:,}"
-    fields = fit.row_fields.titled(size=answer, per_step=f"per {step}").drawn(size=_answer)
-    if len(fit.budgets) == 1:
-        fields = fields.without("gpu")
-    if all(row.next_size is None for row in fit.fit_rows):
-        fields = fields.without("next_size", "next_peak", "per_step")
-    return Table.of("fit", "Fit", fields, fit.fit_rows, fit, remarks=said_once(_remarks(fit)))
 
 
 def _answer(row: FitRow, fit: Fit) -> Cell:
@@ -290,52 +229,38 @@ def _is_whole(fit: Fit, row: FitRow) -> bool:
 
 
 def _remarks(fit: Fit) -> Iterator[Remark]:
-    """Remarks on scenarios without figures, and on answers that need an explanation."""
     for row in fit.fit_rows:
-        if text := _remark(fit, row):
+        text = ""
+        match row.status:
+            case "unavailable":
+                text = first_line(row.reason or "")
+            case "refused":
+                text = f"the model does not run with {fit.vary} {row.next_size:,}: {first_line(row.reason or '')}"
+            case "constant":
+                text = f"nothing but the input grows with the {fit.vary}"
+            case "open":
+                does = "is refused by the model" if row.next_size in row.refused else "does not"
+                between = f"{fit.vary} {row.next_size or 0:,} {does}; what lies between"
+                beyond = between if row.next_size else "what lies beyond"
+                text = f"{fit.vary} {row.size:,} fits; {beyond} was not run"
+            case "endless" if _is_whole(fit, row):
+                text = "every token that the model has a position for fits"
+            case "endless":
+                text = f"the largest {fit.vary} that is looked at fits"
+        if text:
             yield Remark(row.scenario, row.status, text)
 
 
-def _remark(fit: Fit, row: FitRow) -> str | None:
-    if row.status == "unavailable":
-        return first_line(row.reason or "")
-    if row.status == "refused":
-        return f"the model does not run with {fit.vary} {row.next_size:,}: {first_line(row.reason or '')}"
-    if row.status == "constant":
-        return f"nothing but the input grows with the {fit.vary}"
-    if row.status == "open":
-        refused = row.next_size in row.refused
-        does = "is refused by the model" if refused else "does not"
-        beyond = f"{fit.vary} {row.next_size:,} {does}; what lies between" if row.next_size else "what lies beyond"
-        return f"{fit.vary} {row.size:,} fits; {beyond} was not run"
-    if row.status == "endless" and _is_whole(fit, row):
-        return "every token that the model has a position for fits"
-    if row.status == "endless":
-        return f"the largest {fit.vary} that is looked at fits"
-    return None
-
-
-def remedies(fit: Fit, remedied: Remedied) -> Table:
-    """The remedies tried for one size, each run by itself."""
-    return remedy_table(
-        remedied,
-        f"Remedies for {remedied.scenario} at {fit.vary} {remedied.size:,} on {remedied.gpu}, each run by itself",
-    )
-
-
-def remedy_table(remedied: Remedied, caption: str) -> Table:
-    """The remedies, most bytes saved first; remedies that do not apply are remarks below the table."""
+def remedy_tables(remedied: Remedied | None, about: str) -> tuple[Table, ...]:
+    """The remedies `about` a run, most bytes saved first, if any were tried. Remarks below have the costs of those
+    that help, then the reasons why others do not apply.
+    """
+    if remedied is None:
+        return ()
     fields = REMEDY_FIELDS.only("name", "outcome", "saved", "peak")
     rows = (row for row in remedied.rows if row.outcome != "not here")
-    remarks = tuple(_remedy_remarks(remedied.rows))
-    return Table.of("remedies", "What would make it fit", fields, rows, caption=caption, remarks=remarks)
-
-
-def _remedy_remarks(rows: Iterable[RemedyRow]) -> Iterator[Remark]:
-    """The costs of remedies that help, then the reasons why others do not apply."""
-    for row in rows:
-        if row.outcome in ("fits", "saves"):
-            yield Remark(row.name, "costs", row.cost)
-    for row in rows:
-        if row.outcome == "not here":
-            yield Remark(row.name, "not here", first_line(row.reason or ""))
+    costs = (Remark(row.name, "costs", row.cost) for row in remedied.rows if row.outcome in ("fits", "saves"))
+    others = (row for row in remedied.rows if row.outcome == "not here")
+    remarks = (*costs, *(Remark(row.name, "not here", first_line(row.reason or "")) for row in others))
+    caption = f"Remedies for {about}, each run by itself"
+    return (Table.of("remedies", "What would make it fit", fields, rows, caption=caption, remarks=remarks),)

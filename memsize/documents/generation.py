@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data, plain
-from memsize.documents.fit import remedy_table
+from memsize.documents import Document, findings_data, plain, values_of
+from memsize.documents.fit import remedy_tables
 from memsize.documents.sections import (
     Bars,
     Limit,
@@ -22,7 +22,6 @@ from memsize.documents.sections import (
     versions,
 )
 from memsize.records.cells import Label
-from memsize.records.fit import Remedied
 from memsize.records.generation import (
     CACHE_FIELDS,
     GENERATION_FIELDS,
@@ -40,32 +39,43 @@ class GenerationDocument(Document[GenerationReport]):
     """The memory of generating tokens, by scenario, batch and prompt."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The answer first, then its figures."""
         report = self.answer
+        fields = GENERATION_FIELDS.only(*GENERATION_TABLE).hinted(fits=f"whether it fits {report.card.name}")
+        if not any(row.hosted for row in report.generation_rows):
+            fields = fields.without("kv_on_host")
+        remarks = said_once(
+            Remark(row.scenario, "unavailable", row.reason) for row in report.generation_rows if row.reason is not None
+        )
+        remedied = report.remedied
+        about = f"{remedied.scenario} at batch {remedied.size:,} on {remedied.gpu}" if remedied else ""
         return (
             title(report),
             *self.opening(),
-            row_table(report),
+            Table.of("rows", "Generation", fields, report.generation_rows, remarks=remarks),
             *((cache_table(report),) if any(row.layers for row in report.ran) else ()),
-            *((remedies(report.remedied),) if report.remedied else ()),
+            *remedy_tables(remedied, about),
             *self.reasons(),
             *listed("Assumed", report.assumptions),
             *listed("Notes", report.notes),
         )
 
     def bars(self) -> Bars:
-        """The bytes alive at the peak of each row, by role, beside the memory of the GPU."""
-        rows = [(_label(self.answer, row), row.estimate.roles) for row in self.answer.ran if row.estimate]
+        report = self.answer
+        batches, prompts = ({getattr(row, name) for row in report.ran} for name in ("batch", "prompt"))
+        rows = []
+        for row in report.ran:
+            batch = f", batch {row.batch:,}" if len(batches) > 1 else ""
+            prompt = f", prompt {row.prompt:,}" if len(prompts) > 1 else ""
+            if row.estimate:
+                rows.append((Label(f"{row.scenario}{batch}{prompt}", hint=row.title), row.estimate.roles))
         parts = [Part(role, TITLES[role].noun, role) for role in in_order(role for _, sizes in rows for role in sizes)]
         bars = Bars.of("alive at the peak", parts, rows)
-        return replace(bars, limit=Limit(self.answer.card.name, self.answer.card.bytes))
+        return replace(bars, limit=Limit(report.card.name, report.card.bytes))
 
     def versions(self) -> tuple[Phrase, ...]:
-        """The PyTorch that ran it, and the GPU."""
         return versions((self.answer.trace,), (self.answer.card,))
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything but the trace."""
         report = self.answer
         return {
             "schema": SCHEMA,
@@ -85,11 +95,7 @@ class GenerationDocument(Document[GenerationReport]):
 def _row_data(row: GenerationRow) -> dict[str, Any]:
     peak = row.estimate
     return {
-        "scenario": row.scenario,
-        "batch": row.batch,
-        "prompt": row.prompt,
-        "new": row.new,
-        "weights": row.weights,
+        **values_of(row, "scenario", "batch", "prompt", "new", "weights"),
         "assistant_weights": row.assistant,
         "prefill": row.prefill._asdict(),
         "decode": row.decode._asdict(),
@@ -102,54 +108,22 @@ def _row_data(row: GenerationRow) -> dict[str, Any]:
         "transient": row.transient,
         "peak": peak
         and {
-            "requested": peak.requested,
-            "allocated": peak.allocated,
-            "reserved": peak.reserved,
+            **values_of(peak, "requested", "allocated", "reserved"),
             "device": peak.device._asdict(),
-            "phase": peak.peak_phase,
-            "step": peak.peak_step,
-            "layer": peak.peak_layer,
-            "op": peak.peak_op,
+            **{name: getattr(peak, f"peak_{name}") for name in ("phase", "step", "layer", "op")},
             "roles": dict(peak.roles),
         },
         "largest": peak and [storage._asdict() for storage in peak.storages],
         "fits": row.fits,
         "traced_lengths": row.traced,
-        "exact": row.exact,
-        "reason": row.reason,
+        **values_of(row, "exact", "reason"),
     }
-
-
-def _label(report: GenerationReport, row: GenerationRow) -> Label:
-    """The label of a row: its scenario, and its batch and prompt where these vary."""
-    batches, prompts = ({getattr(other, name) for other in report.ran} for name in ("batch", "prompt"))
-    batch = f", batch {row.batch:,}" if len(batches) > 1 else ""
-    prompt = f", prompt {row.prompt:,}" if len(prompts) > 1 else ""
-    return Label(f"{row.scenario}{batch}{prompt}", hint=row.title)
-
-
-def remedies(remedied: Remedied) -> Table:
-    """The remedies tried for a row that does not fit, each run by itself."""
-    return remedy_table(
-        remedied, f"Remedies for {remedied.scenario} at batch {remedied.size:,} on {remedied.gpu}, each run by itself"
-    )
 
 
 def title(report: GenerationReport) -> Title:
     """The model, its inputs and the card."""
     inputs = ", ".join(map(input_text, report.inputs))
     return Title(report.model, ((f"input {inputs}",), (f"on {report.card.name}",)))
-
-
-def row_table(report: GenerationReport) -> Table:
-    """One row per scenario, batch and prompt."""
-    fields = GENERATION_FIELDS.only(*GENERATION_TABLE).hinted(fits=f"whether it fits {report.card.name}")
-    if not any(row.hosted for row in report.generation_rows):
-        fields = fields.without("kv_on_host")
-    remarks = said_once(
-        Remark(row.scenario, "unavailable", row.reason) for row in report.generation_rows if row.reason is not None
-    )
-    return Table.of("rows", "Generation", fields, report.generation_rows, remarks=remarks)
 
 
 def cache_table(report: GenerationReport) -> Table:

@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
+from memsize.documents import Document, findings_data, plain, renamed, values_of
 from memsize.documents.sections import Bars, Part, Section, Table, Title, input_text, listed
 from memsize.records.cells import Label
-from memsize.records.finding import Finding
 from memsize.records.layout import (
     COPY_FIELDS,
     COPY_TABLE,
     LAYER_FIELDS,
     Audit,
-    LayerFormats,
     LayoutReport,
     audit_rows,
 )
-from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.layout/1"
 MOST_COPIES: Final = 20
@@ -28,10 +25,11 @@ MOST_COPIES: Final = 20
 class LayoutDocument(Document[LayoutReport]):
     """A memory-format audit. `depth` cuts the layer table: copies in deeper layers count for their parents."""
 
+    only_brief = False
+
     depth: int | None = None
 
     def sections(self) -> tuple[Section, ...]:
-        """The converted tensors, the formats of each layer, the copies, and why."""
         report = self.answer
         return (
             title(report),
@@ -42,30 +40,27 @@ class LayoutDocument(Document[LayoutReport]):
             *listed("Notes", report.notes),
         )
 
-    def verdict(self) -> tuple[Finding, ...]:
-        """The findings, most important first, at most `MOST_SENTENCES`."""
-        return self.answer.findings[:MOST_SENTENCES]
-
     def bars(self) -> Bars:
-        """The bytes that a forward copies only to rearrange tensors, in row-major order and in channels last."""
         audit = self.answer.audit
         rows = [("row-major", audit.plain), ("channels last", audit.last)]
         sizes = [(Label(name), {"copied": run.copied}) for name, run in rows if audit.plain.copied or audit.last.copied]
         return Bars.of("copied to rearrange", [Part("copied", "copied", "cast copy")], sizes)
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """All figures, regardless of `depth`."""
         report, audit = self.answer, self.answer.audit
+        layers = []
+        for layer in audit.last.layers:
+            copied = {"copied_bytes": audit.last.copied_in(layer.path)}
+            copied["row_major_copied_bytes"] = audit.plain.copied_in(layer.path)
+            layers.append(renamed(plain(layer), specs="output") | copied)
         return {
             "schema": SCHEMA,
-            "model": audit.model,
-            "scenario": audit.scenario,
-            "training": audit.training,
+            **values_of(audit, "model", "scenario", "training"),
             "inputs": plain(audit.inputs),
             "converted": {"inputs": audit.converted_inputs, "weights": audit.converted},
             "copied_bytes": audit.last.copied,
             "row_major_copied_bytes": audit.plain.copied,
-            "layers": [_layer_data(audit, layer) for layer in audit.last.layers],
+            "layers": layers,
             "copies": plain(audit.last.copies),
             "row_major_copies": plain(audit.plain.copies),
             "losses": plain(audit.last.losses),
@@ -74,23 +69,14 @@ class LayoutDocument(Document[LayoutReport]):
         }
 
 
-def _layer_data(audit: Audit, layer: LayerFormats) -> dict[str, Any]:
-    return renamed(plain(layer), specs="output") | {
-        "copied_bytes": audit.last.copied_in(layer.path),
-        "row_major_copied_bytes": audit.plain.copied_in(layer.path),
-    }
-
-
 def title(report: LayoutReport) -> Title:
     """The model, its inputs, and the number of inputs and weights that were converted."""
     audit = report.audit
     inputs = ", ".join(map(input_text, audit.inputs))
     converted = f"{audit.converted:,} weight{'' if audit.converted == 1 else 's'} to channels last"
     inputs_text = f"{audit.converted_inputs:,} input{'' if audit.converted_inputs == 1 else 's'}"
-    phrases: list[tuple[str | Bytes, ...]] = [(f"input {inputs}",), (f"{inputs_text} and {converted}",)]
-    if audit.scenario != "as-given":
-        phrases.append((audit.scenario,))
-    return Title(report.model, tuple(phrases))
+    scenario = ((audit.scenario,),) if audit.scenario != "as-given" else ()
+    return Title(report.model, ((f"input {inputs}",), (f"{inputs_text} and {converted}",), *scenario))
 
 
 def layer_table(audit: Audit, depth: int | None = None) -> Table:
@@ -99,15 +85,12 @@ def layer_table(audit: Audit, depth: int | None = None) -> Table:
     rows = [
         row
         for row in audit_rows(audit, shown)
-        if _has_images(row.layer) or row.copied_bytes or row.row_major_copied_bytes
+        if (row.layer.leaf and bool(row.layer.parameters or row.layer.inputs or row.layer.outputs))
+        or row.copied_bytes
+        or row.row_major_copied_bytes
     ]
     total = LAYER_FIELDS.total("total", audit)
     return Table.of("layers", "Layers", LAYER_FIELDS, rows, total=total, caption="Memory formats under channels last")
-
-
-def _has_images(layer: LayerFormats) -> bool:
-    """Whether a leaf layer handles images. Containers are left out: they only repeat the output of their last layer."""
-    return layer.leaf and bool(layer.parameters or layer.inputs or layer.outputs)
 
 
 def copy_table(audit: Audit) -> Table:

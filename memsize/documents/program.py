@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import config_of
-from memsize.documents import MOST_SENTENCES, Document, findings_data, plain
-from memsize.documents.collectives import collective_tables, stream_tables
+from memsize.documents import Document, findings_data, plain, values_of
 from memsize.documents.sections import (
     Bars,
     Chart,
@@ -22,17 +21,18 @@ from memsize.documents.sections import (
     Section,
     Table,
     Title,
+    collective_tables,
     listed,
     role_part,
+    stream_tables,
     versions,
 )
 from memsize.documents.timeline import alive_table, course_table
 from memsize.records.cells import Label
 from memsize.records.fields import role_fields
-from memsize.records.finding import Finding
 from memsize.records.peak_by_module import MODULE_FIELDS, peak_by_module
 from memsize.records.program import TENSOR_FIELDS, Assumed, ProgramRun
-from memsize.records.ranks import GROUP_FIELDS, RankGroup, RankRuns, spans
+from memsize.records.ranks import GROUP_FIELDS, RankRuns, spans
 from memsize.records.roles import in_order
 from memsize.records.timeline import Timeline, step_courses
 
@@ -47,14 +47,20 @@ _TOLD_OF_ALL: Final = ("run-out-of-memory", "run-fits")
 class ProgramDocument(Document[ProgramRun]):
     """A program's run."""
 
+    only_brief = False
+
     @cached_property
     def _timeline(self) -> Timeline:
         run = self.answer
         return timeline(run.trace, config_of(run), run.card, few=0)
 
     def sections(self) -> tuple[Section, ...]:
-        """The verdict first, then the sections behind it."""
-        return (program_title(self.answer), *self.opening(), *self.reasons(), *self.inside())
+        run = self.answer
+        steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
+        ranks = ((str(run.trace.world),),) if run.trace.world.size > 1 else ()
+        stack = f" with {run.trace.stack}" if run.trace.stack else ""
+        title = Title(run.program, (*ranks, (steps,), (f"on {run.card.name}{stack}",)))
+        return (title, *self.opening(), *self.reasons(), *self.inside())
 
     def inside(self) -> tuple[Section, ...]:
         """The sections behind the verdict: phases, modules, collectives, streams, tensors, assumptions and notes."""
@@ -72,7 +78,6 @@ class ProgramDocument(Document[ProgramRun]):
         )
 
     def scenes(self) -> tuple[ScenarioView, ...]:
-        """The program's run over time."""
         run = self.answer
         if not run.trace.events:
             return ()
@@ -81,82 +86,48 @@ class ProgramDocument(Document[ProgramRun]):
             ScenarioView("run", run.program, lambda: (Chart(run_timeline), course_table(step_courses(run_timeline)))),
         )
 
-    def verdict(self) -> tuple[Finding, ...]:
-        """The findings, most important first, at most `MOST_SENTENCES`."""
-        return self.answer.findings[:MOST_SENTENCES]
-
     def bars(self) -> Bars | None:
-        """The bytes alive at the peak by role, largest first; `None` if there are none."""
         rows = [(role_part(role), size) for role, size in self.answer.peak.roles.items() if size]
         return Bars.of_whole("alive at the peak", rows) if rows else None
 
     def picture(self) -> Chart:
-        """The program's run over time."""
         return Chart(self._timeline)
 
     def versions(self) -> tuple[Phrase, ...]:
-        """The PyTorch that ran it, and the GPU that it ran on."""
         return versions((self.answer.trace,), (self.answer.card,))
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything but the trace."""
         run = self.answer
+        peak = plain(run.peak)
+        peak.pop("storages")
+        after, growth = run.went_on, run.growth
         return {
             "schema": SCHEMA,
             "program": run.program,
             "gpu": run.card.name,
             "gpu_bytes": run.card.bytes,
             "stack": run.trace.stack or None,
-            "capacity": run.capacity,
-            "steps": run.steps,
-            "stopped": run.stopped,
-            "failure": run.failure,
-            "failed_at": run.failed_at,
+            **values_of(run, "capacity", "steps", "stopped", "failure", "failed_at"),
             "needs_gpu": run.needs_gpu and run.needs_gpu._asdict(),
-            "peak": _peak_data(run),
+            "peak": {
+                **peak,
+                "device": run.peak.device._asdict(),
+                "roles": dict(run.peak.roles),
+                "streams": [entry._asdict() for entry in run.peak.streams],
+                "lag": run.peak.lag and run.peak.lag._asdict(),
+            },
             "tensors": [tensor._asdict() for tensor in run.tensors],
             "refused": [refused._asdict() for refused in run.refused],
-            "went_on": _went_on_data(run),
+            "went_on": after and {"steps": after.steps, "device": after.device and after.device._asdict()},
             "modules": [share._asdict() for share in peak_by_module(run.trace)],
-            "growth": _growth_data(run),
+            "growth": growth and {**growth._asdict(), "holder": growth.holder and growth.holder._asdict()},
             "kept_gradients": run.kept_gradients and run.kept_gradients._asdict(),
-            "waits": run.waits,
-            "unwritten": run.unwritten,
+            **values_of(run, "waits", "unwritten"),
             "children": [child._asdict() for child in run.children],
             "assumed": [assumed._asdict() for assumed in run.assumed],
             "findings": findings_data(run.findings, unit),
             "notes": run.trace.notes,
         }
-
-
-def _peak_data(run: ProgramRun) -> dict[str, Any]:
-    peak = plain(run.peak)
-    peak.pop("storages")
-    return {
-        **peak,
-        "device": run.peak.device._asdict(),
-        "roles": dict(run.peak.roles),
-        "streams": [entry._asdict() for entry in run.peak.streams],
-        "lag": run.peak.lag and run.peak.lag._asdict(),
-    }
-
-
-def _went_on_data(run: ProgramRun) -> dict[str, Any] | None:
-    after = run.went_on
-    return after and {"steps": after.steps, "device": after.device and after.device._asdict()}
-
-
-def _growth_data(run: ProgramRun) -> dict[str, Any] | None:
-    growth = run.growth
-    return growth and {**growth._asdict(), "holder": growth.holder and growth.holder._asdict()}
-
-
-def program_title(run: ProgramRun) -> Title:
-    """The program's command line, how far it ran, and where."""
-    steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
-    ranks = ((str(run.trace.world),),) if run.trace.world.size > 1 else ()
-    stack = f" with {run.trace.stack}" if run.trace.stack else ""
-    return Title(run.program, (*ranks, (steps,), (f"on {run.card.name}{stack}",)))
 
 
 def module_table(run: ProgramRun) -> Table:
@@ -181,80 +152,58 @@ def _assumed(assumed: Assumed) -> str:
 class RanksDocument(Document[RankRuns]):
     """Ranks beside one another."""
 
+    only_brief = False
+
     @cached_property
     def _worst(self) -> ProgramDocument:
         return ProgramDocument(self.answer.worst.run)
 
     def sections(self) -> tuple[Section, ...]:
-        """The verdict and the ranks first, then the rank that needs most memory, as in a run of that rank alone."""
         runs = self.answer
-        return (ranks_title(runs), *self.opening(), rank_table(runs), *self._remarks(), *self._worst.inside())
-
-    def verdict(self) -> tuple[Finding, ...]:
-        """The findings, most important first, at most `MOST_SENTENCES`."""
-        return self.answer.findings[:MOST_SENTENCES]
-
-    def _remarks(self) -> tuple[Findings, ...]:
-        """Findings that the verdict does not show in full, then findings about the rank that needs most memory."""
         codes = {finding.code for finding in self.verdict() if not finding.brief}
         rest = (finding for finding in self.findings if finding.code not in codes)
         own = (finding for finding in self._worst.findings if finding.code not in _TOLD_OF_ALL)
         remarks = (*rest, *own)
-        return (Findings("Why", remarks),) if remarks else ()
+        ranks = f"{runs.size} {runs.noun}{'' if runs.size == 1 else 's'}"
+        machines = f" on {runs.nodes} nodes" if runs.nodes > 1 else ""
+        roles = role_fields([group.run.peak.roles for group in runs.groups], of="run.peak.roles")
+        below = Remark(runs.named(runs.worst), "shown below", f"no {runs.noun} needs more")
+        title = f"{runs.noun[0].upper()}{runs.noun[1:]}s"
+        return (
+            Title(runs.program, ((f"{ranks}{machines}",), (f"each on {runs.groups[0].run.card.name}",))),
+            *self.opening(),
+            Table.of(
+                "ranks",
+                title,
+                GROUP_FIELDS.titled(ranks=f"{runs.noun}s").plus(*roles),
+                runs.groups,
+                caption=f"{title} beside one another, each at its own peak",
+                remarks=(below,) if len(runs.groups) > 1 else (),
+            ),
+            *((Findings("Why", remarks),) if remarks else ()),
+            *self._worst.inside(),
+        )
 
     def scenes(self) -> tuple[ScenarioView, ...]:
-        """The run of the rank that needs most over time."""
         return self._worst.scenes()
 
     def bars(self) -> Bars | None:
-        """The bytes alive at the peak of each kind of rank, by role; `None` if no rank has any."""
         groups = [group for group in self.answer.groups if group.run.peak.roles]
         parts = map(role_part, in_order(role for group in groups for role in group.run.peak.roles))
         rows = ((Label(spans(group.ranks)), dict(group.run.peak.roles)) for group in groups)
         return Bars.of(f"alive at the peak, by {self.answer.noun}", parts, rows) if groups else None
 
     def picture(self) -> Chart:
-        """The run of the rank that needs most over time."""
         return self._worst.picture()
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Each kind of rank with the figures of its run."""
         runs = self.answer
         return {
             "schema": RANKS_SCHEMA,
-            "program": runs.program,
-            "size": runs.size,
-            "nodes": runs.nodes,
-            "groups": [_group_data(group, unit) for group in runs.groups],
+            **values_of(runs, "program", "size", "nodes"),
+            "groups": [
+                values_of(group, "ran", "between") | {"run": ProgramDocument(group.run).figures(unit)}
+                for group in runs.groups
+            ],
             "findings": findings_data(runs.findings, unit),
         }
-
-
-def _group_data(group: RankGroup, unit: str) -> dict[str, Any]:
-    run = ProgramDocument(group.run).figures(unit)
-    return {"ran": group.ran, "between": group.between, "run": run}
-
-
-def ranks_title(runs: RankRuns) -> Title:
-    """The program's command line, how many ranks it has, and where they run."""
-    ranks = f"{runs.size} {runs.noun}{'' if runs.size == 1 else 's'}"
-    machines = f" on {runs.nodes} nodes" if runs.nodes > 1 else ""
-    return Title(runs.program, ((f"{ranks}{machines}",), (f"each on {runs.groups[0].run.card.name}",)))
-
-
-def rank_table(runs: RankRuns) -> Table:
-    """One row for each kind of rank."""
-    roles = role_fields([group.run.peak.roles for group in runs.groups], of="run.peak.roles")
-    below = Remark(runs.named(runs.worst), "shown below", f"no {runs.noun} needs more")
-    return Table.of(
-        "ranks",
-        _title(f"{runs.noun}s"),
-        GROUP_FIELDS.titled(ranks=f"{runs.noun}s").plus(*roles),
-        runs.groups,
-        caption=f"{_title(runs.noun)}s beside one another, each at its own peak",
-        remarks=(below,) if len(runs.groups) > 1 else (),
-    )
-
-
-def _title(noun: str) -> str:
-    return noun[0].upper() + noun[1:]

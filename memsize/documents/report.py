@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import config_of
 from memsize.device.cards import card
-from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed
-from memsize.documents.collectives import compared_collectives, compared_streams
-from memsize.documents.peaks import living_table, peak_bars, peak_table
+from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed, values_of
 from memsize.documents.sections import (
     Bars,
     Chart,
+    Limit,
     Part,
     Phrase,
     Remark,
@@ -28,6 +27,8 @@ from memsize.documents.sections import (
     Stop,
     Table,
     Title,
+    compared_collectives,
+    compared_streams,
     input_text,
     listed,
     role_part,
@@ -36,9 +37,10 @@ from memsize.documents.sections import (
 )
 from memsize.errors import OutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
-from memsize.records.fields import SCENARIO, FlatTable
-from memsize.records.finding import Finding
-from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
+from memsize.records.cells import Path
+from memsize.records.fields import BYTES, NAME, SCENARIO, TEXT, Fields, FlatTable, role_fields, shown
+from memsize.records.finding import Finding, moment_in_words, optimizer_in_words
+from memsize.records.gpu import DEFAULT_GPU, LIVE_FIELDS, GpuEstimate, Shortage
 from memsize.records.report import (
     COLUMNS,
     LAYER_FIELDS,
@@ -49,6 +51,7 @@ from memsize.records.report import (
     column_keys,
     figures,
 )
+from memsize.records.roles import in_order
 from memsize.records.trace import Trace
 from memsize.units import Bytes
 
@@ -79,9 +82,10 @@ class ReportDocument(Document[Report]):
             raise OutputError(f"depth {self.depth} is below the model itself, which is depth 0")
 
     def sections(self) -> tuple[Section, ...]:
-        """The title, where the run stopped, the tables, why, and the assumptions."""
         report = self.answer
         estimates = (estimate for result in report.scenario_results for estimate in (result.training, result.inference))
+        runs = [((r.label,), r.training) for r in self.answer.scenario_results if r.training]
+        traffic = compared_collectives([SCENARIO], ((label, training.collectives) for label, training in runs))
         return (
             title(report),
             *self.opening(),
@@ -89,32 +93,23 @@ class ReportDocument(Document[Report]):
             layer_table(report, self.depth, self.columns),
             *([scenario_table(report)] if report.scenario_results else []),
             *([peak_table(report), living_table(report)] if any(estimates) else []),
-            *self._between_gpus(),
+            *(*traffic, *compared_streams([SCENARIO], ((label, training.streams) for label, training in runs))),
             *self.reasons(),
             *listed("Assumed", report.assumptions),
             *listed("Notes", report.remarks),
         )
 
-    def _between_gpus(self) -> tuple[Table, ...]:
-        """The collectives and streams of a training that is spread over several GPUs, scenario by scenario."""
-        runs = [((r.label,), r.training) for r in self.answer.scenario_results if r.training]
-        traffic = compared_collectives([SCENARIO], ((label, training.collectives) for label, training in runs))
-        return *traffic, *compared_streams([SCENARIO], ((label, training.streams) for label, training in runs))
-
     def verdict(self) -> tuple[Finding, ...]:
-        """Whether a training that was asked for fits and where it peaks, then what precision does."""
         brief = [finding for finding in self.answer.findings if finding.brief]
         return tuple(sorted(brief, key=lambda finding: finding.code not in _FIRST))[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
-        """The scenarios side by side: at the peak of a training step, or else where a backward would begin."""
         report = self.answer
         if any(result.training for result in report.scenario_results):
             return peak_bars(report)
         return scenario_bars(report) if report.scenario_results else None
 
     def scenes(self) -> tuple[ScenarioView, ...]:
-        """The layers of the model as given, and those of each scenario that was run, with the run over time."""
         report = self.answer
         runs = {result.name: (result.title, result.trace) for result in report.scenario_results if result.trace}
         # A model that is stored in float32 is its own fp32.
@@ -142,34 +137,30 @@ class ReportDocument(Document[Report]):
             yield from (layer_table(self.answer, depth, self.columns) for depth in range(deepest - 1, 0, -1))
 
     def tables(self) -> dict[str, FlatTable]:
-        """The layer table as it is shown, with all columns unless some are chosen, and the other tables."""
         table = layer_table(self.answer, self.depth, self.columns or COLUMNS)
         names = {column.key: column.name for column in LAYER_FIELDS.columns}
         return self.answer.tables() | {"layers": FlatTable(tuple(map(names.__getitem__, table.keys)), table.rows)}
 
     def versions(self) -> tuple[Phrase, ...]:
-        """The PyTorch that ran it, and the GPU of its peaks."""
         return versions((self.answer.trace,), (card(self.answer.gpu),) if self.answer.gpu else ())
 
     def figures(self, unit: str) -> dict[str, Any]:
         """All figures, regardless of `depth` and `columns`."""
         report, trace, totals = self.answer, self.answer.trace, self.answer.totals
+        layers = [_layer_data(row) for row in own_rows(trace)]
         return {
             "schema": SCHEMA,
             "model": report.model,
-            "scenario": trace.scenario,
-            "torch": trace.torch,
-            "training": trace.training,
-            "batch_size": trace.batch_size,
+            **values_of(trace, "scenario", "torch", "training", "batch_size"),
             "inputs": plain(trace.inputs),
             "parameters": {"count": totals.parameters, "trainable": totals.trainable, "bytes": totals.parameter_bytes},
             "buffers": {"bytes": totals.buffer_bytes},
             "attributes": {"bytes": totals.attribute_bytes},
             "totals": _run_only(figures(totals), trace),
-            "layers": [_run_only(_layer_data(row), trace) for row in own_rows(trace)],
+            "layers": [_run_only(layer, trace) for layer in layers],
             "tensors": plain(trace.tensors),
             "scenarios": [
-                _scenario_data(result, report.fp32) | {"layers": _layer_columns(result.trace, trace)}
+                _scenario_data(result, report.fp32) | {"layers": result.trace and _layer_columns(result.trace, layers)}
                 for result in report.scenario_results
             ],
             "findings": findings_data(report.findings, unit),
@@ -195,13 +186,11 @@ _PER_LAYER: Final = (
 )
 
 
-def _layer_columns(trace: Trace | None, shown: Trace) -> dict[str, list[Any]] | None:
-    """Figures of each layer of `trace` as columns, in the order of its layers, without those that are as in `shown`."""
-    if trace is None:
-        return None
-    own, others = ([_layer_data(row) for row in own_rows(entry)] for entry in (trace, shown))
+def _layer_columns(trace: Trace, shown: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Figures of each layer of `trace` as columns, in the order of its layers, without those that are as `shown`."""
+    own = [_layer_data(row) for row in own_rows(trace)]
     columns = {name: [row[name] for row in own] for name in _PER_LAYER}
-    return {name: column for name, column in columns.items() if column != [row[name] for row in others]}
+    return {name: column for name, column in columns.items() if column != [row[name] for row in shown]}
 
 
 def _run_only(figures: dict[str, Any], trace: Trace) -> dict[str, Any]:
@@ -212,10 +201,7 @@ def _run_only(figures: dict[str, Any], trace: Trace) -> dict[str, Any]:
 def _scenario_data(result: ScenarioResult, baseline: Totals | None) -> dict[str, Any]:
     shares = ("parameter_bytes", "output_bytes", "saved_bytes", "inference", "training")
     return {
-        "name": result.name,
-        "title": result.title,
-        "status": result.status,
-        "reason": result.reason,
+        **values_of(result, "name", "title", "status", "reason"),
         **figures(result.totals),
         "inference": _estimate_data(result.inference),
         "training": _estimate_data(result.training),
@@ -235,9 +221,7 @@ def _estimate_data(estimate: GpuEstimate | None) -> dict[str, Any] | None:
 def title(report: Report) -> Title:
     """The model, its input and what it stores; the scenario where it is not run as given."""
     totals, inputs = report.totals, report.trace.inputs
-    phrases: list[tuple[str | Bytes, ...]] = []
-    if report.trace.scenario != "as-given":
-        phrases.append(("as", report.trace.scenario))
+    phrases: list[Phrase] = [("as", report.trace.scenario)] if report.trace.scenario != "as-given" else []
     if inputs:
         phrases.append((f"input{'s' if len(inputs) > 1 else ''}", ", ".join(map(input_text, inputs))))
     stored: list[str | Bytes] = [f"{totals.parameters:,} parameters,", Bytes(totals.parameter_bytes)]
@@ -301,20 +285,113 @@ _PARTS: Final = (
 
 def scenario_bars(report: Report) -> Bars:
     """The bytes that each scenario holds when backward begins, each counted once: a saved input counts as kept."""
-    return Bars.of(
-        "held when backward begins",
-        _PARTS,
-        ((result.label, _sizes(result.totals)) for result in report.scenario_results if result.totals),
+    rows = []
+    for result in report.scenario_results:
+        if sums := result.totals:
+            sizes = {
+                "parameter": sums.parameter_bytes,
+                "buffer": sums.buffer_bytes,
+                "attribute": sums.attribute_bytes,
+                "master weight": sums.master_bytes,
+                "cast copy": sums.cast_bytes,
+                "kept": sums.saved_bytes - sums.saved_cast_bytes,
+                "input": sums.input_bytes - sums.saved_input_bytes,
+            }
+            rows.append((result.label, sizes))
+    return Bars.of("held when backward begins", _PARTS, rows)
+
+
+# -- peaks on a GPU ----------------------------------------------------------------------------------------------------
+
+
+class _PeakRow(NamedTuple):
+    """One run of a scenario: a forward without gradients (``"inference"``) or a training step, at its peak."""
+
+    result: ScenarioResult
+    run: str
+    estimate: GpuEstimate
+
+
+_PEAK_FIELDS: Final = Fields[_PeakRow](
+    shown("scenario", "scenario", NAME, 100, SCENARIO.help, get=lambda row: row.result.label),
+    shown("run", "peak of", TEXT, 98, "one forward without gradients, or a training step"),
+    shown("estimate.requested", "requested", BYTES, 95, "what tensors ask for", key="requested"),
+    shown("estimate.allocated", "allocated", BYTES, 90, "the caching allocator's blocks", key="allocated"),
+    shown("estimate.reserved", "reserved", BYTES, 92, "the caching allocator's segments", key="reserved"),
+    shown(
+        "estimate.device.low",
+        "device from",
+        BYTES,
+        80,
+        "reserved and what is outside PyTorch, at least",
+        key="device_low",
+    ),
+    shown(
+        "estimate.device.high",
+        "to",
+        BYTES,
+        80,
+        "reserved and what is outside PyTorch, at most",
+        key="device_high",
+        beside="device_low",
+    ),
+    shown("estimate.peak_phase", "in", TEXT, 85, "the phase that the peak falls in", key="phase", alone="phase"),
+    shown(
+        "estimate.peak_layer",
+        "at",
+        NAME,
+        70,
+        "the layer that the peak falls in",
+        cell=lambda row, _: Path(row.estimate.peak_layer) if row.estimate.peak_layer else "",
+        key="layer",
+        alone="layer",
+    ),
+)
+
+
+def peak_bars(report: Report) -> Bars:
+    """The bytes alive by role at the peak of each scenario's training step, beside the memory of the GPU."""
+    looks = [(result, result.training) for result in report.scenario_results if result.training]
+    bars = Bars.of(
+        "peak of a training step",
+        map(role_part, in_order(role for _, look in looks for role in look.roles)),
+        ((result.label, look.roles) for result, look in looks),
     )
+    return replace(bars, limit=Limit(report.gpu, card(report.gpu).bytes))
 
 
-def _sizes(totals: Totals) -> dict[str, int]:
-    return {
-        "parameter": totals.parameter_bytes,
-        "buffer": totals.buffer_bytes,
-        "attribute": totals.attribute_bytes,
-        "master weight": totals.master_bytes,
-        "cast copy": totals.cast_bytes,
-        "kept": totals.saved_bytes - totals.saved_cast_bytes,
-        "input": totals.input_bytes - totals.saved_input_bytes,
-    }
+def peak_table(report: Report) -> Table:
+    """One row per scenario and run: its peak in the allocator's terms, and the bytes alive there by role."""
+    rows = [
+        _PeakRow(r, run, look)
+        for r in report.scenario_results
+        for run, look in (("inference", r.inference), ("training", r.training))
+        if look
+    ]
+    roles = role_fields([row.estimate.roles for row in rows], " alive at the peak", of="estimate.roles")
+    # A100, H100, L4 and RTX begin with a vowel when they are read out.
+    article = "an" if report.gpu[:1] in "AHLR" else "a"
+    stack = f" with {report.trace.stack}" if report.trace.stack else ""
+    trained = f", training with {optimizer_in_words(report.optimizer)}" if report.optimizer else ""
+    remarks = (
+        *(Remark(r.name, "training", r.untrained) for r in report.scenario_results if r.untrained),
+        *(Remark(r.name, run, _short(look.shortage)) for r, run, look in rows if look.shortage),
+    )
+    caption = f"Peaks on {article} {report.gpu}{stack}{trained}"
+    return Table.of("peaks", "Peaks", _PEAK_FIELDS.plus(*roles), rows, caption=caption, remarks=said_once(remarks))
+
+
+def _short(shortage: Shortage) -> str:
+    where = moment_in_words(shortage.phase, shortage.layer)
+    if shortage.certain:
+        return f"does not fit: it runs out of memory in {where}; its peaks are those with enough memory"
+    outside = "a large CUDA context and NCCL's buffers" if shortage.nccl else "a large CUDA context"
+    return f"may not fit: with {outside} it runs out of memory in {where}"
+
+
+def living_table(report: Report, count: int = 8) -> Table:
+    """The largest storages alive at the first peak of a scenario: that of its training, or else of its inference."""
+    result, look = next((r, look) for r in report.scenario_results if (look := r.training or r.inference))
+    caption = f"Alive at the peak of {result.name}, {'training' if result.training else 'inference'}: the largest"
+    table = Table.of("living", "Alive at the peak", LIVE_FIELDS, look.storages[:count], caption=caption)
+    return table.without_empty("line")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data, plain
-from memsize.documents.fit import remedy_table
+from memsize.documents import Document, findings_data, plain, values_of
+from memsize.documents.fit import remedy_tables
 from memsize.documents.sections import (
     Bars,
     Limit,
@@ -21,7 +21,6 @@ from memsize.documents.sections import (
     versions,
 )
 from memsize.records.cells import Label
-from memsize.records.fit import Remedied
 from memsize.records.serving import GROUP_FIELDS, SERVING_FIELDS, ServingReport, ServingRow
 
 SCHEMA: Final = "memsize.serving/1"
@@ -38,31 +37,37 @@ class ServingDocument(Document[ServingReport]):
     """The memory of a paged server, scenario by scenario."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The answer first, then its figures."""
         report = self.answer
+        remarks = said_once(
+            Remark(row.scenario, "unavailable", row.reason) for row in report.serving_rows if row.reason is not None
+        )
+        caption = f"Requests of {report.asked['context']:,} tokens"
+        remedied = report.remedied
+        about = f"one request of {remedied.size:,} tokens under {remedied.scenario}" if remedied else ""
         return (
             title(report),
             *self.opening(),
-            row_table(report),
-            group_table(report),
-            *([remedies(report.remedied)] if report.remedied else []),
+            Table.of("rows", "Serving", SERVING_FIELDS, report.serving_rows, caption=caption, remarks=remarks),
+            Table.of("groups", "Groups", GROUP_FIELDS, report.groups, caption="Layers that share blocks"),
+            *remedy_tables(remedied, about),
             *self.reasons(),
             *listed("Assumed", report.assumptions),
             *listed("Notes", report.notes),
         )
 
     def bars(self) -> Bars:
-        """The uses of each GPU's memory, with the upper bound of the memory outside PyTorch."""
-        rows = [(Label(row.scenario, hint=row.title), _sizes(row)) for row in self.answer.ran]
+        rows = []
+        for row in self.answer.ran:
+            sizes = {"weights": row.weights, "profile": row.profile, "non_torch": row.non_torch.high}
+            sizes["kv_cache"] = row.paged.available.low if row.paged else 0
+            rows.append((Label(row.scenario, hint=row.title), sizes))
         bars = Bars.of("taken on a card", _PARTS, rows)
         return replace(bars, limit=Limit(self.answer.card.name, self.answer.card.bytes))
 
     def versions(self) -> tuple[Phrase, ...]:
-        """The GPU."""
         return versions((), (self.answer.card,))
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything in it."""
         report = self.answer
         return {
             "schema": SCHEMA,
@@ -80,24 +85,10 @@ class ServingDocument(Document[ServingReport]):
         }
 
 
-def remedies(remedied: Remedied) -> Table:
-    """The remedies tried to make room for one request, each run by itself."""
-    return remedy_table(
-        remedied, f"Remedies for one request of {remedied.size:,} tokens under {remedied.scenario}, each run by itself"
-    )
-
-
-def _sizes(row: ServingRow) -> dict[str, int]:
-    cache = row.paged.available.low if row.paged else 0
-    return {"weights": row.weights, "profile": row.profile, "non_torch": row.non_torch.high, "kv_cache": cache}
-
-
 def _row_data(row: ServingRow) -> dict[str, Any]:
     paged = row.paged
     return {
-        "scenario": row.scenario,
-        "weights": row.weights,
-        "profile": row.profile,
+        **values_of(row, "scenario", "weights", "profile"),
         "non_torch": row.non_torch._asdict(),
         "paged": paged
         and {
@@ -108,8 +99,7 @@ def _row_data(row: ServingRow) -> dict[str, Any]:
             "tokens": paged.tokens._asdict(),
             "concurrency": paged.concurrency._asdict(),
         },
-        "shortage": row.shortage,
-        "reason": row.reason,
+        **values_of(row, "shortage", "reason"),
     }
 
 
@@ -120,17 +110,3 @@ def title(report: ServingReport) -> Title:
     step = f"steps of {arguments['batched_tokens']:,} tokens, {arguments['seqs']:,} sequences"
     taken = f"{arguments['utilization']:.0%} of its memory, blocks of {arguments['block']} tokens"
     return Title(report.model, ((step,), (f"on {cards}: {taken}",)))
-
-
-def row_table(report: ServingReport) -> Table:
-    """One row per scenario."""
-    remarks = said_once(
-        Remark(row.scenario, "unavailable", row.reason) for row in report.serving_rows if row.reason is not None
-    )
-    caption = f"Requests of {report.asked['context']:,} tokens"
-    return Table.of("rows", "Serving", SERVING_FIELDS, report.serving_rows, caption=caption, remarks=remarks)
-
-
-def group_table(report: ServingReport) -> Table:
-    """The layers that share a table of blocks."""
-    return Table.of("groups", "Groups", GROUP_FIELDS, report.groups, caption="Layers that share blocks")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data
+from memsize.documents import Document, findings_data, values_of
 from memsize.documents.sections import Bars, Limit, Remark, Section, Table, Title, listed, role_part
 from memsize.records.cells import Cell, Label, Missing
 from memsize.records.fields import Column
@@ -23,13 +23,16 @@ class SweepDocument(Document[Sweep]):
     """A sweep."""
 
     def sections(self) -> tuple[Section, ...]:
-        """The answer first; the largest batches where batches vary; then every cell."""
         sweep = self.answer
-        if not sweep.sweep_rows:
-            return (_title(sweep), *self.opening())
+        count = len(sweep.sweep_rows)
+        settings = sweep.sweep_rows[0].settings if count else {}
+        same = [key for key in sweep.used if key not in sweep.varying]
+        cells = f"{count:,} cell{'' if count == 1 else 's'}"
+        opening = (Title(sweep.name, ((cells,), *((phrase_of(settings, [key]),) for key in same))), *self.opening())
+        if not count:
+            return opening
         return (
-            _title(sweep),
-            *self.opening(),
+            *opening,
             *([batch_table(sweep)] if "batch_size" in sweep.varying else []),
             cell_table(sweep),
             *self.reasons(),
@@ -37,7 +40,6 @@ class SweepDocument(Document[Sweep]):
         )
 
     def bars(self) -> Bars | None:
-        """The peak of each way to run each model; if there are too many to draw, the largest peak of each model."""
         sweep = self.answer
         ways = tuple(key for key in sweep.varying if key != "gpu") or ("gpu",)
         largest = _largest_peaks(sweep, ways)
@@ -62,19 +64,12 @@ class SweepDocument(Document[Sweep]):
                     yield replace(section, rows=section.rows[:count], remarks=(), caption=caption)
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Every cell with its roles."""
         sweep = self.answer
-        records = sweep.tables()["rows"].records()
-        cells = [
-            record | {"roles": dict(row.roles), "notes": row.notes}
-            for record, row in zip(records, sweep.sweep_rows, strict=True)
-        ]
+        rows = zip(sweep.tables()["rows"].records(), sweep.sweep_rows, strict=True)
         return {
             "schema": SCHEMA,
-            "name": sweep.name,
-            "varying": sweep.varying,
-            "reused": sweep.reused,
-            "cells": cells,
+            **values_of(sweep, "name", "varying", "reused"),
+            "cells": [record | {"roles": dict(row.roles), "notes": row.notes} for record, row in rows],
             "findings": findings_data(sweep.findings, unit),
             "missing": sweep.missing,
         }
@@ -91,15 +86,6 @@ def _largest_peaks(sweep: Sweep, keys: Sequence[str]) -> dict[str, SweepRow]:
         if row.reserved is not None and (name not in largest or row.reserved > (largest[name].reserved or 0)):
             largest[name] = row
     return largest
-
-
-def _title(sweep: Sweep) -> Title:
-    """The name of the sweep, the number of cells, and the settings that all of them share."""
-    count = len(sweep.sweep_rows)
-    same = [key for key in sweep.used if key not in sweep.varying]
-    settings = sweep.sweep_rows[0].settings if count else {}
-    cells = f"{count:,} cell{'' if count == 1 else 's'}"
-    return Title(sweep.name, ((cells,), *((phrase_of(settings, [key]),) for key in same)))
 
 
 def batch_table(sweep: Sweep) -> Table:
@@ -148,7 +134,6 @@ def _in_words(key: str, row: SweepRow) -> str:
 
 
 def _notes(sweep: Sweep) -> Iterator[str]:
-    """Notes on the runs, each once, with its number of cells unless all have it; then the number of reused cells."""
     ran = [row for row in sweep.sweep_rows if row.outcome != "failed"]
     for note, count in Counter(note for row in ran for note in row.notes).items():
         yield note if count == len(ran) else f"{count:,} of {len(ran):,} cells: {note}"

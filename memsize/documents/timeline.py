@@ -6,8 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from memsize.documents import Document
-from memsize.documents.collectives import collective_tables, stream_tables
-from memsize.documents.sections import Chart, Phrase, Section, Table, Title, listed, versions
+from memsize.documents.sections import (
+    Chart,
+    Phrase,
+    Section,
+    Table,
+    Title,
+    collective_tables,
+    listed,
+    stream_tables,
+    versions,
+)
 from memsize.records.fields import role_fields
 from memsize.records.finding import Finding, Moment
 from memsize.records.roles import noun
@@ -21,7 +30,6 @@ class TimelineDocument(Document[Timeline]):
     indent = None
 
     def sections(self) -> tuple[Section, ...]:
-        """All sections in reading order; a run without events has only a title."""
         timeline = self.answer
         if not len(timeline):
             return (timeline_title(timeline),)
@@ -38,19 +46,27 @@ class TimelineDocument(Document[Timeline]):
         )
 
     def verdict(self) -> tuple[Finding, ...]:
-        """Where the peak is, and the roles that hold most of it; empty for a run without events."""
-        return (peak_finding(self.answer),) if len(self.answer) else ()
+        """The peak in a sentence, with the roles that hold most of it; empty for a run without events."""
+        timeline = self.answer
+        if not len(timeline):
+            return ()
+        peak = timeline.peak
+        largest = sorted(peak.roles, key=lambda role: -peak.roles[role])[:3]
+        shares = ", ".join(f"{{r{position}}} of {noun(role)}" for position, role in enumerate(largest))
+        values: dict[str, object] = {f"r{position}": Bytes(peak.roles[role]) for position, role in enumerate(largest)}
+        values |= {"peak": Bytes(peak.bytes), "phase": str(timeline.phase_at(peak.event)), "at": peak.layer or peak.op}
+        at = " at {at}" if values["at"] else ""
+        template = f"Most is alive in {{phase}}{at}, {{peak}}: {shares}."
+        moment = Moment(timeline.scenario, peak.event)
+        return (Finding("peak", template, values, bytes=peak.bytes, moment=moment),)
 
     def versions(self) -> tuple[Phrase, ...]:
-        """The release of PyTorch that ran, and the GPU."""
         return versions((self.answer,), [self.answer.card] if self.answer.card else ())
 
     def picture(self) -> Chart:
-        """The run over time."""
         return Chart(self.answer)
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """The columns, and the peak."""
         return to_data(self.answer)
 
 
@@ -67,18 +83,6 @@ def timeline_title(timeline: Timeline) -> Title:
             (Bytes(max(timeline.reserved)), "reserved"),
         ]
     return Title(timeline.model, tuple(phrases))
-
-
-def peak_finding(timeline: Timeline) -> Finding:
-    """The peak in a sentence, with the roles that hold most of it."""
-    peak = timeline.peak
-    largest = sorted(peak.roles, key=lambda role: -peak.roles[role])[:3]
-    shares = ", ".join(f"{{r{position}}} of {noun(role)}" for position, role in enumerate(largest))
-    values: dict[str, object] = {f"r{position}": Bytes(peak.roles[role]) for position, role in enumerate(largest)}
-    values |= {"peak": Bytes(peak.bytes), "phase": str(timeline.phase_at(peak.event)), "at": peak.layer or peak.op}
-    at = " at {at}" if values["at"] else ""
-    template = f"Most is alive in {{phase}}{at}, {{peak}}: {shares}."
-    return Finding("peak", template, values, bytes=peak.bytes, moment=Moment(timeline.scenario, peak.event))
 
 
 def course_table(summaries: Sequence[PhaseSummary]) -> Table:

@@ -28,72 +28,67 @@ class VerificationDocument(Document[Verification]):
     """A verification."""
 
     def sections(self) -> tuple[Section, ...]:
-        """Predicted and measured figures, the allocations that differ, the assumptions, and notes on both runs."""
-        verification = self.answer
+        verification, alignment = self.answer, self.answer.alignment
         assumptions = dict.fromkeys(text for run in verification.runs for text in run.prediction.assumptions)
+        rows = (row for run in verification.runs for row in _compared(run))
+        table = Table.of("figures", "Figures", FIGURE_FIELDS, rows, caption="Predicted beside measured")
+        work, stack = verification.runs[0].measurement.workload, verification.runs[0].measurement.stack
+        trained = f"{work.optimizer}, step {work.steps}" if work.optimizer else "one inference"
+        libraries = (
+            ("CUDA", stack.cuda),
+            ("cuDNN", stack.cudnn and dotted_cudnn(stack.cudnn)),
+            ("cuBLAS", stack.cublas),
+        )
+        software = ", ".join(f"{name} {version}" for name, version in (("torch", stack.torch), *libraries) if version)
         return (
-            title(verification),
-            *self.opening(),
-            figure_table(verification),
-            *(
-                [difference_table(verification.alignment)]
-                if verification.alignment and verification.alignment.differences
-                else []
+            Title(
+                verification.model,
+                ((work.scenario,), (f"batch {work.batch_size}",), (trained,), (stack.gpu,), (software,)),
             ),
+            *self.opening(),
+            table if len(verification.runs) > 1 else table.without("benchmark"),
+            *([difference_table(alignment)] if alignment and alignment.differences else []),
             *listed("Assumed", tuple(assumptions)),
             *listed("Notes", tuple(dict.fromkeys((*_notes(verification), *verification.notes)))),
         )
 
     def verdict(self) -> tuple[Finding, ...]:
         """The error of the prediction that is furthest off, and the number of allocations that match."""
-        return tuple(_accuracy(self.answer))
+        shared = [comparison for comparison in self.answer.comparisons if comparison.share is not None]
+        if not shared:
+            return ()
+        worst = max(shared, key=lambda comparison: abs(comparison.share or 0))
+        text = "Every figure is predicted exactly, or lies between the bounds."
+        if worst.share:
+            text = "{figure} is off most: {share}, {predicted} predicted and {measured} measured."
+        values = {
+            "figure": worst.figure.capitalize(),
+            "share": f"{worst.share or 0:+.2%}".replace("-", "−"),
+            "predicted": Bytes(worst.predicted[0]),
+            "measured": Bytes(worst.measured or 0),
+        }
+        accuracy, alignment = Finding("accuracy", text, values), self.answer.alignment
+        if alignment is None:
+            return (accuracy,)
+        counts = {"matched": alignment.matched, "real": alignment.real}
+        text = "Of {real} allocations in the last step, {matched} are as predicted."
+        return accuracy, Finding("allocations", text, counts)
 
     def bars(self) -> Bars | None:
-        """The prediction above the measurement for each measured figure; `None` if nothing was measured."""
         return comparison_bars(self.answer)
 
     def figures(self, unit: str) -> dict[str, Any]:
-        """Everything but the logs."""
         verification, alignment = self.answer, self.answer.alignment
-        differences = verification.tables()["differences"].records()
-        counts = alignment and {
-            "predicted": alignment.predicted,
-            "measured": alignment.real,
-            "matched": alignment.matched,
-        }
+        differences = verification.tables()["differences"].records() if alignment else None
         return {
             "schema": SCHEMA,
             "model": verification.model,
             "runs": [_run_data(run) for run in verification.runs],
-            "allocations": counts,
-            "differences": [renamed(comparison, difference="kind") for comparison in differences]
-            if alignment
-            else None,
+            "allocations": alignment
+            and {"predicted": alignment.predicted, "measured": alignment.real, "matched": alignment.matched},
+            "differences": None if differences is None else [renamed(row, difference="kind") for row in differences],
             "notes": verification.notes,
         }
-
-
-def _accuracy(verification: Verification) -> Iterator[Finding]:
-    shared = [comparison for comparison in verification.comparisons if comparison.share is not None]
-    if not shared:
-        return
-    worst = max(shared, key=lambda comparison: abs(comparison.share or 0))
-    if not worst.share:
-        text = "Every figure is predicted exactly, or lies between the bounds."
-    else:
-        text = "{figure} is off most: {share}, {predicted} predicted and {measured} measured."
-    values = {
-        "figure": worst.figure.capitalize(),
-        "share": f"{worst.share or 0:+.2%}".replace("-", "−"),
-        "predicted": Bytes(worst.predicted[0]),
-        "measured": Bytes(worst.measured or 0),
-    }
-    yield Finding("accuracy", text, values)
-    alignment = verification.alignment
-    if alignment is not None:
-        counts = {"matched": alignment.matched, "real": alignment.real}
-        text = "Of {real} allocations in the last step, {matched} are as predicted."
-        yield Finding("allocations", text, counts)
 
 
 def _run_data(run: VerifiedRun) -> dict[str, Any]:
@@ -101,17 +96,6 @@ def _run_data(run: VerifiedRun) -> dict[str, Any]:
     del seen["log"]
     figures = [FIGURE_FIELDS.record(row) for row in _compared(run)]
     return {"figures": figures, "assumptions": run.prediction.assumptions, **seen}
-
-
-def title(verification: Verification) -> Title:
-    """The model, how it was run, and on what."""
-    work, stack = verification.runs[0].measurement.workload, verification.runs[0].measurement.stack
-    trained = f"{work.optimizer}, step {work.steps}" if work.optimizer else "one inference"
-    libraries = (("CUDA", stack.cuda), ("cuDNN", stack.cudnn and dotted_cudnn(stack.cudnn)), ("cuBLAS", stack.cublas))
-    software = ", ".join(f"{name} {version}" for name, version in (("torch", stack.torch), *libraries) if version)
-    return Title(
-        verification.model, ((work.scenario,), (f"batch {work.batch_size}",), (trained,), (stack.gpu,), (software,))
-    )
 
 
 _PARTS: Final = (
@@ -131,13 +115,6 @@ def comparison_bars(verification: Verification) -> Bars | None:
             bars.append(Bar((Label(f"{name}: predicted"),), (low, high - low, 0)))
             bars.append(Bar((Label(f"{name}: measured"),), (0, 0, comparison.measured)))
     return Bars("predicted beside measured", _PARTS, tuple(bars)) if bars else None
-
-
-def figure_table(verification: Verification) -> Table:
-    """One row per figure and run."""
-    rows = (row for run in verification.runs for row in _compared(run))
-    table = Table.of("figures", "Figures", FIGURE_FIELDS, rows, caption="Predicted beside measured")
-    return table if len(verification.runs) > 1 else table.without("benchmark")
 
 
 def _compared(run: VerifiedRun) -> Iterator[FigureComparison]:

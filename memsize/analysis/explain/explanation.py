@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -44,51 +45,17 @@ def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None
     history = History(entries, tuple(segment for segment in snapshot.segments if segment.device == number))
     if not history.segments and not history.entries:
         raise InputError(f"{snapshot.name} has nothing on GPU {number}")
-    explanation = _explained(snapshot, number=number, history=history, prediction=prediction)
-    return replace(explanation, findings=RULES.findings(explanation))
-
-
-def _chosen(snapshot: Snapshot) -> int:
-    """The GPU to explain."""
-    for number, entries in enumerate(snapshot.histories):
-        if any(entry.action == "oom" for entry in entries):
-            return number
-    reserved: dict[int, int] = {0: 0}
-    for segment in snapshot.segments:
-        reserved[segment.device] = reserved.get(segment.device, 0) + segment.size
-    return max(reserved, key=reserved.__getitem__)
-
-
-class _Moment(NamedTuple):
-    name: Moment
-    entry: int
-    """The last entry that counts: what is alive after it is explained."""
-
-
-def _moment(history: History) -> _Moment:
-    if history.failures:
-        return _Moment("out of memory", history.failures[-1])
-    levels, end = history.requested, max(len(history.entries) - 1, 0)
-    highest = max(range(len(levels)), key=levels.__getitem__)
-    return _Moment("end", end) if levels[highest] == levels[end] else _Moment("peak", highest)
-
-
-def _explained(snapshot: Snapshot, number: int, history: History, prediction: _Prediction | None) -> Explanation:
-    moment = _moment(history)
-    live = [
-        (life, category)
-        for life, category in zip(history.lives, categories(history), strict=True)
-        if life.alive_at(moment.entry)
-    ]
-    estimate = prediction.estimate if prediction else None
-    return Explanation(
+    moment, last = _moment(history)
+    lives = zip(history.lives, categories(history), strict=True)
+    live = [(life, category) for life, category in lives if life.alive_at(last)]
+    explanation = Explanation(
         snapshot=snapshot.name,
         device=number,
-        moment=moment.name,
+        moment=moment,
         requested=sum(life.bytes for life, _ in live),
-        reserved_then=history.reserved_at(moment.entry),
-        line=None if moment.name == "end" else history.summary(history.entries[moment.entry].stack).line,
-        alive=tuple(_alive(live, estimate)),
+        reserved_then=history.reserved_at(last),
+        line=None if moment == "end" else history.summary(history.entries[last].stack).line,
+        alive=tuple(_alive(live, prediction.estimate if prediction else None)),
         places=tuple(_places(history, live)),
         reserved=_reserved(history.segments),
         failed=_failed(history),
@@ -96,18 +63,37 @@ def _explained(snapshot: Snapshot, number: int, history: History, prediction: _P
         predicted=prediction.named if prediction else None,
         notes=tuple(_notes(snapshot, number, history)),
     )
+    return replace(explanation, findings=RULES.findings(explanation))
+
+
+def _chosen(snapshot: Snapshot) -> int:
+    for number, entries in enumerate(snapshot.histories):
+        if any(entry.action == "oom" for entry in entries):
+            return number
+    reserved = Counter({0: 0})
+    for segment in snapshot.segments:
+        reserved[segment.device] += segment.size
+    return max(reserved, key=reserved.__getitem__)
+
+
+def _moment(history: History) -> tuple[Moment, int]:
+    """The moment to explain, and the last entry that counts: what is alive after it is explained."""
+    if history.failures:
+        return "out of memory", history.failures[-1]
+    levels, end = history.requested, max(len(history.entries) - 1, 0)
+    highest = max(range(len(levels)), key=levels.__getitem__)
+    return ("end", end) if levels[highest] == levels[end] else ("peak", highest)
 
 
 def _failed(history: History) -> FailedRequest | None:
     if not history.failures:
         return None
     last = history.entries[history.failures[-1]]
-    # PyTorch records the request as it was rounded up, and writes what is free where an address stands otherwise.
-    free = last.free or last.address
     summary = history.summary(last.stack)
     return FailedRequest(
         bytes=last.size,
-        free=free,
+        # PyTorch records the request as it was rounded up, and writes what is free where an address stands otherwise.
+        free=last.free or last.address,
         line=summary.line,
         function=summary.function,
         stage=history.stage(last.stack),
@@ -115,56 +101,29 @@ def _failed(history: History) -> FailedRequest | None:
     )
 
 
-def _alive(live: Iterable[tuple[Life, Category]], estimate: GpuEstimate | None) -> list[Alive]:
-    """The categories, roles in their order and what is unknown after them."""
-    categories: dict[str, Alive] = {}
-    for life, (name, how) in live:
-        total = categories.get(name, Alive(name, bytes=0, blocks=0, how=how))
-        weakest = max(total.how, how, key=_CERTAINTY.index)
-        categories[name] = total._replace(bytes=total.bytes + life.bytes, blocks=total.blocks + 1, how=weakest)
-    if estimate is not None:
-        for role, size in estimate.roles.items():
-            categories[role] = categories.get(role, Alive(role, bytes=0, blocks=0, how="unknown"))._replace(
-                predicted=size
-            )
-    return [categories[name] for name in (*ROLES, *UNKNOWN) if name in categories]
-
-
-_CERTAINTY: Final[tuple[How, ...]] = ("recorded", "stack", "lifetime", "size", "unknown")
-
-
 def _places(history: History, live: Iterable[tuple[Life, Category]]) -> list[Place]:
-    """The blocks by category and stack, the largest first."""
     groups: dict[tuple[str, int], list[Life]] = {}
     for life, category in live:
         groups.setdefault((category.name, id(life.stack) if life.stack else 0), []).append(life)
+    # Blocks whose stacks differ in C++ alone are one place.
     joined: dict[tuple[str, str, tuple[str, ...]], Place] = {}
     for (name, _), lives in groups.items():
         summary = history.summary(lives[0].stack)
         calls = tuple(map(str, python_calls(lives[0].stack)[:_MOST_CALLS]))
         sizes = [life.bytes for life in lives]
-        stack_place = Place(
-            bytes=sum(sizes),
-            blocks=len(sizes),
-            largest=max(sizes),
+        key = (name, summary.function, calls)
+        former = joined.get(key)
+        joined[key] = Place(
+            bytes=sum(sizes) + (former.bytes if former else 0),
+            blocks=len(sizes) + (former.blocks if former else 0),
+            largest=max([*sizes, former.largest if former else 0]),
             category=name,
             line=summary.line,
             function=summary.function,
             called_from=summary.called_from,
             calls=calls,
         )
-        key = (name, stack_place.function, calls)
-        joined[key] = _joined(joined.get(key), stack_place)
     return sorted(joined.values(), key=lambda stack_place: -stack_place.bytes)
-
-
-def _joined(former: Place | None, more: Place) -> Place:
-    """Blocks whose stacks differ in C++ alone are one place."""
-    if former is None:
-        return more
-    return more._replace(
-        bytes=former.bytes + more.bytes, blocks=former.blocks + more.blocks, largest=max(former.largest, more.largest)
-    )
 
 
 def _reserved(segments: Iterable[Segment]) -> ReservedBytes:
@@ -184,6 +143,23 @@ def _reserved(segments: Iterable[Segment]) -> ReservedBytes:
     return ReservedBytes(
         requested=requested, rounding=rounding, waiting=waiting, pieces=pieces, cached=cached, largest=largest
     )
+
+
+def _alive(live: Iterable[tuple[Life, Category]], estimate: GpuEstimate | None) -> list[Alive]:
+    categories: dict[str, Alive] = {}
+    for life, (name, how) in live:
+        total = categories.get(name, Alive(name, bytes=0, blocks=0, how=how))
+        weakest = max(total.how, how, key=_CERTAINTY.index)
+        categories[name] = total._replace(bytes=total.bytes + life.bytes, blocks=total.blocks + 1, how=weakest)
+    if estimate is not None:
+        for role, size in estimate.roles.items():
+            categories[role] = categories.get(role, Alive(role, bytes=0, blocks=0, how="unknown"))._replace(
+                predicted=size
+            )
+    return [categories[name] for name in (*ROLES, *UNKNOWN) if name in categories]
+
+
+_CERTAINTY: Final[tuple[How, ...]] = ("recorded", "stack", "lifetime", "size", "unknown")
 
 
 def _notes(snapshot: Snapshot, number: int, history: History) -> Iterable[str]:
@@ -211,21 +187,17 @@ def predicted(answer: Any) -> _Prediction:
     """The peak that a saved run predicts; raises `InputError` for a run that predicts none."""
     match answer:
         case StepTrace():
-            return _prediction(answer.trace.model, answer.trace.scenario, answer.peak)
+            model, scenario, estimate = answer.trace.model, answer.trace.scenario, answer.peak
         case ProgramRun():
-            return _prediction(answer.program, "as-given", answer.peak)
-        case Report():
-            for result in answer.scenario_results:
-                estimate = result.training or result.inference
-                if estimate is not None:
-                    return _prediction(answer.model, result.name, estimate)
-    raise InputError(
-        f"this saved {getattr(answer, 'kind', 'run')} predicts no peak: save memsize run, memsize timeline, or "
-        "memsize report --train"
-    )
-
-
-def _prediction(model: str, scenario: str, estimate: GpuEstimate) -> _Prediction:
-    return _Prediction(
-        Predicted(model, scenario=scenario, requested=estimate.requested, reserved=estimate.reserved), estimate
-    )
+            model, scenario, estimate = answer.program, "as-given", answer.peak
+        case Report(scenario_results=results) if peaks := [
+            (result.name, peak) for result in results if (peak := result.training or result.inference)
+        ]:
+            model, (scenario, estimate) = answer.model, peaks[0]
+        case _:
+            raise InputError(
+                f"this saved {getattr(answer, 'kind', 'run')} predicts no peak: save memsize run, memsize timeline, or "
+                "memsize report --train"
+            )
+    named = Predicted(model, scenario=scenario, requested=estimate.requested, reserved=estimate.reserved)
+    return _Prediction(named, estimate)

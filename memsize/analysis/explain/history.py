@@ -23,8 +23,6 @@ from memsize.analysis.explain.snapshot_file import Block, Entry, Frame, Segment,
 from memsize.records.explanation import How
 from memsize.records.roles import ROLES, Role
 
-# -- where a stack stands ----------------------------------------------------------------------------------------------
-
 Stage = Literal[
     "model", "data", "forward", "recomputation", "backward", "optimizer", "buckets", "workspace", "other", "unrecorded"
 ]
@@ -135,8 +133,6 @@ def _stage(stack: Stack) -> Stage:
     return stage
 
 
-# -- blocks over the history -------------------------------------------------------------------------------------------
-
 EARLIER: Final = -1
 """When a block was made that is older than the history."""
 _ALIVE, _WAITING = ("active_allocated", "active_awaiting_free")
@@ -226,23 +222,22 @@ class History:
 
     @cached_property
     def _starts(self) -> dict[Stage, list[int]]:
-        """The entries in which blocks are made at each stage."""
         starts: dict[Stage, list[int]] = {}
         for index, entry in enumerate(self.entries):
             if entry.action == "alloc":
                 starts.setdefault(self.stage(entry.stack), []).append(index)
         return starts
 
-    @cached_property
-    def _python_only(self) -> bool:
-        """Whether stacks were recorded, and those of Python alone: then the thread of backward has none."""
-        stacks = [entry.stack for entry in self.entries if entry.action == "alloc" and entry.stack]
-        return bool(stacks) and all(frame.filename.endswith(".py") for stack in stacks for frame in stack[:1])
-
     def stage(self, stack: Stack) -> Stage:
         """At which stage of the run a stack of the history is."""
         stage = self.summary(stack).stage
         return "backward" if stage == "unrecorded" and self._python_only else stage
+
+    @cached_property
+    def _python_only(self) -> bool:
+        """Whether stacks were recorded, and those of Python alone: then the thread of backward has none."""
+        stacks = [entry.stack for entry in self.entries if entry.action == "alloc" and entry.stack]
+        return bool(stacks) and all(stack[0].filename.endswith(".py") for stack in stacks)
 
     @cached_property
     def failures(self) -> list[int]:
@@ -262,8 +257,6 @@ class History:
             entries += starts[position : position + 1]
         return min(entries, default=None)
 
-
-# -- what each block is for --------------------------------------------------------------------------------------------
 
 _RECORDED: Final[Mapping[str, Role]] = {role: role for role in ROLES} | {
     "optimizer_state": "optimizer state",
@@ -297,7 +290,15 @@ class Category(NamedTuple):
 def categories(history: History) -> tuple[Category, ...]:
     """The category of each of the history's lives, in their order."""
     names = [_category(history, life) for life in history.lives]
-    weights = _weights(history.lives, names)
+    # The sizes that trained parameters have: those of their gradients, or of one line's optimizer state.
+    gradients = Counter[int]()
+    states: dict[Stack, Counter[int]] = {}
+    for life, category in zip(history.lives, names, strict=True):
+        if category.name == "gradient":
+            gradients[life.bytes] += 1
+        elif category.name == "optimizer state":
+            states.setdefault(life.stack, Counter())[life.bytes] += 1
+    weights = gradients or max(states.values(), key=Counter.total, default=Counter())
     for index, (life, category) in enumerate(zip(history.lives, names, strict=True)):
         if category.name == "earlier" and weights[life.bytes] > 0:
             weights[life.bytes] -= 1
@@ -308,19 +309,16 @@ def categories(history: History) -> tuple[Category, ...]:
 def _category(history: History, life: Life) -> Category:
     if life.category in _RECORDED:
         return Category(_RECORDED[life.category], "recorded")
-    stage = history.summary(life.stack).stage if life.born == EARLIER else history.stage(life.stack)
+    older = life.born == EARLIER
+    stage = history.summary(life.stack).stage if older else history.stage(life.stack)
     if stage == "unrecorded":
-        return Category("earlier" if life.born == EARLIER and history.recorded else "elsewhere", "unknown")
+        return Category("earlier" if older and history.recorded else "elsewhere", "unknown")
     if stage in _BY_STACK:
         return Category(_BY_STACK[stage], "stack")
     if stage not in _OUTLIVES:
         return Category("elsewhere", "unknown")
-    return _by_lifetime(history, life, stage)
-
-
-def _by_lifetime(history: History, life: Life, stage: Stage) -> Category:
     role, ends = _OUTLIVES[stage]
-    if life.born == EARLIER or any(frame.name == "_init_group" for frame in life.stack):
+    if older or any(frame.name == "_init_group" for frame in life.stack):
         return Category(role, "stack")
     end, failed = history.next_of(ends, life.born), history.next_failure(life.born)
     if failed is not None and (end is None or failed < end) and not (life.died is not None and life.died < failed):
@@ -332,23 +330,5 @@ def _by_lifetime(history: History, life: Life, stage: Stage) -> Category:
     # The stage had not ended: what it had made may be what it leaves, or only on the way.
     if stage == "backward":
         return Category("backward", "unknown")
-    return Category("temporary" if _computes(life) else role, "stack")
-
-
-def _computes(life: Life) -> bool:
-    """Whether the optimizer was computing an update, after it had made its state."""
-    return any(frame.name.startswith(("_multi_tensor_", "_single_tensor_", "_fused_")) for frame in life.stack)
-
-
-def _weights(lives: Sequence[Life], categories: Sequence[Category]) -> Counter[int]:
-    """The sizes that trained parameters have: those of their gradients, or of one line's optimizer state."""
-    gradients = Counter(
-        life.bytes for life, category in zip(lives, categories, strict=True) if category.name == "gradient"
-    )
-    if gradients:
-        return gradients
-    lines: dict[Stack, Counter[int]] = {}
-    for life, category in zip(lives, categories, strict=True):
-        if category.name == "optimizer state":
-            lines.setdefault(life.stack, Counter())[life.bytes] += 1
-    return max(lines.values(), key=Counter.total, default=Counter())
+    updates = any(frame.name.startswith(("_multi_tensor_", "_single_tensor_", "_fused_")) for frame in life.stack)
+    return Category("temporary" if updates else role, "stack")

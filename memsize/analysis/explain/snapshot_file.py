@@ -11,7 +11,7 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -94,22 +94,18 @@ def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     """The snapshot at `path`; raises `InputError` for a file that is none, is damaged, or names code."""
     try:
         with opened(Path(os.path.expanduser(path))) as source:
-            return _read(source)
+            start = source.read(0, min(source.size, 2), "its first bytes")
+            if start[:1] != b"\x80":
+                raise _no_snapshot(source.name, "it is not a pickle")
+            unpickler = _Unpickler(source)
+            root = unpickler.load()
+            if isinstance(root, list):  # torch.cuda.memory_snapshot()
+                root = Dict(["segments", root])
+            if not isinstance(root, Dict):
+                raise _no_snapshot(source.name, f"it holds a {type(root).__name__.lower()}")
+            return _Reader(source).snapshot(_fields(root), whole=not unpickler.cut)
     except CheckpointError as error:
         raise InputError(str(error)) from None
-
-
-def _read(source: Source) -> Snapshot:
-    start = source.read(0, min(source.size, 2), "its first bytes")
-    if start[:1] != b"\x80":
-        raise _no_snapshot(source.name, "it is not a pickle")
-    unpickler = _Unpickler(source)
-    root = unpickler.load()
-    if isinstance(root, list):  # torch.cuda.memory_snapshot()
-        root = Dict(["segments", root])
-    if not isinstance(root, Dict):
-        raise _no_snapshot(source.name, f"it holds a {type(root).__name__.lower()}")
-    return _Reader(source).snapshot(_fields(root), whole=not unpickler.cut)
 
 
 def _no_snapshot(name: str, why: str) -> InputError:
@@ -224,7 +220,7 @@ class _Reader:
         try:
             segments = tuple(self._segment(_fields(item)) for item in _items(fields["segments"]))
             traces = _items(fields.get("device_traces", []))
-            histories = tuple(tuple(self._entry(item) for item in self._counted(trace)) for trace in traces)
+            histories = tuple(tuple(self._entry(_fields(item)) for item in self._counted(trace)) for trace in traces)
         except ValueError as error:
             raise _no_snapshot(self._source.name, f"it has {error}") from None
         return Snapshot(self._source.name, segments=segments, histories=histories, whole=whole)
@@ -236,14 +232,12 @@ class _Reader:
             raise ValueError("more entries than memsize reads in a file of this size")
         return items
 
-    def _segment(self, fields: dict[str, Any]) -> Segment:
-        address, size = _number(fields.get("address", 0)), _number(fields.get("total_size"))
-        blocks = tuple(self._blocks(address, self._counted(fields.get("blocks", []))))
-        return Segment(_number(fields.get("device", 0)), address, size, blocks)
-
-    def _blocks(self, address: int, values: list[Any]) -> Iterator[Block]:
-        """The blocks of a segment from `address` on; PyTorch before 2.1 leaves out where each one is."""
-        for value in values:
+    def _segment(self, segment: dict[str, Any]) -> Segment:
+        """A segment and its blocks; PyTorch before 2.1 leaves out where each block is."""
+        start, whole = _number(segment.get("address", 0)), _number(segment.get("total_size"))
+        blocks: list[Block] = []
+        address = start
+        for value in self._counted(segment.get("blocks", [])):
             fields = _fields(value)
             size = _number(fields.get("size"))
             address = _number(fields.get("address", address))
@@ -252,18 +246,18 @@ class _Reader:
                 # PyTorch 2.0: the allocations that the block has served, the newest first.
                 newest = _fields(_items(history)[0])
                 stack, requested = newest.get("frames"), newest.get("real_size", requested)
-            yield Block(address, size, _number(requested), self._shared(fields.get("state")), self._stack(stack))
+            state = self._shared(fields.get("state"))
+            blocks.append(Block(address, size, _number(requested), state, self._stack(stack)))
             address += size
+        return Segment(_number(segment.get("device", 0)), start, whole, tuple(blocks))
 
-    def _entry(self, value: Any) -> Entry:
-        fields = _fields(value)
+    def _entry(self, fields: dict[str, Any]) -> Entry:
         action = self._shared(fields.get("action"))
         address = _number(fields.get("addr", 0))
         size, free = _number(fields.get("size", 0)), _number(fields.get("device_free", 0))
         return Entry(action, address, size, self._stack(fields.get("frames")), _text(fields.get("category")), free)
 
     def _shared(self, value: Any) -> str:
-        """A text that many entries have."""
         text = self._texts.get(id(value))
         if text is None:
             text = self._texts[id(value)] = _text(value)

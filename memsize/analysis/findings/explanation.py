@@ -16,36 +16,29 @@ _WORTH_TELLING: Final = 0.05
 
 @RULES.rule("snapshot-out-of-memory", "snapshot-peak", "snapshot-end")
 def _moment(explanation: Explanation) -> Iterator[Finding]:
-    levels = {
+    failed, line = explanation.failed, explanation.line
+    values: dict[str, object] = {
         "requested": Bytes(explanation.requested),
         "reserved": Bytes(explanation.reserved_then),
-        "line": explanation.line,
+        "line": line,
     }
-    if explanation.failed is not None:
-        failed = explanation.failed
-        template = (
+    if failed is not None:
+        text = (
             "Out of memory{at}: PyTorch asked for {bytes} where {free} were free on the GPU. Tensors held {requested} "
             "of the {reserved} that PyTorch had reserved."
         )
-        if failed.times > 1:
-            template += " It is the last of {times} requests that failed."
-        values = levels | {
-            "at": f" at {failed.line}" if failed.line else "",
-            "bytes": Bytes(failed.bytes),
-            "free": Bytes(failed.free),
-            "times": failed.times,
-        }
-        yield Finding("snapshot-out-of-memory", template, values, bytes=failed.bytes)
+        text += " It is the last of {times} requests that failed." if failed.times > 1 else ""
+        values |= {"at": f" at {failed.line}" if failed.line else ""}
+        values |= {"bytes": Bytes(failed.bytes), "free": Bytes(failed.free), "times": failed.times}
+        yield Finding("snapshot-out-of-memory", text, values, bytes=failed.bytes)
     elif explanation.moment == "peak":
-        left = Bytes(explanation.reserved.requested)
-        template = "The peak of the recorded history was {requested}{at}; {left} were alive at the end."
-        at = f", at {explanation.line}" if explanation.line else ""
-        yield Finding("snapshot-peak", template, levels | {"at": at, "left": left}, bytes=explanation.requested)
+        text = "The peak of the recorded history was {requested}{at}; {left} were alive at the end."
+        values |= {"at": f", at {line}" if line else "", "left": Bytes(explanation.reserved.requested)}
+        yield Finding("snapshot-peak", text, values, bytes=explanation.requested)
     else:
-        template = "Tensors held {requested} of {reserved} reserved when the snapshot was taken, and no more before."
-        if not explanation.entries:
-            template = "Tensors held {requested} of {reserved} reserved when the snapshot was taken."
-        yield Finding("snapshot-end", template, levels, bytes=explanation.requested)
+        before = ", and no more before" if explanation.entries else ""
+        text = f"Tensors held {{requested}} of {{reserved}} reserved when the snapshot was taken{before}."
+        yield Finding("snapshot-end", text, values, bytes=explanation.requested)
 
 
 @RULES.rule("snapshot-mostly")

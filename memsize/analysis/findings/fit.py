@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from memsize.errors import first_line
 from memsize.records.finding import Finding, Rules, layer_in_words
-from memsize.records.fit import ANSWERED, Alike, Bind, Budget, Crossing, FitRow, Remedied, Status, gpus_in_words
+from memsize.records.fit import ANSWERED, Alike, Budget, Crossing, FitRow, Remedied, Status, gpus_in_words
 from memsize.records.roles import noun
 from memsize.spec.vary import UNITS
 from memsize.units import Bytes
@@ -138,8 +138,7 @@ def answer_in_words(row: FitRow, vary: str, *, several: bool) -> Finding:
 
 
 @RULES.rule(*(f"fit-{status}" for status in _ANSWERS))
-def what_fits(evidence: FitEvidence) -> Iterator[Finding]:
-    """The result of the first row."""
+def _what_fits(evidence: FitEvidence) -> Iterator[Finding]:
     if evidence.first is not None:
         yield answer_in_words(evidence.first, evidence.vary, several=len(evidence.budgets) > 1)
 
@@ -168,8 +167,7 @@ def what_fits_on_the_others(evidence: FitEvidence) -> Iterator[Finding]:
 
 
 @RULES.rule("fit-frontier")
-def what_more_sequences_leave(evidence: FitEvidence) -> Iterator[Finding]:
-    """How the longest context shrinks with the batch, under the first scenario."""
+def _what_more_sequences_leave(evidence: FitEvidence) -> Iterator[Finding]:
     first = evidence.first
     if first is None or first.batch is None or not first.size:
         return
@@ -196,8 +194,10 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         return
     bind = row.bind
     at = " at {layer}," if bind.layer else ", in {op}," if bind.op else ","
-    adds = _adds(row, bind) if row.per_step else ""
-    where = "It runs out in" if bind.request else "The peak is in"
+    adds = " One more {unit} adds {per_step} to the peak." if row.per_step else ""
+    if adds and row.grows_in and (row.grows_in == "optimizer") != (bind.phase == "optimizer"):
+        # Only one of the peak and the end of memory is in the optimizer.
+        adds = " The peak is in {grows_in}, and one more {unit} adds {per_step} to it."
     most, values = _largest(bind.largest)
     alive = sum(bind.roles.values())
     free = row.budget - (alive - bind.request) if bind.request else 0
@@ -206,9 +206,11 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         if bind.request <= free and free * 10 > alive
         else ""
     )
+    where = "It runs out in" if bind.request else "The peak is in"
+    brief = f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}."
     yield Finding(
         "fit-binds",
-        f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}.{most}{in_pieces}{adds}",
+        f"{brief}{most}{in_pieces}{adds}",
         {
             "phase": bind.phase,
             "layer": layer_in_words(bind.layer),
@@ -225,19 +227,11 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         | values,
         bytes=bind.roles[bind.role],
         layers=(bind.layer,) if bind.layer else (),
-        brief=f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}.{adds}",
+        brief=f"{brief}{adds}",
     )
 
 
-def _adds(row: FitRow, bind: Bind) -> str:
-    """How the peak grows. It is told apart where only one of it and the end of memory is in the optimizer's step."""
-    if row.grows_in and (row.grows_in == "optimizer") != (bind.phase == "optimizer"):
-        return " The peak is in {grows_in}, and one more {unit} adds {per_step} to it."
-    return " One more {unit} adds {per_step} to the peak."
-
-
 def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:
-    """The sentence on the tensors that hold most, and its values."""
     if most is None:
         return "", {}
     many = "{count} tensors of {spec} hold" if most.tensors > 1 else "One tensor of {spec} holds"
@@ -247,8 +241,7 @@ def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:
 
 
 @RULES.rule("fit-fixed-cost")
-def fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
-    """Where the part that does not depend on the size is already too much."""
+def _fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
     row = evidence.first
     if row is None or row.status != "none":
         return
@@ -273,33 +266,24 @@ def fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
 
 
 @RULES.rule("fit-most")
-def most(evidence: FitEvidence) -> Iterator[Finding]:
-    """The scenario that fits the largest size on the first GPU."""
-    first, vary = evidence.first, evidence.vary
+def _most(evidence: FitEvidence) -> Iterator[Finding]:
+    first = evidence.first
     if first is None:
         return
-    here = [
-        row
-        for row in evidence.rows
-        if row.gpu == first.gpu and row.status in ANSWERED and row.status != "fits" and row.size
-    ]
-    best = max(here, key=lambda row: row.size or 0, default=None)
-    if best is None or best is first or (best.size or 0) <= (first.size or 0):
+    here = [row for row in evidence.rows if row.gpu == first.gpu and row.status in ANSWERED and row.status != "fits"]
+    best = max(here, key=lambda row: row.size or 0, default=first)
+    size, least = best.size or 0, first.size or 0
+    if size <= least:
         return
-    ratio = f", {(best.size or 0) / first.size:.1f} times as much" if first.size else ""
+    ratio = f", {size / least:.1f} times as much" if least else ""
     where = " on {gpu}" if len(evidence.budgets) > 1 else ""
-    yield Finding(
-        "fit-most",
-        f"{{best}} fits most{where}, {{vary}} {{size}}{ratio}.",
-        {"best": best.scenario, "gpu": best.gpu, "vary": vary, "size": best.size or 0},
-        bytes=best.peak,
-        brief=f"{{best}} fits most{where}, {{vary}} {{size}}{ratio}.",
-    )
+    text = f"{{best}} fits most{where}, {{vary}} {{size}}{ratio}."
+    values = {"best": best.scenario, "gpu": best.gpu, "vary": evidence.vary, "size": size}
+    yield Finding("fit-most", text, values, bytes=best.peak, brief=text)
 
 
 @RULES.rule("fit-refused")
-def refused(evidence: FitEvidence) -> Iterator[Finding]:
-    """Sizes with which the model does not run, and the rule that they suggest."""
+def _refused(evidence: FitEvidence) -> Iterator[Finding]:
     row = evidence.first
     if row is None or not row.refused:
         return
@@ -324,8 +308,7 @@ def refused(evidence: FitEvidence) -> Iterator[Finding]:
 
 
 @RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
-def remedies(evidence: FitEvidence) -> Iterator[Finding]:
-    """The optimizations that are enough."""
+def _remedies(evidence: FitEvidence) -> Iterator[Finding]:
     if evidence.remedied:
         yield from what_is_enough(evidence.remedied, evidence.vary)
 
@@ -359,7 +342,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 @RULES.rule(*(f"crossing-{kind}" for kind in _CROSSINGS))
-def crossings(evidence: FitEvidence) -> Iterator[Finding]:
+def _crossings(evidence: FitEvidence) -> Iterator[Finding]:
     """The sizes from which on something changes."""
     for crossing in evidence.crossings:
         so, never = _CROSSINGS[crossing.kind]
@@ -376,7 +359,7 @@ def crossings(evidence: FitEvidence) -> Iterator[Finding]:
 
 
 @RULES.rule("budget")
-def budgets(evidence: FitEvidence) -> Iterator[Finding]:
+def _budgets(evidence: FitEvidence) -> Iterator[Finding]:
     """The memory of each budget, and how much of it the allocator gets."""
     of_one: dict[tuple[object, ...], Budget] = {}
     # NCCL takes memory from the budget of one process of several, each with one GPU.

@@ -30,8 +30,7 @@ RULES = Rules[Evidence]()
 
 
 @RULES.rule("generation-fits", "generation-exceeds")
-def what_fits(evidence: Evidence) -> Iterator[Finding]:
-    """How the first scenario's rows compare with the card."""
+def _what_fits(evidence: Evidence) -> Iterator[Finding]:
     first = [row for row in _ran(evidence.rows) if row.scenario == _ran(evidence.rows)[0].scenario]
     short = next((row for row in first if not row.fits), None)
     row = short or max(first, key=lambda row: _estimate(row).requested)
@@ -59,27 +58,26 @@ def what_fits(evidence: Evidence) -> Iterator[Finding]:
 
 
 @RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
-def what_would_make_it_fit(evidence: Evidence) -> Iterator[Finding]:
-    """The remedies that are enough for a row that doesn't fit."""
+def _what_would_make_it_fit(evidence: Evidence) -> Iterator[Finding]:
     if evidence.remedied:
         yield from what_is_enough(evidence.remedied, "batch")
 
 
 @RULES.rule("kv-cache")
-def what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
-    """The bytes of the KV cache, and how it grows."""
+def _what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
     row = max(_ran(evidence.rows), key=lambda row: row.cache)
     if not row.cache:
         text = "The model keeps no KV cache."
         yield Finding("kv-cache", text, bytes=0, brief=text)
         return
+    size = row.per_token // row.batch
     values: dict[str, object] = {
         "cache": Bytes(row.cache),
         "batch": row.batch,
         "prompt": row.prompt,
         "new": row.new,
         "sequence": Bytes(row.per_sequence),
-        "token": _small(row.per_token // row.batch),
+        "token": (f"{size / 1024:,.4g} KiB" if size >= 1024 else f"{size} B"),
         "kinds": ", ".join(f"{kind.layers} of {kind.kind}" for kind in row.layers),
         "hosted": Bytes(row.hosted),
         "pinned": Bytes(row.pinned),
@@ -94,8 +92,7 @@ def what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
 
 
 @RULES.rule("proposed-tokens")
-def what_proposes(evidence: Evidence) -> Iterator[Finding]:
-    """The source of the tokens that are proposed before each step, and its memory."""
+def _what_proposes(evidence: Evidence) -> Iterator[Finding]:
     if evidence.draft is None:
         return
     row = max(_ran(evidence.rows), key=lambda row: row.assistant)
@@ -117,8 +114,7 @@ def what_proposes(evidence: Evidence) -> Iterator[Finding]:
 
 
 @RULES.rule("decode-transient")
-def what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
-    """The temporaries of a decode step."""
+def _what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
     row = max(_ran(evidence.rows), key=lambda row: row.transient)
     if row.transient * 100 < row.decode.peak:
         return
@@ -128,8 +124,7 @@ def what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
 
 
 @RULES.rule("prefill-transient")
-def what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
-    """The temporaries of the prefill, if they decide the peak."""
+def _what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
     row = max(_ran(evidence.rows), key=lambda row: row.prefill.peak - row.decode.peak)
     beyond = row.prefill.peak - max(row.decode.peak, row.prefill.end)
     if beyond * 20 < row.prefill.peak:
@@ -145,17 +140,11 @@ def what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
 
 
 @RULES.rule("generation-inexact")
-def what_was_not_checked(evidence: Evidence) -> Iterator[Finding]:
-    """Rows whose steps could not all be derived to the byte."""
+def _what_was_not_checked(evidence: Evidence) -> Iterator[Finding]:
     inexact = [row for row in _ran(evidence.rows) if not row.exact]
     if inexact:
         text = "Decode steps of {count} rows are close to what was derived for them, not equal."
         yield Finding("generation-inexact", text, {"count": len(inexact)})
-
-
-def _small(size: int) -> str:
-    """A size that is too small for the unit of the others: what one token takes."""
-    return f"{size / 1024:,.4g} KiB" if size >= 1024 else f"{size} B"
 
 
 def _ran(rows: Sequence[GenerationRow]) -> list[GenerationRow]:
@@ -178,8 +167,7 @@ SERVING_RULES = Rules[Served]()
 
 
 @SERVING_RULES.rule("serves", "serves-none")
-def what_is_served(evidence: Served) -> Iterator[Finding]:
-    """The memory that the first scenario leaves for the cache."""
+def _what_is_served(evidence: Served) -> Iterator[Finding]:
     rows, serving, card, budget, _ = evidence
     row = next(row for row in rows if row.reason is None)
     cards = card.name if serving.tensor_parallel_size == 1 else f"each of {serving.tensor_parallel_size} {card.name}"
@@ -210,8 +198,7 @@ def what_is_served(evidence: Served) -> Iterator[Finding]:
 
 
 @SERVING_RULES.rule("request-too-long")
-def what_is_too_long(evidence: Served) -> Iterator[Finding]:
-    """A request of the whole context that the cache does not hold: a server refuses to start."""
+def _what_is_too_long(evidence: Served) -> Iterator[Finding]:
     rows, serving, _, _, _ = evidence
     row = next((row for row in rows if row.paged and row.paged.concurrency.low < 1), None)
     if row is None or row.paged is None:
@@ -227,8 +214,7 @@ def what_is_too_long(evidence: Served) -> Iterator[Finding]:
 
 
 @SERVING_RULES.rule("serves-with")
-def what_makes_room(evidence: Served) -> Iterator[Finding]:
-    """The remedies of which each is enough to serve one request, if there is no room for it."""
+def _what_makes_room(evidence: Served) -> Iterator[Finding]:
     remedied = evidence[-1]
     if remedied is None:
         return
@@ -240,8 +226,7 @@ def what_makes_room(evidence: Served) -> Iterator[Finding]:
 
 
 @SERVING_RULES.rule("serves-more")
-def what_serves_more(evidence: Served) -> Iterator[Finding]:
-    """The scenario whose cache holds the most tokens, beside the first."""
+def _what_serves_more(evidence: Served) -> Iterator[Finding]:
     rows = [row for row in evidence[0] if row.reason is None]
     first, best = rows[0], max(rows, key=_cached_tokens)
     if best is first or best.paged is None:
@@ -253,8 +238,7 @@ def what_serves_more(evidence: Served) -> Iterator[Finding]:
 
 
 @SERVING_RULES.rule("step-transient")
-def what_a_step_takes(evidence: Served) -> Iterator[Finding]:
-    """The memory kept free for the largest step, if it is a twentieth of the cache or more."""
+def _what_a_step_takes(evidence: Served) -> Iterator[Finding]:
     rows, serving, _, _, _ = evidence
     row = next(row for row in rows if row.reason is None)
     if row.paged is not None and row.profile * 20 < row.paged.available.low:

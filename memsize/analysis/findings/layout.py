@@ -15,8 +15,7 @@ RULES = Rules[Audit]()
 
 
 @RULES.rule("nothing-to-convert")
-def nothing_to_convert(audit: Audit) -> Iterator[Finding]:
-    """A model without images: channels last has nothing to act on."""
+def _nothing_to_convert(audit: Audit) -> Iterator[Finding]:
     if not audit.converted and not audit.converted_inputs:
         text = "Nothing here is an image or a volume that channels last would rearrange: it changes nothing."
         yield Finding("nothing-to-convert", text)
@@ -25,8 +24,7 @@ def nothing_to_convert(audit: Audit) -> Iterator[Finding]:
 @RULES.rule(
     "channels-last-copies-more", "channels-last-copies-less", "channels-last-copies-the-same", "channels-last-kept"
 )
-def verdict(audit: Audit) -> Iterator[Finding]:
-    """Bytes that are copied to rearrange tensors in channels last, compared with those copied anyway."""
+def _verdict(audit: Audit) -> Iterator[Finding]:
     if not audit.converted and not audit.converted_inputs:
         return
     plain, last = audit.plain.copied, audit.last.copied
@@ -43,18 +41,14 @@ def verdict(audit: Audit) -> Iterator[Finding]:
         text = "Channels last copies {last} per forward to rearrange tensors, as much as row-major does."
         yield Finding("channels-last-copies-the-same", text, values, bytes=last, layers=_layers(audit.last.copies))
     back = any(copy.op == _CONVOLUTION for copy in audit.last.copies)
-    if not audit.last.losses and not back and _image_layers(audit):
+    count = sum(layer.leaf and "channels last" in layer.outputs for layer in audit.last.layers)
+    if not audit.last.losses and not back and count:
         text = "No op loses channels last: all {count} layers that return images keep it."
-        yield Finding("channels-last-kept", text, {"count": _image_layers(audit)})
-
-
-def _image_layers(audit: Audit) -> int:
-    return sum(1 for layer in audit.last.layers if layer.leaf and "channels last" in layer.outputs)
+        yield Finding("channels-last-kept", text, {"count": count})
 
 
 @RULES.rule("format-lost")
-def lost(audit: Audit) -> Iterator[Finding]:
-    """Each op that loses channels last, with the layers that it happens in and what runs row-major after it."""
+def _lost(audit: Audit) -> Iterator[Finding]:
     groups: dict[tuple[str, str], list[Loss]] = {}
     for loss in audit.last.losses:
         groups.setdefault((loss.op, loss.place), []).append(loss)
@@ -71,20 +65,13 @@ def lost(audit: Audit) -> Iterator[Finding]:
 
 
 @RULES.rule("convolution-copies-back")
-def copied_back(audit: Audit) -> Iterator[Finding]:
-    """Convolutions that receive row-major images although their weights are channels last."""
-    yield from _copied(
-        audit,
-        op=_CONVOLUTION,
-        after="channels last",
-        code="convolution-copies-back",
-        text="Row-major images meet channels-last weights in {layers}: cuDNN copies them back first, {bytes} in all.",
-    )
+def _copied_back(audit: Audit) -> Iterator[Finding]:
+    text = "Row-major images meet channels-last weights in {layers}: cuDNN copies them back first, {bytes} in all."
+    yield from _copied(audit, op=_CONVOLUTION, after="channels last", code="convolution-copies-back", text=text)
 
 
 @RULES.rule("kernel-copies")
-def copied_in_kernels(audit: Audit) -> Iterator[Finding]:
-    """Other kernels that make their arguments row-major before they begin."""
+def _copied_in_kernels(audit: Audit) -> Iterator[Finding]:
     ops = dict.fromkeys(copy.op for copy in audit.last.copies if copy.hidden and copy.op != _CONVOLUTION)
     for op in ops:
         text = f"What {{layers}} {{get}} is not row-major: {op} makes it so in a copy first, {{bytes}} in all."
@@ -100,8 +87,7 @@ def _copied(audit: Audit, op: str, after: Format, code: str, text: str) -> Itera
 
 
 @RULES.rule("float64-convolutions")
-def double_precision(audit: Audit) -> Iterator[Finding]:
-    """Float64, for which cuDNN has row-major convolutions only."""
+def _double_precision(audit: Audit) -> Iterator[Finding]:
     layers = _layers([copy for copy in audit.last.copies if copy.tensor.dtype == "float64" and copy.op == _CONVOLUTION])
     if audit.double and layers:
         text = "cuDNN has no channels last for float64: convolutions bring what they are given back to row-major."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from memsize.analysis.findings.evidence import Crossover, Evidence, bytes_of, layers_of
 from memsize.records.aggregates import stored_dtypes
@@ -17,52 +17,38 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 @RULES.rule("mixed-dtypes", "batch-norm-kept-fp32")
 def mixed_dtypes(evidence: Evidence) -> Iterator[Finding]:
-    """Only part of the model was converted."""
-    floats = _by_dtype(t for t in evidence.parameters if t.spec.dtype in _FLOATS and not t.parts)
+    floats: dict[str, list[StoredTensor]] = {}
+    for tensor in evidence.parameters:
+        if tensor.spec.dtype in _FLOATS and not tensor.parts:
+            floats.setdefault(tensor.spec.dtype, []).append(tensor)
     if len(floats) < 2:
         return
     widest = max(floats, key=_FLOATS.index)
     layers = layers_of(floats[widest])
     types = {layer.path: layer.type for layer in evidence.as_given.layers}
-    norms = all("BatchNorm" in types.get(layer, "") for layer in layers)
     shares = ", ".join(f"{dtype} {{{dtype}}}" for dtype in floats)
-    yield Finding(
-        "batch-norm-kept-fp32" if norms else "mixed-dtypes",
-        f"Batch norms were kept in {widest}, as apex O2 and good practice do: {shares}. They are {{layers}}."
-        if norms
-        else f"Only part of the model was converted: {shares}. Still {widest}: {{layers}}.",
-        {"layers": layers} | {dtype: Bytes(bytes_of(ts)) for dtype, ts in floats.items()},
-        bytes=bytes_of(floats[widest]),
-        layers=layers,
-        brief=f"Batch norms were kept in {widest}: {shares}."
-        if norms
-        else f"Only part of the model was converted: {shares}.",
-    )
-
-
-def _by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, list[StoredTensor]]:
-    grouped: dict[str, list[StoredTensor]] = {}
-    for tensor in tensors:
-        grouped.setdefault(tensor.spec.dtype, []).append(tensor)
-    return grouped
+    code, brief = "mixed-dtypes", f"Only part of the model was converted: {shares}."
+    text = f"{brief} Still {widest}: {{layers}}."
+    if all("BatchNorm" in types.get(layer, "") for layer in layers):
+        code, brief = "batch-norm-kept-fp32", f"Batch norms were kept in {widest}: {shares}."
+        text = f"Batch norms were kept in {widest}, as apex O2 and good practice do: {shares}. They are {{layers}}."
+    values = {"layers": layers} | {dtype: Bytes(bytes_of(tensors)) for dtype, tensors in floats.items()}
+    yield Finding(code, text, values, bytes=bytes_of(floats[widest]), layers=layers, brief=brief)
 
 
 @RULES.rule("wrapper-misreports")
 def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
-    """A tensor whose dtype and element size are not those of what it holds."""
     wrong = [t for t in evidence.parameters if t.parts and t.bytes and t.bytes != t.reported_bytes]
     if not wrong:
         return
-    names = tuple(dict.fromkeys(tensor.wrapper or tensor.kind for tensor in wrong))
-    dtypes = tuple(stored_dtypes(wrong))
     yield Finding(
         "wrapper-misreports",
         "{names} in {layers}: {stored} are stored, as {dtypes}, where PyTorch says {said}. A summary asks "
         "for the dtype that the wrapper stands for, not for what it holds.",
         {
-            "names": names,
+            "names": tuple(dict.fromkeys(tensor.wrapper or tensor.kind for tensor in wrong)),
             "stored": Bytes(bytes_of(wrong)),
-            "dtypes": dtypes,
+            "dtypes": tuple(stored_dtypes(wrong)),
             "said": Bytes(sum(tensor.reported_bytes for tensor in wrong)),
             "layers": layers_of(wrong),
         },
@@ -74,36 +60,28 @@ def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("summary-assumes-4-bytes")
 def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
-    """torchsummary and its like multiply the number of parameters by 4 bytes, whatever their dtype."""
-    stored, others = evidence.stored, _readings(evidence)
+    stored = evidence.stored
     if not stored.parameters:
         return
-    printed = f"{stored.parameters * 4 / 2**20:.2f}"  # torchsummary's own "%0.2f"
+    texts = [f"{r.tool} says {r.parameter_bytes / 1e6:,.2f} MB of the model as it is" for r in evidence.readings]
     values: dict[str, object] = {
         "bytes": Bytes(stored.parameter_bytes),
         "parameters": stored.parameters,
-        "printed": printed,
-        "others": others,
+        "printed": f"{stored.parameters * 4 / 2**20:.2f}",  # torchsummary's own "%0.2f"
+        "others": f"; {' and '.join(texts)}, in units of 10^6 bytes" if texts else "",
     }
     if stored.parameter_bytes != stored.parameters * 4:
-        values["each"] = f"{stored.parameter_bytes / stored.parameters:.3g}"
         yield Finding(
             "summary-assumes-4-bytes",
             "The parameters are stored in {each} bytes each, {bytes} in all. A summary that prints {printed} "
             "MB multiplies {parameters} parameters by 4 bytes whatever they are stored in, as torchsummary "
             "does{others}.",
-            values,
+            values | {"each": f"{stored.parameter_bytes / stored.parameters:.3g}"},
             bytes=stored.parameter_bytes,
             brief="The parameters take {each} bytes each, {bytes} in all; a summary that says {printed} counts 4 bytes "
             "for each.",
         )
-    else:
-        yield from _casting_shrinks(evidence, values)
-
-
-def _casting_shrinks(evidence: Evidence, values: dict[str, object]) -> Iterator[Finding]:
-    """Casting halves what is stored, and a summary that multiplies by 4 bytes does not show it."""
-    stored = evidence.stored
+        return
     half = next((t for name in ("fp16", "bf16", "apex-O3") if (t := evidence.totals(name))), None)
     if half is None or half.parameter_bytes >= stored.parameter_bytes:
         return
@@ -120,20 +98,19 @@ def _casting_shrinks(evidence: Evidence, values: dict[str, object]) -> Iterator[
     )
 
 
-def _readings(evidence: Evidence) -> str:
-    texts = [f"{r.tool} says {r.parameter_bytes / 1e6:,.2f} MB of the model as it is" for r in evidence.readings]
-    return f"; {' and '.join(texts)}, in units of 10^6 bytes" if texts else ""
-
-
 @RULES.rule("amp-keeps-fp32-parameters", "amp-crossover")
 def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
-    """Autocast casts no parameter; where its copies cost more than they save is found by running both ways."""
-    amp = evidence.amp
+    amp, crossing = evidence.amp, evidence.crossover
     totals = evidence.totals(amp) if amp else None
-    if totals is None or not totals.parameter_bytes:
+    if amp is None or totals is None or not totals.parameter_bytes:
         return
     if evidence.spread and evidence.spread.shards_parameters:  # which trains by FSDP's mixed precision, not autocast
         return
+    pays = ""
+    if crossing is not None and crossing.batch is None:
+        pays = " With this input it needs more than float32 at every batch size."
+    elif crossing is not None and crossing.batch != 1:
+        pays = " It needs less than float32 from batch {batch} on."
     yield Finding(
         "amp-keeps-fp32-parameters",
         "Autocast casts no parameter: parameters ({bytes}), their gradients and the optimizer state stay float32, and "
@@ -141,30 +118,18 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
         {
             "bytes": Bytes(totals.parameter_bytes),
             "cast": Bytes(totals.cast_bytes),
-            "dtype": (amp or "").removeprefix("amp-"),
-            "batch": evidence.crossover and evidence.crossover.batch,
+            "dtype": amp.removeprefix("amp-"),
+            "batch": crossing and crossing.batch,
         },
         bytes=totals.cast_bytes,
-        layers=tuple(layer.path for layer in evidence.runs[str(amp)].layers if layer.cast_bytes),
-        brief="Autocast casts no parameter: {bytes} stay, and {cast} of {dtype} copies come on top."
-        + _pays(evidence.crossover),
+        layers=tuple(layer.path for layer in evidence.runs[amp].layers if layer.cast_bytes),
+        brief="Autocast casts no parameter: {bytes} stay, and {cast} of {dtype} copies come on top." + pays,
     )
-    yield from _amp_crossover(evidence)
+    if crossing is not None:
+        yield _amp_crossover(crossing)
 
 
-def _pays(crossing: Crossover | None) -> str:
-    """From which batch size on autocast needs less, as a sentence of its own."""
-    if crossing is None:
-        return ""
-    if crossing.batch is None:
-        return " With this input it needs more than float32 at every batch size."
-    return " It needs less than float32 from batch {batch} on." if crossing.batch > 1 else ""
-
-
-def _amp_crossover(evidence: Evidence) -> Iterator[Finding]:
-    crossing = evidence.crossover
-    if crossing is None:
-        return
+def _amp_crossover(crossing: Crossover) -> Finding:
     values: dict[str, object] = {
         "start": crossing.start,
         "fp32": Bytes(crossing.first),
@@ -187,12 +152,11 @@ def _amp_crossover(evidence: Evidence) -> Iterator[Finding]:
             "With this input autocast keeps more than float32 up to batch {before} and less from batch {batch} on: "
             f"{shown}."
         )
-    yield Finding("amp-crossover", text, values, bytes=crossing.second - crossing.first)
+    return Finding("amp-crossover", text, values, bytes=crossing.second - crossing.first)
 
 
 @RULES.rule("activations-dominate", "parameters-dominate")
 def what_binds_the_batch(evidence: Evidence) -> Iterator[Finding]:
-    """Whether parameters or activations are the larger part, and so whether smaller parameters buy a larger batch."""
     crossing, stored = evidence.crossover, evidence.totals("fp32")
     if crossing is None or stored is None or not stored.parameter_bytes or crossing.first_per_sample <= 0:
         return

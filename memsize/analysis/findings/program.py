@@ -41,8 +41,7 @@ def _failed(run: ProgramRun) -> Iterator[Finding]:
         brief += " Until then it took {low} to {high} of {total} at the peak."
         values |= {"card": run.card.name, **peak_in_words(run)}
     elif not run.refused and not run.children:
-        template += " Nothing was put on the GPU before."
-        brief = template
+        brief = template = f"{template} Nothing was put on the GPU before."
     high = run.peak.device.high if run.trace.events else None
     yield Finding("run-failed", template, values, bytes=high, layers=_layers(run.peak.peak_layer), brief=brief)
 
@@ -51,11 +50,9 @@ def _failed(run: ProgramRun) -> Iterator[Finding]:
 def _refused(run: ProgramRun) -> Iterator[Finding]:
     if not run.refused:
         return
-    first = run.refused[0]
-    allowed = _allowed(run)
+    first, allowed = run.refused[0], _allowed(run)
     small = "The allocator may take {allowed} of {card}, which is too little" if allowed else "{card} is too small"
-    small += eagerly(run)
-    brief = f"{small}: at {{line}}, in {{where}}, {{op}} asks for {{bytes}} where {{free}} are left"
+    brief = f"{small}{eagerly(run)}: at {{line}}, in {{where}}, {{op}} asks for {{bytes}} where {{free}} are left"
     template = f"{brief}; PyTorch raises OutOfMemoryError"
     if len(run.refused) > 1:
         template += ", the first of {count} times"
@@ -73,9 +70,8 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
         **follows,
         **allowed,
     }
-    yield Finding(
-        "run-out-of-memory", template + ".", values, bytes=first.bytes, layers=_layers(first.layer), brief=brief + "."
-    )
+    layers = _layers(first.layer)
+    yield Finding("run-out-of-memory", f"{template}.", values, bytes=first.bytes, layers=layers, brief=f"{brief}.")
 
 
 def request_in_words(request: Refused) -> dict[str, object]:
@@ -106,7 +102,6 @@ def eagerly(run: ProgramRun) -> str:
 
 
 def _follows(after: WentOn, trains: bool) -> tuple[str, dict[str, object]]:
-    """Describe how a program goes on after a request was refused: the sentence and its values."""
     if after.device is None:
         return "nothing more is put on the GPU", {}
     steps = ("one step, " if after.steps == 1 else "{steps} steps, ") if after.steps else "no step, " if trains else ""
@@ -193,43 +188,35 @@ def _child_ran_out(run: ProgramRun) -> Iterator[Finding]:
 
 @RULES.rule("run-nothing-on-gpu")
 def _nothing(run: ProgramRun) -> Iterator[Finding]:
-    if run.trace.events or run.refused or run.failure is not None or run.children:
-        return
-    template = (
-        "Nothing was put on the GPU. A program often chooses its device by an option, such as --device cuda or --accel."
-    )
-    yield Finding("run-nothing-on-gpu", template)
+    if not (run.trace.events or run.refused or run.failure is not None or run.children):
+        yield Finding(
+            "run-nothing-on-gpu",
+            "Nothing was put on the GPU. A program often chooses its device by an option, such as --device cuda or "
+            "--accel.",
+        )
 
 
 @RULES.rule("run-fits")
 def _fits(run: ProgramRun) -> Iterator[Finding]:
     if run.refused or not run.trace.events or run.failure is not None:
         return
-    peak = run.peak
+    peak, allowed = run.peak, _allowed(run)
     brief = "It fits on {card}: {low} to {high} of {total} at the peak, in {where}"
     template = f"{brief}, which holds {{requested}} of tensors."
-    allowed = _allowed(run)
     template += " The allocator may take {allowed} of the card." if allowed else ""
+    values = {"card": run.card.name, **peak_in_words(run), "requested": Bytes(peak.requested), **allowed}
     largest = next((tensor for tensor in run.tensors if tensor.line and tensor.role != "workspace"), None)
     if largest is not None:
         template += " The largest, {bytes} of {role}, is made at {line}."
-    values = {
-        "card": run.card.name,
-        **peak_in_words(run),
-        "requested": Bytes(peak.requested),
-        **allowed,
-    }
-    if largest is not None:
         values |= {"bytes": Bytes(largest.bytes), "role": noun(largest.role), "line": largest.line}
-    summit = Moment(run.trace.scenario, aggregates.summit(run.trace))
     yield Finding(
         "run-fits",
         template,
         values,
         bytes=peak.device.high,
         layers=_layers(peak.peak_layer),
-        brief=brief + ".",
-        moment=summit,
+        brief=f"{brief}.",
+        moment=Moment(run.trace.scenario, aggregates.summit(run.trace)),
     )
 
 
@@ -243,11 +230,12 @@ def _no_step(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-waits")
 def _waits(run: ProgramRun) -> Iterator[Finding]:
     if run.waits:
-        template = (
+        yield Finding(
+            "run-waits",
             "The loop at {line} waits for a number that only a GPU computes, and would never end here: the program was "
-            "stopped."
+            "stopped.",
+            {"line": run.waits},
         )
-        yield Finding("run-waits", template, {"line": run.waits})
 
 
 @RULES.rule("run-grows")
@@ -257,21 +245,22 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
         return
     values: dict[str, object] = {"bytes": Bytes(growth.bytes), "line": growth.line}
     template = "Every step leaves {bytes} behind" + (", made at {line}" if growth.line else "")
-    holder = growth.holder
-    brief = template + "."
+    holder, brief = growth.holder, template
     if holder is None:
-        template += ". No variable was found that keeps it: a list or a sum of losses keeps their graphs, for one. Add "
-        template += "loss.item() or loss.detach() to it."
+        template += (
+            ". No variable was found that keeps it: a list or a sum of losses keeps their graphs, for one. Add "
+            "loss.item() or loss.detach() to it."
+        )
     else:
         values |= {"name": holder.name, "tensors": holder.tensors, "place": holder.line}
-        template += ": {name} keeps " + ("it" if holder.tensors == 1 else "{tensors} tensors")
-        graphs = " with its graph" if holder.tensors == 1 else " with their graphs"
-        template += graphs if holder.graphs else ""
-        brief = template + "."
+        one = holder.tensors == 1
+        template += ": {name} keeps " + ("it" if one else "{tensors} tensors")
+        template += (" with its graph" if one else " with their graphs") if holder.graphs else ""
+        brief = template
         template += " (added to at {place})" if holder.line else ""
-        pronoun = "it" if holder.tensors == 1 else "them"
-        template += ". Keep x.item() or x.detach() instead." if holder.graphs else f". Move {pronoun} to the CPU."
-    yield Finding("run-grows", template, values, bytes=growth.bytes, brief=brief)
+        moves = f". Move {'it' if one else 'them'} to the CPU."
+        template += ". Keep x.item() or x.detach() instead." if holder.graphs else moves
+    yield Finding("run-grows", template, values, bytes=growth.bytes, brief=f"{brief}.")
 
 
 @RULES.rule("run-lags")
@@ -285,7 +274,7 @@ def _gradients(run: ProgramRun) -> Iterator[Finding]:
     gradients = run.kept_gradients
     if gradients is None:
         return
-    templates = {
+    brief, remedy = {
         "kept": (
             "zero_grad(set_to_none=False) at {line} keeps {bytes} of gradients through every forward",
             ": without the argument they are freed for activations",
@@ -295,8 +284,7 @@ def _gradients(run: ProgramRun) -> Iterator[Finding]:
             ": called before it, they are freed for activations",
         ),
         "none": ("{bytes} of gradients are alive while the next step's forward runs: no zero_grad frees them", ""),
-    }
-    brief, remedy = templates[gradients.reason]
+    }[gradients.reason]
     values = {"bytes": Bytes(gradients.bytes), "line": gradients.line or "a line of a library"}
     yield Finding("run-gradients-kept", f"{brief}{remedy}.", values, bytes=gradients.bytes, brief=f"{brief}.")
 
@@ -330,25 +318,19 @@ def _ranks_refused(runs: RankRuns) -> Iterator[Finding]:
     for group in runs.groups:
         if group.run.refused:
             first = group.run.refused[0]
+            ends = "." if group.run.went_on is None else "; the program goes on."
             template = (
-                "{card} is too small"
-                + eagerly(group.run)
-                + " for {ranks} of {size}: at {line}, in {where}, {op} asks for "
-                "{bytes} where {free} are left"
-            ) + ("." if group.run.went_on is None else "; the program goes on.")
-            values = {
-                "card": group.run.card.name,
-                "ranks": runs.named(group),
-                "size": runs.size,
-                **request_in_words(first),
-            }
+                f"{{card}} is too small{eagerly(group.run)} for {{ranks}} of {{size}}: at {{line}}, in {{where}}, "
+                f"{{op}} asks for {{bytes}} where {{free}} are left{ends}"
+            )
+            values = {"card": group.run.card.name, "ranks": runs.named(group), "size": runs.size}
+            values |= request_in_words(first)
             yield Finding("ranks-out-of-memory", template, values, bytes=first.bytes)
 
 
 @RANK_RULES.rule("ranks-fit")
 def _ranks_fit(runs: RankRuns) -> Iterator[Finding]:
-    group = runs.worst
-    run, peak = group.run, group.run.peak
+    run, peak = runs.worst.run, runs.worst.run.peak
     if run.refused or not run.trace.events or any(other.run.failure for other in runs.groups):
         return
     most = "{ranks} needs most," if len(runs.neediest) == 1 else "{ranks} need most,"
@@ -361,28 +343,25 @@ def _ranks_fit(runs: RankRuns) -> Iterator[Finding]:
         "ranks": runs.counted(runs.neediest),
         **peak_in_words(run),
     }
-    layers = (peak.peak_layer,) if peak.peak_layer else ()
-    yield Finding("ranks-fit", template, values, bytes=peak.device.high, layers=layers)
+    yield Finding("ranks-fit", template, values, bytes=peak.device.high, layers=_layers(peak.peak_layer))
 
 
 @RANK_RULES.rule("ranks-differ")
 def _ranks_differ(runs: RankRuns) -> Iterator[Finding]:
-    most, least = runs.worst, runs.least
-    if any(group.run.refused or group.run.failure for group in runs.groups):
+    most, least = runs.worst.run.peak, runs.least.run.peak
+    difference = most.requested - least.requested
+    if difference <= 0 or any(group.run.refused or group.run.failure for group in runs.groups):
         return
-    difference = most.run.peak.requested - least.run.peak.requested
-    if difference <= 0:
-        return
-    sizes = {role: most.run.peak.roles.get(role, 0) - least.run.peak.roles.get(role, 0) for role in most.run.peak.roles}
+    sizes = {role: size - least.roles.get(role, 0) for role, size in most.roles.items()}
     role = max(sizes, key=sizes.__getitem__)
-    template = "{least} hold{s} {bytes} less of tensors at the peak, {part} of it {role}."
     values = {
-        "least": _first(runs.named(least)),
-        "s": "" if len(least.ranks) > 1 else "s",
+        "least": _first(runs.named(runs.least)),
+        "s": "" if len(runs.least.ranks) > 1 else "s",
         "bytes": Bytes(difference),
         "part": Bytes(sizes[role]),
         "role": noun(role),
     }
+    template = "{least} hold{s} {bytes} less of tensors at the peak, {part} of it {role}."
     yield Finding("ranks-differ", template, values, bytes=difference)
 
 
@@ -399,5 +378,4 @@ def _ranks_between(runs: RankRuns) -> Iterator[Finding]:
 
 
 def _first(text: str) -> str:
-    """With a capital, as a sentence begins."""
     return text[0].upper() + text[1:]

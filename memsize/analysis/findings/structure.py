@@ -24,7 +24,6 @@ _LINES: Final = 3
 
 @RULES.rule("quantization-leaves-layers")
 def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
-    """The layers that a quantization skips, and the bytes that they still store."""
     for name, skipped in evidence.skipped_layers.items():
         trace = evidence.runs[name]
         unquantized = [t for t in trace.tensors if t.kind == "parameter" and not t.parts and t.bytes]
@@ -52,7 +51,6 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("quantized-weights-unpacked")
 def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
-    """Copies of quantized weights that a layer multiplies by, and that autograd keeps."""
     for name in evidence.skipped_layers:
         trace = evidence.runs[name]
         weights = {(t.layer, t.spec.shape) for t in trace.tensors if t.kind == "parameter" and t.parts}
@@ -61,16 +59,12 @@ def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
         size = sum(copy.bytes for copy in copies)
         if size:
             layers = tuple(dict.fromkeys(trace.layers[copy.layer].path for copy in copies))
+            dtypes = tuple(dict.fromkeys(copy.dtype for copy in copies))
             yield Finding(
                 "quantized-weights-unpacked",
                 "{name} unpacks the weights of {layers} to {dtypes} before it multiplies, and what it keeps for "
                 "backward includes these copies: {bytes}. Inference frees them one by one.",
-                {
-                    "name": name,
-                    "layers": layers,
-                    "dtypes": tuple(dict.fromkeys(copy.dtype for copy in copies)),
-                    "bytes": Bytes(size),
-                },
+                {"name": name, "layers": layers, "dtypes": dtypes, "bytes": Bytes(size)},
                 bytes=size,
                 layers=layers,
             )
@@ -78,39 +72,33 @@ def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("low-bits-in-wide-containers")
 def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
-    """Weights quantized to fewer bits than each of them takes in memory."""
     for name in ("as-given", *evidence.skipped_layers):
         trace = evidence.as_given if name == "as-given" else evidence.runs.get(name)
-        wide = [t for t in (trace.tensors if trace else ()) if _wide(t)]
+        # torchao keeps such a tensor unpacked: the class name says so, and each value takes one int8.
+        wide = [
+            tensor
+            for tensor in (trace.tensors if trace else ())
+            if "UnpackedToInt8" in (tensor.wrapper or "") and any(part.spec.dtype == "int8" for part in tensor.parts)
+        ]
         if wide:
+            size = bytes_of(wide)
             yield Finding(
                 "low-bits-in-wide-containers",
                 "{name}: {count} weights have fewer than 8 bits each but are kept in 8-bit containers, {bytes} in all: "
                 "nothing is saved beyond int8.",
-                {
-                    "name": name,
-                    "count": sum(tensor.elements for tensor in wide),
-                    "bytes": Bytes(bytes_of(wide)),
-                },
-                bytes=bytes_of(wide),
+                {"name": name, "count": sum(tensor.elements for tensor in wide), "bytes": Bytes(size)},
+                bytes=size,
                 layers=layers_of(wide),
             )
 
 
-def _wide(tensor: StoredTensor) -> bool:
-    """Whether torchao keeps a low-bit tensor unpacked: the class name says so, and each value takes one int8."""
-    unpacked = "UnpackedToInt8" in (tensor.wrapper or "")
-    return unpacked and any(part.spec.dtype == "int8" for part in tensor.parts)
-
-
 @RULES.rule("kept-by-functions")
 def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
-    """Tensors kept for backward between layers rather than in one: by `F.relu`, by `+`, by attention."""
     trace = evidence.as_given
     saved = [s for s in trace.storages if s.saved_by >= 0]
     between = [s for s in saved if s.saved_at >= 0 and not trace.layers[s.saved_by].leaf]
-    size = sum(s.bytes for s in between)
-    if not size or size < _TOLD_FROM * sum(s.bytes for s in saved):
+    size, all_saved = sum(s.bytes for s in between), sum(s.bytes for s in saved)
+    if not size or size < _TOLD_FROM * all_saved:
         return
     by_line = Counter[int]()
     for storage in between:
@@ -118,15 +106,16 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
     lines = by_line.most_common(_LINES)
     named = {f"line{number}": _with_ops(between, line, trace.lines[line]) for number, (line, _) in enumerate(lines)}
     shares = ", ".join(f"{{bytes{number}}} at {{line{number}}}" for number in range(len(lines)))
+    rest = f" and the rest at {len(by_line) - _LINES} more lines." if len(by_line) > _LINES else "."
     layers = tuple(dict.fromkeys(trace.layers[s.saved_by].path for s in between))
     yield Finding(
         "kept-by-functions",
         "Functions keep {size} of {all} for backward; the table counts that in the modules that call them, {layers}: "
         + shares
-        + (f" and the rest at {len(by_line) - _LINES} more lines." if len(by_line) > _LINES else "."),
+        + rest,
         {
             "size": Bytes(size),
-            "all": Bytes(sum(s.bytes for s in saved)),
+            "all": Bytes(all_saved),
             "layers": layers,
             **named,
             **{f"bytes{number}": Bytes(line_bytes) for number, (_, line_bytes) in enumerate(lines)},
@@ -137,16 +126,12 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _with_ops(storages: Iterable[Storage], line: int, name: str) -> str:
-    """A line's name, and which ops made what it keeps."""
     ops = dict.fromkeys(storage.op for storage in storages if storage.saved_at == line and storage.op)
     return f"{name} (results of {join_names(tuple(ops))})" if ops else name
 
 
 @RULES.rule("unregistered-tensors")
 def unregistered(evidence: Evidence) -> Iterator[Finding]:
-    """Tensors in plain attributes and modules in Python lists, which `parameters()`, `.to()` and `.half()` do not
-    reach.
-    """
     hidden = [t for t in evidence.as_given.tensors if t.kind == "attribute" and t.bytes and not _computed(t, evidence)]
     if hidden:
         yield _about(
@@ -159,7 +144,6 @@ def unregistered(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("pruned-parameters-grow")
 def pruned(evidence: Evidence) -> Iterator[Finding]:
-    """`torch.nn.utils.prune`: a mask and a computed weight come on top of the original."""
     names = {tensor.name for tensor in evidence.as_given.tensors}
     masked = {name.removesuffix("_orig") + "_mask" for name in names if name.endswith("_orig")}
     masks = [t for t in evidence.as_given.tensors if t.name in masked]
@@ -184,7 +168,6 @@ def _computed(tensor: StoredTensor, evidence: Evidence) -> bool:
 
 @RULES.rule("no-gradient-flows")
 def without_gradient(evidence: Evidence) -> Iterator[Finding]:
-    """Parameters that the forward reads but that no gradient can reach: `weight.data`, `detach`, a `no_grad` part."""
     cut = [t for t in evidence.parameters if t.trainable and t.used and t.differentiable is False and t.tied_to is None]
     if cut and any(t.differentiable for t in evidence.parameters):
         yield _about(
@@ -197,7 +180,6 @@ def without_gradient(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("tied-parameters")
 def tied(evidence: Evidence) -> Iterator[Finding]:
-    """Parameters that share memory: stored once, however many layers name them."""
     ties = [t for t in evidence.parameters if t.tied_to is not None]
     if ties:
         saved = sum(tensor.reported_bytes for tensor in ties)
@@ -216,7 +198,6 @@ def tied(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("unused-parameters")
 def unused(evidence: Evidence) -> Iterator[Finding]:
-    """Parameters that the forward never reads."""
     idle = [t for t in evidence.parameters if t.used is False and t.tied_to is None and t.bytes]
     if idle:
         yield _about(
@@ -228,33 +209,28 @@ def unused(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("halving-leaves-integers")
 def what_halving_cannot_halve(evidence: Evidence) -> Iterator[Finding]:
-    """Integer buffers and inputs, which `.half()` leaves as they are, and tensors that it does not reach."""
-    fixed = [
-        t for t in evidence.as_given.tensors if t.kind == "buffer" and "float" not in t.spec.dtype and t.bytes >= 1024
-    ]
+    buffers = [t for t in evidence.as_given.tensors if t.kind == "buffer" and "float" not in t.spec.dtype]
+    fixed = [t for t in buffers if t.bytes >= 1024]
     inputs = [i for i in evidence.as_given.inputs if "float" not in i.spec.dtype]
-    parts = []
-    if fixed:
-        parts.append("integer buffers ({buffers})")
-    if inputs:
-        parts.append("inputs that are not floating ({inputs}: {names})")
+    parts = ["integer buffers ({buffers})"] if fixed else []
+    parts += ["inputs that are not floating ({inputs}: {names})"] if inputs else []
     if parts:
+        input_bytes = sum(i.bytes for i in inputs)
         yield Finding(
             "halving-leaves-integers",
             f"Halving cannot halve {' and '.join(parts)}.",
             {
                 "buffers": Bytes(bytes_of(fixed)),
-                "inputs": Bytes(sum(i.bytes for i in inputs)),
+                "inputs": Bytes(input_bytes),
                 "names": tuple(f"{i.name} {i.spec}" for i in inputs),
             },
-            bytes=bytes_of(fixed) + sum(i.bytes for i in inputs),
+            bytes=bytes_of(fixed) + input_bytes,
             layers=layers_of(fixed),
         )
 
 
 @RULES.rule("apex-o2-keeps-master-weights")
 def norms_kept_in_fp32(evidence: Evidence) -> Iterator[Finding]:
-    """apex O2's batch norms: what they keep in float32, and what the optimizer's master weights add."""
     trace = evidence.runs.get("apex-O2")
     if trace is None:
         return
@@ -272,7 +248,6 @@ def norms_kept_in_fp32(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("buffers-count-too")
 def buffers(evidence: Evidence) -> Iterator[Finding]:
-    """Buffers, which summaries leave out."""
     tensors = [t for t in evidence.as_given.tensors if t.kind == "buffer"]
     size, parameters = bytes_of(tensors), evidence.stored.parameter_bytes
     if size and size * 100 >= parameters:
@@ -287,28 +262,21 @@ def buffers(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("summary-counts-differently")
 def torchinfo_counts_differently(evidence: Evidence) -> Iterator[Finding]:
-    """Another summary's total, where it differs from the number of elements that are stored."""
-    ours = evidence.stored.parameters
+    ours, tensors = evidence.stored.parameters, evidence.parameters
+    reason = "it adds up the layers that it saw called"
+    if any(tensor.kind == "packed" for tensor in tensors):
+        reason = "it does not see packed weights"
+    elif any(tensor.tied_to for tensor in tensors):
+        reason = "it counts tied parameters once for each layer"
+    elif any(tensor.used is False for tensor in tensors):
+        reason = "it leaves out layers that are never called"
     for reading in evidence.readings:
         if reading.parameters != ours:
-            yield Finding(
-                "summary-counts-differently",
-                "{tool} counts {theirs} parameters where {ours} are stored: {reason}.",
-                {"tool": reading.tool, "theirs": reading.parameters, "ours": ours, "reason": _reason(evidence)},
-            )
-
-
-def _reason(evidence: Evidence) -> str:
-    if any(tensor.kind == "packed" for tensor in evidence.parameters):
-        return "it does not see packed weights"
-    if any(tensor.tied_to for tensor in evidence.parameters):
-        return "it counts tied parameters once for each layer"
-    if any(tensor.used is False for tensor in evidence.parameters):
-        return "it leaves out layers that are never called"
-    return "it adds up the layers that it saw called"
+            values = {"tool": reading.tool, "theirs": reading.parameters, "ours": ours, "reason": reason}
+            text = "{tool} counts {theirs} parameters where {ours} are stored: {reason}."
+            yield Finding("summary-counts-differently", text, values)
 
 
 def _about(tensors: Sequence[StoredTensor], code: str, text: str) -> Finding:
-    """The finding about `tensors` whose sentence gives their `{names}` and `{bytes}`."""
     values = {"names": tuple(tensor.name for tensor in tensors), "bytes": Bytes(bytes_of(tensors))}
     return Finding(code, text, values, bytes=bytes_of(tensors), layers=layers_of(tensors))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from memsize.records.finding import Finding, Rules
@@ -15,8 +15,7 @@ RULES = Rules[Rows]()
 
 
 @RULES.rule("sweep-fits")
-def what_fits(rows: Rows) -> Iterator[Finding]:
-    """How many cells fit each card, the smallest first; of trainings that are spread, on how many of them."""
+def _what_fits(rows: Rows) -> Iterator[Finding]:
     cards: dict[str, dict[int, list[SweepRow]]] = {}
     for row in sorted(_ran(rows), key=lambda row: (row.gpu_bytes or 0, row.gpus)):
         cards.setdefault(str(row.settings["gpu"]), {}).setdefault(row.gpus, []).append(row)
@@ -39,7 +38,6 @@ def what_fits(rows: Rows) -> Iterator[Finding]:
 
 
 def _fitting(cells: tuple[int, Rows]) -> tuple[int, int]:
-    """How many of the cells on a number of GPUs fit, and how many there are."""
     return sum(row.outcome == "fits" for row in cells[1]), len(cells[1])
 
 
@@ -50,11 +48,14 @@ def _gpus(first: int, *others: int) -> str:
 
 
 @RULES.rule("sweep-smallest-card", "sweep-no-card")
-def the_smallest_card(rows: Rows) -> Iterator[Finding]:
-    """Where several cards, or numbers of them, were asked about the same: the least on which all fits."""
-    questions = {_question(row) for row in _ran(rows)}
-    every = _by_card(_ran(rows))
-    cards = {name: cells for name, cells in every.items() if {_question(row) for row in cells} == questions}
+def _the_smallest_card(rows: Rows) -> Iterator[Finding]:
+    ran = sorted(_ran(rows), key=lambda row: (row.gpu_bytes or 0) * row.gpus)
+    # By card, and by how many such cards where trainings are spread: the least memory first.
+    every: dict[str, list[SweepRow]] = {}
+    for row in ran:
+        every.setdefault(row.place, []).append(row)
+    questions = set(map(_question, ran))
+    cards = {name: cells for name, cells in every.items() if set(map(_question, cells)) == questions}
     if len(every) < 2 or not cards:
         return
     enough = next((name for name, cells in cards.items() if all(row.outcome == "fits" for row in cells)), None)
@@ -68,8 +69,7 @@ def the_smallest_card(rows: Rows) -> Iterator[Finding]:
 
 
 @RULES.rule("sweep-largest")
-def what_needs_most(rows: Rows) -> Iterator[Finding]:
-    """The cell with the largest peak, and what that consists of."""
+def _what_needs_most(rows: Rows) -> Iterator[Finding]:
     ran = _ran(rows)
     if len(ran) < 2:
         return
@@ -82,19 +82,13 @@ def what_needs_most(rows: Rows) -> Iterator[Finding]:
         "part": Bytes(row.roles[role]),
         "phase": row.phase,
     }
-    text = "The largest peak is that of {cell}: {reserved} reserved, {part} of them {role}, in {phase}."
-    yield Finding(
-        "sweep-largest",
-        text,
-        values,
-        bytes=row.reserved,
-        brief="The largest peak is that of {cell}: {reserved} reserved.",
-    )
+    brief = "The largest peak is that of {cell}: {reserved} reserved"
+    text = f"{brief}, {{part}} of them {{role}}, in {{phase}}."
+    yield Finding("sweep-largest", text, values, bytes=row.reserved, brief=f"{brief}.")
 
 
 @RULES.rule("sweep-failed")
-def what_failed(rows: Rows) -> Iterator[Finding]:
-    """The cells that could not be run, by reason."""
+def _what_failed(rows: Rows) -> Iterator[Finding]:
     reasons: dict[str, list[SweepRow]] = {}
     for row in rows:
         if row.outcome == "failed":
@@ -108,7 +102,6 @@ def what_failed(rows: Rows) -> Iterator[Finding]:
 
 
 def _question(row: SweepRow) -> frozenset[tuple[str, str]]:
-    """The settings of a cell apart from its card, and the number of cards."""
     settings = {key: str(value) for key, value in row.settings.items() if key != "gpu"}
     strategy = ",".join(part.partition("=")[0] for part in settings.get("parallel", "").split(","))
     return frozenset((settings | {"parallel": strategy}).items())
@@ -116,11 +109,3 @@ def _question(row: SweepRow) -> frozenset[tuple[str, str]]:
 
 def _ran(rows: Rows) -> list[SweepRow]:
     return [row for row in rows if row.outcome != "failed"]
-
-
-def _by_card(rows: Rows) -> Mapping[str, list[SweepRow]]:
-    """The rows by their card, and by how many such cards where trainings are spread: the least memory first."""
-    cards: dict[str, list[SweepRow]] = {}
-    for cell in sorted(rows, key=lambda row: (row.gpu_bytes or 0) * row.gpus):
-        cards.setdefault(cell.place, []).append(cell)
-    return cards

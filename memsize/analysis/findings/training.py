@@ -17,7 +17,6 @@ RULES = Rules[Evidence]()
 
 @RULES.rule("out-of-memory")
 def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
-    """Training, and inference, that run out of memory on the card: the first scenario that does, and how many do."""
     for run, peaks in (("training", evidence.peaks), ("inference", evidence.inference)):
         short = {name: peak.shortage for name, peak in peaks.items() if peak.shortage}
         for name, shortage in list(short.items())[:1]:
@@ -28,7 +27,6 @@ def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("training-peak")
 def training_peak(evidence: Evidence) -> Iterator[Finding]:
-    """Where the peak is and what most of it consists of."""
     name = next((name for name in ("as-given", "fp32", *evidence.peaks) if name in evidence.peaks), None)
     if name is None:
         return
@@ -49,7 +47,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
             "name": name,
             "requested": Bytes(peak.requested),
             "where": moment(peak.peak_phase, peak.peak_layer),
-            "states": Bytes(_states(peak)),
+            "states": Bytes(_bytes_of_roles(peak, PER_PARAMETER)),
             "constant": Bytes(_bytes_of_roles(peak, FIXED)),
             "main": noun(max(FIXED, key=lambda role: (peak.roles.get(role, 0), role))),
             "temporary": Bytes(peak.roles.get("temporary", 0)),
@@ -71,16 +69,11 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
 
 
 @RULES.rule("no-training-step")
-def not_trained(evidence: Evidence) -> Iterator[Finding]:
-    """Why there is no training step, where one was asked for and no scenario has any."""
+def _not_trained(evidence: Evidence) -> Iterator[Finding]:
     if evidence.untrained and not evidence.peaks:
         reason = next(iter(evidence.untrained.values()))
         text = "There is no training step to show: {reason}."
         yield Finding("no-training-step", text, {"reason": reason}, brief=text)
-
-
-def _states(peak: GpuEstimate) -> int:
-    return _bytes_of_roles(peak, PER_PARAMETER)
 
 
 def _bytes_of_roles(peak: GpuEstimate, roles: Iterable[Role]) -> int:
@@ -90,7 +83,7 @@ def _bytes_of_roles(peak: GpuEstimate, roles: Iterable[Role]) -> int:
 def _advice(peak: GpuEstimate) -> str:
     if peak.peak_phase == "optimizer":
         return "The update's temporaries take {temporary} of it, whatever the batch: a fused optimizer has none."
-    if _states(peak) * 2 > peak.requested:
+    if _bytes_of_roles(peak, PER_PARAMETER) * 2 > peak.requested:
         return "Parameters, gradients and optimizer state are {states} of it, whatever the batch."
     if _bytes_of_roles(peak, FIXED) * 2 > peak.requested:
         return "What does not depend on the batch is {constant} of it, mostly {main}."
@@ -99,7 +92,6 @@ def _advice(peak: GpuEstimate) -> str:
 
 @RULES.rule("data-parallel-replicas")
 def data_parallel(evidence: Evidence) -> Iterator[Finding]:
-    """`nn.DataParallel`: activations are split over the GPUs, and parameters are copied to each."""
     paths = tuple(layer.path for layer in evidence.as_given.layers if layer.type == "DataParallel")
     if not paths:
         return
@@ -120,18 +112,11 @@ def data_parallel(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("gradient-buckets")
 def distributed(evidence: Evidence) -> Iterator[Finding]:
-    """`DistributedDataParallel`: each process holds everything, plus buckets for its gradients."""
     if evidence.buckets is None:
         return
     size, views = evidence.buckets
-    on_top = (
-        "its gradients lie in {size} of buckets that are never freed"
-        if views
-        else "buckets of {size} stand beside the gradients (gradient_as_bucket_view=True puts the gradients into them)"
-    )
-    yield Finding(
-        "gradient-buckets",
-        "The figures are those of one process of DistributedDataParallel with its own batch: " + on_top + ".",
-        {"size": Bytes(size)},
-        bytes=size,
-    )
+    on_top = "buckets of {size} stand beside the gradients (gradient_as_bucket_view=True puts the gradients into them)"
+    if views:
+        on_top = "its gradients lie in {size} of buckets that are never freed"
+    text = f"The figures are those of one process of DistributedDataParallel with its own batch: {on_top}."
+    yield Finding("gradient-buckets", text, {"size": Bytes(size)}, bytes=size)

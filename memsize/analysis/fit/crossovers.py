@@ -97,6 +97,16 @@ def crossings(runs: RunCache, scenarios: Sequence[Scenario], base: RunVariant) -
     ahead = _forecast_of(runs, variant)
     if ahead is None:
         return
+    if plain.name in ("as-given", "fp32"):
+        name = "amp-bf16" if variant.card.capability >= (8, 0) else "amp-fp16"
+        lower = replace(variant, scenario=SCENARIOS[name])
+        with_it = _forecast_of(runs, lower)
+        if with_it is not None:
+            size = _first_size(
+                lambda size: with_it.requested(size) < ahead.requested(size),
+                lambda size: runs.run(lower, size).requested < runs.run(variant, size).requested,
+            )
+            yield Crossing("autocast", size, name, plain.name)
 
     def crossing(kind: Literal["activations", "peak"], holds: Callable[[Trace, Deltas], bool]) -> Crossing:
         def measured(size: int) -> bool:
@@ -104,26 +114,11 @@ def crossings(runs: RunCache, scenarios: Sequence[Scenario], base: RunVariant) -
             return holds(run.trace, run.pairs)
 
         trace = ahead.runs[0].trace
-        size = _first_size(lambda size: holds(trace, ahead.pairs(size)), measured)
-        return Crossing(kind, size, plain.name)
+        return Crossing(kind, _first_size(lambda size: holds(trace, ahead.pairs(size)), measured), plain.name)
 
-    if plain.name in ("as-given", "fp32"):
-        yield from _autocast_crossing(runs, variant, ahead)
     if variant.training is not None:
         yield crossing("activations", activations_outweigh)
         yield crossing("peak", peak_has_left_the_optimizer)
-
-
-def _autocast_crossing(runs: RunCache, plain: RunVariant, ahead: Forecast) -> Iterator[Crossing]:
-    name = "amp-bf16" if plain.card.capability >= (8, 0) else "amp-fp16"
-    lower = replace(plain, scenario=SCENARIOS[name])
-    with_it = _forecast_of(runs, lower)
-    if with_it is not None:
-        size = _first_size(
-            lambda size: with_it.requested(size) < ahead.requested(size),
-            lambda size: runs.run(lower, size).requested < runs.run(plain, size).requested,
-        )
-        yield Crossing("autocast", size, name, plain.scenario.name)
 
 
 def _first_size(foretold: Callable[[int], bool], measured: Callable[[int], bool]) -> int | None:

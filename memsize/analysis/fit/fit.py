@@ -83,8 +83,15 @@ def find_fit(
         scenarios = [scenario for scenario in request.scenarios if scenario.name != "as-given"]
         request = replace(request, scenarios=scenarios)
     partial_rows = _PartialRows(request, runs, tell)
+
+    def so_far() -> Fit | None:
+        rows = tuple(partial_rows)
+        if all(row.status == "unavailable" for row in rows):
+            return None
+        return _fit(runs, request, rows, notes=notes, missing=tuple(partial_rows.missing()))
+
     with (
-        found_kept(lambda: _interrupted_fit(runs, request, partial_rows, notes)),
+        found_kept(so_far),
         collector_paused(),
         Workers(work := FitWork(runs, request), partial_rows.counted(runs.progress), partial_rows.add) as workers,
     ):
@@ -131,16 +138,11 @@ def _fit(
     )
 
 
-# -- an interrupted fit -----------------------------------------------------------------------------------------------
-
-
 RowKey = tuple[str, str]
 """A scenario and a GPU, by their names."""
 
 
 class _RowsOfKey(NamedTuple):
-    """The rows of a scenario on a GPU; not `complete` while more are to come."""
-
     key: RowKey
     rows: tuple[FitRow, ...]
     complete: bool
@@ -152,7 +154,8 @@ class _PartialRows:
     def __init__(self, request: FitRequest, runs: RunCache, tell: Callable[[Finding], None]) -> None:
         self.rows_of: dict[RowKey, _RowsOfKey] = {}
         self.keys = [(scenario.name, budget.name) for scenario, budget in product(request.scenarios, request.budgets)]
-        self._several, self._vary, self._tell = len(request.budgets) > 1, runs.vary.text, tell
+        self._request, self._vary, self._tell = request, runs.vary.text, tell
+        self._several = len(request.budgets) > 1
 
     def add(self, part: _RowsOfKey) -> None:
         """Add the rows of a key; they come again if another process repeats the work of one that ended."""
@@ -172,32 +175,20 @@ class _PartialRows:
 
         return with_number
 
+    def missing(self) -> Iterator[str]:
+        """Yield what the answer lacks."""
+        for key in self.keys:
+            if key not in self.rows_of or not self.rows_of[key].complete:
+                name = " on ".join(key) if self._several else key[0]
+                yield f"the rest of {name}" if key in self.rows_of else name
+        wanted = self._request.remedies
+        if wanted or (wanted is None and any(row.status == "exceeds" for row in self)):
+            yield "remedies"
+        if self._request.crossovers:
+            yield "crossovers"
+
     def __iter__(self) -> Iterator[FitRow]:
         return (row for key in self.keys if key in self.rows_of for row in self.rows_of[key].rows)
-
-
-def _interrupted_fit(
-    runs: RunCache, request: FitRequest, partial_rows: _PartialRows, notes: Sequence[str]
-) -> Fit | None:
-    """Answer with the rows that are available; None where no scenario has run."""
-    rows = tuple(partial_rows)
-    if all(row.status == "unavailable" for row in rows):
-        return None
-    return _fit(runs, request, rows, notes=notes, missing=tuple(_missing(request, partial_rows)))
-
-
-def _missing(request: FitRequest, partial_rows: _PartialRows) -> Iterator[str]:
-    for key in partial_rows.keys:
-        if key not in partial_rows.rows_of or not partial_rows.rows_of[key].complete:
-            name = " on ".join(key) if len(request.budgets) > 1 else key[0]
-            yield f"the rest of {name}" if key in partial_rows.rows_of else name
-    if request.remedies or (request.remedies is None and any(row.status == "exceeds" for row in partial_rows)):
-        yield "remedies"
-    if request.crossovers:
-        yield "crossovers"
-
-
-# -- rows -------------------------------------------------------------------------------------------------------------
 
 
 def _rows(runs: RunCache, request: FitRequest, workers: Workers) -> tuple[FitRow, ...]:
@@ -209,35 +200,26 @@ def _rows(runs: RunCache, request: FitRequest, workers: Workers) -> tuple[FitRow
     keys = product(request.scenarios, request.budgets)
     in_order = tuple(row for scenario, budget in keys for row in rows_of[scenario.name, budget.name])
     if all(row.status == "unavailable" for row in in_order):
-        _raise_first_failure(runs, request)
+        work = FitWork(runs, request)
+        work.rows(request.scenarios)
+        if work.failures:
+            raise work.failures[0]
     return in_order
 
 
-def _raise_first_failure(runs: RunCache, request: FitRequest) -> None:
-    """Raise the error of the first scenario that was run."""
-    work = FitWork(runs, request)
-    work.rows(request.scenarios)
-    if work.failures:
-        raise work.failures[0]
-
-
-def _similar(scenarios: Sequence[Scenario]) -> list[tuple[Scenario, ...]]:
-    """Group scenarios that need about as much memory: the answer of one is a good start for the search of the next."""
-    groups: dict[object, list[Scenario]] = {}
-    for scenario in scenarios:
-        groups.setdefault(_width(scenario), []).append(scenario)
-    return list(map(tuple, groups.values()))
-
-
-def _width(scenario: Scenario) -> object:
-    """Return a key that scenarios of about the same memory share: whether they use autocast, and how many bits.
+def _similar(scenarios: Sequence[Scenario]) -> list[list[Scenario]]:
+    """Group scenarios that need about as much memory: the answer of one is a good start for the search of the next.
 
     The width of a model as given, or once it is quantized, is not known beforehand.
     """
-    if scenario.recipe in ("as-given", "quantized"):
-        return scenario.name
-    computed = scenario.autocast or scenario.dtype
-    return scenario.autocast is not None, computed in ("float16", "bfloat16"), scenario.master_weights
+    groups: dict[object, list[Scenario]] = {}
+    for scenario in scenarios:
+        key: object = scenario.name
+        if scenario.recipe not in ("as-given", "quantized"):
+            is_half = (scenario.autocast or scenario.dtype) in ("float16", "bfloat16")
+            key = scenario.autocast is not None, is_half, scenario.master_weights
+        groups.setdefault(key, []).append(scenario)
+    return list(groups.values())
 
 
 @dataclass(eq=False)
@@ -252,14 +234,9 @@ class FitWork:
     hand_over: Callable[[_RowsOfKey], None] = lambda _: None
     failures: list[Exception] = field(default_factory=list)
 
-    @property
-    def remedies(self) -> RemedyWork:
-        """The work of finding remedies for the same runs."""
-        return RemedyWork(self.runs)
-
     def remedy_alone(self, base: RunVariant, size: int, name: str) -> tuple[RemedyRow, NewRuns]:
         """Measure one remedy (see `RemedyWork`)."""
-        return self.remedies.remedy_alone(base, size, name)
+        return RemedyWork(self.runs).remedy_alone(base, size, name)
 
     def rows(self, scenarios: Sequence[Scenario]) -> tuple[list[FitRow], NewRuns]:
         """Compute the rows of some scenarios, one for each budget; return them with the runs that this took."""
@@ -280,7 +257,6 @@ class FitWork:
         self.hand_over(_RowsOfKey((rows[0].scenario, rows[0].gpu), tuple(rows), complete))
 
     def _frontier(self, scenario: Scenario, budget: Budget) -> list[FitRow]:
-        """Find the longest context of one batch after another, each twice the last, until nothing fits."""
         rows: list[FitRow] = []
         batch, variant = self.runs.model_inputs.batch_size, self.request.variant(scenario, budget)
         while batch <= MOST_SEQUENCES:
@@ -309,7 +285,6 @@ class FitWork:
             return replace(row, reason=str(error))
 
     def _search(self, variant: RunVariant, row: FitRow, start: int | None) -> FitRow:
-        """Complete `row` with the largest size that fits; the search begins at `start`."""
         runs, linear = self.runs, self.runs.vary.batch
         search = Search(
             lambda size: runs.run(variant, size),
@@ -331,11 +306,7 @@ class FitWork:
         return row_of_search(search, row, linear=linear)
 
 
-# -- remedies and notes ----------------------------------------------------------------------------------------------
-
-
 def _remedied(work: FitWork, rows: Sequence[FitRow], workers: Workers) -> Remedied | None:
-    """Try remedies for the row that does not fit the size in question, or for the first row if the user wants them."""
     runs, request = work.runs, work.request
     row = None if request.remedies is False else _row_to_remedy(request, rows)
     if row is None:
@@ -344,12 +315,12 @@ def _remedied(work: FitWork, rows: Sequence[FitRow], workers: Workers) -> Remedi
     budget = next(budget for budget in request.budgets if budget.name == row.gpu)
     size = request.size or (2 * row.size if row.size else row.next_size or runs.input_size)
     base = request.variant(scenario, budget)
-    return work.remedies.remedied(workers, base, size, budget=budget, splits=runs.vary.batch)
+    return RemedyWork(runs).remedied(workers, base, size, budget=budget, splits=runs.vary.batch)
 
 
 def _row_to_remedy(request: FitRequest, rows: Sequence[FitRow]) -> FitRow | None:
-    """Choose the row to find remedies for: the first that does not fit, or of several strategies the one that needs
-    least. None if another strategy or number of GPUs is enough and the user does not ask for remedies.
+    """Choose the first row that does not fit, or of several strategies the one that needs least; without such a row the
+    first, if the user asks for remedies. None if another strategy or number of GPUs is enough.
     """
     short = [row for row in rows if row.status == "exceeds"]
     if not short:
@@ -365,7 +336,6 @@ def _row_to_remedy(request: FitRequest, rows: Sequence[FitRow]) -> FitRow | None
 def _notes(
     runs: RunCache, traces: Mapping[FitRun, Trace], budgets: Sequence[Budget], rows: Sequence[FitRow]
 ) -> Iterator[str]:
-    """Yield notes about how the answers were found."""
     yield from (note for budget in budgets for note in budget.notes)
     yield from runs.notes
     if not runs.resizable:

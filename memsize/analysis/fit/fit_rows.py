@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -65,41 +65,31 @@ def likely_size(rows: Sequence[FitRow], scenario: str, budget: Budget, budgets: 
     fewer = [row for row in before if row.scenario == scenario and gpus.get(row.gpu, budget.gpus) < budget.gpus]
     if not fewer:
         return None
-    last = fewer[-1]
+    last, freed = fewer[-1], 0
     if last.size is None or not last.per_step:
         return last.size or 1
-    freed = _freed(fewer[-2], last, gpus_of=gpus, gpus=budget.gpus) if len(fewer) > 1 else 0
+    if len(fewer) > 1:
+        # Sharded tensors shrink with the share of each GPU, others stay.
+        earlier = fewer[-2]
+        shrunk = sum(earlier.standing.values()) - sum(last.standing.values())
+        shares = 1 / gpus[earlier.gpu], 1 / gpus[last.gpu]
+        freed = round(shrunk / (shares[0] - shares[1]) * (shares[1] - 1 / budget.gpus))
     return last.size + max((last.headroom or 0) + freed, 0) // last.per_step
-
-
-def _freed(before: FitRow, last: FitRow, *, gpus_of: Mapping[str, int], gpus: int) -> int:
-    """Extrapolate how many bytes fewer a GPU stores on `gpus` GPUs than in the `last` row, from a row on fewer GPUs
-    `before` it: sharded tensors shrink with the share of each GPU, others stay.
-    """
-    fixed_before, fixed_last = sum(before.standing.values()), sum(last.standing.values())
-    shares = 1 / gpus_of[before.gpu], 1 / gpus_of[last.gpu]
-    return round((fixed_before - fixed_last) / (shares[0] - shares[1]) * (shares[1] - 1 / gpus))
 
 
 def _status(search: Search) -> Status:
     if search.largest_run is None:
         return "none"
     if search.endless:
-        return "constant" if _is_constant(search) else "endless"
+        without_input = set()
+        for run in search.runs.values():
+            trace = run.trace
+            roles = {storage.role for storage in trace.storages} - {"input"}
+            without_input.add(most_alive(trace, run.pairs, roles))
+        return "constant" if len(search.runs) > 1 and len(without_input) == 1 else "endless"
     if not search.closed:
         return "open"
     return "found" if search.next_run else "refused"
-
-
-def _is_constant(search: Search) -> bool:
-    """Whether all runs need the same memory apart from their input."""
-    sizes = {_without_input(run) for run in search.runs.values()}
-    return len(search.runs) > 1 and len(sizes) == 1
-
-
-def _without_input(run: Footprint) -> int:
-    trace = run.trace
-    return most_alive(trace, run.pairs, {storage.role for storage in trace.storages} - {"input"})
 
 
 class _Growth(NamedTuple):
@@ -111,10 +101,10 @@ class _Growth(NamedTuple):
 
 
 def _growth(search: Search, linear: bool) -> _Growth | None:
-    """Compare the peak of the next size (or of the answer, if there is none) with another run.
+    """Compare the peak of the next size (or of the answer, if there is none) with another run, at the same moment.
 
-    The other run is compared at the same moment, not at its own peak: as a batch grows the peak moves out of the
-    optimizer, and a line through both peaks would describe neither phase.
+    Its own peak may be in another phase: as a batch grows the peak moves out of the optimizer, and a line through both
+    peaks would describe neither phase.
     """
     run = search.next_run or search.largest_run
     if run is None:
@@ -122,7 +112,13 @@ def _growth(search: Search, linear: bool) -> _Growth | None:
     event, least = run.unbounded.requested.event, _fixed(run)
     trace = run.trace
     label = trace.phases[trace.events[event].phase]
-    beside = _at_same_moment(run, search.runs.values(), event=event, label=label)
+    apart = sorted((other for other in search.runs.values() if other is not run), key=lambda o: abs(o.size - run.size))
+    alike = next((other for other in apart if other.shape == run.shape), None)
+    if alike:
+        beside: tuple[int, int] | None = alike.size, alike.live(event)
+    else:
+        highest = ((other.size, other.most(label)) for other in apart)
+        beside = next(((size, most) for size, most in highest if most is not None), None)
     per_step = None if beside is None else (run.requested - beside[1]) // (run.size - beside[0])
     if per_step is None or per_step < 0:
         return _Growth(None, least, phase_name(label))
@@ -130,20 +126,7 @@ def _growth(search: Search, linear: bool) -> _Growth | None:
     return _Growth(per_step, fixed, phase_name(label))
 
 
-def _at_same_moment(run: Footprint, others: Iterable[Footprint], *, event: int, label: str) -> tuple[int, int] | None:
-    """Return the size of the nearest other run, and its live bytes at the moment of `event`.
-
-    In a run that made the same events this is the same event; in others, the highest moment of the phase `label`.
-    """
-    apart = sorted((other for other in others if other.size != run.size), key=lambda o: abs(o.size - run.size))
-    alike = next((other for other in apart if other.shape == run.shape), None)
-    if alike:
-        return alike.size, alike.live(event)
-    return next(((other.size, most) for other in apart if (most := other.most(label)) is not None), None)
-
-
 def _fixed_roles(run: Footprint) -> dict[Role, int]:
-    """Return the bytes of the model and its training at the peak, by role."""
     return {role: size for role, size in limit_of(run, None).roles.items() if role in FIXED}
 
 

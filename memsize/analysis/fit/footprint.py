@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from memsize.device.allocation_events import AllocationEvents, flow_of
 from memsize.device.allocator_config import SEGMENT_STEP, AllocatorConfig
@@ -108,15 +108,11 @@ class Footprint:
     def bounded(self, capacity: int | None) -> Replay:
         """Replay with `capacity` bytes available: cached blocks are given back before it fails."""
         if capacity not in self.replays:
-            equal = self._equal_replay(capacity)
+            equal = None
+            if capacity is not None and not self.config.expandable_segments and self.config.memory_fraction >= 1:
+                equal = next((replay for replay in self.replays.values() if replay.holds_with(capacity)), None)
             self.replays[capacity] = equal or replay_with_capacity(self.flow, self.config, capacity)
         return self.replays[capacity]
-
-    def _equal_replay(self, capacity: int | None) -> Replay | None:
-        """Return a replay with another capacity that is the same with this one."""
-        if capacity is None or self.config.expandable_segments or self.config.memory_fraction < 1:
-            return None
-        return next((replay for replay in self.replays.values() if replay.holds_with(capacity)), None)
 
     def fits(self, capacity: int) -> bool:
         """Whether the run ends well with `capacity` bytes for the allocator."""
@@ -157,10 +153,6 @@ class Footprint:
             reserved = self.reserved_within(guess)
             high, low = (high, guess) if reserved is None else (reserved, low)
             guesses.append(self._enough_for_failure(guess) if reserved is None else high - SEGMENT_STEP)
-        return self._bisect(low, high)
-
-    def _bisect(self, low: int, high: int) -> int:
-        """Find the smallest sufficient capacity above `low`, which is not enough, up to `high`, which is."""
         while high - low > SEGMENT_STEP:
             middle = (low + (high - low) // 2) // SEGMENT_STEP * SEGMENT_STEP
             middle = middle if middle > low else high - SEGMENT_STEP
@@ -183,19 +175,6 @@ def limit_of(run: Footprint, capacity: int | None) -> Bind:
     alive = run.flow.alive(number)
     roles = roles_of(trace, alive)
     event = trace.events[number]
-    return Bind(
-        phase=phase_name(trace.phases[event.phase]),
-        layer=trace.layers[event.layer].path if event.layer >= 0 else "",
-        op=event.op,
-        role=next(iter(roles)),
-        request=failure.request if failure else 0,
-        roles=roles,
-        largest=_largest_group(trace, alive),
-    )
-
-
-def _largest_group(trace: Trace, alive: Mapping[int, int]) -> Alike | None:
-    """Return the tensors of one shape and dtype with most bytes; None where nothing is `alive`."""
     groups: dict[TensorSpec, Alike] = {}
     for storage, size in zip(rows_at(trace.storages, alive), alive.values(), strict=True):
         spec = TensorSpec(storage.dtype, storage.shape)
@@ -204,7 +183,15 @@ def _largest_group(trace: Trace, alive: Mapping[int, int]) -> Alike | None:
     most = max(groups.values(), key=lambda group: group.bytes, default=None)
     widths = {out.spec.shape[-1] for layer in trace.layers[:1] for out in layer.outputs if out.spec.shape}
     vocabularies = {width for width in widths if width and width >= _VOCABULARY}
-    return most and most._replace(logits=bool(most.spec.shape) and most.spec.shape[-1] in vocabularies)
+    return Bind(
+        phase=phase_name(trace.phases[event.phase]),
+        layer=trace.layers[event.layer].path if event.layer >= 0 else "",
+        op=event.op,
+        role=next(iter(roles)),
+        request=failure.request if failure else 0,
+        roles=roles,
+        largest=most and most._replace(logits=bool(most.spec.shape) and most.spec.shape[-1] in vocabularies),
+    )
 
 
 def phase_name(label: str) -> str:
@@ -259,7 +246,7 @@ class Forecast:
         """Return the largest multiple of `step` up to `most` that would fit, or `least`, which fits, if none would.
 
         The bytes that tensors request give an upper limit. Below it sizes are replayed: all where that is quick, else a
-        few, and then the edge is found by bisection.
+        few, and then the edge is found by bisection around a guess.
         """
 
         def fits(multiple: int) -> bool:
@@ -274,22 +261,18 @@ class Forecast:
         below = max(top - replays, low)
         if near := next(filter(fits, range(top, below, -1)), None):
             return near * step
-        edge = _edge(fits, low, self._about(capacity, top * step) // step, below)
-        return self._beyond(fits, edge, below, replays) * step
-
-    @staticmethod
-    def _beyond(fits: Callable[[int], bool], edge: int, below: int, replays: int) -> int:
-        """Look for a larger number that `fits` beyond the edge: rows that are padded waste the least at every eighth,
-        so others as far apart may fit as well.
-        """
+        about = min(max(self._about(capacity, top * step) // step, low), below)
+        if about == low or fits(about):
+            edge = _last(fits, about, below)
+        else:
+            edge = about - 1 - _last(lambda down: not fits(about - down), 0, about - low - 1)
+        # Rows that are padded waste the least at every eighth, so others as far apart may fit as well.
         beyond = range(min(edge + _MOST_REPLAYS, below), edge, -1)[:replays]
         apart = next(filter(fits, beyond), edge) - edge
-        if apart < 2:
-            return edge + apart
-        return edge + apart * _last(lambda steps: fits(edge + steps * apart), 1, (below - edge) // apart)
+        times = 1 if apart < 2 else _last(lambda steps: fits(edge + steps * apart), 1, (below - edge) // apart)
+        return (edge + apart * times) * step
 
     def _about(self, capacity: int, top: int) -> int:
-        """Estimate the largest size that fits from the bytes reserved by the closest run."""
         near = min(self.runs, key=lambda run: abs(run.requested - capacity))
         if near.size == top:
             return top
@@ -297,21 +280,18 @@ class Forecast:
         return near.size + int((capacity - near.unbounded.reserved.bytes) / slope) if slope > 0 else top
 
     def _deltas(self, size: int) -> Array:
-        amounts = self._at(size).round().clip(min=1)
-        return amounts * self._signs  # type: ignore[no-any-return]
-
-    def _at(self, size: int) -> Any:
         sizes, amounts = [run.size for run in self.runs], self._amounts
         if self._exponents is not None:
-            return amounts[0] * (size / sizes[0]) ** self._exponents
-        line = amounts[0] + (amounts[-1] - amounts[0]) * ((size - sizes[0]) / (sizes[-1] - sizes[0]))
-        if len(sizes) < 3:
-            return line
-        # Newton's form: what the middle run shows beyond the line of the other two, as a parabola through both.
-        middle = amounts[0] + (amounts[-1] - amounts[0]) * ((sizes[1] - sizes[0]) / (sizes[-1] - sizes[0]))
-        # Only upwards: memory grows faster than its input, in steps, or not at all, and steps are no parabola.
-        bend = ((amounts[1] - middle) / ((sizes[1] - sizes[0]) * (sizes[1] - sizes[-1]))).clip(min=0)
-        return line + bend * ((size - sizes[0]) * (size - sizes[-1]))
+            at_size = amounts[0] * (size / sizes[0]) ** self._exponents
+        else:
+            at_size = amounts[0] + (amounts[-1] - amounts[0]) * ((size - sizes[0]) / (sizes[-1] - sizes[0]))
+        if len(sizes) == 3:
+            # Newton's form: what the middle run shows beyond the line of the other two, as a parabola through both.
+            middle = amounts[0] + (amounts[-1] - amounts[0]) * ((sizes[1] - sizes[0]) / (sizes[-1] - sizes[0]))
+            # Only upwards: memory grows faster than its input, in steps, or not at all, and steps are no parabola.
+            bend = ((amounts[1] - middle) / ((sizes[1] - sizes[0]) * (sizes[1] - sizes[-1]))).clip(min=0)
+            at_size = at_size + bend * ((size - sizes[0]) * (size - sizes[-1]))
+        return at_size.round().clip(min=1) * self._signs
 
 
 def _exponents(run: Footprint, powers: bool) -> Array:
@@ -346,14 +326,6 @@ def _last(holds: Callable[[int], bool], least: int, most: int) -> int:
     return low
 
 
-def _edge(holds: Callable[[int], bool], least: int, about: int, most: int) -> int:
-    """Find the same number as `_last` by looking around a guess, `about`."""
-    about = min(max(about, least), most)
-    if about == least or holds(about):
-        return _last(holds, about, most)
-    return about - 1 - _last(lambda down: not holds(about - down), 0, about - least - 1)
-
-
 def forecast(runs: Mapping[int, Footprint], capacity: int, *, powers: bool = False) -> Forecast | None:
     """Make the best forecast that `runs` allow near `capacity`; None where there is no run."""
     groups: dict[int, list[Footprint]] = {}
@@ -366,8 +338,15 @@ def forecast(runs: Mapping[int, Footprint], capacity: int, *, powers: bool = Fal
         return abs(run.requested - capacity)
 
     ordered = [sorted(_edges(group), key=distance) for group in groups.values()]
-    best = min(ordered, key=lambda group: (len(group) < 2, distance(group[0])))
-    return Forecast(_spread(best[:3]), powers=powers)
+    best = min(ordered, key=lambda group: (len(group) < 2, distance(group[0])))[:3]
+    if len(best) == 3:
+        import numpy as np
+
+        first, middle, last = sorted(best, key=lambda run: run.size)
+        off = np.abs(Forecast([first, last]).flow(middle.size).deltas - middle.flow.deltas)
+        if off.max(initial=0) <= 1:  # all on one line, which rounding must not bend
+            best = best[:2]
+    return Forecast(best, powers=powers)
 
 
 def _edges(runs: list[Footprint]) -> list[Footprint]:
@@ -378,14 +357,3 @@ def _edges(runs: list[Footprint]) -> list[Footprint]:
     ascending = sorted(runs, key=lambda run: run.size)
     edges = list({run.requested: run for run in ascending}.values())
     return edges if len(edges) > 1 or len(runs) < 2 else [ascending[0], ascending[-1]]
-
-
-def _spread(runs: list[Footprint]) -> list[Footprint]:
-    """Drop one of three runs that lie on one line, so that rounding cannot bend it."""
-    if len(runs) < 3:
-        return runs
-    import numpy as np
-
-    first, middle, last = sorted(runs, key=lambda run: run.size)
-    off = np.abs(Forecast([first, last]).flow(middle.size).deltas - middle.flow.deltas)
-    return runs if off.max(initial=0) > 1 else runs[:2]

@@ -89,44 +89,31 @@ class GenerationRunCache(RunCache):
 
     def _trace(self, variant: RunVariant, size: int) -> Run:
         assert variant.generation is not None, "only generations are run here"
-        generation, batch, generator = variant.generation, -(-size // variant.split), self._generator(variant)
+        key = variant.run_key._replace(generation=None, sequences=None, split=1)
+        if key not in self._generators:
+            runner = self._runner(variant)
+            self._generators[key] = Generator(runner, self._prompts, variant.scenario, edits=variant.edits)
+        generation, batch, generator = variant.generation, -(-size // variant.split), self._generators[key]
         if self.vary.context:
-            generation = self._of_context(generation, size)
+            new = generation.max_new_tokens
+            if size <= new:
+                raise ForwardError(f"a context of {size} tokens has no room for a prompt and {new} new ones")
+            generation = replace(generation, prompt=size - new)
             batch = variant.sequences or self.model_inputs.batch_size
             self._cover(generator, generation, batch, size)
         run = (generator.derive if self._derives else generator.run)(generation, batch)
         return run if run.exact else run.noted(_INEXACT)
 
-    def _of_context(self, generation: Generation, tokens: int) -> Generation:
-        """Return the generation that ends with a context of `tokens`. Raises `ForwardError` if that is too short."""
-        if tokens <= generation.max_new_tokens:
-            raise ForwardError(
-                f"a context of {tokens} tokens has no room for a prompt and {generation.max_new_tokens} new ones"
-            )
-        return replace(generation, prompt=tokens - generation.max_new_tokens)
-
-    def _generator(self, variant: RunVariant) -> Generator:
-        """Return the generator that all sizes of a variant share."""
-        key = variant.run_key._replace(generation=None, sequences=None, split=1)
-        if key not in self._generators:
-            runner = self._runner(variant)
-            self._generators[key] = Generator(runner, self._prompts, variant.scenario, edits=variant.edits)
-        return self._generators[key]
-
     def _cover(self, generator: Generator, generation: Generation, batch: int, size: int) -> None:
         """Trace what all contexts of a batch (or of similar batches of a frontier) have in common, up to a size whose
         inputs are small themselves.
         """
-        shortest, batches = replace(generation, prompt=_SHORT), self._similar_batches(batch)
+        shortest, batches = replace(generation, prompt=_SHORT), [batch]
+        if self.vary.frontier and batch > 1:  # a batch of 1 takes other code paths
+            batches.append(min(_TOGETHER * batch, MOST_SEQUENCES))
         longest = min(self.most, max(_MOST_TOKENS // batches[-1], size)) - generation.max_new_tokens
         done = (generator, shortest, batch) in self._covered or generator.covers(generation, batch)
         if longest > _SHORT and not done:
             self._covered.add((generator, shortest, batch))
             with suppress(ForwardError, InputError):  # then each context is traced by itself
                 generator.cover(shortest, batches, [_SHORT, longest], between=True, splits=0)
-
-    def _similar_batches(self, batch: int) -> tuple[int, ...]:
-        """Return the batches that are traced together with `batch`. A batch of 1 takes other code paths."""
-        if not self.vary.frontier or batch == 1:
-            return (batch,)
-        return batch, min(_TOGETHER * batch, MOST_SEQUENCES)

@@ -115,13 +115,10 @@ class Adam8bit(torch.optim.Optimizer):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._update(parameter)
+                        if parameter not in self.state:
+                            self.state[parameter] = self._new_state(parameter)
+                        parameter.add_(parameter.grad)
         return None
-
-    def _update(self, parameter: torch.Tensor) -> None:
-        if parameter not in self.state:
-            self.state[parameter] = self._new_state(parameter)
-        parameter.add_(parameter.grad)  # type: ignore[arg-type]
 
     def _new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         if parameter.numel() < LEAST:
@@ -244,15 +241,10 @@ def _freeze(model: nn.Module) -> None:
         parameter.requires_grad_(False)
 
 
-def _output_layer(model: nn.Module) -> nn.Module | None:
-    """The head of a language model, which adapters leave alone as PEFT's ``all-linear`` does."""
-    ask = getattr(model, "get_output_embeddings", None)
-    return ask() if callable(ask) else None
-
-
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, int, int]]:
     """Linear layers with their widths; transformers' `Conv1D` is one that stores its weight the other way round."""
-    head = _output_layer(model)
+    ask = getattr(model, "get_output_embeddings", None)
+    head = ask() if callable(ask) else None
     for module in model.modules():
         if module is head:
             continue

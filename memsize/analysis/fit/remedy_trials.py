@@ -1,28 +1,136 @@
-"""Try remedies on runs of training steps and generations: choose the table, and measure each variant."""
+"""Try remedies on runs of training steps and generations: choose the table, and measure each variant. The remedies for
+generations are here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
-from memsize.analysis.fit.generation_remedies import GENERATION_REMEDIES, fewer_sequences, on_larger_gpu
 from memsize.analysis.fit.generation_runs import GenerationRunCache
+from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
 from memsize.analysis.fit.run_cache import NewRuns, RunCache, RunVariant
-from memsize.analysis.fit.step_remedies import VariantRemedy, accumulation, more_gpus, numbers_of_parts, step_remedies
+from memsize.analysis.fit.step_remedies import (
+    BF16_PARAMETERS,
+    EXPANDABLE_SEGMENTS,
+    INT8_WEIGHTS,
+    VariantRemedy,
+    accumulation,
+    edited,
+    more_gpus,
+    numbers_of_parts,
+    quantized,
+    remedy,
+    step_remedies,
+    switched,
+)
 from memsize.analysis.generation.generation_rows import GenerationRequest
 from memsize.analysis.generation.generator import Generator
-from memsize.analysis.remedies import Ladder, Need, RemedySearch, try_remedies
+from memsize.analysis.remedies import Ladder, Need, NotApplicable, RemedySearch, try_remedies
 from memsize.analysis.runner import Runner
 from memsize.device.budget import budget_of, larger_budgets
 from memsize.processes.workers import Workers
 from memsize.records.fit import Budget, Remedied, RemedyRow
 from memsize.records.generation import GenerationRow
 from memsize.spec.vary import Vary
+from memsize.units import format_bytes
 from memsize.workloads.generation import Prompts
 
 SEGMENT: Final = 2 << 20
 """A remedy that saves less than one segment saves nothing that shows on the GPU."""
+CHUNK: Final = 1024
+"""Tokens of the prompt that are read at a time."""
+
+
+def _with_cache(variant: RunVariant, cache: str, dtype: str | None = None) -> RunVariant:
+    generation = variant.generation
+    assert generation is not None, "remedies for generations are tried on them alone"
+    chosen = generation.cache_implementation or ("quantized" if generation.kv_cache_dtype else None)
+    if chosen not in (None, "dynamic"):
+        raise NotApplicable(f"the cache is {chosen} already")
+    return replace(variant, generation=replace(generation, cache_implementation=cache, kv_cache_dtype=dtype))
+
+
+GENERATION_REMEDIES: Final = (
+    BF16_PARAMETERS,
+    EXPANDABLE_SEGMENTS,
+    INT8_WEIGHTS,
+    remedy(
+        "int4 weights",
+        "weight-only quantization of the linear layers to 4 bits",
+        "weights rounded to 16 values, unpacked each time they are used",
+        "numbers",
+        partial(quantized, name="int4-weight"),
+        "precision",
+    ),
+    remedy(
+        "fp8 KV cache",
+        "a quantized cache with the backend fp8",
+        "rounded keys and values, unpacked each time they are used",
+        "numbers",
+        partial(_with_cache, cache="quantized", dtype="fp8"),
+        "cache",
+    ),
+    remedy(
+        "prefill in chunks",
+        f"prefill_chunk_size={CHUNK}",
+        "a slower prefill, in smaller pieces",
+        "speed",
+        switched("generation", "prefill_chunk_size", "the prompt is read in chunks already", CHUNK),
+    ),
+    remedy(
+        "last logits only",
+        "the head applied to the last token of the prompt alone",
+        "none: generate looks at no other",
+        "nothing",
+        edited(keep_the_last_logits),
+    ),
+    remedy(
+        "static cache",
+        'cache_implementation="static"',
+        "room for the whole context from the first token on",
+        "nothing",
+        partial(_with_cache, cache="static"),
+        "cache",
+    ),
+    remedy(
+        "offloaded cache",
+        'cache_implementation="offloaded"',
+        "as much memory of the host, and each step copies the whole cache to the GPU and back",
+        "speed",
+        partial(_with_cache, cache="offloaded"),
+        "cache",
+    ),
+    remedy(
+        "2 cards",
+        "each layer divided between two such GPUs (tensor parallelism), as vLLM divides it",
+        "a second card, and what all of them exchange after each layer",
+        "hardware",
+        edited(Share(2)),
+        "cards precision",
+    ),
+)
+"""Remedies for a generation, in the order in which they are tried."""
+
+
+def fewer_sequences(parts: int) -> VariantRemedy:
+    """Generate for one of `parts` parts of the batch at a time."""
+    title = f"{parts} generations one after the other, each of a part of the sequences"
+    cost = "longer: each step makes tokens for fewer sequences"
+    return remedy(f"batch ÷{parts}", title, cost, "speed", partial(replace, split=parts), "parts")
+
+
+def on_larger_gpu(budget: Budget) -> VariantRemedy:
+    """Generate on the GPU of `budget`."""
+    card = budget.card
+    title = f"the smallest card on which it fits, of {format_bytes(card.bytes)}"
+    apply = partial(replace, card=card, capacity=budget.allocator)
+    return remedy(card.name, title, "another card", "hardware", apply, "cards")
+
+
+# -- trials ------------------------------------------------------------------------------------------------------------
 
 
 def remedies_of(variant: RunVariant) -> tuple[VariantRemedy, ...]:
@@ -58,15 +166,15 @@ class RemedyWork:
     def remedy_alone(self, base: RunVariant, size: int, name: str) -> tuple[RemedyRow, NewRuns]:
         """Measure the remedy `name` at one size; return its row and the runs that this took."""
         before = self.runs.new_runs()
-        remedy = next(remedy for remedy in remedies_of(base) if remedy.name == name)
-        return self._search(base, size).alone(remedy), self.runs.new_runs(before)
+        chosen = next(remedy for remedy in remedies_of(base) if remedy.name == name)
+        return self._search(base, size).alone(chosen), self.runs.new_runs(before)
 
     def remedied(self, workers: Workers, base: RunVariant, size: int, budget: Budget, *, splits: bool) -> Remedied:
         """Try all remedies at one size; `workers` serve this object, or one with its methods. `splits`: the size is a
         batch that can be split.
         """
         runs, rows, remedies = self.runs, [], remedies_of(base)
-        for row, new_runs in workers.answers([("remedy_alone", base, size, remedy.name) for remedy in remedies]):
+        for row, new_runs in workers.answers([("remedy_alone", base, size, tried.name) for tried in remedies]):
             rows.append(row)
             runs.adopt(new_runs)
         search = self._search(base, size)

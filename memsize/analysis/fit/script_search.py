@@ -57,18 +57,15 @@ class ScriptRuns:
         """Run the script with one value, once; raises `ForwardError` where the script fails with it."""
         if value not in self.footprints:
             self._progress(f"running {self.script.command(value)}")
-            trace, config, failure = self._apart(value)
+            if can_fork():
+                with Workers(self, self._progress) as workers:
+                    trace, config, failure = workers.apart(("silent_trace", value))
+            else:
+                trace, config, failure = self.trace(value)
             if failure:
                 raise ForwardError(failure, trace)
             self.footprints[value] = Footprint(value, trace, config)
         return self.footprints[value]
-
-    def _apart(self, value: int) -> ScriptRun:
-        if not can_fork():
-            return self.trace(value)
-        with Workers(self, self._progress) as workers:
-            run: ScriptRun = workers.apart(("silent_trace", value))
-            return run
 
     def silent_trace(self, value: int) -> ScriptRun:
         """Call `trace` without showing what the script prints."""
@@ -111,41 +108,41 @@ def fit_script(
     searches: list[Search] = []
 
     def so_far() -> Fit | None:
-        return _interrupted_fit(runs, rows, searches, budgets=[*in_use, *budgets[len(in_use) :]])
+        all_budgets = [*in_use, *budgets[len(in_use) :]]
+        unfinished = [_row_of(search, all_budgets[len(rows)]) for search in searches[len(rows) :]]
+        partial = [row for row in unfinished if row.size]
+        missing = [f"the rest of {row.gpu}" for row in partial]
+        missing += [budget.name for budget in all_budgets[len(rows) + len(partial) :]]
+        return _answer(runs, [*rows, *partial], all_budgets, missing) if rows or partial else None
 
     with found_kept(so_far):
         for budget in budgets:
             # The script may ask for the card's size: each card has runs of its own.
             runs.append(ScriptRuns(script, budget.card, config, steps, progress))
-            first, second = _first_runs(runs[-1])
-            in_use.append(replace(budget, fraction=first.config.memory_fraction))
-            searches.append(_search(runs[-1], in_use[-1], first, second))
-            searches[-1].run(None, MOST_RUNS - 2)
-            rows.append(_row_of(searches[-1], in_use[-1]))
+            search, budget_in_use = _search(runs[-1], budget)
+            in_use.append(budget_in_use)
+            searches.append(search)
+            search.run(None, MOST_RUNS - 2)
+            rows.append(_row_of(search, budget_in_use))
             tell(answer_in_words(rows[-1], script.name, several=len(budgets) > 1))
     return _answer(runs, rows, in_use)
 
 
-def _first_runs(runs: ScriptRuns) -> tuple[Footprint, Footprint]:
-    """Run the script with the value in its command, and with twice that."""
+def _search(runs: ScriptRuns, budget: Budget) -> tuple[Search, Budget]:
+    """Run the value of the command and twice that: they show about where to look, and which share of the GPU's memory
+    the script lets PyTorch use.
+    """
     script = runs.script
     first, second = runs.run(script.value), runs.run(2 * script.value)
     if first.pairs == second.pairs:
         raise InputError(
             f"{script.name} {first.size} and {second.size} take the same memory of the GPU: there is nothing to vary"
         )
-    return first, second
-
-
-def _interrupted_fit(
-    runs: Sequence[ScriptRuns], rows: Sequence[FitRow], searches: Sequence[Search], *, budgets: Sequence[Budget]
-) -> Fit | None:
-    """Answer with the complete rows and the result so far of an unfinished search; None where there are neither."""
-    unfinished = [_row_of(search, budgets[len(rows)]) for search in searches[len(rows) :]]
-    partial = [row for row in unfinished if row.size]
-    missing = [f"the rest of {row.gpu}" for row in partial]
-    missing += [budget.name for budget in budgets[len(rows) + len(partial) :]]
-    return _answer(runs, [*rows, *partial], budgets, missing) if rows or partial else None
+    budget = replace(budget, fraction=first.config.memory_fraction)
+    slope = max((second.requested - first.requested) // (second.size - first.size), 1)
+    about = max((budget.allocator - first.requested) // slope + first.size, second.size)
+    most = min(_BEYOND * about, LIMIT)
+    return Search(runs.run, budget.allocator, runs={**runs.footprints}, refused={}, most=most), budget
 
 
 def _answer(
@@ -173,14 +170,6 @@ def _answer(
         runs=len(footprints),
         missing=tuple(missing),
     )
-
-
-def _search(runs: ScriptRuns, budget: Budget, first: Footprint, second: Footprint) -> Search:
-    """Prepare the search for one budget from the two first runs, which show about where to look."""
-    slope = max((second.requested - first.requested) // (second.size - first.size), 1)
-    about = max((budget.allocator - first.requested) // slope + first.size, second.size)
-    most = min(_BEYOND * about, LIMIT)
-    return Search(runs.run, budget.allocator, runs={**runs.footprints}, refused={}, most=most)
 
 
 def _row_of(search: Search, budget: Budget) -> FitRow:

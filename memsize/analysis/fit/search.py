@@ -56,8 +56,6 @@ class Search:
     """How many forecasts in a row were of no use."""
     _jumps: int = 0
 
-    # -- the result ---------------------------------------------------------------------------------------------------
-
     @property
     def size(self) -> int:
         """The largest size that fits, 0 for none."""
@@ -98,26 +96,20 @@ class Search:
         """Whether all smaller sizes that were run fit."""
         return all(run.fits(self.capacity) for size, run in self.runs.items() if size < self.size)
 
-    # -- the runs -----------------------------------------------------------------------------------------------------
-
     def run(self, start: int | None, most_runs: int = MOST_RUNS) -> None:
         """Run up to `most_runs` sizes, `start` first; raises `ForwardError` where the model runs with none of them."""
-        self._run_first(start, most_runs)
-        while len(self.measured) < most_runs and (size := self._next()) is not None:
-            self._run_size(size)
-
-    def _run_first(self, start: int | None, most_runs: int) -> None:
-        """Run sizes until the model accepts one."""
         first = (max(start, self.least), *FIRST_SIZES) if start else FIRST_SIZES
         sizes = dict.fromkeys(size for size in first if self.least <= size <= self.most) or {self.most: None}
         # If all of them were refused before, run them again to have an error to raise.
         candidates = iter([size for size in sizes if size not in self.refused] or sizes)
         failure: ForwardError | None = None
-        while not self.runs and len(self.measured) < most_runs and (size := next(candidates, None)):
-            failure = self._run_size(size)
+        while not self.runs and len(self.measured) < most_runs and (candidate := next(candidates, None)):
+            failure = self._run_size(candidate)
         if not self.runs:
             assert failure is not None
             raise failure
+        while len(self.measured) < most_runs and (size := self._next()) is not None:
+            self._run_size(size)
 
     def _run_size(self, size: int) -> ForwardError | None:
         self.measured += (size,)
@@ -127,8 +119,6 @@ class Search:
             self.refused[size] = str(error)
             return error
         return None
-
-    # -- which sizes there are ----------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -159,10 +149,7 @@ class Search:
     def _floor(self, size: int) -> int:
         return size // self.step * self.step
 
-    # -- the bracket --------------------------------------------------------------------------------------------------
-
     def _bracket(self) -> tuple[int, int | None]:
-        """Return the largest size that fits (0: none), and the smallest above it that does not or that is refused."""
         low = max((size for size, run in self.runs.items() if run.fits(self.capacity)), default=0)
         step, least = self.step, min(self.runs)
         too_large = [size for size, run in self.runs.items() if size > low and not run.fits(self.capacity)]
@@ -174,16 +161,12 @@ class Search:
         return after > self.most or (high is not None and after >= high)
 
     def _next(self) -> int | None:
-        """Choose the size to run next; None where the answer is final."""
         low, high = self._bracket()
         if low >= self.most:
             return None
-        if self._is_closed(low, high):
-            return self._without_divisor(low, high)
-        return self._from_message(low, high) or self._inside(low, high)
-
-    def _without_divisor(self, low: int, high: int | None) -> int | None:
-        """Choose the neighbour of the answer if only a supposed divisor rules it out: is it really refused?"""
+        if not self._is_closed(low, high):
+            return self._from_message(low, high) or self._inside(low, high)
+        # If only a supposed divisor rules out the neighbour of the answer, is it really refused?
         neighbour = low + 1
         if self.step == 1 or neighbour in {*self.refused, *self.runs} or neighbour > self.most or low == 0:
             return None
@@ -211,7 +194,9 @@ class Search:
 
         Each forecast in a row that is of no use doubles the room, so that the ends of the bracket move.
         """
-        if high is not None and self._no_runs_alike:
+        shapes = {run.shape for run in self.runs.values()}
+        if high is not None and len(self.runs) > 3 and len(shapes) == len(self.runs):
+            # No two runs made the same events, as with a loop over tokens: no forecast follows from them.
             return max(self._up(low), self._floor((low + high) // 2))
         size, room = self._forecast(low), 2**self._misses
         first = self._up(low, room)
@@ -227,25 +212,13 @@ class Search:
         self._misses += 1
         if high is None:
             return min(first, self._floor(self.most))
-        return self._bisect(low, high, size=size, first=first, last=last)
-
-    def _bisect(self, low: int, high: int, *, size: int, first: int, last: int) -> int:
-        """Choose the middle of the bracket, or a size nearer to the end that the forecast `size` points at: `first` or
-        `last`.
-        """
         far_apart = high > 4 * low > 0
         middle = max(self._up(low), self._floor(math.isqrt(low * high) if far_apart else (low + high) // 2))
         if high in self.refused or size >= high > 2 * low:
             return middle
         return min(middle, first) if size < first else max(middle, self._floor(last))
 
-    @property
-    def _no_runs_alike(self) -> bool:
-        """Whether no two runs made the same events, as with a loop over tokens: no forecast follows from them."""
-        return len(self.runs) > 3 and len({run.shape for run in self.runs.values()}) == len(self.runs)
-
     def _forecast(self, low: int) -> int:
-        """Forecast the largest size that fits."""
         ahead = forecast(self.runs, self.capacity, powers=self.powers)
         if ahead is None:
             return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from memsize.analysis.fit.optimized_models import (
     Adam8bit,
@@ -44,9 +44,6 @@ def remedy(name: str, title: str, cost: str, changes: Changes, apply: Apply, gro
     return Remedy(name, title, cost, changes, apply_by_name, frozenset(groups.split() or [name]))
 
 
-# -- precision --------------------------------------------------------------------------------------------------------
-
-
 def _in_lower_precision(variant: RunVariant, name: str) -> RunVariant:
     if variant.scenario.name not in ("as-given", "fp32"):
         raise NotApplicable(f"the scenario is {variant.scenario.name} already")
@@ -68,9 +65,6 @@ def _int8_weights(variant: RunVariant) -> RunVariant:
     if variant.training is not None:
         raise NotApplicable("quantized weights are not trained: see the adapters")
     return quantized(variant, "int8-weight")
-
-
-# -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
 def _training(variant: RunVariant) -> Training:
@@ -114,14 +108,17 @@ def _sgd(variant: RunVariant) -> RunVariant:
     return replace(variant, training=replace(training, optimizer="sgd"))
 
 
-def _set_to_none(variant: RunVariant) -> RunVariant:
-    training = _training(variant)
-    if training.set_to_none:
-        raise NotApplicable("gradients are dropped before the forward already")
-    return replace(variant, training=replace(training, set_to_none=True))
+def switched(part: str, option: str, already: str, value: object = True) -> Apply:
+    """Switch on an option of the variant's `part`, such as its training; `already` says that it is on."""
 
+    def apply(variant: RunVariant) -> RunVariant:
+        settings = _training(variant) if part == "training" else getattr(variant, part)
+        if getattr(settings, option):
+            raise NotApplicable(already)
+        changed: Any = {part: replace(settings, **{option: value})}
+        return replace(variant, **changed)
 
-# -- activations, trained parameters, the allocator -------------------------------------------------------------------
+    return apply
 
 
 def edited(edit: Edit, *, trained: bool = False) -> Apply:
@@ -159,43 +156,14 @@ def _check_undivided(variant: RunVariant) -> None:
         raise NotApplicable("the model's own plan divides its layers as they are")
 
 
-def _expandable_segments(variant: RunVariant) -> RunVariant:
-    if variant.config.expandable_segments:
-        raise NotApplicable("segments are expandable already")
-    return replace(variant, config=replace(variant.config, expandable_segments=True))
-
-
-# -- how a training is spread -----------------------------------------------------------------------------------------
-
-
-def _parallel(variant: RunVariant) -> Parallel:
-    assert variant.parallel is not None, "strategies are changed where there is one"
-    return variant.parallel
-
-
-def _views(variant: RunVariant) -> RunVariant:
-    parallel = _parallel(variant)
-    if parallel.views:
-        raise NotApplicable("gradients are views of the buckets already")
-    return replace(variant, parallel=replace(parallel, views=True))
-
-
 def _shards(variant: RunVariant) -> RunVariant:
-    parallel = _parallel(variant)
+    parallel = variant.parallel
+    assert parallel is not None, "strategies are changed where there is one"
     if parallel.kind == "dp" or parallel.replicas == 1:
         raise NotApplicable("no processes hold copies of the same")
     shards = parallel.replicas * parallel.shards
     return replace(variant, parallel=replace(parallel, kind="fsdp", replicas=1, shards=shards, views=False))
 
-
-def _offload(variant: RunVariant) -> RunVariant:
-    parallel = _parallel(variant)
-    if parallel.offload:
-        raise NotApplicable("shards are in the host's memory already")
-    return replace(variant, parallel=replace(parallel, offload=True))
-
-
-# -- the table --------------------------------------------------------------------------------------------------------
 
 BF16_PARAMETERS: Final = remedy(
     "bf16 parameters",
@@ -218,7 +186,7 @@ EXPANDABLE_SEGMENTS: Final = remedy(
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     "none known on Linux",
     "nothing",
-    _expandable_segments,
+    switched("config", "expandable_segments", "segments are expandable already"),
 )
 
 STEP_REMEDIES: Final = (
@@ -270,7 +238,13 @@ STEP_REMEDIES: Final = (
         _sgd,
         "optimizer",
     ),
-    remedy("set_to_none", "zero_grad(set_to_none=True)", "none", "nothing", _set_to_none),
+    remedy(
+        "set_to_none",
+        "zero_grad(set_to_none=True)",
+        "none",
+        "nothing",
+        switched("training", "set_to_none", "gradients are dropped before the forward already"),
+    ),
     remedy(
         "chunked cross-entropy",
         "head and loss over 1,024 tokens at a time",
@@ -319,7 +293,7 @@ _BUCKET_VIEWS: Final = remedy(
     "DistributedDataParallel(gradient_as_bucket_view=True): gradients lie in their buckets",
     "nothing, unless gradients are detached in place (detach_)",
     "nothing",
-    _views,
+    switched("parallel", "views", "gradients are views of the buckets already"),
     "buckets",
 )
 _FSDP: Final = remedy(
@@ -335,7 +309,7 @@ _OFFLOAD: Final = remedy(
     "CPUOffloadPolicy: shards, gradients and optimizer state in the host's memory",
     "copies to the GPU and back, and an optimizer on the CPU: slower",
     "speed",
-    _offload,
+    switched("parallel", "offload", "shards are in the host's memory already"),
 )
 _MIXED_PRECISION: Final = remedy(
     "mixed precision",
@@ -355,9 +329,6 @@ def step_remedies(parallel: Parallel | None) -> tuple[VariantRemedy, ...]:
         return (*([_BUCKET_VIEWS] if parallel.kind == "ddp" else []), _FSDP, *STEP_REMEDIES)
     others = (remedy for remedy in STEP_REMEDIES if remedy.name != "autocast")
     return _FSDP, _OFFLOAD, _MIXED_PRECISION, *others
-
-
-# -- remedies of several sizes ----------------------------------------------------------------------------------------
 
 
 def numbers_of_parts(size: int) -> Iterator[int]:
@@ -384,22 +355,15 @@ def accumulation(parts: int) -> VariantRemedy:
 
 def more_gpus(parallel: Parallel | None) -> Iterator[VariantRemedy]:
     """Yield the same strategy on twice as many GPUs, four times as many and so on, if each stores less then."""
-    while parallel and (parallel := _on_twice_as_many(parallel)) and parallel.size <= _MOST_GPUS:
-        yield _spread(parallel)
-
-
-def _on_twice_as_many(parallel: Parallel) -> Parallel | None:
-    """Double the number of GPUs; None where more GPUs would hold more copies of the same."""
-    if parallel.shards_parameters:
-        return replace(parallel, shards=2 * parallel.shards)
-    if parallel.is_pipeline:
-        return replace(parallel, stages=2 * parallel.stages)
-    return replace(parallel, tensor=2 * parallel.tensor) if parallel.kind == "tp" else None
-
-
-def _spread(parallel: Parallel) -> VariantRemedy:
-    def apply(variant: RunVariant) -> RunVariant:
-        return replace(variant, parallel=parallel)
-
-    name, cost = f"{parallel.size:,} GPUs", "more GPUs; all of them together take a larger batch"
-    return remedy(name, f"{parallel}, with the same batch on each", cost, "hardware", apply, "gpus")
+    cost = "more GPUs; all of them together take a larger batch"
+    while parallel and 2 * parallel.size <= _MOST_GPUS:
+        if parallel.shards_parameters:
+            parallel = replace(parallel, shards=2 * parallel.shards)
+        elif parallel.is_pipeline:
+            parallel = replace(parallel, stages=2 * parallel.stages)
+        elif parallel.kind == "tp":
+            parallel = replace(parallel, tensor=2 * parallel.tensor)
+        else:  # more GPUs would hold more copies of the same
+            return
+        title = f"{parallel}, with the same batch on each"
+        yield remedy(f"{parallel.size:,} GPUs", title, cost, "hardware", partial(replace, parallel=parallel), "gpus")

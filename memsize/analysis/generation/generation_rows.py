@@ -87,6 +87,10 @@ def report_generation(
             raise next(result.error for result in results if result.error)
         remedied = remedies(rows, work.generators.values())
         largest = work.trace(max(results, key=_requested))
+    config, most = getattr(runner.model, "config", None), positions(runner.model)
+    tokens = max(generation.prompt + generation.max_new_tokens for generation in request.generations)
+    beyond = f"the model has positions for {most or 0:,} tokens: its answers to {tokens:,} have no meaning"
+    is_beyond = most and tokens > most and not getattr(config, "is_encoder_decoder", False)
     return GenerationReport(
         model=runner.name,
         card=runner.gpu,
@@ -94,7 +98,7 @@ def report_generation(
         generation_rows=rows,
         findings=RULES.findings(Evidence(rows, draft, remedied)),
         remedied=remedied,
-        notes=tuple(dict.fromkeys((*notes, *largest.notes, *_beyond(runner, request.generations)))),
+        notes=tuple(dict.fromkeys((*notes, *largest.notes, *([beyond] if is_beyond else [])))),
         assumptions=(*largest.assumptions, *([_NONE_RIGHT] if draft else [])),
         asked=request.generations[-1].arguments,
         allocator=json.dumps(plain(request.config)),
@@ -104,14 +108,6 @@ def report_generation(
 
 def _requested(result: RowResult) -> int:
     return result.row.estimate.requested if result.row.estimate else 0
-
-
-def _beyond(runner: Runner, generations: Sequence[Generation]) -> Iterable[str]:
-    """Yield a note where more tokens are generated than the model has positions for."""
-    config, most = getattr(runner.model, "config", None), positions(runner.model)
-    tokens = max(generation.prompt + generation.max_new_tokens for generation in generations)
-    if most and tokens > most and not getattr(config, "is_encoder_decoder", False):
-        yield f"the model has positions for {most:,} tokens: its answers to {tokens:,} have no meaning"
 
 
 class GenerationWork:
@@ -170,10 +166,12 @@ class GenerationWork:
     def _row(self, row: GenerationRow, generated: Generated) -> GenerationRow:
         trace = generated.trace
         prefill, decode = _phases(trace, PREFILL, DECODE)
+        layers = {index for index, layer in enumerate(trace.layers) if is_assistants(layer.path)}
+        weights = (trace.storages[index] for index in places(trace.storages, "role", _WEIGHTS)) if layers else ()
         return replace(
             row,
             weights=int(numbers(trace.storages, "bytes")[places(trace.storages, "role", _WEIGHTS)].sum()),
-            assistant=_assistant_weights(trace),
+            assistant=sum(storage.bytes for storage in weights if storage.layer in layers),
             prefill=prefill,
             decode=decode,
             cache=sum(layer.bytes for layer in generated.cached),
@@ -189,7 +187,6 @@ class GenerationWork:
 
 
 def _phases(trace: Trace, *names: str) -> Iterator[Phase]:
-    """For each name, yield the peak of tensors in its phases, and the bytes at the end of the last."""
     import numpy as np
 
     inside = np.array([split_phase(label)[0] for label in trace.phases])
@@ -199,15 +196,7 @@ def _phases(trace: Trace, *names: str) -> Iterator[Phase]:
         yield Phase(int(live.max()), int(live[-1])) if len(live) else Phase(0, 0)
 
 
-def _assistant_weights(trace: Trace) -> int:
-    """Return the bytes of the assistant's weights."""
-    layers = {index for index, layer in enumerate(trace.layers) if is_assistants(layer.path)}
-    weights = (trace.storages[index] for index in places(trace.storages, "role", _WEIGHTS)) if layers else ()
-    return sum(storage.bytes for storage in weights if storage.layer in layers)
-
-
 def _kinds(generated: Generated, batch: int) -> Iterable[CachedLayers]:
-    """Group the layers of the cache by their kind, with the bytes of one sequence."""
     pairs = list(zip(generated.cached, generated.before, strict=True))
     for kind in dict.fromkeys(layer.kind for layer in generated.cached):
         alike: list[tuple[CachedLayer, CachedLayer]] = [pair for pair in pairs if pair[0].kind == kind]

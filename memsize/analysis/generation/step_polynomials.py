@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from memsize.analysis.generation.steps import Step
@@ -295,7 +295,7 @@ class StepPolynomial:
         if sizes is None:
             return None
         steps = next(iter(self.nodes.values()))
-        cuts = self._cuts
+        cuts = pairwise(accumulate((len(step.sizes) for step in steps), initial=0))
         return tuple(Step(step.structure, sizes[low:high]) for step, (low, high) in zip(steps, cuts, strict=True))
 
     def agrees(self, point: GenerationPoint, steps: Steps) -> bool:
@@ -318,13 +318,6 @@ class StepPolynomial:
     @cached_property
     def _polynomials(self) -> Polynomials:
         return Polynomials(list(self.nodes), self.generations.terms(self.scores))
-
-    @cached_property
-    def _cuts(self) -> list[tuple[int, int]]:
-        ends = [0]
-        for step in next(iter(self.nodes.values())):
-            ends.append(ends[-1] + len(step.sizes))
-        return list(pairwise(ends))
 
 
 def polynomial_in(

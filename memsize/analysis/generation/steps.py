@@ -109,78 +109,55 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
 
     `cached` has the layers of the cache after the prefill and after each step. Storages without bytes are in no step.
     """
+    import numpy as np
+
+    phases = [split_phase(phase) for phase in trace.phases]
+    numbers = [{"setup": SETUP, PREFILL: 0, DECODE: step}.get(name) for name, step in phases]
+    events_of: list[list[Event]] = [[] for _ in range(len(cached) + 1)]
+    for event in trace.events:
+        if (of_step := numbers[event.phase]) is not None:
+            events_of[of_step + 1].append(event)
     births: dict[int, tuple[int, int]] = {}
     """For each storage the step that allocated it, and its slot there."""
     structures: dict[Structure, Structure] = {}
     """Most steps have equal structures, which share one object."""
     steps = []
-    for number, events in enumerate(_events_of_steps(trace, len(cached) + 1), SETUP):
-        storages = [trace.storages[index] for index in _allocated(events, number, births)]
+    for number, events in enumerate(events_of, SETUP):
+        new = [index for index in dict.fromkeys(event.storage for event in events) if index not in births]
+        births.update((index, (number, slot)) for slot, index in enumerate(new))
+        storages = [trace.storages[index] for index in new]
         layers = cached[number] if number >= 0 else ()
+        step_events = []
+        for event in events:
+            born, slot = births[event.storage]
+            age = SETUP if born == SETUP else number - born
+            step_events.append(StepEvent(age, slot, event.layer, op=event.op, stage=phases[event.phase][0]))
         structure = Structure(
-            events=tuple(_step_event(event, number, births=births, phases=trace.phases) for event in events),
-            storages=tuple(_step_storage(storage, trace.lines) for storage in storages),
+            events=tuple(step_events),
+            storages=tuple(
+                StepStorage(
+                    role=storage.role,
+                    layer=storage.layer,
+                    op=storage.op,
+                    dtype=storage.dtype,
+                    dims=len(storage.shape),
+                    stream=storage.stream,
+                    line=trace.lines[storage.line] if storage.line >= 0 else "",
+                )
+                for storage in storages
+            ),
             cached=tuple(layer.kind for layer in layers),
             hosted=tuple(len(layer.hosted) for layer in layers),
         )
-        steps.append(Step(structures.setdefault(structure, structure), _sizes(events, storages, layers)))
+        sizes = [
+            *(event.delta for event in events),
+            *(storage.bytes for storage in storages),
+            *(dimension for storage in storages for dimension in storage.shape),
+            *(layer.bytes for layer in layers),
+            *(size for layer in layers for size in layer.hosted),
+        ]
+        steps.append(Step(structures.setdefault(structure, structure), np.array(sizes, dtype=np.int64)))
     return steps
-
-
-def _events_of_steps(trace: Trace, count: int) -> list[list[Event]]:
-    """Sort events into `count` steps, the setup first."""
-    numbers = [_number(phase) for phase in trace.phases]
-    steps: list[list[Event]] = [[] for _ in range(count)]
-    for event in trace.events:
-        number = numbers[event.phase]
-        if number is not None:
-            steps[number + 1].append(event)
-    return steps
-
-
-def _number(phase: str) -> int | None:
-    """Return the step of a phase: `SETUP`, 0 for the prefill, then the decode steps; None for later phases."""
-    name, step = split_phase(phase)
-    return {"setup": SETUP, PREFILL: 0, DECODE: step}.get(name)
-
-
-def _allocated(events: Sequence[Event], number: int, births: dict[int, tuple[int, int]]) -> list[int]:
-    """List the storages that first occur in the events of step `number`, and enter them in `births`."""
-    new = [storage for storage in dict.fromkeys(event.storage for event in events) if storage not in births]
-    births.update((storage, (number, slot)) for slot, storage in enumerate(new))
-    return new
-
-
-def _step_event(event: Event, number: int, *, births: dict[int, tuple[int, int]], phases: Sequence[str]) -> StepEvent:
-    born, slot = births[event.storage]
-    age = SETUP if born == SETUP else number - born
-    return StepEvent(age, slot, event.layer, op=event.op, stage=split_phase(phases[event.phase])[0])
-
-
-def _step_storage(storage: Storage, lines: Sequence[str]) -> StepStorage:
-    return StepStorage(
-        role=storage.role,
-        layer=storage.layer,
-        op=storage.op,
-        dtype=storage.dtype,
-        dims=len(storage.shape),
-        stream=storage.stream,
-        line=lines[storage.line] if storage.line >= 0 else "",
-    )
-
-
-def _sizes(events: Sequence[Event], storages: Sequence[Storage], layers: Sequence[CachedLayer]) -> Sizes:
-    """Collect the sizes of a step in the order of `Step`."""
-    import numpy as np
-
-    sizes = [
-        *(event.delta for event in events),
-        *(storage.bytes for storage in storages),
-        *(dimension for storage in storages for dimension in storage.shape),
-        *(layer.bytes for layer in layers),
-        *(size for layer in layers for size in layer.hosted),
-    ]
-    return np.array(sizes, dtype=np.int64)
 
 
 # -- from steps to the columns of a run -------------------------------------------------------------------------------
@@ -201,64 +178,49 @@ def columns_of(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> RunColumns
 
     If an event of a storage is dropped, later events of the storage must be dropped too.
     """
-    codes = _Codes({}, {}, {}, {})
-    builder, plans = _ColumnBuilder(), dict[tuple[int, int], _Plan]()
+    import numpy as np
+
+    codes, plans, phases = _Codes({}, {}, {}, {}), dict[tuple[int, int], _Plan](), dict[str, int]()
+    of_storages: list[Sequence[Integers]] = []
+    of_events: list[Sequence[Integers]] = []
+    numbers: list[Integers] = []
+    """For each step the numbers of the storages that it allocated, by their slot in the step."""
+    count = 0
     for number, (step, recorded) in enumerate(steps, SETUP):
         key = id(step.structure), id(recorded)
         if key not in plans:
             plans[key] = _Plan(step.structure, recorded, new_age=min(number, 0), codes=codes)
-        builder.add(number, step, plans[key])
-    return builder.columns(codes)
+        plan = plans[key]
+        numbers.append(plan.numbered(count))
+        count += len(plan.new)
+        storages = np.empty(len(plan.recorded), dtype=np.int32)
+        for age, positions, slots in plan.ages:
+            storages[positions] = numbers[0 if age == SETUP else number - age + 1][slots]
+        labels = (f"{stage} {number}" if number > 0 else stage for stage in plan.stages)
+        of_events.append(
+            (storages, step.deltas[plan.recorded], _coded(labels, phases)[plan.stage], plan.layers, plan.ops)
+        )
+        of_storages.append((step.sizes[plan.bytes], step.sizes[plan.sizes], *plan.storages))
+    joined = map(np.concatenate, zip(*of_storages, strict=True))
+    size, dimensions, role, layer, op, dtype, rank, stream, line = joined
+    storage, delta, phase, event_layer, event_op = map(np.concatenate, zip(*of_events, strict=True))
+    roles, ops, dtypes, lines = map(tuple, codes)
+    shape = Shapes(dimensions, np.cumsum(rank) - rank, rank)
+    described = Coded(role, roles), layer, Coded(op, ops), Coded(dtype, dtypes), shape
+    unsaved = np.full(count, -1, dtype=np.int32)
+    return RunColumns(
+        tuple(phases),
+        Columns(Storage, size, *described, unsaved, stream, line, unsaved),
+        Columns(Event, storage, delta, phase, event_layer, Coded(event_op, ops)),
+        lines,
+    )
 
 
 class _Codes(NamedTuple):
-    """The numbers that stand for texts in columns."""
-
     roles: dict[str, int]
     ops: dict[str, int]
     dtypes: dict[str, int]
     lines: dict[str, int]
-
-
-class _ColumnBuilder:
-    """Collects the columns of a run, one array per step."""
-
-    def __init__(self) -> None:
-        self._phases: dict[str, int] = {}
-        self._storages: list[Sequence[Integers]] = []
-        self._events: list[Sequence[Integers]] = []
-        self._numbers: list[Integers] = []
-        """For each step the numbers of the storages that it allocated, by their slot in the step."""
-        self._count = 0
-
-    def add(self, number: int, step: Step, plan: _Plan) -> None:
-        """Add the storages and events of step `number`."""
-        import numpy as np
-
-        self._numbers.append(plan.numbered(self._count))
-        self._count += len(plan.new)
-        storages = np.empty(len(plan.recorded), dtype=np.int32)
-        for age, positions, slots in plan.ages:
-            storages[positions] = self._numbers[0 if age == SETUP else number - age + 1][slots]
-        labels = (f"{stage} {number}" if number > 0 else stage for stage in plan.stages)
-        phases = _coded(labels, self._phases)[plan.stage]
-        self._events.append((storages, step.deltas[plan.recorded], phases, plan.layers, plan.ops))
-        self._storages.append((step.sizes[plan.bytes], step.sizes[plan.sizes], *plan.storages))
-
-    def columns(self, codes: _Codes) -> RunColumns:
-        """Join the arrays of all steps."""
-        import numpy as np
-
-        of_storages, of_events = zip(*self._storages, strict=True), zip(*self._events, strict=True)
-        size, dimensions, role, layer, op, dtype, rank, stream, line = map(np.concatenate, of_storages)
-        storage, delta, phase, event_layer, event_op = map(np.concatenate, of_events)
-        roles, ops, dtypes, lines = map(tuple, codes)
-        shape = Shapes(dimensions, np.cumsum(rank) - rank, rank)
-        described = Coded(role, roles), layer, Coded(op, ops), Coded(dtype, dtypes), shape
-        unsaved = np.full(self._count, -1, dtype=np.int32)
-        storages = Columns(Storage, size, *described, unsaved, stream, line, unsaved)
-        events = Columns(Event, storage, delta, phase, event_layer, Coded(event_op, ops))
-        return RunColumns(tuple(self._phases), storages, events, lines)
 
 
 class _Plan:

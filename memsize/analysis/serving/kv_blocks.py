@@ -52,8 +52,18 @@ class BlockLayout:
 
     def request(self, serving: Serving, context: int) -> int:
         """Count the blocks of one request of `context` tokens (`max_memory_usage_bytes` of each group)."""
-        groups = zip(self.groups, self.tokens, strict=True)
-        return sum(_blocks(group, tokens, serving, context) for group, tokens in groups)
+        count = 0
+        for group, tokens in zip(self.groups, self.tokens, strict=True):
+            if not tokens:
+                count += 1
+            elif group.window is None:
+                count += -(-context // tokens)
+            else:
+                # A window may begin in the middle of a block, and a step's tokens are added before the oldest are
+                # dropped.
+                cached = min(group.window - 1 + serving.max_num_batched_tokens, context)
+                count += -(-cached // tokens) + 1
+        return count
 
     def paged(self, available: Interval, serving: Serving, context: int) -> Paged:
         """Compute the cache that fills `available` bytes, with tokens as vLLM logs them (`_report_kv_cache_config`)."""
@@ -88,30 +98,24 @@ def block_layout(layers: Sequence[CachedLayer], window: int | None, block: int, 
         tokens = 0 if kind == STATE else block
         size = (tokens or 1) * sum(layer.bytes for layer in layers)
         return BlockLayout((LayerGroup(kind, len(layers), windows.get(kind)),), size, (tokens,))
-    page, tokens_of = _page(layers, block, name)
+    sizes = dict.fromkeys((layer.kind, layer.bytes) for layer in layers)
+    if len(sizes) > len(count):
+        raise InputError(f"{name} has layers of one kind that cache more than others of it: not covered")
+    of_token = {kind: size for kind, size in sizes if kind != STATE}
+    largest = max(of_token.values())
+    for kind, size in sizes:
+        if kind == STATE:
+            block = max(block, _ALIGNED * -(-size // (_ALIGNED * largest)))
+        elif largest % size:
+            raise InputError(f"{name} has tokens of two sizes in its cache, and the larger is no multiple of the other")
+    page, tokens_of = block * largest, {STATE: 0} | {kind: block * largest // size for kind, size in of_token.items()}
     most, least = max(count.values()), min(count.values())
     together = most if most < 1.5 * least else least  # padding is cheap below 1.5 times as many
-    groups = tuple(
-        LayerGroup(kind, len(range(first, count[kind], tables)), windows.get(kind))
-        for kind in count
-        for tables in (-(-count[kind] // together),)
-        for first in range(tables)
-    )
-    return BlockLayout(groups, page * together, tuple(tokens_of[group.kind] for group in groups))
-
-
-def _page(layers: Sequence[CachedLayer], block: int, name: str) -> tuple[int, dict[str, int]]:
-    """Return the bytes of a block for one layer, and the tokens of each kind of layer that fit into it."""
-    sizes = {kind: {layer.bytes for layer in layers if layer.kind == kind} for kind in {layer.kind for layer in layers}}
-    if any(len(of_kind) > 1 for of_kind in sizes.values()):
-        raise InputError(f"{name} has layers of one kind that cache more than others of it: not covered")
-    of_token = {kind: of_kind.pop() for kind, of_kind in sizes.items() if kind != STATE}
-    largest = max(of_token.values())
-    if STATE in sizes:
-        block = max(block, _ALIGNED * -(-max(sizes[STATE]) // (_ALIGNED * largest)))
-    if any(largest % size for size in of_token.values()):
-        raise InputError(f"{name} has tokens of two sizes in its cache, and the larger is no multiple of the other")
-    return block * largest, {STATE: 0} | {kind: block * largest // size for kind, size in of_token.items()}
+    groups: list[LayerGroup] = []
+    for kind, number in count.items():
+        tables = -(-number // together)
+        groups += [LayerGroup(kind, len(range(first, number, tables)), windows.get(kind)) for first in range(tables)]
+    return BlockLayout(tuple(groups), page * together, tuple(tokens_of[group.kind] for group in groups))
 
 
 def state_bytes(layer: CachedLayer, width: int | None) -> int:
@@ -127,16 +131,3 @@ def state_bytes(layer: CachedLayer, width: int | None) -> int:
         else:
             size += numbers * (width or of_model)
     return size
-
-
-def _blocks(group: LayerGroup, tokens: int, serving: Serving, context: int) -> int:
-    """Count the blocks of a group for one request.
-
-    A window may begin in the middle of a block, and a step's tokens are added before the oldest are dropped.
-    """
-    if not tokens:
-        return 1
-    if group.window is None:
-        return -(-context // tokens)
-    cached = min(group.window - 1 + serving.max_num_batched_tokens, context)
-    return -(-cached // tokens) + 1

@@ -1,4 +1,5 @@
 """Size of a paged server's KV cache: the memory of a GPU minus weights, the largest step, and memory outside PyTorch.
+Other ways to serve the model are tried where there is no room for one request.
 
 It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/worker/gpu_worker.py`).
 """
@@ -6,30 +7,30 @@ It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/wor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 
 from memsize.analysis.findings.generation import SERVING_RULES
+from memsize.analysis.remedies import Ladder, Need, Remedy, RemedySearch, try_remedies
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
-from memsize.analysis.serving.server_remedies import ServedModel, remedies_for_server
+from memsize.device.cards import CARDS
 from memsize.device.cuda_libraries import context_on
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.fit import Remedied
-from memsize.records.gpu import Interval
+from memsize.records.gpu import Card, Interval
 from memsize.records.serving import ServingReport, ServingRow
-from memsize.records.trace import Trace
 from memsize.spec.generation import KV_BYTES, Generation, Serving
-from memsize.spec.scenario import Scenario
+from memsize.spec.scenario import Scenario, quantized_from
 from memsize.torch_internals.isolation import collector_paused
-from memsize.units import GiB
+from memsize.units import GiB, format_bytes
 from memsize.workloads.caches import CachedLayer
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
-from memsize.workloads.serving import ProfileRun, text_model
+from memsize.workloads.serving import ProfileRun, part_of, text_model
 
 LEAST_OUTSIDE: Final = GiB // 100
 """The least that vLLM's logs in public repositories call non_torch_memory: 0.01 to 0.08 GiB on one card, 0.16 on an
@@ -50,6 +51,9 @@ _PLAIN = (
     "layers with a state run transformers' plain PyTorch code, which needs far more for a moment than a server's "
     "kernels: the cache has at least these blocks"
 )
+UTILIZATION: Final = 0.95
+"""The largest part of a GPU's memory that is tried."""
+_CARDS: Final = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,11 @@ class Server:
         Raises `InputError` where the model's cache is not covered, and the error of the first scenario where the model
         runs under none.
         """
-        config = _text_config(self.runner)
-        context = self._context()
+        config = self._config()
+        most = positions(self.runner.model)
+        context = self.serving.max_model_len or most
+        if context is None:
+            raise InputError(f"{self.runner.name} does not say how long a request may be: give --max-model-len")
         rows: list[ServingRow] = []
         layouts: list[BlockLayout] = []
         errors: list[Exception] = []
@@ -87,7 +94,13 @@ class Server:
             raise errors[0]
         serving = replace(self.serving, max_model_len=context)
         ran = next(number for number, row in enumerate(rows) if row.reason is None)
-        remedied = None if _starts(rows[ran]) else self._remedied(scenarios[ran], config, context)
+        paged = rows[ran].paged
+        starts = paged is not None and paged.concurrency.low >= 1
+        remedied = None if starts else self._remedied(scenarios[ran], config, context)
+        beyond = (
+            f"the model has positions for {most or 0:,} tokens: vLLM takes no longer context on its own ({_ALLOWED})"
+        )
+        notes = (*notes, *([beyond] if most and context > most else []), *layouts[0].notes(self.serving.block_size))
         return ServingReport(
             model=self.runner.name,
             card=self.runner.gpu,
@@ -97,17 +110,28 @@ class Server:
             serving_rows=tuple(rows),
             remedied=remedied,
             findings=SERVING_RULES.findings((tuple(rows), serving, self.runner.gpu, self._budget, remedied)),
-            notes=tuple(dict.fromkeys((*notes, *self._beyond(context), *layouts[0].notes(self.serving.block_size)))),
+            notes=tuple(dict.fromkeys(notes)),
             assumptions=(*_ASSUMED, *([_PLAIN] if any(group.kind == STATE for group in layouts[0].groups) else [])),
         )
+
+    def _config(self) -> Any:
+        """The config of the model; raises `InputError` for a model that is not covered."""
+        name, config = self.runner.name, getattr(self.runner.model, "config", None)
+        for part, what in (("vision_config", "images"), ("audio_config", "sound")):
+            if getattr(config, part, None) is not None:
+                raise InputError(f"{name} also reads {what}: serve the config of its text model")
+        is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+        if is_chunked or getattr(config, "is_encoder_decoder", False):
+            what = "chunked attention" if is_chunked else "an encoder"
+            raise InputError(f"{name} has {what}: only full and latent attention, windows and states are covered")
+        text_model(self.runner.model, name)
+        return config
 
     @property
     def _budget(self) -> int:
         return int(self.runner.gpu.bytes * self.serving.gpu_memory_utilization)
 
     def _remedied(self, scenario: Scenario, config: Any, context: int) -> Remedied:
-        """Try remedies that leave room for one request."""
-
         def needed(served: ServedModel) -> int:
             server = replace(self, runner=served.runner, serving=served.serving)
             layout = server._layout(served.scenario, config)
@@ -117,30 +141,22 @@ class Server:
 
         return remedies_for_server(ServedModel(self.runner, self.serving, scenario), context, needed)
 
-    def _context(self) -> int:
-        context = self.serving.max_model_len or positions(self.runner.model)
-        if context is None:
-            raise InputError(f"{self.runner.name} does not say how long a request may be: give --max-model-len")
-        return context
-
-    def _beyond(self, context: int) -> Iterator[str]:
-        """Yield a note where a request is longer than the model has positions for."""
-        most = positions(self.runner.model)
-        if most and context > most:
-            yield f"the model has positions for {most:,} tokens: vLLM takes no longer context on its own ({_ALLOWED})"
-
     def _layout(self, scenario: Scenario, config: Any) -> BlockLayout:
-        """Lay out the blocks of the cache, from the growth of the model's own cache by one token."""
         self.progress(f"{scenario.name}: the cache of one token")
         workload = GenerationSteps(Generation(prompt=_PROMPT, max_new_tokens=2))
         trace = self.runner.with_inputs(self.prompts(_PROMPT), 1).run(workload, scenario)
-        steps, own = workload.record.steps, _width(trace)
+        steps = workload.record.steps
+        cached = (storage for storage in trace.storages if storage.role == "KV cache" and storage.bytes)
+        own = min((storage.bytes // math.prod(storage.shape) for storage in cached), default=1)
         width = own if self.serving.kv_cache_dtype is None else KV_BYTES[self.serving.kv_cache_dtype]
         _check_states(config, steps[1], self.runner.name)
+        named = (getattr(config, name, None) for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
+        dtypes = (getattr(torch, str(name).removeprefix("torch."), None) for name in named if name)
+        state_width = next((dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype)), None)
         layers: list[CachedLayer] = []
         for before, now in zip(steps[0], steps[1], strict=True):
             if now.states:
-                layers.append(CachedLayer(STATE, state_bytes(now, _state_width(config))))
+                layers.append(CachedLayer(STATE, state_bytes(now, state_width)))
             if kind := now.kind.removeprefix(STATE).removeprefix(" and "):
                 layers.append(CachedLayer(kind, (now.bytes - before.bytes) // own * width))
         if self.serving.tensor_parallel_size > 1 and any(layer.states for layer in steps[1]):
@@ -161,7 +177,6 @@ class Server:
         return replace(row, paged=layout.paged(available, serving, context))
 
     def _profiled(self, scenario: Scenario) -> tuple[int, int]:
-        """Measure the bytes of the weights, and the bytes that the largest step needs beyond them."""
         self.progress(f"{scenario.name}: a step of {self.serving.max_num_batched_tokens:,} tokens")
         serving = self.serving
         length = serving.max_num_batched_tokens // serving.rows
@@ -172,43 +187,108 @@ class Server:
         return weights, estimate_gpu(trace, runner.gpu).allocated - weights
 
 
-def _starts(row: ServingRow) -> bool:
-    """Whether there is room for one request, whatever is outside PyTorch."""
-    return row.paged is not None and row.paged.concurrency.low >= 1
-
-
 def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None:
-    """Raise `InputError` for a model with states that are not those of transformers' linear attention."""
-    kinds = " ".join(
-        map(str, next(filter(None, (getattr(config, entry, None) for entry in ("layer_types", "block_types"))), ()))
-    )
-    hidden = any(kind in kinds for kind in _STATEFUL) and not any(layer.states for layer in layers)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ()
+    is_stateful = any(word in str(kind) for kind in kinds for word in _STATEFUL)
+    hidden = is_stateful and not any(layer.states for layer in layers)
     if hidden or any(layer.kind == STATE and not layer.states for layer in layers):
         raise InputError(f"{name} keeps states in a form of its own: of those a paged server's blocks are not known")
 
 
-def _width(trace: Trace) -> int:
-    """Return the bytes of one number in a cache of keys and values; 1 where there is no cache. States may be wider."""
-    cached = (storage for storage in trace.storages if storage.role == "KV cache" and storage.bytes)
-    return min((storage.bytes // math.prod(storage.shape) for storage in cached), default=1)
+# -- remedies for a server that does not start -------------------------------------------------------------------------
 
 
-def _state_width(config: Any) -> int | None:
-    """Return the bytes of one number in a recurrent state, where the config says its dtype."""
-    named = (getattr(config, name, None) for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
-    dtypes = (getattr(torch, str(name).removeprefix("torch."), None) for name in named if name)
-    return next((dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype)), None)
+@dataclass(frozen=True)
+class ServedModel:
+    """A model on one GPU, how it is served, and how it is stored."""
+
+    runner: Runner
+    serving: Serving
+    scenario: Scenario
+
+    @property
+    def budget(self) -> int:
+        """The bytes of its GPU that the server may take."""
+        return int(self.runner.gpu.bytes * self.serving.gpu_memory_utilization)
 
 
-def _text_config(runner: Runner) -> Any:
-    """Return the config of a model to serve; raises `InputError` for one that is not covered."""
-    config: Any = getattr(runner.model, "config", None)
-    for name, what in (("vision_config", "images"), ("audio_config", "sound")):
-        if getattr(config, name, None) is not None:
-            raise InputError(f"{runner.name} also reads {what}: serve the config of its text model")
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
-        what = "chunked attention" if "chunked_attention" in kinds else "an encoder"
-        raise InputError(f"{runner.name} has {what}: only full and latent attention, windows and states are covered")
-    text_model(runner.model, runner.name)
-    return config
+def remedies_for_server(base: ServedModel, context: int, needed: Callable[[ServedModel], int]) -> Remedied:
+    """Try each remedy for one request of `context` tokens; `needed` returns the bytes that it needs on each GPU."""
+    search = RemedySearch(base, lambda served: Need(needed(served), served.budget))
+    own = base.runner.gpu
+    larger = (
+        _on_gpu(card)
+        for card in sorted(CARDS.values(), key=lambda card: card.bytes)
+        if card.platform == "CUDA" and card.bytes > own.bytes
+        if card.bytes * base.serving.gpu_memory_utilization >= search.need.bytes
+    )
+    ladders = (Ladder(map(_on_cards, _CARDS), until="refusal"), Ladder(larger, until="refusal"))
+    scenario = base.scenario.name
+    return try_remedies(search, _REMEDIES, ladders, scenario=scenario, gpu=own.name, size=context, combine=False)
+
+
+def _stored_as(name: str, title: str) -> Remedy[ServedModel]:
+    def apply(served: ServedModel) -> ServedModel:
+        if served.scenario.recipe == "quantized":
+            raise InputError("the weights are quantized already")
+        return replace(served, scenario=quantized_from(served.scenario, name))
+
+    return Remedy(f"{title} weights", f"--scenario {name}", "rounded weights", "numbers", apply)
+
+
+def _fp8_cache(served: ServedModel) -> ServedModel:
+    if served.serving.kv_cache_dtype is not None:
+        raise InputError(f"the cache is in {served.serving.kv_cache_dtype} already")
+    return replace(served, serving=replace(served.serving, kv_cache_dtype="fp8"))
+
+
+def _smaller_steps(served: ServedModel) -> ServedModel:
+    tokens = served.serving.max_num_batched_tokens // 4
+    if tokens < 1:
+        raise InputError("a step has no fewer tokens")
+    return replace(served, serving=replace(served.serving, max_num_batched_tokens=tokens))
+
+
+def _more_of_the_card(served: ServedModel) -> ServedModel:
+    if served.serving.gpu_memory_utilization >= UTILIZATION:
+        raise InputError(f"the server may take {served.serving.gpu_memory_utilization:.0%} of the card already")
+    return replace(served, serving=replace(served.serving, gpu_memory_utilization=UTILIZATION))
+
+
+_REMEDIES: Final = (
+    _stored_as("fp8-weight", "fp8"),
+    _stored_as("int4-weight", "int4"),
+    Remedy("fp8 KV cache", "--kv-cache-dtype fp8", "rounded keys and values", "numbers", _fp8_cache),
+    Remedy(
+        "smaller steps", "a quarter of --max-num-batched-tokens", "long prompts take longer", "speed", _smaller_steps
+    ),
+    Remedy(
+        "more of the card",
+        f"--gpu-memory-utilization {UTILIZATION}",
+        "less room for CUDA graphs and whatever else is on it",
+        "nothing",
+        _more_of_the_card,
+    ),
+)
+
+
+def _on_cards(cards: int) -> Remedy[ServedModel]:
+    def apply(served: ServedModel) -> ServedModel:
+        if served.serving.tensor_parallel_size > 1:
+            raise InputError("the model is divided among cards already")
+        runner = served.runner
+        part = part_of(runner.model, cards, runner.name)
+        divided = Runner(runner.name, part, runner.inputs, False, gpu=runner.gpu, stack=runner.stack)
+        return replace(served, runner=divided, serving=replace(served.serving, tensor_parallel_size=cards))
+
+    name, option = f"{cards} cards", f"--tensor-parallel-size {cards}"
+    return Remedy(name, option, f"{cards} cards in place of one", "hardware", apply)
+
+
+def _on_gpu(card: Card) -> Remedy[ServedModel]:
+    def apply(served: ServedModel) -> ServedModel:
+        runner = served.runner
+        moved = Runner(runner.name, runner.model, runner.inputs, False, gpu=card, stack=runner.stack)
+        return replace(served, runner=moved)
+
+    return Remedy(card.name, f"a card of {format_bytes(card.bytes)}", "another card", "hardware", apply)

@@ -80,29 +80,19 @@ def _differences(
             yield (after, index), AllocationDifference("predicted only", location, size, None, at_peak)
         for index, (size, location, _, at_peak) in enumerate(second[window.other_low : window.other_high]):
             yield (after, index), AllocationDifference("real only", location, None, size, at_peak)
+
+    def end(allocation: Allocation, matches: Sequence[int]) -> int:
+        """Count the matched allocations before the end of this one; more than all where it has none."""
+        return len(matches) + 1 if allocation.freed is None else bisect_left(matches, allocation.freed)
+
     for rank, (a, b) in enumerate(pairs):
-        kind = _unlike(first[a], second[b], mine, theirs)
-        if kind is not None:
-            expected, observed = first[a], second[b]
+        expected, observed = first[a], second[b]
+        later = end(observed, theirs) - end(expected, mine)
+        if later or expected.bytes != observed.bytes:
+            kind: DifferenceKind = "freed later" if later > 0 else "freed earlier"
+            kind = kind if expected.bytes == observed.bytes else "other size"
             at_peak = expected.at_peak or observed.at_peak
             yield (rank, -1), AllocationDifference(kind, expected.place, expected.bytes, observed.bytes, at_peak)
-
-
-def _unlike(
-    expected: Allocation, observed: Allocation, mine: Sequence[int], theirs: Sequence[int]
-) -> DifferenceKind | None:
-    """How a matched allocation differs from its prediction; None where it does not."""
-    if expected.bytes != observed.bytes:
-        return "other size"
-    ends = _end(expected, mine), _end(observed, theirs)
-    if ends[0] == ends[1]:
-        return None
-    return "freed later" if ends[1] > ends[0] else "freed earlier"
-
-
-def _end(allocation: Allocation, matches: Sequence[int]) -> int:
-    """How many of the matched allocations come before the end of this one; more than all where it has none."""
-    return len(matches) + 1 if allocation.freed is None else bisect_left(matches, allocation.freed)
 
 
 # -- matching two sequences -------------------------------------------------------------------------------------------
@@ -144,8 +134,14 @@ def gaps(pairs: Sequence[IndexPair], whole: Window) -> Iterator[Window]:
 def _matched(first: Sequence[Hashable], second: Sequence[Hashable], whole: Window) -> Iterator[IndexPair]:
     pending = [whole]
     while pending:
-        window, pairs = _trimmed(first, second, pending.pop())
-        yield from pairs
+        low, high, other_low, other_high = pending.pop()
+        while low < high and other_low < other_high and first[low] == second[other_low]:
+            yield low, other_low
+            low, other_low = low + 1, other_low + 1
+        while low < high and other_low < other_high and first[high - 1] == second[other_high - 1]:
+            high, other_high = high - 1, other_high - 1
+            yield high, other_high
+        window = Window(low, high, other_low, other_high)
         if window.one_sided:
             continue
         anchors = _anchors(first, second, window)
@@ -154,19 +150,6 @@ def _matched(first: Sequence[Hashable], second: Sequence[Hashable], whole: Windo
             pending += gaps(anchors, window)
         else:
             yield from _shortest_edit(first, second, window) or _by_number(first, second, window)
-
-
-def _trimmed(first: Sequence[Hashable], second: Sequence[Hashable], window: Window) -> tuple[Window, list[IndexPair]]:
-    """The window without what it begins and ends with in both."""
-    low, high, other_low, other_high = window
-    pairs = []
-    while low < high and other_low < other_high and first[low] == second[other_low]:
-        pairs.append((low, other_low))
-        low, other_low = low + 1, other_low + 1
-    while low < high and other_low < other_high and first[high - 1] == second[other_high - 1]:
-        high, other_high = high - 1, other_high - 1
-        pairs.append((high, other_high))
-    return Window(low, high, other_low, other_high), pairs
 
 
 def _anchors(first: Sequence[Hashable], second: Sequence[Hashable], window: Window) -> list[IndexPair]:

@@ -201,7 +201,6 @@ def _driver() -> str | None:
 
 
 def _cublas() -> str | None:
-    """cuBLAS's version, from the library or else from the package that it comes in."""
     major = (torch.version.cuda or "").partition(".")[0]
     with suppress(OSError, AttributeError):
         get_version = ctypes.CDLL(f"libcublasLt.so.{major}").cublasLtGetVersion

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from memsize.analysis.runner import Runner
-from memsize.analysis.verify.alignment import IndexPair, Window, gaps, matched
+from memsize.analysis.verify.alignment import Window, gaps, matched
 from memsize.analysis.verify.cuda_memory import AllocationEvent, MemoryReader
 from memsize.errors import InputError, ScenarioError
 from memsize.model.materialize import executable_call, materialize, real_copy
@@ -86,7 +86,6 @@ def measure(plan: MeasurementPlan, memory: MemoryReader) -> Measurement:
 
 
 def _message(error: BaseException) -> str:
-    """PyTorch's own words, as far as its first line."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -110,19 +109,12 @@ def _measured(plan: MeasurementPlan, memory: MemoryReader, stack: SoftwareStack)
         device=device,
         skipped=skipped,
     )
-    log = _log(events, marker=marker, setup=setup, step=step, memory=memory)
-    return replace(measured, log=log, **_tracked(plan, setup=setup, step=step, device=memory.device))
-
-
-def _log(
-    events: list[AllocationEvent], marker: OpMarker, setup: Setup, step: _Step, memory: MemoryReader
-) -> AllocationLog:
-    """The log of the recorded step, with the locations that one more step shows."""
     with memory.recorded() as marked:
         first = memory.count()
         with marker.listening(setup) as spans, marker.clock.during("step"):
             step()
-    return located(events, marked, [OpSpan(start - first, stop - first, location) for start, stop, location in spans])
+    log = located(events, marked, [OpSpan(start - first, stop - first, location) for start, stop, location in spans])
+    return replace(measured, log=log, **_tracked(plan, setup=setup, step=step, device=memory.device))
 
 
 class _Inference:
@@ -149,8 +141,6 @@ class _Inference:
 
 
 class _Steps:
-    """Training steps."""
-
     def __init__(self, setup: Setup, marker: OpMarker, training: Training) -> None:
         self.setup = setup
         self.steps = training.steps
@@ -162,21 +152,16 @@ class _Steps:
 
     def warmed_up(self) -> int:
         """Run all steps but the last, and again those that the scaler skips; returns how many it skipped."""
-        skipped = 0
+        scaler, skipped = self.loop.scaler, 0
+        scales = scaler is not None and scaler.is_enabled()
         for _ in range(self.steps - 1):
-            while skipped < _MAX_SKIPPED and self._is_skipped():
-                skipped += 1
+            is_skipped = True  # its update, because a gradient was not finite
+            while is_skipped and skipped < _MAX_SKIPPED:
+                before = scaler.get_scale() if scaler and scales else 0.0
+                self()
+                is_skipped = bool(scaler and scales and scaler.get_scale() < before)
+                skipped += is_skipped
         return skipped
-
-    def _is_skipped(self) -> bool:
-        """Run one step; whether the scaler skipped its update because a gradient was not finite."""
-        scaler = self.loop.scaler
-        if scaler is None or not scaler.is_enabled():
-            self()
-            return False
-        before = scaler.get_scale()
-        self()
-        return scaler.get_scale() < before
 
     def state(self) -> Iterable[Any]:
         loop = self.loop
@@ -207,9 +192,6 @@ def _as_in_a_new_process(workload: MeasuredWorkload, memory: MemoryReader) -> It
             yield
     finally:
         memory.settle()
-
-
-# -- which op allocates -----------------------------------------------------------------------------------------------
 
 
 class OpSpan(NamedTuple):
@@ -261,66 +243,45 @@ def located(
 ) -> AllocationLog:
     """The log of `events`, each allocation at the location that the marked step has for it; frees have none.
 
-    `spans` count the allocations of `marked` from 0.
+    `spans` count the allocations of `marked` from 0; they rise and do not overlap.
     """
     sizes = [event.delta for event in events if event.delta > 0]
     others = [event.delta for event in marked if event.delta > 0]
     places = dict.fromkeys(range(len(sizes)), NO_LOCATION)
-    places |= {index: _location(spans, other) for index, other in _same(sizes, others)}
+    pairs = matched(sizes, others)
+    # A router sends other tokens to an expert in each step: between two matches, as many allocations of other sizes are
+    # matched in order.
+    for low, high, other_low, other_high in gaps(pairs, Window.of(sizes, others)):
+        if high - low == other_high - other_low:
+            pairs += zip(range(low, high), range(other_low, other_high), strict=True)
+    for index, other in pairs:
+        position = bisect_right(spans, other, key=lambda span: span.start) - 1
+        if position >= 0 and other < spans[position].stop:
+            places[index] = spans[position].location
     numbers = iter(range(len(sizes)))
     return log_of((*event, places[next(numbers)] if event.delta > 0 else NO_LOCATION) for event in events)
 
 
-def _same(sizes: Sequence[int], others: Sequence[int]) -> Iterator[IndexPair]:
-    """Match the allocations of two steps, by their numbers.
-
-    A router sends other tokens to an expert in each step: between two matches, as many allocations of other sizes are
-    matched in order.
-    """
-    pairs = matched(sizes, others)
-    yield from pairs
-    for low, high, other_low, other_high in gaps(pairs, Window.of(sizes, others)):
-        if high - low == other_high - other_low:
-            yield from zip(range(low, high), range(other_low, other_high), strict=True)
-
-
-def _location(spans: Sequence[OpSpan], index: int) -> OpLocation:
-    """The location of the allocation with that number. Spans rise and do not overlap."""
-    position = bisect_right(spans, index, key=lambda span: span.start) - 1
-    return spans[position].location if position >= 0 and index < spans[position].stop else NO_LOCATION
-
-
-# -- MemTracker -------------------------------------------------------------------------------------------------------
-
-
 def _tracked(plan: MeasurementPlan, setup: Setup, step: _Step, device: torch.device) -> dict[str, Any]:
-    """The readings of PyTorch's own MemTracker for one more step, as fields of a `Measurement`.
+    """The peak of PyTorch's own MemTracker in one more step, to compare predictions with, as fields of a `Measurement`.
 
-    It is the existing tool that predictions are compared with. It follows tensors through a dispatch mode, counts each
-    storage in blocks of 512 B, and knows neither workspaces nor segments: its peak compares with `allocated`.
+    It follows tensors through a dispatch mode, counts each storage in blocks of 512 B, and knows neither workspaces nor
+    segments: its peak compares with `allocated`.
     """
     if not plan.track:
         return {}
     try:
-        return {"tracked": _tracked_peak(step, (setup.model, *step.state()), device)}
+        from torch.distributed._tools.mem_tracker import MemTracker
+
+        tracker = MemTracker()
+        tracker.track_external(setup.model, *step.state())
+        with tracker:
+            step()
+        return {"tracked": int(tracker.get_tracker_snapshot("peak").get(device, {}).get("Total", 0))}
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # MemTracker fails in many ways on what it cannot follow
         return {"untracked": f"{type(error).__name__}: {_message(error)}"}
-
-
-def _tracked_peak(step: Callable[[], Any], state: Iterable[Any], device: torch.device) -> int:
-    """MemTracker's peak of `step`; `state` are the modules, optimizers and tensors that are there before."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    tracker = MemTracker()
-    tracker.track_external(*state)
-    with tracker:
-        step()
-    return int(tracker.get_tracker_snapshot("peak").get(device, {}).get("Total", 0))
-
-
-# -- the model on the device ------------------------------------------------------------------------------------------
 
 
 def materialized_setup(runner: Runner, scenario: Scenario, device: torch.device) -> Setup:

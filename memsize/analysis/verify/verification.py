@@ -13,7 +13,7 @@ from memsize.analysis.runner import Runner
 from memsize.analysis.verify.alignment import align
 from memsize.analysis.verify.cuda_memory import MemoryReader
 from memsize.analysis.verify.measure import SEED, MeasurementPlan, materialized_setup, measure
-from memsize.device.allocation_events import CONVOLUTIONS, AllocationEvents, dispensable, requests, variants
+from memsize.device.allocation_events import CONVOLUTIONS, dispensable, requests, variants
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cuda_libraries import context, cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.device.replay import replay_within
@@ -25,10 +25,8 @@ from memsize.model.input_tensors import ModelInputs, input_tensors
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.gpu import Card, Interval
 from memsize.records.measurement import (
-    AllocationLog,
     ConvolutionWorkspace,
     MeasuredWorkload,
-    Measurement,
     OpLocation,
     Peaks,
     SavedMeasurements,
@@ -60,21 +58,37 @@ def predict(
     which plan the benchmark chooses depends on timing.
     """
     config = AllocatorConfig.parse(stack.allocator)
-    possible = variants(trace) if greediest is None else [requests(trace, 0), requests(greediest)]
     outside = context(stack.cuda, stack.module_loading)
-    peaks = [
-        peak
-        for events in possible
-        for peak in _peaks(events, config=config, trace=trace, total=stack.total, outside=outside)
-    ]
+    optional = dispensable(trace)
+    peaks: list[Peaks] = []
+    for events in variants(trace) if greediest is None else [requests(trace, 0), requests(greediest)]:
+        bounded = replay_within(
+            events, config=config, total=stack.total, outside=outside, streams=events.streams, optional=optional
+        )
+        for replay in (bounded.with_least_overhead, bounded.with_most_overhead):
+            peaks.append(Peaks(replay.requested.bytes, replay.allocated.bytes, replay.reserved.bytes))
     least, most = Peaks.least(peaks), Peaks.most(peaks)
-    first = _last_step(trace)
+    phases = [split_phase(phase) for phase in trace.phases]
+    last = max((step for _, step in phases), default=0)
+    # The last step, or all but the setup where there are no steps.
+    is_last = [step == last if last else name != "setup" for name, step in phases]
+    first = next((i for i, event in enumerate(trace.events) if is_last[event.phase]), len(trace.events))
+
+    def events_of_last_step() -> Iterator[tuple[int, int, OpLocation]]:
+        begun: set[int] = set()
+        for event in trace.events[first:]:
+            if event.delta > 0:
+                begun.add(event.storage)
+            layer = trace.layers[event.layer].path if event.layer >= 0 else None
+            storage = event.storage if event.storage in begun else -1 - event.storage
+            yield storage, event.delta, OpLocation(phases[event.phase][0], layer, event.op)
+
     return Prediction(
         least=least,
         most=most,
         device=Interval(least.reserved + outside.low, most.reserved + outside.high),
         steady=max(list(live_bytes(trace.events))[max(first - 1, 0) :], default=0),
-        log=_log(trace, first),
+        log=log_of(events_of_last_step()),
         convolutional=convolves(trace),
         workspaces=workspaces,
         assumptions=trace.assumptions,
@@ -85,43 +99,6 @@ def predict(
 def convolves(trace: Trace) -> bool:
     """Whether the run contains a convolution."""
     return any(event.op in CONVOLUTIONS for event in trace.events)
-
-
-def _peaks(
-    events: AllocationEvents, config: AllocatorConfig, trace: Trace, total: int, outside: Interval
-) -> Iterator[Peaks]:
-    """The peaks on a card of `total` bytes, beside the least and the most that is taken `outside` the allocator."""
-    optional = dispensable(trace)
-    bounded = replay_within(
-        events, config=config, total=total, outside=outside, streams=events.streams, optional=optional
-    )
-    for replay in (bounded.with_least_overhead, bounded.with_most_overhead):
-        yield Peaks(replay.requested.bytes, replay.allocated.bytes, replay.reserved.bytes)
-
-
-def _last_step(trace: Trace) -> int:
-    """The first event of the last step; of a run without steps, the first after what was there before it."""
-    phases = [split_phase(phase) for phase in trace.phases]
-    last = max((step for _, step in phases), default=0)
-    if last:
-        return next((i for i, e in enumerate(trace.events) if phases[e.phase][1] == last), len(trace.events))
-    return next((i for i, e in enumerate(trace.events) if phases[e.phase][0] != "setup"), len(trace.events))
-
-
-def _log(trace: Trace, first: int) -> AllocationLog:
-    """The events from `first` on. What was there before is below 0."""
-    names = [split_phase(phase)[0] for phase in trace.phases]
-    begun: set[int] = set()
-
-    def events() -> Iterator[tuple[int, int, OpLocation]]:
-        for event in trace.events[first:]:
-            if event.delta > 0:
-                begun.add(event.storage)
-            layer = trace.layers[event.layer].path if event.layer >= 0 else None
-            storage = event.storage if event.storage in begun else -1 - event.storage
-            yield storage, event.delta, OpLocation(names[event.phase], layer, event.op)
-
-    return log_of(events())
 
 
 _NOT_COMPARED = ("model", "seed", "benchmark")
@@ -209,7 +186,6 @@ def workspaces(stack: SoftwareStack, plans: Plans | None = None) -> Workspaces:
 
 
 def _queried(plans: Plans) -> tuple[ConvolutionWorkspace, ...]:
-    """The workspaces that cuDNN itself named, in the order of the first call."""
     return tuple(
         ConvolutionWorkspace(str(convolution), size)
         for convolution, size in plans.answers.items()
@@ -243,27 +219,22 @@ def verify_measurements(experiment: Experiment, saved: SavedMeasurements) -> Ver
     """
     if not saved.measurements:
         raise InputError("the file holds no measurement")
+    workload = experiment.workload()
     for measurement in saved.measurements:
-        _check_same_workload(measurement.workload, experiment.workload())
-    runs = tuple(_verified(experiment, measurement) for measurement in saved.measurements)
-    return verification_of(runs, (f"measured on {saved.date}",))
+        for field in fields(MeasuredWorkload):
+            was, wanted = getattr(measurement.workload, field.name), getattr(workload, field.name)
+            if field.name not in _NOT_COMPARED and was != wanted:
+                raise InputError(
+                    f"the measurement is of another run: its {field.name} is {was!r}, here it is {wanted!r}"
+                )
+    runs: list[VerifiedRun] = []
+    for seen in saved.measurements:
+        prediction = experiment.predict(seen.stack, benchmark=seen.workload.benchmark, recorded=seen.workspaces)
+        runs.append(VerifiedRun(seen, prediction))
+    return verification_of(tuple(runs), (f"measured on {saved.date}",))
 
 
 def verification_of(runs: tuple[VerifiedRun, ...], notes: tuple[str, ...] = ()) -> Verification:
     """The verification of `runs`, with the allocations of the first one's last step aligned."""
     measured = runs[0].measurement.log
     return Verification(runs, notes, alignment=None if measured is None else align(runs[0].prediction.log, measured))
-
-
-def _verified(experiment: Experiment, measurement: Measurement) -> VerifiedRun:
-    prediction = experiment.predict(
-        measurement.stack, benchmark=measurement.workload.benchmark, recorded=measurement.workspaces
-    )
-    return VerifiedRun(measurement, prediction)
-
-
-def _check_same_workload(measured: MeasuredWorkload, requested: MeasuredWorkload) -> None:
-    for field in fields(MeasuredWorkload):
-        was, wanted = getattr(measured, field.name), getattr(requested, field.name)
-        if field.name not in _NOT_COMPARED and was != wanted:
-            raise InputError(f"the measurement is of another run: its {field.name} is {was!r}, here it is {wanted!r}")
