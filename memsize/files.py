@@ -182,7 +182,9 @@ def parse_json(
     count = sum(map(content.count, (b",", b":", b"[", b"{")))
     if count > most:
         raise ValueError(f"it holds about {count:,} values, more than memsize reads ({most:,})")
-    if len(content) * _width(content) > most * _LONGEST_VALUE:
+    # Bytes that Python takes for each character of the text.
+    width = 4 if re.search(rb"[\xf0-\xff]", content) else 2 if re.search(rb"[\xc4-\xef]", content) else 1
+    if len(content) * width > most * _LONGEST_VALUE:
         raise ValueError(f"its text is too long: {len(content):,} bytes")
     try:
         text = content.decode("utf-8-sig")
@@ -192,10 +194,3 @@ def parse_json(
         raise ValueError("it is not UTF-8") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _width(content: bytes) -> int:
-    """Bytes that Python takes for each character of the text that `content` is in UTF-8."""
-    if re.search(rb"[\xf0-\xff]", content):
-        return 4
-    return 2 if re.search(rb"[\xc4-\xef]", content) else 1

@@ -48,14 +48,9 @@ def end(*_: object) -> None:
         if os.getpid() in _process:  # and not a process that was forked from this one
             for cleanup in cleanups:
                 cleanup()
-            _end_children()
+            # The children of `multiprocessing` would wait for work for ever.
+            multiprocessing: Any = sys.modules.get("multiprocessing")
+            for child in multiprocessing.active_children() if multiprocessing else ():
+                child.kill()
     finally:
         os._exit(INTERRUPTED)
-
-
-def _end_children() -> None:
-    """Kill the children of `multiprocessing`, which would wait for work for ever."""
-    multiprocessing: Any = sys.modules.get("multiprocessing")
-    if multiprocessing is not None:
-        for child in multiprocessing.active_children():
-            child.kill()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate
+from typing import Any
 
 from memsize.records.aggregates import (
     Row as Row,
@@ -52,6 +53,7 @@ from memsize.records.gpu import (
     Platform as Platform,
     RecordStreamCost as RecordStreamCost,
     Shortage as Shortage,
+    StreamShare,
 )
 from memsize.records.layout import (
     Audit as Audit,
@@ -97,9 +99,10 @@ from memsize.records.sweep import Outcome as Outcome, SweepRow as SweepRow
 from memsize.records.timeline import (
     PeakMoment as PeakMoment,
     Phase as Phase,
+    Segment,
     Stretch as Stretch,
+    Timeline,
     courses as courses,
-    from_data as from_data,
     step_courses as step_courses,
     to_data as to_data,
 )
@@ -114,8 +117,31 @@ from memsize.records.verification import (
     off_by as off_by,
     read_measurements as read_measurements,
 )
-from memsize.records.world import Collective as Collective, Traffic as Traffic
+from memsize.records.world import Collective as Collective, Traffic as Traffic, World
 from memsize.units import Bytes
+
+_IN_TIMELINES = {
+    "phases": Phase,
+    "storages": Storage,
+    "segments": Segment,
+    "streams": StreamShare,
+    "collectives": Traffic,
+}
+
+
+def from_data(data: Any) -> Timeline:
+    """The timeline that is in JSON as `to_data` wrote it."""
+
+    def in_tuples(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: in_tuples(member) for name, member in value.items()}
+        return tuple(map(in_tuples, value)) if isinstance(value, list | tuple) else value
+
+    members = {column.name: in_tuples(data[column.name]) for column in fields(Timeline)}
+    rows = {name: tuple(row(**entry) for entry in members[name]) for name, row in _IN_TIMELINES.items()}
+    card = members["card"] and Card(**members["card"])
+    return Timeline(**members | rows | {"world": World(**members["world"]), "card": card})
+
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int8": 1}
 

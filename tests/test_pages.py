@@ -20,8 +20,7 @@ from memsize import Finding, Report
 from memsize.documents.sections import Bars, Limit, Part
 from memsize.records.answer import Renderable
 from memsize.render import render
-from memsize.render.assets import LIBRARIES, SCRIPTS, script
-from memsize.render.html import _bars as drawn_bars
+from memsize.render.html import LIBRARIES, SCRIPTS, _bars as drawn_bars, script
 from memsize.units import UNITS, format_bytes
 from tests import records
 from tests.browser import Opened, browser, wait_until

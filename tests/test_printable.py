@@ -25,7 +25,7 @@ from memsize.errors import CheckpointError, ForwardError, MemsizeError, UnknownI
 from memsize.printable import LONGEST, printable, printable_lines
 from memsize.records.answer import FindingList, Renderable
 from memsize.render import FORMATS, render
-from memsize.render.csv import draw as draw_csv
+from memsize.render.data import draw_csv
 from tests import records
 from tests.checkpoints import text, write_zip
 from tests.gpus import timeline

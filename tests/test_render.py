@@ -23,7 +23,7 @@ from memsize.errors import OutputError
 from memsize.records.trace import TensorSpec
 from memsize.render import FORMATS, format_of, pieces, render, unit_of
 from memsize.render.cell_text import draw_specs, shorten_path
-from memsize.render.json import draw as draw_json
+from memsize.render.data import draw_json
 from tests import records
 from tests.pages import check_golden as check, check_page, content
 from tests.records import LAYER_FIELDS, FlatTable, role_fields, totals
@@ -397,7 +397,7 @@ def test_json_in_pieces_is_what_the_encoder_makes(data: dict[str, Any], rows: li
             return ()
 
     whole = {"schema": "some", "verdict": [], "bars": None} | data | {"rows": [{"a": a, "b": b} for a, b in rows]}
-    with patch("memsize.render.json._AT_ONCE", 2):
+    with patch("memsize.render.data._AT_ONCE", 2):
         assert "".join(draw_json(Some(None), "MiB")) == json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
 
 

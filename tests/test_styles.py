@@ -12,7 +12,7 @@ import memsize
 from memsize import StepTrace
 from memsize.errors import OutputError
 from memsize.records.answer import Answer
-from memsize.render import styles
+from memsize.render import figures
 from tests import records
 from tests.records import FlatTable
 
@@ -52,7 +52,7 @@ def test_units_outlive_the_properties() -> None:
 
 def test_a_bar_is_as_long_as_its_share_of_the_largest() -> None:
     rows = [("a", 2**20, None, 0), ("b", 2**22, None, 0), ("<c>", None, None, 0)]
-    page = styles.draw(
+    page = figures.styled_table(
         FlatTable(("name", "bytes", "unknown", "none"), rows, ("bytes", "unknown", "none")), "MiB"
     ).to_html()
     assert re.findall(r"transparent (\d+\.\d)%", page) == ["25.0", "100.0"]

@@ -21,7 +21,7 @@ from memsize.documents.sweep import cell_table
 from memsize.errors import OutputError, TargetError
 from memsize.loading.loader import targets_of
 from memsize.processes.spread import Died, spread
-from memsize.records.results_file import results_file
+from memsize.records.sweep import results_file
 from memsize.render import FORMATS, render
 from memsize.spec.sweep import grid_of
 from memsize.units import GiB, MiB

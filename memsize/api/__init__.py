@@ -1,8 +1,7 @@
 """The composition: from a model, a program or a file to an answer. The command line and notebooks call these."""
 
 from memsize.api.checking import check, init
-from memsize.api.comparing import diff
-from memsize.api.file_readers import checkpoint, explain, load
+from memsize.api.comparing import checkpoint, diff, explain, load
 from memsize.api.fitting import fit
 from memsize.api.generating import generate, serve
 from memsize.api.guarding import guard

@@ -8,11 +8,10 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from memsize import files
 from memsize.api.fitting import fit
@@ -29,15 +28,14 @@ from memsize.spec.project import NAME, SECTION, CheckedTarget, Project, find_pro
 from memsize.spec.requests import CheckRequest, FitRequest, InitRequest, ReportRequest
 from memsize.spec.scenario import scenario_named
 from memsize.spec.stack import Gpu
-from memsize.spec.training import Training
 from memsize.units import UNITS
 
 if TYPE_CHECKING:
     from memsize.analysis.check import Measured
 
 
-_ERROR: Final[Severity] = "error"
 Judged = tuple[Figure, Finding | None]
+_Checked = tuple[CheckedModel, Baseline | None]
 
 
 @takes(CheckRequest)
@@ -58,39 +56,22 @@ def check(request: CheckRequest, *, progress: Callable[[str], None] | None = Non
     rules = _Rules.of(project, _codes(request.select), _codes(request.ignore))
     if request.update and not any(target.baseline for target in project.targets):
         raise OutputError(f'{project.file.name} names no baseline: add baseline = "memsize-baseline.json" to a target')
-    start, report_progress, count = Path.cwd(), progress or (lambda _: None), len(project.targets)
+    start = Path.cwd()
     with contextlib.chdir(project.file.parent):
-        checks = [
-            _TargetCheck(
-                target,
-                project,
-                rules,
-                update=request.update,
-                start=start,
-                report_progress=partial(_counted, report_progress, f"{number} of {count}"),
-            )
-            for number, target in enumerate(project.targets, 1)
-        ]
-        checked = [check.result() for check in checks]
-        written = _write_baselines(project, checked, start) if request.update else ()
+        checked = []
+        for number, target in enumerate(project.targets, 1):
+            count = f"{number} of {len(project.targets)}"
+            checked.append(_checked(target, project, rules, request.update, start, _counted(progress, count)))
+        written = []
+        for name in dict.fromkeys(target.baseline for target in project.targets if target.baseline):
+            baselines = {
+                target.name: baseline
+                for target, (_, baseline) in zip(project.targets, checked, strict=True)
+                if target.baseline == name and baseline is not None
+            }
+            if request.update and baselines and write_baselines(Path(name), baselines):
+                written.append(os.path.relpath(name, start))
     return Check(os.path.relpath(project.file, start), tuple(model for model, _ in checked), tuple(written))
-
-
-_Checked = tuple[CheckedModel, Baseline | None]
-
-
-def _write_baselines(project: Project, checked: Sequence[_Checked], start: Path) -> tuple[str, ...]:
-    """Write the baselines of now to the files that the project names, and return those that changed."""
-    written = []
-    for name in dict.fromkeys(target.baseline for target in project.targets if target.baseline):
-        baselines = {
-            target.name: baseline
-            for target, (_, baseline) in zip(project.targets, checked, strict=True)
-            if target.baseline == name and baseline is not None
-        }
-        if baselines and write_baselines(Path(name), baselines):
-            written.append(os.path.relpath(name, start))
-    return tuple(written)
 
 
 def _codes(codes: str | Iterable[str]) -> tuple[str, ...]:
@@ -114,7 +95,7 @@ class _Rules:
         for code in (*chosen, *ignored, *project.severity):
             if code not in SEVERITY:
                 raise UnknownInputError("finding", code, SEVERITY)
-        own: dict[str, Severity] = {**dict.fromkeys(chosen, _ERROR), **project.severity}
+        own: dict[str, Severity] = {**dict[str, Severity].fromkeys(chosen, "error"), **project.severity}
         return cls({**SEVERITY, **own}, frozenset(own), frozenset(ignored))
 
     def problems(self, findings: Iterable[tuple[Finding, str | None]]) -> Iterator[Problem]:
@@ -131,40 +112,32 @@ class _Rules:
             yield from (problem for problem in shown if problem.severity == level)
 
 
-def _counted(report_progress: Callable[[str], None], count: str, text: str) -> None:
-    report_progress(f"{count}: {text}")
+def _counted(progress: Callable[[str], None] | None, count: str) -> Callable[[str], None]:
+    return lambda text: progress(f"{count}: {text}") if progress else None
 
 
-@dataclass(frozen=True, slots=True)
-class _TargetCheck:
-    """One target of a project to check, from the folder `start`."""
-
-    target: CheckedTarget
-    project: Project
-    rules: _Rules
-    update: bool
-    start: Path
-    report_progress: Callable[[str], None]
-
-    def result(self) -> _Checked:
-        """The checked model, and its baseline of now."""
-        target = self.target
-        file, line = _line(target, self.project)
-        model = CheckedModel(target.name, os.path.relpath(file, self.start), line)
-        self.report_progress(f"checking {target.name}")
-        try:
-            measured = _measured(target, self.report_progress)
-            baseline = measured.baseline(target.settings)
-            judged = [
-                *_limits(target, measured, self.report_progress),
-                *([] if self.update else _growth(target, baseline)),
-            ]
-        except MemsizeError as error:
-            return replace(model, error="; ".join(filter(None, map(str.strip, str(error).splitlines())))), None
-        findings = [(finding, figure.case) for figure, finding in judged if finding]
-        others = [(finding, None) for finding in measured.report.findings]
-        problems = tuple(self.rules.problems((*findings, *others)))
-        return replace(model, figures=tuple(figure for figure, _ in judged), problems=problems), baseline
+def _checked(
+    target: CheckedTarget,
+    project: Project,
+    rules: _Rules,
+    update: bool,
+    start: Path,
+    report_progress: Callable[[str], None],
+) -> _Checked:
+    """The checked model, seen from the folder `start`, and its baseline of now."""
+    file, line = _line(target, project)
+    model = CheckedModel(target.name, os.path.relpath(file, start), line)
+    report_progress(f"checking {target.name}")
+    try:
+        measured = _measured(target, report_progress)
+        baseline = measured.baseline(target.settings)
+        judged = [*_limits(target, measured, report_progress), *([] if update else _growth(target, baseline))]
+    except MemsizeError as error:
+        return replace(model, error="; ".join(filter(None, map(str.strip, str(error).splitlines())))), None
+    findings = [(finding, figure.case) for figure, finding in judged if finding]
+    others = [(finding, None) for finding in measured.report.findings]
+    problems = tuple(rules.problems((*findings, *others)))
+    return replace(model, figures=tuple(figure for figure, _ in judged), problems=problems), baseline
 
 
 def _line(target: CheckedTarget, project: Project) -> tuple[Path, int]:
@@ -244,42 +217,33 @@ def init(request: InitRequest) -> tuple[Path, str]:
     gpu = card(request.gpu.name or DEFAULT_GPU).name
     from memsize.analysis.check import Measured
 
-    file = _nearest(Path(request.folder))
+    folder = Path(request.folder).absolute()
+    file = next((above / NAME for above in (folder, *folder.parents) if (above / NAME).is_file()), folder / NAME)
     report_request = ReportRequest(model=request.model)
     if request.model.has_input or request.training:
         report_request = replace(report_request, scenarios=scenario, training=request.training, gpu=Gpu(name=gpu))
     measured = Measured(report(report_request), scenario)
-    before = _text(file)
-    section = _section(request, dict(_first_limits(measured, request.training)), file, names=_names(before))
-    parse_section(tomllib.loads(section)["tool"]["memsize"]["target"][0])
-    _append(file, before, section)
-    return file, section
-
-
-def _nearest(folder: Path) -> Path:
-    for parent in (folder.absolute(), *folder.absolute().parents):
-        if (parent / NAME).is_file():
-            return parent / NAME
-    return folder.absolute() / NAME
-
-
-def _text(file: Path) -> str:
-    """The text of a TOML file, empty where there is none."""
+    limits = {"parameters": _above(measured.figures()["parameter_bytes"])}
+    if measured.result is not None:
+        limits["inference_peak"] = _above(measured.peak("inference").allocated)
+        if request.training is not None:
+            limits["training_peak"] = _above(measured.peak("training").allocated)
     try:
-        text = file.read_bytes().decode() if file.exists() else ""
-        tomllib.loads(text)
+        before = file.read_bytes().decode() if file.exists() else ""
+        tomllib.loads(before)
     except ValueError as error:
         raise InputError(f"{file} is no TOML: {error}") from None
-    return text
-
-
-def _first_limits(measured: Any, train: Training | None) -> Iterator[tuple[str, object]]:
-    figures = measured.figures()
-    yield "parameters", _above(figures["parameter_bytes"])
-    if measured.result is not None:
-        yield "inference_peak", _above(measured.peak("inference").allocated)
-        if train is not None:
-            yield "training_peak", _above(measured.peak("training").allocated)
+    section = _section(request, limits, file, names=_names(before))
+    parse_section(tomllib.loads(section)["tool"]["memsize"]["target"][0])
+    newline = "\r\n" if "\r\n" in before else "\n"
+    gap = "" if not before else newline if before.endswith("\n") else newline * 2
+    text = before + gap + section.replace("\n", newline)
+    try:
+        tomllib.loads(text)
+    except ValueError as error:
+        raise OutputError(f"{file.name} cannot take a {SECTION} at its end ({error}): add it by hand") from None
+    files.write(file, text.encode(), overwrite=True)
+    return file, section
 
 
 def _above(size: int) -> str:
@@ -356,14 +320,3 @@ def _toml(value: object) -> str:
         case Mapping():
             return f"{{ {', '.join(f'{name} = {_toml(entry)}' for name, entry in value.items())} }}"
     raise InputError(f"{value!r} cannot stand in a {NAME}: build the model in a function that takes no such argument")
-
-
-def _append(file: Path, before: str, section: str) -> None:
-    newline = "\r\n" if "\r\n" in before else "\n"
-    gap = "" if not before else newline if before.endswith("\n") else newline * 2
-    text = before + gap + section.replace("\n", newline)
-    try:
-        tomllib.loads(text)
-    except ValueError as error:
-        raise OutputError(f"{file.name} cannot take a {SECTION} at its end ({error}): add it by hand") from None
-    files.write(file, text.encode(), overwrite=True)

@@ -1,4 +1,4 @@
-"""Two of anything side by side: modules, targets of now or of a revision, saved runs, checkpoints."""
+"""Questions about files, and two of anything side by side: modules, targets of now or of a revision, files."""
 
 from __future__ import annotations
 
@@ -12,19 +12,83 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from memsize.api.file_readers import checkpoint, load
 from memsize.api.keywords import takes
 from memsize.api.models import report
+from memsize.api.opened import model_of
 from memsize.errors import InputError, MemsizeError, TargetError
-from memsize.loading.target import LIBRARIES, Checkout, Revision, checked_out, is_checkpoint, parse_revision
+from memsize.loading.target import (
+    LIBRARIES,
+    Checkout,
+    Revision,
+    checked_out,
+    is_checkpoint,
+    parse_revision,
+    parse_target,
+)
 from memsize.records.answer import Saveable
 from memsize.records.run_file import is_run_file
 from memsize.records.trace import Trace
 from memsize.spec.model_request import ModelRequest
-from memsize.spec.requests import DiffRequest, ReportRequest
+from memsize.spec.requests import CheckpointRequest, DiffRequest, ExplainRequest, ReportRequest
 
 if TYPE_CHECKING:
+    from memsize.checkpoints.checkpoint_report import CheckpointReport
     from memsize.records.comparison import Comparison
+    from memsize.records.explanation import Explanation
+
+
+@takes(CheckpointRequest)
+def checkpoint(request: CheckpointRequest) -> CheckpointReport:
+    """Report what a checkpoint weighs and why: a file, an index of several, or a folder. Only its headers are read.
+
+    `against` is a module, or a target built with `arguments`, whose tensors the file is compared with.
+
+    Raises `CheckpointError` for what is not a checkpoint, is damaged, or names what runs code when it is loaded; and
+    `TargetError` for the target.
+    """
+    if request.against is None and request.arguments:
+        raise InputError("--arg is for the constructor of a model to compare with: name it with --against")
+    if isinstance(request.against, str):
+        parse_target(request.against)
+    from memsize.checkpoints import read
+    from memsize.checkpoints.checkpoint_report import CheckpointReport
+
+    report = CheckpointReport(read(request.path))
+    if request.against is None:
+        return report
+    from memsize.checkpoints.state_dict_diff import compared, expected_from
+
+    with model_of(ModelRequest.of(request.against, arguments=request.arguments)) as (name, model, *_):
+        return CheckpointReport(report.contents, compared(report.breakdown, expected_from(model), name))
+
+
+@takes(ExplainRequest)
+def explain(request: ExplainRequest) -> Explanation:
+    """Explain a memory snapshot of a real GPU: what was alive, where it was allocated, and whether fragmentation is to
+    blame.
+
+    `snapshot` is a file that `torch.cuda.memory._dump_snapshot` wrote. It is explained at the moment when memory ran
+    out, else at the peak of its history. `against` is a prediction to compare with: a saved run, or the answer of
+    `run`, `trace` or `report(train=…)`. `device` is the GPU, by default the one that ran out or holds most.
+
+    Raises `InputError` for a file that is no snapshot or is damaged, and for a saved run that predicts no peak.
+    """
+    from memsize.analysis.explain.explanation import explain as explained
+
+    against = load(request.against) if isinstance(request.against, (str, os.PathLike)) else request.against
+    return explained(request.snapshot, against, request.device)
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """Read what `save` or ``--save`` wrote: a `Report`, `StepTrace`, `ProgramRun`, `Fit`, `LayoutReport`,
+    `CheckpointReport`, `Verification`, `Comparison` or `Explanation`, equal to the one that was saved. torch is not
+    imported.
+
+    Raises `InputError` for a file that is no saved run, that is damaged, or that a newer memsize wrote.
+    """
+    from memsize.analysis.step import load as loaded
+
+    return loaded(path)
 
 
 @takes(DiffRequest)
@@ -61,16 +125,13 @@ def diff(request: DiffRequest, *, progress: Callable[[str], None] | None = None)
     return compare_sides(side(request.before), side(request.after))
 
 
-def _is_run(side: Any) -> bool:
-    """Whether a side is a model, or a target, and no answer or file that is there already."""
-    if isinstance(side, str | os.PathLike):
-        return not (is_run_file(os.fspath(side)) or is_checkpoint(os.fspath(side)))
-    return not isinstance(side, Trace | Saveable)
-
-
 def _refuse_unused_options(request: DiffRequest) -> None:
     """Raise `InputError` for an option that neither side takes: an answer is there, a `ModelRequest` has its input."""
-    plain, run = DiffRequest(before=None, after=None), [*filter(_is_run, (request.before, request.after))]
+    plain, run = DiffRequest(before=None, after=None), []
+    for side in (request.before, request.after):
+        is_file = isinstance(side, str | os.PathLike) and (is_run_file(side) or is_checkpoint(os.fspath(side)))
+        if not (is_file or isinstance(side, Trace | Saveable)):
+            run.append(side)
     options = {"training": "train", "gpu": "a GPU", "execute": "execute", "scenarios": "scenarios"}
     if all(isinstance(side, ModelRequest) for side in run) and request.model != plain.model:
         raise InputError("an input is for models without one, and both sides have theirs, or are there already")
@@ -124,7 +185,10 @@ def _answer_at(revision: Revision, request: ReportRequest) -> Any:
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             why = f"its input and options go to another process, and cannot: {error}"
             raise TargetError(f"cannot ask about {revision.name}: {why}") from None
-        command = [sys.executable, "-P", "-c", _START, str(exchange), *_paths(checkout)]
+        # It imports what lies in the repository as it was, and memsize itself as it is.
+        own = str(_PACKAGE.parent)
+        paths = [path if path == own else checkout.moved(path) for path in sys.path if path]
+        command = [sys.executable, "-P", "-c", _START, str(exchange), *paths, own]
         done = subprocess.run(command, cwd=checkout.folder, stdin=subprocess.DEVNULL, stdout=2, check=False)
         if done.returncode:
             raise TargetError(f"the process that ran {revision.name} ended with status {done.returncode}")
@@ -143,12 +207,6 @@ def _target(target: str, checkout: Checkout) -> str:
     if not (checkout.folder / path).exists() and (checkout.copy / path).exists():
         return str(checkout.copy / path) + colon + name
     return target
-
-
-def _paths(checkout: Checkout) -> list[str]:
-    """Where that process imports from: what lies in the repository as it was, memsize itself as it is."""
-    own = str(_PACKAGE.parent)
-    return [path if path == own else checkout.moved(path) for path in sys.path if path] + [own]
 
 
 def answer(exchange: str) -> None:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from memsize.spec.stack import Stack
     from memsize.spec.vary import Vary
 
-_NO_STEP = "is about a step of the model's own, not about tokens that it generates"
-
 
 @takes(requests.FitRequest)
 def fit(
@@ -60,7 +58,16 @@ def fit(
     vary = parse_vary(request.vary)
     generation = searched_generation(vary, request.generation, request.prompt)
     scenarios = select(GENERATED if generation and request.scenarios is None else request.scenarios)
-    _check(request, generation is not None)
+    steps = {
+        "train": request.training,
+        "crossovers": request.crossovers,
+        "seq_len": request.model.seq_len,
+        "mode": request.model.mode == "train",
+        "parallel": request.parallel,
+        "gpus": request.gpus,
+    }
+    if generation and (about_steps := next((name for name, value in steps.items() if value), None)):
+        raise InputError(f"{about_steps} is about a step of the model's own, not about tokens that it generates")
     training, gpu, stack = request.training, request.gpu, request.gpu.releases
     allocator = AllocatorConfig.of(gpu.allocator, stack.release)
     spread = [spread_of(parallel, training) for parallel in on_each(request.parallel, request.gpus)]
@@ -91,20 +98,6 @@ def fit(
         model, report_progress, capacities[0].card.name, own=training is not None and training.is_own
     ) as loaded:
         return find_fit(RunCache(*loaded.run, vary, report_progress, stack=stack), search, loaded.notes, tell=show)
-
-
-def _check(request: requests.FitRequest, generates: bool) -> None:
-    """Raise `InputError` for what is about steps where generated tokens are asked about."""
-    steps = {
-        "train": request.training,
-        "crossovers": request.crossovers,
-        "seq_len": request.model.seq_len,
-        "mode": request.model.mode == "train",
-        "parallel": request.parallel,
-        "gpus": request.gpus,
-    }
-    if generates and any(steps.values()):
-        raise InputError(f"{next(name for name, value in steps.items() if value)} {_NO_STEP}")
 
 
 def _fit_of_generations(

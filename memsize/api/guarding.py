@@ -37,13 +37,15 @@ def guard(request: GuardRequest) -> Guard:
 
     Raises `BudgetError`, and what `trace` raises.
     """
+    import torch
+
     training = request.training
     step = trace(
         TraceRequest(
             model=ModelRequest.of(request.model, input_data=request.batch),
             scenario=request.scenario,
             training=training and replace(training, optimizer=remade(request.model, training.optimizer)),
-            gpu=replace(request.gpu, name=request.gpu.name or _local()),
+            gpu=replace(request.gpu, name=request.gpu.name or ("local" if torch.cuda.is_available() else None)),
         )
     )
     prediction = Guard(step, budget_of(request.budget))
@@ -68,21 +70,16 @@ def remade(model: nn.Module, optimizer: Any) -> Callable[[list[Any]], Any]:
         raise InputError(f"optimizer is {quoted(str(optimizer))}: give the one of your loop, or None")
     trained = (p for p in model.parameters() if p.requires_grad)
     numbers = {id(parameter): number for number, parameter in enumerate(trained)}
-    groups = [
-        (
-            [numbers[id(p)] for p in group["params"] if id(p) in numbers],
-            {name: _plain(value) for name, value in group.items() if name != "params"},
-        )
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        chosen = [numbers[id(p)] for p in group["params"] if id(p) in numbers]
+        groups.append((chosen, {name: _plain(value) for name, value in group.items() if name != "params"}))
     arguments = inspect.signature(type(optimizer)).parameters
     defaults = {name: _plain(value) for name, value in optimizer.defaults.items() if name in arguments}
 
     def make(parameters: list[Any]) -> Any:
-        copies = [
-            {"params": [parameters[number] for number in chosen], **options} for chosen, options in groups if chosen
-        ]
-        return type(optimizer)(copies, **defaults)
+        groups_of_copy = ({"params": [parameters[n] for n in chosen]} | options for chosen, options in groups if chosen)
+        return type(optimizer)([*groups_of_copy], **defaults)
 
     make.__name__ = type(optimizer).__name__
     return make
@@ -91,12 +88,6 @@ def remade(model: nn.Module, optimizer: Any) -> Callable[[list[Any]], Any]:
 def _plain(value: Any) -> Any:
     """An option of an optimizer; a learning rate may be a tensor on the GPU."""
     return value.item() if hasattr(value, "item") else value
-
-
-def _local() -> str | None:
-    import torch
-
-    return "local" if torch.cuda.is_available() else None
 
 
 def budget_of(budget: str | int | None) -> int | None:

@@ -16,11 +16,9 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.errors import InputError
 from memsize.records.gpu import DEFAULT_GPU
-from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import spread_of
 from memsize.spec.requests import LayoutRequest, ReportRequest, TimelineRequest, TraceRequest, VerifyRequest
 from memsize.spec.scenario import scenario_named, select
-from memsize.spec.stack import Gpu
 from memsize.spec.training import USUAL_STEPS, Training
 
 if TYPE_CHECKING:
@@ -32,11 +30,6 @@ if TYPE_CHECKING:
     from memsize.records.verification import Verification
     from memsize.records.world import World
     from memsize.workloads import Workload
-
-_ONE_RANK = (
-    "one process of many runs with step=, a function that shards the model and returns the body of its loop, "
-    "and without execute"
-)
 
 
 @takes(ReportRequest)
@@ -76,7 +69,17 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
         from memsize.analysis.runner import Runner, plans_of
 
         if not (model.has_input or loaded.maker or training or request.execute or request.scenarios is not None):
-            _refuse_run_options(model, gpu)
+            options: dict[str, object] = {
+                "batch_size": model.batch_size,
+                "seq_len": model.seq_len,
+                "mode": model.mode,
+                "gpu": gpu.name != DEFAULT_GPU and gpu.name,  # which may be a command's default
+                "stack": str(gpu.releases),
+                "allocator": gpu.allocator,
+            }
+            if unused := next((name for name, value in options.items() if value), None):
+                why = "is about a run of the model, which needs an input: give one, such as 3,224,224"
+                raise InputError(f"{unused} {why}")
             return stored_report(loaded.name, loaded.model, loaded.notes)
         run = with_inputs(model, loaded)
         plans = plans_of(where or card(DEFAULT_GPU)) if where or training else None
@@ -85,20 +88,6 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
             runner, training, parallel=spread, peaks=where is not None, config=allocator, progress=report_progress
         )
         return builder.build(scenarios, default=request.scenarios is None, notes=run.notes)
-
-
-def _refuse_run_options(model: ModelRequest, gpu: Gpu) -> None:
-    """Raise `InputError` for what is asked of a run where there is none; the usual GPU may be a command's default."""
-    options = {
-        "batch_size": model.batch_size,
-        "seq_len": model.seq_len,
-        "mode": model.mode,
-        "gpu": gpu.name != DEFAULT_GPU and gpu.name,
-        "stack": str(gpu.releases),
-        "allocator": gpu.allocator,
-    }
-    if unused := next((name for name, value in options.items() if value), None):
-        raise InputError(f"{unused} is about a run of the model, which needs an input: give one, such as 3,224,224")
 
 
 @takes(TraceRequest)
@@ -122,11 +111,14 @@ def trace(request: TraceRequest) -> StepTrace:
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
     if request.world is not None and (request.step is None or request.execute):
-        raise InputError(_ONE_RANK)
+        raise InputError(
+            "one process of many runs with step=, a function that shards the model and returns the body of its loop, "
+            "and without execute"
+        )
     training = request.training
     if request.step is not None and training is not None and training != Training(steps=training.steps):
         raise InputError("step is a loop of your own: its optimizer, loss and backward passes are said there")
-    return _step_of(request, request.step, request.world)
+    return step_trace(request, loop=request.step, world=request.world)
 
 
 @takes(TimelineRequest)
@@ -144,17 +136,14 @@ def timeline(request: TimelineRequest, *, progress: Callable[[str], None] | None
     return timeline_of(step.trace, step.config, card(step.gpu))
 
 
-def step_trace(request: TimelineRequest, *, progress: Callable[[str], None] | None = None) -> StepTrace:
-    """Return the trace that a timeline is drawn from."""
-    return _step_of(request, None, None, progress=progress)
-
-
-def _step_of(
+def step_trace(
     request: TimelineRequest,
-    loop: Callable[..., Any] | None,
-    world: World | None,
+    *,
+    loop: Callable[..., Any] | None = None,
+    world: World | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> StepTrace:
+    """Return the trace that a timeline is drawn from, of a `loop` of one's own as process of a `world`."""
     from memsize.analysis.step import StepTrace
 
     training, gpu = request.training, request.gpu

@@ -53,7 +53,7 @@ def opened(
     gpu: str | None = None,
     own: bool = False,
 ) -> Iterator[Opened]:
-    """The subject with its model built; while open, a target's own imports work as it expects."""
+    """The subject with its model built, as in `model_of`."""
     with model_of(subject, report_progress, gpu, own=own) as loaded:
         yield with_inputs(subject, loaded)
 
@@ -128,7 +128,7 @@ def model_of(
         report_progress(f"loading {subject.model}")
         with _users_code_runs():
             loaded = load(target, subject.arguments, machine, own=own)
-            with loaded.importable(), _errors_explained(loaded.module), _untouched(loaded.module):
+            with loaded.importable(), _guarded(loaded.module):
                 yield Loaded(loaded.name, loaded.module, loaded.notes, maker=loaded.inputs, machine=machine)
         return
     from torch import nn
@@ -139,17 +139,8 @@ def model_of(
         raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
     if subject.arguments:
         raise InputError("arguments are for a target, which is built with them: this module is there already")
-    with _users_code_runs(), _errors_explained(model), _untouched(model):
+    with _users_code_runs(), _guarded(model):
         yield Loaded(type(model).__name__, model, (), maker=None, machine=machine)
-
-
-def _untouched(model: nn.Module) -> AbstractContextManager[None]:
-    """The globals of the model's code are kept; raises `MemsizeError` for a model that must not even be copied."""
-    from memsize.model.meta_tensors import refuse_traced_model
-    from memsize.model.restored_globals import restored_globals
-
-    refuse_traced_model(model)
-    return restored_globals(model)
 
 
 @contextmanager
@@ -167,11 +158,17 @@ def _users_code_runs() -> Iterator[None]:
 
 
 @contextmanager
-def _errors_explained(model: nn.Module) -> Iterator[None]:
-    """Turn errors of the user's own code into ones that name the line; refuse an endless model."""
+def _guarded(model: nn.Module) -> Iterator[None]:
+    """While open, errors of the user's own code name its line, and the globals of the model's code are restored after.
+
+    Raises `MemsizeError` for a model that is endless, or that must not even be copied.
+    """
     from memsize.loading.building import users_failures_told
-    from memsize.model.meta_tensors import refuse_endless
+    from memsize.model.meta_tensors import refuse_endless, refuse_traced_model
+    from memsize.model.restored_globals import restored_globals
 
     with users_failures_told():
         refuse_endless(model)
-        yield
+        refuse_traced_model(model)
+        with restored_globals(model):
+            yield

@@ -7,11 +7,10 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from memsize.api.keywords import takes
 from memsize.api.opened import Loaded, model_of, with_inputs
@@ -23,8 +22,7 @@ from memsize.loading.loader import targets_of
 from memsize.loading.target import parse_target
 from memsize.processes.spread import Died, TimeLimitError, is_late, spread, time_limited
 from memsize.records.gpu import DEFAULT_GPU, Card
-from memsize.records.results_file import ResultsFile, results_file
-from memsize.records.sweep import Sweep, SweepRow, phrase_of, varying
+from memsize.records.sweep import ResultsFile, Sweep, SweepRow, phrase_of, results_file, varying
 from memsize.spec.requests import SweepRequest
 from memsize.spec.sweep import Cell, Grid, grid_of, read_grid
 from memsize.version import VERSION
@@ -61,8 +59,14 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
     Raises `InputError` for a grid that cannot be meant, `TargetError` for a pattern that matches nothing, and
     `OutputError` where the results cannot be kept.
     """
-    _check(request)
-    grid, report_progress = _grid(request.grid), progress or (lambda _: None)
+    if request.scheduler is not None and request.backend == "loky":
+        raise InputError("a scheduler is that of a cluster: choose the backend dask or ray")
+    if (request.retry or request.fresh) and request.results is None:
+        raise InputError("retry and fresh are about the file that keeps the results: name it (results)")
+    if request.timeout is not None and request.backend == "dask":
+        raise InputError("timeout: Dask runs cells in threads, which cannot be interrupted; choose loky or ray")
+    grid = grid_of(request.grid) if isinstance(request.grid, Mapping) else read_grid(Path(request.grid))
+    report_progress = progress or (lambda _: None)
     with contextlib.chdir(grid.folder):
         report_progress("looking up targets")
         cells = grid.cells(targets_of, lambda name: card(name).name)
@@ -83,15 +87,6 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
         except KeyboardInterrupt:
             raise Interrupted(rows.answer()) from None
     return rows.answer()
-
-
-def _check(request: SweepRequest) -> None:
-    if request.scheduler is not None and request.backend == "loky":
-        raise InputError("a scheduler is that of a cluster: choose the backend dask or ray")
-    if (request.retry or request.fresh) and request.results is None:
-        raise InputError("retry and fresh are about the file that keeps the results: name it (results)")
-    if request.timeout is not None and request.backend == "dask":
-        raise InputError("timeout: Dask runs cells in threads, which cannot be interrupted; choose loky or ray")
 
 
 class _Rows:
@@ -147,10 +142,6 @@ class _Rows:
         return Sweep(self._name, rows, (*ended, *RULES.findings(rows)), reused=self._reused, missing=missing)
 
 
-def _grid(grid: str | os.PathLike[str] | Mapping[str, Any]) -> Grid:
-    return grid_of(grid) if isinstance(grid, Mapping) else read_grid(Path(grid))
-
-
 def _check_allocators(grid: Grid, cells: Sequence[Cell]) -> None:
     for settings, stack in {(cell.settings.get("allocator"), cell.stack) for cell in cells}:
         try:
@@ -166,14 +157,6 @@ def _made_with(cell: Cell) -> dict[str, str]:
     )
 
 
-@cache
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
-
-
 def _code(target: str) -> str:
     """The state of a target's own file, or the release of its library; what a file imports is not followed."""
     parsed = parse_target(target)
@@ -183,7 +166,10 @@ def _code(target: str) -> str:
         named = Path(str(parsed.name))
         file = named / "config.json" if named.is_dir() else named
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file and file.is_file() else ""
-    library = _version(_DISTRIBUTIONS.get(parsed.library, parsed.library)) if parsed.library else ""
+    library = ""
+    if parsed.library:
+        with contextlib.suppress(PackageNotFoundError):
+            library = version(_DISTRIBUTIONS.get(parsed.library, parsed.library))
     return " ".join(filter(None, (library, digest)))
 
 
@@ -194,7 +180,8 @@ def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: f
     """Cells that share a trace together, and with them others of the same model, as it is built for its own step."""
     models: dict[str, dict[str, list[int]]] = {}
     for number, cell in cells.items():
-        traces = models.setdefault(repr(_model_of(cell)), {})
+        own = cell.training is not None and cell.training.is_own
+        traces = models.setdefault(repr((cell.settings["target"], cell.settings.get("arguments"), own)), {})
         traces.setdefault(repr(_trace_of(cell)), []).append(number)
     processes = jobs or os.cpu_count() or 1
     fair = sum(map(len, models.values())) // (_SHARE * processes)
@@ -208,11 +195,6 @@ def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: f
     return tasks
 
 
-def _model_of(cell: Cell) -> tuple[object, ...]:
-    own = cell.training is not None and cell.training.is_own
-    return cell.settings["target"], cell.settings.get("arguments"), own
-
-
 def _outcomes(tasks: list[_Task], request: SweepRequest) -> Iterator[tuple[_Task, list[SweepRow]]]:
     """The rows of each task as they come. Where a process died of one with several cells, each is run by itself."""
     while tasks:
@@ -221,7 +203,8 @@ def _outcomes(tasks: list[_Task], request: SweepRequest) -> Iterator[tuple[_Task
             if not isinstance(rows, Died):
                 yield task, rows
             elif len(task.cells) > 1:
-                again += task.split()
+                for cell, number in zip(task.cells, task.numbers, strict=True):
+                    again.append(replace(task, cells=(cell,), numbers=(number,)))
             else:
                 yield task, [_failed_row(task.cells[0], rows.reason)]
         tasks = again
@@ -238,11 +221,6 @@ class _Task:
     cells: tuple[Cell, ...]
     numbers: tuple[int, ...]
     timeout: float | None
-
-    def split(self) -> Iterator[_Task]:
-        """A task for each of its cells."""
-        for cell, number in zip(self.cells, self.numbers, strict=True):
-            yield _Task(self.folder, (cell,), (number,), timeout=self.timeout)
 
 
 def _trace_of(cell: Cell) -> dict[str, object]:
@@ -279,7 +257,7 @@ def _run_cells(task: _Task) -> list[SweepRow]:
 
 
 _Traced = tuple["Trace", tuple[str, ...]]
-"""A trace, and what is to be said of it."""
+"""A trace and its notes."""
 
 
 class _Shared:
@@ -301,10 +279,16 @@ class _Shared:
 
     def _trace(self, cell: Cell) -> _Traced:
         """The trace of a cell, which the one before may have had; raises again what it raised."""
+        from memsize.spec.scenario import scenario_named
+        from memsize.workloads.parallel import steps_on
+
         key = repr(_trace_of(cell))
         if self._last is None or self._last[0] != key:
             try:
-                self._last = key, self._run(cell)
+                runner, notes = self._runner(cell)
+                workload = steps_on(cell.training, cell.parallel, _card_of(cell))
+                trace = runner.run(workload, scenario_named(cell.scenario))
+                self._last = key, (trace, tuple(dict.fromkeys((*notes, *trace.notes, *trace.assumptions))))
             except MemsizeError as error:
                 self._last = key, error
         outcome = self._last[1]
@@ -312,21 +296,13 @@ class _Shared:
             raise outcome
         return outcome
 
-    def _run(self, cell: Cell) -> _Traced:
-        from memsize.spec.scenario import scenario_named
-        from memsize.workloads.parallel import steps_on
-
-        runner, notes = self._runner(cell)
-        trace = runner.run(steps_on(cell.training, cell.parallel, _card_of(cell)), scenario_named(cell.scenario))
-        return trace, tuple(dict.fromkeys((*notes, *trace.notes, *trace.assumptions)))
-
     def _runner(self, cell: Cell) -> tuple[Runner, tuple[str, ...]]:
-        """Return what runs a cell's input on its kind of card, under any scenario."""
+        """The runner of a cell's input on its kind of card, under any scenario, and its notes."""
         from memsize.analysis.runner import Runner, plans_of
 
         where, subject, execute = _card_of(cell), cell.subject, cell.settings.get("execute", False)
-        key = repr((subject.specs, subject.source, subject.batch_size, subject.seq_len, subject.mode))
-        key += repr((where.kernels, cell.stack, execute))
+        inputs = (subject.specs, subject.source, subject.batch_size, subject.seq_len, subject.mode)
+        key = repr((inputs, where.kernels, cell.stack, execute))
         if key not in self._runners:
             model = with_inputs(subject, self._loaded)
             runner = Runner(*model.run, gpu=where, execute=execute, plans=plans_of(where), stack=cell.stack)
@@ -357,18 +333,14 @@ def _row(cell: Cell, trace: Trace, notes: tuple[str, ...], seconds: float) -> Sw
         roles=peak.roles,
         notes=notes,
         seconds=round(seconds, 2),
-        gpus=_gpus(cell),
+        gpus=cell.parallel.size if cell.parallel else 1,
     )
 
 
 def _failed_row(cell: Cell, reason: str, seconds: float = 0.0) -> SweepRow:
     """The row of a cell that has no figures."""
-    of_gpu, spent = _card_of(cell).bytes, round(seconds, 2)
-    return SweepRow(cell.settings, "failed", first_line(reason), gpu_bytes=of_gpu, seconds=spent, gpus=_gpus(cell))
-
-
-def _gpus(cell: Cell) -> int:
-    return cell.parallel.size if cell.parallel else 1
+    of_gpu, spent, gpus = _card_of(cell).bytes, round(seconds, 2), cell.parallel.size if cell.parallel else 1
+    return SweepRow(cell.settings, "failed", first_line(reason), gpu_bytes=of_gpu, seconds=spent, gpus=gpus)
 
 
 def _reason(error: BaseException, timeout: float | None) -> str:

@@ -57,7 +57,7 @@ _MODULES = {
     "run": "program",  # `memsize.cli.run` starts them all, below
     "fit-script": "fit",
     "init": "check",
-    **dict.fromkeys(("checkpoint", "diff", "explain", "generate", "layout", "serve", "verify"), "answers"),
+    **dict.fromkeys("checkpoint diff explain generate layout serve sweep timeline verify".split(), "answers"),
 }
 
 
@@ -145,6 +145,6 @@ def _fail(message: str, session: Session, status: int) -> int:
     with suppress(OSError):  # there may be nobody to tell it to
         if session.debug:
             say(traceback.format_exc().rstrip("\n"))
-        lines = (line.strip() for line in message.splitlines())
-        say(f"error: {shortened('; '.join(filter(None, lines)), LONGEST)}")
+        lines = filter(None, map(str.strip, message.splitlines()))
+        say(f"error: {shortened('; '.join(lines), LONGEST)}")
     return status

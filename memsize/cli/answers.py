@@ -1,15 +1,30 @@
-"""Commands that draw an answer as it is: `checkpoint`, `diff`, `explain`, `generate`, `layout`, `serve`, `verify`."""
+"""Commands that draw one answer: those of a checkpoint, a comparison, a snapshot, a model, a timeline and a sweep."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import click
 
-from memsize.cli.command import answer, command, depth_option, jobs_option, refuse_options
+from memsize.cli.command import (
+    WITH_PARQUET,
+    WITH_SNAPSHOT,
+    answer,
+    asking,
+    command,
+    depth_option,
+    is_given,
+    is_saved,
+    jobs_option,
+    refuse_options,
+)
 from memsize.cli.output import Destination
+from memsize.cli.working import interrupts_raised, working
+from memsize.errors import InputError, OutputError
 from memsize.loading.target import is_checkpoint, parse_revision, parse_target
 from memsize.records.run_file import is_run_file
 from memsize.spec.requests import (
@@ -19,6 +34,8 @@ from memsize.spec.requests import (
     GenerateRequest,
     LayoutRequest,
     ServeRequest,
+    SweepRequest,
+    TimelineRequest,
     VerifyRequest,
 )
 from memsize.version import VERSION
@@ -74,13 +91,7 @@ def diff(request: DiffRequest, output: Destination, jobs: int | None) -> None:
     """
     if not any([_is_run(request.before), _is_run(request.after)]):
         refuse_options(f"{request.before} and {request.after} are files")
-    answer(
-        output,
-        "comparison",
-        None,
-        ask=lambda api, progress: api.diff(request, progress=progress),
-        jobs=1 if request.execute else jobs,
-    )
+    answer(output, "comparison", None, asking("diff", request), jobs=1 if request.execute else jobs)
 
 
 def _is_run(side: str) -> bool:
@@ -129,13 +140,7 @@ def generate(request: GenerateRequest, output: Destination, jobs: int | None) ->
 
     TARGET is a model with a generate method: hf:NAME, or path.py:Name as for memsize report. Its own generate runs.
     """
-    answer(
-        output,
-        "generation",
-        request.model.model,
-        ask=lambda api, progress: api.generate(request, progress=progress),
-        jobs=jobs,
-    )
+    answer(output, "generation", request.model.model, asking("generate", request), jobs=jobs)
 
 
 @command(
@@ -154,13 +159,7 @@ def layout(request: LayoutRequest, output: Destination, depth: int | None) -> No
     TARGET is path.py:Name, package.module:name or a library's model, as for memsize report. It is run twice: as it is,
     and with the weights and inputs that are images (4-D) or volumes (5-D) in channels last.
     """
-    answer(
-        output,
-        "layout",
-        request.model.model,
-        ask=lambda api, progress: api.layout(request, progress=progress),
-        depth=depth,
-    )
+    answer(output, "layout", request.model.model, asking("layout", request), depth=depth)
 
 
 @command(
@@ -177,7 +176,7 @@ def serve(request: ServeRequest, output: Destination) -> None:
 
     TARGET is a language model of transformers: hf:NAME, or path.py:Name as for memsize report.
     """
-    answer(output, "serving", request.model.model, ask=lambda api, progress: api.serve(request, progress=progress))
+    answer(output, "serving", request.model.model, asking("serve", request))
 
 
 @command(
@@ -203,3 +202,89 @@ def verify(request: VerifyRequest, output: Destination) -> None:
         request.model.model,
         ask=lambda api, progress: replace(api.verify(request, progress=progress), **made_by),
     )
+
+
+@command(
+    TimelineRequest,
+    formats=WITH_SNAPSHOT,
+    epilog="""\b
+    Examples:
+      memsize timeline model.py:Net --input 3,224,224 --train adamw
+      memsize timeline model.py:Net --input 3,224,224 --train adamw --scenario amp-bf16 -o step.html
+      memsize timeline hf:config.json --seq-len 2048 --train adamw --parallel fsdp=8 --gpu h100
+      memsize timeline model.py:Net --input 3,224,224 --train sgd -o step.pickle
+
+    \b
+    A .pickle is a PyTorch memory snapshot, which https://pytorch.org/memory_viz displays.
+    """,
+)
+def timeline(request: TimelineRequest, output: Destination) -> None:
+    """Show the live memory of TARGET over its training steps, by role; without --train, over one inference.
+
+    TARGET is path.py:Name, package.module:name or a library's model, as for memsize report.
+    """
+    # What the user's model prints goes to stderr: stdout holds the timeline and nothing else.
+    with working() as progress:
+        from memsize import api
+        from memsize.analysis.step import load_step
+        from memsize.analysis.timeline import pickled, timeline
+        from memsize.device.allocator_config import AllocatorConfig
+        from memsize.device.cards import card
+
+        allocator = request.gpu.allocator
+        if is_saved(request.model.model, "scenario", "allocator"):
+            step = load_step(str(request.model.model), request.scenario if is_given("scenario") else None)
+            step = replace(step, config=AllocatorConfig.of(allocator)) if allocator else step
+        else:
+            step = api.step_trace(request, progress=progress)
+        output.keep(step)
+        progress("writing the timeline")
+        if output.format == "snapshot":
+            content: Any = pickled(step.trace, step.config)
+        else:
+            content = output.drawn(timeline(step.trace, step.config, card(step.gpu)))
+    output.write(content)
+
+
+@command(
+    SweepRequest,
+    formats=WITH_PARQUET,
+    epilog="""\b
+    Examples:
+      memsize sweep sweep.toml
+      memsize sweep sweep.toml -o sweep.csv
+      memsize sweep sweep.toml --backend dask --scheduler tcp://10.0.0.1:8786 -o sweep.parquet
+
+    \b
+    A sweep.toml:
+      target = ["timm:resnet*", "torchvision:vgg16"]
+      train = "adamw"
+      batch_size = [8, 32, 128]
+      gpu = ["t4", "a100"]
+    """,
+)
+def sweep(request: SweepRequest, output: Destination) -> None:
+    """Run every cell of a grid: models and patterns of models, scenarios, batch sizes, GPUs.
+
+    FILE is a TOML file whose keys are those of memsize check. Cells that are done are kept in a results file: a sweep
+    that was interrupted goes on where it was.
+    """
+    file = Path(str(request.grid))
+    if file.is_dir():
+        raise InputError(f"{file} is a folder: name the TOML file of the sweep")
+    # What the user's models print goes to stderr: stdout holds the answer and nothing else.
+    with output.shown_if_interrupted(), working() as progress, interrupts_raised():
+        from memsize import api
+        from memsize.analysis.step import load_kind
+
+        if is_saved(file):
+            table = load_kind(file, "sweep")
+        elif file.suffix == ".jsonl" and not request.results:
+            raise OutputError(f"{file} holds results: name the TOML file of the sweep")
+        else:
+            results = request.results or file.with_suffix(".jsonl")
+            table = api.sweep(replace(request, results=results), progress=progress)
+        progress("writing the answer")
+        output.keep(table)
+        content = table.parquet() if output.format == "parquet" else output.drawn(table)
+    output.write(content)

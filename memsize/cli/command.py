@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 
 from memsize.cli.output import Color, Destination, Formats, destination
 from memsize.cli.working import Session, say, working
@@ -105,7 +104,7 @@ def _argument(choice: Option) -> click.Argument:
     if choice.kind == "path":
         several["type"] = click.Path(path_type=Path)
     if choice.key in _TARGETS:
-        several["shell_complete"] = _files
+        several["shell_complete"] = _complete_files
     if choice.default not in (None, ""):
         several["required"] = False
     return click.Argument([choice.key], metavar=choice.metavar, **several)
@@ -127,11 +126,12 @@ def _option(choice: Option) -> RequestOption:
     else:
         settings["type"] = _type(choice)
     if choice.key in _TARGETS:
-        settings["shell_complete"] = _files
+        settings["shell_complete"] = _complete_files
     return RequestOption(choice, **settings)
 
 
 _TARGETS = ("target", "inputs", "before", "after", "script")
+_complete_files = click.Path().shell_complete
 
 
 def _type(choice: Option) -> Any:
@@ -142,11 +142,6 @@ def _type(choice: Option) -> Any:
     if choice.kind == "count":
         return click.INT if choice.least is None else click.IntRange(min=int(choice.least))
     return click.FLOAT if choice.kind == "number" else click.STRING
-
-
-def _files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete a target with the names of files."""
-    return [CompletionItem(incomplete, type="file")]
 
 
 def request_of(request: type, values: Mapping[str, Any]) -> Any:
@@ -209,6 +204,11 @@ def answer(
     return reply
 
 
+def asking(function: str, request: Any) -> Callable[[Any, Callable[[str], None]], Any]:
+    """A function of the API with a `request`, for `answer`; it says what it is doing."""
+    return lambda api, progress: getattr(api, function)(request, progress=progress)
+
+
 def parts_shown(progress: Any, output: Destination) -> dict[str, Any]:
     """The keywords by which a search tells what it is doing, and what a row says once it is there."""
     unit = output.unit or USUAL
@@ -252,48 +252,25 @@ jobs_option = click.Option(
 
 
 def _set_debug(context: click.Context, _: click.Parameter, debug: bool) -> None:
-    session = context.find_object(Session)
-    if session is not None:
+    if session := context.find_object(Session):
         session.debug = debug
 
 
 _DEBUG = click.Option(
-    ["--debug"],
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_set_debug,
-    help="Show tracebacks of errors.",
+    ["--debug"], is_flag=True, is_eager=True, expose_value=False, callback=_set_debug, help="Show tracebacks of errors."
 )
 
 
 def _output_options(formats: Formats, command: str) -> tuple[click.Option, ...]:
-    path = click.Path(path_type=Path)
+    file: dict[str, Any] = {"type": click.Path(path_type=Path), "metavar": "FILE"}
+    unit = "Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB. [default: MiB, or smaller for a tiny model]"
+    form = f"Output format: {', '.join({**formats, **IMAGES})}. [default: from the suffix of -o, else text]"
+    saved = f": memsize {command} run.memsize shows it again." if command else ", for memsize.load."
     return (
-        click.Option(
-            ["-u", "--units", "unit"],
-            metavar="UNIT",
-            help="Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB. [default: MiB, or smaller for a tiny "
-            "model]",
-        ),
-        click.Option(
-            ["-f", "--format", "format"],
-            metavar="FORMAT",
-            help=f"Output format: {', '.join({**formats, **IMAGES})}. [default: from the suffix of -o, else text]",
-        ),
-        click.Option(
-            ["-o", "--output", "file"],
-            type=path,
-            metavar="FILE",
-            help="Write to this file, in the format given by its suffix.",
-        ),
-        click.Option(
-            ["--save", "saved"],
-            type=path,
-            metavar="FILE",
-            help="Also save the answer, as run.memsize"
-            + (f": memsize {command} run.memsize shows it again." if command else ", for memsize.load."),
-        ),
+        click.Option(["-u", "--units", "unit"], metavar="UNIT", help=unit),
+        click.Option(["-f", "--format", "format"], metavar="FORMAT", help=form),
+        click.Option(["-o", "--output", "file"], **file, help="Write to this file, in the format given by its suffix."),
+        click.Option(["--save", "saved"], **file, help=f"Also save the answer, as run.memsize{saved}"),
         click.Option(["--force"], is_flag=True, help="Overwrite the file if it exists."),
         click.Option(
             ["--full"],

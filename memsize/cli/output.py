@@ -108,7 +108,13 @@ def destination(
 
     Raises `OutputError` for what would only fail after the work is done.
     """
-    unit = unit and parse_unit(unit)
+    if unit is not None:
+        units = (*UNITS, *DECIMAL)
+        alike = (name for name in units if name.lower() == unit.lower())
+        match = unit if unit in units else next(alike, None)
+        if match is None:
+            raise UnknownOutputError("unit", unit, units)
+        unit = match
     if saved is not None:
         check_writable(saved, overwrite=force)
     if format is not None and format not in formats:
@@ -122,7 +128,11 @@ def destination(
         if file == saved:
             raise OutputError(f"{file} cannot hold both the output and the saved run: give them different names")
         files.check_writable(file, overwrite=force)
-    form = format or ("text" if file is None else _format_by_suffix(file, formats))
+        suffixes = [suffix for endings in formats.values() for suffix in endings]
+        if format is None and file.suffix and file.suffix.lower() not in suffixes:
+            hint = f"{suggestion(file.suffix, suffixes)} (with --format any name will do)"
+            raise OutputError(f"no format has the suffix {file.suffix!r} ({file.name}): {hint}")
+    form = format or ("text" if file is None else format_of(file.name, formats))
     if form in IMAGES:
         check_images()
     if file is None:
@@ -140,15 +150,6 @@ def destination(
     return Destination(form, file, force, unit=unit, saved=saved)
 
 
-def parse_unit(text: str) -> str:
-    """The unit called `text`, in any case: mib and MIB are MiB."""
-    units = (*UNITS, *DECIMAL)
-    match = text if text in units else next((unit for unit in units if unit.lower() == text.lower()), None)
-    if match is None:
-        raise UnknownOutputError("unit", text, units)
-    return match
-
-
 def _coloured(color: Color) -> bool:
     """Whether stdout gets colours: what is asked for, else by the conventions of no-color.org and force-color.org."""
     if color != "auto":
@@ -156,16 +157,6 @@ def _coloured(color: Color) -> bool:
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
-
-
-def _format_by_suffix(file: Path, formats: Formats) -> str:
-    suffixes = [suffix for endings in formats.values() for suffix in endings]
-    if file.suffix and file.suffix.lower() not in suffixes:
-        hint = suggestion(file.suffix, suffixes)
-        raise OutputError(
-            f"no format has the suffix {file.suffix!r} ({file.name}): {hint} (with --format any name will do)"
-        )
-    return format_of(file.name, formats)
 
 
 def _print(content: files.Content) -> None:

@@ -82,8 +82,11 @@ def _run_one(request: RunRequest, output: Destination) -> int:
         raise error
     if isinstance(error, SystemExit) and not answer.trace.events:
         return _status(error)
-    if error is not None:
-        _show(error)
+    if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
+        from memsize.processes.user_code import shown_as_python_would
+
+        shown_as_python_would(error)
+        traceback.print_exception(error)  # the program's own, from its first line on
     _answer(answer, output)
     return _status(error)
 
@@ -119,12 +122,3 @@ def _answer(answer: ProgramRun | RankRuns, output: Destination) -> None:
         output.write(pickled(run.trace, config_of(run)))
     else:
         output.write(output.drawn(answer))
-
-
-def _show(error: BaseException) -> None:
-    """The program's own traceback, from its first line on; nothing where it was asked to end."""
-    from memsize.processes.user_code import shown_as_python_would
-
-    if not isinstance(error, (SystemExit, KeyboardInterrupt)):
-        shown_as_python_would(error)
-        traceback.print_exception(error)

@@ -52,42 +52,38 @@ def report(
     or a Module instance; you can omit the name if the file defines only one Module class. TARGET can also be a
     library's model, which needs no --input: hf:config.json, hf:llama, timm:resnet50, torchvision:vgg16.
     """
+    names = tuple(name.strip() for text in columns for name in text.split(",") if name.strip())
+    if columns and not names:
+        raise OutputError(f"no column given: choose from {', '.join(COLUMNS)}")
     # JSON has peaks for every scenario, also where no GPU was named.
     peaks = request.gpu.allocator or request.gpu.stack != INSTALLED or output.format == "json"
     gpu = replace(request.gpu, name=request.gpu.name or (DEFAULT_GPU if peaks else None))
     errors: list[ForwardError] = []
+
+    def ask(api: Any, progress: Callable[[str], None]) -> Report:
+        try:
+            reply: Report = api.report(replace(request, gpu=gpu), progress=progress)
+        except ForwardError as error:
+            if error.trace is None:
+                raise
+            errors.append(error)
+            return Report(error.trace.model, error.trace, failure=error.trace.failure)
+        return reply
+
     shown = answer(
         output,
         Report.kind,
         request.model.model,
-        ask=lambda api, progress: _report(api, replace(request, gpu=gpu), progress, errors=errors),
+        ask,
         jobs=1 if request.execute else jobs,
         depth=depth,
-        columns=_columns(columns),
+        columns=column_keys(names) if columns else None,
     )
     if shown.stopped is not None:
         # A text on stdout has said why already.
         if output.file is None and output.format in ("text", "markdown"):
-            raise ForwardError(_short(shown.stopped))
+            raise ForwardError(f"the forward failed in {_layer(shown.stopped)}: the report says why")
         raise errors[0] if errors else ForwardError(describe_failure(shown.stopped), shown.trace)
-
-
-def _report(api: Any, request: ReportRequest, progress: Callable[[str], None], errors: list[ForwardError]) -> Report:
-    """Return what the API reports; where the forward fails, the layers that ran before it, and the error among
-    `errors`.
-    """
-    try:
-        answer: Report = api.report(request, progress=progress)
-    except ForwardError as error:
-        if error.trace is None:
-            raise
-        errors.append(error)
-        return Report(error.trace.model, error.trace, failure=error.trace.failure)
-    return answer
-
-
-def _short(failure: Failure) -> str:
-    return f"the forward failed in {_layer(failure)}: the report says why"
 
 
 def _layer(failure: Failure) -> str:
@@ -98,12 +94,3 @@ def describe_failure(failure: Failure) -> str:
     """Say in one sentence which layer stopped the forward, its input, and why."""
     inputs = f", given {', '.join(failure.inputs)}" if failure.inputs else ""
     return f"the forward failed in {_layer(failure)}{inputs}: {failure.reason}"
-
-
-def _columns(texts: tuple[str, ...]) -> tuple[str, ...] | None:
-    if not texts:
-        return None
-    names = tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
-    if not names:
-        raise OutputError(f"no column given: choose from {', '.join(COLUMNS)}")
-    return column_keys(names)

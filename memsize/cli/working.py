@@ -25,9 +25,7 @@ from memsize.printable import printable, printable_lines
 
 @dataclass(slots=True)
 class Session:
-    """One invocation of the command line. `debug`: whether an error shows its traceback; an option sets it before
-    anything can go wrong.
-    """
+    """One invocation of the command line; with `debug`, an error shows its traceback."""
 
     debug: bool = False
 
@@ -68,7 +66,9 @@ def stdout_to_stderr() -> Iterator[None]:
     """
     with contextlib.ExitStack() as redirected:
         for descriptor in _descriptors():
-            redirected.callback(_put_back, descriptor, os.dup(descriptor))
+            copy = os.dup(descriptor)
+            redirected.callback(os.close, copy)
+            redirected.callback(os.dup2, copy, descriptor)
             _to_stderr(descriptor)
         redirected.callback(_flush, sys.stdout)
         with contextlib.redirect_stdout(sys.stderr):
@@ -131,11 +131,6 @@ def _flush(stream: TextIO | None) -> None:
         stream.flush()  # type: ignore[union-attr]
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).fflush(None)
-
-
-def _put_back(descriptor: int, copy: int) -> None:
-    os.dup2(copy, descriptor)
-    os.close(copy)
 
 
 _PATIENCE = 1.0
@@ -232,7 +227,10 @@ class Progress:
             if self._thread is None or self._over.is_set() or time.monotonic() < self._start + _LONG:
                 return
             for part in map(printable, self._parts):
-                self._write(f"{_CLEAR}{_wrapped(part)}\n" if self._on_terminal else f"{part}\n")
+                if self._on_terminal:
+                    part = textwrap.fill(part, shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
+                    part = f"{_CLEAR}{part}"
+                self._write(f"{part}\n")
             self._parts.clear()
 
     def _tell(self) -> None:
@@ -263,10 +261,6 @@ class Progress:
         if self._shown:
             self._shown = False
             self._write(_CLEAR)
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
 
 
 class _Lines:

@@ -8,20 +8,29 @@ the tables were extended apart from each other, so that a wrong induction does n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import re
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from memsize.depth.alignment import Integers, Table, extended
-from memsize.depth.repeated import FoldedPath, RepeatedBlocks
+from memsize.depth.repeated import RepeatedBlocks
 from memsize.records.columns import Coded, Columns, Shapes
 from memsize.records.trace import DeferredFree, Event, Layer, Storage, StoredTensor, Trace
 from memsize.records.world import Collective
 
 _MOST_DIMENSIONS: Final = 8
-_WHOLE: Final = ("model", "scenario", "training", "batch_size", "torch", "inputs", "phases", "assumptions", "notes")
+_NUMBER: Final = re.compile(r"(?<![\d.,])(\d+)(?![\d.,]*\d)")
+"""A whole number without a separator in it, which may count blocks; sizes have one."""
+_NO_PATH: Final = -1
+_OF_PARAMETERS: Final = ("parameter", "gradient", "optimizer state")
+"""Roles of storages that are as large as parameters, which blocks have one by one."""
+_LAYER_SIZES: Final = ("calls", "output_bytes", "saved_bytes", "cast_bytes")
+"""Figures of a layer that may grow with the depth where it holds the blocks."""
+_WHOLE: Final = ("model", "scenario", "training", "batch_size", "torch", "inputs", "phases", "assumptions")
 _WHOLE_TOO: Final = ("cudnn", "failure", "roots", "world", "lines", "stack")
 
 
@@ -42,44 +51,30 @@ class _Numbers:
             self.keys.append(key)
         return number
 
-    def column(self, rows: Integers, part: Callable[[Any], Any]) -> Integers:
-        """Return a part of the keys of `rows`, a whole number."""
-        values = np.fromiter(map(part, self.keys), dtype=np.int64, count=len(self.keys))
-        return values[rows]
+    def all(self, keys: Iterable[Hashable]) -> Integers:
+        """Return the numbers of `keys`."""
+        return np.array([self(key) for key in keys], dtype=np.int64)
 
-    def coded(self, rows: Integers, part: Callable[[Any], str]) -> Coded:
+    def column(self, rows: Integers, part: int) -> Integers:
+        """Return a part of the keys of `rows`, a whole number."""
+        return np.array([key[part] for key in self.keys], dtype=np.int64)[rows]
+
+    def coded(self, rows: Integers, part: int) -> Coded:
         """Return a part of the keys of `rows`, a text."""
         texts: dict[str, int] = {}
-        codes = [texts.setdefault(part(key), len(texts)) for key in self.keys]
+        codes = [texts.setdefault(key[part], len(texts)) for key in self.keys]
         return Coded(np.array(codes, dtype=np.int32)[rows], tuple(texts))
 
 
-class _StorageKey(NamedTuple):
-    role: str
-    op: str
-    dtype: str
-    rank: int
-    stream: int
-    line: int
-    saved_at: int
-    layer: FoldedPath | None
-    saved_by: FoldedPath | None
-    size: tuple[int, ...] | None
-    """Its bytes and shape, None where they grow with the depth."""
-
-
-class _EventKey(NamedTuple):
-    storage: int
-    delta: int | bool
-    """Its sign alone where the storage's size grows with the depth."""
-    phase: int
-    layer: FoldedPath | None
-    op: str
-    first: bool
-    last: bool
+# The parts of a storage's key; the last is its bytes and its shape, None where they grow with the depth.
+_ROLE, _OP, _DTYPE, _RANK, _STREAM, _LINE, _SAVED_AT, _PATH, _SAVED_PATH, _SIZE = range(10)
+# The parts of an event's key: the key of its storage; the bytes, or their sign alone where they grow with the depth;
+# the phase, the path of the layer, and the op; and whether it is the first of its storage, or ends it.
+_STORAGE, _DELTA, _PHASE, _EVENT_PATH, _EVENT_OP, _FIRST, _LAST = range(7)
 
 
 class _Keys(NamedTuple):
+    paths: _Numbers
     layers: _Numbers
     tensors: _Numbers
     storages: _Numbers
@@ -128,7 +123,26 @@ def _extended(shorter: Trace, longer: Trace, blocks: RepeatedBlocks, count: int,
         tables[name] = result
     whole = _Tables(**tables)
     _check(whole, keys)
-    return _Unfolding(blocks, keys, whole).into(shorter)
+    notes = extended_texts(shorter.notes, longer.notes, count - blocks.count)
+    return replace(_Unfolding(blocks, keys, whole).into(shorter), notes=notes)
+
+
+def extended_texts(shorter: Sequence[str], longer: Sequence[str], blocks: int) -> tuple[str, ...]:
+    """Return the texts of a model that has `blocks` more than that of `shorter`, where `longer` has one more: their
+    numbers may count blocks. Raises `NotRepeatedError` where they differ otherwise.
+    """
+    return tuple(_extended_text(*texts, blocks) for texts in zip_longest(shorter, longer, fillvalue=""))
+
+
+def _extended_text(shorter: str, longer: str, blocks: int) -> str:
+    parts = [_NUMBER.split(text) for text in (shorter, longer)]
+    if parts[0][::2] != parts[1][::2]:
+        raise NotRepeatedError("notes of the two runs differ")
+    numbers = [(int(first), int(second)) for first, second in zip(parts[0][1::2], parts[1][1::2], strict=True)]
+    if any(first != second and max(first, second) > 999 for first, second in numbers):
+        raise NotRepeatedError("sizes in notes of the two runs differ")
+    parts[0][1::2] = [f"{first + (second - first) * blocks}" for first, second in numbers]
+    return "".join(parts[0])
 
 
 class _Folding:
@@ -139,51 +153,46 @@ class _Folding:
         self.blocks = blocks
         self.keys = keys
         self.sizes_grow = sizes_grow
-        self.paths = [blocks.fold(layer.path)[0] for layer in trace.layers]
+        self.paths = [*(keys.paths(blocks.fold(layer.path)[0]) for layer in trace.layers), _NO_PATH]
+        """The number of the path of each layer; the last is that of no layer, which -1 means."""
         # Shapes that parameters of blocks have do not grow with the depth.
         self.fixed = {tensor.spec.shape for tensor in trace.tensors}
-        self.storage_keys: list[int] = []
-        self.event_keys: list[int] = []
+        self.storage_keys: Integers = np.zeros(0, dtype=np.int64)
+        self.event_keys: Integers = np.zeros(0, dtype=np.int64)
 
     def tables(self) -> _Tables:
         trace = self.trace
         return _Tables(
-            layers=_table(map(self._layer, trace.layers), 8),
+            layers=_table(map(self._layer, trace.layers), 3 + len(_LAYER_SIZES)),
             outputs=_table(self._passed("outputs"), 0),
             inputs=_table(self._passed("inputs"), 0),
             tensors=_table(map(self._tensor, trace.tensors), 2),
-            storages=_table(map(self._storage, trace.storages), 3 + _MOST_DIMENSIONS),
-            events=_table(self._events(), 3),
+            storages=self._storages(),
+            events=self._events(),
             deferred=_table(map(self._deferred, trace.deferred), 2),
             emptied=_table(((self.keys.others("emptied"), (event,)) for event in trace.emptied), 1),
             collectives=_table(map(self._collective, trace.collectives), 3),
         )
 
-    def _path(self, layer: int) -> FoldedPath | None:
-        return self.paths[layer] if layer >= 0 else None
+    def _grows(self, path: int) -> bool:
+        """Whether the sizes of what a layer makes may grow with the depth."""
+        return self.sizes_grow and (path < 0 or self.keys.paths.keys[path].kind is None)
 
     def _layer(self, layer: Layer) -> tuple[int, tuple[int, ...]]:
         path, number = self.blocks.fold(layer.path)
         aliases = [self.blocks.fold(alias) for alias in layer.aliases]
         if any(of not in (number, -1) for _, of in aliases):
             raise NotRepeatedError(f"{layer.path} is part of several blocks")
-        grows = self.sizes_grow and path.kind is None
-        sizes = (layer.calls, layer.output_bytes, layer.saved_bytes, layer.cast_bytes, layer.multiply_adds or 0)
-        if grows:
-            layer = replace(
-                layer, calls=0, output_bytes=0, saved_bytes=0, cast_bytes=0, multiply_adds=layer.multiply_adds and 1
-            )
-        key = (
-            replace(layer, path="", aliases=(), outputs=(), inputs=()),
-            path,
-            tuple(alias for alias, _ in aliases),
-            grows,
-        )
-        return self.keys.layers(key), (number, len(layer.outputs), len(layer.inputs), *sizes)
+        of = self.keys.paths(path)
+        sizes = {name: getattr(layer, name) or 0 for name in _LAYER_SIZES}
+        grows = self._grows(of)
+        alike = replace(layer, path="", aliases=(), outputs=(), inputs=(), **(dict.fromkeys(sizes, 0) if grows else {}))
+        key = alike, of, tuple(alias for alias, _ in aliases), grows
+        return self.keys.layers(key), (number, len(layer.outputs), len(layer.inputs), *sizes.values())
 
     def _passed(self, what: str) -> Iterable[tuple[int, tuple[int, ...]]]:
         """What layers returned or were given, all of it in one table."""
-        for path, layer in zip(self.paths, self.trace.layers, strict=True):
+        for path, layer in zip(self.paths, self.trace.layers, strict=False):
             for tensor in getattr(layer, what):
                 yield self.keys.others((path, tensor)), ()
 
@@ -193,50 +202,70 @@ class _Folding:
         key = replace(tensor, name="", layer="", tied_to=None), name, layer, tied
         return self.keys.tensors(key), (number, tied_number)
 
-    def _storage(self, storage: Storage) -> tuple[int, tuple[int, ...]]:
-        layer, saved_by = self._path(storage.layer), self._path(storage.saved_by)
-        grows = (
-            self.sizes_grow
-            and (layer is None or layer.kind is None)
-            and storage.role not in ("parameter", "gradient", "optimizer state")
-            and storage.shape not in self.fixed
-        )
-        rank = len(storage.shape)
-        key = self.keys.storages(
-            _StorageKey(
-                storage.role, storage.op, storage.dtype, rank, storage.stream, storage.line, storage.saved_at,
-                layer, saved_by, None if grows else (storage.bytes, *storage.shape),
+    def _storages(self) -> Table:
+        if not self.trace.storages:
+            return _table((), 3 + _MOST_DIMENSIONS)
+        size, role, layer, op, dtype, shape, saved_by, stream, line, saved_at = zip(*self.trace.storages, strict=True)
+        ranks = list(map(len, shape))
+        if max(ranks) > _MOST_DIMENSIONS:
+            raise NotRepeatedError(f"a tensor has {max(ranks)} dimensions")
+        path, saved_path = ([self.paths[index] for index in indexes] for indexes in (layer, saved_by))
+        sizes: Iterable[Any] = zip(size, shape, strict=True)
+        if self.sizes_grow:
+            grow = (
+                self._grows(path) and role not in _OF_PARAMETERS and shape not in self.fixed
+                for path, role, shape in zip(path, role, shape, strict=True)
             )
-        )  # fmt: skip
-        self.storage_keys.append(key)
-        if rank > _MOST_DIMENSIONS:
-            raise NotRepeatedError(f"a tensor has {rank} dimensions")
-        numbers = (storage.layer, storage.saved_by, storage.bytes, *storage.shape, *(0,) * (_MOST_DIMENSIONS - rank))
-        return key, numbers
+            sizes = (None if grows else size for grows, size in zip(grow, sizes, strict=True))
+        keys = zip(role, op, dtype, ranks, stream, line, saved_at, path, saved_path, sizes, strict=True)
+        self.storage_keys = self.keys.storages.all(keys)
+        padding = [(0,) * (_MOST_DIMENSIONS - rank) for rank in range(_MOST_DIMENSIONS + 1)]
+        dimensions = np.array([dims + padding[rank] for dims, rank in zip(shape, ranks, strict=True)], dtype=np.int64)
+        return Table(self.storage_keys, np.column_stack((layer, saved_by, size, dimensions)))
 
-    def _events(self) -> Iterable[tuple[int, tuple[int, ...]]]:
-        events = self.trace.events
-        last = {event.storage: index for index, event in enumerate(events)}
-        alive: dict[int, int] = {}
-        for index, (storage, delta, phase, layer, op) in enumerate(events):
-            left = alive.get(storage, 0) + delta
-            of = self.storage_keys[storage]
-            key = _EventKey(
-                of, delta > 0 if self.keys.storages.keys[of].size is None else delta, phase, self._path(layer), op,
-                storage not in alive, last[storage] == index and not left,
-            )  # fmt: skip
-            alive[storage] = left
-            self.event_keys.append(self.keys.events(key))
-            yield self.event_keys[-1], (storage, layer, delta)
+    def _events(self) -> Table:
+        if not self.trace.events:
+            return _table((), 3)
+        storage, delta, phase, layer, op = zip(*self.trace.events, strict=True)
+        numbers = np.column_stack((storage, layer, delta))
+        first, last = _ends(numbers[:, 0], numbers[:, 2])
+        of = self.storage_keys[numbers[:, 0]].tolist()
+        sizes: Iterable[int] = delta
+        if self.sizes_grow:
+            fixed = [key[_SIZE] is not None for key in self.keys.storages.keys]
+            sizes = [size if fixed[key] else size > 0 for key, size in zip(of, delta, strict=True)]
+        path = [self.paths[index] for index in layer]
+        self.event_keys = self.keys.events.all(
+            zip(of, sizes, phase, path, op, first.tolist(), last.tolist(), strict=True)
+        )
+        return Table(self.event_keys, numbers)
 
     def _deferred(self, free: DeferredFree) -> tuple[int, tuple[int, ...]]:
-        return self.keys.others(("deferred", self.event_keys[free.event], free.until < 0)), (free.event, free.until)
+        of = int(self.event_keys[free.event])
+        return self.keys.others(("deferred", of, free.until < 0)), (free.event, free.until)
 
     def _collective(self, collective: Collective) -> tuple[int, tuple[int, ...]]:
-        layer = self._path(collective.layer)
-        size = None if self.sizes_grow and (layer is None or layer.kind is None) else collective.bytes
-        key = collective._replace(bytes=0, layer=0, event=0), layer, size
+        path = self.paths[collective.layer]
+        key = collective._replace(bytes=0, layer=0, event=0), path, None if self._grows(path) else collective.bytes
         return self.keys.others(key), (collective.bytes, collective.layer, collective.event)
+
+
+def _ends(storage: Integers, delta: Integers) -> tuple[Integers, Integers]:
+    """Return which events are the first of their storage, and which are the last and leave nothing of it.
+
+    Raises `NotRepeatedError` where a storage has fewer than no bytes.
+    """
+    order = np.argsort(storage, kind="stable")
+    starts = np.append(True, np.diff(storage[order]) != 0)
+    total = np.cumsum(delta[order])
+    lengths = np.diff(np.append(np.flatnonzero(starts), len(order)))
+    left = total - np.repeat((total - delta[order])[starts], lengths)
+    if (left < 0).any():
+        raise NotRepeatedError("a storage ends before it appears")
+    first, last = np.zeros(len(order), dtype=bool), np.zeros(len(order), dtype=bool)
+    first[order] = starts
+    last[order] = np.append(starts[1:], True) & (left == 0)
+    return first, last
 
 
 def _table(rows: Iterable[tuple[int, tuple[int, ...]]], width: int) -> Table:
@@ -247,36 +276,28 @@ def _table(rows: Iterable[tuple[int, tuple[int, ...]]], width: int) -> Table:
 
 def _check(tables: _Tables, keys: _Keys) -> None:
     """Raise `NotRepeatedError` unless each index leads to a row of the key that goes with it."""
-    paths: dict[FoldedPath | None, int] = {None: -1}
-    number = [paths.setdefault(key[1], len(paths)) for key in keys.layers.keys]
-    of_layer = np.array([*number, -1], dtype=np.int64)
-    layers = np.append(tables.layers.keys, len(number))  # the last is none, which -1 means
+    storages, events = tables.storages, tables.events
+    paths = np.append(np.array([key[1] for key in keys.layers.keys], dtype=np.int64)[tables.layers.keys], _NO_PATH)
 
     def leads(indexes: Integers, expected: Integers) -> None:
-        inside = (indexes >= -1) & (indexes < len(layers) - 1)
-        if not inside.all() or not (of_layer[layers[indexes]] == expected).all():
+        if len(indexes) and not (indexes.min() >= -1 and indexes.max() < len(paths) - 1):
+            raise NotRepeatedError("there is no such layer")
+        if not (paths[indexes] == expected).all():
             raise NotRepeatedError("a layer is not the one that it should be")
 
-    storages, events = tables.storages, tables.events
-    leads(storages.numbers[:, 0], keys.storages.column(storages.keys, lambda key: paths.get(key.layer, -2)))
-    leads(storages.numbers[:, 1], keys.storages.column(storages.keys, lambda key: paths.get(key.saved_by, -2)))
-    leads(events.numbers[:, 1], keys.events.column(events.keys, lambda key: paths.get(key.layer, -2)))
-    storage, _, delta = events.numbers.T
-    if not len(storage):
+    if not len(events.keys):
         return
+    leads(storages.numbers[:, 0], keys.storages.column(storages.keys, _PATH))
+    leads(storages.numbers[:, 1], keys.storages.column(storages.keys, _SAVED_PATH))
+    leads(events.numbers[:, 1], keys.events.column(events.keys, _EVENT_PATH))
+    storage, _, delta = events.numbers.T
     if storage.min() < 0 or storage.max() >= len(storages.keys):
         raise NotRepeatedError("an event is about no storage")
-    if not (storages.keys[storage] == keys.events.column(events.keys, lambda key: key.storage)).all():
+    if not (storages.keys[storage] == keys.events.column(events.keys, _STORAGE)).all():
         raise NotRepeatedError("an event is about another storage than it should be")
-    order = np.argsort(storage, kind="stable")
-    starts = np.append(True, np.diff(storage[order]) != 0)
-    ends = np.append(starts[1:], True)
-    total = np.cumsum(delta[order])
-    before = np.repeat((total - delta[order])[starts], np.diff(np.append(np.flatnonzero(starts), len(order))))
-    first = keys.events.column(events.keys, lambda key: key.first)[order].astype(bool)
-    last = keys.events.column(events.keys, lambda key: key.last)[order].astype(bool)
-    if (first != starts).any() or (last != (ends & (total == before))).any() or (total < before).any():
-        raise NotRepeatedError("a storage does not appear once, or ends before it appears")
+    for part, ends in zip((_FIRST, _LAST), _ends(storage, delta), strict=True):
+        if not (keys.events.column(events.keys, part) == ends).all():
+            raise NotRepeatedError("a storage appears or ends elsewhere than it should")
 
 
 class _Unfolding:
@@ -316,25 +337,15 @@ class _Unfolding:
         return result
 
     def _layer(self, row: int, numbers: Sequence[int], outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Layer:
-        layer, path, aliases, grows = self.keys.layers.keys[row]
-        number, _, _, calls, output_bytes, saved_bytes, cast_bytes, multiply_adds = numbers
-        unfold = self.blocks.unfold
-        same = replace(
-            layer,
-            path=unfold(path, number),
-            aliases=tuple(unfold(alias, number) for alias in aliases),
+        alike, of, aliases, grows = self.keys.layers.keys[row]
+        path, (number, _, _, *sizes) = self.keys.paths.keys[of], numbers
+        return replace(
+            alike,
+            path=self.blocks.unfold(path, number),
+            aliases=tuple(self.blocks.unfold(alias, number) for alias in aliases),
             outputs=outputs,
             inputs=inputs,
-        )
-        if not grows:
-            return same
-        return replace(
-            same,
-            calls=calls,
-            output_bytes=output_bytes,
-            saved_bytes=saved_bytes,
-            cast_bytes=cast_bytes,
-            multiply_adds=None if layer.multiply_adds is None else multiply_adds,
+            **(dict(zip(_LAYER_SIZES, sizes, strict=True)) if grows else {}),
         )
 
     def _tensor(self, row: int, numbers: Sequence[int]) -> StoredTensor:
@@ -353,21 +364,21 @@ class _Unfolding:
         keys = self.keys.storages
         if not len(rows):
             return ()
-        ranks = keys.column(rows, lambda key: key.rank)
+        ranks = keys.column(rows, _RANK)
         dimensions = numbers[:, 3:]
         sizes = dimensions[np.arange(_MOST_DIMENSIONS) < ranks[:, None]]
         return Columns(
             Storage,
             numbers[:, 2],
-            keys.coded(rows, lambda key: key.role),
+            keys.coded(rows, _ROLE),
             numbers[:, 0],
-            keys.coded(rows, lambda key: key.op),
-            keys.coded(rows, lambda key: key.dtype),
+            keys.coded(rows, _OP),
+            keys.coded(rows, _DTYPE),
             Shapes(sizes, np.cumsum(ranks) - ranks, ranks),
             numbers[:, 1],
-            keys.column(rows, lambda key: key.stream),
-            keys.column(rows, lambda key: key.line),
-            keys.column(rows, lambda key: key.saved_at),
+            keys.column(rows, _STREAM),
+            keys.column(rows, _LINE),
+            keys.column(rows, _SAVED_AT),
         )
 
     def _events(self) -> Sequence[Event]:
@@ -376,8 +387,8 @@ class _Unfolding:
         if not len(rows):
             return ()
         storage, layer, delta = numbers.T
-        phase = keys.column(rows, lambda key: key.phase)
-        return Columns(Event, storage, delta, phase, layer, keys.coded(rows, lambda key: key.op))
+        phase = keys.column(rows, _PHASE)
+        return Columns(Event, storage, delta, phase, layer, keys.coded(rows, _EVENT_OP))
 
     def _collective(self, row: int, numbers: Sequence[int]) -> Collective:
         collective: Collective = self.keys.others.keys[row][0]

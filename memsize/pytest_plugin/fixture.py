@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from difflib import unified_diff
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+from tabulate import tabulate
 
 from memsize import api, files
 from memsize.analysis.check import Measured, against_batch, against_limit
@@ -94,7 +95,8 @@ class Memory:
         if stored == text:
             return report
         if is_written:
-            write(path, text)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.write(path, text, overwrite=True)
         elif stored is None:
             why = f"no layer table is stored: pytest --memsize-update writes {os.path.relpath(path)}"
             pytest.fail(why, pytrace=False)
@@ -106,8 +108,10 @@ class Memory:
     def close(self) -> None:
         """Fail where a limit of the test was never checked."""
         if self._unchecked and self._test.session.testsfailed == self._failed_before:
+            hint = '; train="adamw" asks for training steps' if "training_peak" in self._unchecked else ""
+            hint = "; memsize.fit does" if "fits_batch" in self._unchecked else hint
             named = f"memsize_limit({', '.join(sorted(self._unchecked))})"
-            pytest.fail(f"{named}: no question of the test tells it{_hint(self._unchecked)}", pytrace=False)
+            pytest.fail(f"{named}: no question of the test tells it{hint}", pytrace=False)
 
     def _check(self, report: Report, result: ScenarioResult) -> None:
         measured = Measured(report, result.name)
@@ -142,53 +146,25 @@ def _limits(test: pytest.Item) -> tuple[Bound, ...]:
     pytest.fail(refused, pytrace=False)
 
 
-def _hint(names: set[str]) -> str:
-    if "fits_batch" in names:
-        return "; memsize.fit does"
-    return '; train="adamw" asks for training steps' if "training_peak" in names else ""
-
-
 # -- layer tables: exact figures in aligned columns, so that a difference can be read ----------------------------------
 
 _HEAD: Final = ("layer", "type", "output", "parameters", "stored", "new output", "kept")
-_NUMBERS: Final = 3
-"""The columns from here on are numbers."""
 
 
 def layer_table(trace: Trace) -> str:
     """One line for each layer with its own figures: elements of its parameters, and bytes."""
-    rows: list[tuple[str, ...]] = [_HEAD]
+    rows = []
     for row in own_rows(trace):
         stored = row.parameter_bytes + row.buffer_bytes + row.attribute_bytes
         outputs = ", ".join(str(output.spec) for output in row.outputs)
         rows.append(
-            (
-                row.path or "(model)",
-                row.type,
-                outputs,
-                *_texts(row.parameters, stored, row.output_bytes, row.saved_bytes),
-            )
+            (row.path or "(model)", row.type, outputs, row.parameters, stored, row.output_bytes, row.saved_bytes)
         )
-    table_totals = totals(trace)
-    sums = _texts(table_totals.parameters, table_totals.stored, table_totals.output_bytes, table_totals.saved_bytes)
-    rows.append(("total", "", "", *sums))
-    return _aligned(rows)
-
-
-def _texts(*values: int) -> tuple[str, ...]:
-    return tuple(f"{value:,}" for value in values)
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            cell.rjust(width) if column >= _NUMBERS else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-    return "\n".join(lines) + "\n"
+    sums = totals(trace)
+    rows.append(("total", "", "", sums.parameters, sums.stored, sums.output_bytes, sums.saved_bytes))
+    texts = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in (_HEAD, *rows)]
+    sides = ("left",) * 3 + ("right",) * 4
+    return f"{tabulate(texts, tablefmt='plain', colalign=sides, disable_numparse=True)}\n"
 
 
 def difference(stored: str, current: str, path: Path) -> str:
@@ -197,9 +173,3 @@ def difference(stored: str, current: str, path: Path) -> str:
     before, after = ([re.sub("  +", "  ", line) for line in text.splitlines()] for text in (stored, current))
     lines = unified_diff(before, after, f"{path.name} (stored)", "now", n=1, lineterm="")
     return "\n".join(lines)
-
-
-def write(path: Path, text: str) -> None:
-    """Store a table, with the folders that it needs."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, text, overwrite=True)

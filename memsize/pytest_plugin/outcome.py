@@ -67,16 +67,11 @@ class Outcome:
     def lines(self) -> list[str]:
         """The summary."""
         lines = sorted(self.figures)
-        if self.compared:
-            lines.append(f"{_count(self.compared)} compared with what is stored")
-        if self.written:
-            lines.append(f"{_count(self.written)} written")
+        for paths, outcome in ((self.compared, "compared with what is stored"), (self.written, "written")):
+            if paths:
+                lines.append(f"{len(paths)} layer table{'' if len(paths) == 1 else 's'} {outcome}")
         lines += [f"obsolete, no test has it: {os.path.relpath(path)}" for path in sorted(self.obsolete)]
         return lines
-
-
-def _count(paths: list[str]) -> str:
-    return f"{len(paths)} layer table{'' if len(paths) == 1 else 's'}"
 
 
 def _drawn(figure: Figure) -> str:

@@ -6,9 +6,10 @@ and saved tensors from `Trace.layers`, for rows and totals alike, so that they a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Layer, Output, StoredTensor, TensorSpec, Trace
@@ -66,14 +67,9 @@ class Totals:
 
 def totals(trace: Trace) -> Totals:
     """Return the totals of `trace`."""
-    counted = [tensor for tensor in trace.tensors if tensor.kind in COUNTED]
     return Totals(
-        parameters=sum(map(_elements, counted)),
-        trainable=sum(_elements(tensor) for tensor in counted if tensor.trainable),
-        parameter_bytes=sum(tensor.bytes for tensor in counted),
-        buffer_bytes=_bytes_of_kind(trace, "buffer"),
-        attribute_bytes=_bytes_of_kind(trace, "attribute"),
-        master_bytes=_bytes_of_kind(trace, "master"),
+        **_stored(trace.tensors),
+        master_bytes=sum(tensor.bytes for tensor in trace.tensors if tensor.kind == "master"),
         input_bytes=sum(tensor.bytes for tensor in trace.inputs),
         cast_bytes=sum(layer.cast_bytes for layer in trace.layers),
         output_bytes=sum(layer.output_bytes for layer in trace.layers),
@@ -84,17 +80,23 @@ def totals(trace: Trace) -> Totals:
     )
 
 
+def _stored(tensors: Iterable[StoredTensor]) -> dict[str, Any]:
+    """The figures of stored tensors that `Totals` and a `Row` have."""
+    sizes = dict.fromkeys(("parameters", "trainable", "parameter_bytes", "buffer_bytes", "attribute_bytes"), 0)
+    for tensor in tensors:
+        if tensor.kind in COUNTED:
+            elements = 0 if tensor.tied_to else tensor.elements
+            sizes["parameters"] += elements
+            sizes["trainable"] += elements if tensor.trainable else 0
+            sizes["parameter_bytes"] += tensor.bytes
+        elif tensor.kind != "master":
+            sizes[f"{tensor.kind}_bytes"] += tensor.bytes
+    return sizes
+
+
 def _multiply_adds(layers: Iterable[Layer]) -> int | None:
     counts = [layer.multiply_adds for layer in layers if layer.multiply_adds is not None]
     return sum(counts) if counts else None
-
-
-def _elements(tensor: StoredTensor) -> int:
-    return 0 if tensor.tied_to else tensor.elements
-
-
-def _bytes_of_kind(trace: Trace, kind: str) -> int:
-    return sum(tensor.bytes for tensor in trace.tensors if tensor.kind == kind)
 
 
 def _saved(trace: Trace, role: Role) -> int:
@@ -134,21 +136,13 @@ class Row:
     @property
     def hollow(self) -> bool:
         """Whether the row has no figure at all."""
-        return not (
-            self.parameters
-            or self.parameter_bytes
-            or self.buffer_bytes
-            or self.attribute_bytes
-            or self.output_bytes
-            or self.saved_bytes
-            or self.cast_bytes
-            or self.multiply_adds
-        )
+        stored = (self.parameters, self.parameter_bytes, self.buffer_bytes, self.attribute_bytes)
+        return not any((*stored, self.output_bytes, self.saved_bytes, self.cast_bytes, self.multiply_adds))
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The members of one visible row: its module, the modules folded into it, and the tensors that they hold."""
+    """A visible row: its module, the modules folded into it, and the tensors that they hold."""
 
     head: Layer
     folded: tuple[Layer, ...]
@@ -166,23 +160,17 @@ def visible(trace: Trace, depth: int | None = None) -> tuple[Row, ...]:
     failed = trace.failure.layer if trace.failure else None
     for group in _groups(trace, depth):
         head = group.head
-        open_ = _open(head, depth)
-        alone = [t for t in group.tensors if _stands_alone(t, head, depth)]
-        row = _layer_row(group, [t for t in group.tensors if not _stands_alone(t, head, depth)], trace)
-        if not (open_ and row.hollow) or head.path == failed or head.aliases:
+        above_cut = depth is None or head.depth < depth
+        is_open = above_cut and not head.leaf
+        inside: list[StoredTensor] = []
+        alone: list[StoredTensor] = []
+        for tensor in group.tensors:
+            (alone if (above_cut if tensor.kind == "attribute" else is_open) else inside).append(tensor)
+        row = _layer_row(group, inside, trace)
+        if not (is_open and row.hollow) or head.path == failed or head.aliases:
             rows.append(row)
         rows.extend(_tensor_row(tensor, head.depth + 1) for tensor in alone)
     return tuple(rows)
-
-
-def _open(layer: Layer, depth: int | None) -> bool:
-    return not layer.leaf and (depth is None or layer.depth < depth)
-
-
-def _stands_alone(tensor: StoredTensor, head: Layer, depth: int | None) -> bool:
-    if tensor.kind == "attribute":
-        return depth is None or head.depth < depth
-    return _open(head, depth)
 
 
 def _groups(trace: Trace, depth: int | None) -> Iterator[_Group]:
@@ -193,14 +181,15 @@ def _groups(trace: Trace, depth: int | None) -> Iterator[_Group]:
     members: dict[str, list[Layer]] = {path: [] for path in heads}
     tensors: dict[str, list[StoredTensor]] = {path: [] for path in heads}
     for layer in trace.layers:
-        members[_nearest(layer.path, heads)].append(layer)
+        members[nearest(layer.path, heads)].append(layer)
     for tensor in trace.tensors:
-        tensors[_nearest(tensor.layer, heads)].append(tensor)
+        tensors[nearest(tensor.layer, heads)].append(tensor)
     for path, head in heads.items():
         yield _Group(head, tuple(members[path]), tuple(tensors[path]))
 
 
-def _nearest(path: str, heads: Mapping[str, Layer]) -> str:
+def nearest(path: str, heads: Container[str]) -> str:
+    """The path itself, or the nearest one above it, that is among `heads`."""
     while path and path not in heads:
         path = path.rpartition(".")[0]
     return path
@@ -208,11 +197,10 @@ def _nearest(path: str, heads: Mapping[str, Layer]) -> str:
 
 def own_rows(trace: Trace) -> tuple[Row, ...]:
     """One row per module, hollow ones too, each with the module's own figures and nothing from its children."""
-    return tuple(_layer_row(group, list(group.tensors), trace) for group in _groups(trace, None))
+    return tuple(_layer_row(group, group.tensors, trace) for group in _groups(trace, None))
 
 
 def _layer_row(group: _Group, tensors: Sequence[StoredTensor], trace: Trace) -> Row:
-    counted = [tensor for tensor in tensors if tensor.kind in COUNTED]
     return Row(
         path=group.head.path,
         type=group.head.type,
@@ -220,12 +208,8 @@ def _layer_row(group: _Group, tensors: Sequence[StoredTensor], trace: Trace) -> 
         layers=tuple(layer.path for layer in group.folded),
         calls=group.head.calls,
         outputs=group.head.outputs,
-        dtypes=stored_dtypes(counted),
-        parameters=sum(map(_elements, counted)),
-        trainable=sum(_elements(tensor) for tensor in counted if tensor.trainable),
-        parameter_bytes=sum(tensor.bytes for tensor in counted),
-        buffer_bytes=sum(tensor.bytes for tensor in tensors if tensor.kind == "buffer"),
-        attribute_bytes=sum(tensor.bytes for tensor in tensors if tensor.kind == "attribute"),
+        dtypes=stored_dtypes(tensor for tensor in tensors if tensor.kind in COUNTED),
+        **_stored(tensors),
         output_bytes=sum(layer.output_bytes for layer in group.folded),
         saved_bytes=sum(layer.saved_bytes for layer in group.folded),
         cast_bytes=sum(layer.cast_bytes for layer in group.folded),
@@ -247,20 +231,14 @@ _TENSOR_TYPES = {
 
 
 def _tensor_row(tensor: StoredTensor, depth: int) -> Row:
-    counted = tensor.kind in COUNTED
-    marks = (*_tensor_marks([tensor]), *(["never used"] if tensor.used is False else []))
     return Row(
         path=tensor.name,
         type=_TENSOR_TYPES[tensor.kind],
         depth=depth,
         layers=(),
         dtypes=stored_dtypes([tensor]),
-        parameters=_elements(tensor) if counted else 0,
-        trainable=_elements(tensor) if counted and tensor.trainable else 0,
-        parameter_bytes=tensor.bytes if counted else 0,
-        buffer_bytes=tensor.bytes if tensor.kind == "buffer" else 0,
-        attribute_bytes=tensor.bytes if tensor.kind == "attribute" else 0,
-        marks=marks,
+        **_stored([tensor]),
+        marks=(*_tensor_marks([tensor]), *(["never used"] if tensor.used is False else [])),
     )
 
 
@@ -268,15 +246,13 @@ def stored_dtypes(tensors: Iterable[StoredTensor]) -> tuple[str, ...]:
     """The dtypes in which `tensors` are really stored, a wrapper's inner ones, the one with the most bytes first."""
     sizes: dict[str, int] = {}
     for tensor in tensors:
-        for dtype, size in _stored_as(tensor):
-            sizes[dtype] = sizes.get(dtype, 0) + size
+        for part in tensor.parts or (tensor,):
+            sizes[part.spec.dtype] = sizes.get(part.spec.dtype, 0) + part.bytes
     return tuple(sorted(sizes, key=lambda dtype: -sizes[dtype]))
 
 
-def _stored_as(tensor: StoredTensor) -> list[tuple[str, int]]:
-    if not tensor.parts:
-        return [(tensor.spec.dtype, tensor.bytes)]
-    return [(part.spec.dtype, part.bytes) for part in tensor.parts]
+_MEMORY_MARKS = {"view": "view", "in place": "in place", "passed": "returns its input"}
+"""Marks of outputs without new memory."""
 
 
 def _layer_marks(group: _Group, tensors: Sequence[StoredTensor], trace: Trace) -> Iterator[str]:
@@ -292,12 +268,12 @@ def _layer_marks(group: _Group, tensors: Sequence[StoredTensor], trace: Trace) -
     elif failure and head.path != failure.layer:
         yield from _call_marks(group, tensors, "not reached")
     if head.leaf and head.outputs:
-        yield from _memory_marks(head.outputs)
+        memory = dict.fromkeys(output.memory for output in head.outputs)
+        yield from (_MEMORY_MARKS[kind] for kind in memory if kind in _MEMORY_MARKS)
     yield from _tensor_marks(tensors)
 
 
 def _call_marks(group: _Group, tensors: Sequence[StoredTensor], missing: str) -> Iterator[str]:
-    """Yield marks for leaf modules that were not called and for parameters that no op read."""
     idle = {layer.path for layer in group.folded if layer.leaf and not layer.calls}
     read = {tensor.layer for tensor in tensors if tensor.used}
     leaves = sum(layer.leaf for layer in group.folded)
@@ -308,25 +284,12 @@ def _call_marks(group: _Group, tensors: Sequence[StoredTensor], missing: str) ->
         yield "used, not called" if len(idle) == leaves else f"{len(idle & read)} used, not called"
     unread = [t for t in tensors if t.used is False and t.kind in COUNTED and t.layer not in idle]
     if unread:
-        yield f"never used: {_short_names(unread)}"
-
-
-def _short_names(tensors: Sequence[StoredTensor]) -> str:
-    if len(tensors) > 2:
-        return f"{len(tensors)} parameters"
-    return ", ".join(tensor.name.removeprefix(f"{tensor.layer}.") for tensor in tensors)
+        names = (tensor.name.removeprefix(f"{tensor.layer}.") for tensor in unread)
+        yield f"never used: {f'{len(unread)} parameters' if len(unread) > 2 else ', '.join(names)}"
 
 
 def _first_of(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _memory_marks(outputs: Sequence[Output]) -> Iterator[str]:
-    """Yield marks for outputs without new memory, such as views; a module whose outputs are all new needs no mark."""
-    says = {"view": "view", "in place": "in place", "passed": "returns its input"}
-    for memory in dict.fromkeys(output.memory for output in outputs):
-        if memory != "new":
-            yield says[memory]
 
 
 def _tensor_marks(tensors: Sequence[StoredTensor]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from memsize import files
 from memsize.printable import printable
@@ -11,6 +11,7 @@ from memsize.records.fields import BYTES, Fields, FlatTable, field
 from memsize.records.finding import Finding
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
     from pandas.io.formats.style import Styler
     from plotly.graph_objects import Figure
 
@@ -48,6 +49,17 @@ class Renderable:
 
     def _repr_html_(self) -> str:
         return self._drawn("notebook")
+
+
+class TableFrame(property):
+    """A property of an answer: one of its `tables` as a DataFrame."""
+
+    def __init__(self, table: str, help: str) -> None:
+        super().__init__(lambda answer: answer.tables()[table].frame(), doc=help)
+
+    if TYPE_CHECKING:
+
+        def __get__(self, answer: Any, owner: type | None = None) -> DataFrame: ...  # type: ignore[override]
 
 
 class FindingList(tuple[Finding, ...], Renderable):

@@ -44,21 +44,18 @@ def read_baselines(path: Path) -> dict[str, Baseline]:
     """
     try:
         data: Any = files.parse_json(files.read(path, _MOST_BYTES))
+        match data:
+            case {"schema": str(schema), "targets": dict(targets)} if schema.partition("/")[0] == SCHEMA:
+                number = schema.partition("/")[2]
+            case _:
+                raise InputError(f"{path} is not a baseline of memsize")
+        if not number.isdecimal() or int(number) > NEWEST:
+            raise InputError(f"{path} was written by a newer memsize ({schema:.40})")
+        return {name: coder(Baseline).read(target) for name, target in targets.items()}
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise InputError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
-    match data:
-        case {"schema": str(schema), "targets": dict(targets)} if schema.partition("/")[0] == SCHEMA:
-            number = schema.partition("/")[2]
-        case _:
-            raise InputError(f"{path} is not a baseline of memsize")
-    if not number.isdecimal() or int(number) > NEWEST:
-        raise InputError(f"{path} was written by a newer memsize ({schema:.40})")
-    try:
-        return {name: coder(Baseline).read(target) for name, target in targets.items()}
     except (TypeError, ValueError) as error:
         raise InputError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
 
@@ -81,13 +78,13 @@ def write_baselines(path: Path, baselines: Mapping[str, Baseline]) -> bool:
 
 def _text(baselines: Mapping[str, Baseline]) -> str:
     """Format the file: sorted, with one line for each figure and layer, so that its diffs are readable."""
-    targets = {name: coder(Baseline).write(baselines[name]) for name in sorted(baselines)}
-    lines = [f'{{\n  "schema": "{SCHEMA}/{NEWEST}",\n  "targets": {{']
-    for position, (name, target) in enumerate(targets.items()):
-        parts = [f"      {_dumps(part)}: {_object(values)}" for part, values in target.items()]
-        end = "," if position < len(targets) - 1 else ""
-        lines.append(f"    {_dumps(name)}: {{\n" + ",\n".join(parts) + f"\n    }}{end}")
-    return "\n".join([*lines, "  }\n}\n"])
+    targets = []
+    for name in sorted(baselines):
+        parts = coder(Baseline).write(baselines[name]).items()
+        figures = ",\n".join(f"      {_dumps(part)}: {_object(values)}" for part, values in parts)
+        targets.append(f"    {_dumps(name)}: {{\n{figures}\n    }}")
+    joined = ",\n".join(targets)
+    return f'{{\n  "schema": "{SCHEMA}/{NEWEST}",\n  "targets": {{\n{joined}\n  }}\n}}\n'
 
 
 def _object(values: Mapping[str, Any]) -> str:

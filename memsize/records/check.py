@@ -41,9 +41,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem of one target; its code and sentence are the finding's. `case` is the `case` of a `Figure`, None for
-    a finding of the report.
-    """
+    """A problem of one target. `case` is the `case` of a `Figure`, None for a finding of the report."""
 
     severity: Severity
     finding: Finding
@@ -87,55 +85,23 @@ class CheckedFigure(NamedTuple):
 
 
 FIGURE_FIELDS: Final = Fields[CheckedFigure](
-    field(
-        "target",
-        "target",
-        NAME,
-        90,
-        "the target, by the name in its section",
-        get=lambda row: row.model.name,
-        cell=lambda row, _: Label(row.model.name),
-    ),
+    field("target", "target", NAME, 90, "the target, by the name in its section", get=lambda row: row.model.name),
     field("figure", "figure", TEXT, 100, "what is limited or compared", get=lambda row: row.figure.name),
     field("unit", get=lambda row: row.figure.unit),
-    field(
-        "value",
-        "value",
-        TEXT,
-        95,
-        "what it is now",
-        get=lambda row: row.figure.value,
-        cell=lambda row, _: "does not fit" if row.figure.value is None else row.sized(row.figure.value),
-    ),
-    field(
-        "limit",
-        "limit",
-        TEXT,
-        85,
-        "the most that it may be; of fits_batch the batch that has to fit",
-        get=lambda row: row.figure.limit,
-        cell=lambda row, _: row.sized(row.figure.limit),
-    ),
-    field(
-        "baseline",
-        "baseline",
-        TEXT,
-        80,
-        "what it was",
-        get=lambda row: row.figure.baseline,
-        cell=lambda row, _: row.sized(row.figure.baseline),
-    ),
+    field("value", "value", TEXT, 95, "what it is now", get=lambda row: row.figure.value),
+    field("limit", "limit", TEXT, 85, "the most that it may be; of fits_batch the batch that has to fit"),
+    field("baseline", "baseline", TEXT, 80, "what it was", get=lambda row: row.figure.baseline),
     shown("change", "change", CHANGE, 75, "how far the value is above its baseline", cell=lambda row, _: row.change),
     field("allowed", get=lambda row: row.figure.allowed),
-    field(
-        "holds",
-        "holds",
-        TEXT,
-        98,
-        "whether it keeps its limit and its baseline",
-        get=lambda row: row.figure.holds,
-        cell=lambda row, _: "ok" if row.figure.holds else "broken",
-    ),
+    field("holds", "holds", TEXT, 98, "whether it keeps its limit and its baseline", get=lambda row: row.figure.holds),
+    get={"limit": lambda row: row.figure.limit},
+    cell={
+        "target": lambda row, _: Label(row.model.name),
+        "value": lambda row, _: "does not fit" if row.figure.value is None else row.sized(row.figure.value),
+        "limit": lambda row, _: row.sized(row.figure.limit),
+        "baseline": lambda row, _: row.sized(row.figure.baseline),
+        "holds": lambda row, _: "ok" if row.figure.holds else "broken",
+    },
 )
 
 

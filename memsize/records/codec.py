@@ -17,7 +17,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -105,7 +105,7 @@ def coder(hint: Any) -> Coder:
     if origin is tuple:
         return _sequence(arguments[0]) if arguments[1:] == (...,) else _fixed(arguments)
     if origin is typing.Literal:
-        return Coder(_same, _choice(frozenset(arguments)), is_plain=True)
+        return Coder(_same, partial(_read_choice, frozenset(arguments)), is_plain=True)
     if origin in (Mapping, dict):
         return _mapping(*arguments)
     if typing.is_typeddict(hint):
@@ -118,7 +118,8 @@ def coder(hint: Any) -> Coder:
         return _named_tuple(hint)
     if hint not in _SCALARS:
         raise TypeError(f"no value of {hint!r} can be in a file")
-    return Coder(_same, _scalar(hint), is_plain=True)
+    read = {int: _read_int, float: _read_float}.get(hint, partial(_read_exactly, hint))
+    return Coder(_same, read, is_plain=True)
 
 
 _SCALARS = (bool, int, float, str)
@@ -306,25 +307,17 @@ def _listed(values: Any) -> Any:
     return values
 
 
-def _choice(choices: frozenset[Any]) -> Convert:
-    def read(value: Any) -> Any:
-        if value not in choices:
-            raise ValueError(f"expected one of {', '.join(sorted(map(str, choices)))}, found {value!r:.60}")
-        return value
-
-    return read
+def _read_choice(choices: frozenset[Any], value: Any) -> Any:
+    if value not in choices:
+        raise ValueError(f"expected one of {', '.join(sorted(map(str, choices)))}, found {value!r:.60}")
+    return value
 
 
-def _scalar(hint: Any) -> Convert:
-    """Return a function that checks that a value is of the scalar type `hint`."""
-
-    def read(value: Any) -> Any:
-        # True is an integer to Python, but no size.
-        if type(value) is not hint:
-            raise TypeError(f"expected {hint.__name__}, found {value!r:.60}")
-        return value
-
-    return {int: _read_int, float: _read_float}.get(hint, read)
+def _read_exactly(hint: type, value: Any) -> Any:
+    # True is an integer to Python, but no size.
+    if type(value) is not hint:
+        raise TypeError(f"expected {hint.__name__}, found {value!r:.60}")
+    return value
 
 
 def _read_int(value: Any) -> int:

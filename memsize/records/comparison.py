@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
 from memsize.printable import printable
 from memsize.records.aggregates import Totals, stored_dtypes, totals
-from memsize.records.answer import Answer
-from memsize.records.cells import Cell, Missing, Path, Words
+from memsize.records.answer import Answer, TableFrame
+from memsize.records.cells import Missing, Path, Words
 from memsize.records.fields import (
     BYTES,
     CHANGE,
@@ -29,9 +29,6 @@ from memsize.records.roles import TITLES
 from memsize.records.trace import StoredTensor, Trace
 from memsize.units import Bytes, format_bytes
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
 
 class ComparedModel(NamedTuple):
     """One of the two models by the `name` of its side, with its `totals`; `ran` says whether a forward was run."""
@@ -47,19 +44,9 @@ MODEL_FIELDS: Final = Fields[ComparedModel](
     field("parameters", "parameters", COUNT, 90, "elements of its parameters", get=lambda row: row.totals.parameters),
     field("dtypes", "stored as", WORDS, 80, "the dtypes of its tensors"),
     field("stored", "stored", BYTES, 95, "bytes of all its tensors", get=lambda row: row.totals.stored),
-    field(
-        "saved",
-        "kept for backward",
-        BYTES,
-        70,
-        "bytes that a forward keeps, where it was run",
-        get=lambda row: row.totals.saved_bytes if row.ran else None,
-    ),
+    field("saved", "kept for backward", BYTES, 70, "bytes that a forward keeps, where it was run"),
+    get={"saved": lambda row: row.totals.saved_bytes if row.ran else None},
 )
-
-
-def _stored(tensor: StoredTensor) -> tuple[object, ...]:
-    return tensor.spec, tensor.bytes, tensor.parts, tensor.tied_to
 
 
 def stored_as(tensor: StoredTensor) -> str:
@@ -93,7 +80,10 @@ class Change:
     @property
     def same(self) -> bool:
         """Whether both store the tensor alike."""
-        return self.before is not None and self.after is not None and _stored(self.before) == _stored(self.after)
+        before, after = (
+            tensor and (tensor.spec, tensor.bytes, tensor.parts, tensor.tied_to) for tensor in (self.before, self.after)
+        )
+        return before is not None and before == after
 
 
 CHANGE_FIELDS: Final = Fields[Change](
@@ -153,81 +143,39 @@ def _moved(before: str | None, after: str | None) -> Path:
     return Path(" → ".join(path or "(model)" for path in (before, after)))
 
 
-def _how(change: LayerChange, _: object) -> Words:
-    return Words((*change.how, *([f"{change.layers} layers"] if change.layers > 1 else [])))
-
-
 LAYER_FIELDS: Final = Fields[LayerChange](
     field("before"),
     field("after"),
-    shown(
-        "layer",
-        "layer",
-        NAME,
-        100,
-        "its path, and the one that it had",
-        cell=lambda row, _: _moved(row.before, row.after),
-    ),
+    shown("layer", "layer", NAME, 100, "its path, and the one that it had"),
     shown("type", "type", TEXT, 50, "its class", get=lambda row: " → ".join(dict.fromkeys(filter(None, row.types)))),
     field("before_type", get=lambda row: row.types[0]),
     field("after_type", get=lambda row: row.types[1]),
-    field("how", "change", WORDS, 95, "what happened to it", get=lambda row: ", ".join(row.how), cell=_how),
+    field("how", "change", WORDS, 95, "what happened to it", get=lambda row: ", ".join(row.how)),
     field("layers", kind=COUNT),
     field("before_parameters", kind=COUNT, get=lambda row: row.sizes[0].parameters),
-    field(
-        "after_parameters",
-        "parameters",
-        COUNT,
-        70,
-        "elements of its parameters afterwards",
-        get=lambda row: row.sizes[1].parameters,
-        key="parameters",
-        adds=True,
-    ),
-    field(
-        "before_stored_bytes",
-        "stored before",
-        BYTES,
-        80,
-        "bytes that it stored",
-        get=lambda row: row.sizes[0].stored,
-        key="before",
-        adds=True,
-    ),
-    field(
-        "after_stored_bytes",
-        "stored after",
-        BYTES,
-        85,
-        "bytes that it stores",
-        get=lambda row: row.sizes[1].stored,
-        key="after",
-        adds=True,
-    ),
-    shown(
-        "stored_change",
-        "change",
-        SIGNED,
-        90,
-        "bytes that it stores beyond what it stored",
-        get=lambda row: row.sizes[1].stored - row.sizes[0].stored,
-        key="change",
-        adds=True,
-    ),
+    field("after_parameters", "parameters", COUNT, 70, "elements of its parameters afterwards", key="parameters"),
+    field("before_stored_bytes", "stored before", BYTES, 80, "bytes that it stored", key="before"),
+    field("after_stored_bytes", "stored after", BYTES, 85, "bytes that it stores", key="after"),
+    shown("stored_change", "change", SIGNED, 90, "bytes that it stores beyond what it stored", key="change"),
     field("before_output_bytes", kind=BYTES, get=lambda row: row.sizes[0].outputs),
     field("after_output_bytes", kind=BYTES, get=lambda row: row.sizes[1].outputs),
     field("before_saved_bytes", kind=BYTES, get=lambda row: row.sizes[0].kept),
     field("after_saved_bytes", kind=BYTES, get=lambda row: row.sizes[1].kept),
     shown(
-        "saved_change",
-        "kept, change",
-        SIGNED,
-        75,
-        "bytes that it keeps for backward beyond what it kept",
-        get=lambda row: row.sizes[1].kept - row.sizes[0].kept,
-        key="kept",
-        adds=True,
+        "saved_change", "kept, change", SIGNED, 75, "bytes that it keeps for backward beyond what it kept", key="kept"
     ),
+    get={
+        "after_parameters": lambda row: row.sizes[1].parameters,
+        "before_stored_bytes": lambda row: row.sizes[0].stored,
+        "after_stored_bytes": lambda row: row.sizes[1].stored,
+        "stored_change": lambda row: row.sizes[1].stored - row.sizes[0].stored,
+        "saved_change": lambda row: row.sizes[1].kept - row.sizes[0].kept,
+    },
+    cell={
+        "layer": lambda row, _: _moved(row.before, row.after),
+        "how": lambda row, _: Words((*row.how, *([f"{row.layers} layers"] if row.layers > 1 else []))),
+    },
+    adds=("after_parameters", "before_stored_bytes", "after_stored_bytes", "stored_change", "saved_change"),
 )
 
 
@@ -272,26 +220,21 @@ _TITLES: Final = {
 """Titles of figures and roles in tables; others have their own name as title."""
 
 
-def _size(size: int | None) -> Cell:
-    return Missing("this side has no such figure") if size is None else Bytes(size)
-
+_NO_FIGURE: Final = Missing("this side has no such figure")
 
 FIGURE_FIELDS: Final = Fields[FigureChange](
     field("scenario", "scenario", NAME, 90, "how the models are stored and run"),
     field("of", "of", TEXT, 85, "the run, or the peak of an inference or of a training step", alone="run or peak"),
-    field(
-        "figure",
-        "figure",
-        TEXT,
-        100,
-        "what takes the bytes",
-        get=lambda row: row.name,
-        cell=lambda row, _: _TITLES.get(row.name, row.name),
-    ),
-    field("before", "before", BYTES, 80, "bytes of the first", cell=lambda row, _: _size(row.before), nullable=True),
-    field("after", "after", BYTES, 85, "bytes of the second", cell=lambda row, _: _size(row.after), nullable=True),
+    field("figure", "figure", TEXT, 100, "what takes the bytes", get=lambda row: row.name),
+    field("before", "before", BYTES, 80, "bytes of the first", nullable=True),
+    field("after", "after", BYTES, 85, "bytes of the second", nullable=True),
     shown("change", "change", SIGNED, 95, "after − before"),
     shown("share", "%", CHANGE, 70, "the change as a part of what was before"),
+    cell={
+        "figure": lambda row, _: _TITLES.get(row.name, row.name),
+        "before": lambda row, _: _NO_FIGURE if row.before is None else Bytes(row.before),
+        "after": lambda row, _: _NO_FIGURE if row.after is None else Bytes(row.after),
+    },
 )
 
 
@@ -319,35 +262,17 @@ LIVING_FIELDS: Final = Fields[LivingChange](
     field("layer", "layer", PATH, 90, "the layer that it belongs to or was made in", get=lambda row: row.either.layer),
     field("op", "op", TEXT, 70, "the op that made it", get=lambda row: row.either.op),
     field("phase", get=lambda row: row.either.phase),
-    shown(
-        "tensors",
-        "tensor",
-        TEXT,
-        85,
-        "its dtype and shape in both models",
-        get=lambda row: " → ".join(dict.fromkeys(entry.tensor for entry in row if entry)),
-    ),
+    shown("tensors", "tensor", TEXT, 85, "its dtype and shape in both models"),
     field("before", get=lambda row: row.before and row.before.tensor),
     field("after", get=lambda row: row.after and row.after.tensor),
-    field(
-        "before_bytes",
-        "before",
-        BYTES,
-        80,
-        "bytes of the first",
-        get=lambda row: row.before.bytes if row.before else 0,
-        key="before",
-    ),
-    field(
-        "after_bytes",
-        "after",
-        BYTES,
-        85,
-        "bytes of the second",
-        get=lambda row: row.after.bytes if row.after else 0,
-        key="after",
-    ),
+    field("before_bytes", "before", BYTES, 80, "bytes of the first", key="before"),
+    field("after_bytes", "after", BYTES, 85, "bytes of the second", key="after"),
     shown("change", "change", SIGNED, 100, "after − before", get=lambda row: row.bytes),
+    get={
+        "tensors": lambda row: " → ".join(dict.fromkeys(entry.tensor for entry in row if entry)),
+        "before_bytes": lambda row: row.before.bytes if row.before else 0,
+        "after_bytes": lambda row: row.after.bytes if row.after else 0,
+    },
 )
 
 
@@ -398,27 +323,16 @@ class Comparison(Answer):
             "living": LIVING_FIELDS.flat(self.living),
         }
 
-    @property
-    def changes(self) -> DataFrame:
-        """One row per tensor of either model: how each stores it, in bytes, and whether that changed."""
-        return self.tables()["changes"].frame()
-
-    @property
-    def layers(self) -> DataFrame:
-        """One row per layer that changed: its paths, what happened to it, and its sizes before and after."""
-        return self.tables()["layers"].frame()
-
-    @property
-    def figures(self) -> DataFrame:
-        """One row per scenario and figure: bytes before and after."""
-        return self.tables()["figures"].frame()
+    changes = TableFrame("changes", "One row per tensor of either model: how each stores it, and whether that changed.")
+    layers = TableFrame(
+        "layers", "One row per layer that changed: its paths, the change, and its sizes before and after."
+    )
+    figures = TableFrame("figures", "One row per scenario and figure: bytes before and after.")
 
     def __repr__(self) -> str:
-        first, second = self.totals
-        names = (name or trace.model for name, trace in zip(self.names, (self.before, self.after), strict=True))
         lines = [
-            f"{name}: {sums.parameters:,} parameters, {format_bytes(sums.stored)} stored"
-            for name, sums in zip(names, (first, second), strict=True)
+            f"{name or trace.model}: {sums.parameters:,} parameters, {format_bytes(sums.stored)} stored"
+            for name, trace, sums in zip(self.names, (self.before, self.after), self.totals, strict=True)
         ]
         lines += [f"{n}. {finding.text()}" for n, finding in enumerate(self.findings, 1)]
         return "\n".join(map(printable, lines))

@@ -113,15 +113,8 @@ class ReservedPart(NamedTuple):
 RESERVED_FIELDS: Final = Fields[ReservedPart](
     field("part", "reserved by PyTorch", TEXT, 100, "what the allocator's segments hold"),
     field("bytes", "holds", BYTES, 99, "bytes of them", adds=True),
-    shown(
-        "share",
-        "% of all",
-        SHARE,
-        80,
-        "part of all segments",
-        cell=lambda row, explanation: share_of(row.bytes, explanation.reserved.bytes),
-        adds=True,
-    ),
+    shown("share", "% of all", SHARE, 80, "part of all segments", adds=True),
+    cell={"share": lambda row, explanation: share_of(row.bytes, explanation.reserved.bytes)},
 )
 
 
@@ -159,46 +152,29 @@ HOW: Final[Mapping[How, str]] = {
 ALIVE_FIELDS: Final = Fields[Alive](
     field("category", "alive", TEXT, 100, "what the blocks are for", cell=lambda row, _: category_noun(row.category)),
     field("bytes", "holds", BYTES, 99, "live bytes at that moment"),
-    shown(
-        "share",
-        "% of all",
-        SHARE,
-        80,
-        "part of all live bytes",
-        cell=lambda row, explanation: share_of(row.bytes, explanation.requested) if explanation.requested else None,
-    ),
+    shown("share", "% of all", SHARE, 80, "part of all live bytes"),
     field("blocks", "blocks", COUNT, 70, "how many blocks"),
     field("how", "known by", TEXT, 60, "how the category is known", cell=lambda row, _: HOW[row.how] or None),
     field("predicted", "predicted", BYTES, 95, "live bytes at the peak that memsize predicts"),
-    shown(
-        "difference",
-        "difference",
-        SIGNED,
-        90,
-        "found beyond the prediction",
-        get=lambda row: None if row.predicted is None else row.bytes - row.predicted,
-    ),
+    shown("difference", "difference", SIGNED, 90, "found beyond the prediction"),
+    get={"difference": lambda row: None if row.predicted is None else row.bytes - row.predicted},
+    cell={
+        "share": lambda row, explanation: share_of(row.bytes, explanation.requested) if explanation.requested else None
+    },
 )
 
 PLACE_FIELDS: Final = Fields[Place](
     field("bytes", "holds", BYTES, 100, "live bytes of all its blocks"),
     field("blocks", "blocks", COUNT, 90, "how many blocks"),
     field("largest", "largest", BYTES, 70, "the largest of them"),
-    field(
-        "category", "as", TEXT, 95, "what they are for", cell=lambda row, _: category_noun(row.category), alone="role"
-    ),
+    field("category", "as", TEXT, 95, "what they are for", alone="role"),
     field("line", "made at", TEXT, 99, "the line above PyTorch that allocates"),
     field(
-        "function",
-        "in",
-        TEXT,
-        85,
-        "the function that the line is in; of backward the autograd node",
-        cell=lambda row, _: row.function or None,
-        alone="function",
+        "function", "in", TEXT, 85, "the function that the line is in; of backward the autograd node", alone="function"
     ),
     field("called_from", "called from", TEXT, 80, "the program's own line, where that is another one"),
     field("calls", get=lambda row: "; ".join(row.calls)),
+    cell={"category": lambda row, _: category_noun(row.category), "function": lambda row, _: row.function or None},
 )
 
 
@@ -229,7 +205,4 @@ class Explanation(Answer):
 
     def tables(self) -> dict[str, FlatTable]:
         """`places`: one row for each stack whose blocks are alive; `alive`: one row for each category."""
-        return {
-            "places": PLACE_FIELDS.flat(self.places),
-            "alive": ALIVE_FIELDS.flat(self.alive),
-        }
+        return {"places": PLACE_FIELDS.flat(self.places), "alive": ALIVE_FIELDS.flat(self.alive)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
@@ -102,38 +103,17 @@ def field(
     cell: Callable[[R, Any], Cell] | None = None,
     key: str = "",
     drawn: Kind | None = None,
-    is_key: bool = False,
-    nullable: bool = False,
-    adds: bool = False,
-    in_files: bool = True,
-    role: Role | None = None,
-    beside: str = "",
-    optional: bool = False,
-    alone: str = "",
+    **settings: Any,
 ) -> Field[R]:
     """A field called `name` in files and `title` in documents, where it is drawn as `drawn` (default: its kind).
 
-    Its value is the attribute `name` unless `get` reads it; `key` is the column's key where that is not `name`.
+    Its value is the attribute `name` unless `get` reads it; `key` is the column's key where that is not `name`, and
+    `settings` are those of a `Field`.
     """
-    return Field(
-        key or name,
-        title,
-        (drawn or kind).drawn,
-        weight,
-        hint,
-        role,
-        beside,
-        optional,
-        alone,
-        name,
-        kind if drawn is None else kind._replace(cell=drawn.cell),
-        get or attrgetter(name),
-        cell,
-        in_files,
-        is_key,
-        nullable,
-        adds,
-    )
+    values = kind if drawn is None else kind._replace(cell=drawn.cell)
+    read = get or attrgetter(name)
+    column = (key or name, title, (drawn or kind).drawn, weight, hint)
+    return Field(*column, name=name, values=values, get=read, cell=cell, **settings)
 
 
 def shown(name: str, title: str, kind: Kind, weight: int, hint: str = "", **options: Any) -> Field[Any]:
@@ -153,20 +133,37 @@ SCENARIO: Final[Field[Any]] = field(
 """The field of records whose rows are named by a `scenario`, explained by their `title`."""
 
 
+_NONE: Final[Mapping[str, Any]] = {}
+
+
+def _changed(fields: tuple[Field[R], ...], setting: str, values: Mapping[str, Any]) -> tuple[Field[R], ...]:
+    """The fields with another `setting`, by name; raises ValueError for a name that none of them has."""
+    if unknown := values.keys() - {entry.name for entry in fields}:
+        raise ValueError(f"no fields of these names have a {setting}: {sorted(unknown)}")
+    return tuple(replace(entry, **{setting: values[entry.name]}) if entry.name in values else entry for entry in fields)
+
+
 class Fields(Generic[R]):
     """The fields of one record, in order.
 
-    A row that `lacks` figures has the cell `missing` in its columns of numbers and None in the others, but for its key
-    fields and for fields that have a `cell` of their own.
+    `get`, `cell` and other `settings` of a `Field` come by the names of the fields where they would make a field longer
+    than one line of this table; names alone are those of fields for which a setting is true. A row that `lacks` figures
+    has the cell `missing` in its columns of numbers and None in the others, but for its key fields and for fields that
+    have a `cell` of their own.
     """
 
     def __init__(
         self,
         *fields: Field[R],
+        get: Mapping[str, Callable[[R], Any]] = _NONE,
+        cell: Mapping[str, Callable[[R, Any], Cell]] = _NONE,
         lacks: Callable[[R], bool] = lambda row: False,
         missing: Callable[[R], Cell] = lambda row: None,
+        **settings: Mapping[str, Any] | Collection[str],
     ) -> None:
-        self._fields = fields
+        for setting, values in settings.items():
+            fields = _changed(fields, setting, values if isinstance(values, Mapping) else dict.fromkeys(values, True))
+        self._fields = _changed(_changed(fields, "get", get), "cell", cell)
         self._lacks = lacks
         self._missing = missing
 
@@ -193,15 +190,15 @@ class Fields(Generic[R]):
 
     def titled(self, **titles: str) -> Fields[R]:
         """The fields with other titles, by name."""
-        return self._with(replace(entry, title=titles.get(entry.name, entry.title)) for entry in self._fields)
+        return self._with(_changed(self._fields, "title", titles))
 
     def hinted(self, **hints: str) -> Fields[R]:
         """The fields with other hints, by name."""
-        return self._with(replace(entry, help=hints.get(entry.name, entry.help)) for entry in self._fields)
+        return self._with(_changed(self._fields, "help", hints))
 
     def drawn(self, **cells: Callable[[R, Any], Cell]) -> Fields[R]:
         """The fields with other cells, by name."""
-        return self._with(replace(entry, cell=cells.get(entry.name, entry.cell)) for entry in self._fields)
+        return self._with(_changed(self._fields, "cell", cells))
 
     def after(self, *fields: Field[R]) -> Fields[R]:
         """The fields with others before them."""
@@ -255,17 +252,16 @@ def role_fields(sizes: Sequence[Mapping[Role, int]], meaning: str = "", of: str 
     """
     roles = in_order(role for entry in sizes for role in entry)
     by_size = sorted(roles, key=lambda role: -max(entry.get(role, 0) for entry in sizes))
-    weights = {role: 60 - 3 * position for position, role in enumerate(by_size)}
     read = attrgetter(of)
+    fields: list[Field[Any]] = []
+    for role in roles:
+        hint, get = meaning and f"{noun(role)}{meaning}", partial(_size_of, read, role)
+        fields.append(field(role, noun(role), BYTES, 60 - 3 * by_size.index(role), hint, get=get, role=role))
+    return tuple(fields)
 
-    def getter(role: Role) -> Callable[[Any], int]:
-        return lambda row: read(row).get(role, 0)
 
-    named = ((role, noun(role)) for role in roles)
-    return tuple(
-        field(role, title, BYTES, weights[role], meaning and f"{title}{meaning}", get=getter(role), role=role)
-        for role, title in named
-    )
+def _size_of(read: Callable[[Any], Mapping[Role, int]], role: Role, row: Any) -> int:
+    return read(row).get(role, 0)
 
 
 class FlatTable(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field as attribute
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, NamedTuple
+from typing import Annotated, ClassVar, Final, Literal, NamedTuple
 
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Label, Missing, Path
 from memsize.records.fields import BYTES, COUNT, NAME, ROLE, SCENARIO, TEXT, Fields, FlatTable, field
 from memsize.records.finding import Finding
@@ -15,9 +15,6 @@ from memsize.records.roles import Role
 from memsize.records.schema import Name
 from memsize.records.trace import InputTensor, TensorSpec, Trace
 from memsize.units import Bytes
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 Status = Literal["found", "open", "refused", "endless", "constant", "none", "fits", "exceeds", "unavailable"]
 """The kind of an answer.
@@ -82,76 +79,37 @@ class FitRow:
         return None if self.peak is None else self.budget - self.peak
 
 
-def _role_that_binds(row: FitRow) -> Role | None:
-    return row.bind.role if row.bind else None
-
-
-def _answered(row: FitRow) -> int | None:
-    return row.size if row.status in ANSWERED or row.status == "exceeds" else None
-
-
 FIT_FIELDS: Final = Fields[FitRow](
     SCENARIO,
     field("gpu", "GPU", TEXT, 99, "where it is run", is_key=True),
     field("batch", "batch", COUNT, 99, "how many sequences", is_key=True),
-    field("budget", kind=BYTES, nullable=True),
+    field("budget", kind=BYTES),
     field("status"),
-    field("size", "largest", COUNT, 98, "the answer", get=_answered, nullable=True),
-    field("peak", "needs", BYTES, 95, "the least that the allocator needs for it", nullable=True),
-    field("headroom", "left", BYTES, 80, "what the allocator has beyond that", nullable=True),
-    field(
-        "next_size",
-        "next",
-        COUNT,
-        84,
-        "the next size, which does not fit",
-        nullable=True,
-        cell=lambda row, _: row.next_size,
-    ),
-    field(
-        "next_peak",
-        "would need",
-        BYTES,
-        83,
-        "the least that the allocator would need for it",
-        nullable=True,
-        beside="next_size",
-    ),
-    field("per_step", "per step", BYTES, 75, "what one more adds to what tensors ask for at their peak", nullable=True),
-    field("fixed", "fixed", BYTES, 70, "what does not depend on the size", nullable=True, alone="what is fixed"),
+    field("size", "largest", COUNT, 98, "the answer"),
+    field("peak", "needs", BYTES, 95, "the least that the allocator needs for it"),
+    field("headroom", "left", BYTES, 80, "what the allocator has beyond that"),
+    field("next_size", "next", COUNT, 84, "the next size, which does not fit"),
+    field("next_peak", "would need", BYTES, 83, "the least that the allocator would need for it", beside="next_size"),
+    field("per_step", "per step", BYTES, 75, "what one more adds to what tensors ask for at their peak"),
+    field("fixed", "fixed", BYTES, 70, "what does not depend on the size", alone="what is fixed"),
     field("grows_in", get=lambda row: row.grows_in or None),
-    field(
-        "binds",
-        "mostly",
-        TEXT,
-        90,
-        "the role with most bytes where the next size runs out",
-        key="bind",
-        get=_role_that_binds,
-        drawn=ROLE,
-    ),
-    field(
-        "phase",
-        "in",
-        TEXT,
-        86,
-        "the phase in which it runs out",
-        get=lambda row: row.bind.phase if row.bind else None,
-        alone="phase",
-    ),
-    field(
-        "layer",
-        "at",
-        NAME,
-        72,
-        "the layer at which it runs out, or the op beside them",
-        get=lambda row: row.bind.layer if row.bind else None,
-        cell=lambda row, _: Path(row.bind.layer or row.bind.op) if row.bind else None,
-        alone="layer",
-    ),
+    field("binds", "mostly", TEXT, 90, "the role with most bytes where the next size runs out", key="bind", drawn=ROLE),
+    field("phase", "in", TEXT, 86, "the phase in which it runs out", alone="phase"),
+    field("layer", "at", NAME, 72, "the layer at which it runs out, or the op beside them", alone="layer"),
     field("op", get=lambda row: row.bind.op if row.bind else None),
-    field("runs", kind=COUNT, get=lambda row: len(row.looked), nullable=True),
+    field("runs", kind=COUNT, get=lambda row: len(row.looked)),
     field("reason"),
+    get={
+        "size": lambda row: row.size if row.status in (*ANSWERED, "exceeds") else None,
+        "binds": lambda row: row.bind.role if row.bind else None,
+        "phase": lambda row: row.bind.phase if row.bind else None,
+        "layer": lambda row: row.bind.layer if row.bind else None,
+    },
+    cell={
+        "next_size": lambda row, _: row.next_size,
+        "layer": lambda row, _: Path(row.bind.layer or row.bind.op) if row.bind else None,
+    },
+    nullable=("budget", "size", "peak", "headroom", "next_size", "next_peak", "per_step", "fixed", "runs"),
     lacks=lambda row: row.status == "unavailable",
     missing=lambda row: Missing(row.reason or row.status),
 )
@@ -179,38 +137,19 @@ OUTCOMES: Final = {"fits": "fits", "saves": "helps", "no help": "no help here", 
 """Titles of the outcomes of remedies in tables."""
 
 REMEDY_FIELDS: Final = Fields[RemedyRow](
-    field(
-        "name", "remedy", NAME, 100, "what is done", key="remedy", cell=lambda row, _: Label(row.name, hint=row.title)
-    ),
+    field("name", "remedy", NAME, 100, "what is done", key="remedy"),
     field("title"),
     field("cost"),
-    field(
-        "outcome",
-        "at this size",
-        TEXT,
-        95,
-        "whether it fits with this remedy alone",
-        cell=lambda row, _: OUTCOMES[row.outcome],
-    ),
-    field(
-        "peak",
-        "needs then",
-        BYTES,
-        90,
-        "the least that the allocator needs with it",
-        nullable=True,
-        cell=lambda row, _: Bytes(row.peak or 0),
-    ),
-    field(
-        "saved",
-        "saves",
-        BYTES,
-        98,
-        "how much less the allocator needs",
-        nullable=True,
-        cell=lambda row, _: Bytes(row.saved or 0),
-    ),
+    field("outcome", "at this size", TEXT, 95, "whether it fits with this remedy alone"),
+    field("peak", "needs then", BYTES, 90, "the least that the allocator needs with it", nullable=True),
+    field("saved", "saves", BYTES, 98, "how much less the allocator needs", nullable=True),
     field("reason"),
+    cell={
+        "name": lambda row, _: Label(row.name, hint=row.title),
+        "outcome": lambda row, _: OUTCOMES[row.outcome],
+        "peak": lambda row, _: Bytes(row.peak or 0),
+        "saved": lambda row, _: Bytes(row.saved or 0),
+    },
 )
 
 
@@ -316,15 +255,8 @@ class Fit(Answer):
         """The fields of its rows; the batch only where it was searched at several."""
         return FIT_FIELDS if any(row.batch is not None for row in self.fit_rows) else FIT_FIELDS.without("batch")
 
-    @property
-    def rows(self) -> DataFrame:
-        """One row per scenario and GPU; sizes are counts, everything else is bytes."""
-        return self.tables()["rows"].frame()
-
-    @property
-    def remedies(self) -> DataFrame:
-        """One row per remedy that was tried; empty where none was."""
-        return self.tables()["remedies"].frame()
+    rows = TableFrame("rows", "One row per scenario and GPU; sizes are counts, everything else is bytes.")
+    remedies = TableFrame("remedies", "One row per remedy that was tried; empty where none was.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,9 +302,8 @@ def gpus_in_words(budgets: Iterable[Budget]) -> tuple[str, ...]:
     """Each kind of GPU, with the numbers of them: ``1 to 128 x H100 80GB``."""
     numbers: dict[str, list[int]] = {}
     for budget in budgets:
-        numbers.setdefault(budget.one if budget.parallel else budget.name, []).append(
-            budget.gpus if budget.parallel else 0
-        )
+        name, gpus = (budget.one, budget.gpus) if budget.parallel else (budget.name, 0)
+        numbers.setdefault(name, []).append(gpus)
     return tuple(
         f"{min(of):,} to {max(of):,} x {one}" if min(of) < max(of) else f"{of[0]:,} x {one}" if of[0] else one
         for one, of in numbers.items()

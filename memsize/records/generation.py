@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field as attribute
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.fields import BYTES, COUNT, SCENARIO, TEXT, Fields, FlatTable, field
 from memsize.records.finding import Finding
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, GpuEstimate
 from memsize.records.trace import InputTensor, Trace
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 class CachedLayers(NamedTuple):
@@ -83,22 +80,6 @@ class GenerationRow:
         return None if self.estimate is None else self.estimate.shortage is None
 
 
-def _device_low(row: GenerationRow) -> int | None:
-    return row.estimate.device.low if row.estimate else None
-
-
-def _device_high(row: GenerationRow) -> int | None:
-    return row.estimate.device.high if row.estimate else None
-
-
-def _per_token(row: GenerationRow, _: object) -> int | None:
-    return None if row.estimate is None else row.per_token // row.batch
-
-
-def _fits(row: GenerationRow, _: object) -> str | None:
-    return None if row.fits is None else "yes" if row.fits else "no"
-
-
 GENERATION_FIELDS: Final = Fields[GenerationRow](
     SCENARIO,
     field("batch", "batch", COUNT, 99, "sequences at once", is_key=True),
@@ -106,73 +87,38 @@ GENERATION_FIELDS: Final = Fields[GenerationRow](
     field("new", "new", COUNT, 60, "tokens that are generated after it", is_key=True, alone="new tokens"),
     field("weights", "weights", BYTES, 90, "parameters and buffers"),
     field("assistant_weights", kind=BYTES, get=lambda row: row.assistant),
-    field(
-        "prefill_peak",
-        "prefill",
-        BYTES,
-        92,
-        "the most that is alive while the prompt is read",
-        get=lambda row: row.prefill.peak,
-        key="prefill",
-    ),
+    field("prefill_peak", "prefill", BYTES, 92, "the most that is alive while the prompt is read", key="prefill"),
     field("after_prefill", kind=BYTES, get=lambda row: row.prefill.end),
-    field(
-        "decode_peak",
-        "decode",
-        BYTES,
-        91,
-        "the most that is alive in the steps after it",
-        get=lambda row: row.decode.peak,
-        key="decode",
-    ),
+    field("decode_peak", "decode", BYTES, 91, "the most that is alive in the steps after it", key="decode"),
     field("after_decode", kind=BYTES, get=lambda row: row.decode.end),
     field("kv_cache", "KV cache", BYTES, 95, "the cache of all sequences at the end", get=lambda row: row.cache),
-    field(
-        "kv_per_token",
-        "bytes per token",
-        BYTES,
-        85,
-        "what one more token of one sequence adds to it",
-        get=lambda row: row.per_token,
-        cell=_per_token,
-        key="per_token",
-        drawn=COUNT,
-    ),
+    field("kv_per_token", "bytes per token", BYTES, 85, "what one more token of one sequence adds to it", drawn=COUNT),
     field("kv_per_sequence", kind=BYTES, get=lambda row: row.per_sequence),
-    field(
-        "kv_on_host",
-        "on the host",
-        BYTES,
-        94,
-        "what of the cache is on the host at the end",
-        get=lambda row: row.hosted,
-        key="hosted",
-    ),
+    field("kv_on_host", "on the host", BYTES, 94, "what of the cache is on the host at the end", key="hosted"),
     field("pinned", kind=BYTES),
     field("transient", "for a moment", BYTES, 70, "what a decode step needs beyond what stays"),
     field("requested", kind=BYTES, get=lambda row: row.estimate and row.estimate.requested),
     field("allocated", kind=BYTES, get=lambda row: row.estimate and row.estimate.allocated),
-    field(
-        "reserved",
-        "reserved",
-        BYTES,
-        88,
-        "the allocator's segments at their peak",
-        get=lambda row: row.estimate and row.estimate.reserved,
-    ),
-    field(
-        "device_from",
-        "device from",
-        BYTES,
-        75,
-        "what nvidia-smi would show, at least",
-        get=_device_low,
-        key="device_low",
-    ),
-    field("device_to", "to", BYTES, 75, "and at most", get=_device_high, key="device_high", beside="device_low"),
-    field("fits", "fits", TEXT, 97, "whether it fits the GPU", cell=_fits),
+    field("reserved", "reserved", BYTES, 88, "the allocator's segments at their peak"),
+    field("device_from", "device from", BYTES, 75, "what nvidia-smi would show, at least", key="device_low"),
+    field("device_to", "to", BYTES, 75, "and at most", key="device_high", beside="device_low"),
+    field("fits", "fits", TEXT, 97, "whether it fits the GPU"),
     field("exact"),
     field("reason"),
+    get={
+        "prefill_peak": lambda row: row.prefill.peak,
+        "decode_peak": lambda row: row.decode.peak,
+        "kv_per_token": lambda row: row.per_token,
+        "kv_on_host": lambda row: row.hosted,
+        "reserved": lambda row: row.estimate and row.estimate.reserved,
+        "device_from": lambda row: row.estimate and row.estimate.device.low,
+        "device_to": lambda row: row.estimate and row.estimate.device.high,
+    },
+    cell={
+        "kv_per_token": lambda row, _: None if row.estimate is None else row.per_token // row.batch,
+        "fits": lambda row, _: None if row.fits is None else "yes" if row.fits else "no",
+    },
+    key={"kv_per_token": "per_token"},
     lacks=lambda row: row.estimate is None,
 )
 
@@ -197,15 +143,8 @@ CACHE_FIELDS: Final = Fields[CachedRow](
     field("kind", "layers of", TEXT, 100, "what the layer keeps of past tokens", get=lambda pair: pair.cached.kind),
     field("layers", "layers", COUNT, 95, "how many such layers there are", get=lambda pair: pair.cached.layers),
     field("bytes", "hold", BYTES, 98, "bytes for one sequence at the end", get=lambda pair: pair.cached.bytes),
-    field(
-        "per_token",
-        "bytes per token",
-        BYTES,
-        97,
-        "what one more token adds",
-        get=lambda pair: pair.cached.per_token,
-        drawn=COUNT,
-    ),
+    field("per_token", "bytes per token", BYTES, 97, "what one more token adds", drawn=COUNT),
+    get={"per_token": lambda pair: pair.cached.per_token},
 )
 
 
@@ -242,12 +181,5 @@ class GenerationReport(Answer):
         layers = (CachedRow(row, kind) for row in self.generation_rows for kind in row.layers)
         return {"rows": GENERATION_FIELDS.flat(self.generation_rows), "cache": CACHE_FIELDS.flat(layers)}
 
-    @property
-    def rows(self) -> DataFrame:
-        """One row per scenario, batch and prompt; all sizes in bytes."""
-        return self.tables()["rows"].frame()
-
-    @property
-    def cache(self) -> DataFrame:
-        """One row per kind of layer in each row's cache: bytes for one sequence."""
-        return self.tables()["cache"].frame()
+    rows = TableFrame("rows", "One row per scenario, batch and prompt; all sizes in bytes.")
+    cache = TableFrame("cache", "One row per kind of layer in each row's cache: bytes for one sequence.")

@@ -106,18 +106,11 @@ class StreamShare(NamedTuple):
 
 
 STREAM_FIELDS: Final = Fields[StreamShare](
-    field(
-        "stream",
-        "stream",
-        NAME,
-        100,
-        "the default one, or what is allocated on it",
-        get=lambda row: row.name,
-        cell=lambda row, _: Label(row.name),
-    ),
+    field("stream", "stream", NAME, 100, "the default one, or what is allocated on it", get=lambda row: row.name),
     field("role", "mostly", TEXT, 90, "what most of it is for", drawn=ROLE, alone="role"),
     field("requested", "holds at most", BYTES, 98, "live bytes at its own peak"),
     field("reserved", "reserved", BYTES, 99, "its segments when those of all streams are at their peak"),
+    cell={"stream": lambda row, _: Label(row.name)},
 )
 
 TRAFFIC_FIELDS: Final = Fields[Traffic](

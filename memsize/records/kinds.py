@@ -6,7 +6,7 @@ are needed: listing the kinds imports none of them, and showing one answer impor
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple
 
 
@@ -28,22 +28,17 @@ class AnswerKind(NamedTuple):
     @property
     def record_type(self) -> Any:
         """The class of its record. It is imported now."""
-        return _imported(f"memsize.{self.record}")
+        return resolve_name(f"memsize.{self.record}")
 
     @property
     def document_type(self) -> Any:
         """The class of its document. It is imported now."""
-        return _imported(f"memsize.documents.{self.document}")
+        return resolve_name(f"memsize.documents.{self.document}")
 
     @property
     def reader(self) -> str:
         """The hint how to read a saved run of this kind: by its command, or by `memsize.load` for a comparison."""
         return f"memsize {self.command} shows it" if self.name != "comparison" else "memsize.load reads it"
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
 
 
 _ENTRIES: Final = (

@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
-from memsize.records.answer import Answer
+from memsize.records.aggregates import nearest
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Cell, Path, Specs, Words
 from memsize.records.fields import BYTES, COUNT, NAME, SPECS, TEXT, WORDS, Fields, FlatTable, field
 from memsize.records.finding import Finding
 from memsize.records.trace import InputTensor, TensorSpec
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 Format = Literal["channels last", "row-major", "either", "other"]
 """The memory format of an image (4-D) or volume (5-D). "either" is both at once: one channel, or one pixel; "other" is
@@ -130,29 +129,18 @@ class AuditRow(NamedTuple):
 def audit_rows(audit: Audit, layers: Iterable[LayerFormats]) -> tuple[AuditRow, ...]:
     """Return a row for each of `layers`. Losses and copies of others are added to the nearest layer above them."""
     shown = {layer.path: layer for layer in layers}
-    last, plain = (_copied(run.copies, shown) for run in (audit.last, audit.plain))
+    copied: list[Counter[str]] = []
+    for run in (audit.last, audit.plain):
+        sizes: Counter[str] = Counter()
+        for copy in run.copies:
+            sizes[nearest(copy.layer, shown)] += copy.bytes
+        copied.append(sizes)
     lost: dict[str, dict[str, None]] = {}
     for loss in audit.last.losses:
-        lost.setdefault(_row_of(loss.layer, shown), {})[loss.op] = None
+        lost.setdefault(nearest(loss.layer, shown), {})[loss.op] = None
     return tuple(
-        AuditRow(layer, tuple(lost.get(path, ())), last.get(path, 0), plain.get(path, 0))
-        for path, layer in shown.items()
+        AuditRow(layer, tuple(lost.get(path, ())), copied[0][path], copied[1][path]) for path, layer in shown.items()
     )
-
-
-def _copied(copies: Iterable[Copy], paths: Container[str]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for copy in copies:
-        row = _row_of(copy.layer, paths)
-        sizes[row] = sizes.get(row, 0) + copy.bytes
-    return sizes
-
-
-def _row_of(path: str, paths: Container[str]) -> str:
-    """The row that a layer is in: its own, or that of the nearest layer above it that is shown."""
-    while path and path not in paths:
-        path = path.rpartition(".")[0]
-    return path
 
 
 def _joined(formats: Iterable[object]) -> str:
@@ -173,104 +161,48 @@ def _path(path: str) -> Cell:
 
 
 LAYER_FIELDS: Final = Fields[AuditRow](
-    field(
-        "path",
-        "layer",
-        NAME,
-        100,
-        "its path in the model",
-        get=lambda row: row.layer.path,
-        cell=lambda row, _: _path(row.layer.path),
-        key="layer",
-    ),
+    field("path", "layer", NAME, 100, "its path in the model", get=lambda row: row.layer.path, key="layer"),
     field("type", "type", TEXT, 90, "its class", get=lambda row: row.layer.type),
     field("depth", kind=COUNT, get=lambda row: row.layer.depth),
     field("calls", kind=COUNT, get=lambda row: row.layer.calls),
-    field(
-        "output",
-        "output",
-        SPECS,
-        70,
-        "the tensors that it returns",
-        get=lambda row: ", ".join(map(str, row.layer.specs)),
-        cell=lambda row, _: Specs(row.layer.specs),
-    ),
-    field(
-        "parameters",
-        "weights",
-        WORDS,
-        75,
-        "how its own weights lie",
-        get=lambda row: _joined(row.layer.parameters),
-        cell=lambda row, _: _words(row.layer.parameters),
-    ),
-    field(
-        "inputs",
-        "given",
-        WORDS,
-        85,
-        "how the images lie that it is given",
-        get=lambda row: _joined(row.layer.inputs),
-        cell=lambda row, _: _words(row.layer.inputs),
-        alone="inputs given",
-    ),
-    field(
-        "outputs",
-        "returned",
-        WORDS,
-        95,
-        "how the images lie that it returns",
-        get=lambda row: _joined(row.layer.outputs),
-        cell=lambda row, _: _words(row.layer.outputs),
-    ),
-    field(
-        "lost_at",
-        "lost at",
-        WORDS,
-        94,
-        "the op in it that loses channels last",
-        get=lambda row: _joined(row.lost),
-        cell=lambda row, _: Words(row.lost),
-        key="lost",
-    ),
-    field("copied_bytes", "copied", BYTES, 96, "bytes that it copies to rearrange tensors", key="copied", adds=True),
-    field(
-        "row_major_copied_bytes",
-        "if row-major",
-        BYTES,
-        80,
-        "the same when nothing is converted",
-        key="before",
-        adds=True,
-    ),
+    field("output", "output", SPECS, 70, "the tensors that it returns"),
+    field("parameters", "weights", WORDS, 75, "how its own weights lie", get=lambda row: _joined(row.layer.parameters)),
+    field("inputs", "given", WORDS, 85, "how the images lie that it is given", alone="inputs given"),
+    field("outputs", "returned", WORDS, 95, "how the images lie that it returns"),
+    field("lost_at", "lost at", WORDS, 94, "the op in it that loses channels last", key="lost"),
+    field("copied_bytes", "copied", BYTES, 96, "bytes that it copies to rearrange tensors", key="copied"),
+    field("row_major_copied_bytes", "if row-major", BYTES, 80, "the same when nothing is converted", key="before"),
+    get={
+        "output": lambda row: ", ".join(map(str, row.layer.specs)),
+        "inputs": lambda row: _joined(row.layer.inputs),
+        "outputs": lambda row: _joined(row.layer.outputs),
+        "lost_at": lambda row: _joined(row.lost),
+    },
+    cell={
+        "path": lambda row, _: _path(row.layer.path),
+        "output": lambda row, _: Specs(row.layer.specs),
+        "parameters": lambda row, _: _words(row.layer.parameters),
+        "inputs": lambda row, _: _words(row.layer.inputs),
+        "outputs": lambda row, _: _words(row.layer.outputs),
+        "lost_at": lambda row, _: Words(row.lost),
+    },
+    adds=("copied_bytes", "row_major_copied_bytes"),
 )
 
 COPY_FIELDS: Final = Fields[Copy](
     field("layer", "layer", NAME, 100, "the layer that copies", cell=lambda copy, _: _path(copy.layer)),
     field("op", "op", TEXT, 90, "the op that copies"),
-    field(
-        "tensor",
-        "tensor",
-        SPECS,
-        80,
-        "what is copied",
-        get=lambda copy: str(copy.tensor),
-        cell=lambda copy, _: Specs((copy.tensor,)),
-    ),
+    field("tensor", "tensor", SPECS, 80, "what is copied", get=lambda copy: str(copy.tensor)),
     field("before", "from", TEXT, 85, "how it lay", cell=lambda copy, _: _strided(copy.before)),
     field("after", "to", TEXT, 85, "how the copy lies", cell=lambda copy, _: _strided(copy.after)),
     field("bytes", "copied", BYTES, 95, "bytes of the copy"),
-    field(
-        "hidden",
-        "as",
-        TEXT,
-        60,
-        "an op of the model, or inside a kernel that frees it again",
-        cell=lambda copy, _: "in the kernel" if copy.hidden else "an op",
-        key="kind",
-        alone="kind of copy",
-    ),
+    field("hidden", "as", TEXT, 60, "an op of the model, or inside a kernel that frees it again", key="kind"),
     field("place", "at", TEXT, 88, "the line of code that asked for it", alone="line"),
+    cell={
+        "tensor": lambda copy, _: Specs((copy.tensor,)),
+        "hidden": lambda copy, _: "in the kernel" if copy.hidden else "an op",
+    },
+    alone={"hidden": "kind of copy"},
 )
 COPY_TABLE: Final = ("layer", "op", "tensor", "before", "after", "hidden", "place", "bytes")
 """The fields of a copy in the order of the table that documents show."""
@@ -298,12 +230,5 @@ class LayoutReport(Answer):
             "copies": COPY_FIELDS.flat(self.audit.last.copies),
         }
 
-    @property
-    def layers(self) -> DataFrame:
-        """One row per module. `copied_bytes` are its own and add up to the total, so do `row_major_copied_bytes`."""
-        return self.tables()["layers"].frame()
-
-    @property
-    def copies(self) -> DataFrame:
-        """One row per copy of a format that the forward makes under channels last."""
-        return self.tables()["copies"].frame()
+    layers = TableFrame("layers", "One row per module; copied bytes are its own and add up to the totals.")
+    copies = TableFrame("copies", "One row per copy of a format that the forward makes under channels last.")

@@ -5,8 +5,9 @@ Sizes are bytes. A figure that could not be read is None, and a run that ran out
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -69,7 +70,8 @@ def allocations(log: AllocationLog) -> tuple[Allocation, ...]:
 
     Growing in place is one more allocation; shrinking ends all that a storage has.
     """
-    summit = _summit(log.entries)
+    live = [*accumulate(entry.delta for entry in log.entries)]
+    summit = live.index(max(live)) if max(live, default=0) > 0 else -1
     begun: list[LogEntry] = []
     open_allocations: dict[int, list[int]] = {}
     freed: dict[int, int] = {}
@@ -86,22 +88,6 @@ def allocations(log: AllocationLog) -> tuple[Allocation, ...]:
         Allocation(entry.delta, log.places[entry.place], freed.get(index), index in alive)
         for index, entry in enumerate(begun)
     )
-
-
-def _summit(entries: Iterable[LogEntry]) -> int:
-    """The first entry at which live bytes reach their maximum; -1 if they never exceed those before the log began."""
-    most, place = 0, -1
-    for position, total in enumerate(_running(entries)):
-        if total > most:
-            most, place = total, position
-    return place
-
-
-def _running(entries: Iterable[LogEntry]) -> Iterator[int]:
-    total = 0
-    for entry in entries:
-        total += entry.delta
-        yield total
 
 
 SCHEMA: Final = "memsize.measurement/1"
@@ -165,12 +151,12 @@ class Peaks:
     @classmethod
     def least(cls, several: Sequence[Peaks]) -> Peaks:
         """The smallest of each."""
-        return cls(*(min(figures) for figures in zip(*map(astuple, several), strict=True)))
+        return cls(*map(min, zip(*map(astuple, several), strict=True)))
 
     @classmethod
     def most(cls, several: Sequence[Peaks]) -> Peaks:
         """The largest of each."""
-        return cls(*(max(figures) for figures in zip(*map(astuple, several), strict=True)))
+        return cls(*map(max, zip(*map(astuple, several), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,25 +28,12 @@ class ModuleShare(NamedTuple):
 
 
 MODULE_FIELDS: Final = Fields[ModuleShare](
-    field(
-        "path",
-        "module",
-        NAME,
-        100,
-        "a module with all that is below it",
-        cell=lambda share, _: Label("outside of modules") if share.path is None else Path(share.path),
-        key="module",
-    ),
+    field("path", "module", NAME, 100, "a module with all that is below it", key="module"),
     field("type", "type", TEXT, 50, "its class", get=lambda share: share.type or None),
-    field(
-        "total",
-        "at the peak",
-        BYTES,
-        99,
-        "what it holds at the peak of the run",
-        get=lambda share: sum(share.roles.values()),
-    ),
+    field("total", "at the peak", BYTES, 99, "what it holds at the peak of the run"),
     field("most", "at most", BYTES, 70, "the most that it holds at any moment"),
+    get={"total": lambda share: sum(share.roles.values())},
+    cell={"path": lambda share, _: Label("outside of modules") if share.path is None else Path(share.path)},
 )
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Final, Literal, NamedTuple
 from memsize.records.answer import Answer
 from memsize.records.cells import Label
 from memsize.records.fields import BYTES, COUNT, NAME, PATH, TEXT, Fields, FlatTable, field, role_fields
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, moment_in_words
 from memsize.records.gpu import GpuEstimate
 from memsize.records.program import ProgramRun
 from memsize.records.schema import NotEmpty
@@ -63,37 +63,17 @@ GROUP_FIELDS: Final = Fields[RankGroup](
     field("ranks", "ranks", NAME, 100, "those that hold the same", cell=lambda group, _: Label(spans(group.ranks))),
     field("ran", "run", TEXT, 60, "those of them that were run", get=lambda group: spans(group.ran)),
     field("requested", "tensors", BYTES, 98, "live bytes at the peak", get=lambda group: group.run.peak.requested),
-    field(
-        "reserved",
-        "reserved",
-        BYTES,
-        97,
-        "the allocator's segments at their peak",
-        get=lambda group: group.run.peak.reserved,
-    ),
-    field(
-        "device",
-        "GPU, at most",
-        BYTES,
-        99,
-        "what the GPU shows at the peak, at most",
-        get=lambda group: group.run.peak.device.high,
-    ),
-    field("phase", "in", TEXT, 96, "when the peak is", get=lambda group: _phase(group.run.peak), alone="phase"),
-    field(
-        "layer",
-        "at",
-        PATH,
-        70,
-        "the layer that runs then",
-        get=lambda group: group.run.peak.peak_layer or None,
-        alone="layer",
-    ),
+    field("reserved", "reserved", BYTES, 97, "the allocator's segments at their peak"),
+    field("device", "GPU, at most", BYTES, 99, "what the GPU shows at the peak, at most"),
+    field("phase", "in", TEXT, 96, "when the peak is", alone="phase"),
+    field("layer", "at", PATH, 70, "the layer that runs then", alone="layer"),
+    get={
+        "reserved": lambda group: group.run.peak.reserved,
+        "device": lambda group: group.run.peak.device.high,
+        "phase": lambda group: moment_in_words(group.run.peak.peak_phase, None, group.run.peak.peak_step),
+        "layer": lambda group: group.run.peak.peak_layer or None,
+    },
 )
-
-
-def _phase(peak: GpuEstimate) -> str:
-    return f"{peak.peak_phase} {peak.peak_step}" if peak.peak_step else peak.peak_phase
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 from memsize.errors import UnknownOutputError
 from memsize.records.aggregates import Row, Totals, own_rows, stored_dtypes, totals
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Label, Missing, Words, share_of
 from memsize.records.fields import (
     BYTES,
@@ -72,9 +72,7 @@ class ScenarioResult:
 
     def share(self, name: str, baseline: Totals | None) -> float | None:
         """A figure as a share of the baseline's; None when either is missing or the baseline's is 0."""
-        figure = self.figure(name)
-        whole = baseline and getattr(baseline, name)
-        return figure / whole if figure is not None and whole else None
+        return share_of(self.figure(name), getattr(baseline, name) if baseline else None)
 
 
 class ScenarioRow(NamedTuple):
@@ -88,21 +86,11 @@ def _figure(
     name: str, key: str, title: str, weight: int, hint: str, share_weight: int = 0, role: Role | None = None
 ) -> tuple[Field[ScenarioRow], Field[ScenarioRow]]:
     """A figure of `Totals`, and its share of float32's, which documents show where it has a weight."""
-    share = "% of fp32" if share_weight else ""
+    share: Any = {"get": lambda row: row.result.share(name, row.baseline), "key": f"{key}_of_fp32", "beside": key}
+    title_of_share = "% of fp32" if share_weight else ""
     return (
-        field(
-            name, title, BYTES, weight, hint, get=lambda row: row.result.figure(name), key=key, role=role, nullable=True
-        ),
-        field(
-            f"{name}_of_fp32",
-            share,
-            SHARE,
-            share_weight,
-            f"{title} ÷ fp32's",
-            get=lambda row: row.result.share(name, row.baseline),
-            key=f"{key}_of_fp32",
-            beside=key,
-        ),
+        field(name, title, BYTES, weight, hint, get=lambda row: row.result.figure(name), key=key, role=role),
+        field(f"{name}_of_fp32", title_of_share, SHARE, share_weight, f"{title} ÷ fp32's", **share),
     )
 
 
@@ -129,19 +117,12 @@ SHARES: Final = tuple(share.name for _, share in _FIGURE_FIELDS)
 """Their shares of float32's."""
 
 SCENARIO_FIELDS: Final = Fields[ScenarioRow](
-    field(
-        "name",
-        "scenario",
-        NAME,
-        100,
-        SCENARIO.help,
-        get=lambda row: row.result.name,
-        cell=lambda row, _: row.result.label,
-        key="scenario",
-    ),
+    field("name", "scenario", NAME, 100, SCENARIO.help, get=lambda row: row.result.name, key="scenario"),
     field("status", get=lambda row: row.result.status),
     field("reason", get=lambda row: row.result.reason),
     *chain.from_iterable(_FIGURE_FIELDS),
+    cell={"name": lambda row, _: row.result.label},
+    nullable=FIGURES,
     lacks=lambda row: row.result.totals is None,
     missing=lambda row: Missing(row.result.reason or row.result.status),
 )
@@ -211,20 +192,14 @@ class Report(Answer):
             "tensors": TENSOR_FIELDS.flat(self.trace.tensors),
         }
 
-    @property
-    def layers(self) -> DataFrame:
-        """One row per module, each with its own figures: columns add up to the totals."""
-        return self.tables()["layers"].frame()
+    layers = TableFrame("layers", "One row per module, each with its own figures: columns add up to the totals.")
 
     @property
     def scenarios(self) -> DataFrame:
         """One row per scenario: its figures in bytes, and each as a share of float32's (``…_of_fp32``)."""
         return self.tables()["scenarios"].frame().set_index("name")
 
-    @property
-    def tensors(self) -> DataFrame:
-        """One row per tensor that the model holds: what it claims to be and what it stores."""
-        return self.tables()["tensors"].frame()
+    tensors = TableFrame("tensors", "One row per tensor that the model holds: what it claims to be and what it stores.")
 
     def plot_layers(self, columns: Sequence[str] = ("stored", "saved"), unit: str | None = None) -> Figure:
         """Columns of bytes of the layer table as a figure of plotly: a treemap each, which one can zoom into.
@@ -245,121 +220,49 @@ def _joined(items: Iterable[object]) -> str:
     return ", ".join(map(str, items))
 
 
+_OUTPUT = "new memory that its outputs take; views and in-place results: 0"
+_SAVED = "what its ops keep for backward, parameters apart"
 _NOTES = "other paths, ties, views, calls, what was never called or used"
 LAYER_FIELDS: Final = Fields[Row](
     field("path", "layer", PATH, 100, "the module's path in the model", key="layer"),
     field("type", "type", TEXT, 60, "its class"),
     field("depth", kind=COUNT),
-    field(
-        "kernel",
-        "kernel",
-        TEXT,
-        21,
-        "the window that it slides over its input",
-        get=lambda row: "×".join(map(str, row.kernel)),
-        optional=True,
-    ),
+    field("kernel", "kernel", TEXT, 21, "the window that it slides over its input"),
     field("input", get=lambda row: _joined(row.inputs)),
-    shown("inputs", "input", SPECS, 22, "every tensor that it is given", key="input", optional=True),
+    shown("inputs", "input", SPECS, 22, "every tensor that it is given", key="input"),
     field("output", get=lambda row: _joined(output.spec for output in row.outputs)),
-    shown(
-        "outputs",
-        "output",
-        SPECS,
-        70,
-        "every tensor that it returns",
-        get=lambda row: [output.spec for output in row.outputs],
-        key="output",
-    ),
-    field("calls", "calls", COUNT, 20, "how often it was called", optional=True),
-    field("parameters", "parameters", COUNT, 80, "elements of its own parameters, tied ones once", adds=True),
-    field("trainable", "trainable", COUNT, 23, "those of them that require a gradient", optional=True, adds=True),
-    shown(
-        "parameters_share",
-        "% of parameters",
-        SHARE,
-        24,
-        "its part of the model's parameters",
-        cell=lambda row, whole: share_of(row.parameters, whole.parameters),
-        key="share",
-        optional=True,
-        adds=True,
-    ),
-    field(
-        "stored_as",
-        "stored as",
-        WORDS,
-        50,
-        "the dtypes in which its parameters are stored",
-        get=lambda row: _joined(row.dtypes),
-        cell=lambda row, _: Words(row.dtypes),
-        key="dtype",
-    ),
-    field(
-        "parameter_bytes", "stored", BYTES, 95, "bytes of its own parameters", key="stored", role="parameter", adds=True
-    ),
-    field("buffer_bytes", "buffers", BYTES, 62, "bytes of its own buffers", key="buffers", role="buffer", adds=True),
-    field(
-        "attribute_bytes",
-        "not registered",
-        BYTES,
-        88,
-        "bytes of tensors that it holds as plain attributes",
-        key="unregistered",
-        adds=True,
-    ),
-    field("cast_bytes", "cast copies", BYTES, 65, _CAST, key="cast", role="cast copy", adds=True),
-    field(
-        "output_bytes",
-        "new output",
-        BYTES,
-        85,
-        "new memory that its outputs take; views and in-place results: 0",
-        key="new",
-        role="output",
-        adds=True,
-    ),
-    field(
-        "saved_bytes",
-        "kept for backward",
-        BYTES,
-        90,
-        "what its ops keep for backward, parameters apart",
-        key="saved",
-        role="activation",
-        adds=True,
-    ),
-    field(
-        "multiply_adds",
-        "multiply-adds",
-        COUNT,
-        25,
-        "those of its products and convolutions",
-        key="mult_adds",
-        optional=True,
-        adds=True,
-    ),
-    shown(
-        "multiply_adds_share",
-        "% of multiply-adds",
-        SHARE,
-        24,
-        "its part of those of the forward",
-        cell=lambda row, whole: share_of(row.multiply_adds, whole.multiply_adds),
-        key="mult_adds_share",
-        optional=True,
-        adds=True,
-    ),
-    field(
-        "marks",
-        "notes",
-        WORDS,
-        92,
-        _NOTES,
-        get=lambda row: _joined(row.marks),
-        cell=lambda row, _: Words(row.marks),
-        key="notes",
-    ),
+    shown("outputs", "output", SPECS, 70, "every tensor that it returns", key="output"),
+    field("calls", "calls", COUNT, 20, "how often it was called"),
+    field("parameters", "parameters", COUNT, 80, "elements of its own parameters, tied ones once"),
+    field("trainable", "trainable", COUNT, 23, "those of them that require a gradient"),
+    shown("parameters_share", "% of parameters", SHARE, 24, "its part of the model's parameters", key="share"),
+    field("stored_as", "stored as", WORDS, 50, "the dtypes in which its parameters are stored", key="dtype"),
+    field("parameter_bytes", "stored", BYTES, 95, "bytes of its own parameters", key="stored", role="parameter"),
+    field("buffer_bytes", "buffers", BYTES, 62, "bytes of its own buffers", key="buffers", role="buffer"),
+    field("attribute_bytes", "not registered", BYTES, 88, "bytes of tensors that it holds as plain attributes"),
+    field("cast_bytes", "cast copies", BYTES, 65, _CAST, key="cast", role="cast copy"),
+    field("output_bytes", "new output", BYTES, 85, _OUTPUT, key="new", role="output"),
+    field("saved_bytes", "kept for backward", BYTES, 90, _SAVED, key="saved", role="activation"),
+    field("multiply_adds", "multiply-adds", COUNT, 25, "those of its products and convolutions", key="mult_adds"),
+    shown("multiply_adds_share", "% of multiply-adds", SHARE, 24, "its part of those of the forward"),
+    field("marks", "notes", WORDS, 92, _NOTES, get=lambda row: _joined(row.marks), key="notes"),
+    get={
+        "kernel": lambda row: "×".join(map(str, row.kernel)),
+        "outputs": lambda row: [output.spec for output in row.outputs],
+        "stored_as": lambda row: _joined(row.dtypes),
+    },
+    cell={
+        "parameters_share": lambda row, whole: share_of(row.parameters, whole.parameters),
+        "stored_as": lambda row, _: Words(row.dtypes),
+        "multiply_adds_share": lambda row, whole: share_of(row.multiply_adds, whole.multiply_adds),
+        "marks": lambda row, _: Words(row.marks),
+    },
+    key={"attribute_bytes": "unregistered", "multiply_adds_share": "mult_adds_share"},
+    optional="kernel inputs calls trainable parameters_share multiply_adds multiply_adds_share".split(),
+    adds=(
+        "parameters trainable parameters_share parameter_bytes buffer_bytes attribute_bytes cast_bytes output_bytes "
+        "saved_bytes multiply_adds multiply_adds_share"
+    ).split(),
 )
 """The fields of a layer in the order of the layer table; the totals of the report are their answer."""
 

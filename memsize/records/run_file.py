@@ -89,7 +89,8 @@ def read_run(path: str | os.PathLike[str], record_of: Callable[[str], type | Non
     try:
         return coder(record).read(data["answer"])
     except (KeyError, TypeError, ValueError, RecursionError, InputError) as error:
-        raise InputError(f"{path} is damaged: {_first_line(error)}") from None
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{path} is damaged: {why}") from None
 
 
 def read_data(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -121,7 +122,3 @@ def read_data(path: str | os.PathLike[str]) -> dict[str, Any]:
     if int(number) > NEWEST:
         raise InputError(f"{path} was saved by memsize {version:.20}, which is newer than this one ({VERSION})")
     return cast(dict[str, Any], data)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

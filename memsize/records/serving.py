@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field as attribute
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypedDict
+from operator import attrgetter
+from typing import Any, ClassVar, Final, NamedTuple, TypedDict
 
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Cell
 from memsize.records.fields import BYTES, COUNT, SCENARIO, TEXT, Field, Fields, FlatTable, Kind, field
 from memsize.records.finding import Finding
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, Interval
 from memsize.units import Bytes
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 class LayerGroup(NamedTuple):
@@ -90,35 +88,28 @@ class ServingRow:
 _NO_CACHE: Final = Paged(_NOTHING, 0, 0, _NOTHING, _NOTHING, Concurrency(0, 0))
 
 
-def _paged(read: Callable[[Paged], Any], draw: Callable[[Paged], Cell]) -> dict[str, Any]:
-    """The getters of a figure of the paged cache; without one files have None, documents 0."""
+def _end(figure: str, draw: Callable[[Any], Cell]) -> dict[str, Any]:
+    """The getters of one end of an interval of `Paged`; without one files have None, documents 0."""
+    read = attrgetter(figure)
     return {
         "get": lambda row: None if row.paged is None else read(row.paged),
-        "cell": lambda row, _: None if row.reason is not None else draw(row.paged or _NO_CACHE),
+        "cell": lambda row, _: None if row.reason is not None else draw(read(row.paged or _NO_CACHE)),
     }
 
 
-_FROM: Final = {
-    "kv_cache": _paged(lambda paged: paged.available.low, lambda paged: Bytes(paged.available.low)),
-    "blocks": _paged(lambda paged: paged.blocks.low, lambda paged: paged.blocks.low),
-    "tokens": _paged(lambda paged: paged.tokens.low, lambda paged: paged.tokens.low),
-    "concurrency": _paged(lambda paged: paged.concurrency.low, lambda paged: paged.concurrency.texts()[0]),
-}
-_TO: Final = {
-    "kv_cache": _paged(lambda paged: paged.available.high, lambda paged: Bytes(paged.available.high)),
-    "blocks": _paged(lambda paged: paged.blocks.high, lambda paged: paged.blocks.high),
-    "tokens": _paged(lambda paged: paged.tokens.high, lambda paged: paged.tokens.high),
-    "concurrency": _paged(lambda paged: paged.concurrency.high, lambda paged: paged.concurrency.texts()[1]),
-}
-
-
-def _interval(key: str, title: str, kind: Kind, weight: int, hint: str) -> tuple[Field[ServingRow], Field[ServingRow]]:
+def _interval(
+    key: str, title: str, kind: Kind, weight: int, hint: str, *, figure: str = "", draw: Callable[[Any], Cell] = int
+) -> tuple[Field[ServingRow], Field[ServingRow]]:
     """Both ends of an interval, beside one another."""
+    low, high = (_end(f"{figure or key}.{end}", draw) for end in ("low", "high"))
     return (
-        field(f"{key}_from", title, kind, weight, hint, key=key, **_FROM[key]),
-        field(f"{key}_to", "to", kind, weight, "and at most", key=f"{key}_high", beside=key, **_TO[key]),
+        field(f"{key}_from", title, kind, weight, hint, key=key, **low),
+        field(f"{key}_to", "to", kind, weight, "and at most", key=f"{key}_high", beside=key, **high),
     )
 
+
+_CACHE_HINT: Final = "what is left for the cache, at least"
+_CONCURRENCY_HINT: Final = "requests of the whole context at once, at least"
 
 SERVING_FIELDS: Final = Fields[ServingRow](
     SCENARIO,
@@ -126,11 +117,11 @@ SERVING_FIELDS: Final = Fields[ServingRow](
     field("profile", "step", BYTES, 97, "what the largest step needs beyond them"),
     field("non_torch_from", kind=BYTES, get=lambda row: row.non_torch.low),
     field("non_torch_to", kind=BYTES, get=lambda row: row.non_torch.high),
-    *_interval("kv_cache", "KV cache from", BYTES, 96, "what is left for the cache, at least"),
+    *_interval("kv_cache", "KV cache from", BYTES, 96, _CACHE_HINT, figure="available", draw=Bytes),
     field("block_bytes", kind=BYTES, get=lambda row: row.paged and row.paged.block_bytes),
     *_interval("blocks", "blocks from", COUNT, 80, "blocks of the cache, at least"),
     *_interval("tokens", "tokens from", COUNT, 95, "tokens that they hold, at least"),
-    *_interval("concurrency", "requests from", COUNT, 93, "requests of the whole context at once, at least"),
+    *_interval("concurrency", "requests from", COUNT, 93, _CONCURRENCY_HINT, draw=_requests),
     field("shortage", kind=BYTES),
     field("reason"),
     lacks=lambda row: row.reason is not None,
@@ -170,12 +161,6 @@ class ServingReport(Answer):
 
     def tables(self) -> dict[str, FlatTable]:
         """`rows`, and `groups`: the layers that share a table of blocks."""
-        return {
-            "rows": SERVING_FIELDS.flat(self.serving_rows),
-            "groups": GROUP_FIELDS.flat(self.groups),
-        }
+        return {"rows": SERVING_FIELDS.flat(self.serving_rows), "groups": GROUP_FIELDS.flat(self.groups)}
 
-    @property
-    def rows(self) -> DataFrame:
-        """One row per scenario; all sizes in bytes."""
-        return self.tables()["rows"].frame()
+    rows = TableFrame("rows", "One row per scenario; all sizes in bytes.")

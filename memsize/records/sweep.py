@@ -1,23 +1,29 @@
-"""`Sweep`: what each cell of a grid of models and settings needs, and whether it fits."""
+"""`Sweep`: what each cell of a grid of models and settings needs, and whether it fits; and the file of its results.
+
+A results file has a line of JSON for each cell, added when it is done. A process that is killed while it writes leaves
+a last line without an end; it is cut off when the file is opened again. A cell's line says what it was made with:
+memsize, torch, and the model's code as far as it is one file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field as attribute
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import Any, BinaryIO, ClassVar, Final, Literal
 
 from memsize import files
 from memsize.errors import OutputError
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Cell, Label, Missing, Path as LayerPath
+from memsize.records.codec import coder
 from memsize.records.fields import BYTES, COUNT, NAME, TEXT, Field, Fields, FlatTable, Kind, field, shown
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval
 from memsize.records.roles import Role, noun
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 Outcome = Literal["fits", "exceeds", "unsure", "failed"]
 """Whether a cell fits its GPU. `unsure`: it depends on what the CUDA context and cuDNN's workspaces take. `failed`: it
@@ -121,10 +127,6 @@ OUTCOMES: Final[Mapping[Outcome, str]] = {"fits": "yes", "exceeds": "no", "unsur
 """What outcomes are called in tables."""
 
 
-def _largest_role(row: SweepRow) -> str | None:
-    return noun(max(row.roles, key=lambda role: row.roles[role])) if row.roles else None
-
-
 SWEEP_FIELDS: Final = Fields[SweepRow](
     field("outcome", "fits", TEXT, 89, "whether it fits the GPU", cell=lambda row, _: OUTCOMES[row.outcome]),
     field("parameters", "parameters", COUNT, 60, "how many parameters the model has", nullable=True),
@@ -133,32 +135,19 @@ SWEEP_FIELDS: Final = Fields[SweepRow](
     field("allocated", kind=BYTES, nullable=True),
     field("reserved", "reserved", BYTES, 88, "what the caching allocator holds at its peak", nullable=True),
     field("device_from", kind=BYTES, get=lambda row: row.device and row.device.low, nullable=True),
-    field(
-        "device_to",
-        "device",
-        BYTES,
-        87,
-        "what nvidia-smi would show, at most",
-        get=lambda row: row.device and row.device.high,
-        key="device",
-        nullable=True,
-    ),
+    field("device_to", "device", BYTES, 87, "what nvidia-smi would show, at most", key="device", nullable=True),
     field("gpu_bytes", kind=BYTES, nullable=True),
     field("left", "left", BYTES, 80, "what is left of the GPU, at least", nullable=True),
-    shown("mostly", "mostly", TEXT, 70, "the role with most bytes at the peak", get=_largest_role),
+    shown("mostly", "mostly", TEXT, 70, "the role with most bytes at the peak"),
     field("phase", "in", TEXT, 68, "the phase of the peak", get=lambda row: row.phase or None, alone="phase"),
-    field(
-        "layer",
-        "at",
-        NAME,
-        50,
-        "the layer of the peak",
-        get=lambda row: row.layer or None,
-        cell=lambda row, _: None if row.device is None else LayerPath(row.layer),
-        alone="layer",
-    ),
+    field("layer", "at", NAME, 50, "the layer of the peak", get=lambda row: row.layer or None, alone="layer"),
     field("seconds"),
     field("reason"),
+    get={
+        "device_to": lambda row: row.device and row.device.high,
+        "mostly": lambda row: noun(max(row.roles, key=lambda role: row.roles[role])) if row.roles else None,
+    },
+    cell={"layer": lambda row, _: None if row.device is None else LayerPath(row.layer)},
     lacks=lambda row: row.device is None,
     missing=lambda row: Missing(row.reason or "failed"),
 )
@@ -207,10 +196,7 @@ class Sweep(Answer):
         gpus = [_GPUS] if "parallel" in self.used else []
         return {"rows": SWEEP_FIELDS.after(*SETTING_FIELDS.only(*self.used), *gpus).flat(self.sweep_rows)}
 
-    @property
-    def rows(self) -> DataFrame:
-        """One row per cell, all sizes in bytes."""
-        return self.tables()["rows"].frame()
+    rows = TableFrame("rows", "One row per cell, all sizes in bytes.")
 
     def to_parquet(self, path: str | Path) -> None:
         """Write the rows to a parquet file; a file that exists is replaced. Raises `OutputError` without pyarrow."""
@@ -223,3 +209,94 @@ class Sweep(Answer):
         except ImportError:
             raise OutputError("parquet files need pyarrow: pip install 'memsize[parquet]'") from None
         return content
+
+
+# -- the file of results ---------------------------------------------------------------------------------------------
+
+_SCHEMA: Final = "memsize.sweep-results/1"
+_HEAD: Final = f'{{"schema": "{_SCHEMA}", '.encode()
+
+
+class ResultsFile:
+    """The lines that a file has, and a way to add some."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file = file
+        self._rows: dict[str, SweepRow] = {}
+        content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        if not (rest := content[len(whole) :]).startswith(_HEAD) and not _HEAD.startswith(rest):
+            raise _foreign(str(path))
+        for number, line in enumerate(whole.splitlines(), 1):
+            key, row = _read(line, f"{path}:{number}")
+            self._rows[key] = row
+        file.truncate(len(whole))
+        file.seek(len(whole))
+
+    def find(self, settings: Mapping[str, object], versions: Mapping[str, str]) -> SweepRow | None:
+        """The row of a cell, if the file has one that was made with the same."""
+        return self._rows.get(_key(settings, versions))
+
+    def add(self, rows: Iterable[tuple[SweepRow, Mapping[str, str]]]) -> None:
+        """Write rows, each with what it was made with, to the file's end. They are on the disk when this returns."""
+        lines = (
+            json.dumps({"schema": _SCHEMA, "made": {**versions}, "row": _CODER.write(row)}) for row, versions in rows
+        )
+        self._file.write("".join(f"{line}\n" for line in lines).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+_CODER: Final = coder(SweepRow)
+
+
+def _key(settings: Mapping[str, object], versions: Mapping[str, str]) -> str:
+    return json.dumps([settings, versions], sort_keys=True, default=str)
+
+
+def _read(line: bytes, where: str) -> tuple[str, SweepRow]:
+    try:
+        match json.loads(line):
+            case {"schema": str(schema), "made": dict(versions), "row": dict(data)} if schema == _SCHEMA:
+                row: SweepRow = _CODER.read(data)
+                return _key(row.settings, versions), row
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise _foreign(where)
+
+
+def _foreign(where: str) -> OutputError:
+    return OutputError(f"{where} is no result of a sweep: name another file with --results")
+
+
+@contextmanager
+def results_file(path: Path, *, fresh: bool = False) -> Iterator[ResultsFile]:
+    """The file at `path`, made where there is none; `fresh` forgets what it has.
+
+    Raises `OutputError` where it cannot be written, holds something else, or another sweep has it open.
+    """
+    try:
+        file: Any = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), "r+b")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from None
+    with file:
+        _lock(file, path)
+        results = ResultsFile(file, path)
+        if fresh:
+            file.truncate(0)
+            file.seek(0)
+            results = ResultsFile(file, path)
+        yield results
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Lock the file against other sweeps until it is closed or the process ends, on systems that have such locks."""
+    with suppress(ImportError):
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(f"another sweep writes to {path}: wait for it, or name another file") from None
+        except OSError:
+            pass  # a file system without locks

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
-from memsize.errors import InputError
 from memsize.records.answer import Renderable
 from memsize.records.fields import BYTES, PATH, TEXT, WORDS, Fields, FlatTable, field
 from memsize.records.gpu import Card, StreamShare
-from memsize.records.roles import ROLES, Role
+from memsize.records.roles import Role
 from memsize.records.trace import Storage
 from memsize.records.world import ALONE, Traffic, World
 
@@ -195,7 +194,8 @@ class Timeline(Renderable):
         timeline: list[Stretch] = []
         for event, (index, change) in enumerate(zip(self.layer, self.delta, strict=True)):
             path, last = cut[index], timeline[-1].layer if timeline else None
-            if timeline and (path == last or (change < 0 and _holds(path, last))):
+            is_free_around = change < 0 and path is not None and last is not None
+            if timeline and (path == last or (is_free_around and (not path or str(last).startswith(f"{path}.")))):
                 timeline[-1] = timeline[-1]._replace(stop=event + 1)
             else:
                 timeline.append(Stretch(path, event, event + 1))
@@ -204,11 +204,6 @@ class Timeline(Renderable):
     def _path(self, event: int) -> str | None:
         index = self.layer[event]
         return self.layers[index] if index >= 0 else None
-
-
-def _holds(path: str | None, inner: str | None) -> bool:
-    """Whether the module at `path` contains the module at `inner`."""
-    return path is not None and inner is not None and (not path or inner.startswith(f"{path}."))
 
 
 class PhaseSummary(NamedTuple):
@@ -227,22 +222,14 @@ class PhaseSummary(NamedTuple):
 
 PHASE_FIELDS: Final = Fields[PhaseSummary](
     field("name", "phase", WORDS, 100, "what the step is doing", get=lambda row: [row.name], key="phase"),
-    field(
-        "steps",
-        "step",
-        WORDS,
-        99,
-        "the steps in which it runs just so",
-        get=lambda row: [str(step) for step in row.steps if step],
-    ),
+    field("steps", "step", WORDS, 99, "the steps in which it runs just so"),
     field("before", "starts with", BYTES, 90, "live bytes before its first event"),
     field("peak", "at most", BYTES, 98, "live bytes at its highest moment", get=lambda row: row.summit.bytes),
     field("allocated", "allocated", BYTES, 70, "the allocator's blocks at that moment"),
     field("reserved", "reserved", BYTES, 72, "the allocator's segments at that moment"),
-    field(
-        "layer", "at", PATH, 95, "the layer that runs at that moment", get=lambda row: row.summit.layer, alone="layer"
-    ),
+    field("layer", "at", PATH, 95, "the layer that runs at that moment", alone="layer"),
     field("op", "op", TEXT, 85, "the op that runs at that moment", get=lambda row: row.summit.op or None),
+    get={"steps": lambda row: [str(step) for step in row.steps if step], "layer": lambda row: row.summit.layer},
 )
 
 
@@ -273,7 +260,13 @@ def step_courses(timeline: Timeline) -> tuple[PhaseSummary, ...]:
         course = course._replace(name=name, steps=(step,), before=timeline.before(phases[0].start))
         key = (name, course.before, course.summit.bytes, *course.summit.roles.items())
         earlier = summaries.get(key)
-        summaries[key] = course if earlier is None else _together(earlier, course)
+        summaries[key] = course
+        if earlier is not None:
+            summaries[key] = earlier._replace(
+                steps=tuple(dict.fromkeys((*earlier.steps, step))),
+                allocated=max(earlier.allocated, course.allocated),
+                reserved=max(earlier.reserved, course.reserved),
+            )
     return tuple(summaries.values())
 
 
@@ -295,12 +288,6 @@ def _settled(phases: Sequence[Phase]) -> dict[tuple[str, int], list[Phase]]:
     return timeline
 
 
-def _together(earlier: PhaseSummary, course: PhaseSummary) -> PhaseSummary:
-    steps = tuple(dict.fromkeys((*earlier.steps, *course.steps)))
-    allocated, reserved = max(earlier.allocated, course.allocated), max(earlier.reserved, course.reserved)
-    return earlier._replace(steps=steps, allocated=allocated, reserved=reserved)
-
-
 def _course(timeline: Timeline, phase: Phase) -> PhaseSummary:
     summit = timeline.summit(phase.start, phase.stop)
     levels = timeline.allocated[summit.event], timeline.reserved[summit.event]
@@ -310,65 +297,10 @@ def _course(timeline: Timeline, phase: Phase) -> PhaseSummary:
 
 
 def to_data(timeline: Timeline) -> dict[str, Any]:
-    """The timeline as data that JSON can hold; `from_data` reads it back.
-
-    `peak` is there for readers who look for nothing else.
-    """
+    """The timeline as data that JSON can hold; `peak` is there for readers who look for nothing else."""
     columns = {field.name: getattr(timeline, field.name) for field in fields(timeline)}
     peak = timeline.peak._asdict() | {"phase": str(timeline.phase_at(timeline.peak.event)) if len(timeline) else None}
     parts = {name: [part._asdict() for part in columns[name]] for name in ("phases", "storages", "segments", "streams")}
     card = {"card": asdict(timeline.card) if timeline.card else None}
     between = {"world": asdict(timeline.world), "collectives": [asdict(entry) for entry in timeline.collectives]}
     return {"schema": SCHEMA, "peak": peak, **columns, **parts, **between, **card}
-
-
-def from_data(data: object) -> Timeline:
-    """Read the timeline that `to_data` wrote; raise `InputError` for data of another kind or version."""
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise InputError(f"not a memsize timeline: expected schema {SCHEMA!r}, found {schema!r}")
-    try:
-        wanted = _READERS.keys() - (_NEW - data.keys())
-        return Timeline(**{name: _READERS[name](data[name]) for name in wanted})
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"not a memsize timeline: {error!r}") from error
-
-
-def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(map(int, values))
-
-
-def _card(fields: Mapping[str, Any]) -> Card:
-    tuples = {name: tuple(fields[name]) for name in ("capability", "aliases")}
-    return Card(**{**fields, **tuples})
-
-
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "model": str,
-    "scenario": str,
-    "layers": tuple,
-    "phases": lambda items: tuple(Phase(**item) for item in items),
-    "op": tuple,
-    "layer": _numbers,
-    "delta": _numbers,
-    "live": lambda roles: {role: _numbers(roles[role]) for role in ROLES if role in roles},
-    "allocated": _numbers,
-    "reserved": _numbers,
-    "assumptions": tuple,
-    "notes": tuple,
-    "stack": str,
-    "storage": _numbers,
-    "address": _numbers,
-    "storages": lambda items: tuple(Storage(**item | {"shape": tuple(item["shape"])}) for item in items),
-    "segments": lambda items: tuple(Segment(**item) for item in items),
-    "lines": tuple,
-    "world": lambda fields: World(**fields),
-    "collectives": lambda items: tuple(Traffic(**item) for item in items),
-    "streams": lambda items: tuple(StreamShare(**item | {"collectives": tuple(item["collectives"])}) for item in items),
-    "torch": str,
-    "card": lambda fields: fields and _card(fields),
-}
-_NEW: Final = frozenset(
-    ("storage", "address", "storages", "segments", "lines", "world", "collectives", "streams", "torch", "card")
-)
-"""What the first files of this version lack."""

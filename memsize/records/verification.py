@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
-from memsize.records.answer import Answer
+from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Cell, Change, Label, Missing, Path, Signed, Words
 from memsize.records.fields import BYTES, CHANGE, NAME, SIGNED, TEXT, WORDS, Fields, FlatTable, field
 from memsize.records.finding import Finding
@@ -24,9 +24,6 @@ from memsize.records.measurement import (
 from memsize.records.run_file import is_run_file, read_run
 from memsize.records.schema import NotEmpty
 from memsize.units import Bytes
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 FIGURES: Final = ("requested", "allocated", "reserved", "device")
 """What is compared: the allocator's peaks, and what the process takes on the device."""
@@ -65,55 +62,25 @@ def _measured(value: Any, cell: Callable[[Any], Cell]) -> Cell:
     return _UNMEASURED if value is None else cell(value)
 
 
+_UP_TO: Final = "the most, where cuDNN's workspaces or the CUDA context are not known"
+
 FIGURE_FIELDS: Final = Fields[FigureComparison](
-    field(
-        "figure", "peak", NAME, 100, "what is compared", cell=lambda row, _: Label(row.figure, hint=_HINTS[row.figure])
-    ),
-    field(
-        "benchmark",
-        "cudnn.benchmark",
-        TEXT,
-        100,
-        "torch.backends.cudnn.benchmark in that run",
-        cell=lambda row, _: "on" if row.benchmark else "off",
-    ),
+    field("figure", "peak", NAME, 100, "what is compared"),
+    field("benchmark", "cudnn.benchmark", TEXT, 100, "torch.backends.cudnn.benchmark in that run"),
     field("predicted", "predicted", BYTES, 98, "the least that memsize says", get=lambda row: row.predicted.low),
-    field(
-        "predicted_most",
-        "up to",
-        BYTES,
-        92,
-        "the most, where cuDNN's workspaces or the CUDA context are not known",
-        get=lambda row: row.predicted.high,
-        cell=lambda row, _: Bytes(row.predicted.high) if row.predicted.high > row.predicted.low else None,
-        key="most",
-    ),
-    field(
-        "measured",
-        "measured",
-        BYTES,
-        99,
-        "what the GPU showed",
-        cell=lambda row, _: _measured(row.measured, Bytes),
-        nullable=True,
-    ),
-    field(
-        "difference",
-        "off by",
-        SIGNED,
-        96,
-        "predicted less measured; nothing inside the interval",
-        cell=lambda row, _: _measured(row.difference, Signed),
-        nullable=True,
-    ),
-    field(
-        "share",
-        "%",
-        CHANGE,
-        95,
-        "the same as a share of what was measured",
-        cell=lambda row, _: _measured(row.share, Change),
-    ),
+    field("predicted_most", "up to", BYTES, 92, _UP_TO, key="most"),
+    field("measured", "measured", BYTES, 99, "what the GPU showed", nullable=True),
+    field("difference", "off by", SIGNED, 96, "predicted less measured; nothing inside the interval", nullable=True),
+    field("share", "%", CHANGE, 95, "the same as a share of what was measured"),
+    get={"predicted_most": lambda row: row.predicted.high},
+    cell={
+        "figure": lambda row, _: Label(row.figure, hint=_HINTS[row.figure]),
+        "benchmark": lambda row, _: "on" if row.benchmark else "off",
+        "predicted_most": lambda row, _: Bytes(row.predicted.high) if row.predicted.high > row.predicted.low else None,
+        "measured": lambda row, _: _measured(row.measured, Bytes),
+        "difference": lambda row, _: _measured(row.difference, Signed),
+        "share": lambda row, _: _measured(row.share, Change),
+    },
 )
 
 
@@ -197,15 +164,10 @@ class Verification(Answer):
             "differences": DIFFERENCE_FIELDS.flat(self.alignment.differences if self.alignment else ()),
         }
 
-    @property
-    def figures(self) -> DataFrame:
-        """One row per figure and run, in bytes."""
-        return self.tables()["figures"].frame()
-
-    @property
-    def differences(self) -> DataFrame:
-        """One row per allocation of the last step that is not as predicted, in their order."""
-        return self.tables()["differences"].frame()
+    figures = TableFrame("figures", "One row per figure and run, in bytes.")
+    differences = TableFrame(
+        "differences", "One row per allocation of the last step that is not as predicted, in order."
+    )
 
     def saved(self, *, logs: bool = True) -> SavedMeasurements:
         """The measurements alone, as a file has them; `logs` keeps the allocations of the last step."""
@@ -243,29 +205,16 @@ class AllocationDifference:
 DIFFERENCE_FIELDS: Final = Fields[AllocationDifference](
     field("difference", "in the real step", TEXT, 95, "what is different there", get=lambda row: row.kind, key="kind"),
     field("phase", "phase", TEXT, 80, "the phase of the step", get=lambda row: row.place.phase),
-    field(
-        "layer",
-        "layer",
-        NAME,
-        100,
-        "the layer that allocates it",
-        get=lambda row: row.place.layer,
-        cell=lambda row, _: "(outside the model)" if row.place.layer is None else Path(row.place.layer),
-    ),
+    field("layer", "layer", NAME, 100, "the layer that allocates it", get=lambda row: row.place.layer),
     field("op", "op", TEXT, 98, "the operation that allocates it", get=lambda row: row.place.op),
     field("predicted", "predicted", BYTES, 97, "its bytes as predicted", nullable=True),
-    field(
-        "measured", "measured", BYTES, 97, "its bytes as measured", get=lambda row: row.real, key="real", nullable=True
-    ),
-    field(
-        "at_peak",
-        "at the peak",
-        WORDS,
-        85,
-        "whether it is alive when most bytes are",
-        cell=lambda row, _: Words(("yes",) if row.at_peak else ()),
-        key="peak",
-    ),
+    field("measured", "measured", BYTES, 97, "its bytes as measured", key="real", nullable=True),
+    field("at_peak", "at the peak", WORDS, 85, "whether it is alive when most bytes are", key="peak"),
+    get={"measured": lambda row: row.real},
+    cell={
+        "layer": lambda row, _: "(outside the model)" if row.place.layer is None else Path(row.place.layer),
+        "at_peak": lambda row, _: Words(("yes",) if row.at_peak else ()),
+    },
 )
 
 

@@ -29,8 +29,8 @@ __all__ = ["FORMATS", "IMAGES", "check_images", "format_of", "image", "pieces", 
 _FORMATS: Final = {
     "text": ("memsize.render.text:draw", (".txt",)),
     "markdown": ("memsize.render.markdown:draw", (".md", ".markdown")),
-    "json": ("memsize.render.json:draw", (".json",)),
-    "csv": ("memsize.render.csv:draw", (".csv",)),
+    "json": ("memsize.render.data:draw_json", (".json",)),
+    "csv": ("memsize.render.data:draw_csv", (".csv",)),
     "html": ("memsize.render.html:page", (".html", ".htm")),
     "notebook": ("memsize.render.html:fragment", ()),
     "github": ("memsize.render.ci_reports:github", ()),
@@ -87,12 +87,15 @@ def pieces(
     _check_unit(unit)
     function, _ = _FORMATS[format]
     shown = document(answer, **view)
-    drawn: str | Iterator[str] = resolve_name(function)(shown, _unit(shown, unit, format), screen)
+    # Sizes in data are exact, whatever the unit of their sentences.
+    unit = unit or (unit_of(shown) if format in _WITH_TABLES else USUAL)
+    drawn: str | Iterator[str] = resolve_name(function)(shown, unit, screen)
     texts = (drawn,) if isinstance(drawn, str) else drawn
     # Whatever a renderer let through: no format needs a control character, but for a terminal's colours.
     if screen.colour:
         return map(painted, texts)
-    return (printable_lines(text, escape=_in_json if format in ("json", "sarif") else None) for text in texts)
+    escape = (lambda character: dumps(character)[1:-1]) if format in ("json", "sarif") else None
+    return (printable_lines(text, escape=escape) for text in texts)
 
 
 def plotted(answer: Renderable, picture: Literal["overview", "layers"], unit: str | None, **view: Any) -> Figure:
@@ -111,7 +114,7 @@ def styler(answer: Renderable, table: str, unit: str) -> Styler:
     tables = answer.tables()
     if table and table not in tables:
         raise UnknownOutputError("table", table, tables)
-    chosen: Styler = resolve_name("memsize.render.styles:draw")(tables[table or next(iter(tables))], unit)
+    chosen: Styler = resolve_name("memsize.render.figures:styled_table")(tables[table or next(iter(tables))], unit)
     return chosen
 
 
@@ -133,18 +136,9 @@ def check_images() -> None:
         raise OutputError(f"a picture needs {' and '.join(missing)}: pip install 'memsize[plots]'")
 
 
-def _unit(shown: Document[Any], unit: str | None, format: str) -> str:
-    """`unit`, or the one that suits what is shown; sizes in data are exact, whatever the unit of their sentences."""
-    return unit or (unit_of(shown) if format in _WITH_TABLES else USUAL)
-
-
 def _check_unit(unit: str | None) -> None:
     if unit is not None and unit not in UNITS | DECIMAL:
         raise UnknownOutputError("unit", unit, UNITS | DECIMAL)
-
-
-def _in_json(character: str) -> str:
-    return dumps(character)[1:-1]
 
 
 def format_of(name: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> str:

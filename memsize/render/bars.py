@@ -52,15 +52,16 @@ def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = Fal
     Marks distinguish the parts, or with `colour` the colours of their roles.
     """
     label = max(LABEL, (width or WIDTH) * 2 // 5) if _plain(bars) else LABEL
-    names = _Column(_names_title(bars, unit, label), tuple(_names(bar, label) for bar in bars.bars))
+    title = printable(f"{bars.title}, {unit}" if bars.kind == "bytes" else bars.title)
+    names = _Column(tuple(textwrap.wrap(title, label)), tuple(_names(bar, label) for bar in bars.bars))
     totals = _Column((), tuple(_draw(bars, bar.total, unit) for bar in bars.bars))
     shown = _shown(bars, unit, (width or WIDTH) - names.width - totals.width - 2 * len(_GAP) - LEAST)
     marks = _marks(bars, shown)
     columns = [_figures(bars, position, unit, f"{marks[position]} ") for position in shown]
     if shown and len(shown) < len(bars.parts):
         columns.append(_others(bars, shown, unit))
-    taken = sum(column.width + len(_GAP) for column in (names, *columns, totals))
-    room = min(max((width or WIDTH) - taken, LEAST), MOST)
+    used = sum(column.width + len(_GAP) for column in (names, *columns, totals))
+    room = min(max((width or WIDTH) - used, LEAST), MOST)
     scale = longest_drawn(bars)
     drawn = [_limited(_bar(bar, marks, scale, room), bars, scale, room) for bar in bars.bars]
     texts = [*_rows([names, *columns], drawn, totals, room)]
@@ -70,7 +71,8 @@ def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = Fal
         )
     yield from (_inked(line, bars, marks, colour) for line in texts)
     if bars.limit:
-        yield _limit(bars, bars.limit, unit)
+        text = f"{printable(bars.limit.title)}: {_draw(bars, bars.limit.size, unit)} {unit}"
+        yield f"{_LIMIT} {text}" if bars.limit.size <= scale else text + taken(bars, bars.limit)
 
 
 def _key(bars: Bars, places: Sequence[int], marks: dict[int, str], width: int, others: bool) -> list[str]:
@@ -113,11 +115,6 @@ def _names(bar: Bar, width: int) -> str:
     # Bars of one model differ in how their names end.
     end = names[0][-_END:]
     return names[0] if columns_of(names[0]) <= width else shorten(names[0], width - columns_of(end)) + end
-
-
-def _names_title(bars: Bars, unit: str, width: int) -> tuple[str, ...]:
-    title = f"{bars.title}, {unit}" if bars.kind == "bytes" else bars.title
-    return tuple(textwrap.wrap(printable(title), width))
 
 
 def _draw(bars: Bars, size: int, unit: str) -> str:
@@ -183,14 +180,6 @@ def _bar(bar: Bar, marks: dict[int, str], scale: int, room: int) -> str:
     lengths = (end - start for start, end in zip([0, *ends], ends, strict=False))
     drawn = "".join(marks.get(position, _OTHER) * length for position, length in zip(order, lengths, strict=True))
     return drawn or (marks.get(order[0], _OTHER) if bar.total else "")
-
-
-def _limit(bars: Bars, limit: Limit, unit: str) -> str:
-    """Describe the limit behind its mark; a limit too far away to be drawn has the share that the longest bar takes."""
-    text = f"{printable(limit.title)}: {_draw(bars, limit.size, unit)} {unit}"
-    if limit.size <= longest_drawn(bars):
-        return f"{_LIMIT} {text}"
-    return text + taken(bars, limit)
 
 
 def taken(bars: Bars, limit: Limit) -> str:

@@ -28,22 +28,21 @@ def lines(timeline: Timeline, unit: str, width: int | None = None, *, colour: bo
     left = max(map(len, (*labels, draw_bytes(timeline.peak.bytes, unit)))) + 1
     right = max(map(len, (*peaks, "at most")))
     room = max((width or WIDTH) - left - 2 - right, LEAST)
-    spread = _spread(timeline.columns(room), room)
+    events = timeline.columns(room)
+    spread = [events[column * len(events) // room] for column in range(room)]  # a short run is stretched
+    steps = [(str(step), step.start) for step in timeline.steps]
+    phases = [(phase.name, phase.start) for phase in timeline.phases]
     drawn = [
         _mark(timeline, spread, left, left + room + 2 + right, unit),
         *_bars([timeline.total[event] for event in spread], timeline.peak.bytes, left, unit),
-        *(f"{'':<{left}} {line}" for line in _bands(timeline, room)),
+        *(f"{'':<{left}} {_band(names, len(timeline), room)}" for names in (steps, phases) if names),
         f"{'':<{left}} {'each line to its own height'[:room]:<{room}} {'at most':>{right}}",
     ]
     yield from (printable(line.rstrip()) for line in drawn)
     for label, (role, column), peak in zip(labels, timeline.live.items(), peaks, strict=True):
-        sparks = styled(_sparks([column[event] for event in spread], max(column)), role, colour)
+        most = max(column)
+        sparks = styled("".join(_BLOCKS[_level(column[event], most, _EIGHTHS)] for event in spread), role, colour)
         yield f"{label:<{left}} {sparks} {peak:>{right}}"
-
-
-def _spread(events: Sequence[int], room: int) -> list[int]:
-    """One event for each of `room` columns: a short run is stretched."""
-    return [events[column * len(events) // room] for column in range(room)]
 
 
 def _mark(timeline: Timeline, spread: Sequence[int], left: int, width: int, unit: str) -> str:
@@ -69,23 +68,13 @@ def _bars(values: Sequence[int], most: int, left: int, unit: str) -> Iterator[st
         yield f"{label:>{left - 1}} │{''.join(bars)}"
 
 
-def _sparks(values: Sequence[int], most: int) -> str:
-    return "".join(_BLOCKS[_level(value, most, _EIGHTHS)] for value in values)
-
-
 def _level(value: int, most: int, levels: int) -> int:
     """`value` in eighths of a character; only nothing is 0."""
     return max(round(value * levels / most), 1) if value else 0
 
 
-def _bands(timeline: Timeline, room: int) -> Iterator[str]:
-    """Where steps and phases begin, each line with the names that it has room for."""
-    if timeline.steps:
-        yield _band([(str(step), step.start) for step in timeline.steps], len(timeline), room)
-    yield _band([(phase.name, phase.start) for phase in timeline.phases], len(timeline), room)
-
-
 def _band(names: Sequence[tuple[str, int]], events: int, room: int) -> str:
+    """Where steps or phases begin, with the names that there is room for."""
     line = [" "] * room
     # Rounded up: the first column whose events all come after it.
     places = [-(-start * room // events) for _, start in names]

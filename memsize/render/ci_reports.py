@@ -22,13 +22,13 @@ def github(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
 
     One line for each case of `document` that something is wrong with; an empty one where there is none.
     """
-    return "\n".join(_annotation(case) for case in document.cases(unit) if case.severity) + "\n"
-
-
-def _annotation(case: Case) -> str:
-    values = {"file": case.file.replace("\\", "/"), "line": str(case.line), "title": f"memsize: {case.code}"}
-    properties = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in values.items())
-    return f"::{_LEVELS[case.severity or 'note']} {properties}::{_escaped(f'{case.group}: {case.text}')}"
+    lines = []
+    for case in document.cases(unit):
+        if case.severity:
+            values = {"file": case.file.replace("\\", "/"), "line": str(case.line), "title": f"memsize: {case.code}"}
+            properties = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in values.items())
+            lines.append(f"::{_LEVELS[case.severity]} {properties}::{_escaped(f'{case.group}: {case.text}')}")
+    return "\n".join(lines) + "\n"
 
 
 def _escaped(text: str, more: str = "") -> str:
@@ -78,7 +78,14 @@ def junit(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
         members = tuple(some)
         suite = Xml.SubElement(suites, "testsuite", {"name": printable(group)} | _junit_counts(members))
         for case in members:
-            _add_case(suite, case)
+            names = {"classname": printable(case.group), "name": printable(case.name)}
+            element = Xml.SubElement(suite, "testcase", names | {"file": case.file, "line": str(case.line)})
+            text = printable(case.text)
+            if case.severity == "error":
+                kind = "error" if case.failed_to_run else "failure"
+                Xml.SubElement(element, kind, type=case.code, message=text).text = text
+            elif case.severity is not None:
+                Xml.SubElement(element, "system-out").text = f"{case.severity} {case.code}: {text}"
     Xml.indent(suites)
     return f'<?xml version="1.0" encoding="utf-8"?>\n{Xml.tostring(suites, encoding="unicode")}\n'
 
@@ -87,21 +94,3 @@ def _junit_counts(cases: tuple[Case, ...]) -> dict[str, str]:
     errors = sum(case.failed_to_run for case in cases)
     failures = sum(case.severity == "error" for case in cases) - errors
     return {"tests": str(len(cases)), "failures": str(failures), "errors": str(errors)}
-
-
-def _add_case(suite: Xml.Element, case: Case) -> None:
-    attributes = {
-        "classname": printable(case.group),
-        "name": printable(case.name),
-        "file": case.file,
-        "line": str(case.line),
-    }
-    element = Xml.SubElement(suite, "testcase", attributes)
-    if case.severity is None:
-        return
-    text = printable(case.text)
-    if case.severity == "error":
-        kind = "error" if case.failed_to_run else "failure"
-        Xml.SubElement(element, kind, type=case.code, message=text).text = text
-    else:
-        Xml.SubElement(element, "system-out").text = f"{case.severity} {case.code}: {text}"

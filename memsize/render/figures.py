@@ -1,4 +1,5 @@
-"""An answer as a figure of plotly, for notebooks and scripts: its bars, its run over time, its layers as areas.
+"""An answer for notebooks and scripts: its bars, its run over time and its layers as figures of plotly, and any of its
+tables as pandas styles it.
 
 A role has the colour that it has everywhere. Lengths are in the unit of their axis; a bar and an area tell a
 pointer their exact bytes. plotly reads markup in every text, so that names are escaped.
@@ -16,14 +17,15 @@ from memsize.documents.sections import Bars, Chart, Table, Title
 from memsize.errors import OutputError, first_line
 from memsize.printable import printable
 from memsize.records.cells import Path
-from memsize.records.fields import Column
+from memsize.records.fields import Column, FlatTable
 from memsize.records.roles import TITLES, noun
-from memsize.records.timeline import Phase, Timeline
+from memsize.records.timeline import Timeline
 from memsize.render.bars import longest_drawn
 from memsize.render.cell_text import MODEL, draw_phrases
-from memsize.units import DECIMAL, UNITS, format_bytes
+from memsize.units import DECIMAL, UNITS, amount_in, format_bytes
 
 if TYPE_CHECKING:
+    from pandas.io.formats.style import Styler
     from plotly.graph_objects import Figure
 
 POINTS: Final = 2000
@@ -67,8 +69,12 @@ def layers(document: Document[Any], unit: str) -> Figure:
     for column in table.columns[1:]:
         if column.kind != "bytes":
             raise OutputError(f"the column {column.key!r} is not of bytes, which alone can be plotted")
-    own = [_own(table, position) for position in range(1, len(table.columns))]
-    shown = [(column, sizes) for column, sizes in zip(table.columns[1:], own, strict=True) if any(sizes.values())]
+    shown = []
+    for position, column in enumerate(table.columns[1:], 1):
+        cells = ((row[0], row[position]) for row in table.rows)
+        sizes = {str(path): size for path, size in cells if isinstance(path, Path) and isinstance(size, int)}
+        if any(sizes.values()):
+            shown.append((column, sizes))
     if not shown:
         raise OutputError("there is nothing to plot: no layer has any bytes in these columns")
     figure = _plotly().Figure()
@@ -79,7 +85,6 @@ def layers(document: Document[Any], unit: str) -> Figure:
 
 
 def _plotly() -> Any:
-    """Import and return the part of plotly that builds figures."""
     try:
         import plotly.graph_objects
     except ImportError as error:
@@ -134,7 +139,7 @@ def _run(timeline: Timeline, unit: str) -> Figure:
     _add_level(figure, "live", timeline.total, events, scale, line=_line("solid"), **where)
     _add_level(figure, "allocated", timeline.allocated, events, scale, line=_line("dot"))
     _add_level(figure, "reserved", timeline.reserved, events, scale, line=_line("dash"))
-    marks = _marks(timeline)
+    marks = next((marks for marks in (timeline.phases, timeline.steps) if len(marks) <= MARKS), ())
     figure.update_xaxes(title="event", tickvals=[mark.start for mark in marks], ticktext=[str(mark) for mark in marks])
     figure.update_yaxes(title=f"memory, {unit}", rangemode="tozero", tickformat=",")
     text = f"{format_bytes(timeline.peak.bytes, unit)} live in {_where(timeline, timeline.peak.event)}"
@@ -163,22 +168,13 @@ def _where(timeline: Timeline, event: int) -> str:
     return escape(printable(", ".join(filter(None, (str(timeline.phase_at(event)), path, timeline.op[event])))))
 
 
-def _marks(timeline: Timeline) -> Sequence[Phase]:
-    """The phases that are named below a run, or its steps where these are too many."""
-    return next((marks for marks in (timeline.phases, timeline.steps) if len(marks) <= MARKS), ())
-
-
-def _own(table: Table, position: int) -> dict[str, int]:
-    """Return each module's own bytes in one column, by its path."""
-    cells = ((row[0], row[position]) for row in table.rows)
-    return {str(path): size for path, size in cells if isinstance(path, Path) and isinstance(size, int)}
-
-
 def _areas(column: Column, sizes: dict[str, int], unit: str) -> Any:
     """One column of the layer table as a treemap: each module's area is its bytes with those of the modules in it."""
     whole: Counter[str] = Counter()
     for path, size in sizes.items():
-        whole.update(dict.fromkeys(_around(path), size))
+        # The path and those of the modules around it, up to the model's, which is empty.
+        names = path.split(".") if path else []
+        whole.update(dict.fromkeys((".".join(names[:depth]) for depth in range(len(names) + 1)), size))
     paths = [path for path, size in whole.items() if size]
     heading = f"{escape(column.title)}, {format_bytes(whole[''], unit)}"
     return _plotly().Treemap(
@@ -194,11 +190,25 @@ def _areas(column: Column, sizes: dict[str, int], unit: str) -> Any:
     )
 
 
-def _around(path: str) -> list[str]:
-    """`path` and the paths of the modules around it, up to the model's, which is empty."""
-    names = path.split(".") if path else []
-    return [".".join(names[:depth]) for depth in range(len(names) + 1)]
-
-
 def _shown(path: str) -> str:
     return escape(printable(path)) or MODEL
+
+
+_BAR: Final = TITLES["parameter"].colour + "55"
+"""Light enough for the figure that stands on it, whatever the theme."""
+
+
+def styled_table(table: FlatTable, unit: str) -> Styler:
+    """Style `table` with a bar in each cell of bytes, to the scale of its column; unknown values are empty cells."""
+    frame = table.frame()
+    sizes = [*frame.attrs["units"]]
+    # Pandas measures bars in floats: it cannot compare integers of which some are missing, nor columns of zeros alone.
+    frame = frame.astype(dict.fromkeys(sizes, "float64"))
+    some = [name for name in sizes if frame[name].fillna(0).any()]
+
+    def amount(size: Any) -> str:
+        return amount_in(int(size), unit)
+
+    styler = frame.style.hide(axis="index").format(precision=3, na_rep="", escape="html")
+    styler.format(amount, subset=sizes, na_rep="").set_properties(subset=sizes, **{"text-align": "right"})
+    return styler.bar(subset=some, color=_BAR).set_caption(f"bytes in {unit}")

@@ -67,10 +67,6 @@ def _table(table: Table, unit: str) -> Iterator[str]:
         yield _line([_cell(cell, unit) for cell in row])
     if table.total:
         yield _line([f"**{text}**" if text else "" for text in (_cell(cell, unit) for cell in table.total)])
-    yield from _remarks(table)
-
-
-def _remarks(table: Table) -> Iterator[str]:
     if table.modelled:
         yield ""
         yield _escaped(MODELLED)

@@ -57,7 +57,10 @@ def picture(timeline: Timeline, unit: str) -> dict[str, Any]:
     return {
         "frame": frame,
         "areas": list(_areas(timeline, frame, moments, edges, unit)),
-        "lines": {name: _points(_outline(edges, _drawn(column, moments, frame))) for name, column in lines.items()},
+        "lines": {
+            name: _points(_outline(edges, [frame.y(column[event]) for event in moments]))
+            for name, column in lines.items()
+        },
         "ticks": [(frame.y(size), draw_bytes(size, unit)) for size in _ticks(frame.most, unit)],
         "unit": unit,
         "steps": [_box(frame, step.start, step.stop, str(step), str(step)) for step in timeline.steps],
@@ -83,10 +86,6 @@ def _areas(
         polygon = [*_outline(edges, high), *reversed(_outline(edges, low))]
         yield role, _points(polygon), f"{noun(role)}: at most {format_bytes(max(timeline.live[role]), unit)}"
         below = above
-
-
-def _drawn(column: Sequence[int], moments: Sequence[int], frame: Frame) -> list[float]:
-    return [frame.y(column[event]) for event in moments]
 
 
 def _outline(edges: Sequence[float], heights: Sequence[float]) -> list[tuple[float, float]]:

@@ -165,6 +165,11 @@ class _Drawn:
         floor = LEAST.get(self.column.kind)
         return self.width if floor is None else min(self.width, max(floor, *map(len, self.title)))
 
+    @property
+    def slack(self) -> int:
+        """The number of characters by which it can be shortened."""
+        return self.width - self.least
+
     def fitted(self, width: int) -> _Drawn:
         """The column in at most `width` characters: paths lose their middle, other texts their end."""
         cut = shorten_path if self.column.kind == "name" else shorten
@@ -175,7 +180,11 @@ def _table(table: Table, unit: str, screen: Screen) -> Iterator[str]:
     width, colour, table = screen.width, screen.colour, table.usual()
     if table.caption:
         yield styled(printable(table.caption), "bold", colour)
-    drawn = _columns(table, unit)
+    totals = [draw_cell(cell, unit) for cell in table.total] if table.total else [""] * len(table.columns)
+    drawn = []
+    for position, (column, total) in enumerate(zip(table.columns, totals, strict=True)):
+        body = tuple(draw_cell(row[position], unit) for row in table.rows)
+        drawn.append(_Drawn(column, _title(column, unit, body, total), body, total))
     columns_shown = drawn if width is None else _fit(drawn, width, table.chosen)
     for line in _grid(columns_shown, table.total is not None):
         yield styled(line, "soft", colour and not line.strip("- "))
@@ -186,17 +195,6 @@ def _table(table: Table, unit: str, screen: Screen) -> Iterator[str]:
         yield from _wrapped(MODELLED, width)
     for remark in table.remarks:
         yield from _wrapped(f"{remark.row}: {remark.status}: {remark.text}", width, "", "  ")
-
-
-def _columns(table: Table, unit: str) -> list[_Drawn]:
-    totals: Sequence[str] = (
-        [draw_cell(cell, unit) for cell in table.total] if table.total else [""] * len(table.columns)
-    )
-    bodies = [tuple(draw_cell(row[position], unit) for row in table.rows) for position in range(len(table.columns))]
-    return [
-        _Drawn(column, _title(column, unit, body, total), body, total)
-        for column, body, total in zip(table.columns, bodies, totals, strict=True)
-    ]
 
 
 def _title(column: Column, unit: str, body: Sequence[str], total: str) -> tuple[str, ...]:
@@ -217,16 +215,12 @@ def _fit(columns: Sequence[_Drawn], width: int, chosen: bool) -> list[_Drawn]:
     room = max(0, width - _span([column.least for column in columns_shown]))
     widths = {}
     # Those that need little come first: no column is cut for a neighbour that is cut all the same.
-    for left, column in zip(range(len(columns_shown), 0, -1), sorted(columns_shown, key=_need), strict=True):
-        extra = min(_need(column), room if left == 1 else max(room // left, 0))
+    by_slack = sorted(columns_shown, key=lambda column: column.slack)
+    for left, column in zip(range(len(by_slack), 0, -1), by_slack, strict=True):
+        extra = min(column.slack, room if left == 1 else max(room // left, 0))
         widths[column.column.key] = column.least + extra
         room -= extra
     return [column.fitted(widths[column.column.key]) for column in columns_shown]
-
-
-def _need(column: _Drawn) -> int:
-    """The number of characters by which a column can be shortened."""
-    return column.width - column.least
 
 
 def _span(widths: Sequence[int]) -> int:

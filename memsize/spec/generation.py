@@ -75,11 +75,7 @@ class Generation:
     prompt: int = PROMPT
     max_new_tokens: int = option(128, "Tokens to generate.", least=1, old=("new", "--new"))
     cache_implementation: str | None = option(
-        None,
-        "The cache that generate uses.",
-        shown="the model's own choice",
-        choices=CACHES,
-        old=("cache", "--cache"),
+        None, "The cache that generate uses.", shown="the model's own choice", choices=CACHES, old=("cache", "--cache")
     )
     kv_cache_dtype: str | None = option(
         None, "Keep the cache quantized.", choices=tuple(KV_DTYPES), old=("kv_dtype", "--kv-dtype")
@@ -99,11 +95,8 @@ class Generation:
         if self.kv_cache_dtype is not None and self.cache_implementation not in (None, "quantized"):
             kind = self.cache_implementation
             raise InputError(f"a {kind} cache keeps the dtype of the model: a KV dtype is for a quantized one")
-        if self.draft is not None:
-            self._check_drafted()
-
-    def _check_drafted(self) -> None:
-        """Raise `InputError` for what transformers does not do where tokens are proposed."""
+        if self.draft is None:
+            return
         if self.num_beams > 1:
             raise InputError("assisted generation is for one beam: leave out --num-beams")
         if self.prefill_chunk_size is not None:
@@ -145,11 +138,8 @@ class Generation:
         """The decode steps that count. Where tokens are proposed, those at the end are left out, before which fewer
         are: they read no further.
         """
-        return (
-            max(self.max_new_tokens - 1 - self.draft.tokens, min(self.max_new_tokens - 1, 1))
-            if self.draft
-            else self.max_new_tokens - 1
-        )
+        steps = self.max_new_tokens - 1
+        return max(steps - self.draft.tokens, min(steps, 1)) if self.draft else steps
 
     @property
     def last(self) -> int:

@@ -13,28 +13,9 @@ from typing import Any
 
 from memsize.errors import InputError, UnknownInputError, quoted
 
-_USUAL = (
-    "float32",
-    "float16",
-    "bfloat16",
-    "float64",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "complex32",
-    "complex64",
-    "complex128",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "bool",
+_USUAL = tuple(
+    "float32 float16 bfloat16 float64 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
+    "complex32 complex64 complex128 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool".split()
 )
 _BITS = ("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
 _SHORT = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
@@ -83,13 +64,24 @@ class InputSpec:
         if self.name is not None and (not self.name.isidentifier() or keyword.iskeyword(self.name)):
             raise InputError(f"{self.name!r} cannot be the name of an input: forward takes keywords like input_ids")
         for size in self.shape:
-            _check_size(size)
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise InputError(f"{size!r} is not a size: sizes are whole numbers above 0")
+            if size < 1:
+                raise InputError(f"a size of {size} leaves nothing to run on: sizes are whole numbers above 0")
+            if size > MOST_ELEMENTS:
+                raise InputError("a size is more than a tensor can hold (2^63 - 1)")
         if math.prod(self.shape) > MOST_ELEMENTS:
             raise InputError(f"input {format_shape(self.shape)} has more elements than a tensor can hold (2^63 - 1)")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UnknownInputError("dtype", self.dtype, _USUAL)
         if self.span is not None:
-            _check_span(self.span, self.dtype)
+            low, high = self.span
+            bits = re.fullmatch(r"(u?)int([0-9]+)", self.dtype or "")
+            if not bits or int(bits[2]) < 8:
+                raise InputError(f"a range is for integers, not for {self.dtype or 'the model’s floating dtype'}")
+            most = 2 ** (int(bits[2]) - (not bits[1])) - 1
+            if not (0 if bits[1] else -most - 1) <= low <= high <= most:
+                raise InputError(f"no range {low}..{high} of {self.dtype}: it goes up, and its values fit the dtype")
 
     def __str__(self) -> str:
         shape = ",".join(map(str, self.shape))
@@ -112,9 +104,23 @@ def parse_input(text: str) -> InputSpec:
     if not sizes and not equals and not dtype:
         raise InputError(f"cannot read {text!r} as an input: {_EXAMPLES}")
     try:
-        name = head.strip() if equals else None
-        limits = _parse_span(span) if ranged else None
-        return InputSpec(name, _parse_sizes(sizes), _parse_dtype(dtype) if colon else None, span=limits)
+        limits = _SPAN.fullmatch(span)
+        if ranged and not limits:
+            how = "write it like 0..999, from the least value to the greatest"
+            raise InputError(f"{span!r} is not a range: {how}")
+        parts = () if sizes in ("", _SCALAR) else _SEPARATOR.split(sizes)
+        for part in parts:
+            if not _WHOLE.fullmatch(part):
+                raise InputError(f"{quoted(part)} is not a size: sizes are whole numbers above 0; {_EXAMPLES}")
+        if colon and not dtype:
+            raise InputError("a dtype is missing after ':', such as int64")
+        dtype = dtype.removeprefix("torch.")
+        return InputSpec(
+            head.strip() if equals else None,
+            tuple(map(int, parts)),
+            _ALIASES.get(dtype, dtype) if colon else None,
+            span=(int(limits[1]), int(limits[2])) if limits else None,
+        )
     except InputError as error:
         # The same error goes on, so that an unknown dtype stays one.
         error.args = (f"input {quoted(text)}: {error}",)
@@ -134,51 +140,6 @@ def parse_inputs(texts: Iterable[str]) -> tuple[InputSpec, ...]:
 def format_shape(shape: tuple[int, ...]) -> str:
     """``"3,64,64"``; ``"()"`` for no dimension at all."""
     return ",".join(map(str, shape)) or _SCALAR
-
-
-def _parse_sizes(text: str) -> tuple[int, ...]:
-    if text in ("", _SCALAR):
-        return ()
-    return tuple(_parse_size(part) for part in _SEPARATOR.split(text))
-
-
-def _parse_size(text: str) -> int:
-    if not _WHOLE.fullmatch(text):
-        raise InputError(f"{quoted(text)} is not a size: sizes are whole numbers above 0; {_EXAMPLES}")
-    return int(text)
-
-
-def _parse_dtype(text: str) -> str:
-    if not text:
-        raise InputError("a dtype is missing after ':', such as int64")
-    name = text.removeprefix("torch.")
-    return _ALIASES.get(name, name)
-
-
-def _parse_span(text: str) -> tuple[int, int]:
-    match = _SPAN.fullmatch(text)
-    if not match:
-        raise InputError(f"{text!r} is not a range: write it like 0..999, from the least value to the greatest")
-    return int(match[1]), int(match[2])
-
-
-def _check_span(span: tuple[int, int], dtype: str | None) -> None:
-    low, high = span
-    bits = re.fullmatch(r"(u?)int([0-9]+)", dtype or "")
-    if not bits or int(bits[2]) < 8:
-        raise InputError(f"a range is for integers, not for {dtype or 'the model’s floating dtype'}")
-    most = 2 ** (int(bits[2]) - (not bits[1])) - 1
-    if not (0 if bits[1] else -most - 1) <= low <= high <= most:
-        raise InputError(f"no range {low}..{high} of {dtype}: it goes up, and its values fit the dtype")
-
-
-def _check_size(size: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise InputError(f"{size!r} is not a size: sizes are whole numbers above 0")
-    if size < 1:
-        raise InputError(f"a size of {size} leaves nothing to run on: sizes are whole numbers above 0")
-    if size > MOST_ELEMENTS:
-        raise InputError("a size is more than a tensor can hold (2^63 - 1)")
 
 
 @dataclass(frozen=True, slots=True)

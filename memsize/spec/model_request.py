@@ -34,15 +34,11 @@ def parse_arguments(texts: Iterable[str] | Mapping[str, object]) -> Mapping[str,
             raise InputError(f"cannot read the argument {text!r}: write it like width=64")
         if name in arguments:
             raise InputError(f"the argument {name!r} is given twice")
-        arguments[name] = _literal(value)
+        try:
+            arguments[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            arguments[name] = value
     return arguments
-
-
-def _literal(text: str) -> object:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
 
 
 def _read_inputs(value: str | Sequence[str]) -> tuple[InputSpec, ...]:
@@ -157,7 +153,10 @@ class ModelRequest:
         if makes:
             source = input_data
         elif input_data is not None:
-            call = _joined(call_of(input_data), beside or {})
+            values, keywords = call_of(input_data)
+            if twice := next((name for name in beside or () if name in keywords), None):
+                raise InputError(f"the argument {twice!r} is given twice, in input_data and in kwargs")
+            call = values, keywords | dict(beside or {})
         elif args or kwargs:
             call = tuple(args or ()), dict(kwargs or {})
         rest = {"batch_size": batch_size, "seq_len": seq_len, "mode": mode}
@@ -173,13 +172,6 @@ def call_of(data: Any) -> Call:
     return (data,), {}
 
 
-def _joined(call: Call, kwargs: Mapping[str, Any]) -> Call:
-    twice = next((name for name in kwargs if name in call[1]), None)
-    if twice is not None:
-        raise InputError(f"the argument {twice!r} is given twice, in input_data and in kwargs")
-    return call[0], {**call[1], **kwargs}
-
-
 def _is_size(value: Any) -> bool:
     """Whether `value` is a size, a text of one, or a sequence of such; real inputs are none of these."""
 
@@ -192,12 +184,9 @@ def _is_size(value: Any) -> bool:
 
 def _specs(input_size: Any) -> tuple[InputSpec, ...]:
     """`input_size` in any of its forms: one size, one text, one spec, or a sequence of such."""
-    if isinstance(input_size, (str, InputSpec)) or all(isinstance(size, int) for size in input_size):
-        return (_spec(input_size),)
-    return tuple(map(_spec, input_size))
-
-
-def _spec(size: Any) -> InputSpec:
-    if isinstance(size, InputSpec):
-        return size
-    return parse_input(size if isinstance(size, str) else ",".join(map(str, size)))
+    is_one = isinstance(input_size, (str, InputSpec)) or all(isinstance(size, int) for size in input_size)
+    specs = []
+    for size in (input_size,) if is_one else input_size:
+        text = size if isinstance(size, str | InputSpec) else ",".join(map(str, size))
+        specs.append(parse_input(text) if isinstance(text, str) else text)
+    return tuple(specs)

@@ -18,13 +18,13 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache, wraps
 from inspect import Parameter, signature
 from numbers import Integral, Real
-from types import MappingProxyType, UnionType
-from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
+from types import UnionType
+from typing import Any, Final, Literal, TypeVar, Union, get_origin
 
 from memsize.errors import InputError, UnknownInputError, quoted
 
@@ -129,8 +129,8 @@ class Option:
             value = ",".join(map(str, value))
         if value is None and self.default is None:
             return value
-        if self.types and (not isinstance(value, self.types) or (isinstance(value, bool) and bool not in self.types)):
-            raise InputError(f"{name} is {quoted(str(value))}: it should be {words(self.types)}")
+        if self.types:
+            check_type(name, value, self.types)
         if self.least is not None and isinstance(value, int | float) and value < self.least:
             raise InputError(f"{name} is {value:g}: it must be at least {self.least:g}")
         if self.choices and value not in self.choices:
@@ -196,30 +196,19 @@ class Part:
             raise InputError(f"{lead} is {quoted(str(whole))}: it should be a {self.cls.__name__}")
         if missing := next((o.key for o in options.values() if o.required and o.key not in given_values), None):
             raise InputError(f"{missing} is missing")
-        if self.when and self._is_missing(values, options, given_values, spell=spell):
+        if self.when == "any" and not values:
             return None
+        if self.when not in ("", "any"):
+            asking = next(choice for choice in options.values() if choice.key == self.when)
+            if given_values.get(asking.key, asking.default) is None:
+                if unused := [options[n] for n in values if options[n] is not asking]:
+                    raise InputError(f"{spell(unused[0])} is for {self.purpose.format(spell(asking))}")
+                return None
         if python and self.keywords is not None:
             return self.keywords(**{key: given_values[key] for key in self.keywords_of(name) if key in given_values})
         changed = {n: options[n].default for n, change in self.changes.items() if "default" in change and n in options}
         read = {n: options[n].taken(value, spell, python) for n, value in values.items()}
         return self.cls(**(changed | read))
-
-    def _is_missing(
-        self,
-        values: Mapping[str, Any],
-        options: Mapping[str, Option],
-        given_values: Mapping[str, Any],
-        spell: Callable[[Option], str],
-    ) -> bool:
-        """Whether nothing asks for it; raises `InputError` for options that are of no use then."""
-        if self.when == "any":
-            return not values
-        lead = next(choice for choice in options.values() if choice.key == self.when)
-        if given_values.get(lead.key, lead.default) is not None:
-            return False
-        if others := [options[n] for n in values if options[n] is not lead]:
-            raise InputError(f"{spell(others[0])} is for {self.purpose.format(spell(lead))}")
-        return True
 
     def lead(self, name: str) -> str:
         """The keyword that takes a `cls` whole, of the part called `name` in its request."""
@@ -282,14 +271,14 @@ def _named(declared: Field[Any]) -> Option:
 @cache
 def options_of(request: Any) -> dict[str, Option]:
     """All options of a request and its parts by their keys, in the order of their fields."""
-    return {choice.key: choice for declared in fields(request) for choice in _options_at(declared)}
-
-
-def _options_at(declared: Field[Any]) -> Iterator[Option]:
-    if _OPTION in declared.metadata:
-        yield _named(declared)
-    elif _PART in declared.metadata:
-        yield from declared.metadata[_PART].options().values()
+    options: dict[str, Option] = {}
+    for declared in fields(request):
+        if _OPTION in declared.metadata:
+            choices = [_named(declared)]
+        else:
+            choices = [*declared.metadata[_PART].options().values()] if _PART in declared.metadata else []
+        options |= {choice.key: choice for choice in choices}
+    return options
 
 
 @cache
@@ -343,18 +332,14 @@ def build(
 
 
 def of_keywords(
-    request: type[T], keywords: Mapping[str, Any], also: Mapping[str, Parameter] = MappingProxyType({})
+    request: type[T], keywords: Mapping[str, Any], also: Mapping[str, Parameter]
 ) -> tuple[T, dict[str, Any]]:
     """The request of a Python call, and the keywords of the function's own, `also`.
 
     Old keywords are renamed with a `DeprecationWarning`. Raises `UnknownKeywordError` for a keyword that there is not,
     and `InputError` for a value that it cannot have.
     """
-
-    def warn(old: str, new: str) -> None:
-        warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=5)
-
-    values = renamed(keywords, options_of(request).values(), warn)  # type: ignore[arg-type]
+    values = renamed(keywords, options_of(request).values(), stacklevel=4)  # type: ignore[arg-type]
     accepted = {**keywords_of(request), **also}  # type: ignore[arg-type]
     for name, value in values.items():
         if name not in accepted:
@@ -384,8 +369,10 @@ def _check_annotation(key: str, value: object, annotation: str) -> None:
         raise InputError(f"{key} is {quoted(str(value))}: it should be {wanted}")
 
 
-def renamed(values: Mapping[str, Any], options: Iterable[Option], warn: Callable[[str, str], None]) -> dict[str, Any]:
-    """`values` by today's keys; `warn` gets each old key and the new one.
+def renamed(
+    values: Mapping[str, Any], options: Iterable[Option], *, where: str = "", stacklevel: int = 1
+) -> dict[str, Any]:
+    """`values` by today's keys; each old one warns of the new one, and says `where` it stands.
 
     Raises `InputError` where both are there.
     """
@@ -393,7 +380,7 @@ def renamed(values: Mapping[str, Any], options: Iterable[Option], warn: Callable
     result: dict[str, Any] = {}
     for key, value in values.items():
         if key in new and new[key] != key:
-            warn(key, new[key])
+            warnings.warn(f"{where}{key} is now {new[key]}", DeprecationWarning, stacklevel=stacklevel)
             if new[key] in values:
                 raise InputError(f"{key} is the old name of {new[key]}: leave one of them out")
         result[new.get(key, key)] = value
@@ -411,10 +398,7 @@ def accepts_old_names(cls: type[T]) -> type[T]:
     initialize: Any = cls.__init__
 
     def with_old_names(self: Any, *values: Any, **keywords: Any) -> None:
-        def warn(old: str, new: str) -> None:
-            warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=4)
-
-        initialize(self, *values, **renamed(keywords, _own_options(cls).values(), warn))  # type: ignore[arg-type]
+        initialize(self, *values, **renamed(keywords, _own_options(cls).values(), stacklevel=3))  # type: ignore[arg-type]
 
     cls.__init__ = wraps(initialize)(with_old_names)  # type: ignore[method-assign]
     return cls
@@ -423,14 +407,5 @@ def accepts_old_names(cls: type[T]) -> type[T]:
 def check_type(key: str, value: object, types: tuple[type, ...]) -> None:
     """Raise `InputError` for a value of none of the types that its key has."""
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise InputError(f"{key} is {quoted(str(value))}: it should be {words(types)}")
-
-
-def words(types: Iterable[type]) -> str:
-    """The types in words: ``"a text or a list"``."""
-    return " or ".join(dict.fromkeys(_WORDS[kind.__name__] for kind in types if kind is not type(None)))
-
-
-def choices_of(literal: Any) -> tuple[str, ...]:
-    """The values of a `Literal`."""
-    return get_args(literal)
+        meant = " or ".join(dict.fromkeys(_WORDS[kind.__name__] for kind in types if kind is not type(None)))
+        raise InputError(f"{key} is {quoted(str(value))}: it should be {meant}")

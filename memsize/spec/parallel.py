@@ -103,11 +103,9 @@ class Parallel:
         are divided and others whole, as they are under ``tp``.
         """
         optimizer = training.optimizer
-        if (
-            self.kind != "tp"
-            or not isinstance(optimizer, str)
-            or {"foreach", "fused"} & set(parse_optimizer(optimizer).options)
-        ):
+        if self.kind != "tp" or not isinstance(optimizer, str):
+            return training
+        if {"foreach", "fused"} & set(parse_optimizer(optimizer).options):
             return training
         return replace(training, optimizer=f"{optimizer}{',' if ':' in optimizer else ':'}foreach=False")
 
@@ -160,14 +158,20 @@ def parse_parallel(text: str) -> Parallel:
         return replace(parse_parallel(text), **options)
     parts = {_kind(part.partition("=")[0].strip()): part.strip() for part in text.split(",")}
     first, *within = sorted(parts, key=get_args(Kind).index)
-    if len(parts) < text.count(",") + 1 or not set(within) <= _WITHIN[first]:
+    if len(parts) < text.count(",") + 1 or not set(within) <= {*_WITHIN.get(first, ())}:
         raise InputError(
             f"no such combination, {text!r}: fsdp=32,tp=8 shards and divides, hsdp=4x8 has copies too, and fsdp=8,pp=4 "
             "shards each of four stages; fit compares strategies that are given apart, --parallel ddp --parallel fsdp"
         )
     sizes: dict[str, Any] = {}
-    for kind in parts:
-        sizes |= _sizes(kind, parts[kind])
+    for kind, part in parts.items():
+        _, equals, numbers = map(str.strip, part.partition("="))
+        if not equals:
+            raise InputError(f"on how many GPUs? write it like {_EXAMPLES[kind]}")
+        match = re.fullmatch(r"(\d+)x(\d+)" if kind == "hsdp" else r"(\d+)", numbers)
+        if match is None:
+            raise InputError(f"cannot read --parallel {part!r}: write it like {_EXAMPLES[kind]}")
+        sizes |= zip(_FIELDS[kind], map(int, match.groups()), strict=True)
     return Parallel(first, **sizes)
 
 
@@ -181,16 +185,6 @@ def _options_of(text: str) -> tuple[str, dict[str, Any]]:
     return ",".join(parts), options
 
 
-def _sizes(kind: Kind, text: str) -> dict[str, int]:
-    _, equals, numbers = (part.strip() for part in text.partition("="))
-    if not equals:
-        raise InputError(f"on how many GPUs? write it like {_EXAMPLES[kind]}")
-    match = re.fullmatch(r"(\d+)x(\d+)" if kind == "hsdp" else r"(\d+)", numbers)
-    if match is None:
-        raise InputError(f"cannot read --parallel {text!r}: write it like {_EXAMPLES[kind]}")
-    return dict(zip(_FIELDS[kind], map(int, match.groups()), strict=True))
-
-
 _FIELDS: Final[dict[Kind, tuple[str, ...]]] = {
     "ddp": ("replicas",),
     "fsdp": ("shards",),
@@ -199,21 +193,16 @@ _FIELDS: Final[dict[Kind, tuple[str, ...]]] = {
     "tp": ("tensor",),
     "pp": ("stages",),
 }
-_WITHIN: Final[dict[Kind, set[Kind]]] = {
-    "ddp": {"pp"},
-    "fsdp": {"tp", "pp"},
-    "hsdp": {"tp", "pp"},
-    "dp": set(),
-    "tp": {"pp"},
-    "pp": set(),
+_WITHIN: Final[dict[Kind, tuple[Kind, ...]]] = {
+    "ddp": ("pp",),
+    "fsdp": ("tp", "pp"),
+    "hsdp": ("tp", "pp"),
+    "tp": ("pp",),
 }
 """What each may be combined with: layers that are divided, and stages that are spread by it."""
-_EXAMPLES: Final[dict[Kind, str]] = {
-    "ddp": "ddp=8",
-    "fsdp": "fsdp=8",
+_EXAMPLES: Final = {kind: f"{kind}=8" for kind in _FIELDS} | {
     "hsdp": "hsdp=4x8 (4 groups, each of 8 shards)",
     "dp": "dp=4",
-    "tp": "tp=8",
     "pp": "pp=4",
 }
 
@@ -258,7 +247,7 @@ def _on(text: str, gpus: int) -> Parallel:
         if strategy.size != gpus:
             raise InputError(f"{strategy} is on {strategy.size} GPUs, not on {gpus}: leave out one of the two numbers")
         return strategy
-    name, equals, groups = (part.strip() for part in free.partition("="))
+    name, equals, groups = map(str.strip, free.partition("="))
     kind = _kind(name)
     if kind == "hsdp" and not equals:
         raise InputError("hsdp shards over groups of how many GPUs? write it like hsdp=x8 with --gpus")
@@ -266,25 +255,23 @@ def _on(text: str, gpus: int) -> Parallel:
     one = parse_parallel(",".join(parts))
     if gpus % one.size:
         raise InputError(f"{gpus} GPUs are no whole number of groups of {one.size}, which {text} needs")
-    grown: dict[str, Any] = {_FIELDS[kind][0]: gpus // one.size}
+    grown: Any = {_FIELDS[kind][0]: gpus // one.size}
     return replace(one, **grown)
 
 
 def _counts(gpus: int | str | Iterable[int]) -> tuple[int, ...]:
     parts = str(gpus).split(",") if isinstance(gpus, int | str) else list(map(str, gpus))
-    counts = [number for part in parts for number in _doubled(part.strip())]
+    counts: list[int] = []
+    for text in map(str.strip, parts):
+        match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last <= MOST_RANKS:
+            how = "write it like 8, 1..128 (doubling) or 6,12; --gpu names the kind of GPU"
+            raise InputError(f"cannot read the number of GPUs {text!r}: {how}")
+        while first < last:
+            counts.append(first)
+            first *= 2
+        counts.append(last)
     if not counts:
         raise InputError("no number of GPUs given: write it like 8, 1..128 or 6,12")
     return tuple(dict.fromkeys(counts))
-
-
-def _doubled(text: str) -> Iterable[int]:
-    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= first <= last <= MOST_RANKS:
-        how = "write it like 8, 1..128 (doubling) or 6,12; --gpu names the kind of GPU"
-        raise InputError(f"cannot read the number of GPUs {text!r}: {how}")
-    while first < last:
-        yield first
-        first *= 2
-    yield last

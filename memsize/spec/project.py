@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -67,19 +67,15 @@ def _bound(name: str, value: object) -> Bound:
         raise UnknownInputError("limit", name, LIMITS)
     units = LIMITS[name].units
     if isinstance(value, str) and "bytes" in units and not value.strip().isdecimal():
-        return Bound(name, _size(name, value), "bytes")
+        try:
+            return Bound(name, parse_bytes(value), "bytes")
+        except InputError as error:
+            raise InputError(f"the limit {name}: {error}") from None
     amount = int(value.replace("_", "")) if isinstance(value, str) and re.fullmatch("[0-9_]+", value) else value
     if isinstance(amount, bool) or not isinstance(amount, int) or amount < (units[0] == "samples"):
         example = "'40 MiB'" if "bytes" in units else "16" if units[0] == "samples" else "10_000_000"
         raise InputError(f"the limit {name} is {quoted(str(value))}: write it like {example}")
     return Bound(name, amount, units[0])
-
-
-def _size(name: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except InputError as error:
-        raise InputError(f"the limit {name}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +129,13 @@ class CheckedTarget:
             "scenario": self.run.scenario,
             "train": training.optimizer if training else "",
             "loss": (training.loss if training else None) or "",
-            "accumulate": ""
-            if training is None or training.gradient_accumulation_steps == 1
-            else training.gradient_accumulation_steps,
+            "accumulate": training.gradient_accumulation_steps if training else 1,
             "ema": training.ema or "" if training else "",
             "gpu": gpu.name or "",
             "stack": str(gpu.releases),
         }
+        if settings["accumulate"] == 1:
+            del settings["accumulate"]
         return {name: str(value) for name, value in settings.items() if value != ""}
 
 
@@ -181,26 +177,25 @@ def read_project(file: Path) -> Project:
         raise InputError(f"{file.name}: write targets as {SECTION}, with two brackets")
     if not sections:
         raise InputError(f"{file.name} has no {SECTION}: memsize init TARGET writes one")
-    lines = [*_lines(text), *[1] * len(sections)]
+    header = re.compile(r"\s*\[\[\s*tool\s*\.\s*memsize\s*\.\s*target\s*\]\]")
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if header.match(line)] + [1] * len(sections)
     targets = tuple(_target(file, line, section) for line, section in zip(lines, sections, strict=False))
     names = [target.name for target in targets]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise InputError(f'{file.name}: two targets are {quoted(twice)}: give each a name = "…" of its own')
     select, ignore = (_codes(file, section, key) for key in ("select", "ignore"))
-    return Project(file, targets, select, ignore=ignore, severity=_severities(file, section))
+    severities = section.get("severity", {})
+    if not (isinstance(severities, dict) and all(value in SEVERITIES for value in severities.values())):
+        example = '{ unused-parameters = "error" }'
+        raise InputError(f"{file.name}: severity is a table such as {example}, with error, warning or note")
+    return Project(file, targets, select, ignore=ignore, severity=severities)
 
 
 def _section(data: Mapping[str, Any]) -> dict[str, Any]:
     tool = data.get("tool")
     section = tool.get("memsize") if isinstance(tool, dict) else None
     return section if isinstance(section, dict) else {}
-
-
-def _lines(text: str) -> Iterator[int]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if re.match(r"\s*\[\[\s*tool\s*\.\s*memsize\s*\.\s*target\s*\]\]", line):
-            yield number
 
 
 def _target(file: Path, line: int, section: Mapping[str, Any]) -> CheckedTarget:
@@ -234,16 +229,12 @@ def parse_section(section: Mapping[str, Any], line: int = 1) -> CheckedTarget:
         baseline=section.get("baseline"),
         max_growth=Growth.parse(section.get("max_growth", 0)),
     )
-    _refuse_contradictions(target, section)
-    return target
-
-
-def _refuse_contradictions(target: CheckedTarget, section: Mapping[str, Any]) -> None:
     for bound in target.limits:
         if LIMITS[bound.name].of_peak == "training" and target.run.training is None:
             raise InputError(f'the limit {bound.name} needs training steps: name an optimizer, such as train = "adamw"')
     if "max_growth" in section and target.baseline is None:
         raise InputError('max_growth compares with a baseline: name its file, such as baseline = "memsize.json"')
+    return target
 
 
 def _codes(file: Path, section: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -251,11 +242,3 @@ def _codes(file: Path, section: Mapping[str, Any], key: str) -> tuple[str, ...]:
     if not (isinstance(codes, list) and all(isinstance(code, str) for code in codes)):
         raise InputError(f'{file.name}: {key} is a list of codes, such as ["unused-parameters"]')
     return tuple(codes)
-
-
-def _severities(file: Path, section: Mapping[str, Any]) -> dict[str, Severity]:
-    severities = section.get("severity", {})
-    if not (isinstance(severities, dict) and all(value in SEVERITIES for value in severities.values())):
-        example = '{ unused-parameters = "error" }'
-        raise InputError(f"{file.name}: severity is a table such as {example}, with error, warning or note")
-    return severities

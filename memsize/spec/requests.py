@@ -14,7 +14,7 @@ from memsize.records.ranks import Which
 from memsize.records.world import World
 from memsize.spec.generation import GENERATED, SERVED, Draft, Generation, Serving
 from memsize.spec.model_request import ModelRequest, parse_arguments
-from memsize.spec.options import REQUIRED, choices_of, option, part
+from memsize.spec.options import REQUIRED, option, part
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import DEFAULT
 from memsize.spec.stack import Gpu
@@ -98,14 +98,18 @@ def _rank(text: str) -> int | Which:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportRequest:
-    """A report on each byte of a model."""
-
+class _ModelRun:
     model: ModelRequest = _model()
     training: Training | None = part(Training, **_TRAINING)
     parallel: Parallel | str | None = _parallel()
     gpu: Gpu = part(Gpu)
     execute: bool = _execute()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportRequest(_ModelRun):
+    """A report on each byte of a model."""
+
     scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
 
 
@@ -125,14 +129,9 @@ class DiffRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimelineRequest:
+class TimelineRequest(_ModelRun):
     """Live memory over training steps, or over one inference."""
 
-    model: ModelRequest = _model()
-    training: Training | None = part(Training, **_TRAINING)
-    parallel: Parallel | str | None = _parallel()
-    gpu: Gpu = part(Gpu)
-    execute: bool = _execute()
     scenario: str = _scenario()
 
 
@@ -141,10 +140,7 @@ class TraceRequest(TimelineRequest):
     """The same in Python, where a loop of one's own can take the place of the usual one, as one process of many."""
 
     training: Training | None = part(
-        Training,
-        when="optimizer",
-        purpose=_TRAINING["purpose"],
-        optimizer={"key": "optimizer"},
+        Training, when="optimizer", purpose=_TRAINING["purpose"], optimizer={"key": "optimizer"}
     )
     step: Callable[..., Any] | None = option(None, "A loop in place of the usual one.", written=False)
     world: World | None = option(None, "The process of a distributed job.", written=False)
@@ -170,7 +166,7 @@ class GuardRequest:
     )
     batch: Any = option(REQUIRED, "", positional=True)
     budget: str | int | None = option(None, "What PyTorch may reserve.", written=False)
-    on_excess: OnExcess = option("warn", "What to do where it is not enough.", choices=choices_of(OnExcess))
+    on_excess: OnExcess = option("warn", "What to do where it is not enough.", choices=get_args(OnExcess))
     scenario: str = _scenario()
     gpu: Gpu = part(Gpu, without=("stack", "allocator"))
 
@@ -184,10 +180,7 @@ class VerifyRequest:
     scenario: str = _scenario()
     device: int = option(0, "CUDA device to run on.", least=0)
     against: _Path | None = option(
-        None,
-        "Compare with a saved measurement of the same step instead, without a GPU.",
-        kind="path",
-        metavar="FILE",
+        None, "Compare with a saved measurement of the same step instead, without a GPU.", kind="path", metavar="FILE"
     )
 
 
@@ -422,7 +415,7 @@ class SweepRequest:
     fresh: bool = option(False, "Forget the results that are there, and run all cells.")
     jobs: int | None = _jobs("Processes that run cells side by side.")
     backend: Backend = option(
-        "loky", "Where cells run: loky on this machine, dask or ray on a cluster.", choices=choices_of(Backend)
+        "loky", "Where cells run: loky on this machine, dask or ray on a cluster.", choices=get_args(Backend)
     )
     scheduler: str | None = option(None, "The cluster's scheduler: tcp://10.0.0.1:8786.", metavar="ADDRESS")
     timeout: float | None = option(None, "Give up on a cell after this time.", metavar="SECONDS")

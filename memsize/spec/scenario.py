@@ -76,7 +76,10 @@ def select(names: str | Iterable[str] | None) -> tuple[Scenario, ...]:
 
     Raises `ScenarioError` naming the nearest scenarios when one is unknown.
     """
-    requested = DEFAULT if names is None else _split(names)
+    parts = DEFAULT if names is None else names.split(",") if isinstance(names, str) else names
+    requested = tuple(part.strip() for part in parts if part.strip())
+    if not requested:
+        raise ScenarioError(f"no scenario given: choose from {', '.join(SCENARIOS)}, or all")
     if "all" in requested:
         requested = tuple(SCENARIOS)
     named = {name: scenario_named(name) for name in requested}
@@ -96,11 +99,3 @@ def scenario_named(name: str) -> Scenario:
 def quantized_from(scenario: Scenario, name: str) -> Scenario:
     """The quantized scenario called `name`, of a model in the dtype to which `scenario` casts it."""
     return replace(SCENARIOS[name], dtype=scenario.dtype if scenario.recipe == "cast" else None)
-
-
-def _split(names: str | Iterable[str]) -> tuple[str, ...]:
-    parts = names.split(",") if isinstance(names, str) else names
-    stripped = tuple(part.strip() for part in parts if part.strip())
-    if not stripped:
-        raise ScenarioError(f"no scenario given: choose from {', '.join(SCENARIOS)}, or all")
-    return stripped

@@ -7,7 +7,6 @@ the file of a sweep.
 from __future__ import annotations
 
 import tomllib
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +58,8 @@ def section_of(values: Mapping[str, Any]) -> ModelSection:
 
 def check_key(key: str, value: Any) -> None:
     """Raise `InputError` or `ScenarioError` for a value that a key of `MODEL_KEYS` cannot have."""
-    alone = {key: value}
-    if key in ("loss", "gradient_accumulation_steps", "ema"):
-        alone["train"] = "adamw"
-    section_of(alone)
+    is_of_training = key in ("loss", "gradient_accumulation_steps", "ema")
+    section_of({key: value} | ({"train": "adamw"} if is_of_training else {}))
 
 
 def parsed_toml(file: Path) -> tuple[str, dict[str, Any]]:
@@ -78,11 +75,7 @@ def parsed_toml(file: Path) -> tuple[str, dict[str, Any]]:
 
 def by_new_keys(section: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A section by today's keys; an old one is renamed with a `DeprecationWarning` that says `where` it stands."""
-
-    def warn(old: str, new: str) -> None:
-        warnings.warn(f"{where}: {old} is now {new}", DeprecationWarning, stacklevel=2)
-
-    return renamed(section, options_of(ModelSection).values(), warn)
+    return renamed(section, options_of(ModelSection).values(), where=f"{where}: ")
 
 
 def refuse_unknown(kind: str, section: Mapping[str, Any], keys: Iterable[str], where: str) -> None:

@@ -37,7 +37,7 @@ class Stack:
 
     def __post_init__(self) -> None:
         if self.torch is not None and not ("." in self.torch and OLDEST <= (release(self.torch) or (0, 0)) <= NEWEST):
-            simulated = f"{_dotted(OLDEST)} to {_dotted(NEWEST)}"
+            simulated = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
             raise InputError(f"PyTorch {self.torch} is not known: its memory is simulated for {simulated}")
         if self.cuda is not None and not _CUDA[0] <= (release(self.cuda) or (0, 0))[0] <= _CUDA[1]:
             raise InputError(f"CUDA {self.cuda} is not known: PyTorch's stacks have {_CUDA[0]}.0 to {_CUDA[1]}.x")
@@ -111,7 +111,3 @@ def release(version: str) -> Release | None:
     """Major and minor of a version such as ``"2.13.0+cpu"`` or ``"12"``; None where it cannot be read."""
     match = re.match(r"(\d+)(?:\.(\d+))?(?![\d])", version)
     return (int(match[1]), int(match[2] or 0)) if match else None
-
-
-def _dotted(version: Release) -> str:
-    return ".".join(map(str, version))

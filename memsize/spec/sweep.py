@@ -19,30 +19,14 @@ from memsize.spec.section import MODEL_KEYS, by_new_keys, check_key, parsed_toml
 from memsize.spec.stack import Stack
 from memsize.spec.training import Training
 
-AXES: Final[tuple[str, ...]] = (
-    "target",
-    "train",
-    "scenario",
-    "mode",
-    "stack",
-    "allocator",
-    "parallel",
-    "seq_len",
-    "batch_size",
-    "gpu",
-)
+AXES: Final = tuple("target train scenario mode stack allocator parallel seq_len batch_size gpu".split())
 """The keys that may have several values, slowest first: the next cell is that of another GPU."""
 INFERENCE: Final = "none"
 """The value of `train` that stands for one forward without gradients."""
 MOST_CELLS: Final = 100_000
 _SPREAD: Final[Mapping[str, tuple[type, ...]]] = {"parallel": (str,), "gpus": (int, str)}
 """Over how many GPUs a training is spread, and how: keys with the types that TOML gives them."""
-_DEFAULTS: Final[Mapping[str, object]] = {
-    "scenario": "as-given",
-    "batch_size": 1,
-    "train": INFERENCE,
-    "gpu": DEFAULT_GPU,
-}
+_DEFAULTS: Final = {"scenario": "as-given", "batch_size": 1, "train": INFERENCE, "gpu": DEFAULT_GPU}
 
 T = TypeVar("T")
 Settings = Mapping[str, Any]
@@ -131,16 +115,15 @@ class Grid:
 def read_grid(file: Path) -> Grid:
     """The sweep that `file` describes; raises `InputError`, naming the key, for what cannot be meant."""
     text, data = parsed_toml(file)
-    return _grid(file.name, file.absolute().parent, data, lines=[f"{file.name}:{line}" for line in _lines(text)])
+    header = re.compile(r"\s*\[\[\s*target\s*\]\]")
+    lines = [f"{file.name}:{n}" for n, line in enumerate(text.splitlines(), 1) if header.match(line)]
+    return _grid(file.name, file.absolute().parent, data, lines=lines)
 
 
 def grid_of(data: Mapping[str, Any]) -> Grid:
     """The sweep that a mapping with the keys of a file describes; files are looked for in the working folder."""
-    return _grid("sweep", Path.cwd(), {key: _plain(value) for key, value in data.items()}, lines=[])
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple | set | range) else value
+    plain = {key: list(value) if isinstance(value, tuple | set | range) else value for key, value in data.items()}
+    return _grid("sweep", Path.cwd(), plain, lines=[])
 
 
 def _grid(name: str, folder: Path, data: Mapping[str, Any], lines: list[str]) -> Grid:
@@ -158,33 +141,25 @@ def _grid(name: str, folder: Path, data: Mapping[str, Any], lines: list[str]) ->
     return Grid(name, folder, tuple(_section(where, section) for where, section in parts))
 
 
-def _lines(text: str) -> Iterator[int]:
-    """The lines on which sections begin."""
-    return (n for n, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*target\s*\]\]", line))
-
-
 def _section(where: str, data: Mapping[str, Any]) -> Section:
     section = by_new_keys(data, where)
     refuse_unknown("key", section, (*MODEL_KEYS, *_SPREAD), where=where)
     if not section.get("target"):
         raise InputError(f'{where}: a section needs a target, such as target = "model.py:Net"')
     values = dict(_DEFAULTS) | {key: value for key, value in section.items() if key not in _SPREAD}
-    if parallels := _parallels(where, section):
-        values["parallel"] = parallels
+    # Each strategy on each number of GPUs, in words; none where the models are trained on one GPU.
+    strategies, gpus = ([*_values(where, key, section[key])] if key in section else None for key in _SPREAD)
+    try:
+        spread = [str(strategy) for text in strategies or (None,) for strategy in on_each(text, gpus) if strategy]
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    if spread:
+        values["parallel"] = spread
     axes = {key: _values(where, key, values[key]) for key in AXES if key in values}
     fixed = {key: value for key, value in values.items() if key not in AXES}
     for key, value in fixed.items():
         _checked(where, key, value)
     return Section(where, fixed, axes)
-
-
-def _parallels(where: str, section: Mapping[str, Any]) -> list[str]:
-    """Each strategy on each number of GPUs, in words; none where the models are trained on one GPU."""
-    strategies, gpus = ([*_values(where, key, section[key])] if key in section else None for key in _SPREAD)
-    try:
-        return [str(strategy) for text in strategies or (None,) for strategy in on_each(text, gpus) if strategy]
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
 
 
 def _values(where: str, key: str, value: Any) -> tuple[Any, ...]:

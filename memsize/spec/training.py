@@ -106,14 +106,13 @@ def parse_optimizer(text: str) -> OptimizerSpec:
     if name not in OPTIMIZERS:
         raise UnknownInputError("optimizer", name, OPTIMIZERS)
     cls, defaults = OPTIMIZERS[name]
-    return OptimizerSpec(name, cls, {**defaults, **dict(map(_option, filter(None, rest.split(","))))})
-
-
-def _option(text: str) -> tuple[str, object]:
-    key, equals, value = (part.strip() for part in text.partition("="))
-    if not key.isidentifier():
-        raise InputError(f"cannot read the optimizer option {text!r}: write it like momentum=0.9")
-    try:
-        return key, ast.literal_eval(value) if equals else True
-    except (ValueError, SyntaxError):
-        raise InputError(f"cannot read the optimizer option {text!r}: write it like momentum=0.9") from None
+    options = dict(defaults)
+    for text in filter(None, rest.split(",")):
+        key, equals, value = map(str.strip, text.partition("="))
+        try:
+            options[key] = ast.literal_eval(value) if equals else True
+        except (ValueError, SyntaxError):
+            key = ""
+        if not key.isidentifier():
+            raise InputError(f"cannot read the optimizer option {text!r}: write it like momentum=0.9")
+    return OptimizerSpec(name, cls, options)

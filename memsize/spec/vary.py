@@ -59,7 +59,15 @@ class Vary:
         """The dimensions of `inputs` (with their batch) that vary; raises `InputError` where there are none such."""
         if self.batch or self.context:
             return ()
-        dimensions = self.named or tuple(_by_kind(self.text, inputs))
+        several = [tensor for tensor in inputs if len(tensor.spec.shape) > (1 if self.text == "seq_len" else 3)]
+        if self.named:
+            dimensions = self.named
+        elif self.text == "seq_len":
+            length = several[0].spec.shape[1] if several else None
+            dimensions = tuple(Dimension(tensor.name, 1) for tensor in several if tensor.spec.shape[1] == length)
+        else:
+            backs = ((tensor, back) for tensor in several for back in (2, 1))
+            dimensions = tuple(Dimension(tensor.name, len(tensor.spec.shape) - back) for tensor, back in backs)
         sizes = {_size(dimension, inputs) for dimension in dimensions}
         if len(sizes) != 1:
             raise InputError(f"cannot vary {self.text}: the inputs have no such dimension, or not of one size; {_HOW}")
@@ -77,25 +85,15 @@ def parse_vary(text: str) -> Vary:
         return Vary(CONTEXT, frontier=True)
     if word in (BATCH, CONTEXT, *_SEQUENCE, *_IMAGE):
         return Vary("seq_len" if word in _SEQUENCE else "image" if word in _IMAGE else word)
-    return Vary(text.strip(), tuple(map(_dimension, text.split(","))))
-
-
-def _dimension(text: str) -> Dimension:
-    name, _, dim = (part.strip() for part in text.partition(":"))
-    if not name or not dim.isdecimal():
-        raise InputError(f"cannot read {text!r} as something that varies: {_HOW}")
-    if dim == "0":
-        raise InputError(f"{text!r} is the batch: vary batch instead")
-    return Dimension(name, int(dim))
-
-
-def _by_kind(kind: str, inputs: Sequence[InputTensor]) -> list[Dimension]:
-    if kind == "seq_len":
-        first = next((tensor.spec.shape[1] for tensor in inputs if len(tensor.spec.shape) > 1), None)
-        alike = [tensor for tensor in inputs if len(tensor.spec.shape) > 1 and tensor.spec.shape[1] == first]
-        return [Dimension(tensor.name, 1) for tensor in alike]
-    images = [tensor for tensor in inputs if len(tensor.spec.shape) > 3]
-    return [Dimension(tensor.name, len(tensor.spec.shape) - back) for tensor in images for back in (2, 1)]
+    dimensions = []
+    for part in text.split(","):
+        name, _, dim = map(str.strip, part.partition(":"))
+        if not name or not dim.isdecimal():
+            raise InputError(f"cannot read {part!r} as something that varies: {_HOW}")
+        if dim == "0":
+            raise InputError(f"{part!r} is the batch: vary batch instead")
+        dimensions.append(Dimension(name, int(dim)))
+    return Vary(text.strip(), tuple(dimensions))
 
 
 def _size(dimension: Dimension, inputs: Sequence[InputTensor]) -> int:
