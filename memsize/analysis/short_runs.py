@@ -50,10 +50,13 @@ def proof_of(workload: Workload) -> Proof | None:
         plain = workload.loop is None and workload.generation.draft is None and not workload.generation.is_offloaded
         kind = replace(workload.generation, prompt=1, max_new_tokens=2), workload.edits
         return Proof(kind, replace(workload, steps=1, record=CacheRecord())) if plain else None
+    if isinstance(workload, (Inference, ProfileRun)):
+        return Proof(Inference, Inference())
     if isinstance(workload, (TrainingSteps, ParallelSteps)) and not _is_regular(workload.options):
         return None
-    ordinary = (Forward, Inference, ProfileRun, TrainingSteps, ParallelSteps)
-    return Proof(Forward, Forward()) if isinstance(workload, ordinary) else None
+    if isinstance(workload, ParallelSteps) and (workload.parallel.is_pipeline or workload.parallel.kind == "dp"):
+        return None  # stages have some of the blocks, and nn.DataParallel copies parameters in pieces of a size
+    return Proof(Forward, Forward()) if isinstance(workload, (Forward, TrainingSteps, ParallelSteps)) else None
 
 
 def _is_regular(training: Training) -> bool:
@@ -99,7 +102,7 @@ class ShortRuns:
                 if extend(repeated.count - length):
                     self._lengths_of[kind] = (length,)
                     return replace(trace, extended_from=(length, length + 1))
-        except MemsizeError:  # the whole model says why
+        except (MemsizeError, NotRepeatedError):  # the whole model says why it fails
             return None
         self._lengths_of[kind] = ()
         return None

@@ -171,7 +171,7 @@ class _Folding:
             events=self._events(),
             deferred=_table(map(self._deferred, trace.deferred), 2),
             emptied=_table(((self.keys.others("emptied"), (event,)) for event in trace.emptied), 1),
-            collectives=_table(map(self._collective, trace.collectives), 3),
+            collectives=_table(map(self._collective, trace.collectives), 2),
         )
 
     def _grows(self, path: int) -> bool:
@@ -245,9 +245,9 @@ class _Folding:
         return self.keys.others(("deferred", of, free.until < 0)), (free.event, free.until)
 
     def _collective(self, collective: Collective) -> tuple[int, tuple[int, ...]]:
-        path = self.paths[collective.layer]
-        key = collective._replace(bytes=0, layer=0, event=0), path, None if self._grows(path) else collective.bytes
-        return self.keys.others(key), (collective.bytes, collective.layer, collective.event)
+        # One that grows with the depth is split from some size on, as a bucket of DDP is.
+        key = collective._replace(layer=0, event=0), self.paths[collective.layer]
+        return self.keys.others(key), (collective.layer, collective.event)
 
 
 def _ends(storage: Integers, delta: Integers) -> tuple[Integers, Integers]:
@@ -392,8 +392,8 @@ class _Unfolding:
 
     def _collective(self, row: int, numbers: Sequence[int]) -> Collective:
         collective: Collective = self.keys.others.keys[row][0]
-        size, layer, event = numbers
-        return collective._replace(bytes=size, layer=layer, event=event)
+        layer, event = numbers
+        return collective._replace(layer=layer, event=event)
 
 
 def _rows(table: Table) -> tuple[list[int], list[list[int]]]:
