@@ -23,7 +23,7 @@ from memsize.cli import run
 from memsize.errors import InputError
 from memsize.known_values.values import set_constant, set_filled
 from memsize.spec.generation import Draft
-from memsize.workloads import drafts
+from memsize.workloads import generation
 from tests.gpus import card
 from tests.models import scenario_named
 from tests.test_generation import HEAD, SMALL, TOKEN, traced_whole
@@ -172,7 +172,7 @@ def test_no_step_needs_more_where_all_tokens_are_right(
         with generator_of(targets[0], None if lookup else assistant, lookup) as (generator, draft):
             sample = generator.sample((Generation(prompt=PROMPT, max_new_tokens=NEW, draft=draft), 1, steps))
         samples.append(sample)
-        monkeypatch.setattr(drafts, "set_filled", all_right)
+        monkeypatch.setattr(generation, "set_filled", all_right)
     none, right = samples
     # The prefill reads 2 tokens beyond the prompt and picks one more, the step after it as many again.
     assert right.steps[2].cached[0].bytes == (PROMPT + 2 * PROPOSED + 1) * TOKEN // 2

@@ -20,7 +20,7 @@ from memsize.analysis.findings.unfinished_runs import lagging
 from memsize.analysis.program import program_run
 from memsize.documents import document
 from memsize.records.trace import DeferredFree
-from memsize.virtual.stream_order import StreamOrder
+from memsize.virtual.ledger.stream_order import StreamOrder
 from memsize.workloads.program import Program
 from tests.gpus import card, replay, timeline
 from tests.models import Workspaces

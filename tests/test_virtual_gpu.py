@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import runpy
@@ -70,6 +71,15 @@ def test_the_machine_has_one_gpu_of_that_name() -> None:
         assert torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device("cuda")
         assert torch.backends.cudnn.is_available() and torch.version.cuda
     assert not torch.accelerator.is_available()
+
+
+def test_replaced_functions_have_the_parameters_of_the_originals() -> None:
+    """Accelerate passes ``set_to_none`` on only to optimizers whose `zero_grad` has it."""
+    functions = (torch.optim.Optimizer.zero_grad, torch.save, nn.Module.register_buffer, nn.Module.to)
+    before = [inspect.signature(function) for function in functions]
+    with gpu():
+        functions = (torch.optim.Optimizer.zero_grad, torch.save, nn.Module.register_buffer, nn.Module.to)
+        assert [inspect.signature(function) for function in functions] == before
 
 
 def test_tensors_on_the_gpu_say_so_and_those_on_the_cpu_keep_their_values() -> None:

@@ -30,7 +30,7 @@ from memsize.device.cuda_libraries import context
 from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
 from memsize.records.roles import Role
-from memsize.virtual.allocator_state import DeviceMemory
+from memsize.virtual.driver.allocator_state import DeviceMemory
 from memsize.workloads.program import Program
 
 KEPT: Final = frozenset(("parameter", "buffer", "optimizer state", "gradient", "workspace", "input", "master weight"))

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from memsize.errors import InputError
 from memsize.records.world import World
-from memsize.virtual.child_processes import ChildProcesses, Settings, is_launcher
-from memsize.virtual.file_guard import FileGuard
-from memsize.virtual.network_guard import NetworkGuard
+from memsize.virtual.guards.child_processes import ChildProcesses, Settings, is_launcher
+from memsize.virtual.guards.file_guard import FileGuard
+from memsize.virtual.guards.network_guard import NetworkGuard
 
 if TYPE_CHECKING:
     from memsize.workloads.program import Program

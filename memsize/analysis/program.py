@@ -31,9 +31,9 @@ from memsize.records.trace import Trace
 from memsize.records.world import World
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import default_device_kept, isolated
-from memsize.virtual.allocator_state import DeviceMemory
-from memsize.virtual.child_processes import ChildProcesses, Settings
+from memsize.virtual.driver.allocator_state import DeviceMemory
 from memsize.virtual.gpu_tensors import CpuRestore
+from memsize.virtual.guards.child_processes import ChildProcesses, Settings
 from memsize.virtual.program_code import Held
 from memsize.virtual.saved_weights import Files
 from memsize.workloads.program import Program, StopProgram

@@ -284,7 +284,7 @@ class ReportBuilder:
         """The run under a scenario; raises `ScenarioError` or `ForwardError` when there can be none."""
         if scenario.name not in self._traces:
             self.progress(scenario.name)
-            self._traces[scenario.name] = self._run(scenario)
+            self._traces[scenario.name] = self._run(scenario).in_rows()
         return self._traces[scenario.name]
 
     def _run(self, scenario: Scenario) -> Trace:

@@ -155,8 +155,7 @@ def step_trace(
     with opened(request.model, progress or (lambda _: None), where.name, own=own) as model:
         from memsize.analysis.ranks import others_asked
         from memsize.analysis.runner import Runner, plans_of
-        from memsize.workloads.distributed_step import RankLoop
-        from memsize.workloads.parallel import steps_on
+        from memsize.workloads.parallel import RankLoop, steps_on
         from memsize.workloads.training import OwnLoop
 
         runner = Runner(*model.run, gpu=where, execute=request.execute, plans=plans_of(where), stack=gpu.releases)
@@ -166,7 +165,7 @@ def step_trace(
             workload: Workload = steps_on(training, spread, where) if loop is None else OwnLoop(loop, steps)
             if loop is not None and world is not None:
                 workload = RankLoop(loop, world, where, steps=steps)
-            return runner.run(workload, scenario)
+            return runner.run(workload, scenario).in_rows()
 
         with others_asked(traced, world):
             return StepTrace(traced(world), where.name, allocator)

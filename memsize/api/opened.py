@@ -83,19 +83,20 @@ def assisted(
     """The `draft` of a generation with the number of tokens that the `assistant` proposes, which the model has as a
     module of its own while this is open. Raises `InputError` where transformers wouldn't have that assistant.
     """
-    from memsize.workloads import drafts
-    from memsize.workloads.generation import generate_of
+    from memsize.workloads import generation
 
     if draft is not None:
-        drafts.refuse_own_generation(loaded.model)
+        generation.refuse_own_generation(loaded.model)
     if draft is None or assistant is None:
         yield draft
         return
     with model_of(ModelRequest.of(assistant, mode="eval"), report_progress) as loaded_assistant:
-        generate_of(loaded_assistant.model, loaded_assistant.name)
-        with drafts.assisted(loaded.model, loaded_assistant.model):
+        generation.generate_of(loaded_assistant.model, loaded_assistant.name)
+        with generation.assisted(loaded.model, loaded_assistant.model):
             yield replace(
-                draft, assistant=loaded_assistant.name, tokens=drafts.proposed(loaded_assistant.model) or draft.tokens
+                draft,
+                assistant=loaded_assistant.name,
+                tokens=generation.proposed(loaded_assistant.model) or draft.tokens,
             )
 
 

@@ -17,7 +17,7 @@ from memsize.interrupt import INTERRUPTED
 from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankRuns
 from memsize.spec.requests import RunRequest
-from memsize.virtual.child_processes import is_launcher
+from memsize.virtual.guards.child_processes import is_launcher
 
 _STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that the program prints are stand-ins"
 

@@ -112,8 +112,6 @@ def variants(trace: Trace) -> list[AllocationEvents]:
 
 
 def dispensable(trace: Trace) -> frozenset[int]:
-    """The workspaces that a run can do without: where one does not fit, PyTorch tries the next of cuDNN's plans, and
-    most convolutions have a plan that needs little.
-    """
+    """The workspaces that a run can do without: most convolutions have another plan of cuDNN's that needs little."""
     storages = trace.storages
     return frozenset(index for index in places(storages, "role", {"workspace"}) if storages[index].op in CONVOLUTIONS)

@@ -107,24 +107,16 @@ class Allocator:
     def _new_pool(self, stream: int, small: bool) -> Pool:
         config, least = self.config, 1 if small else SMALL_BLOCKS + 1
         most = _UNLIMITED if config.max_split_size is None else config.max_split_size // BLOCK
-        rounding = config.max_non_split_rounding or config.large_segment_size
+        tolerance = (config.max_non_split_rounding or config.large_segment_size) // BLOCK
         if config.expandable_segments:
             grain = (SMALL_SEGMENT if small else config.large_segment_size) // BLOCK
             capacity = self.memory.capacity
             space = _ADDRESS_SPACE if capacity is None else capacity + capacity // 8
-            return ExpandablePool(
-                memory=self.memory,
-                stream=stream,
-                grain=grain,
-                space=-(-space // grain) * grain,
-                most=most,
-                tolerance=rounding // BLOCK,
-            )
+            space = -(-space // grain) * grain
+            return ExpandablePool(self.memory, stream, grain=grain, space=space, most=most, tolerance=tolerance)
         if small or (config.max_split_size is None and not self._collects):
             return Pool(self.memory, stream, least)
-        return LimitedPool(
-            memory=self.memory, stream=stream, least=least, most=most, tolerance=rounding // BLOCK, clock=self._clock
-        )
+        return LimitedPool(self.memory, stream, least, most=most, tolerance=tolerance, clock=self._clock)
 
     def _obtain(self, pool: Pool, size: int, segment: int) -> int:
         wanted = (self.memory.reserved + segment) * BLOCK
@@ -167,7 +159,6 @@ class Allocator:
 def _tiles(
     start: int, end: int, pool: Pool, owners: Mapping[int, tuple[int, int | None]]
 ) -> Iterator[tuple[int, int, int | None]]:
-    """The blocks from `start` to `end`, in order, in bytes."""
     while start < end:
         block, storage = owners.get(start, (0, None))
         size = (block or pool.starts[start]) >> SHIFT

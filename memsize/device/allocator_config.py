@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,20 +41,10 @@ INTERVALS: Final = 16
 """`roundup_power2_divisions` has one entry per power of two, from 1 MiB up to 32 GiB and more."""
 
 IGNORED: Final = frozenset(
-    {
-        "graph_capture_record_stream_reuse",
-        "pinned_free_catch_all",
-        "pinned_max_cached_size_mb",
-        "pinned_max_round_threshold_mb",
-        "pinned_num_register_threads",
-        "pinned_reserve_segment_size_mb",
-        "pinned_use_background_threads",
-        "pinned_use_cuda_host_register",
-        "pinned_use_hip_host_register",
-        "release_lock_on_cudamalloc",
-        "release_lock_on_hipmalloc",
-        "throw_on_cudamalloc_oom",
-    }
+    """graph_capture_record_stream_reuse pinned_free_catch_all pinned_max_cached_size_mb pinned_max_round_threshold_mb
+    pinned_num_register_threads pinned_reserve_segment_size_mb pinned_use_background_threads
+    pinned_use_cuda_host_register pinned_use_hip_host_register release_lock_on_cudamalloc release_lock_on_hipmalloc
+    throw_on_cudamalloc_oom""".split()
 )
 """Settings that PyTorch accepts and that change no size on the GPU."""
 
@@ -104,7 +94,15 @@ class AllocatorConfig:
             if release is not None and release < _SINCE.get(key, OLDEST):
                 since, requested = (".".join(map(str, version)) for version in (_SINCE[key], release))
                 raise InputError(f"PyTorch {requested} has no allocator setting {key}: it came with {since}")
-        return _config(entries)
+        values = {_READERS[key][0]: _READERS[key][1](key, text) for key, text in entries.items() if key in _READERS}
+        values.pop("backend", None)
+        config = cls(**values)  # type: ignore[arg-type]
+        for name in ("max_split_size", "max_non_split_rounding"):
+            size = getattr(config, name)
+            if size is not None and size < config.large_segment_size:
+                least = config.large_segment_size // MiB
+                raise InputError(f"{name}_mb must be at least {least}, got {size // MiB}")
+        return config
 
     @classmethod
     def of(cls, settings: AllocatorConfig | str | None, release: Release | None = None) -> AllocatorConfig:
@@ -139,9 +137,7 @@ class AllocatorConfig:
         return max(-(-request // BLOCK), 1) * BLOCK
 
     def segment_size(self, block: int) -> int:
-        """The bytes of the segment that is requested from CUDA for a block of `block` bytes that no free block can
-        serve.
-        """
+        """The bytes of the segment that CUDA is asked for where no free block can serve a block of `block` bytes."""
         if block <= SMALL:
             return SMALL_SEGMENT
         if block < LARGE_REQUEST:
@@ -171,34 +167,17 @@ def config_of(answer: Report | ProgramRun | GenerationReport) -> AllocatorConfig
     return config
 
 
-def _entries(text: str) -> list[tuple[str, str]]:
+def _entries(text: str) -> Iterator[tuple[str, str]]:
     """The ``key:value`` pairs of `text`, in order; a value may be a list in brackets."""
     compact = re.sub(r"\s", "", text)
-    entries = re.split(r",(?![^\[]*\])", compact.removesuffix(","))
-    return [_entry(entry) for entry in entries if compact]
-
-
-def _entry(entry: str) -> tuple[str, str]:
-    key, colon, value = entry.partition(":")
-    if key not in _READERS and key not in IGNORED:
-        names = ", ".join(sorted([*_READERS, *IGNORED]))
-        raise InputError(f"no allocator setting {key!r}: known are {names}")
-    if not colon or not value:
-        raise InputError(f"the allocator setting {key} needs a value: write {key}:VALUE")
-    return key, value
-
-
-def _config(entries: Mapping[str, str]) -> AllocatorConfig:
-    values = {_READERS[key][0]: _READERS[key][1](key, text) for key, text in entries.items() if key in _READERS}
-    values.pop("backend", None)
-    config = AllocatorConfig(**values)  # type: ignore[arg-type]
-    for key, size in (
-        ("max_split_size_mb", config.max_split_size),
-        ("max_non_split_rounding_mb", config.max_non_split_rounding),
-    ):
-        if size is not None and size < config.large_segment_size:
-            raise InputError(f"{key} must be at least {config.large_segment_size // MiB}, got {size // MiB}")
-    return config
+    for entry in re.split(r",(?![^\[]*\])", compact.removesuffix(",")) if compact else ():
+        key, colon, value = entry.partition(":")
+        if key not in _READERS and key not in IGNORED:
+            names = ", ".join(sorted([*_READERS, *IGNORED]))
+            raise InputError(f"no allocator setting {key!r}: known are {names}")
+        if not colon or not value:
+            raise InputError(f"the allocator setting {key} needs a value: write {key}:VALUE")
+        yield key, value
 
 
 def _switch(key: str, text: str) -> bool:
@@ -243,10 +222,8 @@ def _power_of_two(key: str, text: str) -> int:
 
 
 def _divisions(key: str, text: str) -> tuple[int, ...]:
-    """The 16 divisions of ``4`` (all the same) or ``[64:8,256:4,>:1]``.
-
-    The first boundary's divisions also hold below it, and ``>`` stands for everything above the last; sizes between two
-    boundaries are not divided.
+    """The 16 divisions of ``4`` (all the same) or ``[64:8,256:4,>:1]``: the first one holds below its boundary too,
+    ``>`` stands for all above the last, and sizes between two boundaries are not divided.
     """
     if not text.startswith("["):
         return (_power_of_two(key, text),) * INTERVALS

@@ -297,7 +297,6 @@ class ExpandablePool(Pool):
         return start
 
     def _room(self, start: int, size: int) -> int:
-        """The free and unmapped space that follows `start` without a gap, counted up to `size`."""
         end = start
         while end - start < size:
             if end in self.holes:

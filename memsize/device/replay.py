@@ -159,15 +159,6 @@ def _stretches(events: Events, marks: Sequence[Mark]) -> Iterator[tuple[Mark | N
     yield mark, numbered
 
 
-class _Failure(NamedTuple):
-    """The request that failed: its event, its bytes, and those then requested from CUDA."""
-
-    event: int
-    storage: int
-    request: int
-    segment: int
-
-
 @dataclass(slots=True)
 class _Run:
     """A replay in progress: what is alive, and the figures after the events so far.
@@ -183,7 +174,8 @@ class _Run:
     rows: list[tuple[int, int, int, int, int]] | None
     live: dict[int, LiveBlock] = field(default_factory=dict)
     skipped: set[int] = field(default_factory=set)
-    failure: _Failure | None = None
+    failure: tuple[int, int, int, int] | None = None
+    """The event, storage and bytes of the request that failed, and the bytes then requested from CUDA."""
     requested: int = 0
     allocated: int = 0
     peaks: tuple[tuple[int, int], tuple[int, int], tuple[int, int]] = (0, -1), (0, -1), (0, -1)
@@ -252,7 +244,6 @@ class _Run:
         self.peaks = (most_requested, at_requested), (most_allocated, at_allocated), (most_reserved, at_reserved)
 
     def _without_skipped(self, numbered: Numbered) -> Numbered:
-        """The events of storages that the run allocates; there may be fewer of these meanwhile."""
         return (event for event in numbered if event[1][0] not in self.skipped)
 
     def _grow(self, pool: Pool, size: int, *, event: int, storage: int, request: int) -> int:
@@ -262,7 +253,7 @@ class _Run:
         if not block and storage in self.optional and storage not in self.live:
             self.skipped.add(storage)
         elif not block:
-            self.failure = _Failure(event, storage, request, self.allocator.segment(size) * BLOCK)
+            self.failure = event, storage, request, self.allocator.segment(size) * BLOCK
         return block
 
     def result(self, events: int) -> Replay:
@@ -270,7 +261,11 @@ class _Run:
         requested, allocated, reserved = self.peaks
         changes, failure = self.allocator.memory.changes, self.failure
         final = Levels(self.requested, self.allocated * BLOCK, self.allocator.memory.reserved * BLOCK)
-        ended = events if failure is None else failure.event
+        ended = events if failure is None else failure[0]
+        sizes: Counter[int] = Counter()
+        for at, stream, _, size in changes:
+            if at <= reserved[1]:
+                sizes[stream] += size * BLOCK
         return Replay(
             requested=Peak(*requested),
             allocated=Peak(allocated[0] * BLOCK, allocated[1]),
@@ -282,17 +277,8 @@ class _Run:
             timeline=None if self.rows is None else _timeline(self.rows, changes, ended),
             skipped=frozenset(self.skipped),
             refused=self.allocator.refused,
-            of_streams=_of_streams(changes, reserved[1]),
+            of_streams=dict(sorted(sizes.items())),
         )
-
-
-def _of_streams(changes: Iterable[tuple[int, int, int, int]], event: int) -> dict[int, int]:
-    """The bytes that each stream has in segments after an event."""
-    sizes: Counter[int] = Counter()
-    for at, stream, _, size in changes:
-        if at <= event:
-            sizes[stream] += size * BLOCK
-    return dict(sorted(sizes.items()))
 
 
 def _timeline(

@@ -21,17 +21,12 @@ _OURS: Final = __name__.partition(".")[0]
 
 
 class _Waiting:
-    """Whether a Ctrl-C waits to be raised, and whether the next one after it has been raised ends the process: the
-    user's code may have caught it.
-    """
+    """Whether a Ctrl-C waits to be raised, and whether the next one after it ends the process."""
 
-    __slots__ = ("last", "now")
-    now: bool
-    last: bool
+    now = last = False
 
 
 _waiting: Final = _Waiting()
-_waiting.now = _waiting.last = False
 
 
 def raise_waiting() -> None:

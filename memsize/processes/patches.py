@@ -17,6 +17,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
@@ -39,13 +40,9 @@ class AppliedPatch:
 
     def __str__(self) -> str:
         owner = self.owner
-        path = owner.__name__ if isinstance(owner, ModuleType) else _class_path(owner)
+        kind = owner if isinstance(owner, type) else type(owner)
+        path = owner.__name__ if isinstance(owner, ModuleType) else f"{kind.__module__}.{kind.__qualname__}"
         return f"{path}.{self.name}"
-
-
-def _class_path(owner: Any) -> str:
-    kind = owner if isinstance(owner, type) else type(owner)
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class Patches:
@@ -134,10 +131,16 @@ class SuspendablePatches:
 def calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
     """Return a replacement of `original`, which may be a method, that calls `function` with it before the arguments."""
 
+    @wraps(original)
     def called(*args: Any, **options: Any) -> Any:
         return function(original, *args, **options)
 
     return called
+
+
+def wrapping(owner: Any, name: str, function: Callable[..., Any], *arguments: Any) -> Patch:
+    """Patch a function or a method to call `function` with `arguments`, the original, and then its own arguments."""
+    return owner, name, calling(partial(function, *arguments) if arguments else function, getattr(owner, name))
 
 
 def assign(owner: Any, name: str, value: Any) -> None:

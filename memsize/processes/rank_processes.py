@@ -54,7 +54,9 @@ def opened(run_as: RunAs, prepare: Callable[[], object]) -> Iterator[None]:
     if not can_fork() or _reached.line is not None or _reached.address is not None:
         yield
         return
-    with TemporaryDirectory(dir=_folder()) as folder:
+    usual = gettempdir()
+    # Paths of sockets may have 104 to 108 characters, which that of a job's own folder may exceed.
+    with TemporaryDirectory(dir=usual if len(os.fsencode(usual)) <= _LONGEST else "/tmp") as folder:
         address = str(Path(folder) / "ranks")
         with socket.socket(socket.AF_UNIX) as calls:
             calls.bind(address)
@@ -66,12 +68,6 @@ def opened(run_as: RunAs, prepare: Callable[[], object]) -> Iterator[None]:
         finally:
             _reached.address = None
             end_processes(process)
-
-
-def _folder() -> str:
-    """Where sockets can be: their paths may have 104 to 108 characters, which that of a job's own folder may exceed."""
-    usual = gettempdir()
-    return usual if len(os.fsencode(usual)) <= _LONGEST else "/tmp"
 
 
 @contextlib.contextmanager
@@ -99,9 +95,7 @@ class RankConnection:
             self._end.recv()
 
     def receive(self, sender: int, receiver: Receiver) -> bytes | None:
-        """The next message of `sender` to this rank, or to the group that `receiver` names; None where none will come:
-        it has ended, or waits for one itself.
-        """
+        """The next message of `sender` to a rank or a group; None where none will come: it ended or waits itself."""
         self._end.send(("receive", sender, receiver))
         while not self._end.poll(_PATIENCE):
             raise_waiting()

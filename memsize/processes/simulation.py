@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 from memsize.errors import MemsizeError
 from memsize.processes.ctrl_c import deferred, raise_waiting
-from memsize.processes.patches import Patch, Patches
+from memsize.processes.patches import Patch, Patches, wrapping
 
 Part = TypeVar("Part")
 
@@ -73,9 +73,7 @@ def running() -> Simulation | None:
 
 
 class _ProcessLock:
-    """The lock on process-wide state, and its owner. Threads started by the owner's code are exempt from waiting: the
-    owner may be waiting for them.
-    """
+    """The lock on process-wide state, and its owner, who may wait for threads that it started: they need no lock."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -88,7 +86,7 @@ class _ProcessLock:
         """Open a simulation in this thread, which has the lock."""
         before, simulation = _current.get(), Simulation()
         self.owner, self.simulation = threading.get_ident(), simulation
-        start = threading.Thread, "start", self._noting(threading.Thread.start)
+        start = wrapping(threading.Thread, "start", self._note_start)
         try:
             _current.set(simulation)
             with simulation.patches.applied([start]):
@@ -98,13 +96,10 @@ class _ProcessLock:
             self.started.clear()
             self.owner = self.simulation = None
 
-    def _noting(self, start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-        def noted(thread: threading.Thread) -> None:
-            if self.owner == threading.get_ident() or threading.current_thread() in self.started:
-                self.started.add(thread)
-            start(thread)
-
-        return noted
+    def _note_start(self, original: Callable[[threading.Thread], None], thread: threading.Thread) -> None:
+        if self.owner == threading.get_ident() or threading.current_thread() in self.started:
+            self.started.add(thread)
+        original(thread)
 
 
 _lock = _ProcessLock()
@@ -207,21 +202,15 @@ class ThreadPatches:
 
     def _patch(self, override: Override) -> Patch:
         owner, name, replacement = override
-        original = getattr(owner, name)
+        original, applies = getattr(owner, name), self._applies
         if self._installed.get(override, (None,))[0] is not original:
-            is_function = callable(original)
-            substitute = self._for_threads_inside(original, replacement) if is_function else replacement(original)
-            self._installed[override] = original, substitute
+
+            @functools.wraps(original)
+            def chosen(*args: Any, **kwargs: Any) -> Any:
+                return replacement(original, *args, **kwargs) if applies() else original(*args, **kwargs)
+
+            self._installed[override] = original, chosen if callable(original) else replacement(original)
         return owner, name, self._installed[override][1]
-
-    def _for_threads_inside(self, original: Function, replacement: Function) -> Function:
-        applies = self._applies
-
-        @functools.wraps(original)
-        def chosen(*args: Any, **kwargs: Any) -> Any:
-            return replacement(original, *args, **kwargs) if applies() else original(*args, **kwargs)
-
-        return chosen
 
 
 # -- audit hooks ------------------------------------------------------------------------------------------------------

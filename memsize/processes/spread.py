@@ -38,8 +38,6 @@ class Died(NamedTuple):
 
 
 class _Raised(NamedTuple):
-    """An error that the work itself raised."""
-
     error: Exception
 
 
@@ -62,25 +60,21 @@ def spread(
         count = (-1 if jobs is None else jobs) if backend == "loky" else (jobs or -1)
         while waiting:
             begun: list[int] = []
+            error: Exception | None = None
             try:
                 for number, result in _answers(work, dict(islice(waiting.items(), most)), begun, count):
+                    if isinstance(result, _Raised):
+                        error = result.error
+                        break
                     yield waiting.pop(number), result
-            except _WorkError as error:
-                raise error.error from error.error.__cause__
             except Exception:
                 suspects = [number for number in begun if number in waiting]
                 if not suspects:
                     raise
                 for number in suspects:
                     yield (task := waiting.pop(number)), _alone(work, task)
-
-
-class _WorkError(Exception):
-    """`work` itself failed, in whichever process."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+            if error is not None:
+                raise error from error.__cause__
 
 
 def _answers(
@@ -98,10 +92,7 @@ def _answers(
     backend, _ = get_active_backend()
     return_as = "generator_unordered" if backend.supports_return_generator else "list"
     parallel = Parallel(n_jobs=count, return_as=return_as, batch_size=1, pre_dispatch="n_jobs")
-    for number, result in parallel(calls()):
-        if isinstance(result, _Raised):
-            raise _WorkError(result.error)
-        yield number, result
+    yield from parallel(calls())
 
 
 def _answer(work: Callable[[Any], Any], number: int, task: Any) -> tuple[int, Any]:
@@ -112,23 +103,18 @@ def _answer(work: Callable[[Any], Any], number: int, task: Any) -> tuple[int, An
 
 
 def _alone(work: Callable[[Any], Any], task: Any) -> Any:
-    """The answer to one task that nothing else runs beside."""
+    from joblib.externals.loky.process_executor import BrokenProcessPool
+
     try:
         # With one job joblib would work in this process.
         ((_, result),) = _answers(work, {0: task}, [], 2)
-    except _WorkError as error:
-        raise error.error from error.error.__cause__
+    except BrokenProcessPool:
+        return Died("the process that ran it ended: it crashed, or was killed for its memory")
     except Exception as error:
-        return Died(_ended(error))
+        return Died(f"the process that ran it ended: {first_line(error)}")
+    if isinstance(result, _Raised):
+        raise result.error from result.error.__cause__
     return result
-
-
-def _ended(error: Exception) -> str:
-    from joblib.externals.loky.process_executor import BrokenProcessPool
-
-    if isinstance(error, BrokenProcessPool):
-        return "the process that ran it ended: it crashed, or was killed for its memory"
-    return f"the process that ran it ended: {first_line(error)}"
 
 
 # -- where -------------------------------------------------------------------------------------------------------------
@@ -138,11 +124,8 @@ def _ended(error: Exception) -> str:
 def _cluster(backend: Backend, scheduler: str | None) -> Iterator[None]:
     from joblib import parallel_config
 
-    if backend == "loky":
-        with parallel_config(backend=backend, initializer=_begin):
-            yield
-        return
-    with _CLUSTERS[backend](scheduler), parallel_config(backend=backend):
+    options = {"initializer": _begin} if backend == "loky" else {}
+    with _CLUSTERS[backend](scheduler), parallel_config(backend=backend, **options):
         yield
 
 
@@ -176,17 +159,18 @@ def _ray(scheduler: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-_CLUSTERS: Final[dict[str, Callable[[str | None], AbstractContextManager[Any]]]] = {"dask": _dask, "ray": _ray}
+_CLUSTERS: Final[dict[str, Callable[[str | None], AbstractContextManager[Any]]]] = {
+    "loky": contextlib.nullcontext,
+    "dask": _dask,
+    "ray": _ray,
+}
 
 
 # -- in a process that works -------------------------------------------------------------------------------------------
 
 
 def _begin() -> None:
-    """End this process when the one that started it is gone, killed perhaps: it would wait for work for minutes.
-
-    Ctrl-C reaches both, and is for the other one to answer.
-    """
+    """End this process when its parent is gone, killed perhaps: it would wait for minutes. Ctrl-C is for the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
 

@@ -41,19 +41,13 @@ def is_library(file: str) -> bool:
 
 
 def running_line(until: CodeType | None = None) -> str:
-    """The innermost line outside of torch and memsize, as ``"model.py:12"``.
-
-    The search ends at a call of `until`; the line is empty where there is none before it.
-    """
+    """The innermost line outside of torch and memsize, as ``"model.py:12"``; empty if there is none before `until`."""
     frame = next(users_frames(until, libraries=True), None)
     return "" if frame is None else line_of(frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_in_forward() -> tuple[str, int] | None:
-    """The file and the number of the innermost line outside of PyTorch and memsize, below what memsize itself calls.
-
-    It is asked for with every tensor of a run, so that a line's text is left to `line_of`.
-    """
+    """The file and number of the innermost line outside of PyTorch and memsize, below what memsize calls."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -146,21 +140,12 @@ def shown_as_python_would(error: BaseException) -> None:
     seen: set[int] = set()
     while led is not None and id(led) not in seen:
         seen.add(id(led))
-        led.__traceback__ = _users_own(led.__traceback__)
+        frames, entry = [], led.__traceback__
+        while entry is not None:
+            frames.append(entry)
+            entry = entry.tb_next
+        led.__traceback__ = None
+        for entry in reversed(frames):
+            if not entry.tb_frame.f_code.co_filename.startswith(_RUNS_SCRIPTS):
+                led.__traceback__ = TracebackType(led.__traceback__, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
         led = led.__cause__ or led.__context__
-
-
-def _users_own(trace: TracebackType | None) -> TracebackType | None:
-    frames = [] if trace is None else [*_chain(trace)]
-    traceback: TracebackType | None = None
-    for entry in reversed(frames):
-        if not entry.tb_frame.f_code.co_filename.startswith(_RUNS_SCRIPTS):
-            traceback = TracebackType(traceback, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return traceback
-
-
-def _chain(trace: TracebackType) -> Iterator[TracebackType]:
-    entry: TracebackType | None = trace
-    while entry is not None:
-        yield entry
-        entry = entry.tb_next

@@ -89,9 +89,7 @@ class Workers:
             self._parent.send(("said", text))
 
     def deliver(self, part: Any) -> None:
-        """Hand over a part of an answer as soon as it is there, from whichever process; work that is done again hands
-        it over again.
-        """
+        """Hand over a part of an answer at once, from whichever process; work that is done again does it again."""
         if self._parent is None:
             self._deliver(part)
         else:
@@ -114,10 +112,7 @@ class Workers:
         method, *arguments = request
         return getattr(self._subject, method)(*arguments)
 
-    # -- in the parent ------------------------------------------------------------------------------------------------
-
     def _hire(self, count: int) -> None:
-        """Fork until there are `count` workers."""
         from multiprocessing import Pipe
 
         while len(self._workers) < count:
@@ -125,10 +120,6 @@ class Workers:
             process = forked(partial(self._serve, there, (here, *self._workers)))
             there.close()
             self._workers[here] = process
-
-    def _bury(self, connection: Connection) -> None:
-        connection.close()
-        os.waitpid(self._workers.pop(connection), 0)
 
     def _shared_out(self, requests: Sequence[Request]) -> list[Any]:
         from multiprocessing.connection import wait
@@ -152,26 +143,22 @@ class Workers:
             for connection in ready:
                 kind, value = _heard(connection)
                 if kind in ("said", "found", "warned"):
-                    self._relay(kind, value)
+                    if kind == "said":
+                        self._announce(value)
+                    elif kind == "found":
+                        self._deliver(value)
+                    else:
+                        message, category, filename, line = value
+                        warnings.warn_explicit(message, category, filename, line, registry=self._warned)
                     continue
                 index = busy.pop(connection)
                 if kind == "gone":
-                    self._bury(connection)
+                    connection.close()
+                    os.waitpid(self._workers.pop(connection), 0)
                 else:
                     idle.append(connection)
                 answers[index] = value if kind == "done" else self._answer(requests[index])
         return [answers[index] for index in range(len(requests))]
-
-    def _relay(self, kind: str, value: Any) -> None:
-        if kind == "said":
-            self._announce(value)
-        elif kind == "found":
-            self._deliver(value)
-        else:
-            message, category, filename, line = value
-            warnings.warn_explicit(message, category, filename, line, registry=self._warned)
-
-    # -- in a worker --------------------------------------------------------------------------------------------------
 
     def _serve(self, parent: Connection, others: Sequence[Connection]) -> None:
         """Answer the parent's requests until it is gone, or has no use for this process."""
@@ -222,10 +209,7 @@ def can_fork() -> bool:
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Do `work` in a process that is forked from this one, and ends when that is done, whatever comes of it.
-
-    Ctrl-C, which reaches every process of the group, is for its parent to answer. Returns its number.
-    """
+    """Do `work` in a forked process that then ends; returns its number. Ctrl-C is for its parent to answer."""
     sys.stdout.flush()
     sys.stderr.flush()
     # It must not come before the process has learnt to ignore it.

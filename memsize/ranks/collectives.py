@@ -15,10 +15,10 @@ The schemas are those of torch/csrc/distributed/c10d/Ops.cpp and Functional.cpp.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from memsize.errors import InputError
 from memsize.known_values.data_dependent import EXCHANGED_ARE_ALIKE, REDUCED_IS_ONE
 from memsize.known_values.values import ConstantState, constant_of, is_small, set_constant, set_unknown
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, calling
 from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import arguments_in
@@ -58,9 +58,7 @@ _OPERATORS: Final[dict[str, dict[CollectiveKind | None, str]]] = {
         "receive": "irecv",
         None: "wait_tensor _wrap_tensor_autograd",
     },
-    "_dtensor": {
-        "all-to-all": "shard_dim_alltoall",
-    },
+    "_dtensor": {"all-to-all": "shard_dim_alltoall"},
 }
 _KINDS: Final[dict[str, CollectiveKind | None]] = {
     f"{namespace}::{name}": kind
@@ -68,7 +66,6 @@ _KINDS: Final[dict[str, CollectiveKind | None]] = {
     for kind, names in operators.items()
     for name in names.split()
 }
-"""The kind of collective of each operator; `None` if it moves nothing."""
 NAMESPACES: Final = frozenset(_OPERATORS)
 _LEFT: Final = (None, "broadcast", "send", "barrier")
 """Kinds that leave the buffers unchanged if all ranks hold the same; `None` moves nothing."""
@@ -82,10 +79,7 @@ _ON_BUFFERS: Final = "c10d"
 
 
 def kind_of(func: Any) -> CollectiveKind | None:
-    """Return the kind of collective of an operator in `NAMESPACES`, or `None` if it moves nothing.
-
-    Raises `InputError` for an unknown operator.
-    """
+    """Return the kind of an operator in `NAMESPACES`, `None` if it moves nothing. Raises `InputError` if unknown."""
     name = f"{func.namespace}::{func._overloadpacket.__name__}"
     if name not in _KINDS:
         raise InputError(f"no known collective: {name}, which memsize would have to answer for the other ranks")
@@ -103,9 +97,7 @@ def waits(func: Any) -> bool:
 
 
 def waited(func: Any, tensor: Tensor) -> Tensor:
-    """Return the result of a wait: the same memory. Its `meta` kernel would return new memory; on the CPU, PyTorch
-    counts the waits.
-    """
+    """Return the result of a wait: the same memory, where the `meta` kernel would return new memory."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     if func._overloadpacket.__name__ != "wait_tensor":
@@ -137,14 +129,16 @@ def answer(kind: CollectiveKind | None, func: Any, args: Any) -> Any:
     if kind not in _LEFT and (kind != "reduce" or group.rank() == args[_ROOT]):
         for tensor, value in received(kind, buffers, sent, args[3:5], reduction(), group):
             write(tensor, value)
-    results = [_done(buffers) if "Work" in str(result.type) else args[0] for result in func._schema.returns]
+    # DistributedDataParallel's reducer waits for the future of the work.
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(buffers)
+    work = torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+    results = [work if "Work" in str(result.type) else args[0] for result in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results)
 
 
 def carry_over(kind: CollectiveKind, args: Any, result: Any) -> None:
-    """Set the values of the new tensors of a collective, assuming that all ranks send the same. Tensors for which this
-    does not determine the values become unknown.
-    """
+    """Set the values of a collective's new tensors, if all ranks sent the same; those not determined are unknown."""
     sent, results = list(_tensors(args[:1])), list(_tensors((result,)))
     reduction = next((argument for argument in args[1:2] if isinstance(argument, str)), "")
     for tensor, value in received(kind, results, sent, args[1:3], reduction, group_of(args)):
@@ -166,14 +160,6 @@ def write(
         set_constant(tensor, value.clone(), ConstantState(assumption))
 
 
-def _done(buffers: Sequence[Tensor]) -> Any:
-    """Return finished work with a future that holds `buffers`: DistributedDataParallel's reducer waits for it."""
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(list(buffers))
-    module: Any = torch._C._distributed_c10d
-    return module._create_work_from_future(future).boxed()
-
-
 def _tensors(value: Any) -> Any:
     return arguments_in(value if isinstance(value, (list, tuple)) else (value,))
 
@@ -185,46 +171,33 @@ def alike(kind: CollectiveKind) -> str | None:
 
 # -- reduced values --------------------------------------------------------------------------------------------------
 
-_NAMES: Final = (
-    "all_reduce",
-    "all_reduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-)
+_NAMES: Final = """
+    all_reduce all_reduce_coalesced reduce reduce_scatter reduce_scatter_tensor reduce_scatter_single"""
 """The functions that take a reduction. PyTorch 2.13 renames the last but one to the last."""
 _reduction: ContextVar[str] = ContextVar("_reduction", default="sum")
 
 
 def reduction() -> str:
-    """Return PyTorch's name of the running collective's reduction. It is ``"sum"`` if C++ called the collective, as the
-    reducer of DistributedDataParallel does.
-    """
+    """Return the name of the running collective's reduction: ``"sum"`` if C++ called it, as DDP's reducer does."""
     return _reduction.get()
 
 
 def replacements() -> Iterator[Patch]:
     """Patch the functions that take a reduction, so that they note it while their collective runs."""
-    for name in _NAMES:
-        if hasattr(dist, name):
-            keeping = _keeping(getattr(dist, name))
-            yield from ((owner, name, keeping) for owner in (dist, dist.distributed_c10d))
+    for name in _NAMES.split():
+        if original := getattr(dist, name, None):
+            position = list(inspect.signature(original).parameters).index("op")
+            noting = calling(partial(_note_reduction, position), original)
+            yield from ((owner, name, noting) for owner in (dist, dist.distributed_c10d))
 
 
-def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
-    position = list(inspect.signature(original).parameters).index("op")
-
-    @functools.wraps(original)
-    def reduce(*args: Any, **options: Any) -> Any:
-        op = args[position] if len(args) > position else options.get("op", dist.ReduceOp.SUM)
-        token = _reduction.set(getattr(op, "op", op).name.lower())
-        try:
-            return original(*args, **options)
-        finally:
-            _reduction.reset(token)
-
-    return reduce
+def _note_reduction(position: int, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    op = args[position] if len(args) > position else options.get("op", dist.ReduceOp.SUM)
+    token = _reduction.set(getattr(op, "op", op).name.lower())
+    try:
+        return original(*args, **options)
+    finally:
+        _reduction.reset(token)
 
 
 # -- values, if each rank sends the same -------------------------------------------------------------------------------
@@ -250,23 +223,17 @@ def received(
     `sent` are the tensors that this rank sends. `splits` may contain lists with the number of rows for each rank.
     `reduction` is PyTorch's name of the reduction, for collectives that reduce.
     """
-    values = _values(kind)
+    rank, size = group.rank(), group.size()
     for position, output in enumerate(written):
-        is_read = bool(sent) and (not is_meta(output) or is_small(output))
-        value = values(position, output, sent, splits, group) if is_read else None
-        yield output, _reduced(value, reduction, group.size()) if kind in _REDUCING and value is not None else value
-
-
-def _values(kind: CollectiveKind | None) -> Callable[..., _Value]:
-    if kind in ("all-gather", "gather"):
-        return _gathered
-    if kind in ("all-reduce", "reduce", "broadcast"):
-        return _same
-    return _part if kind in _PARTED else lambda *_: None
-
-
-def _same(position: int, output: Tensor, sent: Sequence[Tensor], *_: Any) -> _Value:
-    return constant_of(sent[position])
+        value = None
+        if sent and (not is_meta(output) or is_small(output)):
+            if kind in ("all-gather", "gather"):  # if several are gathered at once, `position` counts rank by rank
+                value = _repeated(constant_of(sent[position % len(sent)]), output)
+            elif kind in ("all-reduce", "reduce", "broadcast"):
+                value = constant_of(sent[position])
+            elif kind in _PARTED:
+                value = _part(position, output, sent, splits, rank, size)
+        yield output, _reduced(value, reduction, size) if kind in _REDUCING and value is not None else value
 
 
 def _reduced(value: Tensor, reduction: str, size: int) -> _Value:
@@ -280,14 +247,8 @@ def _reduced(value: Tensor, reduction: str, size: int) -> _Value:
     return (value * size if reduction == "sum" else value**size).to(value.dtype)
 
 
-def _gathered(position: int, output: Tensor, sent: Sequence[Tensor], *_: Any) -> _Value:
-    """Return the values of a gathered tensor. If several are gathered at once, `position` counts rank by rank."""
-    return _repeated(constant_of(sent[position % len(sent)]), output)
-
-
-def _part(position: int, output: Tensor, sent: Sequence[Tensor], splits: Any, group: dist.ProcessGroup) -> _Value:
+def _part(position: int, output: Tensor, sent: Sequence[Tensor], splits: Any, rank: int, size: int) -> _Value:
     """Return this rank's part: a tensor of its own, or an equal share of one's rows; `None` if unknown or unequal."""
-    rank, size = group.rank(), group.size()
     whole = sent[position % len(sent)]
     if len(sent) > 1 and whole.numel() != size * output.numel():
         return _repeated(constant_of(sent[rank]) if len(sent) == size else None, output)

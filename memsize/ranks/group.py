@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from memsize.errors import InputError
-from memsize.processes.patches import Patch, assign, calling
+from memsize.processes.patches import Patch, assign, calling, wrapping
+from memsize.ranks.peer_checks import LonelyStore
 from memsize.records.world import World
 
 JOINED: Final = (
@@ -105,10 +106,7 @@ def started(world: World | None) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """Clear DTensor's cache of sharding decisions: its entries name the subgroups of one rank, but it cannot tell the
-    meshes of different ranks apart. Reset its random-number tracker too, so that ranks share
-    their state as on first use.
-    """
+    """Reset DTensor's sharding decisions and random numbers: it cannot tell the meshes of different ranks apart."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _random, debug
 
@@ -143,8 +141,6 @@ class Backends:
         if not dist.is_initialized():  # a loop of the user's own may begin with it, where the group is there
             import torch.testing._internal.distributed.fake_pg  # noqa: F401  # which registers the fake group
 
-            from memsize.ranks.store import LonelyStore
-
             self._store = LonelyStore()
             original("fake", rank=self._world.rank, world_size=self._world.size, store=self._store)
         backend = backend or (_UNNAMED if more.get("device_id") is None else _NCCL)
@@ -152,9 +148,7 @@ class Backends:
         self._whole = dist.Backend(_NCCL if self._is_ours else backend)
 
     def default_store(self, original: Callable[[], Any]) -> Any:
-        """Replace `_get_default_store`: return the store of the group of all processes. The group puts a prefix before
-        its keys, by which Python's own methods are not reached.
-        """
+        """Return the store of the group of all processes itself, without the prefix that the group puts around it."""
         usual = original()
         return self._store if usual and self._store else usual
 
@@ -194,13 +188,10 @@ def replacements(world: World) -> Iterator[Patch]:
 
     group: Any = dist.distributed_c10d
     backends = Backends(world)
-    join = calling(backends.join, group.init_process_group)
-    backend_of = calling(backends.of, group.get_backend)
     open_group = calling(partial(_without_backend, backends), group.new_group)
-    device_types = calling(backends.devices, vars(dist.ProcessGroup)["_device_types"])
     for owner in (dist, group, meshes):
-        yield owner, "init_process_group", join
-        yield owner, "get_backend", backend_of
+        yield wrapping(owner, "init_process_group", backends.join)
+        yield wrapping(owner, "get_backend", backends.of)
         if hasattr(owner, "new_group"):
             yield owner, "new_group", open_group
     for owner in (dist, group):
@@ -210,9 +201,10 @@ def replacements(world: World) -> Iterator[Patch]:
             yield owner, "ProcessGroupNCCL", NoNCCL
     waits = dist.Work.wait
     yield dist.Work, "wait", lambda work, timeout=None: waits(work)  # what is over is not waited for
+    device_types = calling(backends.devices, vars(dist.ProcessGroup)["_device_types"])
     yield dist.ProcessGroup, "_device_types", property(device_types)
-    yield group, "_get_default_store", calling(backends.default_store, group._get_default_store)
-    yield meshes.DeviceMesh, _STARTS, calling(partial(_within, world), getattr(meshes.DeviceMesh, _STARTS))
+    yield wrapping(group, "_get_default_store", backends.default_store)
+    yield wrapping(meshes.DeviceMesh, _STARTS, _within, world)
 
 
 def _within(world: World, original: Callable[..., Any], mesh: Any) -> Any:

@@ -26,21 +26,19 @@ from memsize.torch_internals.meta import is_meta
 _ALIKE: Final = "what other ranks send as objects is taken to be what this rank sends"
 _KEPT: Final = "objects that another rank sends to this one stay as they are here"
 _NUMBERS_KEPT: Final = "numbers that another rank broadcasts to this one stay as they are here"
+_Rank = int | None
 Assume = Callable[[str], None]
 """A callback that gets the text of an assumption whenever it is made."""
 
 
 def replacements(assume: Assume, line: RankConnection | None) -> Iterator[Patch]:
-    """Patch the functions that send objects and numbers between ranks, through `line` if other ranks are run, and a
-    barrier that only one backend has.
-    """
+    """Patch the functions that send objects and numbers (by `line` if other ranks are run), and a rare barrier."""
     exchange = _Exchange(assume, line, dist.broadcast)
-    names = ("broadcast", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
-    functions = {name: getattr(exchange, name) for name in (*names, "send_object_list", "recv_object_list")}
+    names = "broadcast all_gather_object gather_object broadcast_object_list scatter_object_list"
+    functions = {name: getattr(exchange, name) for name in f"{names} send_object_list recv_object_list".split()}
     functions["monitored_barrier"] = lambda *args, **options: None
     for owner in (dist, dist.distributed_c10d):
-        for name, function in functions.items():
-            yield owner, name, function
+        yield from ((owner, name, function) for name, function in functions.items())
 
 
 class _Exchange:
@@ -58,23 +56,13 @@ class _Exchange:
             object_list[rank] = obj if rank == dist.get_rank(group) else deepcopy(obj)
 
     def gather_object(
-        self,
-        obj: Any,
-        object_gather_list: Any = None,
-        dst: int | None = None,
-        group: Any = None,
-        group_dst: int | None = None,
+        self, obj: Any, object_gather_list: Any = None, dst: _Rank = None, group: Any = None, group_dst: _Rank = None
     ) -> None:
         if dist.get_rank() == _number(dst, group_dst, group) and object_gather_list is not None:
             self.all_gather_object(object_gather_list, obj, group)
 
     def broadcast_object_list(
-        self,
-        object_list: list[Any],
-        src: int | None = None,
-        group: Any = None,
-        device: Any = None,
-        group_src: int | None = None,
+        self, object_list: list[Any], src: _Rank = None, group: Any = None, device: Any = None, group_src: _Rank = None
     ) -> None:
         if dist.get_rank(group) < 0:
             return
@@ -87,12 +75,7 @@ class _Exchange:
             self._assume(_KEPT)
 
     def broadcast(
-        self,
-        tensor: Tensor,
-        src: int | None = None,
-        group: Any = None,
-        async_op: bool = False,
-        group_src: int | None = None,
+        self, tensor: Tensor, src: _Rank = None, group: Any = None, async_op: bool = False, group_src: _Rank = None
     ) -> Any:
         work = self._broadcast(tensor, src, group, async_op, group_src)
         # A program may act on numbers (sizes, seeds, flags), unlike on weights or activations.
@@ -114,9 +97,9 @@ class _Exchange:
         self,
         scatter_object_output_list: list[Any],
         scatter_object_input_list: list[Any] | None = None,
-        src: int | None = None,
+        src: _Rank = None,
         group: Any = None,
-        group_src: int | None = None,
+        group_src: _Rank = None,
     ) -> None:
         if dist.get_rank(group) < 0:
             return
@@ -134,10 +117,10 @@ class _Exchange:
     def send_object_list(
         self,
         object_list: list[Any],
-        dst: int | None = None,
+        dst: _Rank = None,
         group: Any = None,
         device: Any = None,
-        group_dst: int | None = None,
+        group_dst: _Rank = None,
         use_batch: bool = False,
     ) -> None:
         if self._line is not None:
@@ -146,10 +129,10 @@ class _Exchange:
     def recv_object_list(
         self,
         object_list: list[Any],
-        src: int | None = None,
+        src: _Rank = None,
         group: Any = None,
         device: Any = None,
-        group_src: int | None = None,
+        group_src: _Rank = None,
         use_batch: bool = False,
     ) -> int:
         sender = _number(src, group_src, group)
@@ -165,25 +148,21 @@ class _Exchange:
         return sender
 
     def _tell(self, objects: list[Any], group: Any) -> None:
-        """Send `objects` to all of `group`."""
-        ranks = _ranks(group)
+        ranks = tuple(dist.get_process_group_ranks(_of(group)))
         if self._line is not None and len(ranks) > 1:
             self._line.send(ranks, pickle.dumps(objects))
 
     def _received(self, source: int, group: Any) -> list[Any] | None:
         """Return the objects that `source` sends to all of `group`, or `None` if no answer comes."""
-        message = None if self._line is None else self._line.receive(source, _ranks(group))
+        ranks = tuple(dist.get_process_group_ranks(_of(group)))
+        message = None if self._line is None else self._line.receive(source, ranks)
         objects: list[Any] | None = None if message is None else pickle.loads(message)
         return objects
 
 
-def _number(rank: int | None, group_rank: int | None, group: Any) -> int:
+def _number(rank: _Rank, group_rank: _Rank, group: Any) -> int:
     """Return the global rank: `rank`, or the rank of `group_rank` in `group`; 0 if neither is given."""
     return (rank or 0) if group_rank is None else dist.get_global_rank(_of(group), group_rank)
-
-
-def _ranks(group: Any) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(_of(group)))
 
 
 def _of(group: Any) -> Any:

@@ -5,6 +5,7 @@ point; a call that needs more raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
@@ -29,13 +30,14 @@ REACHING: Final = {
 _PEERS: Final = ("dst", "src", "root_rank")
 """The argument names by which operators refer to a rank."""
 Assume = Callable[[str], None]
+_POLLS: Final = 1000
+"""The number of identical reads in a row at which a program counts as waiting for another process."""
+_Store: Any = getattr(dist, "HashStore", object)  # where PyTorch was built without torch.distributed
 
 
 def replacements(assume: Assume) -> Iterator[Patch]:
     """Patch functions that let processes be at different points, or exchange addresses."""
     from torch.distributed.algorithms.join import Join
-
-    from memsize.ranks.store import LonelyStore
 
     def nobody_left(_: Any) -> int:
         assume(_AT_ONCE)
@@ -53,7 +55,7 @@ def replacements(assume: Assume) -> Iterator[Patch]:
 
 def later() -> dict[str, Callable[[Any], Iterator[Patch]]]:
     """Return, by module, patches that make the functions of `REACHING` raise `InputError`."""
-    return {module: _refusing(*refusal) for module, refusal in REACHING.items()}
+    return {module: partial(_refused, *refusal) for module, refusal in REACHING.items()}
 
 
 def check_ranks(func: Any, args: Any, size: int) -> None:
@@ -99,11 +101,53 @@ def _from_somebody(
     return original(tensor, src, group, tag, group_src)
 
 
-def _refusing(names: tuple[str, ...], why: str) -> Callable[[Any], Iterator[Patch]]:
+def _refused(names: tuple[str, ...], why: str, module: Any) -> Iterator[Patch]:
     def refuse(*_: Any, **__: Any) -> None:
         raise InputError(f"{why}, which are not there: switch it off for this run, or use collectives instead")
 
-    def refused(module: Any) -> Iterator[Patch]:
-        yield from ((module, name, refuse) for name in names if hasattr(module, name))
+    yield from ((module, name, refuse) for name in names if hasattr(module, name))
 
-    return refused
+
+class LonelyStore(_Store):  # type: ignore[misc]
+    """A store that no other process writes to. Waiting for another process's key raises instead of hanging."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.set_timeout(timedelta(milliseconds=1))
+        self._latest: tuple[object, ...] = ()
+        self._times = 0
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        value: bytes = super().get(key)
+        self._check_polling("get", key, value)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        value: int = super().add(key, amount)
+        self._check_polling("add", key, value)
+        return value
+
+    def check(self, keys: list[str]) -> bool:
+        exists: bool = super().check(keys)
+        self._check_polling("check", *keys, exists)
+        return exists
+
+    def wait(self, keys: list[str], *_: Any) -> None:
+        """Return if all `keys` are set; raise `InputError` otherwise."""
+        missing = [key for key in keys if not super(LonelyStore, self).check([key])]
+        if missing:
+            raise InputError(
+                f"the program waits for {missing[0]!r}, which another process would put into the store that they "
+                "share: set it in each process, or leave that out of this run"
+            )
+
+    def _check_polling(self, *read: object) -> None:
+        """Raise `InputError` after `_POLLS` identical reads in a row: the program waits for another process."""
+        self._times = self._times + 1 if read == self._latest else 1
+        self._latest = read
+        if self._times >= _POLLS:
+            raise InputError(
+                f"the program waits for another process to change {read[1]!r} in the store that they share, and there "
+                "is none: leave that out of this run"
+            )

@@ -97,9 +97,7 @@ def _within(region: Region, original: Callable[..., Any], *args: Any, **options:
 
 
 def _chunked(aside: Region, _: Any, tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
-    """Replace FSDP's chunking of a parameter into one part per rank: all ranks without rows share one empty part.
-    PyTorch makes an empty part for each, which takes minutes when thousands of ranks share a small model.
-    """
+    """Chunk a parameter for FSDP: ranks without rows share one empty part, as thousands of them would take minutes."""
     with aside():
         chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
         return chunks + [chunks[0].new_empty(0)] * (num_chunks - len(chunks))
@@ -180,9 +178,7 @@ _BY_ELEMENT: Final = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
 
 
 def each_once(original: Callable[[Any, Any], Any], propagator: Any, schema: Any) -> Any:
-    """Wrap `ShardingPropagator.propagate_op_sharding_non_cached` so that it processes each distinct list element
-    once.
-    """
+    """Wrap `ShardingPropagator`'s propagation so that it processes each distinct list element once."""
     places = _places(schema)
     if len(set(places)) == len(places):
         return original(propagator, schema)
@@ -214,7 +210,6 @@ def _places(schema: Any) -> list[int]:
 
 
 def _picked(schema: Any, places: Sequence[int], length: int) -> Any:
-    """Return `schema` with only the elements at `places` of each list of `length` elements."""
     args = tuple(_pick(argument, places, length) for argument in schema.args_schema)
     return type(schema)(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info)
 

@@ -1,9 +1,13 @@
 """A model spread over GPUs by PyTorch's own code: `fully_shard`, `DistributedDataParallel` or `DataParallel`; and its
 blocks, which are sharded one by one, or put on stages: its own hints, else the layers that repeat.
+
+Source: transformers' ``PreTrainedModel.tp_plan`` and its distributed/tensor_parallel.py (5.20 to 5.23).
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -12,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import torch
 from torch import nn
 
-from memsize.ranks.tensor_parallel import divide, plan_in_words
+from memsize.errors import InputError
 from memsize.records.finding import join_names
+from memsize.records.trace import Trace
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import Scenario
 from memsize.units import format_bytes
@@ -87,9 +92,7 @@ def shared_out(
 
 
 def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
-    """Wrap `model` in `nn.DataParallel` for ``dp``, before its GPUs exist, unless it is wrapped already. Other
-    strategies need no wrapper.
-    """
+    """Wrap `model` in `nn.DataParallel` for ``dp``, before its GPUs exist, unless it is wrapped already."""
     return nn.DataParallel(model) if parallel.kind == "dp" and not isinstance(model, nn.DataParallel) else model
 
 
@@ -154,9 +157,7 @@ def _sharded(model: nn.Module, parallel: Parallel, scenario: Scenario, shown: st
 
 
 def _padded(model: nn.Module, parallel: Parallel) -> Iterator[str]:
-    """Yield a note on the parameter with the most padding, if padding matters: a parameter with fewer rows than shards
-    is gathered with one row for each shard.
-    """
+    """Yield a note on the parameter with the most padding: each GPU gets at least one row of it."""
     padded = {
         name: (parallel.shards - len(parameter)) * parameter[0].nbytes
         for name, parameter in model.named_parameters()
@@ -229,11 +230,7 @@ def blocks_in_line(model: nn.Module) -> Blocks:
 
 
 def _branches(blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules that all blocks of a class hold in ModuleLists of equal lengths: experts, which do not run
-    one after the other.
-
-    Stages, whose layers do run in order, hold them in a Sequential, or in lists of different lengths.
-    """
+    """Yield what all blocks of a class hold in ModuleLists of equal lengths: experts, which do not run in order."""
     kinds: dict[type, list[list[nn.ModuleList]]] = {}
     for block in blocks:
         lists = [module for module in block.modules() if isinstance(module, nn.ModuleList)]
@@ -261,5 +258,87 @@ def _alike(several: nn.Module) -> list[nn.Module]:
 
 
 def _inner_first(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """Return each module once, children before parents; `modules` lists parents before children."""
     return tuple(reversed(dict.fromkeys(modules)))
+
+
+# -- tensor parallelism by a model's own plan, as transformers ships it -----------------------------------------------
+
+_HEADS: Final = {"num_attention_heads": "attention heads", "num_key_value_heads": "key and value heads"}
+_ATTENTION: Final = (".q_proj", ".k_proj", ".qkv_proj", ".query_key_value")
+
+
+def divide(model: Any, mesh: DeviceMesh) -> None:
+    """Divide the layers of `model` over `mesh` by its own plan, with the library's own code."""
+    plan = plan_of(model, mesh.size())
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    except ImportError:
+        raise InputError("tensor parallelism by a model's own plan wants transformers 5.20 or newer") from None
+    apply_tensor_parallelism(model, mesh, _apart(model, model._expand_parallel_plan(plan)))
+
+
+def _apart(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+    """Return `plan` without layers that share another's weight: the library ties weights after dividing them."""
+    there = {name for name, _ in model.named_parameters()}
+    tied = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False) if name not in there}
+    return {name: style for name, style in plan.items() if not tied & {name, name.rpartition(".")[0]}}
+
+
+def plan_of(model: Any, size: int) -> dict[str, str]:
+    """Return the style of each layer by its name, ``*`` for numbers. Raises `InputError` if there is no such plan."""
+    plan = getattr(model, "tp_plan", None)
+    if not isinstance(plan, dict) or not plan or not hasattr(model, "_expand_parallel_plan"):
+        raise InputError(
+            f"{type(model).__name__} has no plan for tensor parallelism (transformers' tp_plan): divide it in a step= "
+            "of your own, with memsize.trace(world=…) and parallelize_module"
+        )
+    divides_heads = any(name.endswith(_ATTENTION) and style == "colwise" for name, style in plan.items())
+    config = model.config.get_text_config()
+    for name, words in _HEADS.items() if divides_heads else ():
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % size:
+            largest = max(number for number in range(1, size) if heads % number == 0)
+            raise InputError(f"{heads} {words} cannot be divided evenly over tp={size}: over tp={largest} they can")
+    return dict(plan)
+
+
+def plan_in_words(model: nn.Module, size: int) -> str:
+    """Describe the plan that divides `model` over `size` GPUs, for the report."""
+    styles = Counter(plan_of(model, size).values())
+    tied = len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)])
+    whole = "; layers whose weights are tied stay whole" if tied else ""
+    return f"tp: the model's own tp_plan ({join_names(tuple(f'{n} x {style}' for style, n in styles.items()))}){whole}"
+
+
+# -- tp head split ---------------------------------------------------------------------------------------------------
+
+_VIEW: Final = re.compile(r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)")
+_DISTRIBUTED: Final = "torch DTensor"
+"""The `wrapper` that a trace records for parameters divided among processes."""
+
+
+def undivided(failure: str, trace: Trace, ranks: int) -> tuple[str, str] | None:
+    """Explain a view that fails because heads are divided over `ranks` processes: return a sentence with the
+    placeholder ``{shape}``, and the shape that the view asks for. Return `None` if the run in `trace` failed for
+    another reason.
+    """
+    match = _VIEW.search(failure)
+    if match is None or not any(tensor.wrapper == _DISTRIBUTED for tensor in trace.tensors):
+        return None
+    sizes, part = list(map(int, match[1].split(","))), int(match[2])
+    unit = math.prod(size for size in sizes if size > 0)
+    wholes = [part * count for count in range(2, ranks + 1) if ranks % count == 0]
+    if -1 in sizes and any(whole % unit == 0 for whole in wholes):
+        sentence = (
+            "The view as {shape} finds no whole number of heads on this GPU: parallelize_module gives each an equal "
+            "part of a layer's features, so the number of GPUs that share a layer has to divide its heads, and those "
+            "of keys and values."
+        )
+    elif unit in wholes:
+        sentence = (
+            "The view as {shape} wants the heads of all GPUs, and finds the part of this one: write -1 for their "
+            "number, or divide it by the number of GPUs that share the layer."
+        )
+    else:
+        return None
+    return sentence, f"[{match[1]}]"

@@ -10,7 +10,7 @@ qualified name, ``""`` for the model itself. Nothing here needs torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, NamedTuple
 
 from memsize.records.roles import Role
@@ -257,6 +257,10 @@ class Trace:
     """
     stack: str = ""
     """The PyTorch and CUDA that a GPU was simulated with (``"torch=2.6,cuda=12.4"``); empty for the installed ones."""
+
+    def in_rows(self) -> Trace:
+        """Return the same run with storages and events that are quick to go through, and larger than columns."""
+        return replace(self, storages=tuple(self.storages), events=tuple(self.events))
 
     @property
     def ran(self) -> bool:

@@ -50,9 +50,7 @@ class suspended:  # noqa: N801 - reads as the context manager that it is
 
 
 def overload(name: str) -> Any:
-    """The callable of the operator `name` (``"softmax.int"``, ``"torchvision::nms"``), without the checks of its Python
-    wrapper.
-    """
+    """The callable of an operator (``"softmax.int"``, ``"torchvision::nms"``), without its Python wrapper's checks."""
     namespace, _, own = name.rpartition("::")
     packet, _, variant = own.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace or NAMESPACE), packet), variant or "default")._op

@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -39,13 +40,7 @@ def isolated() -> Iterator[None]:
     Modes that are active around the call (`FakeTensorMode`, a profiler's, `torch.inference_mode`, `torch.no_grad`) are
     suspended: what a model keeps for backward is asked of the model, not of the place where the question stands.
     """
-    with open_simulation(), settings_kept(), _modes_suspended():
-        yield
-
-
-@contextmanager
-def _modes_suspended() -> Iterator[None]:
-    with ExitStack() as suspended:
+    with open_simulation(), settings_kept(), ExitStack() as suspended:
         if torch._C._len_torch_dispatch_stack():
             suspended.enter_context(_disable_current_modes())
         suspended.enter_context(torch.inference_mode(False))  # which sets the gradient mode too
@@ -54,11 +49,7 @@ def _modes_suspended() -> Iterator[None]:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector, so that a storage dies with its last reference and not whenever the collector
-    runs.
-
-    Every run then records the same events, and many runs in a row do not pay for scanning each other's records.
-    """
+    """Pause Python's garbage collector: every run then records the same events, as storages die with their users."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -69,10 +60,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def forget_run() -> None:
-    """Free what a run left in reference cycles, such as its copy of the model, while the collector is paused.
-
-    Only what is younger than the last call is looked at: records of other runs cost nothing.
-    """
+    """Free what a run left in reference cycles since the last call, while the collector is paused."""
     gc.collect(0)
 
 
@@ -124,7 +112,14 @@ def settings_kept() -> Iterator[None]:
 def settings_read() -> Callable[[], None]:
     """Read the process's settings and random generators; what is returned puts them back."""
     before = [_read(setting) for setting in _SETTINGS]
-    generators = _random_states()
+    generators: list[tuple[Callable[[Any], object], Any]] = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+    ]
+    if torch.cuda.is_initialized():
+        generators.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    if numpy := sys.modules.get("numpy.random"):
+        generators.append((numpy.set_state, numpy.get_state()))
 
     def put_back() -> None:
         for setting, value in zip(_SETTINGS, before, strict=True):
@@ -166,24 +161,11 @@ def _read(setting: _Setting) -> Any:
         return _UNREADABLE
 
 
-def _random_states() -> list[tuple[Callable[[Any], object], Any]]:
-    """The states of the global random generators, each after the function that sets it."""
-    states: list[tuple[Callable[[Any], object], Any]] = [
-        (torch.set_rng_state, torch.get_rng_state()),
-        (random.setstate, random.getstate()),
-    ]
-    if torch.cuda.is_initialized():
-        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    if numpy := sys.modules.get("numpy.random"):
-        states.append((numpy.set_state, numpy.get_state()))
-    return states
-
-
 # -- one setting ------------------------------------------------------------------------------------------------------
 
 
 def _attribute(owner: Any, name: str) -> _Setting:
-    return _Setting(lambda: getattr(owner, name), lambda value: assign(owner, name, value))
+    return _Setting(partial(getattr, owner, name), partial(assign, owner, name))
 
 
 def _list(owner: Any, name: str) -> _Setting:
@@ -210,18 +192,14 @@ def _mapping(mapping: Any) -> _Setting:
 
 def _autocast(device: str) -> tuple[_Setting, _Setting]:
     return (
-        _Setting(lambda: torch.is_autocast_enabled(device), lambda on: torch.set_autocast_enabled(device, on)),
-        _Setting(lambda: torch.get_autocast_dtype(device), lambda dtype: torch.set_autocast_dtype(device, dtype)),
+        _Setting(partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)),
+        _Setting(partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)),
     )
 
 
 def _fp32_precision(backend: str, op: str) -> _Setting:
     read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-    return _Setting(lambda: read(backend, op), lambda precision: write(backend, op, precision))
-
-
-def _handler(number: int) -> _Setting:
-    return _Setting(lambda: signal.getsignal(number), lambda handler: signal.signal(number, handler))
+    return _Setting(partial(read, backend, op), partial(write, backend, op))
 
 
 def _set_default_type(device: str) -> None:
@@ -314,7 +292,7 @@ _SETTINGS: Final = (
     _Setting(lambda: logging.root.manager.disable, logging.disable),
     _Setting(os.getcwd, os.chdir),
     _Setting(lambda: locale.setlocale(locale.LC_ALL), lambda names: locale.setlocale(locale.LC_ALL, names)),
-    *(_handler(number) for number in signal.valid_signals()),
+    *(_Setting(partial(signal.getsignal, n), partial(signal.signal, n)) for n in signal.valid_signals()),
     _Setting(sys.getrecursionlimit, sys.setrecursionlimit),
     _Setting(sys.gettrace, sys.settrace),
     _Setting(sys.getprofile, sys.setprofile),

@@ -61,10 +61,7 @@ def traced_again() -> Iterator[None]:
 
 
 def record_convolution(args: Any) -> torch.Tensor:
-    """Run a convolution with the arguments of `aten.convolution`, and record it as a graph has it: `_convolution`.
-
-    PyTorch records that one, which its own kernel of `convolution` calls; a dispatch mode stands before the kernel.
-    """
+    """Run `aten.convolution`, and record `_convolution`, as PyTorch's kernel would behind the dispatch mode."""
     cudnn: Any = torch.backends.cudnn
     options = (cudnn.benchmark, cudnn.deterministic, cudnn.enabled, cudnn.allow_tf32)
     with _recording_allowed():

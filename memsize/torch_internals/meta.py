@@ -86,10 +86,15 @@ class MetaMemo:
         return result
 
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-        """Everything that determines the result; None where a key cannot express it."""
         pure = self._pure.get(func)
         if pure is None:
-            pure = self._pure[func] = _is_pure(func)
+            # Only ATen's schemas are trusted to promise new tensors that depend on the arguments alone.
+            schema = func._schema
+            pure = self._pure[func] = (
+                func.namespace == "aten"
+                and all(a.alias_info is None and a.name != "storage_offset" for a in schema.arguments)
+                and all(result.alias_info is None for result in schema.returns)
+            )
         if not pure or torch.are_deterministic_algorithms_enabled():  # some kernels warn or raise then
             return None
         try:
@@ -117,15 +122,6 @@ class MetaMemo:
             None if result is None else _Layout(result.shape, result.stride(), result.dtype) for result in results
         )
         self._answers[key] = kind, tuple(layouts)
-
-
-def _is_pure(func: Any) -> bool:
-    """Whether the schema promises new tensors that depend on the arguments alone. Only ATen's schemas are trusted."""
-    schema = func._schema
-    without_aliases = all(
-        argument.alias_info is None and argument.name != "storage_offset" for argument in schema.arguments
-    )
-    return func.namespace == "aten" and without_aliases and all(result.alias_info is None for result in schema.returns)
 
 
 def _described(values: Iterable[Any]) -> Iterator[Hashable]:

@@ -42,11 +42,7 @@ def objects_in(value: Any) -> Iterator[Any]:
 
 
 def arguments_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors that `value` holds directly or in sequences and mappings, but not inside other objects.
-
-    A key-value cache is handed to every layer of a language model: looking into it at each call would take longer the
-    more layers there are.
-    """
+    """Tensors that `value` holds in sequences and mappings, not inside other objects such as a large KV cache."""
     for item in value.values() if isinstance(value, Mapping) else value:
         if isinstance(item, torch.Tensor):
             yield item
@@ -73,14 +69,11 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether `value` is a class, a module, or something to call. What is also iterable is data, such as a graph of
-    `torch_geometric`, whose call lists what is in it.
-    """
+    """Whether `value` is a class, a module, or something to call that is not iterable, and so no data."""
     return isinstance(value, (type, torch.nn.Module)) or (callable(value) and not isinstance(value, Iterable))
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object by name, from its dictionary and its slots."""
     slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
     attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return attributes | getattr(value, "__dict__", {})
@@ -128,7 +121,9 @@ class _Mapped:
         if isinstance(value, Mapping) and (isinstance(value, dict) or not _attributes(value)):
             return self._mapping(value)
         if isinstance(value, weakref.ref):
-            return self._reference(value)
+            target = value()
+            mapped = self.of(target)
+            return value if mapped is target else weakref.ref(mapped)
         return value if _is_code(value) else self._object(value)
 
     def _mapping(self, value: Mapping[Any, Any]) -> Any:
@@ -140,11 +135,6 @@ class _Mapped:
         except TypeError:
             # A mapping with a constructor of its own: a plain dict answers the same look-ups.
             return mapped
-
-    def _reference(self, value: weakref.ref[Any]) -> weakref.ref[Any]:
-        target = value()
-        mapped = self.of(target)
-        return value if mapped is target else weakref.ref(mapped)
 
     def _object(self, value: Any) -> Any:
         if next(tensors_in(value), None) is None:

@@ -57,10 +57,7 @@ def in_coordinates(
 def with_parts(
     original: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], shape: torch.Size | None = None
 ) -> torch.Tensor:
-    """`original`, in another `shape` if one is given, rebuilt of what `function` makes of each of its parts.
-
-    Moved to `meta` as a whole, a sparse tensor would forget how many elements it has.
-    """
+    """`original`, in another `shape` on demand, rebuilt of what `function` makes of each of its parts."""
     shape = original.shape if shape is None else shape
     parts = [function(getattr(original, name)()) for name in PARTS[original.layout]]
     if original.layout is torch.sparse_coo:

@@ -25,9 +25,7 @@ _LIMIT = 25 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The layout of gradients under `DistributedDataParallel`: the limit of a bucket in bytes, and whether gradients
-    are views of the buckets.
-    """
+    """The buckets of `DistributedDataParallel`: their limit in bytes, and whether gradients are views of them."""
 
     limit: int = _LIMIT
     views: bool = False
@@ -69,9 +67,7 @@ def buckets_of(model: nn.Module) -> Buckets | None:
 
 
 def bucket_bytes(model: nn.Module) -> tuple[int, bool] | None:
-    """The bytes that the buckets of `model` take, and whether gradients are views of them; None where it has no
-    buckets.
-    """
+    """The bytes of the buckets of `model`, and whether gradients are views of them; None where it has no buckets."""
     buckets = buckets_of(model)
     if buckets is None:
         return None

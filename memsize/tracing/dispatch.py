@@ -44,7 +44,10 @@ class OpFacts:
         self.rule = rules()[func]
         self.sparse_rule = sparse_rules()[func]
         self.traits = traits_of(func)
-        self.composite = self.rule is None and self.traits.name not in SPECIAL and _is_composite(self.traits.name)
+        # Autograd runs the ops that an op only calls, except where a tensor's own dispatch is below it.
+        name, has = self.traits.name, torch._C._dispatch_has_kernel_for_dispatch_key
+        only_calls = has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
+        self.composite = self.rule is None and name not in SPECIAL and only_calls
         self.single = _SINGLE.get(func.name().partition(".")[0])
         self.same = SAME_DTYPE.get(func)
         self.copies = COPIES.get(func)
@@ -58,12 +61,6 @@ class OpFacts:
         is_convolution = self.is_forward or self.is_backward
         has_more = is_convolution or self.is_biased or self.copies is not None or self.temporaries is not None
         self.allocates_result_alone = not has_more
-
-
-def _is_composite(name: str) -> bool:
-    """Whether an op only calls others. Autograd runs those, except where a tensor's own dispatch is below it."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
 
 
 class _OpTable(dict[Any, OpFacts]):
@@ -114,8 +111,10 @@ class MetaDispatchMode(TorchDispatchMode):
             return with_parts(args[0], lambda part: part)
         op = self.op_facts[func]
         if op.single is not None and _has_sparse(args):
-            with self:
-                return _one_by_one(op.single, args, kwargs)
+            with self:  # as CUDA's list kernels do, entry by entry
+                lists = [values if isinstance(values, (list, tuple)) else repeat(values) for values in args]
+                results = [op.single(*values, **kwargs) for values in zip(*lists, strict=False)]
+                return None if op.single.__name__.endswith("_") else results
         if self._computes:
             return func(*args, **kwargs)
         if op.composite:
@@ -135,24 +134,13 @@ class MetaDispatchMode(TorchDispatchMode):
 
 
 def _has_sparse(args: Any) -> bool:
-    """Whether a list among the arguments has a sparse tensor."""
     lists = [items for items in args[:2] if isinstance(items, (list, tuple))]
     return any(isinstance(e, torch.Tensor) and e.layout is torch.sparse_coo for items in lists for e in items)
 
 
-def _one_by_one(single: Any, args: Any, kwargs: Any) -> Any:
-    """Run the op for `single` tensors on each entry: CUDA's list kernels leave sparse tensors to it."""
-    lists = [values if isinstance(values, (list, tuple)) else repeat(values) for values in args]
-    results = [single(*values, **kwargs) for values in zip(*lists, strict=False)]
-    return None if single.__name__.endswith("_") else results
-
-
 def _is_new_gradient(tensor: torch.Tensor) -> bool:
-    """Whether autograd copies a sparse gradient only because a mode looks on: `_indices` and `_values`, asked through
-    it, have a second owner then. Otherwise a parameter keeps its first gradient as it is, where that lies row by row
-    (torch/csrc/autograd/functions/accumulate_grad.h).
-
-    Known limit: that a hook keeps the gradient too, for which it is copied, is not seen.
+    """Whether autograd copies a sparse first gradient only because a mode looks on, by which its parts have a second
+    owner then (accumulate_grad.h). Known limit: a hook that keeps the gradient, for which it is copied, is not seen.
     """
     node: Any = torch._C._current_autograd_node()
     if node is None or torch.is_grad_enabled() or node.name() != _ACCUMULATE:
@@ -162,8 +150,5 @@ def _is_new_gradient(tensor: torch.Tensor) -> bool:
 
 
 def has_own_dispatch(types: Iterable[Any]) -> bool:
-    """Whether one of the argument types is a wrapper subclass with its own ``__torch_dispatch__``.
-
-    That one runs first; the ops that it calls on its inner tensors come back to the mode.
-    """
+    """Whether an argument type has its own ``__torch_dispatch__``, whose ops on inner tensors come back to the mode."""
     return any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types)

@@ -14,13 +14,11 @@ from memsize.tracing.ledger import Ledger
 from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    pass
 
 
 def explain(error: Exception, calls: ModuleCallRecorder, ledger: Ledger) -> tuple[str, Failure]:
-    """Return a sentence on what failed, and its record: the layer, its inputs, and the reason, with advice where the
-    cause is a common one.
-    """
+    """Return a sentence on what failed, and its record: layer, inputs, and reason, with advice for common causes."""
     running = calls.failed if calls.failed and calls.failed.error == id(error) else None
     interrupted = ledger.clock.interrupted
     phase, layer = "forward", ledger.clock.layer
@@ -35,7 +33,10 @@ def explain(error: Exception, calls: ModuleCallRecorder, ledger: Ledger) -> tupl
         running.inputs if running else (),
         _reason(error, module, phase),
     )
-    return _what_failed(phase, failure), failure
+    where = f"{failure.layer} ({failure.type})" if failure.layer else f"the model ({failure.type})"
+    if phase == "backward":  # an op of the user's own announces nothing
+        return f"the backward failed in or after that of {where}", failure
+    return _WITHOUT_LAYER.get(phase, f"the {phase} failed in {where}"), failure
 
 
 _WITHOUT_LAYER = {
@@ -50,24 +51,16 @@ _WITHOUT_LAYER = {
 """What to call a failure in each phase in which no layer runs."""
 
 
-def _what_failed(phase: str, failure: Failure) -> str:
-    where = f"{failure.layer} ({failure.type})" if failure.layer else f"the model ({failure.type})"
-    if phase == "backward":
-        return f"the backward failed in or after that of {where}"  # an op of the user's own announces nothing
-    return _WITHOUT_LAYER.get(phase, f"the {phase} failed in {where}")
-
-
 def _reason(error: Exception, module: ModuleRecord, phase: str) -> str:
     message = message_of(error)
     text = first_line(error).partition(". This could be because")[0]
     plain = isinstance(error, (RuntimeError, ValueError, IndexError))
     kind = type(error).__name__
     parts = [text if plain or text == kind else f"{kind}: {text}"]
-    construction = _construction(module) if phase == "forward" else ""
-    parts += [advice for advice in (construction, _advice(message)) if advice]
-    line = _user_line(error.__traceback__)
-    if line:
-        parts.append(f"at {line}")
+    parts += filter(None, (_construction(module) if phase == "forward" else "", _advice(message)))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_outside(frame.filename)]
+    if frames:
+        parts.append(f"at {Path(frames[-1].filename).name}:{frames[-1].lineno}")
     return "\n  ".join(parts)
 
 
@@ -86,59 +79,48 @@ _DIMENSIONS = re.compile(
 """What a convolution and a batch norm say of an input with another number of dimensions."""
 _NO_BATCH = "a size is given without the batch, which --batch-size sets (in Python: batch_size=8)"
 
-_ADVICE: tuple[tuple[str, str], ...] = (
-    (
-        "Expected more than 1 value per channel",
+_ADVICE: dict[str, str] = {
+    "Expected more than 1 value per channel": (
         "a batch norm in training mode needs more than one value per channel: use --batch-size 2, or --mode eval "
-        '(in Python: batch_size=2, or mode="eval")',
+        '(in Python: batch_size=2, or mode="eval")'
     ),
-    (
-        "same dtype",
-        "two dtypes meet here: a tensor that .half() or .to() does not reach, or an input of another dtype",
-    ),
-    (
-        "missing.* required positional argument",
+    "same dtype": "two dtypes meet here: a tensor that .half() or .to() does not reach, or an input of another dtype",
+    "missing.* required positional argument": (
         "the forward takes more inputs: repeat --input, or name them with --input name=SHAPE:DTYPE "
-        "(in Python: give several sizes, or args and kwargs)",
+        "(in Python: give several sizes, or args and kwargs)"
     ),
-    (
-        "Expected tensor for argument #1 'indices'",
-        'an embedding looks up integers: give the input a dtype, --input SHAPE:int64 (in Python: "SHAPE:int64")',
+    "Expected tensor for argument #1 'indices'": (
+        'an embedding looks up integers: give the input a dtype, --input SHAPE:int64 (in Python: "SHAPE:int64")'
     ),
-    (
-        "object was expected, got builtin_function_or_method",
+    "object was expected, got builtin_function_or_method": (
         "PyTorch compiles rules at the first use of forward-mode gradients (jvp, hessian): "
-        "import torch._decomp.decompositions_for_jvp at the top of the file",
+        "import torch._decomp.decompositions_for_jvp at the top of the file"
     ),
-    (
-        "expected device cpu but got meta",
-        "a tensor that the forward makes on the CPU takes part: make it where the input is (device=x.device)",
+    "expected device cpu but got meta": (
+        "a tensor that the forward makes on the CPU takes part: make it where the input is (device=x.device)"
     ),
-    (  # what PyTorch and `os.environ` say of a process that no launcher has started
-        r"environment variable \w+ expected, but not set|process group has not been initialized|"
-        r"^'(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'$",
+    # what PyTorch and `os.environ` say of a process that no launcher has started
+    r"environment variable \w+ expected, but not set|process group has not been initialized|"
+    r"^'(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'$": (
         "it runs as one process of many: memsize.trace(..., step=..., world=memsize.World(8, rank=0)) makes it the "
-        "first of 8",
+        "first of 8"
     ),
-    (
-        "support sparse gradients",
-        "sgd takes them, and in Python optimizer=lambda parameters: torch.optim.SparseAdam(parameters)",
+    "support sparse gradients": (
+        "sgd takes them, and in Python optimizer=lambda parameters: torch.optim.SparseAdam(parameters)"
     ),
-    (  # what PyTorch says of an op without a kernel for sparse tensors: where it was tried here
-        r"with arguments from the 'Sparse(CPU|Meta)' backend",
-        "PyTorch has no such kernel for sparse tensors, on a GPU neither: leave sparse gradients out of it",
+    # what PyTorch says of an op without a kernel for sparse tensors: where it was tried here
+    r"with arguments from the 'Sparse(CPU|Meta)' backend": (
+        "PyTorch has no such kernel for sparse tensors, on a GPU neither: leave sparse gradients out of it"
     ),
-    (
-        "is only available for these backends",
+    "is only available for these backends": (
         "say what the op returns with memsize.shape_rule, or compute it with memsize report --execute "
-        "(in Python: execute=True)",
+        "(in Python: execute=True)"
     ),
-    (
-        "depends on the data|reads a value",
+    "depends on the data|reads a value": (
         "memsize runs the model without data and cannot know which way it goes: "
-        "memsize report --execute computes it on the CPU (in Python: execute=True)",
+        "memsize report --execute computes it on the CPU (in Python: execute=True)"
     ),
-)
+}
 """Patterns in messages of common failures, and what to do about each; the first match counts."""
 
 
@@ -146,10 +128,4 @@ def _advice(text: str) -> str:
     match = _DIMENSIONS.search(text)
     if match and int(match["actual"] or match["sizes"].count(",") + 1) == int(match["most"]) + 1:
         return _NO_BATCH
-    return next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), "")
-
-
-def _user_line(trace: TracebackType | None) -> str:
-    """The innermost line of the user's own code."""
-    frames = [frame for frame in traceback.extract_tb(trace) if is_outside(frame.filename)]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), "")

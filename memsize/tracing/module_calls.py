@@ -123,43 +123,37 @@ class ModuleCallRecorder:
             finally:
                 clock.leave(outer)
             if not self.complete and not (step and seen.calls):  # the step is no call of the module that it calls
-                seen.plain = seen.plain and isinstance(result, torch.Tensor) and isinstance(_first(args), torch.Tensor)
+                seen.plain = (
+                    seen.plain and isinstance(result, torch.Tensor) and isinstance(next(iter(args), None), torch.Tensor)
+                )
                 self._returned(index, result, start, arguments)
             return result
 
         vars(call)["of"] = partial(self._copied, index)
-        return self._model_call(call) if index == 0 else call
+        return partial(self._call_model, call) if index == 0 else call
 
     def _copied(self, index: int, copy: nn.Module) -> Callable[..., Any]:
-        """The call of a copy of a module, as `nn.DataParallel` makes them for each forward. It doesn't keep the copy,
-        which is freed with its last use.
-        """
+        """The call of a copy of a module, as `nn.DataParallel` makes them, which is freed with its last use."""
         module: Any = weakref.proxy(copy)
         return self._call(index, module)
 
-    def _model_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call of the model itself: the forward. Storages alive when the first one returns are saved for
-        backward.
-        """
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            clock = self.ledger.clock
-            if clock.inside:
-                return call(*args, **kwargs)
-            with clock.during(self.forward()):
-                result = call(*args, **kwargs)
-                self.ledger.forget_released()
-                for tensor in tensors_in(result):
-                    for piece in plain_tensors(tensor):
-                        self.ledger.mark(piece, "output")
-            if not self.complete:
-                self.complete = True
-                self.ledger.counts = False
-                self.saved_storages = {reference.index for reference in self.ledger.live.values()}
-                self.reached = parameters_reached(tensors_in(result))
-            return result
-
-        return forward
+    def _call_model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the model itself: storages that are alive when the first forward returns are saved for backward."""
+        clock = self.ledger.clock
+        if clock.inside:
+            return call(*args, **kwargs)
+        with clock.during(self.forward()):
+            result = call(*args, **kwargs)
+            self.ledger.forget_released()
+            for tensor in tensors_in(result):
+                for piece in plain_tensors(tensor):
+                    self.ledger.mark(piece, "output")
+        if not self.complete:
+            self.complete = True
+            self.ledger.counts = False
+            self.saved_storages = {reference.index for reference in self.ledger.live.values()}
+            self.reached = parameters_reached(tensors_in(result))
+        return result
 
     def _returned(self, index: int, result: Any, start: int, arguments: list[tuple[torch.Tensor, int]]) -> None:
         seen, met = self.seen[index], dict[torch.Tensor, Output]()
@@ -202,10 +196,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _first(args: tuple[Any, ...]) -> Any:
-    return args[0] if args else None
-
-
 def _all_seen(model: nn.Module) -> list[ModuleRecord]:
     paths = {module: path for path, module in model.named_modules()}
     aliases: dict[nn.Module, list[str]] = {}
@@ -214,13 +204,14 @@ def _all_seen(model: nn.Module) -> list[ModuleRecord]:
             alias = f"{path}.{name}" if path else name
             if child is not None and paths.get(child, alias) != alias:
                 aliases.setdefault(child, []).append(alias)
-    return [_seen(path, module, tuple(aliases.get(module, ()))) for module, path in paths.items()]
+    return [record_of(path, module, module, tuple(aliases.get(module, ()))) for module, path in paths.items()]
 
 
-def _seen(path: str, module: nn.Module, aliases: tuple[str, ...]) -> ModuleRecord:
+def record_of(path: str, module: nn.Module, reference: Any, aliases: tuple[str, ...] = ()) -> ModuleRecord:
+    """Return the record of a `module` that was not called yet; `reference` is the module or a proxy."""
     depth = path.count(".") + 1 if path else 0
     leaf = not any(True for _ in module.children())
-    return ModuleRecord(path, module_type(module), depth, leaf, module, aliases, kernel_size(module))
+    return ModuleRecord(path, module_type(module), depth, leaf, reference, aliases, kernel_size(module))
 
 
 def kernel_size(module: nn.Module) -> tuple[int, ...]:

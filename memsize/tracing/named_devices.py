@@ -72,9 +72,7 @@ def _moved(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any
 
 
 def _towards(tensor: Tensor, gpu: torch.device) -> tuple[Tensor, torch.device]:
-    """Return the tensor and device to move, to have `tensor` on `gpu`. PyTorch returns a tensor unchanged if it is
-    on that device already.
-    """
+    """The tensor and device to move, to have `tensor` on `gpu`: PyTorch returns one unchanged that is there."""
     if not is_meta(tensor):
         return tensor, gpu
     if place_of(tensor) == gpu:
@@ -86,9 +84,7 @@ def _towards(tensor: Tensor, gpu: torch.device) -> tuple[Tensor, torch.device]:
 
 
 def _own_device(tensor: Tensor) -> torch.device:
-    """The device that PyTorch compares with: a stand-in's has no number, that of a `FakeTensor` keeps the one it was
-    made with.
-    """
+    """The device that PyTorch compares with: a stand-in's has no number, a `FakeTensor` keeps its own."""
     with torch._C.DisableTorchFunction():
         device: torch.device = _device.__get__(tensor)
     return device

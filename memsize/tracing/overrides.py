@@ -33,6 +33,7 @@ from memsize.torch_internals.sparse_tensors import is_in_coordinates
 from memsize.tracing.named_devices import by_device, means_stand_ins, named_gpu, on_meta, place_of
 
 _RECURRENT = "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+_MASKS: Final = (torch.bool, torch.uint8)
 _UNREADABLE = "item() cannot be called on meta tensors"
 """What PyTorch says where it reads the numbers of tensors in a list below the dispatcher."""
 _DETECTION = "torchvision.models.detection.transform"
@@ -40,8 +41,6 @@ FLEX: Final = "torch.nn.attention.flex_attention"
 
 
 class _Notes:
-    """Remarks of a run for the reader."""
-
     def __init__(self, remarks: dict[str, None]) -> None:
         self.remarks = remarks
 
@@ -120,7 +119,9 @@ def _from_numbers(original: Function, *args: Any, **kwargs: Any) -> Any:
     if not args:
         return original(**kwargs)
     data, more = args[0], args[1:]
-    device = kwargs.get("device") or _device_of_context()
+    device = kwargs.get("device") or next(  # else that of ``with torch.device(...)`` or `torch.set_default_device`
+        (mode.device for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext)), None
+    )
     if isinstance(data, Tensor) or not means_stand_ins(device):
         try:
             return original(data, *more, **on_meta(kwargs))
@@ -145,12 +146,6 @@ def _new(original: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[0], Tensor):
         return torch.sparse_coo_tensor(*args, check_invariants=False, **kwargs)
     return torch.empty(args or (0,), dtype=tensor.dtype, layout=torch.sparse_coo, device=place_of(tensor))
-
-
-def _device_of_context() -> torch.device | None:
-    """The device that ``with torch.device(...)`` or `torch.set_default_device` names for tensors made without one."""
-    modes = reversed(_get_current_function_mode_stack())
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _moved_from_cpu(make: Function, data: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -183,14 +178,10 @@ def _assigned(original: Function, tensor: Tensor, index: Any, value: Any) -> Any
     """
     if is_meta(tensor) and isinstance(value, (int, float, complex)):
         parts = index if type(index) is tuple else (index,)
-        if not any(_is_looked_up(part) for part in parts):
+        # A mask lists no places: what is under it is filled with the number.
+        if not any(isinstance(p, list) or (isinstance(p, Tensor) and p.dtype not in _MASKS) for p in parts):
             value = torch.tensor(value, dtype=tensor.dtype, device="cpu")
     return _indexed(original, tensor, index, value)
-
-
-def _is_looked_up(part: Any) -> bool:
-    """Whether part of an index lists places. A mask does not: what is under it is filled with the number."""
-    return isinstance(part, list) or (isinstance(part, Tensor) and part.dtype not in (torch.bool, torch.uint8))
 
 
 def _index(numbers: list[Any], tensor: Tensor) -> Any:
@@ -199,9 +190,7 @@ def _index(numbers: list[Any], tensor: Tensor) -> Any:
 
 
 def _given_numbers(original: Function, packet: OpOverloadPacket, *args: Any, **kwargs: Any) -> Any:
-    """Quantized ops want their scale as a number; torch.fx passes the tensor that holds it, and PyTorch reads the
-    number.
-    """
+    """Quantized ops want their scale as a number, where torch.fx passes the tensor that holds it."""
     if packet._qualified_op_name.startswith("quantized::"):
         args = tuple(_number(argument) for argument in args)
     return original(packet, *args, **kwargs)
@@ -213,9 +202,7 @@ def _number(value: Any) -> Any:
 
 
 def _formatted(original: Function, tensor: Tensor, spec: str) -> str:
-    """In an f-string, a tensor with a known value prints its number: ``self[f"expert_{index}"]``. With a format, as in
-    ``f"{loss:.4f}"``, PyTorch prints the number of any single value, and copies it from the GPU for that.
-    """
+    """In an f-string a known value prints its number; with a format, PyTorch copies any single value from the GPU."""
     number = _number(tensor)
     if number is tensor and spec and is_meta(tensor) and not tensor.dim() and type(tensor) is Tensor:
         number = tensor.to("cpu").item()
@@ -268,9 +255,8 @@ def _casting_on_the_cpu(original: Function, region: torch.autocast) -> Any:
 def _masks_cover_image(
     original: Function, masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], *args: Any, **kwargs: Any
 ) -> Any:
-    """Mask R-CNN resizes each object's mask to its box and pastes it into a picture of the whole image: the boxes
-    decide how much is allocated on the way, and their corners are read as numbers. Boxes that are data are taken to
-    cover the image.
+    """Mask R-CNN pastes the mask of each object into a picture of the image, by the corners of its box, which are read
+    as numbers. Boxes that are data are taken to cover the image.
     """
     if is_meta(boxes) and constant_of(boxes) is None:
         height, width = img_shape
@@ -284,9 +270,7 @@ def _masks_cover_image(
 
 
 class _InRuns:
-    """True in threads in which a run is under way, and elsewhere what it stands for: FlexAttention then calls its
-    operator itself, and not what torch.compile makes of it.
-    """
+    """True in threads of a run, elsewhere the original: FlexAttention calls its operator itself, not a compiled one."""
 
     def __init__(self, original: object) -> None:
         self.original = original

@@ -112,9 +112,7 @@ class RunPosition:
             self._owners.append(layer)
 
     def _settle(self) -> None:
-        """Return to the phase and layer that called backward once it is over, since the engine does not announce its
-        end.
-        """
+        """Return to the phase and layer that called a backward which is over: the engine does not announce its end."""
         if self._outside is not None and _graph_task() == -1:
             self.phase, self.layer, self._depth = self._outside
             self._outside = None

@@ -73,10 +73,7 @@ def functional_transforms_allowed() -> Iterator[None]:
 
 
 def of_the_same_level(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a stand-in for a saved `tensor`: itself, or a handle without the graph of the innermost transform.
-
-    A node of that graph would otherwise keep its own output, and both would outlive the transform.
-    """
+    """`tensor`, or a handle of it without the innermost transform's graph, whose nodes would keep their own outputs."""
     functional = torch._C._functorch
     if not functional.is_gradtrackingtensor(tensor):
         return tensor

@@ -1,4 +1,4 @@
-"""Several GPUs that one process drives: which of them an op works on, and what PyTorch's C++ moves between them.
+"""Several GPUs that one process drives: what PyTorch's C++ moves between them.
 
 `nn.DataParallel` copies a model to each GPU, scatters the batch, gathers the outputs and adds up the gradients. That is
 Python, except for the functions here. NCCL sends without memory of PyTorch's own allocator.
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Any, Final
 
 import torch
 import torch._prims_common
@@ -20,77 +21,34 @@ import torch.cuda.nccl
 import torch.nn.parallel._functions
 import torch.nn.parallel.comm
 from torch import Tensor, nn
-from torch._utils import (
-    _flatten_dense_tensors,
-    _reorder_tensors_as,
-    _take_tensors,
-    _unflatten_dense_tensors,
-)
+from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, wrapping
 from memsize.records.roles import Role
-from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
-from memsize.virtual.device_assignment import HOST, devices
+from memsize.virtual.device_assignment import devices as assignment
+from memsize.virtual.ledger.gpu_storages import GpuStorages
 
-_aten = torch.ops.aten
 _modules: Final[tuple[Any, ...]] = (
     torch.nn.parallel._functions,
     torch.nn.parallel.comm,
     sys.modules["torch.nn.parallel.parallel_apply"],
 )
-_BETWEEN: Final = frozenset((_aten.copy_.default, _aten._to_copy.default, _aten._foreach_copy_.default))
-"""What takes tensors of several GPUs."""
 
 
-class Recorder(Protocol):
-    """Records what happens on the GPU that is looked at."""
-
-    def mark(self, tensor: Tensor, role: Role) -> None:
-        """Say what `tensor` is for."""
-
-    def sent(self, kind: CollectiveKind, size: int, ranks: int) -> None:
-        """Say that so many bytes went between that many GPUs."""
-
-
-def gpu_of(func: Any, args: Iterable[Any]) -> int:
-    """The GPU of an op's arguments: that of the first. Raises PyTorch's error where they are on several."""
-    numbers = list(dict.fromkeys(devices().number_of(tensor) for tensor in _stand_ins(args)))
-    if len(numbers) > 1 and func not in _BETWEEN:
-        names = " and ".join("cpu" if number == HOST else f"cuda:{number}" for number in numbers[:2])
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {names}! (when "
-            f"dispatching {func})"
-        )
-    return numbers[0] if numbers else devices().current
-
-
-def _stand_ins(args: Iterable[Any]) -> Iterator[Tensor]:
-    for item in args:
-        if isinstance(item, Tensor):
-            if is_meta(item):
-                yield item
-        elif isinstance(item, (list, tuple)) and item and type(item[0]) is not int:
-            yield from _stand_ins(item)
-
-
-def replacements(recorder: Recorder) -> Iterator[Patch]:
-    """Patch the functions that move tensors between GPUs, so that they notify `recorder`."""
-    between = _Between(recorder)
+def replacements(ledger: GpuStorages) -> Iterator[Patch]:
+    """Patch the functions that move tensors between GPUs, so that they notify `ledger`."""
+    between = _Between(ledger)
     for name in ("broadcast", "broadcast_coalesced", "scatter", "gather"):
         yield torch._C, f"_{name}", getattr(between, name)
-    yield (
-        torch.cuda.nccl,
-        "is_available",
-        lambda tensors: all(tensor.is_cuda and not tensor.is_sparse for tensor in tensors),
-    )
+    yield torch.cuda.nccl, "is_available", lambda tensors: all(t.is_cuda and not t.is_sparse for t in tensors)
     yield torch.cuda.nccl, "reduce", between.reduce
     in_python, comm, applying = _modules
     yield in_python, "torch", _Torch()
     yield in_python, "_streams", None
     yield applying, "threading", _InTurn
-    yield nn.Module, "_replicate_for_data_parallel", _watched(nn.Module._replicate_for_data_parallel)
-    yield comm, "reduce_add_coalesced", between.adding(comm.reduce_add_coalesced)
+    yield wrapping(nn.Module, "_replicate_for_data_parallel", _replicate)
+    yield wrapping(comm, "reduce_add_coalesced", between.add)
 
 
 class _Torch:
@@ -104,49 +62,40 @@ class _Torch:
         return torch.device("cuda", named) if type(named) is int else torch.device(named)
 
 
-def _watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _replicate(original: Callable[[Any], Any], module: nn.Module) -> Any:
     """The calls of a copy of a module are watched where those of the module are."""
-
-    def replicate(module: nn.Module) -> Any:
-        copy, call = original(module), vars(module).get("_compiled_call_impl")
-        if call is not None and hasattr(call, "of"):
-            vars(copy)["_compiled_call_impl"] = call.of(copy)
-        return copy
-
-    return replicate
-
-
-class _Now:
-    """A thread that has ended when it is started."""
-
-    def __init__(self, target: Callable[..., None], args: Any = ()) -> None:
-        self._target, self._args = target, args
-
-    def start(self) -> None:
-        self._target(*self._args)
-
-    def join(self) -> None: ...
+    copy, call = original(module), vars(module).get("_compiled_call_impl")
+    if call is not None and hasattr(call, "of"):
+        vars(copy)["_compiled_call_impl"] = call.of(copy)
+    return copy
 
 
 class _InTurn:
-    """One copy of a model after the other, on each of its GPUs: autograd numbers its nodes thread by thread, and by
-    these numbers a backward finds its layers.
-    """
+    """One copy of a model after the other: by the numbers of its nodes, in order, a backward finds its layers."""
 
-    Lock, Thread = threading.Lock, _Now
+    Lock = threading.Lock
+
+    class Thread:
+        def __init__(self, target: Callable[..., None], args: Any = ()) -> None:
+            self.start = partial(target, *args)
+
+        def join(self) -> None: ...
 
 
 class _Between:
     """The functions of PyTorch's C++ by which one process moves tensors between its GPUs."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, ledger: GpuStorages) -> None:
+        self._ledger = ledger
 
     def broadcast(self, tensor: Tensor, devices: Sequence[int]) -> tuple[Tensor, ...]:
         """`tensor` on each of the devices; where it is, itself."""
-        own = _number(tensor)
-        self._recorder.sent("broadcast", tensor.nbytes, len(devices))
-        return tuple(tensor if number == own else _like(tensor, number) for number in devices)
+        own = assignment().number_of(tensor)
+        self._ledger.sent("broadcast", tensor.nbytes, len(devices))
+        return tuple(
+            tensor if number == own else torch.empty(tensor.shape, dtype=tensor.dtype, device=f"cuda:{number}")
+            for number in devices
+        )
 
     def broadcast_coalesced(
         self, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
@@ -157,7 +106,7 @@ class _Between:
             _, *flat = self.broadcast(_flatten_dense_tensors(chunk), devices)
             role: Role = "parameter" if any(isinstance(buffer, nn.Parameter) for buffer in chunk) else "buffer"
             for copied, buffer in zip(copies, flat, strict=True):
-                self._recorder.mark(buffer, role)
+                self._ledger.mark(buffer, role)
                 copied += [part.detach() for part in _unflatten_dense_tensors(buffer, chunk)]
         return [list(tensors), *(list(_reorder_tensors_as(copied, tensors)) for copied in copies)]
 
@@ -173,14 +122,14 @@ class _Between:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             copy = chunk.to(torch.device("cuda", number), non_blocking=True)
         if not is_meta(chunk):  # from the CPU: what the program passes in, no gradient
-            self._recorder.mark(copy, "input")
+            self._ledger.mark(copy, "input")
         return copy
 
     def gather(self, tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
         """One tensor of all of them on one device; -1 is the CPU."""
         first, sizes = tensors[0], [part.shape[dim] for part in tensors]
         shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
-        device = torch.device("cpu") if destination == -1 else torch.device("cuda", devices().named(destination))
+        device = torch.device("cpu") if destination == -1 else torch.device("cuda", assignment().named(destination))
         layouts = {torch._prims_common.suggest_memory_format(part) for part in tensors}
         layout = layouts.pop() if len(layouts) == 1 else torch.contiguous_format
         gathered = torch.empty(shape, dtype=first.dtype, device=device, memory_format=layout)
@@ -190,22 +139,10 @@ class _Between:
 
     def reduce(self, inputs: Sequence[Tensor], *args: Any, **options: Any) -> None:
         """The sum goes where there is room for it already."""
-        self._recorder.sent("reduce", inputs[0].nbytes, len(inputs))
+        self._ledger.sent("reduce", inputs[0].nbytes, len(inputs))
 
-    def adding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def add(self, original: Callable[..., Any], inputs: Sequence[Sequence[Tensor]], *args: Any, **options: Any) -> Any:
         """Mark the gradients of each GPU, which live until they are added up."""
-
-        def add(inputs: Sequence[Sequence[Tensor]], *args: Any, **options: Any) -> Any:
-            for gradient in (item for gradients in inputs for item in gradients):
-                self._recorder.mark(gradient, "unsharded gradient")
-            return original(inputs, *args, **options)
-
-        return add
-
-
-def _number(tensor: Tensor) -> int:
-    return devices().number_of(tensor)
-
-
-def _like(tensor: Tensor, device: int) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=torch.device("cuda", device))
+        for gradient in (item for gradients in inputs for item in gradients):
+            self._ledger.mark(gradient, "unsharded gradient")
+        return original(inputs, *args, **options)

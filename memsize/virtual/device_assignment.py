@@ -31,15 +31,14 @@ HOST: Final = 127
 """The number that stands for the host: the last that PyTorch has for devices."""
 _LARGE: Final = 2**20
 """Bytes from which a copy on the host is a stand-in."""
-
-
+_aten = torch.ops.aten
+_BETWEEN: Final = frozenset((_aten.copy_.default, _aten._to_copy.default, _aten._foreach_copy_.default))
+"""What takes tensors of several GPUs."""
 _CPU: Final = torch.device("cpu")
 
 
 class DeviceAssignment(Gpus):
-    """GPU `index` of `count`, whose memory is recorded. A launcher gives each process of `world` the GPU of its number
-    on its own machine.
-    """
+    """GPU `index` of `count`, whose memory is recorded: by default that of its number on the own machine of `world`."""
 
     def __init__(self, world: World | None = None) -> None:
         world = world or World()
@@ -110,9 +109,7 @@ class DeviceAssignment(Gpus):
         return _CPU if number == HOST else torch.device("cuda", number)
 
     def check_index(self, device: int) -> None:
-        """Raise PyTorch's error for a device that does not exist (c10/cuda/CUDAFunctions.cpp), and `InputError` for the
-        GPU of another process.
-        """
+        """Raise PyTorch's error for a device that does not exist, and `InputError` for the GPU of another process."""
         if device >= self.count:
             raise torch.AcceleratorError("CUDA error: invalid device ordinal")
         if device not in (self.index, -1) and not self.drives_all:
@@ -137,14 +134,22 @@ def devices() -> DeviceAssignment:
     return (simulation and simulation.get(DeviceAssignment)) or DeviceAssignment()
 
 
+def gpu_of(func: Any, args: Iterable[Any]) -> int:
+    """The GPU of an op's arguments: that of the first. Raises PyTorch's error where they are on several."""
+    numbers = list(dict.fromkeys(devices().number_of(tensor) for tensor in _tensors(args) if is_meta(tensor)))
+    if len(numbers) > 1 and func not in _BETWEEN:
+        names = " and ".join("cpu" if number == HOST else f"cuda:{number}" for number in numbers[:2])
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {names}! (when "
+            f"dispatching {func})"
+        )
+    return numbers[0] if numbers else devices().current
+
+
 def _address(tensor: Any) -> int:
     try:
         address: int = tensor.untyped_storage()._cdata
-    except (
-        NotImplementedError,
-        RuntimeError,
-        ValueError,
-    ):  # sparse tensors have none, nor do parameters of lazy modules
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse tensors, parameters of lazy modules
         return 0
     return address
 

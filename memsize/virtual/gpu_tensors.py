@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,24 +19,24 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memsize.known_values.values import CONSTANT
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, calling, wrapping
 from memsize.torch_internals.meta import is_meta
 from memsize.virtual.device_assignment import claim, devices, is_own_meta, is_own_storage
-from memsize.virtual.gpu_ledger import VirtualLedger, below_autograd
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_storages import below_autograd
 
-_TYPES = {
-    f"{name}Tensor": getattr(torch, dtype)
-    for name, dtype in (
-        pair.split(":")
-        for pair in (
-            "Float:float32 Double:float64 Half:float16 BFloat16:bfloat16 Byte:uint8 Char:int8 Short:int16 Int:int32 "
-            "Long:int64 Bool:bool"
-        ).split()
-    )
+_TYPES: Final = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "CharTensor": torch.int8,
+    "ShortTensor": torch.int16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+    "BoolTensor": torch.bool,
 }
-"""The old names of tensor types on a GPU, and their dtypes."""
-
-
 _CPU = torch.device("cpu")
 _FAKES: Final = (
     "memsize runs no fake tensors, which torch.export and FakeTensorMode make: leave that call out, or let it follow "
@@ -56,44 +57,42 @@ _lazy: Any = nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     """Patch the attributes of `Tensor` for a run that `ledger` records."""
     host_memory = ledger.host_memory
-    original_type = Tensor.type
-    yield (
-        Tensor,
-        "device",
-        property(lambda t: devices().device_of(t) if is_stand_in(t) else _device.__get__(t)),
-    )
+    yield Tensor, "device", property(lambda t: devices().device_of(t) if is_stand_in(t) else _device.__get__(t))
     yield Tensor, "is_meta", property(lambda t: is_meta(t) and not is_stand_in(t))
     yield Tensor, "is_cuda", property(lambda t: _is_on_gpu(t) or _is_cuda.__get__(t))
     yield Tensor, "is_cpu", property(lambda t: not _is_on_gpu(t) if is_stand_in(t) else _is_cpu.__get__(t))
-    yield Tensor, "numpy", _with_memory(Tensor.numpy)
-    yield Tensor, "data", property(_data.__get__, _setter(ledger))
-    yield Tensor, "grad", property(_grad.__get__, _give_on_host(ledger), _grad.__delete__)
-    moves = {"to": _with_data(Tensor.to), "cuda": _with_data(Tensor.cuda, always=True), "get_device": _number}
+    yield wrapping(Tensor, "numpy", _numpy)
+    yield Tensor, "data", property(_data.__get__, partial(_set_data, ledger))
+    yield Tensor, "grad", property(_grad.__get__, partial(_set_grad, ledger), _grad.__delete__)
+    moves = {"to": calling(partial(_to, False), Tensor.to), "cuda": calling(partial(_to, True), Tensor.cuda)}
+    moves["get_device"] = lambda t: devices().number_of(t) if _is_on_gpu(t) else _base.get_device(t)
     yield from ((Tensor, name, move) for name, move in moves.items())
-    yield nn.Module, "to", _leaving(nn.Module.to, ledger)
-    compatible = _compatible(torch._has_compatible_shallow_copy_type)
+    yield wrapping(nn.Module, "to", _move_module, ledger)
+    compatible = calling(
+        lambda original, old, new: is_meta(old) != is_meta(new) or original(old, new),
+        torch._has_compatible_shallow_copy_type,
+    )
     yield torch, "_has_compatible_shallow_copy_type", compatible
-    allowed = [*_lazy._allowed_methods, *moves.values(), compatible]
-    yield _lazy, "_allowed_methods", allowed
-    yield _lazy, "materialize", _marked(_lazy.materialize, ledger)
+    yield _lazy, "_allowed_methods", [*_lazy._allowed_methods, *moves.values(), compatible]
+    yield wrapping(_lazy, "materialize", _materialize, ledger)
     yield Tensor, "data_ptr", _tensor_address
-    yield torch.UntypedStorage, "data_ptr", _storage_address(torch.UntypedStorage.data_ptr)
-    yield torch.UntypedStorage, "copy_", _storage_copy(torch.UntypedStorage.copy_)
-    yield torch.UntypedStorage, "__getitem__", _storage_part(torch.UntypedStorage.__getitem__, ledger)
+    yield wrapping(torch.UntypedStorage, "data_ptr", _storage_address)
+    yield wrapping(torch.UntypedStorage, "copy_", _copy_storage)
+    yield wrapping(torch.UntypedStorage, "__getitem__", _slice_storage, ledger)
     yield Tensor, "pin_memory", lambda t, *device: host_memory.pin(t)
     yield Tensor, "is_pinned", lambda t, *device: host_memory.holds(t)
     yield Tensor, "record_stream", lambda t, stream: ledger.hand_over(t, stream)
     yield Tensor, "type_as", lambda t, other: t.to(other)
-    yield Tensor, "type", _type(original_type)
-    yield Tensor, "_make_wrapper_subclass", staticmethod(_on_meta(Tensor._make_wrapper_subclass))
-    yield FakeTensor, "__new__", staticmethod(_without_fakes(FakeTensor.__new__))
-    yield torch._C._nn, "_parse_to", _by_number(torch._C._nn._parse_to)
+    yield wrapping(Tensor, "type", _type)
+    yield Tensor, "_make_wrapper_subclass", staticmethod(calling(_make_wrapper, Tensor._make_wrapper_subclass))
+    yield FakeTensor, "__new__", staticmethod(calling(_make_fake, FakeTensor.__new__))
+    yield wrapping(torch._C._nn, "_parse_to", _parse_to)
     yield torch, "Generator", Generator
     yield from ((torch.cuda, name, _OldType(name, (), {"dtype": dtype})) for name, dtype in _TYPES.items())
-    yield torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type)
-    yield nn.init, "_no_grad_trunc_normal_", _filled(nn.init._no_grad_trunc_normal_)
-    yield torch._tensor_str, "_tensor_str", _values_as_text(torch._tensor_str._tensor_str)
-    yield torch._utils, "_get_obj_state", _state_to_pickle(torch._utils._get_obj_state)
+    yield wrapping(torch, "set_default_tensor_type", _set_default_type)
+    yield wrapping(nn.init, "_no_grad_trunc_normal_", _fill)
+    yield wrapping(torch._tensor_str, "_tensor_str", _values_as_text)
+    yield wrapping(torch._utils, "_get_obj_state", _state_to_pickle)
 
 
 def is_stand_in(tensor: Tensor) -> bool:
@@ -101,81 +100,61 @@ def is_stand_in(tensor: Tensor) -> bool:
     return is_meta(tensor) and not below_autograd() and not is_own_meta(tensor)
 
 
-def _number(tensor: Tensor) -> int:
-    """The number of the GPU that `tensor` is on."""
-    return devices().number_of(tensor) if _is_on_gpu(tensor) else _base.get_device(tensor)
-
-
 def _is_on_gpu(tensor: Tensor) -> bool:
     return is_stand_in(tensor) and not devices().is_on_host(tensor)
 
 
-def _with_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+def _numpy(original: Callable[..., Any], tensor: Tensor, **options: Any) -> Any:
     """An array of a stand-in on the host has memory: whoever asks for one reads it."""
-
-    def array(tensor: Tensor, **options: Any) -> Any:
-        is_there = is_stand_in(tensor) and devices().is_on_host(tensor)
-        return original(_TO_COPY(tensor.detach(), device=_CPU) if is_there else tensor, **options)
-
-    return array
+    is_there = is_stand_in(tensor) and devices().is_on_host(tensor)
+    return original(_TO_COPY(tensor.detach(), device=_CPU) if is_there else tensor, **options)
 
 
-def _with_data(original: Callable[..., Tensor], always: bool = False) -> Callable[..., Tensor]:
+def _to(always: bool, original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """PyTorch's error where the program's own `meta` tensors are moved to the GPU; `Module.to` explains it further."""
-
-    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if is_own_meta(tensor) and not below_autograd() and (always or _goes_to_gpu(*args, **kwargs)):
-            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-        return original(tensor, *args, **kwargs)
-
-    return moved
+    if is_own_meta(tensor) and not below_autograd() and (always or _goes_to_gpu(*args, **kwargs)):
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+    return original(tensor, *args, **kwargs)
 
 
-def _leaving(original: Callable[..., nn.Module], ledger: VirtualLedger) -> Callable[..., nn.Module]:
+def _move_module(
+    ledger: VirtualLedger, original: Callable[..., nn.Module], module: nn.Module, *args: Any, **kwargs: Any
+) -> nn.Module:
     """``model.to("meta")`` takes a model off the GPU, which is how programs let go of its memory."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
 
-    def moved(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    def left(tensor: Tensor) -> Tensor:
+        kind = dtype if dtype is not None and (tensor.is_floating_point() or tensor.is_complex()) else tensor.dtype
+        if not is_stand_in(tensor):
+            return tensor.to(device, kind)
+        with ledger.aside():
+            return claim(torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta"))  # type: ignore[no-any-return]
 
-        def left(tensor: Tensor) -> Tensor:
-            kind = dtype if dtype is not None and (tensor.is_floating_point() or tensor.is_complex()) else tensor.dtype
-            if not is_stand_in(tensor):
-                return tensor.to(device, kind)
-            with ledger.aside():
-                return claim(torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta"))  # type: ignore[no-any-return]
-
-        leaves = device is not None and device.type == "meta"
-        return module._apply(left) if leaves else original(module, *args, **kwargs)
-
-    return moved
+    leaves = device is not None and device.type == "meta"
+    return module._apply(left) if leaves else original(module, *args, **kwargs)
 
 
-def _marked(original: Callable[..., None], ledger: VirtualLedger) -> Callable[..., None]:
+def _materialize(ledger: VirtualLedger, original: Callable[..., None], tensor: Any, *args: Any, **options: Any) -> None:
     """A lazy module gets its parameters and buffers in its first forward."""
-
-    def materialize(tensor: Any, *args: Any, **options: Any) -> None:
-        original(tensor, *args, **options)
-        ledger.mark(tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
-
-    return materialize
+    original(tensor, *args, **options)
+    ledger.mark(tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
 
 
 def _goes_to_gpu(*args: Any, **kwargs: Any) -> bool:
-    """Whether the arguments of ``x.to`` name the GPU, by itself or by a tensor that is there."""
     if args and isinstance(args[0], Tensor):
         return _is_on_gpu(args[0])
     device = torch._C._nn._parse_to(*args, **kwargs)[0]
     return device is not None and device.type == "cuda"
 
 
-def _filled(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _fill(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **options: Any) -> Tensor:
     """It reads whether to draw again: there are no numbers, and it would never end."""
-    return lambda t, *args, **options: t if is_stand_in(t) else original(t, *args, **options)
+    return tensor if is_stand_in(tensor) else original(tensor, *args, **options)
 
 
-def _values_as_text(original: Callable[[Tensor, int], str]) -> Callable[[Tensor, int], str]:
+def _values_as_text(original: Callable[[Tensor, int], str], tensor: Tensor, indent: int) -> str:
     """PyTorch reads each number that it prints, and there are none."""
-    return lambda t, indent: f"..., size={tuple(t.shape)}" if is_stand_in(t) else original(t, indent)
+    return f"..., size={tuple(tensor.shape)}" if is_stand_in(tensor) else original(tensor, indent)
 
 
 def _tensor_address(tensor: Tensor) -> int:
@@ -186,141 +165,101 @@ def _tensor_address(tensor: Tensor) -> int:
     return address
 
 
-def _on_meta(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _make_wrapper(original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
     """A wrapper around stand-ins is where they are: autograd asks each tensor's device for its streams."""
-
-    def make(*args: Any, **options: Any) -> Tensor:
-        meta = torch.device("meta")
-        options |= {name: meta for name, value in options.items() if name == "device" and _names_gpu(value)}
-        return original(*(meta if _names_gpu(value) else value for value in args), **options)
-
-    return make
+    meta = torch.device("meta")
+    options |= {name: meta for name, value in options.items() if name == "device" and _names_gpu(value)}
+    return original(*(meta if _names_gpu(value) else value for value in args), **options)
 
 
 def _names_gpu(device: Any) -> bool:
-    """Whether an argument is a device, by itself or by its name, and that is a GPU."""
     return str(device).startswith("cuda") if isinstance(device, (torch.device, str)) else False
 
 
-def _without_fakes(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _make_fake(
+    original: Callable[..., Tensor], kind: type[Tensor], mode: Any, data: Tensor, *args: Any, **options: Any
+) -> Tensor:
     """A fake tensor of CUDA asks the driver, in C++ code that may not fail."""
-
-    def make(kind: type[Tensor], mode: Any, data: Tensor, *args: Any, **options: Any) -> Tensor:
-        if is_stand_in(data):
-            raise RuntimeError(_FAKES)
-        return original(kind, mode, data, *args, **options)
-
-    return make
+    if is_stand_in(data):
+        raise RuntimeError(_FAKES)
+    return original(kind, mode, data, *args, **options)
 
 
-def _storage_address(original: Callable[[Any], int]) -> Callable[[Any], int]:
-    return lambda storage: storage._cdata if storage.device.type == "meta" else original(storage)
+def _storage_address(original: Callable[[Any], int], storage: Any) -> int:
+    return storage._cdata if storage.device.type == "meta" else original(storage)
 
 
-def _storage_copy(original: Callable[..., Any]) -> Callable[..., Any]:
+def _copy_storage(original: Callable[..., Any], storage: Any, source: Any, *options: Any, **named: Any) -> Any:
     """Deep copies go through storages, and have no device that would tell the GPU's from the program's own `meta`."""
-
-    def copy(storage: Any, source: Any, *options: Any, **named: Any) -> Any:
-        stand_in = source if source.device.type == "meta" else storage
-        if stand_in.device.type != "meta" or is_own_storage(stand_in):
-            return original(storage, source, *options, **named)
-        return storage.fill_(0) if storage.device.type == "cpu" else storage
-
-    return copy
+    stand_in = source if source.device.type == "meta" else storage
+    if stand_in.device.type != "meta" or is_own_storage(stand_in):
+        return original(storage, source, *options, **named)
+    return storage.fill_(0) if storage.device.type == "cpu" else storage
 
 
-def _storage_part(original: Callable[..., Any], ledger: VirtualLedger) -> Callable[..., Any]:
+def _slice_storage(ledger: VirtualLedger, original: Callable[..., Any], storage: Any, index: Any) -> Any:
     """On the GPU a slice of a storage is another one with the same memory; `meta` has none."""
-
-    def part(storage: Any, index: Any) -> Any:
-        if not isinstance(index, slice) or storage.device.type != "meta" or is_own_storage(storage):
-            return original(storage, index)
-        begin, end, step = index.indices(storage.nbytes())
-        if step != 1:
-            raise RuntimeError(f"Trying to slice with a step of {step}, but only a step of 1 is supported")
-        sliced = torch.UntypedStorage(max(0, end - begin), device="meta")
-        ledger.share(sliced, storage)
-        return sliced
-
-    return part
+    if not isinstance(index, slice) or storage.device.type != "meta" or is_own_storage(storage):
+        return original(storage, index)
+    begin, end, step = index.indices(storage.nbytes())
+    if step != 1:
+        raise RuntimeError(f"Trying to slice with a step of {step}, but only a step of 1 is supported")
+    sliced = torch.UntypedStorage(max(0, end - begin), device="meta")
+    ledger.share(sliced, storage)
+    return sliced
 
 
-def _setter(ledger: VirtualLedger) -> Callable[[Tensor, Tensor], None]:
+def _set_data(ledger: VirtualLedger, tensor: Tensor, value: Tensor) -> None:
     """``p.data = p.data.cuda()`` keeps the object on CUDA, and so all that optimizers hold of it. PyTorch takes tensors
     of the CPU and of CUDA for the same type, but not those of `meta`: here the two exchange what they are made of. A
     gradient stays where it is, which PyTorch's own are not asked to here: another stands for it until its data is
     replaced too, or the tensor is back.
     """
-
-    def assign(tensor: Tensor, value: Tensor) -> None:
-        vars(tensor).pop(_STANDS_FOR, None)
-        if is_meta(tensor) == is_meta(value):
-            _data.__set__(tensor, value)
-            return
-        fresh, grad = value.detach().requires_grad_(tensor.requires_grad), tensor.grad
-        torch._C._swap_tensor_impl(tensor, fresh)
-        if grad is not None:
-            gradient = vars(grad).get(_STANDS_FOR)
-            if gradient is None or is_meta(gradient) != is_meta(value):
-                gradient = torch.empty((), dtype=grad.dtype, device=value.device).expand(grad.shape)
-                vars(gradient)[_STANDS_FOR] = grad
-            _give(tensor, gradient)
-        if is_meta(tensor) and isinstance(tensor, nn.Parameter):
-            ledger.mark(tensor, "parameter")
-
-    return assign
-
-
-def _give_on_host(ledger: VirtualLedger) -> Callable[[Tensor, Tensor | None], None]:
-    """``x.grad = y`` of which only one has memory, as the other came from the GPU: both are stand-ins then."""
-
-    def give(tensor: Tensor, gradient: Tensor | None) -> None:
-        if gradient is not None and is_meta(tensor) != is_meta(gradient):
-            standing, real = (tensor, gradient) if is_meta(tensor) else (gradient, tensor)
-            if devices().is_on_host(standing) and _is_cpu.__get__(real):
-                ledger.stand_in(real)
+    vars(tensor).pop(_STANDS_FOR, None)
+    if is_meta(tensor) == is_meta(value):
+        _data.__set__(tensor, value)
+        return
+    fresh, grad = value.detach().requires_grad_(tensor.requires_grad), tensor.grad
+    torch._C._swap_tensor_impl(tensor, fresh)
+    if grad is not None:
+        gradient = vars(grad).get(_STANDS_FOR)
+        if gradient is None or is_meta(gradient) != is_meta(value):
+            gradient = torch.empty((), dtype=grad.dtype, device=value.device).expand(grad.shape)
+            vars(gradient)[_STANDS_FOR] = grad
+        # Of any shape: a flat parameter of FSDP is whole at times, and its gradient is not.
+        data = gradient.detach()
+        _data.__set__(gradient, tensor.detach())
         _grad.__set__(tensor, gradient)
+        _data.__set__(gradient, data)
+    if is_meta(tensor) and isinstance(tensor, nn.Parameter):
+        ledger.mark(tensor, "parameter")
 
-    return give
 
-
-def _give(tensor: Tensor, gradient: Tensor) -> None:
-    """``tensor.grad = gradient`` of any shape: a flat parameter of FSDP is whole at times, and its gradient is not."""
-    data = gradient.detach()
-    _data.__set__(gradient, tensor.detach())
+def _set_grad(ledger: VirtualLedger, tensor: Tensor, gradient: Tensor | None) -> None:
+    """``x.grad = y`` of which only one has memory, as the other came from the GPU: both are stand-ins then."""
+    if gradient is not None and is_meta(tensor) != is_meta(gradient):
+        standing, real = (tensor, gradient) if is_meta(tensor) else (gradient, tensor)
+        if devices().is_on_host(standing) and _is_cpu.__get__(real):
+            ledger.stand_in(real)
     _grad.__set__(tensor, gradient)
-    _data.__set__(gradient, data)
 
 
-def _by_number(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``model.to(0)`` names the GPU by its number."""
-
-    def parsed(*args: Any, **kwargs: Any) -> Any:
-        named = args[0] if args else kwargs.get("device")
-        if type(named) is int:
-            kwargs.pop("device", None)
-            args = (torch.device("cuda", named), *args[1:])
-        return original(*args, **kwargs)
-
-    return parsed
+def _parse_to(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    named = args[0] if args else kwargs.get("device")
+    if type(named) is int:
+        kwargs.pop("device", None)
+        args = (torch.device("cuda", named), *args[1:])
+    return original(*args, **kwargs)
 
 
-def _compatible(original: Callable[[Tensor, Tensor], bool]) -> Callable[[Tensor, Tensor], bool]:
-    return lambda old, new: is_meta(old) != is_meta(new) or original(old, new)
-
-
-def _type(original: Callable[..., Any]) -> Callable[..., Any]:
+def _type(original: Callable[..., Any], tensor: Tensor, dtype: Any = None, **options: Any) -> Any:
     """``x.type()`` names the type, ``x.type(torch.cuda.FloatTensor)`` converts to one of the GPU."""
-
-    def answer(tensor: Tensor, dtype: Any = None, **options: Any) -> Any:
-        if dtype is None:
-            name: str = original(tensor)
-            module = "torch.cuda." if _is_on_gpu(tensor) else "torch."
-            return name.replace("torch.meta.", module) if is_stand_in(tensor) else name
-        kind = _old_type(dtype)
-        return original(tensor, dtype, **options) if kind is None else tensor.to(devices().device, kind)
-
-    return answer
+    if dtype is None:
+        name: str = original(tensor)
+        module = "torch.cuda." if _is_on_gpu(tensor) else "torch."
+        return name.replace("torch.meta.", module) if is_stand_in(tensor) else name
+    kind = _old_type(dtype)
+    return original(tensor, dtype, **options) if kind is None else tensor.to(devices().device, kind)
 
 
 class _OldType(type):
@@ -346,32 +285,20 @@ def _old_type(named: Any) -> torch.dtype | None:
     return _TYPES.get(kind) if module == "torch.cuda" else None
 
 
-def _default_type(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """An old type of a GPU is a default device and a default dtype."""
-
-    def choose(named: Any) -> None:
-        kind = _old_type(named)
-        torch.set_default_device(None if kind is None else devices().device)
-        if kind is None:
-            original(named)
-        elif kind.is_floating_point:
-            torch.set_default_dtype(kind)
-
-    return choose
+def _set_default_type(original: Callable[[Any], None], named: Any) -> None:
+    kind = _old_type(named)
+    torch.set_default_device(None if kind is None else devices().device)
+    if kind is None:
+        original(named)
+    elif kind.is_floating_point:
+        torch.set_default_dtype(kind)
 
 
-def _state_to_pickle(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Leave a stand-in's known values out of its pickled state."""
-
-    def state(value: Any) -> Any:
-        attributes = original(value)
-        return (
-            {name: attribute for name, attribute in attributes.items() if name != CONSTANT}
-            if isinstance(attributes, dict)
-            else attributes
-        )
-
-    return state
+def _state_to_pickle(original: Callable[[Any], Any], value: Any) -> Any:
+    attributes = original(value)
+    if not isinstance(attributes, dict):
+        return attributes
+    return {name: attribute for name, attribute in attributes.items() if name != CONSTANT}
 
 
 class Generator(torch._C.Generator):
@@ -405,25 +332,19 @@ class CpuRestore:
 
     def replacements(self) -> Iterator[Patch]:
         """Patch the functions that move a tensor or a module in place."""
-        yield torch._C, "_swap_tensor_impl", self._swapping(torch._C._swap_tensor_impl)
-        yield nn.Module, "_apply", self._applying(nn.Module._apply)
+        yield wrapping(torch._C, "_swap_tensor_impl", self._swapping)
+        yield wrapping(nn.Module, "_apply", self._applying)
 
-    def _swapping(self, original: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-        def swap(one: Tensor, other: Tensor) -> None:
-            original(one, other)
-            if is_meta(one) and not is_meta(other):
-                self._swapped.append((one, other))
+    def _swapping(self, original: Callable[[Tensor, Tensor], None], one: Tensor, other: Tensor) -> None:
+        original(one, other)
+        if is_meta(one) and not is_meta(other):
+            self._swapped.append((one, other))
 
-        return swap
-
-    def _applying(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and not is_meta(buffer):
-                    self._buffers.append((module, name, buffer))
-            return original(module, *args, **kwargs)
-
-        return apply
+    def _applying(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not is_meta(buffer):
+                self._buffers.append((module, name, buffer))
+        return original(module, *args, **kwargs)
 
     @contextmanager
     def restored(self) -> Iterator[None]:

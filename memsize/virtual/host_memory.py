@@ -24,39 +24,33 @@ def pinned_block(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-class Copies:
-    """Copies of the GPU's tensors on the host, pinned or not. They are stand-ins, and take no memory here."""
-
-    def __init__(self) -> None:
-        self._now = 0
-        self.peak = 0
-        """The most bytes of them at one time."""
-
-    def enter(self, storage: torch.UntypedStorage) -> None:
-        """Count `storage` until its end."""
-        size = storage.nbytes()
-        self._now += size
-        self.peak = max(self.peak, self._now)
-        weakref.finalize(storage, self._leave, size)
-
-    def _leave(self, size: int) -> None:
-        self._now -= size
-
-
 class HostMemory:
-    """The host memory of a program: `copies` of its GPU's tensors, and pinned memory. A pinned tensor is either one of
-    the copies, or has ordinary memory of the same size here.
+    """The host memory of a program: copies of its GPU's tensors, pinned or not, and pinned memory. Copies are
+    stand-ins without memory here. A pinned tensor is either one of them, or has ordinary memory of the same size.
     """
 
     def __init__(self) -> None:
-        self.copies = Copies()
         self._live: Counter[int] = Counter()
         """How many blocks of each size are in use."""
         self._most: Counter[int] = Counter()
         self._addresses: set[int] = set()
-        self._requested = 0
-        self.peak = 0
-        """The most bytes that tensors had at one time."""
+        self._bytes = Counter(pinned=0, copied=0)
+        self._peaks = Counter(pinned=0, copied=0)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that pinned tensors had at one time."""
+        return self._peaks["pinned"]
+
+    def copied(self, storage: torch.UntypedStorage) -> None:
+        """Count the copy of a GPU's tensor in `storage` until its end."""
+        size = storage.nbytes()
+        self._count("copied", size)
+        weakref.finalize(storage, self._count, "copied", -size)
+
+    def _count(self, kind: str, size: int) -> None:
+        self._bytes[kind] += size
+        self._peaks[kind] = max(self._peaks[kind], self._bytes[kind])
 
     @property
     def pinned_bytes(self) -> int:
@@ -74,8 +68,7 @@ class HostMemory:
             self._addresses.add(address)
             self._live[block] += 1
             self._most[block] = max(self._most[block], self._live[block])
-            self._requested += size
-            self.peak = max(self.peak, self._requested)
+            self._count("pinned", size)
             weakref.finalize(storage, self._give, address, size, block)
         return tensor
 
@@ -88,7 +81,7 @@ class HostMemory:
     def _give(self, address: int, size: int, block: int) -> None:
         self._addresses.discard(address)
         self._live[block] -= 1
-        self._requested -= size
+        self._count("pinned", -size)
 
     def notes(self) -> Iterator[str]:
         """Describe the host memory for the report, if the program used any."""
@@ -97,8 +90,8 @@ class HostMemory:
                 f"beside the GPU, at most {format_bytes(self.peak)} are in pinned memory of the host; PyTorch keeps "
                 f"{format_bytes(self.pinned_bytes)} for it, in blocks of powers of two"
             )
-        if self.copies.peak:
+        if copied := self._peaks["copied"]:
             yield (
-                f"the host holds at most {format_bytes(self.copies.peak)} of copies from the GPU and what is computed "
+                f"the host holds at most {format_bytes(copied)} of copies from the GPU and what is computed "
                 "from them, pinned or not; copies of less than 1 MiB are not counted"
             )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -21,7 +21,7 @@ from memsize.known_values.values import state_of
 from memsize.processes.patches import Patch
 from memsize.records.finding import join_names
 from memsize.torch_internals.pytree import arguments_in
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
 _EAGER = (
     "CUDA graphs are not captured: what they would replay runs once, and memory that a graph keeps for itself until it "
@@ -69,15 +69,11 @@ def replacements(note: Callable[[str], None]) -> Iterator[Patch]:
     yield cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False
     for owner in (cuda, cuda.memory):
         yield owner, "MemPool", MemPool
-        yield owner, "use_mem_pool", _in_pool
+        yield owner, "use_mem_pool", lambda pool, device=None: nullcontext()
 
 
 def _handle() -> tuple[int, int]:
     return 0, next(_numbers)
-
-
-def _in_pool(pool: Any, device: Any = None) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 # -- triton kernels --------------------------------------------------------------------------------------------------

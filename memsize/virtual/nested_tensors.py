@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from memsize.cuda.attention_backend import Attention, Backend, can_run
 from memsize.kernels.semantics import current
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, wrapping
 from memsize.torch_internals.meta import is_meta
 from memsize.tracing.named_devices import named_gpu
 
@@ -38,8 +38,8 @@ _BACKENDS: Final[dict[Backend, SDPBackend]] = {
 def replacements() -> Iterator[Patch]:
     """Patch the constructor of strided ones, and the choice of an attention kernel for jagged ones."""
     nested: Any = torch._C._nested  # type: ignore[attr-defined]
-    yield nested, "nested_tensor", _strided(nested.nested_tensor)
-    yield _sdpa, "_select_sdp_backend", _selected(_sdpa._select_sdp_backend)
+    yield wrapping(nested, "nested_tensor", _strided)
+    yield wrapping(_sdpa, "_select_sdp_backend", _selected)
 
 
 def is_refused(error: RuntimeError) -> bool:
@@ -47,30 +47,30 @@ def is_refused(error: RuntimeError) -> bool:
     return any(text in str(error) for text in _REFUSED)
 
 
-def _strided(original: Callable[..., Any]) -> Callable[..., Any]:
-    def nested_tensor(tensors: Any, *args: Any, **options: Any) -> Any:
-        device = options.get("device")
-        if named_gpu(device) or (device is None and any(getattr(tensor, "is_cuda", False) for tensor in tensors)):
-            raise RuntimeError(STRIDED)
-        return original(tensors, *args, **options)
-
-    return nested_tensor
+def _strided(original: Callable[..., Any], tensors: Any, *args: Any, **options: Any) -> Any:
+    device = options.get("device")
+    if named_gpu(device) or (device is None and any(getattr(tensor, "is_cuda", False) for tensor in tensors)):
+        raise RuntimeError(STRIDED)
+    return original(tensors, *args, **options)
 
 
-def _selected(original: Callable[..., Any]) -> Callable[..., Any]:
-    def select(query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, grouped: bool) -> Any:
-        semantics = current()
-        if semantics is None or not is_meta(query):
-            return original(query, key, value, mask, dropout, causal, grouped)
-        gpu = (semantics.capability, semantics.cudnn)
-        call = Attention(query, key, value, mask, dropout, causal, None, grouped, *gpu)
-        params = torch.backends.cuda.SDPAParams(query, key, value, mask, dropout, causal, grouped)
-        allowed = {
-            "flash": _sdpa._can_use_flash_sdpa_jagged,
-            "efficient": _sdpa._can_use_efficient_sdpa_jagged,
-            "math": _sdpa._can_use_math_sdpa_jagged,
-        }
-        names = (name for name in _BACKENDS if can_run(name, call) and allowed[name](params))
-        return next((_BACKENDS[name] for name in names), SDPBackend.ERROR)
-
-    return select
+def _selected(
+    original: Callable[..., Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    dropout: float,
+    causal: bool,
+    grouped: bool,
+) -> Any:
+    semantics = current()
+    if semantics is None or not is_meta(query):
+        return original(query, key, value, mask, dropout, causal, grouped)
+    gpu = (semantics.capability, semantics.cudnn)
+    call = Attention(query, key, value, mask, dropout, causal, None, grouped, *gpu)
+    params = torch.backends.cuda.SDPAParams(query, key, value, mask, dropout, causal, grouped)
+    for name in _BACKENDS:
+        if can_run(name, call) and getattr(_sdpa, f"_can_use_{name}_sdpa_jagged")(params):
+            return _BACKENDS[name]
+    return SDPBackend.ERROR

@@ -59,17 +59,14 @@ IndexOf = Callable[[torch.Tensor], int]
 
 
 def holders(index_of: IndexOf) -> tuple[Held, ...]:
-    """The variables that hold tensors, as the code that is running sees them; `index_of` gives the index of a tensor's
-    storage.
-    """
-    graph = _Graph(index_of)
+    """The variables that hold tensors, as the running code sees them; `index_of` gives the index of a storage."""
+    saved_by_node: dict[Any, set[int]] = {}
     variables_of_tensors: list[Held] = []
     for variable, tensors in _holding(_variables()):
-        storages = frozenset().union(*map(graph.storages, tensors))
+        storages = frozenset().union(*(_storages(tensor, index_of, saved_by_node) for tensor in tensors))
         with_graphs = any(tensor.grad_fn is not None for tensor in tensors)
-        variables_of_tensors.append(
-            Held(Holder(variable.name, _grown_at(variable), len(tensors), with_graphs), storages)
-        )
+        holder = Holder(variable.name, _grown_at(variable), len(tensors), with_graphs)
+        variables_of_tensors.append(Held(holder, storages))
     return tuple(variables_of_tensors)
 
 
@@ -82,9 +79,7 @@ def _variables() -> Iterator[_Place]:
 
 
 def _holding(places: Iterable[_Place]) -> Iterator[tuple[_Place, list[torch.Tensor]]]:
-    """The places that hold tensors on the GPU, or graphs of some, with those that they hold themselves; each object
-    once. A collection holds what is in the collections that it is made of.
-    """
+    """The places that hold tensors on the GPU, or graphs of some, with those in them and in their collections."""
     seen: set[int] = set()
     todo = deque(places)
     while todo and len(seen) < _MOST:
@@ -154,27 +149,20 @@ def _source(kind: Any) -> tuple[str, int, int]:
     return "", 0, 0
 
 
-class _Graph:
-    """The graphs behind tensors, each node looked at once."""
-
-    def __init__(self, index_of: IndexOf) -> None:
-        self._index_of = index_of
-        self._saved_by_node: dict[Any, set[int]] = {}
-
-    def storages(self, tensor: torch.Tensor) -> set[int]:
-        """Return the storages that `tensor` keeps alive: its own, and those that its graph has saved for backward."""
-        storages = {self._index_of(tensor)}
-        todo, met = [tensor.grad_fn], set[Any]()
-        while todo:
-            node = todo.pop()
-            if node is None or node in met:
-                continue
-            met.add(node)
-            if node not in self._saved_by_node:
-                self._saved_by_node[node] = {self._index_of(saved) for saved in _saved(node)}
-            storages |= self._saved_by_node[node]
-            todo.extend(following for following, _ in node.next_functions)
-        return storages - {-1}
+def _storages(tensor: torch.Tensor, index_of: IndexOf, saved_by_node: dict[Any, set[int]]) -> set[int]:
+    """Return the storages that `tensor` keeps alive: its own, and those that its graph has saved for backward."""
+    storages = {index_of(tensor)}
+    todo, met = [tensor.grad_fn], set[Any]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        if node not in saved_by_node:
+            saved_by_node[node] = {index_of(saved) for saved in _saved(node)}
+        storages |= saved_by_node[node]
+        todo.extend(following for following, _ in node.next_functions)
+    return storages - {-1}
 
 
 def _saved(node: Any) -> Iterator[torch.Tensor]:
@@ -217,11 +205,8 @@ def _added_to(node: ast.AST) -> Iterator[ast.expr]:
             yield _collection(value)
         case ast.Assign(targets=targets, value=value):
             yield from (_collection(target) for target in targets if isinstance(target, ast.Subscript))
-            names = {
-                ast.unparse(expression)
-                for expression in ast.walk(value)
-                if isinstance(expression, (ast.Name, ast.Attribute))
-            }
+            read = (node for node in ast.walk(value) if isinstance(node, (ast.Name, ast.Attribute)))
+            names = set(map(ast.unparse, read))
             yield from (target for target in targets if ast.unparse(target) in names)
 
 
@@ -262,7 +247,6 @@ class Waits:
 
 
 def _in_while(file: str, line: int) -> bool:
-    """Whether the innermost loop around `line` is a ``while``."""
     tree = parsed(file)
     loops = [
         node

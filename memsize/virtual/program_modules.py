@@ -16,15 +16,16 @@ from torch import nn
 
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import plain_tensors, spec_of
+from memsize.processes.patches import calling, wrapping
 from memsize.processes.user_code import users_frames, variables
 from memsize.records.aggregates import split_phase
 from memsize.records.timeline import AROUND
 from memsize.records.trace import InputTensor, StoredTensor
 from memsize.torch_internals.jit_tracing import traced_again, untraced
 from memsize.torch_internals.pytree import arguments_in, tensors_in
-from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord, kernel_size, module_type, version_of
+from memsize.tracing.module_calls import ModuleCallRecorder, module_type, record_of, version_of
 from memsize.virtual.device_assignment import devices
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
 
 class Root:
@@ -56,46 +57,39 @@ class ProgramCalls(ModuleCallRecorder):
         self._layers: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        """Patch `nn.Module.__call__`, the function with which `nn.DataParallel` copies modules, and those that give a
-        tensor its role before the first call.
-        """
+        """Patch the call of a module, its copies in `nn.DataParallel`, and what gives a tensor its role before."""
         yield nn.Module, "__call__", self._called(nn.Module.__call__)
-        yield nn.Parameter, "__new__", staticmethod(self._parameter(nn.Parameter.__new__))
-        yield nn.Module, "register_buffer", self._registered(nn.Module.register_buffer)
-        yield nn.Module, "_replicate_for_data_parallel", self._replicated(nn.Module._replicate_for_data_parallel)
+        yield nn.Parameter, "__new__", staticmethod(calling(self._parameter, nn.Parameter.__new__))
+        yield wrapping(nn.Module, "register_buffer", self._registered)
+        yield wrapping(nn.Module, "_replicate_for_data_parallel", self._replicated)
 
-    def _replicated(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _replicated(self, original: Callable[[Any], Any], module: nn.Module) -> Any:
         """A copy of a module on another GPU is the same layer."""
+        copy, index = original(module), self._index(module)
+        if index >= 0:
+            self._layers[id(copy)] = weakref.ref(copy), index
+        return copy
 
-        def replicate(module: nn.Module) -> Any:
-            copy, index = original(module), self._index(module)
-            if index >= 0:
-                self._layers[id(copy)] = weakref.ref(copy), index
-            return copy
+    def _parameter(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        parameter = original(*args, **kwargs)
+        self.ledger.mark(parameter, "parameter")
+        return parameter
 
-        return replicate
-
-    def _parameter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def new(*args: Any, **kwargs: Any) -> Any:
-            parameter = original(*args, **kwargs)
-            self.ledger.mark(parameter, "parameter")
-            return parameter
-
-        return new
-
-    def _registered(self, original: Callable[..., None]) -> Callable[..., None]:
-        def register_buffer(module: nn.Module, name: str, tensor: Any, persistent: bool = True) -> None:
-            original(module, name, tensor, persistent)
-            if tensor is not None:
-                self.ledger.mark(tensor, "buffer")
-
-        return register_buffer
+    def _registered(
+        self, original: Callable[..., None], module: nn.Module, name: str, tensor: Any, persistent: bool = True
+    ) -> None:
+        original(module, name, tensor, persistent)
+        if tensor is not None:
+            self.ledger.mark(tensor, "buffer")
 
     def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with untraced():
                 index = self._index(module)
-                if index < 0 and _works_on_gpu(module, args, kwargs):
+                if index < 0 and (
+                    any(tensor.is_cuda for tensor in arguments_in((args, kwargs)))
+                    or any(parameter.is_cuda for parameter in module.parameters())
+                ):
                     index = self._add(module)
                 if index < 0:
                     with traced_again():
@@ -110,8 +104,6 @@ class ProgramCalls(ModuleCallRecorder):
         entry = self._layers.get(id(module))
         return entry[1] if entry is not None and entry[0]() is module else -1
 
-    # -- roots --------------------------------------------------------------------------------------------------------
-
     def _add(self, module: nn.Module) -> int:
         """Let `module` be a root; returns its layer. Modules that were called on their own before keep their layer."""
         first, root = len(self.seen), Root(self._name(module), module, len(self.seen))
@@ -119,18 +111,12 @@ class ProgramCalls(ModuleCallRecorder):
             if self._index(submodule) < 0:
                 self._layers[id(submodule)] = weakref.ref(submodule), len(self.seen)
                 self._ledger.own(submodule, len(self.seen))
-                depth = path.count(".") + 1 if path else 0
-                leaf = not any(True for _ in submodule.children())
-                proxy: Any = weakref.proxy(submodule)
-                self.seen.append(
-                    ModuleRecord(path, module_type(submodule), depth, leaf, proxy, kernel=kernel_size(submodule))
-                )
+                self.seen.append(record_of(path, submodule, weakref.proxy(submodule)))
                 self.root_of.append(len(self.roots))
         self.roots.append(root)
         return first
 
     def _name(self, module: nn.Module) -> str:
-        """Return the name of the outermost variable that holds `module`, or else of its class."""
         taken = {root.name for root in self.roots}
         around = chain.from_iterable(map(variables, reversed([*users_frames()])))
         names = [name for name, value in around if value is module and name != "self" and name not in taken]
@@ -138,8 +124,6 @@ class ProgramCalls(ModuleCallRecorder):
         return next(
             candidate for candidate in chain([name], (f"{name}#{n}" for n in count(2))) if candidate not in taken
         )
-
-    # -- calls --------------------------------------------------------------------------------------------------------
 
     def _call_root(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> Any:
         root = self.roots[self.root_of[index]]
@@ -152,7 +136,11 @@ class ProgramCalls(ModuleCallRecorder):
         self.ledger.counts = not root.trained
         if grad and root.called and not root.trained:
             self._forget(root)
-        self._turn_to(AROUND if grad else "evaluation")
+        name = AROUND if grad else "evaluation"
+        clock = self.ledger.clock
+        current, _ = split_phase(clock.phases[clock.phase])
+        if current != name and current in (AROUND, "evaluation", "forward"):
+            clock.phase = clock.index(name)
         with self.ledger.clock.during("forward" if grad else "evaluation"):
             result = self._call_module(module, index, args, kwargs)
             if not root.trained:
@@ -165,16 +153,16 @@ class ProgramCalls(ModuleCallRecorder):
             if grad:
                 alive = {reference.index for reference in self.ledger.live.values()}
                 self.saved_storages = self.saved_storages | alive
-            root.inputs = root.inputs or _inputs(args, kwargs)
+            named = [*((str(position), value) for position, value in enumerate(args)), *kwargs.items()]
+            root.inputs = root.inputs or (
+                tuple(
+                    InputTensor(name, spec_of(value), value.numel() * value.element_size())
+                    for name, value in named
+                    if isinstance(value, torch.Tensor)
+                )
+            )
             root.called, root.trained = True, grad
         return result
-
-    def _turn_to(self, name: str) -> None:
-        """Count the code after a forward as evaluation, or as the `step` around training."""
-        clock = self.ledger.clock
-        current, _ = split_phase(clock.phases[clock.phase])
-        if current != name and current in (AROUND, "evaluation", "forward"):
-            clock.phase = clock.index(name)
 
     def _differentiated(self) -> None:
         """Before an op outside of modules that autograd records: of a loss, or a forward without modules."""
@@ -187,7 +175,6 @@ class ProgramCalls(ModuleCallRecorder):
             clock.phase = clock.index("forward")
 
     def _forget(self, root: Root) -> None:
-        """Drop the calls of `root` that a forward without gradients recorded."""
         for index, seen in enumerate(self.seen):
             if self.roots[self.root_of[index]] is root:
                 seen.calls, seen.inputs, seen.outputs = 0, [], []
@@ -207,18 +194,3 @@ class ProgramCalls(ModuleCallRecorder):
         if is_open:
             self._returned(index, result, start, arguments)
         return result
-
-
-def _works_on_gpu(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    return any(tensor.is_cuda for tensor in arguments_in((args, kwargs))) or any(
-        parameter.is_cuda for parameter in module.parameters()
-    )
-
-
-def _inputs(args: Any, kwargs: Any) -> tuple[InputTensor, ...]:
-    named = [*((str(position), value) for position, value in enumerate(args)), *kwargs.items()]
-    return tuple(
-        InputTensor(name, spec_of(value), value.numel() * value.element_size())
-        for name, value in named
-        if isinstance(value, torch.Tensor)
-    )

@@ -30,7 +30,7 @@ from memsize.device.cuda_libraries import context
 from memsize.errors import InputError
 from memsize.kernels.attention import compiled_mask
 from memsize.known_values.data_dependent import UNCOMPILED
-from memsize.processes.patches import LatePatches, Patch, SuspendablePatches
+from memsize.processes.patches import LatePatches, Patch, SuspendablePatches, calling
 from memsize.processes.rank_processes import RankConnection, connected
 from memsize.processes.simulation import open_simulation, running
 from memsize.ranks import collectives, group, objects, peer_checks, sharding
@@ -46,17 +46,16 @@ from memsize.virtual import (
     data_parallel,
     gpu_tensors,
     launches,
-    memory_queries,
     nested_tensors,
-    torch_device,
     torchscript,
 )
-from memsize.virtual.allocator_state import DeviceMemory
 from memsize.virtual.device_assignment import DeviceAssignment
-from memsize.virtual.driver import Driver, Event, Stream
-from memsize.virtual.gpu_ledger import VirtualLedger
-from memsize.virtual.stream_order import StreamOrder
-from memsize.virtual.threads import Threads
+from memsize.virtual.driver import queries
+from memsize.virtual.driver.allocator_state import DeviceMemory
+from memsize.virtual.driver.functions import Driver, Event, Stream
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.stream_order import StreamOrder
+from memsize.virtual.ledger.threads import Threads
 
 _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
@@ -118,7 +117,6 @@ def _refuse_second_gpu() -> None:
 
 
 def _overridden(_: Any) -> Iterable[Patch]:
-    """Override functions of a module that the program has imported meanwhile."""
     overrides.override_imported()
     return ()
 
@@ -132,20 +130,27 @@ def _forget_answers() -> None:
 
 
 def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: RankConnection | None) -> Iterator[Patch]:
-    yield torch, "compile", _uncompiled(ledger)
+    yield torch, "compile", partial(_compile, ledger)
     yield from _saved_by_checkpointing(ledger)
-    yield from torch_device.replacements()
     yield from launches.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
     yield from torchscript.replacements()
     yield from nested_tensors.replacements()
-    yield from memory_queries.replacements(driver)
+    yield from queries.replacements(driver)
     yield from _process_patches(world, ledger, line)
     yield from data_parallel.replacements(ledger)
     yield from gpu_tensors.replacements(ledger)
     yield from ledger.backward_queue.replacements()
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield from _of_cuda(driver)
-    yield from _of_backends()
+    cudnn: Any = torch.backends.cudnn.m  # type: ignore[attr-defined]  # the module behind its stand-in
+    yield cudnn, "is_available", lambda: True
+    yield cudnn, "_init", lambda: True
+    yield cudnn, "version", lambda: _CUDNN
+    # Recurrent weights that cuDNN has put into one buffer take what they take apart; its own code asks the driver.
+    yield torch, "_use_cudnn_rnn_flatten_weight", lambda: False
+    yield torch.backends.cuda, "is_built", lambda: True
+    if torch.version.cuda is None:
+        yield torch.version, "cuda", _CUDA
 
 
 def _saved_by_checkpointing(ledger: VirtualLedger) -> Iterator[Patch]:
@@ -173,7 +178,7 @@ def _of_cuda(driver: Driver) -> Iterator[Patch]:
     yield cuda, "_exchange_device", driver.functions()["_cuda_exchangeDevice"]
     yield cuda, "_maybe_exchange_device", driver.functions()["_cuda_maybeExchangeDevice"]
     yield cuda, "default_generators", (driver.seed,) * driver.devices.count
-    yield torch.storage, "_to", _storage_to(torch._utils._to)
+    yield torch.storage, "_to", calling(_storage_to, torch._utils._to)
     yield cuda.nvtx, "_nvtx", _Silent()
     for owner in (torch, cuda, cuda.streams):
         yield owner, "Stream", Stream
@@ -182,65 +187,37 @@ def _of_cuda(driver: Driver) -> Iterator[Patch]:
         yield owner, "ExternalStream", lambda pointer, device=None, **options: Stream(stream_id=pointer)
 
 
-def _of_backends() -> Iterator[Patch]:
-    cudnn: Any = torch.backends.cudnn.m  # type: ignore[attr-defined]  # the module behind its stand-in
-    yield cudnn, "is_available", lambda: True
-    yield cudnn, "_init", lambda: True
-    yield cudnn, "version", lambda: _CUDNN
-    # Recurrent weights that cuDNN has put into one buffer take what they take apart; its own code asks the driver.
-    yield torch, "_use_cudnn_rnn_flatten_weight", lambda: False
-    yield torch.backends.cuda, "is_built", lambda: True
-    if torch.version.cuda is None:
-        yield torch.version, "cuda", _CUDA
-
-
-def _uncompiled(ledger: VirtualLedger) -> Any:
-    """`torch.compile` that returns what it is given: the program runs eagerly. A function would be compiled when it is
-    called, and libraries decorate some that most programs never call. FlexAttention's masks are made without what is as
-    large as the scores, which no program could hold.
+def _compile(ledger: VirtualLedger, model: Any = None, **options: Any) -> Any:
+    """`torch.compile` that returns what it is given: the program runs eagerly. FlexAttention makes its masks without
+    what is as large as the scores, which no program could hold.
     """
     notes = ledger.evaluator.notes
-
-    def compile(model: Any = None, **options: Any) -> Any:
-        if model is None:
-            return partial(compile, **options)
-        if options.get("disable"):
-            return model
-        if isinstance(model, FunctionType):
-            return noting(fused(model))
+    if model is None:
+        return partial(_compile, ledger, **options)
+    if options.get("disable"):
+        return model
+    if not isinstance(model, FunctionType):
         notes[UNCOMPILED] = None
         return model
+    makes_masks = model is getattr(sys.modules.get(overrides.FLEX), "create_block_mask", None)
+    function = compiled_mask(model, ledger.absently) if makes_masks else model
 
-    def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-        if function is not getattr(sys.modules.get(overrides.FLEX), "create_block_mask", None):
-            return function
-        return compiled_mask(function, ledger.absently)
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        notes[UNCOMPILED] = None
+        return function(*args, **kwargs)
 
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            notes[UNCOMPILED] = None
-            return function(*args, **kwargs)
-
-        return called
-
-    return compile
+    return called
 
 
-def _storage_to(original: Any) -> Any:
+def _storage_to(original: Any, storage: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """`torch.load` moves storages, from which it then makes tensors."""
-
-    def moved(storage: Any, device: torch.device, non_blocking: bool = False) -> Any:
-        if device.type == "cuda":
-            return torch.UntypedStorage(storage.nbytes(), device="meta")
-        return original(storage, device, non_blocking)
-
-    return moved
+    if device.type == "cuda":
+        return torch.UntypedStorage(storage.nbytes(), device="meta")
+    return original(storage, device, non_blocking)
 
 
 class _Silent:
-    """Ranges and marks for a profiler: nothing listens."""
-
     def __getattr__(self, name: str) -> Any:
         return lambda *args: 0
 
@@ -258,9 +235,7 @@ def _patched(patches: SuspendablePatches) -> Iterator[None]:
 
 
 class _ApartFinder(MetaPathFinder):
-    """Lets parts of PyTorch be imported among the originals: the first optimizer of a process imports the compiler, and
-    so do some libraries. Importing them ahead would cost each region a second.
-    """
+    """Lets parts of PyTorch be imported among the originals; importing them ahead would cost each region a second."""
 
     def __init__(self, patches: SuspendablePatches) -> None:
         self._patches = patches
@@ -286,9 +261,8 @@ class _Apart(SourceFileLoader):
 
 
 def _process_patches(world: World, ledger: VirtualLedger, line: RankConnection | None) -> Iterator[Patch]:
-    """Patch the functions that start processes, join them to a group, and send objects (by `line`)."""
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
-        yield owner, "spawn", _spawning(world)
+        yield owner, "spawn", partial(_spawn, world)
     if group.is_available():
         yield from group.replacements(world)
         yield from objects.replacements(ledger.evaluator.rely_on, line)
@@ -306,21 +280,15 @@ def _late_process_patches(
     return {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}
 
 
-def _spawning(world: World) -> Callable[..., Any]:
+def _spawn(world: World, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, **options: Any) -> Any:
     """``mp.spawn`` of as many processes as there are GPUs runs here what it would run as this rank."""
-
-    def spawned(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, **options: Any) -> Any:
-        if nprocs != world.local_size:
-            raise InputError(group.wanted(nprocs * world.nodes, world))
-        fn(world.local_rank, *args)
-        return None if join else _Over()
-
-    return spawned
+    if nprocs != world.local_size:
+        raise InputError(group.wanted(nprocs * world.nodes, world))
+    fn(world.local_rank, *args)
+    return None if join else _Over()
 
 
 class _Over:
-    """The context of processes that have ended."""
-
     processes: tuple[Any, ...] = ()
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
@@ -332,9 +300,7 @@ class _Over:
 
 @dataclass(frozen=True)
 class VirtualMachine(RunDevice):
-    """The GPU `card` of a process, which is one of `world` if there are others; what is larger than its memory is there
-    all the same.
-    """
+    """The GPU `card` of a process, perhaps one of `world`; what is larger than its memory is there all the same."""
 
     card: Card
     world: World | None = None

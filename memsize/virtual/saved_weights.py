@@ -3,9 +3,15 @@
 `torch.save` and its like keep them in memory, from where the program may load them again; until it ends, an empty file
 stands where it was to be written. Files that were there before are left as they are (`FileGuard`).
 
+Of sharded checkpoints, what this rank would write is counted, and what it would read is not: all ranks together make
+their plans, of which one is here. What is loaded goes into tensors that are there, from the memory of the CPU.
+
 Experiment trackers are switched off, since the program would log placeholders to somebody's dashboard. Each has an
 environment variable for it in its documentation, except MLflow, which gets a folder that is removed afterwards.
 TensorBoard writes new files, as the program asks.
+
+Checkpoints are loaded to the GPU by their headers alone: nobody reads the bytes of a tensor that becomes a stand-in, so
+files are mapped instead of read. What lands on the CPU has its values, in memory of its own.
 
 Known limit: a mode that the program passes itself (``wandb.init(mode="online")``) wins.
 """
@@ -14,6 +20,7 @@ from __future__ import annotations
 
 import io
 import os
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -22,14 +29,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
+from torch.serialization import _get_restore_location
 
 from memsize.model.tensor_storage import plain_tensors
-from memsize.processes.patches import Patch, environment
+from memsize.processes.patches import LatePatches, Patch, calling, environment, wrapping
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import tensors_in
 from memsize.units import format_bytes
-from memsize.virtual.checkpoints import mapped, opened
-from memsize.virtual.file_guard import FileGuard, shown
+from memsize.virtual.guards.file_guard import FileGuard, shown
 
 
 class Files(FileGuard):
@@ -83,33 +90,30 @@ class Files(FileGuard):
 
     def replacements(self) -> Iterator[Patch]:
         """The functions that save and load, and those that open a file in C++."""
-        yield torch, "save", self._saving(torch.save)
-        yield torch, "load", self._loading(mapped(torch.load))
-        yield torch, "from_file", self._mapping(torch.from_file)
-        yield torch.UntypedStorage, "from_file", staticmethod(self._mapping(torch.UntypedStorage.from_file))
+        yield wrapping(torch, "save", self._save)
+        yield torch, "load", calling(self._load, calling(_load_mapped, torch.load))
+        yield wrapping(torch, "from_file", self._from_file)
+        yield torch.UntypedStorage, "from_file", staticmethod(calling(self._from_file, torch.UntypedStorage.from_file))
         if find_spec("safetensors"):
             import safetensors.torch
 
-            yield safetensors.torch, "save_file", self._saving_named(safetensors.torch.save_file)
+            yield wrapping(safetensors.torch, "save_file", self._save_file)
             for owner in (safetensors, safetensors.torch):
-                yield owner, "safe_open", opened(safetensors.safe_open)
+                yield owner, "safe_open", calling(_safe_open, safetensors.safe_open)
 
-    def _saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            size = stand_in_bytes(obj)
-            if not size or not isinstance(f, (str, os.PathLike)):
-                if isinstance(f, (str, os.PathLike)):
-                    self.check_open(f)  # C++ opens it, without an audit event
-                elif size:
-                    self.counted_in(f, size)
-                return original(obj, f, *args, **kwargs)
-            buffer = io.BytesIO()
-            original(obj, buffer, *args, **kwargs)
-            self._saved_files[os.path.abspath(f)] = buffer.getvalue()
-            self.left_out(f, size)
-            return None
-
-        return save
+    def _save(self, original: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        size, has_path = stand_in_bytes(obj), isinstance(f, (str, os.PathLike))
+        if not (size and has_path):
+            if has_path:
+                self.check_open(f)  # C++ opens it, without an audit event
+            elif size:
+                self.counted_in(f, size)
+            return original(obj, f, *args, **kwargs)
+        buffer = io.BytesIO()
+        original(obj, buffer, *args, **kwargs)
+        self._saved_files[os.path.abspath(f)] = buffer.getvalue()
+        self.left_out(f, size)
+        return None
 
     def counted_in(self, file: Any, size: int) -> None:
         """Note `size` bytes of weights that an open file gets, or a buffer that may be written later."""
@@ -135,47 +139,177 @@ class Files(FileGuard):
         path.touch()
         self._empty.add(os.path.abspath(path))
 
-    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            contents = self._saved_files.get(os.path.abspath(f)) if isinstance(f, (str, os.PathLike)) else None
-            if contents is None:
-                return original(f, *args, **kwargs)
-            kwargs.pop("mmap", None)
-            return original(io.BytesIO(contents), *args, **kwargs)
+    def _load(self, original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
+        contents = self._saved_files.get(os.path.abspath(f)) if isinstance(f, (str, os.PathLike)) else None
+        if contents is None:
+            return original(f, *args, **kwargs)
+        kwargs.pop("mmap", None)
+        return original(io.BytesIO(contents), *args, **kwargs)
 
-        return load
+    def _save_file(self, original: Callable[..., Any], tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        size = stand_in_bytes(tensors)
+        if not size:
+            self.check_open(filename)  # Rust opens it
+            return original(tensors, filename, *args, **kwargs)
+        self.left_out(filename, size)
+        return None
 
-    def _saving_named(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def save_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-            size = stand_in_bytes(tensors)
-            if not size:
-                self.check_open(filename)  # Rust opens it
-                return original(tensors, filename, *args, **kwargs)
-            self.left_out(filename, size)
-            return None
-
-        return save_file
-
-    def _mapping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def from_file(filename: Any, *args: Any, **options: Any) -> Any:
-            if options.get("shared", args and args[0]):
-                self.check_open(filename)  # C++ opens it, and what is written to the tensor is in the file
-            return original(filename, *args, **options)
-
-        return from_file
+    def _from_file(self, original: Callable[..., Any], filename: Any, *args: Any, **options: Any) -> Any:
+        if options.get("shared", args and args[0]):
+            self.check_open(filename)  # C++ opens it, and what is written to the tensor is in the file
+        return original(filename, *args, **options)
 
 
 def stand_in_bytes(value: Any) -> int:
     """The bytes of the GPU that a state holds, each storage once; of what is sharded, this rank's."""
-    if isinstance(value, torch.nn.Module):
-        value = value.state_dict()
     storages = {
         piece.untyped_storage()._cdata: piece.untyped_storage().nbytes()
-        for tensor in tensors_in(value)
-        for piece in plain_tensors(tensor)
+        for piece in _pieces(value.state_dict() if isinstance(value, torch.nn.Module) else value)
         if is_meta(piece) and piece.layout is torch.strided
     }
     return sum(storages.values())
+
+
+# -- checkpoints that a program loads to the GPU --------------------------------------------------------------------
+
+
+def _load_mapped(
+    load: Callable[..., Any], f: Any, map_location: Any = None, pickle_module: Any = None, **options: Any
+) -> Any:
+    to_meta = isinstance(map_location, (str, torch.device)) and torch.device(map_location).type == "meta"
+    if options.get("mmap") or to_meta or not _can_be_mapped(f):
+        return load(f, map_location, pickle_module, **options)
+    restore = _get_restore_location(map_location)
+
+    def placed(storage: Any, location: str) -> Any:
+        restored = restore(storage, location)
+        return restored.clone() if restored.device.type == "cpu" else restored
+
+    return load(f, placed, pickle_module, **options | {"mmap": True})
+
+
+def _can_be_mapped(f: Any) -> bool:
+    """Whether `f` is a file as `torch.save` writes it: an archive of state, in which nothing is compressed."""
+    if not isinstance(f, (str, os.PathLike)) or not zipfile.is_zipfile(f):
+        return False
+    with zipfile.ZipFile(f) as archive:
+        entries = archive.infolist()
+    is_code = any(entry.filename.endswith("/constants.pkl") for entry in entries)
+    return not is_code and all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+
+
+def _safe_open(original: Callable[..., Any], filename: Any, framework: Any, device: Any = "cpu", **options: Any) -> Any:
+    """`safetensors.safe_open`, which reads what it opens for a GPU: the CPU's tensors are mapped, and go there."""
+    if not (isinstance(device, int) or str(device).startswith("cuda")):
+        return original(filename, framework, device, **options)
+    return _Opened(original(filename, framework, "cpu", **options), torch.device(device))
+
+
+class _Opened:
+    """An open file of safetensors, or a tensor of which parts may be asked for; its tensors go to `device`."""
+
+    def __init__(self, file: Any, device: torch.device) -> None:
+        self._file = file
+        self._device = device
+
+    def __enter__(self) -> _Opened:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        return self._there(self._file[part])
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._there(self._file.get_tensor(name))
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        return {name: self.get_tensor(name) for name in self._file.offset_keys()}
+
+    def get_slice(self, name: str) -> _Opened:
+        return _Opened(self._file.get_slice(name), self._device)
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device)
+
+
+# -- checkpoints of `torch.distributed.checkpoint` ---------------------------------------------------------------------
+
+_PACKAGE = "torch.distributed.checkpoint"
+_METADATA = ".metadata"
+"""The file that is written last, by one rank."""
+
+
+def later(files: Files) -> dict[str, LatePatches]:
+    """Return the patches of the modules that save and load, by module name, for when they are imported."""
+
+    return {
+        f"{_PACKAGE}.state_dict_saver": lambda module: (
+            wrapping(module, "_save_state_dict", _save_sharded, files),
+            (module, "DefaultStager", _Stager),
+        ),
+        f"{_PACKAGE}.state_dict_loader": lambda module: (wrapping(module, "_load_state_dict", _load_sharded, files),),
+    }
+
+
+class _Stager:
+    """Copies a state to the CPU before it is saved in the background: nobody reads what stands for it here."""
+
+    should_synchronize_after_execute = False
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def stage(self, state_dict: Any, **options: Any) -> Any:
+        return state_dict
+
+    def close(self) -> None:
+        """Nothing was begun."""
+
+
+def _save_sharded(
+    files: Files, original: Callable[..., Any], state_dict: Any, storage_writer: Any, *args: Any, **options: Any
+) -> Any:
+    if not _stands_aside(state_dict):
+        return original(state_dict, storage_writer, *args, **options)
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    files.counted(_path(storage_writer), sum(piece.nbytes for piece in _pieces(state_dict)))
+    if isinstance(folder := getattr(storage_writer, "path", None), (str, os.PathLike)):
+        files.stand_in(Path(folder) / _METADATA, folders=True)  # by which programs know a checkpoint
+    return Metadata({})
+
+
+def _load_sharded(
+    files: Files, original: Callable[..., Any], state_dict: Any, storage_reader: Any, *args: Any, **options: Any
+) -> Any:
+    path = _path(storage_reader)
+    there = files.has_counted(path) or (Path(path) / _METADATA).is_file()
+    if not there or not _stands_aside(state_dict):
+        return original(state_dict, storage_reader, *args, **options)
+    return None
+
+
+def _stands_aside(state: Any) -> bool:
+    """Whether some of `state` stands for what is on the GPU, or other ranks have to take part."""
+    others = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    return others or any(map(is_meta, _pieces(state)))
+
+
+def _pieces(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a state; of what is sharded, this rank's parts."""
+    return (piece for tensor in tensors_in(state) for piece in plain_tensors(tensor))
+
+
+def _path(storage: Any) -> str:
+    """Where a writer or a reader has its files, or what it is called."""
+    path = getattr(storage, "path", None) or getattr(storage, "checkpoint_id", None) or type(storage).__name__
+    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else str(path)
 
 
 # -- experiment trackers ---------------------------------------------------------------------------------------------

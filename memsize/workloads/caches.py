@@ -13,7 +13,7 @@ from torch import nn
 
 from memsize.errors import InputError
 from memsize.model.tensor_storage import plain_tensors
-from memsize.processes.patches import calling
+from memsize.processes.patches import wrapping
 from memsize.processes.simulation import open_simulation
 from memsize.records.gpu import Card
 from memsize.spec.generation import Generation
@@ -21,7 +21,7 @@ from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Run, Setup
 from memsize.virtual.device_assignment import devices
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.region import VirtualMachine
 
 _CACHES: Final = ("past_key_values", "cache_params", "past_buckets_states", "mems", "state")
@@ -30,9 +30,7 @@ _FULL: Final = "full_attention"
 
 
 class State(NamedTuple):
-    """A state of fixed size: the shape that each sequence has of it, bytes of an element, and whether it holds the last
-    inputs of a convolution, along its last dimension.
-    """
+    """A state of fixed size: its shape in a sequence, bytes of an element, and whether a convolution reads it."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -40,9 +38,7 @@ class State(NamedTuple):
 
 
 class CachedLayer(NamedTuple):
-    """The cache of one layer of the model: its kind, its bytes, the states in it, and the bytes of each of its tensors
-    that is on the host.
-    """
+    """The cache of a layer: its kind, its bytes, the states in it, and the bytes of each tensor that is on the host."""
 
     kind: str
     bytes: int
@@ -72,13 +68,13 @@ def cached_layers(run: Run, cache: Any) -> Iterator[CachedLayer]:
             kind = "latent attention"
         storages = [index for index in _marked(run.ledger, layer) if index not in met]
         met.update(storages)
-        hosted = tuple(_on_host(run.ledger, layer))
+        on_host = filter(devices().is_on_host, _pieces(layer)) if isinstance(run.ledger, VirtualLedger) else ()
+        hosted = tuple(piece.untyped_storage().nbytes() for piece in on_host)
         if size := sum(map(run.ledger.size, storages)) + sum(hosted):
             yield CachedLayer(kind, size, tuple(_states(layer)), hosted)
 
 
 def _marked(ledger: Ledger, layer: Any) -> list[int]:
-    """List the storages that a layer of a cache has on the GPU, and mark them."""
     storages = []
     for piece in _pieces(layer):
         index = ledger.index_of(piece)
@@ -86,12 +82,6 @@ def _marked(ledger: Ledger, layer: Any) -> list[int]:
             ledger.mark(piece, "KV cache")
             storages.append(index)
     return storages
-
-
-def _on_host(ledger: Ledger, layer: Any) -> Iterator[int]:
-    """Yield the bytes of each tensor that a layer of an offloaded cache has on the host."""
-    if isinstance(ledger, VirtualLedger):
-        yield from (piece.untyped_storage().nbytes() for piece in _pieces(layer) if devices().is_on_host(piece))
 
 
 def _pieces(layer: Any) -> Iterator[torch.Tensor]:
@@ -120,10 +110,7 @@ def offloading_watched(ledger: Ledger) -> Iterator[None]:
         for layer in cache.layers:
             _marked(ledger, layer)
 
-    patches = (
-        (owner, "offload", calling(offloaded, owner.offload)),
-        (owner, "prefetch", calling(prefetched, owner.prefetch)),
-    )
+    patches = (wrapping(owner, "offload", offloaded), wrapping(owner, "prefetch", prefetched))
     with open_simulation() as simulation, simulation.patches.applied(patches):
         yield
 
@@ -169,10 +156,7 @@ def _kind(layer: Any) -> str:
 
 
 def refuse_missing_cache(model: nn.Module, generation: Generation) -> None:
-    """Raise `InputError` where transformers has no such cache for a model, or needs another package for it.
-
-    Checked before the model runs, because transformers' own errors are about its code.
-    """
+    """Raise `InputError`, before the model runs, where transformers has no such cache for it, or lacks a package."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return
@@ -186,7 +170,10 @@ def refuse_missing_cache(model: nn.Module, generation: Generation) -> None:
                 "transformers offloads the cross-attention of an encoder-decoder without bringing it back to the GPU: "
                 "use --cache-implementation dynamic or static"
             )
-    kinds = _layer_kinds(config)
+    from transformers import cache_utils
+
+    layer_types = getattr(cache_utils, "get_layer_types_and_kwargs", None)
+    kinds = set(layer_types(config.get_text_config(decoder=True))[0]) if layer_types else {_FULL}
     if generation.is_quantized and kinds != {_FULL}:
         others = ", ".join(sorted(kinds - {_FULL}))
         raise InputError(f"transformers quantizes caches of full attention alone, and this model has {others} layers")
@@ -194,22 +181,11 @@ def refuse_missing_cache(model: nn.Module, generation: Generation) -> None:
         raise InputError(
             "transformers offloads no static layers with a window or a state: use --cache-implementation offloaded"
         )
-    if generation.is_quantized and generation.kv_cache_dtype != "fp8" and not _is_installed("optimum.quanto"):
+    if (
+        generation.is_quantized
+        and generation.kv_cache_dtype != "fp8"
+        and not (importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto"))
+    ):
         raise InputError(
             f"a KV cache in {generation.kv_cache_dtype or 'int4'} needs optimum-quanto: pip install optimum-quanto"
         )
-
-
-def _layer_kinds(config: Any) -> set[str]:
-    """Return the kinds of layers for which transformers makes a cache."""
-    from transformers import cache_utils
-
-    layer_types = getattr(cache_utils, "get_layer_types_and_kwargs", None)
-    return set(layer_types(config.get_text_config(decoder=True))[0]) if layer_types else {_FULL}
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False

@@ -6,27 +6,29 @@ steps as are asked for the run is cut off, since all that follow are alike.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch import nn
 
 from memsize.depth.alignment import extended_values
 from memsize.errors import InputError
-from memsize.known_values.values import MAX_INTEGER_ELEMENTS, set_constant
+from memsize.known_values.values import MAX_INTEGER_ELEMENTS, set_constant, set_filled
 from memsize.model.input_tensors import ModelInputs, input_tensors, resized_call
+from memsize.processes.patches import assigned
 from memsize.records.trace import Trace
-from memsize.spec.generation import Generation
+from memsize.spec.generation import Draft, Generation
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.vary import parse_vary
 from memsize.tracing.run import Run, Setup
 from memsize.workloads.caches import CachedLayer, cache_of, cached_layers, offloading_watched
-from memsize.workloads.drafts import assistant_of, assistants, assisting, endless, never_right
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -35,6 +37,12 @@ END: Final = "end"
 
 _MADE: Final = frozenset(("decoder_input_ids", "decoder_attention_mask", "labels"))
 """Arguments of a forward that `generate` makes itself."""
+
+_ASSISTANT: Final = "assistant"
+"""The name of the module that a model has as its assistant."""
+OF_ASSISTANT: Final = " of the assistant"
+_NO_TOKEN: Final = -1
+"""A token that no model picks."""
 
 Prompts = Callable[[int], ModelInputs]
 """Makes the inputs of a prompt of as many tokens."""
@@ -133,10 +141,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def prompts_of(request: ModelRequest, inputs: Callable[[ModelRequest], ModelInputs]) -> Prompts:
-    """Make prompts of any length: `inputs` returns the inputs of a request, or the user's inputs, which are resized.
-
-    Raises `InputError` where the user's inputs have no length.
-    """
+    """Make prompts of any length, the user's own by resizing them. Raises `InputError` where those have no length."""
     if not request.has_input:
         return cache(lambda length: inputs(replace(request, seq_len=length)))
     original = inputs(request)
@@ -166,7 +171,6 @@ def _padded(setup: Setup) -> Setup:
 
 
 def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Select the arguments that a function has parameters for."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments
@@ -174,10 +178,7 @@ def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str,
 
 
 def _arguments(model: nn.Module, generation: Generation) -> dict[str, object]:
-    """Return the arguments of `generate` beside the inputs: the model's own settings, updated for the generation.
-
-    No sequence ends early: meta tensors have no values, so no token is the one that ends a sequence.
-    """
+    """The arguments of `generate` beside the inputs: the model's own settings, in which no sequence ends early."""
     config = getattr(model, "generation_config", None)
     if config is None:
         return generation.arguments
@@ -196,9 +197,7 @@ def _begun(model: nn.Module, tokens: int, batch: int) -> torch.Tensor:
 
 @contextmanager
 def _without_end(model: nn.Module, drafted: Callable[[Any], Any]) -> Iterator[None]:
-    """While open, `generate` makes static caches for a token less, since it is asked for one more than are wanted; a
-    beam search goes on, whose end is a value; and what proposes tokens is `drafted`.
-    """
+    """While open, `generate` makes static caches for a token less, ends no beam search, and proposes by `drafted`."""
     own: dict[str, Callable[..., Any]] = {}
     if prepare := getattr(model, "_prepare_static_cache", None):
         own["_prepare_static_cache"] = lambda *args, max_cache_len, **kwargs: prepare(
@@ -217,10 +216,7 @@ def _without_end(model: nn.Module, drafted: Callable[[Any], Any]) -> Iterator[No
 
 
 class _Steps:
-    """Counts the steps of a run and ends it after `steps`.
-
-    The forwards of the prefill are one step; then each forward of the model is one, with the proposals that it checks.
-    """
+    """Counts the forwards of a run and ends it after `steps` of them, those of the prefill apart."""
 
     def __init__(self, run: Run, generation: Generation, steps: int, record: CacheRecord) -> None:
         self.run = run
@@ -240,19 +236,14 @@ class _Steps:
     def counted(self) -> Iterator[None]:
         """While open, they are counted."""
         model, assistant = self.run.setup.model, assistant_of(self.run.setup.model)
-        self.run.calls.forward = self.forward
-        handles = [model.register_forward_hook(self.forwarded, with_kwargs=True)]
-        if assistant is not None:
-            handles.append(assistant.register_forward_hook(self.assisted, with_kwargs=True))
-        try:
-            yield
-            self.clock.phase = self.clock.index(END)
-        except _Enough:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.run.calls.forward = lambda: "forward"
+        with ExitStack() as handles:
+            handles.enter_context(assigned(self.run.calls, "forward", self.forward))
+            handles.callback(model.register_forward_hook(self.forwarded, with_kwargs=True).remove)
+            if assistant is not None:
+                handles.callback(assistant.register_forward_hook(self.assisted, with_kwargs=True).remove)
+            with suppress(_Enough):
+                yield
+                self.clock.phase = self.clock.index(END)
 
     def propose(self) -> None:
         """Proposals begin, and so does the step."""
@@ -287,3 +278,97 @@ class _Steps:
     @property
     def _phase(self) -> str:
         return DECODE if self.clock.step else PREFILL
+
+
+# -- tokens that are proposed before each step: by an assistant of the model, or from its prompt -----------------------
+
+
+@contextmanager
+def assisted(model: nn.Module, assistant: nn.Module) -> Iterator[None]:
+    """While open, the assistant is a module of the model. Raises `InputError` where transformers wants tokenizers."""
+    theirs, own = _vocabulary(assistant), _vocabulary(model)
+    if theirs != own:
+        raise InputError(
+            f"the assistant has a vocabulary of {theirs} tokens, the model one of {own}: transformers would translate "
+            "between their tokenizers, which is not followed"
+        )
+    if hasattr(model, _ASSISTANT):
+        raise InputError(f"the model has an attribute {_ASSISTANT} of its own: there is no place for another")
+    model.add_module(_ASSISTANT, assistant)
+    try:
+        yield
+    finally:
+        delattr(model, _ASSISTANT)
+
+
+def refuse_own_generation(model: nn.Module) -> None:
+    """Raise `InputError` where no generation of transformers checks tokens that are proposed."""
+    if not hasattr(model, "_get_candidate_generator"):
+        raise InputError(f"{type(model).__name__} generates in its own way: only models of transformers are assisted")
+
+
+def assistant_of(model: nn.Module) -> Any:
+    """The model's assistant, None where it has none."""
+    return model._modules.get(_ASSISTANT)
+
+
+def is_assistants(layer: str) -> bool:
+    """Whether a layer of a record is one of the assistant's."""
+    return layer.partition(".")[0] == _ASSISTANT
+
+
+def assistants(layers: Iterable[CachedLayer]) -> Iterator[CachedLayer]:
+    """The layers of an assistant's cache, told from those of the model."""
+    return (layer._replace(kind=f"{layer.kind}{OF_ASSISTANT}") for layer in layers)
+
+
+def proposed(assistant: Any) -> int | None:
+    """How many tokens the assistant's own settings let it propose; None where they don't say."""
+    count = getattr(getattr(assistant, "generation_config", None), "num_assistant_tokens", None)
+    return count if isinstance(count, int) else None
+
+
+def assisting(model: nn.Module) -> dict[str, object]:
+    """The argument of `generate` for the model's assistant, if any, which always proposes as many tokens."""
+    assistant = assistant_of(model)
+    if assistant is None:
+        return {}
+    assistant.generation_config = endless(assistant.generation_config)
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    return {"assistant_model": assistant}
+
+
+def endless(config: Any) -> Any:
+    """The settings of a generation in which no sequence ends early: the token that ends one is a value."""
+    config = copy.deepcopy(config)
+    config.eos_token_id, config.max_length = None, None
+    for token in ("pad_token_id", "bos_token_id", "decoder_start_token_id"):
+        if not isinstance(getattr(config, token, None), int):  # which one it is makes no difference
+            setattr(config, token, 0)
+    return config
+
+
+def never_right(draft: Draft | None, begins: Callable[[], None], candidates: Any) -> Any:
+    """Patch the candidate generator of a `draft` to propose tokens that the model never picks, and to call `begins`
+    before. A prompt in which tokens are looked up is made to repeat itself, so that there are some.
+    """
+    itself, propose = ref(candidates), type(candidates).get_candidates  # no circle, which would keep its tensors
+
+    def get_candidates(tokens: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        begins()
+        if draft and draft.assistant is None:
+            set_filled(tokens, 0)
+        proposed, logits = propose(itself(), tokens, **kwargs)
+        if proposed is not tokens:
+            set_filled(proposed, _NO_TOKEN)
+        return proposed, logits
+
+    if draft is not None:  # and not a loop of one's own
+        candidates.get_candidates = get_candidates
+    return candidates
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """The size of a model's vocabulary, as transformers reads it."""
+    config: Any = getattr(model, "config", None)
+    return getattr(config.get_text_config(), "vocab_size", None) if config is not None else None

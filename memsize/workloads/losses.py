@@ -26,9 +26,7 @@ class Losses:
         self.targets: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def __call__(self, output: Any) -> torch.Tensor:
-        """The loss of a model's output, a tensor of one element; raises `InputError` where the output does not allow
-        it.
-        """
+        """The loss of a model's output, of one element; raises `InputError` where the output does not allow it."""
         if callable(self.wanted):
             self.name = getattr(self.wanted, "__name__", "the given function")
             return self.wanted(output)
@@ -61,11 +59,11 @@ class Losses:
 
     def mse(self, output: Any) -> torch.Tensor:
         """Mean squared error against a target like the first floating output."""
-        return self._beside_target(functional.mse_loss, output)
+        return functional.mse_loss(*self._with_target(output))
 
     def bce(self, output: Any) -> torch.Tensor:
         """Binary cross-entropy with logits against a target like the first floating output."""
-        return self._beside_target(functional.binary_cross_entropy_with_logits, output)
+        return functional.binary_cross_entropy_with_logits(*self._with_target(output))
 
     def mean(self, output: Any) -> torch.Tensor:
         """The sum of the means of all floating outputs that require a gradient."""
@@ -75,9 +73,9 @@ class Losses:
         """The sum of all floating outputs that require a gradient."""
         return _total(tensor.sum() for tensor in _floating(output))
 
-    def _beside_target(self, loss: Callable[..., torch.Tensor], output: Any) -> torch.Tensor:
+    def _with_target(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         first = _floating(output)[0]
-        return loss(first, self._target(tuple(first.shape), first.dtype, first.device))
+        return first, self._target(tuple(first.shape), first.dtype, first.device)
 
     def _target(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         key = (shape, dtype)
@@ -105,7 +103,6 @@ _KINDS: dict[str, tuple[Callable[[Losses, Any], torch.Tensor], str]] = {
 
 
 def _suggested(output: Any) -> str:
-    """The model's own loss, else cross-entropy where the output looks like logits, else the mean."""
     if _named(output, "loss") is not None:
         return "own"
     if _named(output, "logits") is not None:

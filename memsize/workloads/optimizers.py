@@ -6,7 +6,7 @@ import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -25,11 +25,7 @@ _STEP = "Optimizer.step#"
 
 
 def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """The optimizer that `kind` names (see `memsize.spec.training.parse_optimizer`), or that `kind` makes of the
-    parameters.
-
-    Raises `InputError` when the options do not suit the optimizer.
-    """
+    """The optimizer that `kind` names, or makes of the parameters. Raises `InputError` for unsuitable options."""
     try:
         if callable(kind):
             optimizer: torch.optim.Optimizer = kind(parameters)
@@ -94,16 +90,12 @@ def steps_watched(ledger: Ledger, everywhere: bool = False) -> Iterator[None]:
             phases[threading.get_ident()].pop().__exit__(*error)
         return leave(record, *error)
 
-    handles = (
-        torch_optimizer.register_optimizer_step_pre_hook(before),
-        torch_optimizer.register_optimizer_step_post_hook(after),
-    )
-    try:
-        with assigned(record_function, "__exit__", left) if everywhere else nullcontext():
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as regions:
+        regions.callback(torch_optimizer.register_optimizer_step_pre_hook(before).remove)
+        regions.callback(torch_optimizer.register_optimizer_step_post_hook(after).remove)
+        if everywhere:
+            regions.enter_context(assigned(record_function, "__exit__", left))
+        yield
 
 
 def mark_gradients(ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:

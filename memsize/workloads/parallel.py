@@ -1,6 +1,7 @@
-"""The usual training loop, spread over several GPUs by a strategy in a few words, as a `Trace` of one of them.
+"""Training as one process of many, as a `Trace`: sharded by PyTorch's own code, on a virtual GPU.
 
-The stages of a pipeline run by PyTorch's own schedule.
+Either the user's own loop shards its model, or the usual one is spread over GPUs by a strategy in a few words. The
+stages of a pipeline run by PyTorch's own schedule.
 """
 
 from __future__ import annotations
@@ -9,37 +10,122 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from memsize.errors import ScenarioError
+from memsize.device.cuda_libraries import nccl_notes
+from memsize.errors import ForwardError, ScenarioError
 from memsize.model.input_tensors import input_tensors
+from memsize.model.meta_copy import in_mode
 from memsize.model.stored import stored_tensors
-from memsize.ranks.strategies import blocks_in_line, how, mesh_of, policy_of, shared_out, spread, wrapped
-from memsize.ranks.tensor_parallel import divide
+from memsize.ranks.group import OURS
+from memsize.ranks.strategies import (
+    blocks_in_line,
+    divide,
+    how,
+    mesh_of,
+    policy_of,
+    shared_out,
+    spread,
+    undivided,
+    wrapped,
+)
 from memsize.records.aggregates import peak
 from memsize.records.finding import join_names
 from memsize.records.gpu import Card
 from memsize.records.roles import noun
 from memsize.records.trace import StoredTensor, Trace
+from memsize.records.world import World
 from memsize.spec.model_request import Call
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Training
+from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Run, Setup
 from memsize.units import format_bytes
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.device_assignment import devices
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
+from memsize.virtual.region import VirtualMachine
 from memsize.workloads import Workload
-from memsize.workloads.distributed_step import run_rank
 from memsize.workloads.losses import Losses
+from memsize.workloads.optimizers import steps_watched
 from memsize.workloads.stages import Stage, line_of
-from memsize.workloads.training import Loop, one_number, step_workload
+from memsize.workloads.training import Body, Loop, body_of, gradients_marked, one_number, step_workload
 
 _LARGEST: Final = 4
 """How many kinds of what one GPU holds beyond another are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoop:
+    """The user's own loop, run as one process of `world`.
+
+    `make_body(model)` is called once with a copy of the user's model, of which nothing is on the GPU yet: it shards the
+    model, or wraps it, and returns the body, which is called `steps` times with the inputs. What the copy still stores
+    then is on the GPU from the first step on, and whole parameters that were sharded never are.
+    """
+
+    make_body: Callable[[nn.Module], Body]
+    world: World
+    card: Card
+    steps: int = 3
+
+    def run(self, setup: Setup) -> Trace:
+        args, kwargs = setup.call
+
+        def make(run: Run) -> Callable[[], None]:
+            body = body_of(self.make_body, run.setup.model)
+
+            def step() -> None:
+                with setup.precision.autocast():
+                    body(*args, **kwargs)
+
+            return step
+
+        try:
+            return run_rank(setup, self.world, self.card, self.steps, make)
+        except ForwardError as error:
+            advice = undivided(str(error), error.trace, self.world.size)
+            if advice is None:
+                raise
+            sentence, shape = advice
+            raise ForwardError(f"{error}\n{sentence.format(shape=shape)}", error.trace) from error.__cause__
+
+
+def run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[[Run], Callable[[], None]]) -> Trace:
+    """The trace of `steps` steps of rank `world` on `card`; `make` shards the model of its run and returns a step."""
+    setup = replace(setup, machine=VirtualMachine(card, world))
+    run = Run(setup, enter=False, tables=False)
+    ledger, model = run.ledger, in_mode(setup.model, setup.training)
+    assert isinstance(ledger, VirtualLedger)
+    with run.recording(), torch.enable_grad(), steps_watched(ledger):
+        with ledger.clock.during("setup"), ledger.elsewhere(chain(model.parameters(), model.buffers())):
+            if world.one_process:
+                for tensor in chain(model.parameters(), model.buffers(), tensors_in(setup.call)):
+                    devices().put(tensor, 0)
+            else:
+                torch.distributed.init_process_group(OURS)
+            step = make(run)
+        run.tensors, ledger.counts = setup.stored(model), True
+        for index, seen in enumerate(run.calls.seen):
+            ledger.own(seen.module, index)
+        run.enter_inputs()
+        with gradients_marked(run):
+            for number in range(1, steps + 1):
+                ledger.clock.step = number
+                with ledger.clock.during("step"):
+                    step()
+    for note in (*ledger.host_memory.notes(), *nccl_notes(ledger.collectives)):
+        run.note(note)
+    trace = run.trace()
+    deferred = ledger.order.deferred(len(trace.events))
+    return replace(trace, world=world, collectives=tuple(ledger.collectives), deferred=deferred)
+
+
+# -- the usual loop ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +179,6 @@ def spread_setup(setup: Setup, parallel: Parallel) -> Setup:
 
 
 def _beyond(first: Trace, other: Trace) -> str:
-    """Write a note about the bytes that the first GPU stores beyond another, each at its own peak."""
     here, there = peak(first), peak(other)
     more = {role: size - there.roles.get(role, 0) for role, size in here.roles.items()}
     largest = sorted((role for role in more if more[role] > 0), key=lambda role: -more[role])[:_LARGEST]
@@ -105,9 +190,7 @@ def _beyond(first: Trace, other: Trace) -> str:
 
 
 def steps_on(training: Training | None, parallel: Parallel | None, card: Card) -> Workload:
-    """Training steps with these options, as one process of `parallel` if there is any; without `training` one
-    inference.
-    """
+    """Training steps as one process of `parallel`, if there is any; without `training` one inference."""
     if training is None or parallel is None:
         return step_workload(training)
     return ParallelSteps(training, parallel, card)
@@ -131,7 +214,10 @@ def run_stages(setup: Setup, training: Training, parallel: Parallel, card: Card)
             shown, index = trace, number
         peaks.append(size)
     assert shown is not None
-    return replace(shown, notes=(*shown.notes, _beside(peaks, parallel, index)))
+    ranks = [world.rank for world in parallel.worlds()]
+    stages = ", ".join(f"rank {rank} {format_bytes(size)}" for rank, size in zip(ranks, peaks, strict=True))
+    note = f"each stage at its own peak: {stages}; shown is rank {ranks[index]}"
+    return replace(shown, notes=(*shown.notes, note))
 
 
 def stage_traces(setup: Setup, training: Training, parallel: Parallel, card: Card) -> Iterator[Trace]:
@@ -202,7 +288,6 @@ class StageLoop(Loop):
         self._batch = [self._whole(tensor) for tensor in stage.takes] if stage.is_first else []
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        """All microbatches of an input."""
         whole = tensor.repeat(self._count, *(1 for _ in tensor.shape[1:]))
         self.ledger.mark(whole, "input")
         return whole
@@ -218,10 +303,3 @@ class StageLoop(Loop):
         with self.setup.precision.autocast(), self.ledger.clock.during("loss"):
             loss = one_number(next(self._losses)(result))
         return loss if self.scaler is None else self.scaler.scale(loss)
-
-
-def _beside(peaks: list[int], parallel: Parallel, index: int) -> str:
-    """Write a note about the peaks of all stages, shown beside one of them."""
-    ranks = [world.rank for world in parallel.worlds()]
-    stages = [f"rank {rank} {format_bytes(size)}" for rank, size in zip(ranks, peaks, strict=True)]
-    return f"each stage at its own peak: {', '.join(stages)}; shown is rank {ranks[index]}"

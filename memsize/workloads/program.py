@@ -19,7 +19,7 @@ import torch
 from memsize.device.allocator_config import AllocatorConfig, settings_in
 from memsize.device.cuda_libraries import context, nccl_notes
 from memsize.errors import first_line
-from memsize.processes.patches import Patch, assigned
+from memsize.processes.patches import Patch, assigned, wrapping
 from memsize.processes.user_code import Lines, running_lines, shown
 from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
@@ -29,12 +29,12 @@ from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleRecord
 from memsize.tracing.run import layer_rows
-from memsize.virtual import sharded_checkpoints
-from memsize.virtual.allocator_state import DeviceMemory
-from memsize.virtual.child_processes import ChildProcesses, Settings
-from memsize.virtual.driver import Driver
-from memsize.virtual.gpu_ledger import VirtualLedger
-from memsize.virtual.network_guard import NetworkGuard
+from memsize.virtual import saved_weights
+from memsize.virtual.driver.allocator_state import DeviceMemory
+from memsize.virtual.driver.functions import Driver
+from memsize.virtual.guards.child_processes import ChildProcesses, Settings
+from memsize.virtual.guards.network_guard import NetworkGuard
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.program_code import Held, Waits, holders
 from memsize.virtual.program_modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu
@@ -49,7 +49,6 @@ _LINE_FROM = 64 * 1024
 _TELLS_EVERY = 1.0
 _LONG = 60.0
 """Seconds between two looks at where a program is, and those after which its reader is told how to end it."""
-
 _SET = "the caching allocator's settings are those that the environment has for it: {}"
 
 
@@ -136,11 +135,11 @@ class Program:
         driver = Driver(
             self.card, self.memory, lambda: self._snapshot(self._trace(None), self.memory.config), self.stack
         )
-        quiet = threading, "excepthook", _unless_stopped(threading.excepthook)
+        quiet = wrapping(threading, "excepthook", _unless_stopped)
         files = (*self.files.replacements(), *ScriptFiles(self.files, self.ledger).replacements())
         own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files)
         with (
-            virtual_gpu(driver, self.ledger, (*own, *more), self.world, sharded_checkpoints.later(self.files)),
+            virtual_gpu(driver, self.ledger, (*own, *more), self.world, saved_weights.later(self.files)),
             steps_watched(self.ledger, everywhere=True),
             self.steps.counted(),
             trackers_off(),
@@ -165,37 +164,28 @@ class Program:
         self._seen = len(self.ledger.events)
         if not self.steps.done and (now := time.monotonic()) >= self._tells_next:
             self._tells_next = now + _TELLS_EVERY
-            self.steps.progress(self._where(now - self._started))
+            line = shown(self._lines()) or "its first lines"
+            how = "; Ctrl-C ends it with a report of what ran" if now - self._started >= _LONG else ""
+            self.steps.progress(f"at {line}, no optimizer step so far{how}")
 
     def _allocate(self, storage: int, size: int) -> None:
-        """Take memory of the card for a `storage` of `size` bytes, or note that it was refused."""
         if size >= _LINE_FROM and (lines := self._lines()):
             self.ledger.made_at(storage, lines)
         try:
             self.memory.follow()
         except torch.OutOfMemoryError:
             self.ledger.refuse(storage)
-            self._note_refusal(size)
+            self.steps.mark_all()
+            for tensor in gc.get_objects():
+                if issubclass(type(tensor), torch.Tensor):
+                    self.ledger.mark_unowned(tensor)
+            clock, line = self.ledger.clock, shown(self._lines()) or None
+            where = (self.ledger.last_op, None, clock.phases[clock.phase], line)
+            refused = Refused(size, self.memory.left, self.memory.reserved, *where)
+            self._refused.append((len(self.ledger.events), clock.layer, refused))
             raise
 
-    def _where(self, seconds: float) -> str:
-        """Return the progress of a program that has made no optimizer step in so many seconds."""
-        line = shown(self._lines()) or "its first lines"
-        how = "; Ctrl-C ends it with a report of what ran" if seconds >= _LONG else ""
-        return f"at {line}, no optimizer step so far{how}"
-
-    def _note_refusal(self, request: int) -> None:
-        self.steps.mark_all()
-        for tensor in gc.get_objects():
-            if issubclass(type(tensor), torch.Tensor):
-                self.ledger.mark_unowned(tensor)
-        memory, clock = self.memory, self.ledger.clock
-        where = (self.ledger.last_op, None, clock.phases[clock.phase], shown(self._lines()) or None)
-        refused = Refused(request, memory.left, memory.reserved, *where)
-        self._refused.append((len(self.ledger.events), clock.layer, refused))
-
     def _relied(self, assumption: str) -> None:
-        """A decision of the program rests on `assumption`."""
         lines = self._assumed.setdefault(assumption, {})
         location = self._lines()
         if location:
@@ -256,7 +246,12 @@ class Program:
         tensors = tuple(
             _of_root(tensor, names[number]) for number, root in enumerate(calls.roots) for tensor in root.tensors
         )
-        seen = self._seen_layers()
+        seen, failure = self._seen_layers(), None
+        if error is not None:
+            running = seen[ledger.clock.layer] if ledger.clock.layer >= 0 else _NOTHING
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            kind = "" if running is _NOTHING else running.type
+            failure = Failure(running.path, kind, ledger.last_op or None, (), reason)
         layers = layer_rows(seen, tensors, storages, calls.saved_storages, ledger.multiply_adds)
         convolutions = ledger.workspaces.convolutions
         recorded = ledger.events[: self._seen if self._end is None else self._end]
@@ -283,7 +278,7 @@ class Program:
             ),
             stack=str(self.stack),
             cudnn=convolutions.source if convolutions else None,
-            failure=_failure(error, ledger, seen),
+            failure=failure,
             roots=tuple(names),
             lines=ledger.lines,
             emptied=tuple(self.memory.emptied),
@@ -317,22 +312,10 @@ def _of_root(tensor: StoredTensor, root: str) -> StoredTensor:
     return replace(tensor, name=_path(root, tensor.name), layer=_path(root, tensor.layer), tied_to=tied)
 
 
-def _failure(error: BaseException | None, ledger: VirtualLedger, seen: Sequence[Any]) -> Failure | None:
-    if error is None:
-        return None
-    where = seen[ledger.clock.layer] if ledger.clock.layer >= 0 else None
-    path, kind = (where.path, where.type) if where else ("", "")
-    return Failure(path, kind, ledger.last_op or None, (), f"{type(error).__name__}: {first_line(error)}")
-
-
-def _unless_stopped(show: Callable[[Any], object]) -> Callable[[Any], None]:
+def _unless_stopped(show: Callable[[Any], object], args: Any) -> None:
     """A thread in which the program was stopped ends without a word."""
-
-    def shown(args: Any) -> None:
-        if not issubclass(args.exc_type, StopProgram):
-            show(args)
-
-    return shown
+    if not issubclass(args.exc_type, StopProgram):
+        show(args)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import Any, Final, NamedTuple
 
@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memsize.model.tensor_storage import plain_tensors
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, wrapping
 from memsize.records.aggregates import split_phase
 from memsize.records.timeline import AROUND
 from memsize.records.trace import Event
 from memsize.records.world import Collective
 from memsize.torch_internals.pytree import tensors_in
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.workloads.optimizers import mark_gradients, mark_state
 
 _WAITED_FOR: Final = 2
@@ -36,10 +36,7 @@ _MOST: Final = 10
 
 
 class Zeroed(NamedTuple):
-    """A call of ``zero_grad`` before event `event`, at `line`; `keeps`: with ``set_to_none=False``.
-
-    `gradients` are the storages of its parameters' gradients, and `freed` the storages that the call freed.
-    """
+    """A call of ``zero_grad`` before `event`; `keeps`: with ``set_to_none=False``. It `freed` gradients' storages."""
 
     event: int
     line: str
@@ -49,8 +46,6 @@ class Zeroed(NamedTuple):
 
 
 class _End(NamedTuple):
-    """How many events and collectives there were after an optimizer's step, and whether that was the leader's."""
-
     events: int
     collectives: int
     leads: bool
@@ -87,47 +82,34 @@ class ProgramSteps:
         behind = [count for count in self._step_counts.values() if count < self.wanted]
         return not behind or self.done >= self.wanted * (_MOST if max(behind) else _WAITED_FOR)
 
-    # -- while it runs ------------------------------------------------------------------------------------------------
-
     def replacements(self) -> Iterator[Patch]:
         """Yield the patches that observe new optimizers and freed gradients."""
-        yield Optimizer, "__init__", self._constructed(Optimizer.__init__)
-        yield Optimizer, "add_param_group", self._added(Optimizer.add_param_group)
-        yield Optimizer, "zero_grad", self._zeroing(Optimizer.zero_grad)
-        yield nn.Module, "zero_grad", self._zeroing(nn.Module.zero_grad)
+        yield wrapping(Optimizer, "__init__", self._constructed)
+        yield wrapping(Optimizer, "add_param_group", self._added)
+        yield wrapping(Optimizer, "zero_grad", self._zeroing)
+        yield wrapping(nn.Module, "zero_grad", self._zeroing)
 
-    def _constructed(self, original: Callable[..., None]) -> Callable[..., None]:
-        def construct(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self._step_counts[optimizer] = 0
+    def _constructed(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self._step_counts[optimizer] = 0
 
-        return construct
-
-    def _added(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _added(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Wrap `add_param_group` to mark its tensors as parameters, whether a module stores them or not."""
-
-        def add_param_group(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self._mark(optimizer.param_groups[-1:])
-
-        return add_param_group
+        original(optimizer, *args, **kwargs)
+        self._mark(optimizer.param_groups[-1:])
 
     def _mark(self, groups: Iterable[dict[str, Any]]) -> None:
         for parameter in (parameter for group in groups for parameter in group["params"]):
             self._ledger.mark(parameter, "parameter")
 
-    def _zeroing(self, original: Callable[..., None]) -> Callable[..., None]:
-        def zero_grad(owner: Any, set_to_none: bool = True) -> None:
-            events, gradients = self._ledger.events, frozenset(self._gradients(owner))
-            before = len(events)
-            original(owner, set_to_none)
-            freed = frozenset(event.storage for event in events[before:] if event.delta < 0)
-            self.zeroed.append(Zeroed(before, self._line(), not set_to_none, gradients, freed))
-
-        return zero_grad
+    def _zeroing(self, original: Callable[..., None], owner: Any, set_to_none: bool = True) -> None:
+        events, gradients = self._ledger.events, frozenset(self._gradients(owner))
+        before = len(events)
+        original(owner, set_to_none)
+        freed = frozenset(event.storage for event in events[before:] if event.delta < 0)
+        self.zeroed.append(Zeroed(before, self._line(), not set_to_none, gradients, freed))
 
     def _gradients(self, owner: Optimizer | nn.Module) -> Iterator[int]:
-        """The storages of the gradients of its parameters."""
         groups = [{"params": owner.parameters()}] if isinstance(owner, nn.Module) else owner.param_groups
         for gradient in (parameter.grad for group in groups for parameter in group["params"]):
             for piece in () if gradient is None else plain_tensors(gradient):
@@ -136,15 +118,10 @@ class ProgramSteps:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """While open, the steps of every optimizer are counted."""
-        handles = (
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        )
-        try:
+        with ExitStack() as handles:
+            handles.callback(register_optimizer_step_pre_hook(self._before).remove)
+            handles.callback(register_optimizer_step_post_hook(self._after).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def mark_all(self) -> None:
         """Mark the parameters, gradients and state of every optimizer, also of one that has not made a step."""
@@ -176,7 +153,6 @@ class ProgramSteps:
             self.progress(self._stage())
 
     def _stage(self) -> str:
-        """Return the text of the progress after a training step."""
         if self.over:
             return "every step is made, running on to the next forward"
         if self.done < self.wanted:
@@ -191,8 +167,6 @@ class ProgramSteps:
             state_storages = {self._ledger.index_of(piece) for tensor in state for piece in plain_tensors(tensor)}
             for index in likely - state_storages:
                 self._ledger.rows[index].role = "temporary"
-
-    # -- afterwards ---------------------------------------------------------------------------------------------------
 
     @property
     def ends(self) -> tuple[int, ...]:

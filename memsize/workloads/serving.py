@@ -25,9 +25,7 @@ _PADDED = 64
 
 @dataclass(frozen=True, slots=True)
 class ProfileRun:
-    """One step without a cache. The logits of the last token of the first `seqs` texts are sampled; `tp` cards have a
-    part of the vocabulary each, and gather them.
-    """
+    """One step without a cache: the last tokens of `seqs` texts are sampled; `tp` cards share the vocabulary."""
 
     seqs: int
     tp: int = 1
@@ -117,7 +115,6 @@ def part_of(model: Any, tp: int, name: str) -> nn.Module:
 
 
 def _whole(count: int, tp: int, what: str, name: str) -> int:
-    """Divide `count` by `tp`; raise `InputError` where it cannot be divided."""
     if count % tp:
         raise InputError(f"{name} has {count:,} {what}: tp {tp} does not divide them")
     return count // tp

@@ -26,7 +26,7 @@ from memsize.spec.model_request import Call
 from memsize.torch_internals.pytree import arguments_in, tensors_in
 from memsize.tracing.module_calls import parameters_reached
 from memsize.tracing.run import Run
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
 
 class Returned(NamedTuple):
@@ -70,10 +70,7 @@ class Line(NamedTuple):
     """For each position, the first one of which it uses more than the result of the block before it; else itself."""
 
     def starts(self, stages: int) -> tuple[int, ...]:
-        """Return the position at which each stage starts, and the end of the last; earlier stages have one block more.
-
-        Raises `InputError` where the blocks are too few, or one needs what an earlier stage made.
-        """
+        """Return the first position of each stage, and the end. Raises `InputError` where the cut is impossible."""
         length, more = divmod(len(self.blocks), stages)
         if not length:
             raise InputError(f"{len(self.blocks)} blocks cannot be put on pp={stages} stages")
@@ -92,41 +89,24 @@ class Line(NamedTuple):
         return f"block {position} ({type(self.blocks[position]).__name__})"
 
 
-class _Reads(TorchDispatchMode):
-    """Records the tensors that ops read at each position."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.position = 0
-        self.at: defaultdict[int, set[int]] = defaultdict(set)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.at[self.position].update(map(id, arguments_in(args)))
-        return func(*args, **(kwargs or {}))
-
-
 def line_of(model: nn.Module, blocks: Blocks, call: Call) -> Line:
-    """The `blocks` of `model` as one forward calls them.
-
-    Raises `InputError` where it calls one of them more than once.
-    """
+    """The `blocks` of `model` as one forward calls them. Raises `InputError` where it calls one more than once."""
     parameters = set(map(id, model.parameters()))
     walk = _Walk(parameters)
-    with _forwards(blocks.modules, walk.block), walk.reads:
+    with _forwards(blocks.modules, walk.called), walk:
         result = model(*call[0], **call[1])
         walk.ended(result)
-    read = tuple(walk.reads.at[position] & parameters for position in range(len(walk.blocks) + 1))
+    read = tuple(walk.reads[position] & parameters for position in range(len(walk.blocks) + 1))
     returned = (*walk.returned, Returned.of(tuple(arguments_in((result,)))).detached())
     return Line(tuple(walk.blocks), returned, read, tuple(walk.needs))
 
 
-class _Walk:
-    """Observes the blocks of one forward. Each block returns detached tensors, so that autograd shows which block needs
-    results of which other.
-    """
+class _Walk(TorchDispatchMode):
+    """Observes one forward: its blocks, what ops read between them, and, as results are detached, what each needs."""
 
     def __init__(self, parameters: set[int]) -> None:
-        self.reads = _Reads()
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads: defaultdict[int, set[int]] = defaultdict(set)
         self.blocks: list[nn.Module] = []
         self.returned: list[Returned] = []
         self.needs: list[int] = []
@@ -134,25 +114,26 @@ class _Walk:
         self._origins: dict[int, int] = {}
         """The position that returned a tensor, or was the first to read a parameter, by its `id`."""
 
-    def block(self, block: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if block in self.blocks:
-                raise InputError(f"{type(block).__name__} is called more than once in a forward: no stage can have it")
-            result = original(*args, **kwargs)
-            self.ended(result)
-            cut = Returned.of(result).detached()
-            self._origins.update((id(tensor), self.reads.position) for tensor in cut.tensors)
-            self.blocks.append(block)
-            self.returned.append(cut)
-            self.reads.position += 1
-            return cut.with_tensors(cut.tensors)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads[len(self.blocks)].update(map(id, arguments_in(args)))
+        return func(*args, **(kwargs or {}))
 
-        return called
+    def called(self, block: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a `block` of the forward."""
+        if block in self.blocks:
+            raise InputError(f"{type(block).__name__} is called more than once in a forward: no stage can have it")
+        result = original(*args, **kwargs)
+        self.ended(result)
+        cut = Returned.of(result).detached()
+        self._origins.update((id(tensor), len(self.blocks)) for tensor in cut.tensors)
+        self.blocks.append(block)
+        self.returned.append(cut)
+        return cut.with_tensors(cut.tensors)
 
     def ended(self, value: Any) -> None:
         """End a position with `value`."""
-        position = self.reads.position
-        read = self.reads.at[position] & self._parameters
+        position = len(self.blocks)
+        read = self.reads[position] & self._parameters
         for parameter in read:
             self._origins.setdefault(parameter, position)
         before = {id(tensor) for tensor in self.returned[-1].tensors} if self.returned else set()
@@ -161,11 +142,11 @@ class _Walk:
 
 
 @contextmanager
-def _forwards(blocks: Iterable[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Any]) -> Iterator[None]:
-    """While open, replace each block's forward by the result of `wrap`."""
+def _forwards(blocks: Iterable[nn.Module], called: Callable[..., Any]) -> Iterator[None]:
+    """While open, `called` gets each call of a block's forward, after the block and its own forward."""
     before = {block: vars(block).get("forward") for block in blocks}
     for block in before:
-        vars(block)["forward"] = wrap(block, block.forward)
+        vars(block)["forward"] = partial(called, block, block.forward)
     try:
         yield
     finally:
@@ -265,7 +246,10 @@ class Stage(nn.Module):
 
     def _drop_others(self) -> None:
         """Let the model have only what this stage reads; the rest can still be read, as plain attributes."""
-        mine, blocks = self._mine(), self._line.blocks
+        line, blocks = self._line, self._line.blocks
+        mine = set().union(*line.read[self._first : self._end + self.is_last], _parameters(self.blocks))
+        if self.is_first:  # it also has parameters that are never read
+            mine |= _parameters((self.model,)) - set().union(*line.read, _parameters(blocks))
         others = {module for block in (*blocks[: self._first], *blocks[self._end :]) for module in block.modules()}
         for path, module in list(self.model.named_modules()):
             for own in (module._parameters, module._buffers if module in others else {}):
@@ -278,17 +262,6 @@ class Stage(nn.Module):
 
     def _lowered(self, tensor: Tensor) -> Tensor:
         return tensor if self._lower is None or not tensor.is_floating_point() else tensor.to(self._lower)
-
-    def _mine(self) -> set[int]:
-        """Return the `id` of each parameter that is read here, or is in a block of this stage; the first stage also has
-        parameters that are never read.
-        """
-        line = self._line
-        here = range(self._first, self._end + self.is_last)
-        mine = set().union(*(line.read[position] for position in here), _parameters(self.blocks))
-        if self.is_first:
-            mine |= _parameters((self.model,)) - set().union(*line.read, _parameters(line.blocks))
-        return mine
 
 
 def _parameters(modules: Iterable[nn.Module]) -> set[int]:

@@ -15,7 +15,7 @@ from memsize.records.gpu import Card, GpuEstimate
 from memsize.records.serving import ServingRow
 from memsize.spec.generation import Draft, Serving
 from memsize.units import Bytes
-from memsize.workloads.drafts import OF_ASSISTANT
+from memsize.workloads.generation import OF_ASSISTANT
 
 
 class Evidence(NamedTuple):

@@ -13,7 +13,7 @@ from memsize.analysis.findings.unfinished_runs import lagging
 from memsize.device.allocator_config import config_of
 from memsize.known_values.data_dependent import UNCOMPILED
 from memsize.ranks.group import environment
-from memsize.ranks.tensor_parallel import undivided
+from memsize.ranks.strategies import undivided
 from memsize.records import aggregates
 from memsize.records.finding import Finding, Moment, Rules, moment_in_words
 from memsize.records.program import ProgramRun, Refused, WentOn

@@ -27,8 +27,7 @@ from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
 from memsize.torch_internals.isolation import collector_paused
 from memsize.workloads.caches import CachedLayer
-from memsize.workloads.drafts import is_assistants
-from memsize.workloads.generation import DECODE, PREFILL, Prompts, positions
+from memsize.workloads.generation import DECODE, PREFILL, Prompts, is_assistants, positions
 
 _WEIGHTS = ("parameter", "buffer")
 _NONE_RIGHT = "none of the tokens that are proposed is right: no step needs more than those that are taken then"

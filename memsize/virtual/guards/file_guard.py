@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, wrapping
 from memsize.processes.simulation import Guard, install_guard, open_simulation
 
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
@@ -74,17 +74,15 @@ class FileGuard(Guard):
         with suppress(ImportError):  # Python can be built without
             import sqlite3
 
-            original = sqlite3.connect
+            yield from (wrapping(module, "connect", self._connect) for module in (sqlite3, sqlite3.dbapi2))
 
-            def connect(database: Any, *args: Any, **options: Any) -> Any:
-                name = os.fsdecode(database).partition("?")[0].removeprefix("file:")
-                is_old = not self.allowed and _holds_something(name) and not self._is_new(os.path.realpath(name))
-                connection = original(database, *args, **options)
-                if is_old:
-                    connection.execute("PRAGMA query_only = ON")
-                return connection
-
-            yield from ((module, "connect", connect) for module in (sqlite3, sqlite3.dbapi2))
+    def _connect(self, original: Callable[..., Any], database: Any, *args: Any, **options: Any) -> Any:
+        name = os.fsdecode(database).partition("?")[0].removeprefix("file:")
+        is_old = not self.allowed and _holds_something(name) and not self._is_new(os.path.realpath(name))
+        connection = original(database, *args, **options)
+        if is_old:
+            connection.execute("PRAGMA query_only = ON")
+        return connection
 
     def check(self, event: str, args: tuple[Any, ...]) -> None:
         """Raise PermissionError for an event that would change a file that was there before."""

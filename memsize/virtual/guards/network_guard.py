@@ -1,8 +1,8 @@
 """The network while a program runs with ``--offline``: connections to other machines are refused.
 
-Python announces them to audit hooks, as it does files (`memsize.virtual.file_guard`). This machine's own addresses and
-sockets of files stay open: launchers and data loaders use them. Hugging Face's libraries are switched to what they have
-on disk, which they look for at once then.
+Python announces them to audit hooks, as it does files (`file_guard`). This machine's own addresses and sockets of files
+stay open: launchers and data loaders use them. Hugging Face's libraries are switched to what they have on disk, which
+they look for at once then.
 """
 
 from __future__ import annotations

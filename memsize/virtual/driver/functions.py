@@ -22,10 +22,10 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.processes.simulation import running
 from memsize.records.gpu import Card
 from memsize.spec.stack import INSTALLED, Stack
-from memsize.virtual.allocator_state import DeviceMemory
-from memsize.virtual.child_processes import Gpu
 from memsize.virtual.device_assignment import DeviceAssignment, devices
-from memsize.virtual.stream_order import Moment, Queue, StreamOrder
+from memsize.virtual.driver.allocator_state import DeviceMemory
+from memsize.virtual.driver.nvidia_smi import Gpu
+from memsize.virtual.ledger.stream_order import Moment, Queue, StreamOrder
 
 _TYPE: Final = 1
 """The number of the device type in streams (c10/core/DeviceType.h)."""
@@ -33,20 +33,17 @@ _TYPE: Final = 1
 
 _NCCL: Final = (2 << 32) | (27 << 16) | 5
 """The release of NCCL, 2.27.5, as PyTorch packs it."""
-_TYPES_THERE: Final = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
+_TYPES_THERE: Final = frozenset(
+    getattr(torch, name)
+    for name in "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128".split()
 )
+_DOING_NOTHING: Final = """
+    _cuda_init _cuda_ipc_collect _cuda_sleep _cuda_set_sync_debug_mode _host_emptyCache _cuda_resetPeakHostMemoryStats
+    _cuda_resetAccumulatedHostMemoryStats _cuda_record_memory_history _cuda_record_memory_history_legacy"""
+_CHOOSING: Final = """
+    _cuda_setDevice _cuda_exchangeDevice _cuda_maybeExchangeDevice _accelerator_setDeviceIndex
+    _accelerator_exchangeDevice _accelerator_maybeExchangeDevice"""
+"""Functions that take the number of a device, and return that of the one before."""
 _MULTIPROCESSORS: Final = {
     "P100": 56,
     "V100": 80,
@@ -93,7 +90,6 @@ class Properties:
 
 
 def _streams() -> StreamOrder:
-    """Return the streams of the simulation that is open in this process, for any of its threads."""
     simulation = running()
     return (simulation and simulation.get(StreamOrder)) or StreamOrder()
 
@@ -102,15 +98,12 @@ class Stream:
     """A CUDA stream: a number to compare by. Work is done at once; the stream order notes what would be queued."""
 
     def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
-        self.device_index, self.device_type = (
-            devices().named(options.get("device_index", _number(device))),
-            _TYPE,
-        )
+        number = device if device is None or isinstance(device, int) else torch.device(device).index
+        self.device_index, self.device_type = devices().named(options.get("device_index", number)), _TYPE
         self.device = torch.device("cuda", self.device_index)
         self.priority = priority
-        self.stream_id: int = (
-            options["stream_id"] if "stream_id" in options else next(_streams().numbers[self.device_index])
-        )
+        numbers = _streams().numbers[self.device_index]
+        self.stream_id: int = options["stream_id"] if "stream_id" in options else next(numbers)
         self.cuda_stream = self.native_handle = self.stream_id
 
     def __eq__(self, other: object) -> bool:
@@ -155,11 +148,6 @@ class Stream:
         return event
 
 
-def _number(device: Any) -> int | None:
-    """The number of a device that is given by it, by name or as an object."""
-    return device if device is None or isinstance(device, int) else torch.device(device).index
-
-
 class Event:
     """A CUDA event: the time on the host when it was recorded, and the `moment` at which it has come."""
 
@@ -167,11 +155,12 @@ class Event:
         self.device = devices().device
         self.cuda_event = self.event_id = 0
         self._time = 0.0
-        self.moment: Moment = {}
+        self.moment = Moment()
 
     def record(self, stream: Any = None) -> None:
         self._time = time.perf_counter()
-        self.moment = _streams().moment(_or_current(stream).queue)
+        stream = stream or torch.cuda.current_stream()
+        self.moment = _streams().moment(stream.queue)
 
     def elapsed_time(self, end: Event) -> float:
         return (end._time - self._time) * 1000
@@ -184,27 +173,18 @@ class Event:
         _streams().synchronize(self.moment)
 
     def wait(self, stream: Any = None) -> None:
-        _or_current(stream).wait_event(self)
-
-
-def _or_current(stream: Any) -> Any:
-    """A stream, by default the one that this thread works on."""
-    return stream or torch.cuda.current_stream()
+        stream = stream or torch.cuda.current_stream()
+        stream.wait_event(self)
 
 
 class _Current(threading.local):
-    """The current stream of each GPU, by its number, in this thread."""
-
     def __init__(self) -> None:
         self.streams: dict[int, int] = {}
 
 
 @dataclass
 class Driver:
-    """The GPU `card` with its `memory` and software `stack`, as PyTorch's functions in C++ would answer for it.
-
-    `snapshot` makes what `torch.cuda.memory._snapshot` returns.
-    """
+    """The GPU `card` as PyTorch's functions in C++ see it; `snapshot` makes `torch.cuda.memory._snapshot`'s result."""
 
     card: Card
     memory: DeviceMemory
@@ -228,7 +208,6 @@ class Driver:
 
     @property
     def properties(self) -> Properties:
-        """The card's."""
         return Properties(self.card.name, *self.card.capability, self.memory.total)
 
     def gpu(self) -> Gpu:
@@ -239,69 +218,57 @@ class Driver:
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The functions of `torch._C` by name."""
-        memory = self.memory
+        memory, owned = self.memory, self.devices
         arch = " ".join(f"sm_{major}{minor}" for major, minor in [self.card.capability])
+
+        def on(device: int) -> DeviceMemory:
+            """Return this process's memory on a device; raise PyTorch's error for a device that does not exist."""
+            if not 0 <= device < owned.count:
+                raise RuntimeError(f"Invalid device argument {device}: did you call init?")
+            return memory if device == owned.index else self._elsewhere
+
         return {
-            "_cuda_getDeviceCount": _returning(self.devices.count),
-            "_cuda_getDevice": lambda: self.devices.current,
-            "_cuda_setDevice": self.devices.choose,
-            "_cuda_exchangeDevice": self.devices.choose,
-            "_cuda_maybeExchangeDevice": self.devices.choose,
+            **dict.fromkeys(_DOING_NOTHING.split(), _returning(None)),
+            **dict.fromkeys(_CHOOSING.split(), owned.choose),
+            "_cuda_getDeviceCount": _returning(owned.count),
+            "_cuda_getDevice": lambda: owned.current,
             "_cuda_isInBadFork": _returning(False),
-            "_cuda_init": _returning(None),
             "_cuda_synchronize": lambda *device: _streams().synchronize_all(),
-            "_cuda_ipc_collect": _returning(None),
-            "_cuda_sleep": _returning(None),
             "_cuda_getArchFlags": _returning(arch),
             "_cuda_canDeviceAccessPeer": _returning(False),
             "_cuda_getCurrentBlasHandle": _returning(0),
             "_cuda_isCurrentStreamCapturing": _returning(False),
             "_cuda_get_sync_debug_mode": _returning(0),
-            "_cuda_set_sync_debug_mode": _returning(None),
-            "_cuda_getCurrentStream": lambda device: (self._stream_on(device), self.devices.named(device), _TYPE),
-            "_cuda_getDefaultStream": lambda device: (0, self.devices.named(device), _TYPE),
+            "_cuda_getCurrentStream": lambda device: (self._stream_on(device), owned.named(device), _TYPE),
+            "_cuda_getDefaultStream": lambda device: (0, owned.named(device), _TYPE),
             "_cuda_getCurrentRawStream": self._stream_on,
             "_cuda_setStream": self._set_stream,
-            "_cuda_memoryStats": lambda device: self._memory_on(device).stats(),
-            "_cuda_resetPeakMemoryStats": lambda device: self._memory_on(device).reset_peaks(),
-            "_cuda_resetAccumulatedMemoryStats": lambda device: self._memory_on(device).reset_accumulated(),
+            "_cuda_memoryStats": lambda device: on(device).stats(),
+            "_cuda_resetPeakMemoryStats": lambda device: on(device).reset_peaks(),
+            "_cuda_resetAccumulatedMemoryStats": lambda device: on(device).reset_accumulated(),
             "_cuda_emptyCache": lambda *pool: memory.empty_cache(),
-            "_cuda_getMemoryFraction": lambda device: self._memory_on(device).config.memory_fraction,
-            "_cuda_setMemoryFraction": lambda fraction, device: self._memory_on(device).set_fraction(fraction),
+            "_cuda_getMemoryFraction": lambda device: on(device).config.memory_fraction,
+            "_cuda_setMemoryFraction": lambda fraction, device: on(device).set_fraction(fraction),
             "_cuda_getAllocatorBackend": _returning("native"),
-            "_host_emptyCache": _returning(None),
             "_nccl_version": _returning(_NCCL),
             "_nccl_version_suffix": _returning(b""),
             "_cuda_hostMemoryStats": _returning({}),
-            "_cuda_resetPeakHostMemoryStats": _returning(None),
-            "_cuda_resetAccumulatedHostMemoryStats": _returning(None),
-            "_cuda_record_memory_history": _returning(None),
-            "_cuda_record_memory_history_legacy": _returning(None),
             "_cuda_memorySnapshot": lambda *pool: self.snapshot(),
-            "_cuda_getStreamFromExternal": lambda pointer, device: (pointer, self.devices.named(device), _TYPE),
+            "_cuda_getStreamFromExternal": lambda pointer, device: (pointer, owned.named(device), _TYPE),
             "_get_accelerator": _returning(torch.device("cuda")),
             "_accelerator_getAccelerator": _returning(torch.device("cuda")),
             "_accelerator_getDeviceCapability": lambda device: {"supported_dtypes": set(_TYPES_THERE)},
-            "_accelerator_getDeviceIndex": lambda: self.devices.current,
-            "_accelerator_setDeviceIndex": self.devices.choose,
-            "_accelerator_exchangeDevice": self.devices.choose,
-            "_accelerator_maybeExchangeDevice": self.devices.choose,
+            "_accelerator_getDeviceIndex": lambda: owned.current,
             "_accelerator_getStream": lambda device: Stream(device, stream_id=self._stream_on(device)),
             "_accelerator_setStream": lambda stream: self._set_stream(stream.stream_id, stream.device_index),
             "_accelerator_synchronizeDevice": lambda device: _streams().synchronize_all(),
             "_accelerator_emptyCache": lambda *device: memory.empty_cache(),
-            "_accelerator_getDeviceStats": lambda device: self._memory_on(device).stats(),
+            "_accelerator_getDeviceStats": lambda device: on(device).stats(),
             "_accelerator_getMemoryInfo": self._memory_info,
             "_accelerator_isAllocatorInitialized": _returning(True),
-            "_accelerator_resetPeakStats": lambda device: self._memory_on(device).reset_peaks(),
-            "_accelerator_resetAccumulatedStats": lambda device: self._memory_on(device).reset_accumulated(),
+            "_accelerator_resetPeakStats": lambda device: on(device).reset_peaks(),
+            "_accelerator_resetAccumulatedStats": lambda device: on(device).reset_accumulated(),
         }
-
-    def _memory_on(self, device: int) -> DeviceMemory:
-        """Return this process's memory on a device; raise PyTorch's error for a device that does not exist."""
-        if not 0 <= device < self.devices.count:
-            raise RuntimeError(f"Invalid device argument {device}: did you call init?")
-        return self.memory if device == self.devices.index else self._elsewhere
 
     def _memory_info(self, device: int) -> tuple[int, int]:
         self.devices.check_index(device)

@@ -115,24 +115,20 @@ class DeviceMemory:
         return self.free if self.allowed is None else max(min(self.free, self.allowed - self.reserved), 0)
 
     def follow(self) -> None:
-        """Do what the events say, from where the last call left off.
-
-        Raises `torch.OutOfMemoryError` at an event that the card has no memory for; the caller has to remove it.
-        """
+        """Follow the events since the last call. Raises `OutOfMemoryError` at one that the caller has to remove."""
         while self._done < len(self._events):
             event = self._events[self._done]
-            self._follow(event.storage, event.delta)
+            block = self._live.get(event.storage)
+            size = event.delta if block is None else block[0] + event.delta
+            if size > 0:
+                self._allocate(event.storage, size)
+            elif block is not None:
+                del self._live[event.storage]
+            if block is not None:
+                request, address, pool = block
+                self._count_rests(pool, _rests_after_giving(pool, address))
+                self._count_block(pool, -1, -request, -(address >> SHIFT) * BLOCK)
             self._done += 1
-
-    def _follow(self, storage: int, delta: int) -> None:
-        block = self._live.get(storage)
-        size = delta if block is None else block[0] + delta
-        if size > 0:
-            self._allocate(storage, size)
-        elif block is not None:
-            del self._live[storage]
-        if block is not None:
-            self._give(block)
 
     def _allocate(self, storage: int, request: int) -> None:
         size = self.config.block_size(request) // BLOCK
@@ -162,21 +158,16 @@ class DeviceMemory:
             f"{_in_its_words(reserved - allocated)} is reserved by PyTorch but unallocated."
         )
 
-    def _give(self, allocation: tuple[int, int, Pool]) -> None:
-        request, block, pool = allocation
-        self._count_rests(pool, _rests_after_giving(pool, block))
-        self._count_block(pool, -1, -request, -(block >> SHIFT) * BLOCK)
-
     def _count_block(self, pool: Pool, one: int, request: int, size: int) -> None:
-        for pool_name in ("all", self._name(pool)):
-            for name, amount in zip(_BLOCKS, (one, one, size, size, request), strict=True):
-                self._stats[name, pool_name].add(amount)
+        self._count(pool, _BLOCKS, (one, one, size, size, request))
 
     def _count_rests(self, pool: Pool, change: tuple[int, int]) -> None:
-        if self.config.expandable_segments:
-            return  # PyTorch counts none there
+        if not self.config.expandable_segments:  # PyTorch counts none there
+            self._count(pool, _SPLIT, change)
+
+    def _count(self, pool: Pool, names: Sequence[str], amounts: Sequence[int]) -> None:
         for pool_name in ("all", self._name(pool)):
-            for name, amount in zip(_SPLIT, change, strict=True):
+            for name, amount in zip(names, amounts, strict=True):
                 self._stats[name, pool_name].add(amount)
 
     def _count_segments(self) -> bool:

@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MIB = 1 << 20
 DRIVER = "580.00"
@@ -20,31 +20,41 @@ Answer = tuple[Any, str]
 """A value, and its unit."""
 
 
+class Gpu(NamedTuple):
+    """The card at a moment; sizes in bytes."""
+
+    name: str
+    capability: str
+    gpus: int
+    total: int
+    used: int
+
+
 def uuid(index: int) -> str:
     """Return the identifier of card `index`."""
     return f"GPU-{index:08x}-0000-0000-0000-000000000000"
 
 
-FIELDS: dict[str, Callable[[dict[str, Any], int], Answer]] = {
+FIELDS: dict[str, Callable[[Gpu, int], Answer]] = {
     "clocks.current.graphics": lambda gpu, index: (0, "MHz"),
-    "compute_cap": lambda gpu, index: (gpu["capability"], ""),
+    "compute_cap": lambda gpu, index: (gpu.capability, ""),
     "compute_mode": lambda gpu, index: ("Default", ""),
-    "count": lambda gpu, index: (gpu["gpus"], ""),
+    "count": lambda gpu, index: (gpu.gpus, ""),
     "display_active": lambda gpu, index: ("Disabled", ""),
     "display_mode": lambda gpu, index: ("Disabled", ""),
     "driver_version": lambda gpu, index: (DRIVER, ""),
     "fan.speed": lambda gpu, index: (0, "%"),
     "gpu_bus_id": lambda gpu, index: (f"00000000:{index:02X}:00.0", ""),
-    "gpu_name": lambda gpu, index: (gpu["name"], ""),
+    "gpu_name": lambda gpu, index: (gpu.name, ""),
     "gpu_serial": lambda gpu, index: ("[N/A]", ""),
     "gpu_uuid": lambda gpu, index: (uuid(index), ""),
     "index": lambda gpu, index: (index, ""),
-    "memory.free": lambda gpu, index: ((gpu["total"] - gpu["used"]) // MIB, "MiB"),
+    "memory.free": lambda gpu, index: ((gpu.total - gpu.used) // MIB, "MiB"),
     "memory.reserved": lambda gpu, index: (0, "MiB"),
-    "memory.total": lambda gpu, index: (gpu["total"] // MIB, "MiB"),
-    "memory.used": lambda gpu, index: (gpu["used"] // MIB, "MiB"),
+    "memory.total": lambda gpu, index: (gpu.total // MIB, "MiB"),
+    "memory.used": lambda gpu, index: (gpu.used // MIB, "MiB"),
     "mig.mode.current": lambda gpu, index: ("[N/A]", ""),
-    "name": lambda gpu, index: (gpu["name"], ""),
+    "name": lambda gpu, index: (gpu.name, ""),
     "pci.bus_id": lambda gpu, index: (f"00000000:{index:02X}:00.0", ""),
     "power.draw": lambda gpu, index: ("0.00", "W"),
     "power.limit": lambda gpu, index: ("0.00", "W"),
@@ -56,13 +66,13 @@ FIELDS: dict[str, Callable[[dict[str, Any], int], Answer]] = {
 """The fields of ``--query-gpu``, as ``nvidia-smi --help-query-gpu`` names it."""
 
 
-def answered(gpu: dict[str, Any], options: list[str]) -> str:
+def answered(gpu: Gpu, options: list[str]) -> str:
     """Return what ``nvidia-smi`` prints for `options`. Raises ValueError for a field that it does not have."""
     values = dict(option.partition("=")[::2] for option in _joined(options))
     indices = [int(i) for i in (values.get("--id") or values.get("-i") or "").split(",") if i.isdigit()]
-    cards = indices or range(gpu["gpus"])
+    cards = indices or range(gpu.gpus)
     if "-L" in values or "--list-gpus" in values:
-        return "".join(f"GPU {i}: {gpu['name']} (UUID: {uuid(i)})\n" for i in cards)
+        return "".join(f"GPU {i}: {gpu.name} (UUID: {uuid(i)})\n" for i in cards)
     how = values.get("--format", "csv").split(",")
     if "--query-compute-apps" in values:
         names = values["--query-compute-apps"].split(",")
@@ -83,7 +93,7 @@ def _joined(options: list[str]) -> list[str]:
     return words
 
 
-def _table(gpu: dict[str, Any], names: list[str], cards: Any, how: list[str]) -> str:
+def _table(gpu: Gpu, names: list[str], cards: Any, how: list[str]) -> str:
     unknown = [name for name in names if name not in FIELDS]
     if unknown:
         raise ValueError(f'Field "{unknown[0]}" is not a valid field to query.')
@@ -97,17 +107,17 @@ def _table(gpu: dict[str, Any], names: list[str], cards: Any, how: list[str]) ->
     return "".join(f"{line}\n" for line in lines)
 
 
-def _overview(gpu: dict[str, Any], cards: Any) -> str:
-    used, total = gpu["used"] // MIB, gpu["total"] // MIB
+def _overview(gpu: Gpu, cards: Any) -> str:
+    used, total = gpu.used // MIB, gpu.total // MIB
     rule = f"+{'-' * 77}+\n"
     head = f" NVIDIA-SMI {DRIVER:<30} Driver Version: {DRIVER}"
-    cells = (f" {i:3}  {gpu['name']:<33} {used:7}MiB / {total:6}MiB   0%  Default" for i in cards)
+    cells = (f" {i:3}  {gpu.name:<33} {used:7}MiB / {total:6}MiB   0%  Default" for i in cards)
     rows = "".join(f"|{cell:<77}|\n" for cell in cells)
     return f"{rule}|{head:<77}|\n{rule}{rows}{rule}"
 
 
 if __name__ == "__main__":
     try:
-        sys.stdout.write(answered(json.loads(Path(sys.argv[1]).read_text("utf-8")), sys.argv[2:]))
+        sys.stdout.write(answered(Gpu(**json.loads(Path(sys.argv[1]).read_text("utf-8"))), sys.argv[2:]))
     except ValueError as error:
         sys.exit(str(error))

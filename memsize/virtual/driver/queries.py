@@ -1,9 +1,10 @@
-"""NVML, the driver's library behind ``nvidia-smi``, as `pynvml`, `py3nvml` and their like load it: by ctypes.
+"""Answers of the CUDA runtime, profilers and NVML to a program: used and free memory, load of the GPU.
 
-Functions that ask for the card's name, memory, load and processes are answered for the simulated card; what a card that
-computes nothing has none of is 0. Others are missing, as they are from an older driver, which such packages expect.
+Memory is that of the simulated allocator; a load, a temperature or a clock there is none, and it is 0.
 
-Source: NVIDIA's NVML API reference (nvml.h).
+NVML is the driver's library behind ``nvidia-smi``, which `pynvml`, `py3nvml` and their like load by ctypes. Functions
+that ask for the card's name, memory, load and processes are answered. Others are missing, as they are from an older
+driver, which such packages expect. Source: torch/cuda/__init__.py; NVIDIA's NVML API reference (nvml.h).
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ import ctypes
 import re
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, Final
 
-from memsize.processes.patches import Patch
-from memsize.virtual.child_processes import Gpu
-from memsize.virtual.nvidia_smi import DRIVER, uuid
+import torch
 
+from memsize.processes.patches import Patch, wrapping
+from memsize.virtual.device_assignment import devices
+from memsize.virtual.driver.allocator_state import DeviceMemory
+from memsize.virtual.driver.functions import Driver
+from memsize.virtual.driver.nvidia_smi import DRIVER, Gpu, uuid
+
+_SUCCESS = 0
+_IDLE = ("utilization", "temperature", "power_draw", "clock_rate")
 _LIBRARY: Final = re.compile(r"(?:.*[/\\])?(?:lib)?(?:nvidia-ml|nvml)\b.*")
 _PACKAGES: Final = ("pynvml", "py3nvml.py3nvml")
 _INVALID_ARGUMENT: Final = 2
@@ -36,6 +44,50 @@ _NUMBERS_OF: Final = ("nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo", "nv
 """Functions of a handle, a kind, and a number that is 0."""
 
 
+class Runtime:
+    """The functions of the CUDA runtime that PyTorch binds: each that is not about memory succeeds and does nothing."""
+
+    cudaError = SimpleNamespace(success=_SUCCESS)  # noqa: N815
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+
+    def cudaMemGetInfo(self, device: int = 0) -> tuple[int, int]:  # noqa: N802
+        """Return the free and the total bytes of the GPU."""
+        devices().check_index(device)
+        return self._memory.free, self._memory.total
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cuda"):
+            raise AttributeError(name)
+        return lambda *args: _SUCCESS
+
+
+def replacements(driver: Driver) -> Iterator[Patch]:
+    """Where PyTorch, or the program itself, asks."""
+    cuda: Any = torch.cuda
+    memory, runtime = driver.memory, Runtime(driver.memory)
+    yield cuda, "_cudart", runtime
+    yield cuda, "cudart", lambda: runtime
+    for owner in (cuda, cuda.memory):
+        yield owner, "list_gpu_processes", lambda device=None: "GPU:0\nno processes are running"
+    yield from ((cuda, name, lambda device=None: 0) for name in _IDLE)
+    yield cuda, "memory_usage", lambda device=None: round(100 * (1 - memory.free / memory.total))
+    yield cuda, "device_memory_used", lambda device=None: memory.total - memory.free
+    yield wrapping(torch.autograd.profiler.profile, "__init__", _profile)
+    yield from _nvml_replacements(driver.gpu)
+
+
+def _profile(original: Callable[..., None], profiler: Any, *args: Any, **options: Any) -> None:
+    """A profiler sees what runs on the CPU: where CUPTI is missing, it would complain of each op."""
+    if options.get("use_device") == "cuda" or options.pop("use_cuda", False):
+        options |= {"use_device": None, "use_cpu": True}
+    original(profiler, *args, **options)
+
+
+# -- NVML -------------------------------------------------------------------------------------------------------------
+
+
 class Library:
     """The library: its functions take what ctypes passes, write through pointers, and return an error code."""
 
@@ -52,7 +104,7 @@ class Library:
             "nvmlDeviceGetIndex": lambda handle, index: _write(index, _number_of(handle)),
             "nvmlDeviceGetName": lambda handle, text, length: _write_text(text, gpu().name),
             "nvmlDeviceGetUUID": lambda handle, text, length: _write_text(text, uuid(_number_of(handle))),
-            "nvmlDeviceGetCudaComputeCapability": lambda handle, *parts: _write_capability(parts, gpu().capability),
+            "nvmlDeviceGetCudaComputeCapability": lambda handle, *parts: _write(*parts, *gpu().capability.split(".")),
             "nvmlDeviceGetMemoryInfo": lambda handle, info: _write_memory(info._obj, gpu()),
             "nvmlDeviceGetUtilizationRates": lambda handle, rates: _write_rates(rates._obj),
             **dict.fromkeys(_NUMBERS, lambda handle, number, *rest: _write(number, 0)),
@@ -78,9 +130,11 @@ def _write_handle(index: Any, handle: Any, gpus: int) -> int:
     return 0
 
 
-def _write_capability(pointers: tuple[Any, ...], capability: str) -> int:
-    for pointer, part in zip(pointers, capability.split("."), strict=True):
-        _write(pointer, int(part))
+def _write(*pointers: Any) -> int:
+    """Write each of the values in the second half of the arguments through the pointer in the first half."""
+    half = len(pointers) // 2
+    for pointer, value in zip(pointers[:half], pointers[half:], strict=True):
+        pointer._obj.value = int(value)
     return 0
 
 
@@ -94,18 +148,13 @@ def _write_rates(rates: Any) -> int:
     return 0
 
 
-def _write(pointer: Any, value: int) -> int:
-    pointer._obj.value = value
-    return 0
-
-
 def _write_text(buffer: Any, text: str) -> int:
     buffer.value = text.encode()
     return 0
 
 
-def replacements(gpu: Callable[[], Gpu]) -> Iterator[Patch]:
-    """The loader of libraries, in ctypes and in packages that have taken it from there before."""
+def _nvml_replacements(gpu: Callable[[], Gpu]) -> Iterator[Patch]:
+    """Patch the loader of libraries, in ctypes and in packages that have taken it from there before."""
     library = Library(gpu)
 
     class Loading(ctypes.CDLL):

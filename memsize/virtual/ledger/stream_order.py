@@ -10,9 +10,9 @@ Source: PyTorch's c10/cuda/CUDACachingAllocator.cpp (recordStream, free, insert_
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -31,20 +31,12 @@ _READS = frozenset(
     )
 )
 """Ops that return, or make as much as says, a number that the GPU computes."""
-
 _STREAMS: Final = 32
 """How many streams a process really has beside the default one (c10/cuda/CUDAStream.cpp)."""
 Queue = tuple[int, int]
 """A stream of a GPU: the numbers of both."""
-Moment = Mapping[Queue, int]
+Moment = Counter[Queue]
 """How far the work in each queue is done at some point of another; none of it where a queue is missing."""
-
-
-class _Waiting(NamedTuple):
-    """A block that was freed at `event`, and the moment at which it can be reused."""
-
-    event: int
-    moment: Moment
 
 
 class StreamOrder:
@@ -57,11 +49,11 @@ class StreamOrder:
         """How many events there are."""
         self.used: dict[int, set[Queue]] = {}
         """The streams that each live storage was handed to."""
-        self._queues: defaultdict[Queue, dict[Queue, int]] = defaultdict(dict)
+        self._queues: defaultdict[Queue, Counter[Queue]] = defaultdict(Counter)
         """For each stream, the moment at which all that is queued on it is done."""
-        self._done: dict[Queue, int] = {}
-        self.waiting: list[_Waiting] = []
-        """Blocks that may not be free yet."""
+        self._done = Counter[Queue]()
+        self.waiting: dict[int, Moment] = {}
+        """The events that freed blocks which may not be free yet, each with the moment at which its block is."""
         self._until: dict[int, int] = {}
 
     def use(self, storage: int, queue: Queue) -> None:
@@ -70,32 +62,27 @@ class StreamOrder:
 
     def free(self, storage: int, own: Queue) -> None:
         """The next event frees a storage whose memory is of stream `own`."""
-        moment = {queue: self._queue_up(queue) for queue in self.used.pop(storage, set()) - {own}}
+        moment = Counter[Queue]()
+        for queue in self.used.pop(storage, set()) - {own}:
+            self._queues[queue][queue] += 1
+            moment[queue] = self._queues[queue][queue]
         if moment:
-            self.waiting.append(_Waiting(self._now(), moment))
-
-    def _queue_up(self, queue: Queue) -> int:
-        work = self._queues[queue]
-        work[queue] = work.get(queue, 0) + 1
-        return work[queue]
+            self.waiting[self._now()] = moment
 
     def moment(self, queue: Queue) -> Moment:
         """The moment at which what is queued on a stream by now is done."""
-        return dict(self._queues[queue])
+        return self._queues[queue].copy()
 
     def wait(self, queue: Queue, moment: Moment) -> None:
         """Let work that is queued on a stream from now on begin after `moment`."""
-        _advance(self._queues[queue], moment)
+        self._queues[queue] |= moment
 
     def synchronize(self, moment: Moment) -> None:
         """Before the next event, the program waits until `moment` has come."""
-        _advance(self._done, moment)
-        waiting, self.waiting = self.waiting, []
-        for block in waiting:
-            if all(self._done.get(queue, 0) >= number for queue, number in block.moment.items()):
-                self._until[block.event] = self._now()
-            else:
-                self.waiting.append(block)
+        self._done |= moment
+        for event in [event for event, awaited in self.waiting.items() if awaited <= self._done]:
+            del self.waiting[event]
+            self._until[event] = self._now()
 
     def synchronize_all(self) -> None:
         """Before the next event, the program waits for all that is queued."""
@@ -104,19 +91,12 @@ class StreamOrder:
 
     def deferred(self, events: int) -> tuple[DeferredFree, ...]:
         """Return the frees among the first `events` events whose blocks other streams may still use, in order."""
-        freed = sorted({**self._until, **{block.event: -1 for block in self.waiting}}.items())
+        freed = sorted((self._until | dict.fromkeys(self.waiting, -1)).items())
         return tuple(DeferredFree(*block) for block in freed if block[0] < events)
 
 
-def _advance(moments: dict[Queue, int], moment: Moment) -> None:
-    for queue, number in moment.items():
-        moments[queue] = max(moments.get(queue, 0), number)
-
-
 def host_waits(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the program waits for the stream of an op: it reads a number, or copies between CPU and GPU and is not
-    told to go on meanwhile.
-    """
+    """Whether the program waits for the stream of an op: it reads a number, or copies between CPU and GPU at once."""
     if func is _aten._to_copy.default:
         device = kwargs.get("device")
         crosses = device is not None and (device.type == "cpu") != devices().is_on_host(args[0])

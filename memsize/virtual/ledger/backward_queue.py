@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, wrapping
 
 
 class _First(threading.local):
@@ -38,23 +38,16 @@ class BackwardQueue:
 
     def replacements(self) -> Iterator[Patch]:
         """Patch the function with which PyTorch starts autograd's engine."""
-        yield torch.autograd, "_engine_run_backward", self._emptying(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+        yield wrapping(torch.autograd, "_engine_run_backward", self._run_backward)
 
-    def _emptying(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run_backward(*args: Any, **options: Any) -> Any:
-            try:
-                return original(*args, **options)
-            except torch.OutOfMemoryError:
-                if torch._C._current_graph_task_id() == -1:
-                    self._empty(original)
-                raise
-
-        return run_backward
-
-    def _empty(self, run: Callable[..., Any]) -> None:
-        """Run a backward whose only node is the last that the queue takes out."""
-        first = self._first.result
-        with self._aside():
-            run(
-                (first,), (torch.ones((), device="cpu"),), True, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+    def _run_backward(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        try:
+            return original(*args, **options)
+        except torch.OutOfMemoryError:
+            if torch._C._current_graph_task_id() == -1:
+                # A backward whose only node is the last that the queue takes out empties it.
+                with self._aside():
+                    ones = (torch.ones((), device="cpu"),)
+                    first = (self._first.result,)
+                    original(first, ones, True, False, (), allow_unreachable=True, accumulate_grad=True)
+            raise

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from memsize.kernels.semantics import Semantics, switched_on
 from memsize.processes.patches import MISSING, Patch, assign
 from memsize.tracing.saved_tensors import saving
-from memsize.virtual.gpu_ledger import VirtualLedger
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
 
 class Threads:
@@ -70,8 +70,6 @@ class Threads:
 
 
 class _InThread(TorchDispatchMode):
-    """The ledger as the mode of one more thread."""
-
     def __init__(self, threads: Threads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._threads = threads

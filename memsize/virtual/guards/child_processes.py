@@ -2,7 +2,7 @@
 
 A process that runs Python imports a ``sitecustomize`` module by way of ``PYTHONPATH``. It guards the files and lets the
 process have the GPU once it imports torch; the results of its run on the GPU are written for the program. Any other
-process may change files only in folders that the run has made (`memsize.virtual.landlock`), and finds an
+process may change files only in folders that the run has made (`memsize.virtual.guards.landlock`), and finds an
 ``nvidia-smi`` that answers for the same card.
 
 This module does not need torch: processes that a process starts get the same.
@@ -26,13 +26,15 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.processes.patches import Patch, environment
+from memsize.processes.patches import Patch, calling, environment, wrapping
 from memsize.processes.simulation import open_simulation
 from memsize.records.gpu import Card
 from memsize.records.world import World
 from memsize.spec.stack import Stack
-from memsize.virtual import landlock
-from memsize.virtual.file_guard import FileGuard
+from memsize.virtual.driver import nvidia_smi
+from memsize.virtual.driver.nvidia_smi import Gpu
+from memsize.virtual.guards import landlock
+from memsize.virtual.guards.file_guard import FileGuard
 
 _PYTHON: Final = re.compile(r"(?:.*/)?python[\d.]*(?:\.exe)?$")
 _SHEBANG: Final = re.compile(rb"#!.*\bpython[\d.]*\s")
@@ -67,16 +69,6 @@ def is_launcher(program: str) -> bool:
     return program in _LAUNCHER_MODULES or Path(program).name in _LAUNCHERS
 
 
-class Gpu(NamedTuple):
-    """The card at a moment, for ``nvidia-smi``; sizes in bytes."""
-
-    name: str
-    capability: str
-    gpus: int
-    total: int
-    used: int
-
-
 class Settings(NamedTuple):
     """The machine that a program has, which the processes that it starts have, too: see `memsize.workloads.program`.
     `allowed` lets them change files that were there before, and `offline` keeps them from the network.
@@ -93,9 +85,7 @@ class Settings(NamedTuple):
 
 
 class ChildProcesses:
-    """The processes that a program, or one of its processes, starts, on a machine with these `settings`. `gpu` returns
-    the card as it is, None where this process does not use it.
-    """
+    """The processes that a program starts. `gpu` returns the card as it is, None where this process does not use it."""
 
     def __init__(self, guard: FileGuard, settings: Settings, gpu: Callable[[], Gpu | None] = lambda: None) -> None:
         self.gpu = gpu
@@ -109,38 +99,33 @@ class ChildProcesses:
 
     @contextmanager
     def open(self, folder: Path | None = None) -> Iterator[None]:
-        """While open, processes that are started get the GPU and the guard. A process that the program started passes
-        the `folder` of the run. Has no effect inside itself.
-        """
+        """While open, started processes get the GPU and the guard; one of them passes the `folder` of the run."""
         if self._is_open:
             yield
             return
         with TemporaryDirectory(prefix="memsize-", ignore_cleanup_errors=True) as temporary:
             self._folder, self._is_open = folder or Path(temporary).resolve(), True
             if folder is None:
-                self._fill()
+                for name in ("bin", "results", "new", "tmp"):
+                    (self._folder / name).mkdir()
+                package = str(Path(__file__).parents[3])
+                (self._folder / "sitecustomize.py").write_text(
+                    _START.format(folder=str(self._folder), package=package), "utf-8"
+                )
+                (self._folder / "settings.pickle").write_bytes(pickle.dumps(self.settings))
+                smi = self._folder / "bin" / "nvidia-smi"
+                script, state = nvidia_smi.__file__, self._folder / "gpu.json"
+                words = map(shlex.quote, map(str, (sys.executable, "-I", "-S", script, state)))
+                smi.write_text(_SMI.format(" ".join(words)), "utf-8")
+                smi.chmod(0o755)
             self._guard.new.add(str(self._folder))
-            self._guard.others_new = self._new_of_others
+            self._guard.others_new = lambda: set().union(*self._read("new"))
             variables = environment(self._environment(os.environ))
             with open_simulation() as simulation, simulation.patches.applied(self._patches()), variables:
                 try:
                     yield
                 finally:
-                    self.results = tuple(self._read_results())
-
-    def _fill(self) -> None:
-        for name in ("bin", "results", "new", "tmp"):
-            (self._folder / name).mkdir()
-        package = str(Path(__file__).parents[2])
-        (self._folder / "sitecustomize.py").write_text(
-            _START.format(folder=str(self._folder), package=package), "utf-8"
-        )
-        (self._folder / "settings.pickle").write_bytes(pickle.dumps(self.settings))
-        smi = self._folder / "bin" / "nvidia-smi"
-        script, state = Path(__file__).with_name("nvidia_smi.py"), self._folder / "gpu.json"
-        words = map(shlex.quote, map(str, (sys.executable, "-I", "-S", script, state)))
-        smi.write_text(_SMI.format(" ".join(words)), "utf-8")
-        smi.chmod(0o755)
+                    self.results = tuple(self._read("results"))
 
     def _environment(self, environment: Any) -> dict[str, str]:
         """Return the variables that let a process find the folder of the run, in front of what `environment` has."""
@@ -149,14 +134,6 @@ class ChildProcesses:
             for name, folder in (("PYTHONPATH", self._folder), ("PATH", self._folder / "bin"))
             if str(folder) not in environment.get(name, "").split(os.pathsep)
         }
-
-    def _new_of_others(self) -> set[str]:
-        """Return the paths that other processes of the run have made."""
-        names = set[str]()
-        for file in (self._folder / "new").glob("*.json"):
-            with suppress(OSError, ValueError):  # it is being written
-                names.update(json.loads(file.read_text("utf-8")))
-        return names
 
     def announce(self) -> None:
         """Write down what this process has made, and what it takes on the GPU, for those that it starts."""
@@ -170,9 +147,10 @@ class ChildProcesses:
         number = len([*(self._folder / "results").iterdir()])
         (self._folder / "results" / f"{number:06d}-{os.getpid()}.json").write_text(json.dumps(result), "utf-8")
 
-    def _read_results(self) -> Iterator[dict[str, Any]]:
-        for file in sorted((self._folder / "results").glob("*.json")):
-            with suppress(OSError, ValueError):  # its process was ended while it wrote
+    def _read(self, folder: str) -> Iterator[Any]:
+        """Yield what the processes of the run have written down."""
+        for file in sorted((self._folder / folder).glob("*.json")):
+            with suppress(OSError, ValueError):  # it is being written, or its process was ended meanwhile
                 yield json.loads(file.read_text("utf-8"))
 
     @property
@@ -188,35 +166,34 @@ class ChildProcesses:
     # -- how they are started -----------------------------------------------------------------------------------------
 
     def _patches(self) -> Iterator[Patch]:
-        yield subprocess.Popen, "__init__", self._starting(subprocess.Popen.__init__)
+        yield wrapping(subprocess.Popen, "__init__", self._starting)
         yield os, "system", _system
         for name in ("execv", "execve"):
-            yield os, name, self._replacing(getattr(os, name))
+            yield os, name, calling(self._replacing, getattr(os, name))
 
-    def _starting(self, original: Callable[..., None]) -> Callable[..., None]:
-        def start(
-            process: subprocess.Popen[Any],
-            args: Any,
-            bufsize: int = -1,
-            executable: Any = None,
-            *rest: Any,
-            shell: bool = False,
-            env: Any = None,
-            **options: Any,
-        ) -> None:
-            self.announce()
-            variables = dict(os.environ if env is None else env)
-            variables |= self._environment(variables)
-            command = self._limited(args, executable, shell, variables, options.get("cwd"))
-            if command is None:
-                original(process, args, bufsize, executable, *rest, shell=shell, env=variables, **options)
-                return
-            variables["TMPDIR"] = str(self._folder / "tmp")
-            original(process, command, bufsize, None, *rest, shell=False, env=variables, **options)
-            process.args = args
-            self._limited_processes.append((shlex.join(command[command.index("--") + 2 :]), process))
-
-        return start
+    def _starting(
+        self,
+        original: Callable[..., None],
+        process: subprocess.Popen[Any],
+        args: Any,
+        bufsize: int = -1,
+        executable: Any = None,
+        *rest: Any,
+        shell: bool = False,
+        env: Any = None,
+        **options: Any,
+    ) -> None:
+        self.announce()
+        variables = dict(os.environ if env is None else env)
+        variables |= self._environment(variables)
+        command = self._limited(args, executable, shell, variables, options.get("cwd"))
+        if command is None:
+            original(process, args, bufsize, executable, *rest, shell=shell, env=variables, **options)
+            return
+        variables["TMPDIR"] = str(self._folder / "tmp")
+        original(process, command, bufsize, None, *rest, shell=False, env=variables, **options)
+        process.args = args
+        self._limited_processes.append((shlex.join(command[command.index("--") + 2 :]), process))
 
     def _limited(
         self, args: Any, executable: Any, shell: bool, environment: dict[str, str], folder: Any
@@ -244,18 +221,14 @@ class ChildProcesses:
 
     @property
     def _writable(self) -> list[str]:
-        """The folders that the run has made."""
         return [str(self._folder), *filter(os.path.isdir, self._guard.new)]
 
-    def _replacing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def exec_(path: Any, args: Sequence[Any], *env: Any) -> Any:
-            self.announce()
-            is_python = runs_python(os.fsdecode(path), [*map(os.fsdecode, args)])
-            if self._is_limited and not is_python and os.access(path, os.X_OK):  # rights that are given up are gone
-                landlock.restrict(None if self._guard.allowed else self._writable, self.settings.offline)
-            return original(path, args, *env)
-
-        return exec_
+    def _replacing(self, original: Callable[..., Any], path: Any, args: Sequence[Any], *env: Any) -> Any:
+        self.announce()
+        is_python = runs_python(os.fsdecode(path), [*map(os.fsdecode, args)])
+        if self._is_limited and not is_python and os.access(path, os.X_OK):  # rights that are given up are gone
+            landlock.restrict(None if self._guard.allowed else self._writable, self.settings.offline)
+        return original(path, args, *env)
 
 
 def runs_python(program: str, words: Sequence[str]) -> bool:

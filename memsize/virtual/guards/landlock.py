@@ -47,9 +47,7 @@ def version() -> int:
 
 
 def restrict(folders: Iterable[str] | None, offline: bool) -> None:
-    """Let this process, and those that it starts, change files in `folders` only, and in /dev and /proc, unless None.
-    With `offline` they make no TCP connections, where the system knows of these (Linux 6.7).
-    """
+    """Let this process and its children change files in `folders` alone (None: any), and be `offline` (Linux 6.7)."""
     present = version()
     if not present:
         return

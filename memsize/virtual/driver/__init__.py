@@ -1,0 +1,1 @@
+"""The driver of a simulated GPU: what PyTorch and monitors ask of it, and the statistics of its allocator."""

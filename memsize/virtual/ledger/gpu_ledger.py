@@ -1,0 +1,339 @@
+"""The ledger of a virtual GPU: only what happens on the GPU is recorded, work on the CPU is really done.
+
+Code that asks for ``device="cuda"`` below Python (``torch.set_default_device``, ``with torch.device("cuda")``, names
+imported with ``from torch import zeros``) is answered here, where its op is dispatched.
+
+`torch.library.custom_op`, `triton_op`, `register_kernel` and `Library.impl` give PyTorch's dispatcher a function in
+Python. On the GPU the one for CUDA is called, or else that for any device: what it allocates counts, and its ops are
+seen one by one. A body may need the GPU itself, as that of a wrapper around an extension; then the op's fake stands for
+it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+from memsize.errors import first_line
+from memsize.kernels.convolution import FORWARD as CONVOLUTION
+from memsize.known_values.evaluation import as_stand_ins
+from memsize.processes.patches import assigned
+from memsize.ranks.collectives import (
+    NAMESPACES,
+    alike,
+    answer,
+    bytes_moved,
+    carry_over,
+    group_of,
+    is_given_buffers,
+    kind_of,
+    waited,
+    waits,
+)
+from memsize.ranks.peer_checks import check_devices, check_layouts, check_ranks
+from memsize.torch_internals.jit_tracing import is_tracing, record_as, record_convolution, untraced
+from memsize.torch_internals.meta import is_meta
+from memsize.torch_internals.pytree import arguments_in
+from memsize.tracing.dispatch import DETACH, has_own_dispatch
+from memsize.tracing.ledger import Workspaces
+from memsize.virtual.device_assignment import HOST, any_own_meta, claim, gpu_of, is_own_meta, on_gpu, taken_to_gpu
+from memsize.virtual.ledger.gpu_storages import GpuStorages, thread
+from memsize.virtual.ledger.stream_order import host_waits
+from memsize.virtual.nested_tensors import STRIDED, is_refused
+
+_META: Final = torch.device("meta")
+_CPU: Final = torch.device("cpu")
+_NUMBERS: Final = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+"""The dtypes of tensors that stand for numbers."""
+_TO_COPY: Final = torch.ops.aten._to_copy.default
+_SET_STORAGE: Final = torch.ops.aten.set_.source_Storage_storage_offset
+"""As `torch.load` makes tensors."""
+
+
+_OF_PYTORCH: Final = frozenset(
+    """aten prims prim profiler c10d _c10d_functional _c10d_functional_autograd c10d_functional _dtensor device_mesh
+    fsdp symm_mem bucketing streams inductor export quantized quantized_decomposed semi_structured flex_lib torch_attn
+    torchvision higher_order rngprims debugprims""".split()
+)
+"""Namespaces of ops whose Python kernels are PyTorch's own: memsize knows what these do on a GPU."""
+_KERNEL: Final = re.compile(r"^(\w+)(?:\[alias\])?: registered at (.+):\d+ ::", re.MULTILINE)
+_GPU_KEY, _CPU_KEY = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in ("CUDA", "CPU"))
+_NEEDS_GPU: Final = (RuntimeError, ImportError, OSError, AssertionError)
+"""What code raises that does not find its GPU."""
+
+
+class VirtualLedger(GpuStorages):
+    """Records the ops on stand-ins; `observer` is called after each, when its events are there."""
+
+    def __init__(
+        self,
+        workspaces: Workspaces,
+        observer: Callable[[], None] = lambda: None,
+        allocate: Callable[[int, int], None] = lambda storage, size: None,
+    ) -> None:
+        super().__init__(workspaces, allocate)
+        self._groups: dict[str, int] = {}
+        """The groups of processes that collectives on the GPU were among, by name: each with its number."""
+        self.alone = True
+        """Whether this process runs without the others of its group, if it is in one: collectives are answered here."""
+        self.absent = False
+        """Whether what runs is the work of another rank: it is done here without memory, and not recorded."""
+        self.custom_op = ""
+        """The op that is defined in Python and running."""
+        self.differentiated: Callable[[], None] = lambda: None
+        """Called before each op outside of modules that autograd records."""
+        self.evaluator.lenient = True
+        self._observer = observer
+
+    def absently(self) -> AbstractContextManager[None]:
+        """While open, what runs is the work of other ranks."""
+        return assigned(self, "absent", True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and has_own_dispatch(types):
+            return NotImplemented
+        if is_tracing() is not None:
+            return self._traced(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        try:
+            if func.namespace in NAMESPACES and self.alone:
+                return self._between_ranks(func, types, args, kwargs)
+            return self._run(func, types, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            refusal = error.with_traceback(None)
+        try:
+            # A kernel in C++ leaves nothing behind. The frames of a traceback would keep arguments and results alive.
+            del types, args, kwargs
+            raise refusal
+        finally:
+            del refusal
+
+    def _traced(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        recorded = None
+        if func is CONVOLUTION:
+            with self.aside():
+                recorded = record_convolution(args)
+            if not on_gpu(args):
+                return recorded
+        with untraced():
+            result = self.__torch_dispatch__(func, types, args, kwargs)
+        if recorded is not None:
+            record_as(result, recorded)
+        return result
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        backend = _backend_of(func, args, kwargs)
+        if backend is None or self.absent or self.op_facts[func].rule is not None:
+            result = self._run_in_place(func, types, args, kwargs)
+        else:
+            result = self._run_body(backend, func, types, args, kwargs)
+        if self.order.waiting and host_waits(func, args, kwargs):
+            self.order.synchronize(self.order.moment((self.devices.index, self.current_stream())))
+        return result
+
+    # -- ops that are defined in Python -------------------------------------------------------------------------------
+
+    def _run_body(self, backend: Any, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the ops of a body one by one. Where the body needs a real GPU, the op's fake stands for it, if any."""
+        outer, depth = self.custom_op, thread.depth
+        self.custom_op, thread.depth = func.name(), 0
+        try:
+            with self._again():
+                return func.redispatch(backend, *args, **kwargs)
+        except Exception as error:
+            if (
+                not isinstance(error, _NEEDS_GPU)
+                or isinstance(error, torch.OutOfMemoryError)
+                or not on_gpu((*args, *kwargs.values()))
+            ):
+                raise
+            thread.depth = depth
+            try:
+                result = self._run_in_place(func, types, args, kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                raise error from None
+            self.evaluator.notes[
+                f"the body of {func.name()} needs a real GPU ({type(error).__name__}: {first_line(error)}): only the "
+                "results of its fake are in these figures"
+            ] = None
+            return result
+        finally:
+            self.custom_op, thread.depth = outer, depth
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Make this the mode again within an op. A mode's own way in and out also changes the whole process."""
+        _push_mode(self)
+        try:
+            yield
+        finally:
+            _pop_mode()
+
+    # -- where an op runs ---------------------------------------------------------------------------------------------
+
+    def _run_in_place(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        device = kwargs.get("device")
+        if not self._is_on_gpu(func, args, device):
+            return self._run_off_gpu(func, args, kwargs, device)
+        gpu = self.devices.index
+        if device is not None and _names_gpu(device):
+            gpu = self.devices.named(device.index)
+            if not self.op_facts[func].composite:  # whose ops are asked again where they are to run
+                kwargs = {**kwargs, "device": _META}
+        elif self.devices.has_others:
+            gpu = gpu_of(func, args)
+        pins = bool(kwargs.get("pin_memory")) or (func is _TO_COPY and bool(kwargs.get("non_blocking")))
+        kwargs = _unpinned(kwargs)
+        if self.absent or gpu != self.devices.index:
+            result = self._run_unrecorded(gpu, func, args, kwargs)
+            return self.host_memory.pin(result) if pins and gpu == HOST else result
+        with self._turn:
+            if func is not DETACH and torch.is_grad_enabled() and _any_requires_grad(args) and not self.clock.inside:
+                self.differentiated()
+            thread.depth += 1
+            before = len(self.events)
+            try:
+                for tensor in taken_to_gpu(args) if device is None else ():
+                    self.enter(tensor, "temporary", self.op_facts[func].name)
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+                self._follow_clues(func, args, result)
+                on_cpu = device is not None and device.type == "cpu"
+                return self.host_memory.pin(result) if pins and on_cpu else result
+            except torch.OutOfMemoryError:
+                self._end_unfinished(before)
+                raise
+            except RuntimeError as error:
+                if is_refused(error):
+                    raise RuntimeError(STRIDED) from None
+                raise
+            finally:
+                thread.depth -= 1
+                self._observer()
+
+    def _is_on_gpu(self, func: Any, args: Any, device: torch.device | None) -> bool:
+        if on_gpu(args) or (func is _SET_STORAGE and is_meta(args[0])):
+            return True
+        if device is None or device.type == "cpu" or (func is _TO_COPY and is_own_meta(args[0])):
+            return False
+        return _names_gpu(device) or self._in_pytorch or self.clock.inside
+
+    def _run_off_gpu(self, func: Any, args: Any, kwargs: Any, device: torch.device | None) -> Any:
+        """Run an op on the CPU, or on the program's own `meta` tensors, which nobody records."""
+        if not any_own_meta(args) and (device is None or device.type != "meta"):
+            result = func(*_with_numbers_as_tensors(func, args), **_unpinned(kwargs))
+            return self.host_memory.pin(result) if kwargs.get("pin_memory") else result
+        if func is _TO_COPY and device is not None and (device.type == "cpu" or _names_gpu(device)):
+            return func(args[0], device=_CPU)  # PyTorch's error: there is no data
+        if device is not None and device.type == "cpu":
+            return func(*args, **kwargs)
+        thread.depth += 1
+        try:
+            return claim(self.run_op(func, args, kwargs))
+        finally:
+            thread.depth -= 1
+
+    def _run_unrecorded(self, gpu: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on a GPU that nobody looks at, or on the host."""
+        with self._turn:
+            self.clock.tick()
+            self.last_op = func._overloadpacket.__name__
+            thread.depth += 1
+            try:
+                writes_into_memory = func._schema.is_mutable and not all(map(is_meta, arguments_in(args[:1])))
+                if gpu == HOST and not writes_into_memory:
+                    args, kwargs = as_stand_ins((args, kwargs))
+                result = self.run_op(func, args, kwargs)
+                for tensor in arguments_in(result if isinstance(result, (tuple, list)) else (result,)):
+                    new = is_meta(tensor) and self.index_of(tensor) < 0 and self.devices.put(tensor, gpu)
+                    if new and gpu == HOST:
+                        self.host_memory.copied(tensor.untyped_storage())
+                return result
+            finally:
+                thread.depth -= 1
+                self._observer()
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def _between_ranks(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A collective; one on the GPU is recorded, and the buffers that it works on are marked."""
+        kind, has_buffers = kind_of(func), is_given_buffers(func)
+        if waits(func):
+            return waited(func, args[0])
+        with self._turn:
+            self.clock.tick()
+            before = len(self.events)
+            if kind is not None and has_buffers:
+                group = group_of(args)
+                check_ranks(func, args, group.size())
+                check_devices(arguments_in(args), group)
+                if kind == "all-reduce":
+                    check_layouts(arguments_in(args), group)
+            result = answer(kind, func, args) if has_buffers else self._run(func, types, args, kwargs)
+            self.last_op = func._overloadpacket.__name__
+            if kind is not None and not has_buffers:
+                carry_over(kind, args, result)
+            if kind is not None and on_gpu(args) and not self.absent:
+                group = group_of(args)
+                number = self._groups.setdefault(group.group_name, len(self._groups))
+                buffers = list(arguments_in(args if has_buffers else (result,)))
+                moved = bytes_moved(args, None if has_buffers else result)
+                stream = self.streams.get(self.index_of(buffers[0]), 0) if buffers else 0  # that of what it writes
+                self.sent(kind, moved, group.size(), before, number, stream)
+                for tensor in buffers:
+                    self.mark(tensor, "communication")
+            elif kind is not None and has_buffers:
+                self.evaluator.rely_on(alike(kind))
+        return result
+
+
+def _with_numbers_as_tensors(func: Any, args: Any) -> Any:
+    """The arguments of an op, with tensors where it wants them: in a graph, tensors stand for numbers."""
+    kinds = [type(value) for value in args]
+    if not any(kind in _NUMBERS for kind in kinds):
+        return args
+    wanted = (str(argument.type) == "Tensor" for argument in func._schema.arguments)
+    return tuple(
+        torch.scalar_tensor(value, dtype=_NUMBERS[kind], device=_CPU) if is_tensor and kind in _NUMBERS else value
+        for value, kind, is_tensor in zip(args, kinds, wanted, strict=False)
+    )
+
+
+def _any_requires_grad(args: Any) -> bool:
+    return any(tensor.requires_grad and is_meta(tensor) for tensor in arguments_in(args))
+
+
+def _unpinned(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Memory of the CPU can be pinned only where there is CUDA; it is as large either way."""
+    return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
+
+
+def _names_gpu(device: torch.device) -> bool:
+    """Whether an op that names `device` means the GPU; a `meta` without number may be the program's own."""
+    return device.type == "cuda" or (device.type == "meta" and device.index is not None)
+
+
+def _backend_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the dispatch key of the Python function that runs `func` where its arguments are, None without one."""
+    if func.namespace in _OF_PYTORCH:
+        return None
+    values = (*args, *kwargs.values())
+    if any_own_meta(values):
+        return None
+    goes_to_gpu = on_gpu(values) or any(isinstance(v, torch.device) and v.type == "cuda" for v in values)
+    name, keys = ("CUDA", _GPU_KEY) if goes_to_gpu else ("CPU", _CPU_KEY)
+    return keys if _runs_python(func.name(), name) else None
+
+
+@cache
+def _runs_python(op: str, backend: str) -> bool:
+    """Whether the kernel of `op` for a backend is a Python function, by where it was registered."""
+    files = dict(_KERNEL.findall(torch._C._dispatch_dump(op)))
+    return str(files.get(backend) or files.get("CompositeExplicitAutograd", "")).endswith(".py")
