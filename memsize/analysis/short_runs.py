@@ -77,8 +77,8 @@ class ShortRuns:
     @cached_property
     def blocks(self) -> ModelBlocks | None:
         """The blocks that repeat; None where the whole model is run sooner than two short ones."""
-        found = find_blocks(self._model)
-        return found if found is not None and found.repeated.count >= 2 * _LENGTHS[0] + 1 + _WORTHWHILE else None
+        blocks = find_blocks(self._model)
+        return blocks if blocks is not None and blocks.repeated.count >= 2 * _LENGTHS[0] + 1 + _WORTHWHILE else None
 
     def extended(
         self, run: RunShort, kind: Hashable, extend: Callable[[int], bool] = lambda blocks: True

@@ -186,12 +186,13 @@ class _Folding:
         of = self.keys.paths(path)
         sizes = {name: getattr(layer, name) or 0 for name in _LAYER_SIZES}
         grows = self._grows(of)
-        alike = replace(layer, path="", aliases=(), outputs=(), inputs=(), **(dict.fromkeys(sizes, 0) if grows else {}))
+        without: dict[str, Any] = dict.fromkeys(sizes, 0) if grows else {}
+        alike = replace(layer, path="", aliases=(), outputs=(), inputs=(), **without)
         key = alike, of, tuple(alias for alias, _ in aliases), grows
         return self.keys.layers(key), (number, len(layer.outputs), len(layer.inputs), *sizes.values())
 
     def _passed(self, what: str) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """What layers returned or were given, all of it in one table."""
+        """Rows of the tensors that layers returned or got, for one table of all."""
         for path, layer in zip(self.paths, self.trace.layers, strict=False):
             for tensor in getattr(layer, what):
                 yield self.keys.others((path, tensor)), ()
@@ -324,7 +325,7 @@ class _Unfolding:
         )
 
     def _passed(self, table: Table, column: int) -> list[tuple[Any, ...]]:
-        """What each layer returned or was given; raises `NotRepeatedError` if that is what another one was."""
+        """The tensors that each layer returned or got; raises `NotRepeatedError` where they are those of another."""
         rows, result, end = table.keys.tolist(), [], 0
         for layer, count in zip(
             *(part.tolist() for part in (self.tables.layers.keys, self.tables.layers.numbers[:, column])), strict=True
@@ -337,18 +338,21 @@ class _Unfolding:
         return result
 
     def _layer(self, row: int, numbers: Sequence[int], outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Layer:
+        alike: Layer
         alike, of, aliases, grows = self.keys.layers.keys[row]
         path, (number, _, _, *sizes) = self.keys.paths.keys[of], numbers
+        grown: dict[str, Any] = dict(zip(_LAYER_SIZES, sizes, strict=True)) if grows else {}
         return replace(
             alike,
             path=self.blocks.unfold(path, number),
             aliases=tuple(self.blocks.unfold(alias, number) for alias in aliases),
             outputs=outputs,
             inputs=inputs,
-            **(dict(zip(_LAYER_SIZES, sizes, strict=True)) if grows else {}),
+            **grown,
         )
 
     def _tensor(self, row: int, numbers: Sequence[int]) -> StoredTensor:
+        tensor: StoredTensor
         tensor, name, layer, tied = self.keys.tensors.keys[row]
         number, tied_number = numbers
         unfold = self.blocks.unfold
