@@ -22,8 +22,7 @@ from memsize.device.allocation_events import requests, variants
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.replay import replay
-from memsize.kernels.cudnn.library import Convolution, Library, installed
-from memsize.kernels.cudnn.workspaces import Plans, estimate
+from memsize.kernels.cudnn.library import Convolution, Library, Plans, estimate, installed
 from memsize.records.measurement import SoftwareStack
 from memsize.records.trace import Trace
 

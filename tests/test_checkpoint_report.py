@@ -21,9 +21,8 @@ from memsize import CheckpointReport
 from memsize.checkpoints import read
 from memsize.checkpoints.breakdown import Breakdown, halved
 from memsize.checkpoints.contents import USES, Contents, FileRecord, Mark, Match, Storage, Tensor, View
-from memsize.checkpoints.source import Claims
+from memsize.checkpoints.source import Claims, Piece, share_out
 from memsize.checkpoints.state_dict_diff import Expected, compared, expected_from
-from memsize.checkpoints.storage_index import Piece, share_out
 from memsize.cli import run
 from memsize.documents.checkpoint import module_table, parts_table
 from memsize.errors import CheckpointError, MemsizeError

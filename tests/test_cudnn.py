@@ -17,10 +17,9 @@ import memsize
 from memsize import AllocatorConfig, Trace
 from memsize.analysis.runner import Runner
 from memsize.errors import InputError
-from memsize.kernels.convolution import ConvolutionSettings, ConvolutionWorkspaces
+from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.backend import CudnnError
-from memsize.kernels.cudnn.library import OLDEST, Convolution, Library, Plan, installed
-from memsize.kernels.cudnn.workspaces import Plans, estimate
+from memsize.kernels.cudnn.library import OLDEST, Convolution, Library, Plan, Plans, estimate, installed
 from memsize.loading.weightless import Weightless
 from memsize.records.trace import Event
 from memsize.units import dotted_cudnn
@@ -224,11 +223,11 @@ def test_what_cudnn_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_of_pytorch_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = ConvolutionSettings.of(A100)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", not usual.deterministic)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not usual.tf32)
+    unusual = (not torch.backends.cudnn.deterministic, not torch.backends.cudnn.allow_tf32)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", unusual[0])
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", unusual[1])
     found = asked(nn.Conv2d(8, 8, 3), 2, 8, 9, 9)
-    assert {(each.deterministic, each.tf32) for each in found} == {(not usual.deterministic, not usual.tf32)}
+    assert {(each.deterministic, each.tf32) for each in found} == {unusual}
     # cuDNN has no deterministic dilated ones for row-major tensors
     assert asked(nn.Conv2d(8, 8, 3, dilation=2), 2, 8, 9, 9) == []
 

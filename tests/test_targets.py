@@ -23,8 +23,7 @@ from memsize import InputSpec, api
 from memsize.cli import run
 from memsize.errors import InputError, TargetError
 from memsize.known_values.values import constant_of
-from memsize.loading import load, load_inputs
-from memsize.loading.hubs import libraries
+from memsize.loading import hubs, load, load_inputs
 from memsize.loading.target import Target, parse_target
 from memsize.torch_internals.pytree import tensors_in
 from tests.conftest import Python, Write
@@ -494,7 +493,7 @@ def test_a_config_that_would_build_without_end(
     assert "as its num_labels" in refused(f"hf:{write('b.json', json.dumps(TINY | {'num_labels': 10**9}))}")
     nested = {"model_type": "segformer", "depths": [1, 1, 10**6, 1]}
     assert "1,000,000 as its depths" in refused(f"hf:{write('c.json', json.dumps(nested))}")
-    monkeypatch.setattr(libraries, "MOST_MODULES", 30)
+    monkeypatch.setattr(hubs, "MOST_MODULES", 30)
     assert "d.json has more than 30 modules" in refused(f"hf:{write('d.json', json.dumps(TINY))}")
     monkeypatch.undo()
     assert not torch.nn.modules.module._global_module_registration_hooks

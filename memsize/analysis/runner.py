@@ -19,7 +19,7 @@ from memsize.device.cards import card
 from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError, MemsizeError
 from memsize.kernels.convolution import ConvolutionWorkspaces
-from memsize.kernels.cudnn.workspaces import Plans
+from memsize.kernels.cudnn.library import Plans
 from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.input_tensors import ModelInputs
 from memsize.model.materialize import executable, executable_call

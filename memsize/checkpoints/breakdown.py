@@ -79,7 +79,11 @@ class Breakdown:
         for tensor, part in zip(self.contents.tensors, self.tensor_parts, strict=True):
             members.setdefault(part.kind, []).append(tensor)
             roots.setdefault(part.kind, {}).setdefault(".".join(tensor.keys[: part.root]))
-        return tuple(_group(kind, _listed(roots[kind]), members[kind]) for kind in KINDS if kind in members)
+        groups = []
+        for kind in (kind for kind in KINDS if kind in members):
+            names = [root for root in roots[kind] if root]
+            groups.append(_group(kind, ", ".join(names[:4]) + (" …" if len(names) > 4 else ""), members[kind]))
+        return tuple(groups)
 
     @cached_property
     def dtypes(self) -> tuple[Group, ...]:
@@ -115,7 +119,6 @@ class Breakdown:
         return best
 
     def _count(self, depth: int, folded: bool) -> int:
-        """The number of groups, counted up to one more than `MOST_ROWS`."""
         seen: set[tuple[PartKind, tuple[str, ...], tuple[str, ...]]] = set()
         for tensor, part, steps in zip(self.contents.tensors, self.tensor_parts, self._steps(folded), strict=True):
             seen.add((part.kind, tensor.keys[: part.root], steps[:depth]))
@@ -182,18 +185,12 @@ def _group(kind: PartKind, name: str, tensors: Sequence[Tensor], root: str = "")
     )
 
 
-def _listed(roots: Iterable[str]) -> str:
-    names = [root for root in roots if root]
-    return ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
-
-
 def _kind_of(key: str) -> PartKind | None:
     lowered = key.lower()
     return next((kind for kind, pattern in _NAMES if pattern.search(lowered)), None)
 
 
 def _part_at_top(tensor: Tensor, heads: set[str], marks: Mapping[tuple[str, ...], PartKind]) -> Part:
-    """The part of a tensor at the top level: a model's own, or one beside the dictionaries of a training checkpoint."""
     whole = marks.get(())
     if whole is not None and whole != "model":
         return Part(whole, 0)
@@ -211,7 +208,10 @@ def _part_below(
     for length in range(len(keys), -1, -1):
         kind = marks.get(keys[:length])
         if kind == "model":
-            return _part_of_module(keys, length)
+            if len(keys) > length and _FLAT_EMA.match(keys[length]):
+                return Part("EMA", length)
+            above = (_kind_of(key) or "model" for key in keys[: min(length, 2)])
+            return Part(next((kind for kind in above if kind != "model"), "model"), length)
         if kind is not None:
             return Part(kind, length)
     if _PACKED.search(keys[0]):
@@ -227,11 +227,3 @@ def _part_below(
     if wrapper == "numpy array" or named or (len(keys) > 1 and keys[1].isdecimal()):
         return Part("other", 1)
     return Part("model", 1)
-
-
-def _part_of_module(keys: tuple[str, ...], root: int) -> Part:
-    """The part of a tensor in the module under the first `root` of `keys`: a model, unless these say otherwise."""
-    if len(keys) > root and _FLAT_EMA.match(keys[root]):
-        return Part("EMA", root)
-    kinds = (_kind_of(key) or "model" for key in keys[: min(root, 2)])
-    return Part(next((kind for kind in kinds if kind != "model"), "model"), root)

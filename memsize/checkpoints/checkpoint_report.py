@@ -31,55 +31,30 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
+def _share(row: Group | Remaining, size: int) -> Cell:
+    return Share(row.bytes / size) if size else None
+
+
 _FIGURES: Final = Fields[Group](
     field("tensors", "tensors", COUNT, 50, "how many tensors, shared ones included", adds=True),
     field("elements", "elements", COUNT, 75, "their elements, shared ones once", adds=True),
     field("dtypes", "stored as", WORDS, 70, "the dtypes they are stored in", key="dtype"),
     field("bytes", "needed", BYTES, 95, "bytes that its tensors need, shared ones once", adds=True),
     field("unneeded", "behind views", BYTES, 90, "storage that no tensor covers", adds=True),
-    shown(
-        "share",
-        "% of all",
-        SHARE,
-        85,
-        "of the bytes of all files",
-        cell=lambda row, size: _share(row.bytes, size),
-        adds=True,
-    ),
+    shown("share", "% of all", SHARE, 85, "of the bytes of all files", cell=_share, adds=True),
 )
 """The fields of every group of tensors; the bytes of all files are their answer."""
 
-
-def _share(count: int, size: int) -> Cell:
-    return Share(count / size) if size else None
-
-
 PART_FIELDS: Final = (
     _FIGURES.after(
-        field(
-            "part",
-            "part",
-            NAME,
-            100,
-            "what it is for",
-            get=lambda group: group.kind,
-            cell=lambda group, _: str(group.kind),
-        ),
+        field("part", "part", NAME, 100, "what it is for", get=lambda group: group.kind),
         field("where", "where", TEXT, 60, "the keys it stands under", get=lambda group: group.name, alone="keys"),
     )
     .titled(bytes="in the file")
     .hinted(bytes="bytes in the files, shared ones once")
 )
 MODULE_FIELDS: Final = _FIGURES.after(
-    field(
-        "part",
-        "part",
-        TEXT,
-        55,
-        "the part it belongs to",
-        get=lambda group: group.kind,
-        cell=lambda group, _: str(group.kind),
-    ),
+    field("part", "part", TEXT, 55, "the part it belongs to", get=lambda group: group.kind),
     field("module", "module", PATH, 100, "the names' common prefix", get=lambda group: group.name),
 )
 DTYPE_FIELDS: Final = _FIGURES.after(
@@ -132,8 +107,8 @@ class FileRow(NamedTuple):
         return sum(file.bytes_for(use) for file in self.files)
 
 
-def _use(use: Use, title: str, hint: str) -> Field[FileRow]:
-    return field(use, title, BYTES, 60, hint, get=lambda row: row.bytes_for(use), adds=True)
+def _use(use: Use, title: str, hint: str, name: str = "", weight: int = 60) -> Field[FileRow]:
+    return field(name or use, title, BYTES, weight, hint, get=lambda row: row.bytes_for(use), adds=True)
 
 
 USE_FIELDS: Final = Fields[FileRow](
@@ -154,13 +129,11 @@ FILE_FIELDS: Final = USE_FIELDS.after(
         COUNT,
         50,
         "how many tensors it has",
-        get=lambda row: sum(file.tensors for file in row.files),
+        get=lambda row: sum(f.tensors for f in row.files),
         adds=True,
     ),
-    field(
-        "data", "tensor data", BYTES, 90, "bytes of tensor data", get=lambda row: row.bytes_for("tensors"), adds=True
-    ),
-).plus(field("size", "size", BYTES, 95, "its size", get=lambda row: sum(file.size for file in row.files), adds=True))
+    _use("tensors", "tensor data", "bytes of tensor data", name="data", weight=90),
+).plus(field("size", "size", BYTES, 95, "its size", get=lambda row: sum(f.size for f in row.files), adds=True))
 
 
 class Remaining(NamedTuple):
@@ -173,7 +146,7 @@ class Remaining(NamedTuple):
 REMAINING_FIELDS: Final = Fields[Remaining](
     field("kept", "if you keep only", NAME, 100, "what is kept", get=lambda row: row.selection),
     field("bytes", "remains", BYTES, 95, "bytes of tensor data; headers come on top"),
-    shown("share", "% of now", SHARE, 85, "of the bytes of all files", cell=lambda row, size: _share(row.bytes, size)),
+    shown("share", "% of now", SHARE, 85, "of the bytes of all files", cell=_share),
 )
 
 
@@ -244,10 +217,8 @@ def _alone(tensors: list[Tensor]) -> list[Tensor]:
     """Return `tensors` as if stored alone: one that shares bytes with a tensor outside gets an estimated full size."""
     names = {tensor.name for tensor in tensors}
     return [
-        tensor if tensor.shared_with is None or tensor.shared_with in names else _whole(tensor) for tensor in tensors
+        tensor
+        if tensor.shared_with is None or tensor.shared_with in names
+        else replace(tensor, bytes=tensor.elements * BITS.get(tensor.spec.dtype, 0) + 7 >> 3)
+        for tensor in tensors
     ]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    bits = BITS.get(tensor.spec.dtype, 0)
-    return replace(tensor, bytes=tensor.elements * bits + 7 >> 3)

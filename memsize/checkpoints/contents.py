@@ -7,7 +7,7 @@ will be shown. Every text that comes out of a file is made printable before it g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from memsize.records.schema import Index, Size
 from memsize.records.trace import TensorSpec
@@ -16,12 +16,12 @@ Use = Literal["tensors", "padding", "metadata", "pickle", "headers", "other", "u
 """The uses of a file's bytes: tensor data; alignment; metadata such as a tokenizer; pickled objects; headers and zip
 records; other records (the code of a scripted model); bytes unknown to the format."""
 
-USES: tuple[Use, ...] = ("tensors", "padding", "metadata", "pickle", "headers", "other", "unclaimed")
+USES: tuple[Use, ...] = get_args(Use)
 
 PartKind = Literal["model", "EMA", "optimizer", "scheduler", "other"]
 """The kinds of parts of a training checkpoint."""
 
-KINDS: tuple[PartKind, ...] = ("model", "EMA", "optimizer", "scheduler", "other")
+KINDS: tuple[PartKind, ...] = get_args(PartKind)
 
 Problem = Literal["missing", "unexpected", "wrong shape", "wrong dtype"]
 
@@ -154,9 +154,7 @@ class Group:
 
 
 class View(NamedTuple):
-    """The modules to list: down to `depth` below their part (None: every tensor), `folded` if those whose names differ
-    only in numbers are one row.
-    """
+    """Modules to list: down to `depth` below their part (None: tensors), `folded` if only numbers in names differ."""
 
     depth: int | None = None
     folded: bool = False
@@ -212,63 +210,27 @@ BITS: dict[str, int] = {
 """Bits that an element takes, by torch's name of the dtype. torch keeps its sub-byte integers in a byte each."""
 
 ALIASES = {
-    "half": "float16",
-    "float": "float32",
-    "double": "float64",
-    "short": "int16",
-    "int": "int32",
-    "long": "int64",
-    "chalf": "complex32",
-    "cfloat": "complex64",
-    "cdouble": "complex128",
-}
+    "half": "float16", "float": "float32", "double": "float64", "short": "int16", "int": "int32", "long": "int64",
+    "chalf": "complex32", "cfloat": "complex64", "cdouble": "complex128",
+}  # fmt: skip
 
 STORAGES: dict[str, str] = {
-    "FloatStorage": "float32",
-    "DoubleStorage": "float64",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexDoubleStorage": "complex128",
-    "ComplexFloatStorage": "complex64",
-    "QInt8Storage": "qint8",
-    "QUInt8Storage": "quint8",
-    "QInt32Storage": "qint32",
-    "QUInt4x2Storage": "quint4x2",
-    "QUInt2x4Storage": "quint2x4",
-    "UntypedStorage": "uint8",
-}
+    "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64", "QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4", "UntypedStorage": "uint8",
+}  # fmt: skip
 """The dtype of torch's storage classes (`torch.storage._dtype_to_storage_type_map`)."""
 
 SAFETENSORS: dict[str, tuple[str, int]] = {
-    "BOOL": ("bool", 8),
-    "F4": ("float4_e2m1fn", 4),
-    "F6_E2M3": ("float6_e2m3fn", 6),
-    "F6_E3M2": ("float6_e3m2fn", 6),
-    "U8": ("uint8", 8),
-    "I8": ("int8", 8),
-    "F8_E5M2": ("float8_e5m2", 8),
-    "F8_E4M3": ("float8_e4m3fn", 8),
-    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
-    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
-    "F8_E8M0": ("float8_e8m0fnu", 8),
-    "I16": ("int16", 16),
-    "U16": ("uint16", 16),
-    "F16": ("float16", 16),
-    "BF16": ("bfloat16", 16),
-    "I32": ("int32", 32),
-    "U32": ("uint32", 32),
-    "F32": ("float32", 32),
-    "C64": ("complex64", 64),
-    "F64": ("float64", 64),
-    "I64": ("int64", 64),
-    "U64": ("uint64", 64),
-}
+    "BOOL": ("bool", 8), "F4": ("float4_e2m1fn", 4), "F6_E2M3": ("float6_e2m3fn", 6), "F6_E3M2": ("float6_e3m2fn", 6),
+    "U8": ("uint8", 8), "I8": ("int8", 8), "F8_E5M2": ("float8_e5m2", 8), "F8_E4M3": ("float8_e4m3fn", 8),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8), "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E8M0": ("float8_e8m0fnu", 8),
+    "I16": ("int16", 16), "U16": ("uint16", 16), "F16": ("float16", 16), "BF16": ("bfloat16", 16), "I32": ("int32", 32),
+    "U32": ("uint32", 32), "F32": ("float32", 32), "C64": ("complex64", 64), "F64": ("float64", 64),
+    "I64": ("int64", 64), "U64": ("uint64", 64),
+}  # fmt: skip
 """safetensors' names: torch's name, and bits per element."""
 
 

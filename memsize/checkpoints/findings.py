@@ -248,12 +248,7 @@ def blocks(inspection: Inspection) -> Iterator[Finding]:
     yield Finding(
         "bits-per-weight",
         "{elements} weights take {bits} bits each on average, scales included: {bytes}, where float16 takes {half}.",
-        {
-            "elements": elements,
-            "bits": f"{8 * size / elements:.2f}",
-            "bytes": Bytes(size),
-            "half": Bytes(2 * elements),
-        },
+        {"elements": elements, "bits": f"{8 * size / elements:.2f}", "bytes": Bytes(size), "half": Bytes(2 * elements)},
         bytes=size,
         brief="Each weight takes {bits} bits on average, scales included.",
     )

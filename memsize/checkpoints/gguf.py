@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from memsize.checkpoints.contents import GGML, Contents, Storage
-from memsize.checkpoints.source import MOST_GGML_DIMENSIONS, MOST_KEYS, Claims, Source, printable
-from memsize.checkpoints.storage_index import Piece, check_apart, file_contents
+from memsize.checkpoints.source import (
+    MOST_GGML_DIMENSIONS,
+    MOST_KEYS,
+    Claims,
+    Piece,
+    Source,
+    check_apart,
+    file_contents,
+    printable,
+)
 from memsize.records.trace import TensorSpec
 
 MAGIC = b"GGUF"
@@ -76,32 +84,14 @@ class _Cursor:
         text = data.decode("utf-8", "replace")
         return printable(text + "…" if length > longest else text)
 
-    def skip_strings(self, count: int) -> None:
-        """Go past `count` strings."""
-        size = struct.Struct(self.order + "Q")
-        for _ in range(count):
-            (length,) = size.unpack(self.take(8))
-            self.skip(length)
 
-
-@dataclass(slots=True)
-class _Described:
+class _Described(NamedTuple):
     """One tensor's description: its data starts `offset` bytes into the tensor data."""
 
     name: str
     shape: tuple[int, ...]
     type: int
     offset: int
-
-
-@dataclass(slots=True)
-class _Header:
-    values: dict[str, Any] = field(default_factory=dict)
-    metadata_end: int = 0
-    tensors: list[_Described] = field(default_factory=list)
-    end: int = 0
-    big_endian: bool = False
-    version: int = 0
 
 
 def looks_like(source: Source) -> bool:
@@ -111,57 +101,6 @@ def looks_like(source: Source) -> bool:
 
 def read(source: Source) -> Contents:
     """Read the metadata and tensor descriptions of the file at `source`."""
-    header = _header(source)
-    alignment = header.values.get("general.alignment", 32)
-    if not isinstance(alignment, int) or not 0 < alignment <= 2**30:
-        raise source.damaged(f"general.alignment is {printable(str(alignment), 40)}")
-    data = -(-header.end // alignment) * alignment
-    claims = Claims(source.size)
-    claims.claim(0, 24, "headers")
-    claims.claim(24, header.metadata_end - 24, "metadata")
-    claims.claim(header.metadata_end, header.end - header.metadata_end, "headers")
-    pieces, storages = _laid_out(source, header, data, claims)
-    claims.pad_gaps(header.end, min(_last(storages, data, alignment), source.size))
-    format = f"GGUF v{header.version}{', big-endian' if header.big_endian else ''}"
-    values = tuple((key, str(value)) for key, value in header.values.items())
-    return file_contents(source, format, claims, pieces, storages, values=values)
-
-
-def _laid_out(source: Source, header: _Header, data: int, claims: Claims) -> tuple[list[Piece], list[Storage]]:
-    pieces, storages = [], []
-    for index, tensor in enumerate(header.tensors):
-        spec, elements, size = _measured(source, tensor)
-        start = data + tensor.offset
-        if start + size > source.size:
-            raise source.cut_off(f"the tensor {tensor.name!r}", start + size)
-        claims.claim(start, size, "tensors")
-        storages.append(Storage(tensor.name, 0, start, size, size))
-        pieces.append(Piece((tensor.name,), spec, elements, index, 0, size, size))
-    check_apart(source, storages)
-    return pieces, storages
-
-
-def _last(storages: list[Storage], data: int, alignment: int) -> int:
-    """Where the padding after the last tensor ends."""
-    end = max(((storage.offset or 0) + storage.bytes for storage in storages), default=data)
-    return data + -(-(end - data) // alignment) * alignment
-
-
-def _measured(source: Source, tensor: _Described) -> tuple[TensorSpec, int, int]:
-    """The spec, the elements and the bytes of a tensor. Its shape is turned to torch's order: rows first."""
-    block = GGML.get(tensor.type)
-    if block is None:
-        raise source.damaged(f"{tensor.name!r} has the unknown type {tensor.type}")
-    elements = math.prod(tensor.shape)
-    row = tensor.shape[0] if tensor.shape else 1
-    if row % block.elements:
-        raise source.damaged(
-            f"{tensor.name!r} has rows of {row:,}, which {block.name} cannot cut into {block.elements}"
-        )
-    return TensorSpec(block.name, tensor.shape[::-1]), elements, elements // block.elements * block.bytes
-
-
-def _header(source: Source) -> _Header:
     if source.size < 24:
         raise source.cut_off("the header")
     version = int.from_bytes(source.read(4, 4, "the version"), "little")
@@ -171,20 +110,25 @@ def _header(source: Source) -> _Header:
     if version not in (2, 3):
         raise source.damaged(f"it is GGUF version {version}; versions 2 and 3 are read")
     cursor = _Cursor(source, 8, ">" if big_endian else "<", "the header")
-    tensors, keys = cursor.count(), cursor.count()
-    source.check_count(tensors)
+    count, keys = cursor.count(), cursor.count()
+    source.check_count(count)
     if keys > MOST_KEYS:
         raise source.damaged(f"its metadata would have {keys:,} keys")
-    header = _Header(big_endian=big_endian, version=version)
     cursor.what = "the metadata"
-    for _ in range(keys):
-        key = cursor.string()
-        header.values[key] = _value(cursor, cursor.number("I"))
-    header.metadata_end = cursor.position
-    cursor.what = "the tensor descriptions"
-    header.tensors = [_described(cursor) for _ in range(tensors)]
-    header.end = cursor.position
-    return header
+    values = {cursor.string(): _value(cursor, cursor.number("I")) for _ in range(keys)}
+    alignment = values.get("general.alignment", 32)
+    claims = Claims(source.size)
+    claims.claim(0, 24, "headers")
+    claims.claim(24, cursor.position - 24, "metadata")
+    metadata_end, cursor.what = cursor.position, "the tensor descriptions"
+    described = [_described(cursor) for _ in range(count)]
+    claims.claim(metadata_end, cursor.position - metadata_end, "headers")
+    if not isinstance(alignment, int) or not 0 < alignment <= 2**30:
+        raise source.damaged(f"general.alignment is {printable(str(alignment), 40)}")
+    pieces, storages = _laid_out(source, described, cursor.position, alignment, claims)
+    format = f"GGUF v{version}{', big-endian' if big_endian else ''}"
+    texts = tuple((key, str(value)) for key, value in values.items())
+    return file_contents(source, format, claims, pieces, storages, values=texts)
 
 
 def _described(cursor: _Cursor) -> _Described:
@@ -193,6 +137,32 @@ def _described(cursor: _Cursor) -> _Described:
         raise cursor.source.damaged(f"{name!r} has {dimensions:,} dimensions")
     shape = tuple(int(cursor.number("Q")) for _ in range(dimensions))
     return _Described(name, shape, cursor.number("I"), cursor.number("Q"))
+
+
+def _laid_out(
+    source: Source, described: list[_Described], start: int, alignment: int, claims: Claims
+) -> tuple[list[Piece], list[Storage]]:
+    """The tensors in the data, which begins at the first multiple of `alignment` from `start` on."""
+    pieces, storages = [], []
+    end = data = -(-start // alignment) * alignment
+    for index, (name, shape, kind, offset) in enumerate(described):
+        block = GGML.get(kind)
+        if block is None:
+            raise source.damaged(f"{name!r} has the unknown type {kind}")
+        elements, row = math.prod(shape), shape[0] if shape else 1
+        if row % block.elements:
+            raise source.damaged(f"{name!r} has rows of {row:,}, which {block.name} cannot cut into {block.elements}")
+        size = elements // block.elements * block.bytes
+        if data + offset + size > source.size:
+            raise source.cut_off(f"the tensor {name!r}", data + offset + size)
+        claims.claim(data + offset, size, "tensors")
+        storages.append(Storage(name, 0, data + offset, size, size))
+        # torch's order has rows first.
+        pieces.append(Piece((name,), TensorSpec(block.name, shape[::-1]), elements, index, 0, size, size))
+        end = max(end, data + offset + size)
+    check_apart(source, storages)
+    claims.pad_gaps(start, min(data + -(-(end - data) // alignment) * alignment, source.size))
+    return pieces, storages
 
 
 def _value(cursor: _Cursor, kind: int) -> Any:
@@ -220,5 +190,7 @@ def _array(cursor: _Cursor) -> str:
     cursor.spend(count, refusal)
     if count <= _SHOWN_ARRAY:
         return ", ".join(cursor.string() for _ in range(count))
-    cursor.skip_strings(count)
+    size = struct.Struct(cursor.order + "Q")
+    for _ in range(count):
+        cursor.skip(size.unpack(cursor.take(8))[0])
     return f"{count:,} strings"

@@ -55,23 +55,12 @@ _NAMES = frozenset(
     """.split()
 )
 
-_PACKAGES = (
-    "numpy.ctypeslib.",
-    "numpy.distutils.",
-    "numpy.f2py.",
-    "numpy.testing.",
-    "torch._dynamo.",
-    "torch._inductor.",
-    "torch.distributed.launcher.",
-    "torch.distributed.run.",
-    "torch.hub.",
-    "torch.jit.",
-    "torch.package.",
-    "torch.testing.",
-    "torch.utils.bottleneck.",
-    "torch.utils.collect_env.",
-    "torch.utils.cpp_extension.",
-    "torch.utils.model_zoo.",
+_PACKAGES = tuple(
+    """
+    numpy.ctypeslib. numpy.distutils. numpy.f2py. numpy.testing. torch._dynamo. torch._inductor.
+    torch.distributed.launcher. torch.distributed.run. torch.hub. torch.jit. torch.package. torch.testing.
+    torch.utils.bottleneck. torch.utils.collect_env. torch.utils.cpp_extension. torch.utils.model_zoo.
+    """.split()
 )
 _SCRIPTED = ("torch.jit._pickle.", "__torch__.")
 """What the pickles of scripted models name; those are read by TorchScript's own loader, which imports nothing."""

@@ -70,9 +70,7 @@ class Dict:
 
 @dataclass(slots=True, eq=False)
 class Object:
-    """The result of a call: the `callee`, its arguments, and additions to the result: states, items of a list, and
-    `entries` of a dictionary.
-    """
+    """The result of calling `callee`, and additions to it: states, list items, and `entries` of a dictionary."""
 
     callee: Any
     args: tuple[Any, ...] = ()
@@ -159,8 +157,8 @@ def _strided(
 
 def _tensor(args: Args) -> TensorValue:
     """``_rebuild_tensor(storage, offset, size, stride)`` and ``_v2``, which adds requires_grad and hooks."""
-    storage, offset, size, stride = args[:4]
-    return _strided(storage, offset, size, stride, None, args[4] if len(args) > 4 else None)
+    storage, offset, size, stride, *rest = args
+    return _strided(storage, offset, size, stride, trainable=rest[0] if rest else None)
 
 
 def _tensor_v3(args: Args) -> TensorValue:
@@ -185,7 +183,6 @@ def _parameter(args: Args) -> Any:
 
 
 def _parameter_with_state(args: Args) -> Any:
-    """A parameter, and attributes that hang on it."""
     parameter, state = _parameter(args[:3]), args[3]
     return Composite("", [("", parameter), ("", state)]) if _holds_more(state) else parameter
 
@@ -216,8 +213,7 @@ _SPARSE = {
 }
 
 
-def _nested(args: Args) -> Composite:
-    return Composite("nested", list(zip(("values", "sizes", "strides", "offsets"), args, strict=False)))
+_NESTED = ("values", "sizes", "strides", "offsets")
 
 
 def _from_type(args: Args) -> Any:
@@ -233,20 +229,9 @@ def _from_type(args: Args) -> Any:
 
 
 def _holds_more(state: Any) -> bool:
-    """Whether a tensor's state may hold tensors of its own."""
     if isinstance(state, Dict):
         return bool(state.flat)
     return state is not None and state != ()
-
-
-def _wrapper(args: Args) -> Composite:
-    """The outer shell of a wrapper subclass, which keeps no data; the wrapped tensors come as its state."""
-    return Composite(_short(args[0]), [])
-
-
-def _graph_module(args: Args) -> Object:
-    """``reduce_graph_module(attributes, imports)``: a module that torch.fx traced, without its graph."""
-    return Object(Global("torch.fx.GraphModule"), states=[args[0]])
 
 
 def _first(args: Args) -> Any:
@@ -266,7 +251,6 @@ def _path(value: Any) -> str:
 
 
 def _mapping(args: Args) -> Dict:
-    """A dictionary class, called with nothing, with pairs, or with another dictionary."""
     source = next((arg for arg in args if isinstance(arg, Dict | list)), ())
     if isinstance(source, Dict):
         return Dict(source.flat)
@@ -274,7 +258,6 @@ def _mapping(args: Args) -> Dict:
 
 
 def _items(args: Args) -> Any:
-    """A list, tuple or set made from another."""
     source = args[0] if args else []
     return source if isinstance(source, list | tuple) else []
 
@@ -306,13 +289,15 @@ _RULES: dict[str, Callable[[Args], Any]] = {
     "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_nested_tensor": _nested,
-    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch._utils._rebuild_nested_tensor": lambda args: Composite("nested", list(zip(_NESTED, args, strict=False))),
+    # The outer shell of a wrapper subclass, which keeps no data; the wrapped tensors come as its state.
+    "torch._utils._rebuild_wrapper_subclass": lambda args: Composite(_short(args[0]), []),
     "torch._utils._rebuild_device_tensor_from_numpy": _first,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _first,
     "torch._utils._rebuild_xla_tensor": _first,
     "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch.fx.graph_module.reduce_graph_module": _graph_module,
+    # A module that torch.fx traced, without its graph: its attributes, and imports.
+    "torch.fx.graph_module.reduce_graph_module": lambda args: Object(Global("torch.fx.GraphModule"), states=[args[0]]),
     "torch.nn.parameter.Parameter": _first,
     "torch.serialization._get_layout": _first,
     "torch.Size": _items,
@@ -374,7 +359,6 @@ def _array(shape: Any, kind: Any, data: Any) -> TensorValue | None:
 
 
 def _dtype(kind: Any) -> str | None:
-    """torch's name of ``numpy.dtype('f4', …)``."""
     if not (isinstance(kind, Object) and kind.callee == Global("numpy.dtype") and kind.args):
         return None
     code = kind.args[0]

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from memsize.checkpoints.contents import BITS, Mark, PartKind
 from memsize.checkpoints.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, TensorValue, array_of
-from memsize.checkpoints.source import DEEPEST, LONGEST_KEY, MOST_VALUES_SHOWN, Source, printable
-from memsize.checkpoints.storage_index import Piece
+from memsize.checkpoints.source import DEEPEST, LONGEST_KEY, MOST_VALUES_SHOWN, Piece, Source, printable
 from memsize.errors import CheckpointError
 from memsize.records.byte_ownership import strided_extent
 from memsize.records.trace import TensorSpec
@@ -24,9 +23,13 @@ Locate = Callable[[StorageValue | Blob], int]
 
 _OF_MODULE = ("_parameters", "_buffers", "_modules")
 """The attributes of a module that hold its ``state_dict()``."""
-_OPTIMIZER = frozenset(("state", "param_groups"))
-_SCHEDULERS = (frozenset(("last_epoch", "_step_count")), frozenset(("last_epoch", "base_lrs")))
-_SCALER = frozenset(("scale", "growth_factor"))
+_KINDS: tuple[tuple[PartKind, frozenset[str]], ...] = (
+    ("optimizer", frozenset(("state", "param_groups"))),
+    ("scheduler", frozenset(("last_epoch", "_step_count"))),
+    ("scheduler", frozenset(("last_epoch", "base_lrs"))),
+    ("other", frozenset(("scale", "growth_factor"))),
+)
+"""Dictionaries that are recognised by their entries."""
 
 
 @dataclass(slots=True)
@@ -49,8 +52,6 @@ class PickleContents:
 
 
 class _Step(NamedTuple):
-    """A value to walk, and how it was reached."""
-
     keys: Keys
     value: Any
     wrapper: str | None = None
@@ -81,10 +82,14 @@ def walk(root: Any, locate: Locate, source: Source, contents: PickleContents) ->
             budget.letters -= sum(map(len, step.keys))
             contents.pieces.append(_piece(step, locate))
         elif not isinstance(value, _CONTAINERS):
-            _note(step, contents)
+            # A plain value near the top is kept: an epoch, a version, a best score.
+            is_near_top = len(step.keys) == 1 and len(contents.values) < MOST_VALUES_SHOWN
+            if is_near_top and isinstance(value, bool | int | float | str):
+                contents.values.append((step.keys[0], printable(str(value))))
         elif value not in ((), []) and id(value) not in open_now and id(value) not in barren:
             # An entry of a dictionary gets a text for its key, and takes as much time and memory as 40 items of a list.
-            budget.items -= 40 * len(value) if isinstance(value, Dict) else len(_items(value))
+            items = len(value) if isinstance(value, Dict | list | tuple) else 0
+            budget.items -= 40 * items if isinstance(value, Dict) else items
             if len(levels) > DEEPEST + 1:
                 raise CheckpointError(f"{source.name} holds objects that are nested more than {DEEPEST} deep")
             open_now.add(id(value))
@@ -94,31 +99,22 @@ def walk(root: Any, locate: Locate, source: Source, contents: PickleContents) ->
 
 
 def _describe(root: Any, contents: PickleContents) -> None:
-    """Describe the top-level containers without tensors in a few words: a scheduler's state, a configuration."""
     if not isinstance(root, Dict):
         return
     heads = {piece.keys[0] for piece in contents.pieces}
     marks = {mark.keys: mark.kind for mark in contents.marks}
     for key, value in list(_entries(root).items())[:MOST_VALUES_SHOWN]:
         if key not in heads and isinstance(value, _CONTAINERS):
-            kind = f"{marks[(key,)]} state" if marks.get((key,), "model") != "model" else _shape_of(value)
+            if marks.get((key,), "model") != "model":
+                kind = f"{marks[(key,)]} state"
+            elif isinstance(value, Dict | list | tuple):
+                kind = f"a {'dictionary' if isinstance(value, Dict) else 'list'} of {len(value):,}"
+            else:
+                kind = printable(str(value.callee)) if isinstance(value, Object) else "an object"
             contents.values.append((key, f"{kind}, among the pickled objects"))
 
 
-def _shape_of(value: Any) -> str:
-    if isinstance(value, Dict):
-        return f"a dictionary of {len(value):,}"
-    if isinstance(value, list | tuple):
-        return f"a list of {len(value):,}"
-    return printable(str(value.callee)) if isinstance(value, Object) else "an object"
-
-
-def _items(value: Any) -> Any:
-    return value if isinstance(value, list | tuple) else ()
-
-
 def _inner(step: _Step, contents: PickleContents) -> Iterator[_Step]:
-    """The items of a container, in order."""
     value = step.value
     if isinstance(value, Dict):
         entries = _entries(value)
@@ -143,7 +139,6 @@ _HOLDERS = (*_CONTAINERS, *_TENSORS)
 
 
 def _entries(value: Dict) -> dict[str, Any]:
-    """The last value of each key, by the key's text."""
     return {_key(key): item for key, item in value.pairs}
 
 
@@ -168,14 +163,7 @@ def _mark(keys: Keys, value: Dict, entries: dict[str, Any], contents: PickleCont
     if value.of_module:
         contents.mark_module(keys)
         return
-    names = entries.keys()
-    kind: PartKind | None = None
-    if names >= _OPTIMIZER:
-        kind = "optimizer"
-    elif any(names >= scheduler for scheduler in _SCHEDULERS):
-        kind = "scheduler"
-    elif names >= _SCALER:
-        kind = "other"
+    kind = next((kind for kind, names in _KINDS if entries.keys() >= names), None)
     if kind:
         contents.marks.append(Mark(keys, kind))
 
@@ -227,11 +215,3 @@ def _piece(step: _Step, locate: Locate) -> Piece:
         wrapper=step.wrapper,
         trainable=value.trainable if step.trainable is None else step.trainable,
     )
-
-
-def _note(step: _Step, contents: PickleContents) -> None:
-    """Keep a plain value that stands near the top: an epoch, a version, a best score."""
-    if len(step.keys) != 1 or len(contents.values) >= MOST_VALUES_SHOWN:
-        return
-    if isinstance(step.value, bool | int | float | str):
-        contents.values.append((step.keys[0], printable(str(step.value))))

@@ -37,7 +37,12 @@ def read(path: str | os.PathLike[str]) -> Contents:
             return _read_folder(file)
         if file.name.endswith(".json"):
             return _read_index(file)
-        return _note_shard(_read_file(file), file)
+        contents, match = _read_file(file), _NUMBERED.fullmatch(file.name)
+        if match is None or int(match["count"]) < 2:
+            return contents
+        position = f"file {int(match['number'])} of {int(match['count'])}"
+        note = f"This is {position}: name the folder or the index to read them all."
+        return replace(contents, notes=(*contents.notes, note))
 
 
 @contextmanager
@@ -53,7 +58,6 @@ def _no_collection() -> Iterator[None]:
 
 
 def _read_file(path: Path) -> Contents:
-    """Read the single file at `path`."""
     with opened(path) as source:
         contents = _read_source(source)
         # A byte that two records claim would count twice: only a file made to deceive has one.
@@ -71,27 +75,21 @@ def _read_source(source: Source) -> Contents:
         return torch_files.read_zip(source)
     if torch_files.is_legacy(source):
         return torch_files.read_legacy(source)
-    if safetensors.looks_like(source) or source.name.endswith(".safetensors"):
-        _check_pointer(source)
-        return safetensors.read(source)
-    _check_pointer(source)
-    raise CheckpointError(_unknown(source))
-
-
-_POINTER = b"version https://git-lfs.github.com/spec/"
-
-
-def _check_pointer(source: Source) -> None:
-    """Refuse a pointer file of git-lfs, which stands in place of a file that was not fetched."""
     start = source.read(0, min(source.size, 200), "its first bytes")
     if start.startswith(_POINTER):
         size = next((line[5:] for line in start.splitlines() if line.startswith(b"size ")), b"")
         real = f" of {int(size):,} bytes" if size.isdigit() else ""
         raise CheckpointError(f"{source.name} is a Git LFS pointer, not the file{real} itself: git lfs pull fetches it")
+    if safetensors.looks_like(source) or source.name.endswith(".safetensors"):
+        return safetensors.read(source)
+    raise CheckpointError(_unknown(source, start[:16]))
 
 
-def _unknown(source: Source) -> str:
-    start = source.read(0, min(source.size, 16), "its first bytes")
+_POINTER = b"version https://git-lfs.github.com/spec/"
+"""The start of a pointer file of git-lfs, which stands in place of a file that was not fetched."""
+
+
+def _unknown(source: Source, start: bytes) -> str:
     formats = "safetensors, GGUF, and what torch.save writes"
     if start[:1] == b"\x80" or start[:1] in (b"(", b"]", b"}"):
         return f"{source.name} is a plain pickle and not what torch.save writes; memsize reads {formats}"
@@ -107,7 +105,6 @@ def _unknown(source: Source) -> str:
 
 
 def _read_folder(folder: Path) -> Contents:
-    """The checkpoint in `folder`: by its index, by its numbered files, or the only one there."""
     try:
         names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
     except OSError as error:
@@ -117,11 +114,8 @@ def _read_folder(folder: Path) -> Contents:
         if indexes:
             contents = replace(_read_index(folder / indexes[0]), path=_name_of(folder))
             others = [name for name in names if name.endswith(_INDEX[:2]) and name != indexes[0]]
-            return (
-                _with_note(contents, f"The folder also has {others[0]}, which is not read here.")
-                if others
-                else contents
-            )
+            note = f"The folder also has {others[0]}, which is not read here." if others else ""
+            return replace(contents, notes=(*contents.notes, note)) if note else contents
     for suffix in CHECKPOINTS:
         candidates = [name for name in names if name.endswith(suffix) and name not in _ASIDE]
         if candidates:
@@ -145,7 +139,12 @@ def _read_shards(folder: Path, names: Sequence[str]) -> Contents:
 
 def _read_index(path: Path) -> Contents:
     """Read the files of an index, whose ``weight_map`` has the file of each tensor."""
-    index = _read_json(path)
+    try:
+        index = files.parse_json(files.read(path, LONGEST_INDEX))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {shortened(str(path), 200)}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is not JSON that can be read: {error}") from error
     wanted = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(wanted, dict) or not all(isinstance(name, str) for name in wanted.values()):
         raise CheckpointError(f"{path.name} is not an index of a checkpoint: it has no weight_map of names to files")
@@ -162,26 +161,7 @@ def _read_index(path: Path) -> Contents:
     return _check_index(contents, index, wanted)
 
 
-def _note_shard(contents: Contents, path: Path) -> Contents:
-    """`contents` of a single file, with a note when its name says that it is one of several."""
-    match = _NUMBERED.fullmatch(path.name)
-    if match is None or int(match["count"]) < 2:
-        return contents
-    position = f"file {int(match['number'])} of {int(match['count'])}"
-    return _with_note(contents, f"This is {position}: name the folder or the index to read them all.")
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return files.parse_json(files.read(path, LONGEST_INDEX))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {shortened(str(path), 200)}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path.name} is not JSON that can be read: {error}") from error
-
-
 def _check_index(contents: Contents, index: dict[str, Any], wanted: dict[str, str]) -> Contents:
-    """`contents` with the tensors that are missing, and notes on differences from the index."""
     names = {tensor.name for tensor in contents.tensors}
     missing = tuple(printable(name) for name in wanted if printable(name) not in names)
     extra = [name for name in names if name not in wanted]
@@ -197,7 +177,6 @@ def _check_index(contents: Contents, index: dict[str, Any], wanted: dict[str, st
 
 
 def _join(name: str, parts: Iterable[Contents]) -> Contents:
-    """Several files as one checkpoint."""
     contents = list(parts)
     storages: list[Storage] = []
     tensors: list[Tensor] = []
@@ -205,7 +184,13 @@ def _join(name: str, parts: Iterable[Contents]) -> Contents:
         base = len(storages)
         # A new tuple of fields is made much faster than by `replace`.
         storages += [Storage(s.name, number, s.offset, s.bytes, s.file_bytes, s.unneeded) for s in part.storages]
-        tensors += [_in_set(tensor, base) for tensor in part.tensors]
+        tensors += [
+            Tensor(
+                t.name, t.keys, t.spec, t.elements, None if t.storage is None else t.storage + base, t.bytes,
+                t.unneeded, t.shared_with, t.wrapper, t.trainable,
+            )
+            for t in part.tensors
+        ]  # fmt: skip
     formats = tuple(dict.fromkeys(part.format for part in contents))
     values = dict(pair for part in reversed(contents) for pair in part.values)
     return Contents(
@@ -221,17 +206,6 @@ def _join(name: str, parts: Iterable[Contents]) -> Contents:
     )
 
 
-def _in_set(t: Tensor, base: int) -> Tensor:
-    storage = None if t.storage is None else t.storage + base
-    return Tensor(
-        t.name, t.keys, t.spec, t.elements, storage, t.bytes, t.unneeded, t.shared_with, t.wrapper, t.trainable
-    )
-
-
 def _name_of(folder: Path) -> str:
     """The name of a folder in messages; that of the working folder is resolved."""
     return printable(folder.resolve().name) or "/"
-
-
-def _with_note(contents: Contents, note: str) -> Contents:
-    return replace(contents, notes=(*contents.notes, note))

@@ -7,12 +7,19 @@ here too. Bytes between ranges are shown as unclaimed, although the library refu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from memsize.checkpoints.contents import SAFETENSORS, Contents, Storage
-from memsize.checkpoints.source import LONGEST_HEADER, MOST_DIMENSIONS, Claims, Source, printable
-from memsize.checkpoints.storage_index import Piece, check_apart, file_contents
+from memsize.checkpoints.source import (
+    LONGEST_HEADER,
+    MOST_DIMENSIONS,
+    Claims,
+    Piece,
+    Source,
+    check_apart,
+    file_contents,
+    printable,
+)
 from memsize.errors import suggestion
 from memsize.files import MOST_VALUES, parse_json
 from memsize.records.trace import TensorSpec
@@ -44,11 +51,12 @@ def read(source: Source) -> Contents:
         storages.append(Storage(piece.keys[0], 0, base + begin, piece.span, piece.span))
         pieces.append(piece)
     check_apart(source, storages)
-    return file_contents(source, "safetensors", claims, pieces, storages, values=tuple(_texts(metadata)))
+    texts = metadata.items() if isinstance(metadata, dict) else ()
+    values = tuple((printable(str(name)), printable(str(value))) for name, value in texts)
+    return file_contents(source, "safetensors", claims, pieces, storages, values=values)
 
 
 def _header(source: Source) -> tuple[dict[str, Any], int]:
-    """The header's entries, and where the data begins."""
     length = int.from_bytes(source.read(0, 8, "the header length"), "little")
     if length > LONGEST_HEADER:
         raise source.damaged(f"its header claims {length:,} bytes; safetensors allows {LONGEST_HEADER:,}")
@@ -76,7 +84,6 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(source: Source, name: str, value: Any, index: int) -> tuple[Piece, int]:
-    """One tensor, and where its data begins behind the header."""
     try:
         code, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         counts = [*shape, begin, end]
@@ -94,8 +101,3 @@ def _entry(source: Source, name: str, value: Any, index: int) -> tuple[Piece, in
         described = f"{code}{shape}"[:80]
         raise source.damaged(f"{name!r} is said to be {described}, which does not take its {size:,} bytes of data")
     return Piece((name,), TensorSpec(dtype, tuple(shape)), elements, index, 0, size, size), begin
-
-
-def _texts(metadata: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(metadata, dict):
-        yield from ((printable(str(name)), printable(str(value))) for name, value in metadata.items())

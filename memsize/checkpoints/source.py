@@ -1,4 +1,5 @@
-"""An open file that is read by position and within its bounds, never as a whole, the uses of its bytes, and its limits.
+"""An open file that is read by position and within its bounds, never as a whole, the uses of its bytes, its
+limits, and its record.
 
 A few bytes of a file can ask for any amount of work and memory. `WorkBudget` holds the work that is left for one file;
 readers take from it as they go. The other limits bound one thing each.
@@ -7,17 +8,19 @@ readers take from it as they go. The other limits bound one thing each.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import BinaryIO, Final, Literal, NamedTuple
+from typing import Any, BinaryIO, Final, Literal, NamedTuple
 
 from memsize import files
-from memsize.checkpoints.contents import USES, Use
+from memsize.checkpoints.contents import USES, Contents, FileRecord, Storage, Tensor, Use
 from memsize.errors import CheckpointError
 from memsize.printable import printable as text_printable, shortened
+from memsize.records.byte_ownership import Extent, Ownership, own_bytes
+from memsize.records.trace import TensorSpec
 
 SMALL_FILE: Final = 64 * 2**20
 """Bytes of a file below which the limits on time and memory stay the same; above, they grow with the file."""
@@ -247,3 +250,91 @@ class Claims:
             position = end
         sums["unclaimed"] += self.size - position
         return tuple(sums.values())
+
+
+# The record of one file: its tensors, with the bytes that each owns of a storage
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor as a file describes it: `span` bytes from `start` of a storage, of which its elements need `needed`.
+
+    They differ for a tensor with gaps: a column of a matrix spans nearly all of it.
+    """
+
+    keys: tuple[str, ...]
+    spec: TensorSpec
+    elements: int
+    storage: int | None
+    start: int
+    span: int
+    needed: int
+    wrapper: str | None = None
+    trainable: bool | None = None
+
+
+def check_apart(source: Source, storages: Sequence[Storage]) -> None:
+    """Raise `CheckpointError` when a storage reaches beyond the file, or shares bytes of it with another."""
+    position, before = 0, ""
+    spans = sorted((s.offset or 0, (s.offset or 0) + s.bytes, s.name) for s in storages if s.bytes)
+    for start, end, name in spans:
+        if end > source.size:
+            raise source.cut_off(f"the tensor {name!r}", max(end for _, end, _ in spans))
+        if start < position:
+            raise source.damaged(f"the data of {name!r} overlaps that of {before!r}")
+        position, before = end, name
+
+
+def file_contents(
+    source: Source, format: str, claims: Claims, pieces: Sequence[Piece], storages: Sequence[Storage], **facts: Any
+) -> Contents:
+    """The record of one file. Raises `CheckpointError` when a tensor reaches beyond its storage."""
+    for piece in pieces:
+        if piece.storage is not None and piece.start + piece.span > storages[piece.storage].bytes:
+            name = ".".join(piece.keys)
+            raise source.damaged(f"the tensor {name!r}, {str(piece.spec)[:60]}, reaches beyond its storage")
+    tensors, covered = share_out(pieces, storages, source.budget.spend_overlaps)
+    record = FileRecord(source.name, format, source.size, claims.sums(), len(tensors))
+    return Contents(source.name, format, (record,), covered, tensors, **facts)
+
+
+def share_out(
+    pieces: Sequence[Piece], storages: Sequence[Storage], spend: Callable[[int], object] | None = None
+) -> tuple[tuple[Tensor, ...], tuple[Storage, ...]]:
+    """The tensors with the bytes that each owns, and the storages with the bytes that no tensor covers.
+
+    `spend` bounds the work, as in `own_bytes`.
+    """
+    stored = [index for index, piece in enumerate(pieces) if piece.storage is not None]
+    extents = [
+        Extent(index, piece.start, piece.start + piece.span, storages[index].bytes, piece.needed, piece.spec.shape)
+        for piece in pieces
+        if (index := piece.storage) is not None
+    ]
+    ownership = dict(zip(stored, own_bytes(extents, spend), strict=True))
+    names = [".".join(piece.keys) for piece in pieces]
+    tensors = tuple(
+        Tensor(
+            name,
+            piece.keys,
+            piece.spec,
+            piece.elements,
+            piece.storage,
+            share.owned,
+            share.uncovered,
+            None if share.shared_with is None else names[stored[share.shared_with]],
+            piece.wrapper,
+            piece.trainable,
+        )
+        for index, (name, piece) in enumerate(zip(names, pieces, strict=True))
+        for share in (ownership.get(index, _NO_BYTES),)
+    )
+    uncovered = {index: storage.bytes for index, storage in enumerate(storages)}
+    for tensor in tensors:
+        if tensor.storage is not None:
+            uncovered[tensor.storage] -= tensor.bytes
+    covered = (replace(s, unneeded=uncovered[index]) if uncovered[index] > 0 else s for index, s in enumerate(storages))
+    return tensors, tuple(covered)
+
+
+_NO_BYTES = Ownership(0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from memsize.checkpoints.breakdown import Breakdown
-from memsize.checkpoints.contents import Difference, Match, Tensor
+from memsize.checkpoints.contents import Difference, Match, Problem, Tensor
 from memsize.records.trace import TensorSpec
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
@@ -30,8 +30,6 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Naming:
-    """A change of names."""
-
     dropped: str = ""
     added: str = ""
     wrappers: tuple[str, ...] = ()
@@ -42,7 +40,7 @@ class _Naming:
             return None
         name = name[len(self.dropped) :]
         if self.wrappers:
-            name = _without(self.wrappers, name)
+            name = re.sub(rf"(?<![^.])(?:{'|'.join(self.wrappers)})\.", "", name)
         return self.added + name
 
     @property
@@ -72,16 +70,14 @@ def compared(breakdown: Breakdown, expected: Mapping[str, Expected], model: str)
 
 
 def _compared(name: str, wanted: Expected, tensor: Tensor | None) -> Difference | None:
-    """The difference of one tensor from the model's, or None."""
     if tensor is None:
         return Difference(name, "missing", None, wanted.spec, 0)
-    if tensor.wrapper is not None:
-        return Difference(name, "wrong dtype", tensor.spec, wanted.spec, tensor.bytes)
-    if tensor.spec.shape != wanted.spec.shape:
-        return Difference(name, "wrong shape", tensor.spec, wanted.spec, tensor.bytes)
-    if tensor.spec.dtype != wanted.spec.dtype:
-        return Difference(name, "wrong dtype", tensor.spec, wanted.spec, tensor.bytes)
-    return None
+    problem: Problem = "wrong dtype"
+    if tensor.wrapper is None and tensor.spec.shape != wanted.spec.shape:
+        problem = "wrong shape"
+    elif tensor.wrapper is None and tensor.spec.dtype == wanted.spec.dtype:
+        return None
+    return Difference(name, problem, tensor.spec, wanted.spec, tensor.bytes)
 
 
 def _stems(naming: _Naming, pieces: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -96,37 +92,26 @@ def _stems(naming: _Naming, pieces: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _naming(names: Sequence[str], expected: Mapping[str, Expected]) -> _Naming:
-    """The change of names under which most tensors of the file are the model's."""
     wanted = set(expected)
     infixes = tuple(wrapper for wrapper in _WRAPPERS if any(f".{wrapper}." in f".{name}" for name in names))
     options = [_Naming()]
     for wrappers in ((), infixes) if infixes else ((),):
-        cleaned = [_without(wrappers, name) for name in names] if wrappers else names
         options.append(_Naming(wrappers=wrappers))
         options += [_Naming(prefix, "", wrappers) for prefix in _prefixes(names)]
-        if not wrappers or cleaned != list(names):
-            options += [_Naming("", prefix, wrappers) for prefix in _prefixes(tuple(expected))]
-    scored = [(_score(option, names, wanted), option) for option in options]
-    best = max(score for score, _ in scored)
-    return min((option for score, option in scored if score == best), key=lambda option: option.size)
+        options += [_Naming("", prefix, wrappers) for prefix in _prefixes(tuple(expected))]
 
+    def matching(naming: _Naming) -> int:
+        return sum(naming.of(name) in wanted for name in names)
 
-def _score(naming: _Naming, names: Sequence[str], wanted: set[str]) -> int:
-    return sum(naming.of(name) in wanted for name in names)
+    return min(options, key=lambda option: (-matching(option), option.size))
 
 
 def _prefixes(names: Sequence[str]) -> list[str]:
-    """The prefixes, in whole steps, that the most names have."""
     counts: Counter[str] = Counter()
     for name in names:
         steps = name.split(".")[:-1][:_DEEPEST_PREFIX]
         counts.update(".".join(steps[:length]) + "." for length in range(1, len(steps) + 1))
     return [prefix for prefix, _ in counts.most_common(16)]
-
-
-def _without(wrappers: Sequence[str], name: str) -> str:
-    pattern = "|".join(map(re.escape, wrappers))
-    return re.sub(rf"(?<![^.])(?:{pattern})\.", "", name)
 
 
 def _root(prefix: str, tensors: Sequence[Tensor], breakdown: Breakdown) -> tuple[str, ...]:

@@ -13,6 +13,8 @@ import io
 import struct
 import zipfile
 import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -20,8 +22,16 @@ from memsize.checkpoints.contents import BITS, Contents, Mark, Storage, Use
 from memsize.checkpoints.pickle_names import is_allowed
 from memsize.checkpoints.pickle_values import Blob, Dict, StorageValue
 from memsize.checkpoints.pickle_walk import Locate, PickleContents, walk
-from memsize.checkpoints.source import BEST_PACKING, LONGEST_DIRECTORY, MOST_UNPACKED, Claims, Source, printable
-from memsize.checkpoints.storage_index import StorageIndex, file_contents
+from memsize.checkpoints.source import (
+    BEST_PACKING,
+    LONGEST_DIRECTORY,
+    MOST_UNPACKED,
+    Claims,
+    Piece,
+    Source,
+    file_contents,
+    printable,
+)
 from memsize.checkpoints.unpickler import Unpickler
 
 _LOCAL, _END, _DESCRIPTOR = b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08"
@@ -45,17 +55,23 @@ def read_zip(source: Source) -> Contents:
     mentioned: dict[str, None] = {}
     pickles: dict[str, _Record] = {}
     for name, record in _records(source, claims).items():
+        use: Use = "headers" if name in _OWN else "other"
         if name.startswith(tuple(_PICKLES.values())):
             index.add(name, Storage(name, 0, record.offset, record.size, record.packed))
+            use = "tensors"
         if name in _PICKLES:
             pickles[name] = record
         else:
-            claims.claim(record.offset, record.packed, _use(name))
+            claims.claim(record.offset, record.packed, use)
     for name in (name for name in _PICKLES if name in pickles):
         noted = len(contents.values)
-        unpickler = _unpickler(source, pickles[name])
-        locate = _locator(index, _PICKLES[name], pickles[name].unpacked is None)
-        walk(unpickler.load(), locate, source, contents)
+        record = pickles[name]
+        if record.unpacked is None:
+            source.file.seek(record.offset)
+            unpickler = Unpickler(source, record.offset + record.packed)
+        else:
+            unpickler = Unpickler(source, len(record.unpacked), io.BytesIO(record.unpacked))
+        walk(unpickler.load(), _locator(index, _PICKLES[name], record.unpacked is None), source, contents)
         mentioned |= unpickler.mentioned
         if name == "constants.pkl":
             del contents.values[noted:]
@@ -68,36 +84,12 @@ def read_zip(source: Source) -> Contents:
     return _contents(source, format, claims, index, contents, mentioned)
 
 
-def _unpickler(source: Source, record: _Record) -> Unpickler:
-    """An unpickler of one pickle of the archive, in the file or unpacked."""
-    if record.unpacked is not None:
-        return Unpickler(source, len(record.unpacked), io.BytesIO(record.unpacked))
-    source.file.seek(record.offset)
-    return Unpickler(source, record.offset + record.packed)
-
-
 def _locator(index: StorageIndex, prefix: str = "", in_file: bool = True) -> Locate:
-    """A function that finds the storages of one pickle."""
-
-    def locate(value: StorageValue | Blob) -> int:
-        return index.find_array(value, in_file) if isinstance(value, Blob) else index.find(value, prefix)
-
-    return locate
-
-
-def _use(name: str) -> Use:
-    if name.startswith(tuple(_PICKLES.values())):
-        return "tensors"
-    return "headers" if name in _OWN else "other"
+    return lambda value: index.find_array(value, in_file) if isinstance(value, Blob) else index.find(value, prefix)
 
 
 def _contents(
-    source: Source,
-    format: str,
-    claims: Claims,
-    index: StorageIndex,
-    contents: PickleContents,
-    mentioned: dict[str, None],
+    source: Source, format: str, claims: Claims, index: StorageIndex, contents: PickleContents, mentioned: Iterable[str]
 ) -> Contents:
     return file_contents(
         source,
@@ -110,6 +102,61 @@ def _contents(
         classes=tuple(name for name in mentioned if not is_allowed(name)),
         module=contents.module,
     )
+
+
+@dataclass(slots=True)
+class StorageIndex:
+    """The storages of one PyTorch file while it is read, found by the keys that its pickles have for them.
+
+    `storages` are in the order in which they were added. Among them are arrays that stand within a pickle.
+    """
+
+    source: Source
+    storages: list[Storage] = field(default_factory=list)
+    _by_key: dict[str, int] = field(default_factory=dict)
+    _arrays: dict[Blob, int] = field(default_factory=dict)
+
+    def add(self, key: str, storage: Storage) -> None:
+        """Keep `storage` under `key`."""
+        self._by_key[key] = len(self.storages)
+        self.storages.append(storage)
+
+    def find(self, value: StorageValue, prefix: str = "") -> int:
+        """The index of a pickle's storage, whose key follows `prefix` here. Raises `CheckpointError` if none does."""
+        key = prefix + value.key
+        index = self._by_key.get(key)
+        if index is None:
+            raise self.source.damaged(f"the storage {key!r} that its pickle names is missing")
+        if value.elements * BITS[value.dtype] + 7 >> 3 > self.storages[index].bytes:
+            raise self.source.damaged(
+                f"the storage {key!r} should hold {value.elements:,} elements of {value.dtype} and has "
+                f"{self.storages[index].bytes:,} bytes"
+            )
+        return index
+
+    def find_array(self, blob: Blob, in_file: bool) -> int:
+        """The index of the array with the data `blob`, which is part of the file unless its pickle is compressed."""
+        if blob not in self._arrays:
+            self._arrays[blob] = len(self.storages)
+            self.storages.append(Storage("in the pickle", 0, blob.start if in_file else None, 0, 0))
+        return self._arrays[blob]
+
+    def measure_arrays(self, pieces: Sequence[Piece], claims: Claims) -> None:
+        """Set the sizes of arrays within a pickle from their tensors: a text that encodes an array is longer."""
+        needs = dict.fromkeys(self._arrays.values(), 0)
+        for piece in pieces if needs else ():
+            if piece.storage in needs:
+                needs[piece.storage] = max(needs[piece.storage], piece.start + piece.span)
+        for index, size in needs.items():
+            old = self.storages[index]
+            self.storages[index] = replace(old, bytes=size, file_bytes=0 if old.offset is None else size)
+            claims.claim(old.offset or 0, 0 if old.offset is None else size, "tensors")
+
+    @property
+    def holes(self) -> list[tuple[int, int]]:
+        """The starts and lengths of arrays within a pickle."""
+        storages = (self.storages[index] for index in self._arrays.values())
+        return [(storage.offset, storage.file_bytes) for storage in storages if storage.offset is not None]
 
 
 # The zip archive
@@ -154,7 +201,10 @@ def _records(source: Source, claims: Claims) -> dict[str, _Record]:
         raise source.damaged(f"its zip directory is not one ({printable(str(error))})") from error
     records: dict[str, _Record] = {}
     position, before = 0, ""
-    folder = _folder(source, archive.namelist())
+    folders = [name.removesuffix("data.pkl") for name in archive.namelist() if f"/{name}".endswith("/data.pkl")]
+    if not folders:
+        raise source.damaged("it is a zip archive without a data.pkl, so not a file that torch.save wrote")
+    folder = printable(min(folders, key=len))
     for info in sorted(archive.infolist(), key=attrgetter("header_offset")):
         name = printable(info.filename)
         record = _located(source, info, f"the record {name!r}", claims)
@@ -167,16 +217,11 @@ def _records(source: Source, claims: Claims) -> dict[str, _Record]:
             record = record._replace(unpacked=_unpacked(source, archive, info, f"the record {key!r}"))
         records[key] = record
         position, before = record.offset + record.packed, name
-    _claim_directory(source, archive, claims)
+    # The directory and its end record; bytes behind these stay unclaimed.
+    size = min(source.size, _END_SIZE + _LONGEST_COMMENT)
+    end = source.size - size + source.read(source.size - size, size, "the zip directory").rfind(_END)
+    claims.claim(archive.start_dir, end + _END_SIZE + len(archive.comment) - archive.start_dir, "headers")
     return records
-
-
-def _folder(source: Source, names: list[str]) -> str:
-    """The folder that all records are in, by the pickle that they belong to."""
-    folders = [name.removesuffix("data.pkl") for name in names if name == "data.pkl" or name.endswith("/data.pkl")]
-    if not folders:
-        raise source.damaged("it is a zip archive without a data.pkl, so not a file that torch.save wrote")
-    return printable(min(folders, key=len))
 
 
 def _located(source: Source, info: zipfile.ZipInfo, what: str, claims: Claims) -> _Record:
@@ -199,22 +244,12 @@ def _located(source: Source, info: zipfile.ZipInfo, what: str, claims: Claims) -
     claims.claim(info.header_offset, fixed, "headers")
     claims.claim(info.header_offset + fixed, extra_size, "padding")
     if info.flag_bits & _HAS_DESCRIPTOR:
-        _claim_descriptor(source, offset + packed, claims)
+        # The sizes may stand behind the data, in 32 or 64 bits.
+        start = offset + packed
+        data = source.read(start, min(24, source.size - start), "a zip data descriptor")
+        if data[:4] == _DESCRIPTOR:
+            claims.claim(start, 16 if data[16:18] == b"PK" else 24, "headers")
     return _Record(offset, packed, info.file_size)
-
-
-def _claim_descriptor(source: Source, start: int, claims: Claims) -> None:
-    """The sizes that may stand behind a record's data, in 32 or 64 bits."""
-    data = source.read(start, min(24, source.size - start), "a zip data descriptor")
-    if data[:4] == _DESCRIPTOR:
-        claims.claim(start, 16 if data[16:18] == b"PK" else 24, "headers")
-
-
-def _claim_directory(source: Source, archive: zipfile.ZipFile, claims: Claims) -> None:
-    """Claim the directory and its end record; bytes behind these stay unclaimed."""
-    size = min(source.size, _END_SIZE + _LONGEST_COMMENT)
-    end = source.size - size + source.read(source.size - size, size, "the zip directory").rfind(_END)
-    claims.claim(archive.start_dir, end + _END_SIZE + len(archive.comment) - archive.start_dir, "headers")
 
 
 def _unpacked(source: Source, archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str) -> bytes:
@@ -258,26 +293,19 @@ def read_legacy(source: Source) -> Contents:
     if not isinstance(keys, list):
         raise source.damaged("its list of storages is not one")
     end = source.file.tell()
-    _index_storages(source, keys, unpickler.storages, index, claims, "little" if _is_little(system) else "big")
+    entries = {key: value for key, value in system.pairs if isinstance(key, str)} if isinstance(system, Dict) else {}
+    order: Literal["little", "big"] = "big" if entries.get("little_endian") is False else "little"
+    _index_storages(source, keys, unpickler.storages, index, claims, order)
     walk(root, _locator(index), source, contents)
     index.measure_arrays(contents.pieces, claims)
     claims.claim_around(0, end, "pickle", index.holes)
     return _contents(source, "PyTorch legacy", claims, index, contents, unpickler.mentioned)
 
 
-def _is_little(system: object) -> bool:
-    entries = {key: value for key, value in system.pairs if isinstance(key, str)} if isinstance(system, Dict) else {}
-    return entries.get("little_endian") is not False
-
-
 def _index_storages(
-    source: Source,
-    keys: list[object],
-    mentioned: dict[str, StorageValue],
-    index: StorageIndex,
-    claims: Claims,
+    source: Source, keys: list[object], mentioned: dict[str, StorageValue], index: StorageIndex, claims: Claims,
     order: Literal["little", "big"],
-) -> None:
+) -> None:  # fmt: skip
     """Find the storages in the order of the file: a number of elements, and their data."""
     position = source.file.tell()
     rest = dict(mentioned)

@@ -41,25 +41,20 @@ _DAMAGE = (
 )
 
 
-def _costs() -> list[int]:
-    """The cost of each instruction in the budget: about the memory of its result."""
-    # Three is not for memory, but for the tenth of a microsecond that even an instruction without a result takes.
-    costs = [3] * 256
-    for cost, codes in (
-        (5, (pickle.BININT, pickle.BININT2, pickle.INT, pickle.LONG, pickle.FLOAT, pickle.BINFLOAT)),
-        (10, (pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE, pickle.STRING, pickle.UNICODE)),
-        (8, (pickle.SETITEM, pickle.SETITEMS)),
-        (12, (pickle.EMPTY_LIST, pickle.LIST, pickle.EMPTY_SET, pickle.FROZENSET, pickle.MARK)),
-        (16, (pickle.EMPTY_DICT, pickle.DICT, pickle.BINPERSID)),
-        (24, (pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.OBJ)),
-        (60, (pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.INST)),
-    ):
-        for code in codes:
-            costs[code[0]] = cost
-    return costs
-
-
-_COSTS = _costs()
+# Three is not for memory, but for the tenth of a microsecond that even an instruction without a result takes.
+_COSTS = [3] * 256
+"""The cost of each instruction in the budget: about the memory of its result."""
+for _cost, _codes in (
+    (5, (pickle.BININT, pickle.BININT2, pickle.INT, pickle.LONG, pickle.FLOAT, pickle.BINFLOAT)),
+    (10, (pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE, pickle.STRING, pickle.UNICODE)),
+    (8, (pickle.SETITEM, pickle.SETITEMS)),
+    (12, (pickle.EMPTY_LIST, pickle.LIST, pickle.EMPTY_SET, pickle.FROZENSET, pickle.MARK)),
+    (16, (pickle.EMPTY_DICT, pickle.DICT, pickle.BINPERSID)),
+    (24, (pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.OBJ)),
+    (60, (pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.INST)),
+):
+    for _code in _codes:
+        _COSTS[_code[0]] = _cost
 
 
 class Memo:
@@ -120,8 +115,15 @@ class Unpickler(pickle._Unpickler):
         self.stack: list[Value] = []
         self.append = self.stack.append
         start = self._file.tell()
+        read, dispatch, costs, budget = self.read, self.dispatch, _COSTS, self.budget
         try:
-            self._run()
+            while budget.pickle >= 0:
+                code = read(1)
+                if not code:
+                    raise self.damaged("it ends too early")
+                budget.pickle -= costs[code[0]]
+                dispatch[code[0]](self)
+            raise self.exhausted()
         except pickle._Stop as stop:  # type: ignore[attr-defined]
             value = stop.value
         except _DAMAGE as error:
@@ -133,17 +135,6 @@ class Unpickler(pickle._Unpickler):
             raise self.damaged("it ends too early")
         self.memo = Memo()
         return value
-
-    def _run(self) -> None:
-        """Follow the instructions until one says stop, which raises `pickle._Stop`."""
-        read, dispatch, costs, budget = self.read, self.dispatch, _COSTS, self.budget
-        while budget.pickle >= 0:
-            code = read(1)
-            if not code:
-                raise self.damaged("it ends too early")
-            budget.pickle -= costs[code[0]]
-            dispatch[code[0]](self)
-        raise self.exhausted()
 
     def exhausted(self) -> CheckpointError:
         """The error of a pickle that goes on when the budget is used up."""
@@ -181,7 +172,12 @@ class Unpickler(pickle._Unpickler):
             case ("storage", Global() as kind, str(key), _, int(elements), *rest) if elements >= 0:
                 first = StorageValue(key, STORAGES[kind.path.rpartition(".")[2]], elements)
                 self.storages.setdefault(key, first)
-                return _viewed(first, rest)
+                match rest:  # PyTorch before 0.4 wrote the view ``(key, offset, size)`` of a storage
+                    case [(_, int(offset), int(size))] if 0 <= offset <= offset + size <= elements:
+                        return first._replace(elements=size, base=offset)
+                    case [tuple(), *_]:
+                        raise ValueError("not a view of a storage")
+                return first
             case ("module", Global() as kind, *_):
                 return kind
         raise self.damaged("it points to something outside it that is not a storage")
@@ -210,12 +206,10 @@ class Unpickler(pickle._Unpickler):
         self.call(klass, tuple(args))
 
     def load_reduce(self) -> None:
-        """REDUCE and NEWOBJ: a function or a class, and its arguments."""
         args = self.stack.pop()
         self.call(self.stack.pop(), args)
 
     def load_newobj_ex(self) -> None:
-        """NEWOBJ_EX: the same with keyword arguments."""
         keywords, args, callee = self.stack.pop(), self.stack.pop(), self.stack.pop()
         self.call(callee, (*args, keywords))
 
@@ -243,11 +237,9 @@ class Unpickler(pickle._Unpickler):
             self.append(self._number(line))
 
     def load_get(self) -> None:
-        """GET: push the memo's value of a number in digits."""
         self.append(self.memo[self._number(self.readline())])
 
     def load_put(self) -> None:
-        """PUT: remember the topmost value under a number in digits."""
         self.memo[self._number(self.readline())] = self.stack[-1]
 
     def _number(self, line: bytes) -> int:
@@ -264,7 +256,6 @@ class Unpickler(pickle._Unpickler):
         self.append(Dict(items))
 
     def load_buffer(self) -> None:
-        """NEXT_BUFFER and READONLY_BUFFER."""
         raise self.damaged("it needs data that is kept outside it")
 
     def push_data(self, length: int, text: bool) -> None:
@@ -301,44 +292,33 @@ def _sized(layout: str, push: Callable[[Unpickler, int], None]) -> Callable[[Unp
 _text, _bytes = partial(Unpickler.push_data, text=True), partial(Unpickler.push_data, text=False)
 
 
-def _harmless() -> dict[bytes, Callable[[Any], None]]:
-    """The instructions that this machine runs in another way than Python's own."""
-    return {
-        pickle.FRAME: lambda machine: machine.read(8),  # a length that only helps reading ahead
-        pickle.INT: Unpickler.load_decimal,
-        pickle.LONG: Unpickler.load_decimal,
-        pickle.LONG1: _sized("<B", Unpickler.push_long),
-        pickle.LONG4: _sized("<i", Unpickler.push_long),
-        pickle.GET: Unpickler.load_get,
-        pickle.PUT: Unpickler.load_put,
-        **dict.fromkeys((pickle.SHORT_BINUNICODE, pickle.SHORT_BINSTRING), _sized("<B", _text)),
-        pickle.BINUNICODE: _sized("<I", _text),
-        pickle.BINSTRING: _sized("<i", _text),
-        pickle.BINUNICODE8: _sized("<Q", _text),
-        pickle.SHORT_BINBYTES: _sized("<B", _bytes),
-        pickle.BINBYTES: _sized("<I", _bytes),
-        **dict.fromkeys((pickle.BINBYTES8, pickle.BYTEARRAY8), _sized("<Q", _bytes)),
-        # A set is kept as a list, since what would be in it may have no hash, or all the same one.
-        pickle.EMPTY_SET: _THEIRS[pickle.EMPTY_LIST[0]],
-        pickle.FROZENSET: _THEIRS[pickle.LIST[0]],
-        pickle.ADDITEMS: _THEIRS[pickle.APPENDS[0]],
-        pickle.EMPTY_DICT: lambda machine: machine.append(Dict()),
-        pickle.DICT: Unpickler.load_dict,
-        **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ), Unpickler.load_reduce),
-        pickle.NEWOBJ_EX: Unpickler.load_newobj_ex,
-        pickle.BUILD: Unpickler.load_build,
-        **dict.fromkeys((pickle.NEXT_BUFFER, pickle.READONLY_BUFFER), Unpickler.load_buffer),
-    }
+_HARMLESS: dict[bytes, Callable[[Any], None]] = {
+    pickle.FRAME: lambda machine: machine.read(8),  # a length that only helps reading ahead
+    pickle.INT: Unpickler.load_decimal,
+    pickle.LONG: Unpickler.load_decimal,
+    pickle.LONG1: _sized("<B", Unpickler.push_long),
+    pickle.LONG4: _sized("<i", Unpickler.push_long),
+    pickle.GET: Unpickler.load_get,
+    pickle.PUT: Unpickler.load_put,
+    **dict.fromkeys((pickle.SHORT_BINUNICODE, pickle.SHORT_BINSTRING), _sized("<B", _text)),
+    pickle.BINUNICODE: _sized("<I", _text),
+    pickle.BINSTRING: _sized("<i", _text),
+    pickle.BINUNICODE8: _sized("<Q", _text),
+    pickle.SHORT_BINBYTES: _sized("<B", _bytes),
+    pickle.BINBYTES: _sized("<I", _bytes),
+    **dict.fromkeys((pickle.BINBYTES8, pickle.BYTEARRAY8), _sized("<Q", _bytes)),
+    # A set is kept as a list, since what would be in it may have no hash, or all the same one.
+    pickle.EMPTY_SET: _THEIRS[pickle.EMPTY_LIST[0]],
+    pickle.FROZENSET: _THEIRS[pickle.LIST[0]],
+    pickle.ADDITEMS: _THEIRS[pickle.APPENDS[0]],
+    pickle.EMPTY_DICT: lambda machine: machine.append(Dict()),
+    pickle.DICT: Unpickler.load_dict,
+    **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ), Unpickler.load_reduce),
+    pickle.NEWOBJ_EX: Unpickler.load_newobj_ex,
+    pickle.BUILD: Unpickler.load_build,
+    **dict.fromkeys((pickle.NEXT_BUFFER, pickle.READONLY_BUFFER), Unpickler.load_buffer),
+}
+"""The instructions that this machine runs in another way than Python's own."""
 
 
-Unpickler.dispatch.update({code[0]: step for code, step in _harmless().items()})
-
-
-def _viewed(storage: StorageValue, rest: list[Value]) -> StorageValue:
-    """A storage, or as PyTorch before 0.4 wrote it, the view ``(key, offset, size)`` of one."""
-    match rest:
-        case [(_, int(offset), int(size))] if 0 <= offset <= offset + size <= storage.elements:
-            return StorageValue(storage.key, storage.dtype, size, offset)
-        case [tuple(), *_]:
-            raise ValueError("not a view of a storage")
-    return storage
+Unpickler.dispatch.update({code[0]: step for code, step in _HARMLESS.items()})

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from memsize.cuda import cast_cache
+from memsize.cuda import autocast
 from memsize.kernels.semantics import Semantics, current
 from memsize.torch_internals.dispatch_key import KEY, Kernel, exclude, key_excluded, overload
 from memsize.torch_internals.meta import is_meta
@@ -55,7 +55,13 @@ Rule = Callable[[Attention], bool]
 
 def choose_backend(call: Attention) -> Backend:
     """The backend that CUDA would choose; raises RuntimeError when the user's flags leave none."""
-    for backend in _priority(call):
+    names: dict[int, Backend] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+    order = tuple(names[index] for index in torch._C._get_sdp_priority_order() if index in names)
+    is_default = order == ("flash", "efficient", "math", "cudnn")
+    # Hopper and Blackwell put cuDNN first where it is new enough.
+    if is_default and call.capability[0] in (9, 10) and call.cudnn > _PREFERS_CUDNN:
+        order = ("cudnn", "flash", "efficient", "math")
+    for backend in order:
         if can_run(backend, call):
             return backend
     raise RuntimeError("no attention kernel that is switched on can run this call: allow SDPBackend.MATH")
@@ -66,27 +72,14 @@ def can_run(backend: Backend, call: Attention) -> bool:
     return all(rule(call) for rule in _RULES[backend])
 
 
-def _priority(call: Attention) -> tuple[Backend, ...]:
-    """PyTorch's order, or the user's. Hopper and Blackwell put cuDNN first where it is new enough."""
-    names: dict[int, Backend] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
-    order = tuple(names[index] for index in torch._C._get_sdp_priority_order() if index in names)
-    is_default = order == ("flash", "efficient", "math", "cudnn")
-    if is_default and call.capability[0] in (9, 10) and call.cudnn > _PREFERS_CUDNN:
-        return ("cudnn", "flash", "efficient", "math")
-    return order
-
-
 def _is_four_dimensional(call: Attention) -> bool:
     return call.query.dim() == call.key.dim() == call.value.dim() == 4
 
 
 def _has_batch_and_heads(call: Attention) -> bool:
     """The same batch for all; the same heads, or with `enable_gqa` heads that key and value share evenly."""
-    sizes = [t.shape[:2] for t in (call.query, call.key, call.value)]
-    (query, heads), (key, shared), (value, other) = sizes
-    if not query == key == value:
-        return False
-    return shared == other and (heads == shared or (call.grouped and heads % shared == 0))
+    (query, heads), (key, shared), (value, other) = (t.shape[:2] for t in (call.query, call.key, call.value))
+    return query == key == value and shared == other and (heads == shared or (call.grouped and heads % shared == 0))
 
 
 def _has_tokens(call: Attention) -> bool:
@@ -112,10 +105,6 @@ def _is_half(call: Attention) -> bool:
     return _has_dtype(call, _HALVES if call.capability >= (8, 0) else (torch.float16,))
 
 
-def _has_efficient_dtype(call: Attention) -> bool:
-    return _has_dtype(call, (torch.float16, torch.float32) + ((torch.bfloat16,) if call.capability >= (8, 0) else ()))
-
-
 def _has_flash_backward(call: Attention) -> bool:
     """Consumer GPUs lack the shared memory for the backward of heads above 192."""
     major, minor = call.capability
@@ -124,16 +113,13 @@ def _has_flash_backward(call: Attention) -> bool:
     return not (is_small and call.differentiates) or head <= 192 or (call.dropout == 0 and head > 224)
 
 
-def _alignment(call: Attention) -> int:
-    """Elements to which the memory-efficient kernel wants a head aligned: 16 bytes on tensor cores."""
+def _has_efficient_head(call: Attention) -> bool:
     is_half = call.query.dtype in _HALVES
     has_tensor_cores = call.capability[0] >= 8 or (call.capability[0] == 7 and is_half)
-    least = 4 if call.capability[0] >= 8 else 1
-    return max(least, 8 if is_half else 4) if has_tensor_cores else least
-
-
-def _has_efficient_head(call: Attention) -> bool:
-    head, value, alignment = call.query.shape[-1], call.value.shape[-1], _alignment(call)
+    alignment = 4 if call.capability[0] >= 8 else 1
+    if has_tensor_cores:  # 16 bytes
+        alignment = max(alignment, 8 if is_half else 4)
+    head, value = call.query.shape[-1], call.value.shape[-1]
     return head == call.key.shape[-1] and head > 0 and value > 0 and head % alignment == 0 == value % alignment
 
 
@@ -152,10 +138,6 @@ def _has_cudnn_mask(call: Attention) -> bool:
     dims = call.mask.dim()
     fits = all(size in (1, want) for size, want in zip(call.mask.shape[::-1], full[::-1], strict=False))
     return dims in (2, 4) and fits and not call.mask.requires_grad
-
-
-def _has_cudnn_dropout(call: Attention) -> bool:
-    return call.dropout * 16 == int(call.dropout * 16) and not (call.dropout and 91100 < call.cudnn < 91400)
 
 
 _RULES: dict[Backend, tuple[Rule, ...]] = {
@@ -180,7 +162,7 @@ _RULES: dict[Backend, tuple[Rule, ...]] = {
         _has_tokens,
         _is_dense_in_heads,
         lambda call: call.query.shape[:2] == call.key.shape[:2] == call.value.shape[:2],
-        _has_efficient_dtype,
+        lambda call: _is_half(call) or _has_dtype(call, (torch.float16, torch.float32)),
     ),
     "cudnn": (
         lambda call: torch._C._get_cudnn_sdp_enabled(),
@@ -188,7 +170,7 @@ _RULES: dict[Backend, tuple[Rule, ...]] = {
         _is_four_dimensional,
         _is_half,
         _has_cudnn_mask,
-        _has_cudnn_dropout,
+        lambda call: call.dropout * 16 == int(call.dropout * 16) and not (call.dropout and 91100 < call.cudnn < 91400),
         _has_batch_and_heads,
         _has_tokens,
         _is_dense_or_single,
@@ -217,9 +199,9 @@ def _attention(
     semantics = current()
     with key_excluded:
         tensors: list[Any] = [query, key, value, attn_mask]
-        casting = cast_cache.active()
+        casting = autocast.active()
         if casting is not None:
-            tensors = cast_cache.cast_arguments(tensors, cast_cache.region_dtype(), casting)
+            tensors = autocast.cast_arguments(tensors, autocast.region_dtype(), casting)
         if semantics is not None and _is_valid(tensors, is_causal, semantics):
             query, key, value, mask = tensors
             gpu = (semantics.capability, semantics.cudnn)
@@ -227,7 +209,12 @@ def _attention(
             backend = choose_backend(call)
             # CUDA's own kernels have rules for meta tensors, but none for CPU tensors.
             if is_meta(query) or backend == "math":
-                return _RUNS[backend](call._replace(mask=_additive(call.mask, call.query.dtype)))
+                if mask is not None and mask.dtype is torch.bool:
+                    least = -torch.inf
+                    call = call._replace(
+                        mask=torch.where(mask, 0.0, torch.full((), least, dtype=query.dtype, device=mask.device))
+                    )
+                return _RUNS[backend](call)
         plain = overload("scaled_dot_product_attention")
         result: Tensor = plain(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return result
@@ -240,48 +227,34 @@ def _is_valid(tensors: list[Any], causal: bool, semantics: Semantics) -> bool:
         return False
     if not all(semantics.stands_for_cuda(t) and t.device == query.device for t in tensors[:3]):
         return False
-    if mask is None:
-        return True
-    is_known = mask.dtype in (torch.bool, torch.float32, query.dtype)
-    return is_known and not causal and not mask.is_nested
-
-
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a boolean mask as numbers to add to the scores (0 and -inf); other masks unchanged."""
-    if mask is None or mask.dtype is not torch.bool:
-        return mask
-    return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=dtype, device=mask.device))
+    is_known = mask is None or mask.dtype in (torch.bool, torch.float32, query.dtype)
+    return is_known and (mask is None or not (causal or mask.is_nested))
 
 
 def _flash(call: Attention) -> Tensor:
     """Heads are padded to a multiple of 8 before autograd sees them, so backward keeps the padded copies."""
     head = call.query.shape[-1]
-    padded = [_padded(t, head) for t in (call.query, call.key, call.value)]
+    padded = [call.query, call.key, call.value]
+    if head % 8:
+        padded = [torch.nn.functional.pad(tensor, (0, -head % 8)) for tensor in padded]
     scale = head**-0.5 if call.scale is None else call.scale
     flash = overload("_scaled_dot_product_flash_attention")
     out: Tensor = flash(*padded, call.dropout, call.causal, False, scale=scale)[0]
     return out if out.shape[-1] == head else out[..., :head]
 
 
-def _padded(tensor: Tensor, head: int) -> Tensor:
-    return torch.nn.functional.pad(tensor, (0, -head % 8)) if head % 8 else tensor
-
-
 def _efficient(call: Attention) -> Tensor:
     efficient = overload("_scaled_dot_product_efficient_attention")
-    bias = None if call.mask is None else _aligned(call.mask, (*call.query.shape[:3], call.key.shape[2]))
+    bias = call.mask
+    if bias is not None:
+        # Copied into padded rows first unless every row begins on a multiple of 8.
+        if bias.stride(-1) != 1 or any(stride % _MASK_ALIGNMENT for stride in bias.stride()[:-1]):
+            last = bias.shape[-1]
+            bias = torch.nn.functional.pad(bias, (0, _MASK_ALIGNMENT - last % _MASK_ALIGNMENT))[..., :last]
+        bias = bias.expand((*call.query.shape[:3], call.key.shape[2]))
     tensors = (call.query, call.key, call.value)
     out: Tensor = efficient(*tensors, bias, call.differentiates, call.dropout, call.causal, scale=call.scale)[0]
     return out
-
-
-def _aligned(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`mask` over the whole `shape`; copied into padded rows first unless every row begins on a multiple of 8."""
-    is_aligned = mask.stride(-1) == 1 and not any(stride % _MASK_ALIGNMENT for stride in mask.stride()[:-1])
-    if not is_aligned:
-        last = mask.shape[-1]
-        mask = torch.nn.functional.pad(mask, (0, _MASK_ALIGNMENT - last % _MASK_ALIGNMENT))[..., :last]
-    return mask.expand(shape)
 
 
 def _cudnn(call: Attention) -> Tensor:

@@ -1,24 +1,27 @@
-"""CUDA's autocast policy: which operators cast their arguments, and to what. `cast_cache` casts them.
+"""CUDA's autocast: which operators cast their arguments, and to what, and how long copies of weights live.
 
 Everything is driven by PyTorch's own state, so that a user's nested and disabled regions count. `POLICIES` is the one
 table of operators. Only those that the installed torch wraps get a kernel, so that each version behaves as it does:
 2.12 added `rms_norm` and dropped dimensions by name (``.dimname``), 2.14 added `linalg_matrix_sqrth`. Operators of
-other libraries are known by their full names, and get their kernels once their library is imported.
+other libraries are known by their full names, and get their kernels once their library is imported. A weight's copy
+lives until PyTorch clears its cache at the end of the outermost region, or `cuda_semantics` ends.
 
-Source: aten/src/ATen/autocast_mode.h (the lists and the wrappers), autocast_mode.cpp (the refused loss),
+Source: aten/src/ATen/autocast_mode.h (the lists and the wrappers), autocast_mode.cpp (the refused loss, `cached_cast`),
 aten/src/ATen/cudnn/AutocastRNN.cpp; torchvision/csrc/ops/autocast (since 0.28 torchvision/_autograd_registrations.py).
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from memsize.cuda.cast_cache import active, cast_arguments, is_eligible, region_dtype
 from memsize.kernels.semantics import Semantics, current
 from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
 
@@ -121,15 +124,10 @@ def _kernel(name: str, casting: Casting, beneath: Kernel | None) -> Kernel:
     return kernel
 
 
-def _lower_precision(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
-    return _with_all_in(region_dtype(), call, semantics, args, kwargs)
-
-
-def _float32(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
-    return _with_all_in(torch.float32, call, semantics, args, kwargs)
-
-
-def _with_all_in(dtype: torch.dtype, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
+def _all_cast(
+    name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any, dtype: torch.dtype | None = None
+) -> Any:
+    dtype = dtype or region_dtype()
     if kwargs:
         kwargs = dict(zip(kwargs, cast_arguments(tuple(kwargs.values()), dtype, semantics), strict=True))
     return call(*cast_arguments(args, dtype, semantics), **kwargs)
@@ -142,8 +140,7 @@ def _float32_and_back(name: str, call: Any, semantics: Semantics, args: Any, kwa
 
 
 def _promote(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
-    dtype = _widest(args, region_dtype(), semantics)
-    return call(*cast_arguments(args, dtype, semantics), **kwargs)
+    return call(*cast_arguments(args, _widest(args, region_dtype(), semantics), semantics), **kwargs)
 
 
 def _widest(values: Sequence[Any], lower: torch.dtype, semantics: Semantics) -> torch.dtype:
@@ -163,7 +160,6 @@ def _widest(values: Sequence[Any], lower: torch.dtype, semantics: Semantics) -> 
 
 
 def _float32_output(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
-    """Ask for a float32 result, where the first argument is eligible and the caller named no dtype."""
     position = _POSITIONAL_DTYPE.get(name)
     if is_eligible(args[0], semantics):
         if position is None:
@@ -187,11 +183,94 @@ def _refused(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any)
 
 
 _CASTINGS: dict[Policy, Casting] = {
-    "lower precision": _lower_precision,
-    "float32": _float32,
+    "lower precision": _all_cast,
+    "float32": partial(_all_cast, dtype=torch.float32),
     "float32 and back": _float32_and_back,
     "float32 output": _float32_output,
     "float32 appended": _float32_appended,
     "promote": _promote,
     "refused": _refused,
 }
+
+
+# -- casts -------------------------------------------------------------------------------------------------------------
+
+_is_enabled = torch._C.is_autocast_enabled
+_lower_dtype = torch._C.get_autocast_dtype
+_is_cache_enabled = torch._C.is_autocast_cache_enabled
+
+
+class _Region(threading.local):
+    is_inference = False
+    """Whether this thread is in a region that stands in for an inference mode."""
+
+
+region = _Region()
+
+
+def active() -> Semantics | None:
+    """Return this thread's semantics if a CUDA autocast region is open in it."""
+    return current() if _is_enabled("cuda") else None
+
+
+def region_dtype() -> torch.dtype:
+    """Return the lower precision of the open region."""
+    return _lower_dtype("cuda")
+
+
+def cast_arguments(values: Sequence[Any], dtype: torch.dtype, semantics: Semantics) -> list[Any]:
+    """Return `values` with every eligible tensor in `dtype`, also inside lists of tensors.
+
+    The last argument is cast first: autocast's wrappers are C++ calls of casts, and gcc evaluates those from the right.
+    """
+    last_first = [
+        cast(value, dtype, semantics)
+        if isinstance(value, Tensor)
+        else [cast(tensor, dtype, semantics) for tensor in value]
+        if type(value) is list and value and isinstance(value[0], Tensor)
+        else value
+        for value in reversed(values)
+    ]
+    return last_first[::-1]
+
+
+def cast(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:
+    """Return `tensor` in `dtype`: itself where autocast leaves it alone, else a copy, the cached one of a weight."""
+    own = tensor.dtype
+    if own is dtype or not is_eligible(tensor, semantics):
+        return tensor
+    if own is torch.float32 and _is_cached(tensor) and dtype is region_dtype():
+        return _cached_copy(tensor, dtype, semantics)
+    copy = tensor.to(dtype)
+    if semantics.observer is not None and any(isinstance(t, torch.nn.Parameter) for t in (tensor, tensor._base)):
+        semantics.observer(tensor, copy)
+    return copy
+
+
+def is_eligible(tensor: Tensor, semantics: Semantics) -> bool:
+    """Whether autocast may cast `tensor`: on the GPU, floating, not double."""
+    return tensor.is_floating_point() and tensor.dtype is not torch.float64 and semantics.stands_for_cuda(tensor)
+
+
+def _is_cached(tensor: Tensor) -> bool:
+    """Whether PyTorch would keep the copy: of leaves that want a gradient, and never in inference mode."""
+    is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+    is_inference = region.is_inference or torch.is_inference_mode_enabled()
+    return is_weight and _is_cache_enabled() and not is_inference
+
+
+def _cached_copy(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:
+    """Return the one copy of a weight in this region.
+
+    As in PyTorch, the dtype is not part of the cache's key, and a copy made under `no_grad` passes gradients on to
+    whoever uses it later.
+    """
+    entry = semantics.copies.get(id(tensor))
+    if entry is not None and entry[0]() is tensor:
+        return entry[1]
+    with torch.enable_grad():
+        copy = tensor.to(dtype)
+    semantics.copies[id(tensor)] = (weakref.ref(tensor), copy)
+    if semantics.observer is not None:
+        semantics.observer(tensor, copy)
+    return copy

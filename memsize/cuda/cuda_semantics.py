@@ -48,7 +48,17 @@ def register_kernels() -> None:
             _libraries.append(fallback)
         elif not any(name not in _registered and torch._C._dispatch_has_kernel(name) for name in autocast.LATE):
             return
-        _register({name: kernel for name, kernel in kernels().items() if name not in _registered})
+        # The libraries that hold the kernels must stay alive.
+        libraries: dict[str, torch.library.Library] = {}
+        for name, kernel in kernels().items():
+            if name not in _registered:
+                namespace, _, own = name.rpartition("::")
+                namespace = namespace or NAMESPACE
+                if namespace not in libraries:
+                    libraries[namespace] = torch.library.Library(namespace, "IMPL", KEY.name)
+                libraries[namespace].impl(own, kernel)
+                _registered.add(name)
+        _libraries.extend(libraries.values())
 
 
 def kernels() -> Mapping[str, Kernel]:
@@ -58,19 +68,6 @@ def kernels() -> Mapping[str, Kernel]:
     """
     choices = {**kernel_choice.kernels(), **recurrent.kernels()}
     return {**choices, **autocast.kernels(choices), **attention_backend.kernels(), **encoder.kernels()}
-
-
-def _register(kernels: Mapping[str, Kernel]) -> None:
-    """Put `kernels` on the key; the libraries that hold them must stay alive."""
-    libraries: dict[str, torch.library.Library] = {}
-    for name, kernel in kernels.items():
-        namespace, _, own = name.rpartition("::")
-        namespace = namespace or NAMESPACE
-        if namespace not in libraries:
-            libraries[namespace] = torch.library.Library(namespace, "IMPL", KEY.name)
-        libraries[namespace].impl(own, kernel)
-        _registered.add(name)
-    _libraries.extend(libraries.values())
 
 
 @contextmanager
@@ -125,7 +122,7 @@ def _questions() -> tuple[Override, ...]:
         Override(mode, "_cast", _casting_stand_ins),
         Override(torch, "clear_autocast_cache", _dropping_copies),
         Override(torch.utils.checkpoint, "_infer_device_type", _inferring_cuda),
-        Override(torch.utils.backend_registration, "_privateuse1_backend_name", _named_too),
+        Override(torch.utils.backend_registration, "_privateuse1_backend_name", _NameOfStandIn),
         *(Override(module, _LIST_KERNELS, _with_stand_in) for module in (_foreach_utils, optimizer, swa_utils)),
         Override(optimizer, "_get_fused_kernels_supported_devices", _with_stand_in),
     )
@@ -147,10 +144,6 @@ class _NameOfStandIn(str):
         return not self == other
 
     __hash__ = str.__hash__
-
-
-def _named_too(original: Any) -> Any:
-    return _NameOfStandIn(original)
 
 
 def _from_ampere_on(_: Function, including_emulation: bool = True) -> bool:

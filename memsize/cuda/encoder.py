@@ -27,10 +27,7 @@ _ALIGNED_HEAD = 8
 
 def kernels() -> Mapping[str, Kernel]:
     """The kernels of the fused layer and of the fused attention."""
-    return {
-        "_transformer_encoder_layer_fwd": encoder_layer,
-        "_native_multi_head_attention": multi_head_attention,
-    }
+    return {"_transformer_encoder_layer_fwd": encoder_layer, "_native_multi_head_attention": multi_head_attention}
 
 
 def encoder_layer(
@@ -120,7 +117,6 @@ def _split(features: Tensor, heads: int) -> Tensor:
 
 
 def _has_kernel(query: Tensor, heads: int) -> bool:
-    """Whether an attention kernel that does not materialise the scores takes heads of this size."""
     semantics = current()
     if semantics is None or (query.shape[-1] // heads) % _ALIGNED_HEAD:
         return False

@@ -57,14 +57,9 @@ def _stands_in(tensor: Tensor) -> bool:
 
 
 def takes_cudnn(
-    tensor: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    training: bool,
-    eps: float,
-) -> bool:
+    tensor: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None,
+    training: bool, eps: float,
+) -> bool:  # fmt: skip
     """Whether CUDA gives this batch norm to cuDNN: not for bfloat16, not for half parameters of a half input, not for
     two dimensions, not without weight and bias."""
     if weight is None or bias is None or torch.bfloat16 in (tensor.dtype, weight.dtype):
@@ -79,34 +74,20 @@ def takes_cudnn(
 
 
 def _batch_norm(
-    tensor: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
+    tensor: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None,
+    training: bool, momentum: float, eps: float, cudnn_enabled: bool,
+) -> Tensor:  # fmt: skip
     # The flag given is not read: the global one is.
     with key_excluded:
         parameters = (weight, bias, mean, variance)
         if _stands_in(tensor) and tensor.numel() and takes_cudnn(tensor, *parameters, training, eps):
-            dense = (tensor.contiguous(memory_format=_format(tensor)), *map(_contiguous, parameters))
-            return overload("cudnn_batch_norm")(*dense, training, momentum, eps)[0]  # type: ignore[no-any-return]
+            is_last = not tensor.is_contiguous() and is_dense_channels_last(tensor)
+            format = channels_last_format(tensor) if is_last else torch.contiguous_format
+            dense = (parameter if parameter is None else parameter.contiguous() for parameter in parameters)
+            call = overload("cudnn_batch_norm")
+            return call(tensor.contiguous(memory_format=format), *dense, training, momentum, eps)[0]  # type: ignore[no-any-return]
         plain = overload("batch_norm")
         return plain(tensor, *parameters, training, momentum, eps, cudnn_enabled)  # type: ignore[no-any-return]
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
-
-
-def _format(tensor: Tensor) -> torch.memory_format:
-    """The layout that cuDNN is given: the input's own if it is channels last."""
-    is_last = not tensor.is_contiguous() and is_dense_channels_last(tensor)
-    return channels_last_format(tensor) if is_last else torch.contiguous_format
 
 
 # -- RMS norm ---------------------------------------------------------------------------------------------------------
@@ -115,16 +96,12 @@ def _format(tensor: Tensor) -> torch.memory_format:
 def _rms_norm(tensor: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """One kernel, unless the weight has another dtype than the input: then the formula, step by step."""
     with key_excluded:
-        is_alike = weight is None or weight.dtype is tensor.dtype
-        if not (_stands_in(tensor) and is_alike and tensor.is_floating_point() and _fits(tensor, shape, weight)):
+        # Errors about other sizes than the last ones are PyTorch's own.
+        is_suffix = len(shape) > 0 and list(tensor.shape[-len(shape) :]) == list(shape)
+        fits = weight is None or (weight.dtype is tensor.dtype and list(weight.shape) == list(shape))
+        if not (_stands_in(tensor) and tensor.is_floating_point() and is_suffix and fits):
             return overload("rms_norm")(tensor, shape, weight, eps)  # type: ignore[no-any-return]
         return _FusedRMSNorm.apply(tensor, weight, list(shape), eps)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def _fits(tensor: Tensor, shape: Sequence[int], weight: Tensor | None) -> bool:
-    """Whether the last sizes are the normalised ones; errors about others are PyTorch's own."""
-    is_suffix = len(shape) > 0 and list(tensor.shape[-len(shape) :]) == list(shape)
-    return is_suffix and (weight is None or list(weight.shape) == list(shape))
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -144,29 +121,21 @@ class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         tensor, weight, rstd = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return *_differentiable(grads[0], tensor, weight, ctx), None, None
         mask = list(ctx.needs_input_grad[:2])
-        gradients = overload("_fused_rms_norm_backward")(grads[0], tensor, ctx.shape, rstd, weight, mask)
-        return *gradients, None, None
-
-
-def _differentiable(grad: Tensor, tensor: Tensor, weight: Tensor | None, ctx: Any) -> tuple[Tensor | None, ...]:
-    """The gradients by the formula, so that they have gradients themselves (`create_graph`)."""
-    wanted = [
-        t for t, needed in zip((tensor, weight), ctx.needs_input_grad[:2], strict=True) if needed and t is not None
-    ]
-    result = overload("_fused_rms_norm")(tensor, ctx.shape, weight, ctx.eps)[0]
-    gradients = iter(torch.autograd.grad(result, wanted, grad, create_graph=True))
-    return tuple(next(gradients) if needed else None for needed in ctx.needs_input_grad[:2])
+        if not torch.is_grad_enabled():
+            gradients = overload("_fused_rms_norm_backward")(grads[0], tensor, ctx.shape, rstd, weight, mask)
+            return *gradients, None, None
+        # By the formula, so that the gradients have gradients themselves (`create_graph`).
+        wanted = [t for t, needed in zip((tensor, weight), mask, strict=True) if needed and t is not None]
+        result = overload("_fused_rms_norm")(tensor, ctx.shape, weight, ctx.eps)[0]
+        gradients = iter(torch.autograd.grad(result, wanted, grads[0], create_graph=True))
+        return *(next(gradients) if needed else None for needed in mask), None, None
 
 
 # -- softmax ----------------------------------------------------------------------------------------------------------
 
 
 def _softmax(name: str) -> Kernel:
-    """Return the function for ``softmax`` or ``log_softmax``."""
-
     def kernel(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         with key_excluded:
             if tensor.dtype is torch.float16 and dtype is torch.float32 and _stands_in(tensor):

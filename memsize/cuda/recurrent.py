@@ -12,12 +12,12 @@ torch/nn/modules/rnn.py. Limit: where cuDNN does not take the call, the layers' 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from memsize.cuda import cast_cache
+from memsize.cuda import autocast
 from memsize.kernels.rnn import MODES
 from memsize.kernels.semantics import Semantics, current
 from memsize.known_values.values import constant_of
@@ -25,16 +25,6 @@ from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
 from memsize.torch_internals.meta import is_meta
 
 _BFLOAT16_CUDNN, _BFLOAT16_CAPABILITY = 91300, (8, 0)
-
-
-class Layers(NamedTuple):
-    """The arguments that the recurrent operators share."""
-
-    has_biases: bool
-    layers: int
-    dropout: float
-    train: bool
-    bidirectional: bool
 
 
 def kernels() -> Mapping[str, Kernel]:
@@ -47,13 +37,11 @@ def kernels() -> Mapping[str, Kernel]:
 
 
 def _layers(name: str, form: str) -> Kernel:
-    """The kernel of ``lstm.input`` and its relatives."""
-
     def kernel(*args: Any) -> Any:
         semantics = current()
         with key_excluded:
             if semantics is not None and _takes_cudnn(args[0], semantics):
-                outputs = _cudnn(MODES[name], semantics, *_arguments(form, *args))
+                outputs = _cudnn(name, form, semantics, *args)
                 if outputs is not None:
                     return outputs[: 3 if name == "lstm" else 2]
             if not is_meta(args[0]):
@@ -73,67 +61,34 @@ def _takes_cudnn(tensor: Tensor, semantics: Semantics) -> bool:
     return tensor.dtype in (torch.float16, torch.float32, torch.float64)
 
 
-def _arguments(form: str, tensor: Tensor, *args: Any) -> tuple[Any, ...]:
-    """Return the input, the states, the weights, what the operators share, whether the batch comes first, and how many
-    sequences take part in each step of packed ones.
-    """
+def _cudnn(name: str, form: str, semantics: Semantics, tensor: Tensor, *args: Any) -> Any:
+    """The outputs of `_cudnn_rnn`; None where only the data tells the sizes, or PyTorch should name the mistake."""
+    sizes: list[int] = []
     if form == "input":
-        hidden, weights, *shared, batch_first = args
-        return tensor, hidden, weights, Layers(*shared), batch_first, []
-    batch_sizes, hidden, weights, *shared = args
-    return tensor, hidden, weights, Layers(*shared), False, _values(batch_sizes)
-
-
-def _values(sizes: Tensor) -> list[int] | None:
-    """How many sequences take part in each step; None where only the data could tell."""
-    if not is_meta(sizes):
-        return sizes.tolist()
-    value = constant_of(sizes)
-    return None if value is None else value.tolist()
-
-
-def _cudnn(
-    mode: int,
-    semantics: Semantics,
-    tensor: Tensor,
-    hidden: Any,
-    weights: list[Tensor],
-    options: Layers,
-    batch_first: bool,
-    sizes: list[int] | None,
-) -> Any:
-    """The outputs of `_cudnn_rnn`, or None where PyTorch should say what is wrong with the arguments, or only the data
-    could tell the sizes.
-    """
-    if sizes is None:
-        return None
+        hidden, weights, has_biases, layers, dropout, train, bidirectional, batch_first = args
+    else:
+        batch_sizes, hidden, weights, has_biases, layers, dropout, train, bidirectional = args
+        values = constant_of(batch_sizes) if is_meta(batch_sizes) else batch_sizes
+        if values is None:
+            return None
+        sizes, batch_first = values.tolist(), False
     first, cell = hidden if isinstance(hidden, (list, tuple)) else (hidden, None)
-    width, projected = _widths(first, cell)
-    stride = (4 if options.has_biases else 2) + (projected > 0)
-    buffer = _flat_storage(weights)
-    if cast_cache.active() is not None:
+    # A projected output is narrower than the cell's state.
+    projects = cell is not None and cell.shape[-1] != first.shape[-1]
+    width, projected = (cell.shape[-1], first.shape[-1]) if projects else (first.shape[-1], 0)
+    stride = (4 if has_biases else 2) + (projected > 0)
+    is_flat = all(isinstance(w, torch.nn.Parameter) and w.dtype is not torch.bfloat16 for w in weights)
+    buffer = weights[0].detach() if is_flat else None
+    if autocast.active() is not None:
         weights, buffer = _recast(weights, buffer, stride, semantics)
-        cell = None if cell is None else cast_cache.cast(cell, torch.float16, semantics)
-        first = cast_cache.cast(first, torch.float16, semantics)
-        tensor = cast_cache.cast(tensor, torch.float16, semantics)
+        cell = None if cell is None else autocast.cast(cell, torch.float16, semantics)
+        first = autocast.cast(first, torch.float16, semantics)
+        tensor = autocast.cast(tensor, torch.float16, semantics)
     states = [state for state in (tensor, first, cell) if state is not None]
     if any(other.dtype is not tensor.dtype for other in (*states, *weights)):
         return None
-    shape = (mode, width, projected, options.layers, batch_first, options.dropout, options.train, options.bidirectional)
+    shape = (MODES[name], width, projected, layers, batch_first, dropout, train, bidirectional)
     return overload("_cudnn_rnn")(tensor, weights, stride, buffer, first, cell, *shape, sizes, None)
-
-
-def _widths(hidden: Tensor, cell: Tensor | None) -> tuple[int, int]:
-    """The hidden size, and the projected one (0 where nothing is projected)."""
-    if cell is None or cell.shape[-1] == hidden.shape[-1]:
-        return hidden.shape[-1], 0
-    return cell.shape[-1], hidden.shape[-1]
-
-
-def _flat_storage(weights: list[Tensor]) -> Tensor | None:
-    """Return a tensor that stands for the flat buffer of the weights; None where there is no such buffer."""
-    is_flat = all(isinstance(w, torch.nn.Parameter) and w.dtype is not torch.bfloat16 for w in weights)
-    return weights[0].detach() if is_flat else None
 
 
 def _recast(
@@ -143,7 +98,10 @@ def _recast(
     dtype = weights[0].dtype
     if dtype in (torch.float16, torch.float64) or any(w.dtype is not dtype for w in weights):
         return weights, buffer
-    flat = torch.zeros(_flat_length(weights, stride), dtype=torch.float16, device=weights[0].device)
+    # cuDNN's buffer has room for biases also where the layers have none.
+    biases = sum(2 * weight.shape[0] for weight in weights[::stride]) if stride in (2, 3) else 0
+    length = sum(weight.numel() for weight in weights) + biases
+    flat = torch.zeros(length, dtype=torch.float16, device=weights[0].device)
     parts = list(_copied(weights, flat))
     if semantics.observer is not None:
         for weight, part in zip(weights, parts, strict=True):
@@ -161,18 +119,10 @@ def _copied(weights: Sequence[Tensor], flat: Tensor) -> Iterator[Tensor]:
         offset += weight.numel()
 
 
-def _flat_length(weights: Sequence[Tensor], stride: int) -> int:
-    """Elements of cuDNN's buffer. It has room for biases also where the layers have none."""
-    lacks_biases = stride in (2, 3)
-    biases = sum(2 * weight.shape[0] for weight in weights[::stride]) if lacks_biases else 0
-    return sum(weight.numel() for weight in weights) + biases
-
-
 # -- cells ------------------------------------------------------------------------------------------------------------
 
 
 def _cell(name: str) -> Kernel:
-    """Return the kernel of ``lstm_cell``, whose `hidden` has the cell state too, or of ``gru_cell``."""
     is_lstm = name == "lstm"
 
     def kernel(

@@ -28,7 +28,6 @@ def rules() -> Rules:
         attention,
         convolution,
         factories,
-        foreach,
         matmul,
         norms,
         pointwise,

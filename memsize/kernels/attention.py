@@ -37,9 +37,7 @@ _BY_LENGTH = (3, 1, 2, 0)
 
 
 def _fits(query: Any, key: Any, value: Any) -> bool:
-    if not are_floating(query, key, value):
-        return False
-    if not query.dim() == key.dim() == value.dim() == 4:
+    if not are_floating(query, key, value) or not query.dim() == key.dim() == value.dim() == 4:
         return False
     batch, width, keys = query.shape[0], query.shape[3], tuple(key.shape)
     return keys[0] == batch and keys[3] == width and keys[:3] == tuple(value.shape[:3])
@@ -108,13 +106,11 @@ def _efficient_backward_returns(
     """Gradients by length. The rows of the bias's gradient are padded to a multiple of 16, and a slice is returned."""
     if not _fits(query, key, value) or not are_plain(bias):
         return NotImplemented
-    wanted = bias is not None and mask[3]
-    return *(_by_length(t.shape, t.dtype) for t in (query, key, value)), _padded_bias(bias) if wanted else None
-
-
-def _padded_bias(bias: Tensor) -> Tensor:
+    gradients = (_by_length(t.shape, t.dtype) for t in (query, key, value))
+    if bias is None or not mask[3]:
+        return *gradients, None
     length = bias.shape[-1]
-    return empty((*bias.shape[:-1], -(-length // 16) * 16), bias.dtype)[..., :length]
+    return *gradients, empty((*bias.shape[:-1], -(-length // 16) * 16), bias.dtype)[..., :length]
 
 
 @shape_rule("aten::_scaled_dot_product_cudnn_attention")
@@ -279,9 +275,8 @@ _LIBRARY.impl("flex_attention", flex_outputs, "Meta")
 _LIBRARY.impl("flex_attention_backward", flex_gradients, "Meta")
 
 
-@temporaries_of(_FLEX_BACKWARD)
-def _flex_row_sums(grad: Any, *_: Any, **__: Any) -> Iterator[Temporary]:
-    yield Temporary(tuple(grad.shape[:3]))
+# The sum of each row.
+temporaries_of(_FLEX_BACKWARD)(lambda grad, *_, **__: iter((Temporary(tuple(grad.shape[:3])),)))
 
 
 def _ordered_like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from memsize.kernels.cudnn.library import WIDTHS, Convolution, Operation
-from memsize.kernels.cudnn.workspaces import Plans
+from memsize.kernels.cudnn.library import WIDTHS, Convolution, Operation, Plans
 from memsize.kernels.registry import Copies, copies_of, copy_unless_contiguous, overloads, same_dtype, shape_rule
 from memsize.kernels.strides import Shape
 from memsize.kernels.tensors import (
@@ -183,20 +182,25 @@ class Operands(NamedTuple):
     groups: int
 
 
-class ConvolutionWorkspaces(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ConvolutionWorkspaces:
     """The bytes that cuDNN, or PyTorch's own kernel, takes from the allocator during each convolution of a run.
 
-    `met` collects the convolutions that ran on cuDNN, with their workspaces.
+    PyTorch's settings of cuDNN are those of when the run begins. `met` collects the convolutions that ran on cuDNN,
+    with their workspaces.
     """
 
-    settings: ConvolutionSettings
     plans: Plans
-    met: dict[Convolution, int]
+    enabled: bool
+    deterministic: bool
+    tf32: bool
+    met: dict[Convolution, int] = field(default_factory=dict)
 
     @classmethod
     def on(cls, plans: Plans) -> ConvolutionWorkspaces:
         """The convolutions on the GPU of `plans`, under PyTorch's present settings."""
-        return cls(ConvolutionSettings.of(plans.capability), plans, {})
+        settings = torch.backends.cudnn
+        return cls(plans, settings.enabled, settings.deterministic, settings.allow_tf32)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -212,97 +216,24 @@ class ConvolutionWorkspaces(NamedTuple):
 
     def forward(self, args: Sequence[Any], output: torch.Tensor) -> int:
         """Return the bytes of the workspace of `aten::convolution`."""
-        convolution = self.settings.forward(args, output)
-        if convolution is not None:
-            return self._workspace(convolution)
         x, w, _, *settings = args
-        return self.settings.columns(Operands(x, w, *settings), output.shape)
+        call = Operands(x, w, *settings)
+        return self._workspace("data" if call.transposed else "forward", call, output.shape)
 
     def backward(self, args: Sequence[Any]) -> tuple[int, int]:
         """Return the bytes for `aten::convolution_backward`: for the gradient of the input, then for the weight's."""
-        data, weight = self.settings.backward(args)
-        if data is not None or weight is not None:
-            return self._workspace(data), self._workspace(weight)
-        grad, x, w, _, *settings, mask = args
-        columns = self.settings.columns(Operands(x, w, *settings), grad.shape)
-        return (columns if mask[0] else 0, columns if mask[1] else 0)
-
-    def _workspace(self, convolution: Convolution | None) -> int:
-        if convolution is None:
-            return 0
-        size = self.met[convolution] = self.plans.workspace(convolution)
-        return size
-
-
-@dataclass(frozen=True, slots=True)
-class ConvolutionSettings:
-    """The settings that decide which kernels convolutions run on: the GPU, and PyTorch's own when the run begins."""
-
-    capability: tuple[int, int]
-    enabled: bool = True
-    deterministic: bool = False
-    tf32: bool = True
-
-    @classmethod
-    def of(cls, capability: tuple[int, int]) -> ConvolutionSettings:
-        """The kernels under the present settings of `torch.backends.cudnn`."""
-        settings = torch.backends.cudnn
-        return cls(capability, settings.enabled, settings.deterministic, settings.allow_tf32)
-
-    def forward(self, args: Sequence[Any], output: torch.Tensor) -> Convolution | None:
-        """Return the call of cuDNN that `aten::convolution` makes; None where it runs on another kernel."""
-        x, w, _, *settings = args
-        call = Operands(x, w, *settings)
-        if not self.runs_on_cudnn(call):
-            return None
-        return self._ask("data" if call.transposed else "forward", call, output.shape)
-
-    def backward(self, args: Sequence[Any]) -> tuple[Convolution | None, Convolution | None]:
-        """Return the calls of cuDNN for the gradients of the input and of the weight; None for others."""
         grad, x, w, _, *settings, mask = args
         call = Operands(x, w, *settings)
-        if not self.runs_on_cudnn(call):
-            return None, None
-        data: Operation = "forward" if call.transposed else "data"
-        return (
-            self._ask(data, call, grad.shape) if mask[0] else None,
-            self._ask("filter", call, grad.shape) if mask[1] else None,
-        )
+        data = self._workspace("forward" if call.transposed else "data", call, grad.shape) if mask[0] else 0
+        return data, self._workspace("filter", call, grad.shape) if mask[1] else 0
 
-    def runs_on_cudnn(self, call: Operands) -> bool:
-        """Whether PyTorch gives a forward, and so its backward, to cuDNN."""
-        x, w = call.x, call.w
-        if not self.enabled or x.dtype is not w.dtype or dtype_name(x.dtype) not in WIDTHS:
-            return False
-        if not x.numel() or not w.numel():
-            return False
-        if x.dtype is torch.bfloat16 and self.capability < (8, 0):
-            return False
-        if any(more >= step for more, step in zip(call.output_padding, call.stride, strict=False)):
-            return False
-        last = suggests_last(x, w)
-        if self.deterministic and max(call.dilation) > 1 and not last:
-            return False
-        return not _is_depthwise(call) or last or _suits_cudnn(call)
-
-    def columns(self, call: Operands, other: Sequence[int]) -> int:
-        """Return the bytes that PyTorch's own kernel unfolds: one sample's patches, unless they are its pixels
-        (`slow_conv2d`).
-
-        Known limits: nothing for kernels of groups, dilated and transposed ones and volumes, which unfold as well.
-        """
-        x, w = call.x, call.w
-        is_plain = call.groups == 1 and not call.transposed and max(call.dilation) == 1 and x.dim() < 5
-        patch = w.shape[2:].numel()
-        if not is_plain or not x.numel() or (patch == 1 and max(call.stride) == 1 and not max(call.padding)):
-            return 0
-        return int(x.shape[1] * patch * math.prod(other[2:]) * x.element_size())
-
-    def _ask(self, operation: Operation, call: Operands, other: Sequence[int]) -> Convolution:
+    def _workspace(self, operation: Operation, call: Operands, other: Sequence[int]) -> int:
         """`other` is the shape of the forward's output. A transposed convolution is one from that to its input."""
+        if not self._runs_on_cudnn(call):
+            return _columns(call, other)
         x, y = _as_image(call.x.shape), _as_image(other)
         rank = call.x.dim() - 2
-        return Convolution(
+        convolution = Convolution(
             operation=operation,
             dtype=dtype_name(call.x.dtype),
             x=y if call.transposed else x,
@@ -315,6 +246,40 @@ class ConvolutionSettings:
             deterministic=self.deterministic,
             tf32=self.tf32,
         )
+        size = self.met[convolution] = self.plans.workspace(convolution)
+        return size
+
+    def _runs_on_cudnn(self, call: Operands) -> bool:
+        """Whether PyTorch gives a forward, and so its backward, to cuDNN."""
+        x, w = call.x, call.w
+        if not self.enabled or x.dtype is not w.dtype or dtype_name(x.dtype) not in WIDTHS:
+            return False
+        if not x.numel() or not w.numel():
+            return False
+        if x.dtype is torch.bfloat16 and self.plans.capability < (8, 0):
+            return False
+        if any(more >= step for more, step in zip(call.output_padding, call.stride, strict=False)):
+            return False
+        last = suggests_last(x, w)
+        if self.deterministic and max(call.dilation) > 1 and not last:
+            return False
+        channels = x.shape[1]
+        is_depthwise = not call.transposed and 1 < call.groups == channels and w.shape[0] % channels == 0
+        return not (is_depthwise and x.dim() < 6) or last or _suits_cudnn(call)
+
+
+def _columns(call: Operands, other: Sequence[int]) -> int:
+    """Return the bytes that PyTorch's own kernel unfolds: one sample's patches, unless they are its pixels
+    (`slow_conv2d`).
+
+    Known limits: nothing for kernels of groups, dilated and transposed ones and volumes, which unfold as well.
+    """
+    x, w = call.x, call.w
+    is_plain = call.groups == 1 and not call.transposed and max(call.dilation) == 1 and x.dim() < 5
+    patch = w.shape[2:].numel()
+    if not is_plain or not x.numel() or (patch == 1 and max(call.stride) == 1 and not max(call.padding)):
+        return 0
+    return int(x.shape[1] * patch * math.prod(other[2:]) * x.element_size())
 
 
 def _as_image(shape: Sequence[int]) -> tuple[int, ...]:
@@ -327,24 +292,16 @@ def _along(values: Sequence[int], rank: int, flat: int) -> tuple[int, ...]:
     return (flat, *values) if rank == 1 else per_dimension(values, rank)
 
 
-def _is_depthwise(call: Operands) -> bool:
-    x, w = call.x, call.w
-    return not call.transposed and 1 < call.groups == x.shape[1] and w.shape[0] % x.shape[1] == 0 and x.dim() < 6
-
-
 def _suits_cudnn(call: Operands) -> bool:
-    """Whether a row-major depthwise convolution is one of those in float16 for which cuDNN was found faster."""
-    x, w = call.x, call.w
-    line = x.dim() == 3
-    rows, stride = (1 if line else x.shape[2]), per_dimension(call.stride, x.dim() - 2)
-    square = line or rows == 1 or stride[0] == stride[-1]
-    if x.dtype is not torch.float16 or x.dim() > 4 or max(call.dilation) > 1 or not square or x.shape[1] < 32:
+    """Whether a row-major depthwise convolution is one of those in float16 for which cuDNN was found faster
+    (`check_cudnn_depthwise_workload_with_filter`).
+    """
+    (batch, channels, *inner), line = call.x.shape, call.x.dim() == 3
+    rows, width, strides = 1 if line else inner[0], inner[-1], per_dimension(call.stride, len(inner))
+    square = line or rows == 1 or strides[0] == strides[-1]
+    if call.x.dtype is not torch.float16 or len(inner) > 2 or max(call.dilation) > 1 or not square or channels < 32:
         return False
-    return _is_worthwhile(x.shape[0], x.shape[1], rows, x.shape[-1], stride[-1], 1 if line else w.shape[2], w.shape[-1])
-
-
-def _is_worthwhile(batch: int, channels: int, rows: int, width: int, stride: int, height: int, kernel: int) -> bool:
-    """`check_cudnn_depthwise_workload_with_filter`."""
+    stride, height, kernel = strides[-1], 1 if line else call.w.shape[2], call.w.shape[-1]
     if rows == 1 and stride == 1:
         return True
     if height != kernel or kernel not in (1, 3, 5) or width < 7 or stride > 2:
@@ -370,8 +327,7 @@ def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int
 
 
 def _pooled_shape(tensor: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
-    """The shape of a pooled image, its batch and channels kept; None for arguments that don't fit. No stride: the
-    kernel's size."""
+    """The shape of a pooled image; None for arguments that don't fit. Without a stride: the kernel's size."""
     options = [per_dimension(values, 2) for values in (kernel, stride or kernel, padding, dilation)]
     if not are_floating(tensor) or tensor.dim() not in (3, 4):
         return None

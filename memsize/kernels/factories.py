@@ -3,7 +3,7 @@ writing into them by index."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from math import ceil
 from typing import Any
@@ -160,20 +160,15 @@ def _stack(tensors: Any, dim: int = 0) -> Any:
 def _embedding(weight: Any, indices: Any, *_: Any, **__: Any) -> Any:
     if weight.dim() != 2 or indices.dtype not in (torch.int64, torch.int32):
         return NotImplemented
-    _refuse_beyond(indices, weight.shape[0])
+    # A look-up beyond the table fails, as it would with real data: a position after the last one, for example.
+    values = constant_of(indices)
+    if values is not None and values.numel():
+        largest = int(values.flatten()[0] if is_uniform(values) else values.max())
+        if largest >= weight.shape[0]:
+            raise IndexError(f"index {largest} is out of range: the table has {weight.shape[0]} rows")
     if not are_plain(weight, indices):
         return NotImplemented
     return empty((*indices.shape, weight.shape[1]), weight.dtype)
-
-
-def _refuse_beyond(indices: Tensor, rows: int) -> None:
-    """A look-up beyond the table fails, as it would with real data: a position after the last one, for example."""
-    values = constant_of(indices)
-    if values is None or not values.numel():
-        return
-    largest = int(values.flatten()[0] if is_uniform(values) else values.max())
-    if largest >= rows:
-        raise IndexError(f"index {largest} is out of range: the table has {rows} rows")
 
 
 @shape_rule("aten::embedding_dense_backward")
@@ -200,12 +195,9 @@ def _scattered_in_place(tensor: Any, dim: int, index: Any, src: Any) -> Any:
     if not rank or any(operand.dim() != rank for operand in (index, *sources)) or not -rank <= dim < rank:
         return NotImplemented
     fits = all(shape[d] <= tensor.shape[d] for d in range(rank) if d != dim % rank)
-    covers = all(source.dtype is tensor.dtype and _covers(source.shape, shape) for source in sources)
-    return tensor if fits and covers else NotImplemented
-
-
-def _covers(shape: Iterable[int], part: Iterable[int]) -> bool:
-    return all(whole >= some for whole, some in zip(shape, part, strict=True))
+    covers = all(shape[d] <= source.shape[d] for source in sources for d in range(rank))
+    is_alike = all(source.dtype is tensor.dtype for source in sources)
+    return tensor if fits and covers and is_alike else NotImplemented
 
 
 @shape_rule("aten::index_add")

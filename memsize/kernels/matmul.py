@@ -18,15 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsize.kernels.registry import (
-    Copies,
-    Temporary,
-    copies_of,
-    result_first,
-    same_dtype,
-    shape_rule,
-    temporaries_of,
-)
+from memsize.kernels.registry import Copies, Temporary, copies_of, result_first, same_dtype, shape_rule, temporaries_of
 from memsize.kernels.strides import Shape, broadcast, is_dense
 from memsize.kernels.tensors import are_alike, are_plain, empty, like, strided
 from memsize.torch_internals.meta import is_meta
@@ -166,20 +158,10 @@ def takes_cublaslt(args: Any, kwargs: Any) -> bool:
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
-@copies_of(*_PRODUCTS)
-def _product_copies(args: Any, kwargs: Any) -> Copies:
-    return _copies(args[0], args[1], kwargs.get("out") if kwargs else None)
-
-
-@copies_of(*_ADDED)
-def _added_copies(args: Any, kwargs: Any) -> Copies:
-    """The matrix to add is copied into the result, or read by cuBLASLt: neither takes memory."""
-    return _copies(args[1], args[2], kwargs.get("out") if kwargs else None)
-
-
-@copies_of(*_ADDED_IN_PLACE)
-def _added_in_place_copies(args: Any, _: Any) -> Copies:
-    return _copies(args[1], args[2], args[0])
+copies_of(*_PRODUCTS)(lambda args, kwargs: _copies(args[0], args[1], (kwargs or {}).get("out")))
+# The matrix to add is copied into the result, or read by cuBLASLt: neither takes memory.
+copies_of(*_ADDED)(lambda args, kwargs: _copies(args[1], args[2], (kwargs or {}).get("out")))
+copies_of(*_ADDED_IN_PLACE)(lambda args, _: _copies(args[1], args[2], args[0]))
 
 
 @copies_of(*_SUMMED)
@@ -205,17 +187,14 @@ def _copies(one: Tensor, other: Tensor, out: Tensor | None) -> Copies:
 
     Of two operands that wait for their conjugation, it conjugates those that lie the other way than the result.
     """
-    as_result = _has_dense_rows if _is_by_rows(other, out) else _has_dense_columns
+    # A new result is row-major; a batch of single columns counts as columns.
+    by_rows = (other.dim() == 2 or other.shape[2] != 1) if out is None else not _has_dense_columns(out)
+    as_result = _has_dense_rows if by_rows else _has_dense_columns
     for operand in (other, one):
         if not is_usable(operand) or (operand.is_conj() and as_result(operand)):
             yield operand, "row-major"
     if out is not None and not is_usable(out):
         yield out, "row-major"
-
-
-def _is_by_rows(other: Tensor, out: Tensor | None) -> bool:
-    """A new result is row-major; a batch of single columns counts as columns."""
-    return (other.dim() == 2 or other.shape[2] != 1) if out is None else not _has_dense_columns(out)
 
 
 def is_usable(tensor: Tensor) -> bool:

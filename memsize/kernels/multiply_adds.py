@@ -25,19 +25,18 @@ def formula_of(overload: Any) -> Formula | None:
     """Return the formula of an overload; None where it does no products."""
     packet = overload._overloadpacket
     formula: Any = _OWN.get(packet._qualified_op_name) or flop_registry.get(packet)
-    return _given_shapes(formula.__wrapped__) if getattr(formula, "__code__", None) is _BY_SHAPES else formula
+    if getattr(formula, "__code__", None) is not _BY_SHAPES:
+        return formula  # type: ignore[no-any-return]
+
+    def counted(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        named = {name: _shapes(value) for name, value in kwargs.items()}
+        return formula.__wrapped__(*map(_shapes, args), out_shape=_shapes(out_val), **named)  # type: ignore[no-any-return]
+
+    return counted
 
 
 _BY_SHAPES: Final = shape_wrapper(lambda: 0).__code__
 """The code of formulas that take shapes: looking for tensors in every argument takes them longer than to count."""
-
-
-def _given_shapes(formula: Callable[..., int]) -> Formula:
-    def counted(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        named = {name: _shapes(value) for name, value in kwargs.items()}
-        return formula(*map(_shapes, args), out_shape=_shapes(out_val), **named)
-
-    return counted
 
 
 def _shapes(value: Any) -> Any:
@@ -59,9 +58,7 @@ def _recurrent(tensor: Tensor, weights: list[Tensor], *_: Any, **__: Any) -> int
 
 
 def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Every row of `a` meets one group of `b`; where both are batches, each its own, and where neither is, all of `k`
-    is shared out among the groups.
-    """
+    """Every row of `a` meets one group of `b`, or of two batches its own; without any, the groups share out `k`."""
     rows = a.shape[0] * a.shape[1] if a.dim() == b.dim() == 3 else a.shape[-2]
     return FLOPS_OF_ONE * rows * a.shape[-1] * b.shape[-1]
 

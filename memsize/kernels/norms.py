@@ -44,9 +44,7 @@ copies_of(_aten.native_layer_norm.default, _aten.native_group_norm.default)(copy
 
 
 def _gradients(mask: Any, tensor: Tensor, shape: Shape, dtype: torch.dtype, row_major: bool = True) -> Any:
-    """The gradients of the input and of parameters with their `shape` and `dtype`; None for each that `mask` leaves
-    out.
-    """
+    """The gradients of input and parameters, these of one `shape` and `dtype`; None for those that `mask` omits."""
     gradient = None if not mask[0] else empty(tensor.shape, tensor.dtype) if row_major else like(tensor)
     return gradient, *(empty(shape, dtype) if wanted else None for wanted in mask[1:])
 
@@ -77,10 +75,8 @@ def _batch_norm(
 
 
 @shape_rule("aten::_native_batch_norm_legit.no_stats")
-def _batch_norm_without_running(
-    tensor: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    return _batch_norm(tensor, weight, bias, None, None, training, momentum, eps)
+def _batch_norm_without_running(tensor: Any, weight: Any, bias: Any, *options: Any) -> Any:
+    return _batch_norm(tensor, weight, bias, None, None, *options)
 
 
 @shape_rule("aten::native_batch_norm_backward")
@@ -198,22 +194,14 @@ _legit = _aten._native_batch_norm_legit
 
 @temporaries_of(_aten.native_batch_norm.default, _legit.default, _legit.no_stats)
 def _trained_parts(tensor: Tensor, *more: Any) -> Iterator[Temporary]:
-    """In training, which is what the first flag says. A volume whose channels lie innermost is reduced by another
-    kernel (`batch_norm_choose_impl`).
-    """
+    """In training, as the first flag says. Volumes with inner channels use other kernels (`batch_norm_choose_impl`)."""
     training = next(argument for argument in more if isinstance(argument, bool))
     if training and tensor.dim() < 5:
         yield from _parts(4, tensor)
 
 
-@temporaries_of(_aten.batch_norm_stats.default)
-def _statistics_parts(tensor: Tensor, _eps: float) -> Iterator[Temporary]:
-    return _parts(4, tensor)
-
-
-@temporaries_of(_aten.batch_norm_backward_reduce.default)
-def _gradient_parts(grad: Tensor, tensor: Tensor, *_: Any) -> Iterator[Temporary]:
-    return _parts(2, grad, tensor)
+temporaries_of(_aten.batch_norm_stats.default)(lambda tensor, _eps: _parts(4, tensor))
+temporaries_of(_aten.batch_norm_backward_reduce.default)(lambda grad, tensor, *_: _parts(2, grad, tensor))
 
 
 def _parts(numbers: int, *tensors: Tensor) -> Iterator[Temporary]:

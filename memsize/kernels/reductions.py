@@ -112,9 +112,7 @@ def _softmax_backward(grad: Any, output: Any, dim: int, dtype: torch.dtype) -> A
 
 @temporaries_of(_aten._softmax_backward_data.default)
 def _products(grad: Tensor, *_: Any) -> Iterator[Temporary]:
-    """The gradient times the result, made before the kernel runs; the logarithm's kernel needs none.
-    Source: cuda/SoftMax.cu `softmax_backward_cuda_out`.
-    """
+    """The gradient times the result, made before the kernel runs (cuda/SoftMax.cu `softmax_backward_cuda_out`)."""
     yield Temporary(tuple(grad.shape), grad.dtype)
 
 

@@ -96,9 +96,7 @@ TEMPORARIES: dict[Any, Callable[..., Iterator[Temporary]]] = {}
 
 
 def temporaries_of(*ops: Any) -> Callable[[_F], _F]:
-    """Register a function that yields the allocations alive at the peak of the kernels of `ops`; it takes an op's
-    arguments.
-    """
+    """Register a function that yields what the kernels of `ops` hold at their peak, from an op's arguments."""
     return _registered(TEMPORARIES, ops)
 
 
@@ -113,9 +111,7 @@ RESULT_FIRST: set[Any] = set()
 
 
 def copies_of(*ops: Any) -> Callable[[_F], _F]:
-    """Register a function that yields the arguments that the kernels of `ops` copy; it takes an op's positional and
-    keyword arguments.
-    """
+    """Register a function that yields the arguments that the kernels of `ops` copy, from an op's arguments."""
     return _registered(COPIES, ops)
 
 

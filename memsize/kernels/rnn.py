@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from memsize.kernels.registry import shape_rule
-from memsize.kernels.strides import Shape, contiguous
+from memsize.kernels.strides import contiguous
 from memsize.kernels.tensors import are_plain, empty, like
 
 _RELU, _TANH, _LSTM, _GRU = range(4)
@@ -84,26 +84,6 @@ def reserve_bytes(net: Net, batch: Batch, size: int, dropout: float) -> int:
     return _HEADER + sum(-(-part // _SECTION) * _SECTION for part in parts)
 
 
-def _net(tensor: Tensor, mode: int, hidden: int, projected: int, layers: int, bidirectional: bool) -> Net:
-    return Net(mode, tensor.shape[-1], hidden, projected, layers, bidirectional)
-
-
-def _batch(tensor: Tensor, batch_first: bool, sizes: Shape) -> Batch:
-    if sizes:
-        return Batch(sizes[0], len(sizes), tensor.shape[0])
-    longest, sequences = (tensor.shape[1], tensor.shape[0]) if batch_first else tensor.shape[:2]
-    return Batch(sequences, longest, sequences * longest)
-
-
-def _output(tensor: Tensor, net: Net, batch: Batch, batch_first: bool, is_packed: bool) -> Tensor:
-    """Time-major in memory, whatever the order of its dimensions."""
-    features = net.width * net.directions
-    if is_packed:
-        return empty((batch.steps, features), tensor.dtype)
-    result = empty((batch.longest, batch.sequences, features), tensor.dtype)
-    return result.transpose(0, 1) if batch_first else result
-
-
 @shape_rule("aten::_cudnn_rnn")
 def _cudnn_rnn(
     tensor: Any, weights: Any, _stride: int, buffer: Any, hx: Any, cx: Any, mode: int, hidden: int, projected: int,
@@ -112,11 +92,20 @@ def _cudnn_rnn(
     """The output, the last states, the reserve space (in training only), and the flat weights that were read."""
     if not are_plain(tensor, hx, cx, buffer, *weights) or tensor.dim() != (2 if sizes else 3):
         return NotImplemented
-    net, batch = _net(tensor, mode, hidden, projected, layers, bidirectional), _batch(tensor, batch_first, sizes)
+    net = Net(mode, tensor.shape[-1], hidden, projected, layers, bidirectional)
+    features = net.width * net.directions
+    if sizes:
+        batch = Batch(sizes[0], len(sizes), tensor.shape[0])
+        output = empty((batch.steps, features), tensor.dtype)
+    else:
+        longest, sequences = (tensor.shape[1], tensor.shape[0]) if batch_first else tensor.shape[:2]
+        batch = Batch(sequences, longest, sequences * longest)
+        # Time-major in memory, whatever the order of its dimensions.
+        output = empty((longest, sequences, features), tensor.dtype)
     if tuple(hx.shape) != (layers * net.directions, batch.sequences, net.width):
         return NotImplemented
     return (
-        _output(tensor, net, batch, batch_first, bool(sizes)),
+        output.transpose(0, 1) if batch_first and not sizes else output,
         empty(hx.shape, hx.dtype),
         empty((0,) if cx is None else cx.shape, hx.dtype),
         empty((reserve_bytes(net, batch, tensor.element_size(), dropout) if train else 0,), torch.uint8),
@@ -137,7 +126,7 @@ def _cudnn_rnn_backward(
         raise RuntimeError("cudnn RNN backward can only be called in training mode")
     if not are_plain(tensor, hx, cx, *weights):
         return NotImplemented
-    net = _net(tensor, mode, hidden, projected, layers, bidirectional)
+    net = Net(mode, tensor.shape[-1], hidden, projected, layers, bidirectional)
     swaps = batch_first and not sizes
     gradient = empty(tensor.transpose(0, 1).shape if swaps else tensor.shape, tensor.dtype)
     return (

@@ -78,27 +78,16 @@ def like(shape: Shape, strides: Shape) -> tuple[int, ...]:
 
 def broadcast(shapes: Iterable[Shape]) -> tuple[int, ...] | None:
     """The shape that all of these expand to, None where two sizes disagree."""
-    result: tuple[int, ...] = ()
+    last_first: list[int] = []
     for shape in shapes:
-        joined = _joined(result, tuple(shape))
-        if joined is None:
-            return None
-        result = joined
-    return result
-
-
-def _joined(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:
-    if one == other:
-        return one
-    if len(one) < len(other):
-        one, other = other, one
-    sizes = list(one)
-    for dim, size in enumerate(other, start=len(one) - len(other)):
-        if sizes[dim] == 1:
-            sizes[dim] = size
-        elif size not in (1, sizes[dim]):
-            return None
-    return tuple(sizes)
+        for dim, size in enumerate(reversed(shape)):
+            if dim == len(last_first):
+                last_first.append(size)
+            elif last_first[dim] == 1:
+                last_first[dim] = size
+            elif size not in (1, last_first[dim]):
+                return None
+    return tuple(reversed(last_first))
 
 
 def elementwise(shape: Shape, operands: Sequence[Operand]) -> tuple[int, ...]:
@@ -108,7 +97,11 @@ def elementwise(shape: Shape, operands: Sequence[Operand]) -> tuple[int, ...]:
     carries that through all dimensions (`TensorIteratorBase::reorder_dimensions`).
     """
     rank = len(shape)
-    expanded = [_expanded(shape, *operand) for operand in operands]
+    expanded = []
+    for own, strides in operands:
+        missing = rank - len(own)
+        inner = [0 if size == 1 != shape[missing + i] else strides[i] for i, size in enumerate(own)]
+        expanded.append([0] * missing + inner)
     order = list(range(rank - 1, -1, -1))
     for position in range(1, rank):
         moving = position
@@ -120,12 +113,6 @@ def elementwise(shape: Shape, operands: Sequence[Operand]) -> tuple[int, ...]:
             elif swap < 0:
                 break
     return contiguous(shape) if order == list(range(rank - 1, -1, -1)) else permuted(shape, order)
-
-
-def _expanded(shape: Shape, own: Shape, strides: Shape) -> list[int]:
-    missing = len(shape) - len(own)
-    inner = [0 if size == 1 != shape[missing + i] else strides[i] for i, size in enumerate(own)]
-    return [0] * missing + inner
 
 
 def _compare(inner: int, outer: int, shape: Shape, operands: list[list[int]]) -> int:

@@ -68,9 +68,7 @@ def channels_last_format(tensor: Tensor) -> torch.memory_format:
 
 
 def has_inner_channels(tensor: Tensor) -> bool:
-    """Whether CUDA's batch norm takes `tensor` to its kernels for channels that lie innermost
-    (cuda/Normalization.cu, `batch_norm_use_channels_last_kernels`).
-    """
+    """Whether batch norm's kernels for inner channels take it (`batch_norm_use_channels_last_kernels`)."""
     return is_dense_channels_last(tensor) or (tensor.is_contiguous() and tensor.stride(1) == 1)
 
 

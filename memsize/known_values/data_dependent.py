@@ -56,8 +56,7 @@ def data_dependent_ops() -> Mapping[str, DataDependentOp]:
 
 @cache
 def sparse_ops() -> Mapping[str, DataDependentOp]:
-    """Ops where only the number of elements of a sparse tensor depends on the data; what these leave, PyTorch decides
-    by shapes alone."""
+    """Ops where only the number of elements of a sparse tensor depends on the data; the rest is left to PyTorch."""
     return {
         "aten::_coalesce": _coalesce,
         "aten::norm.ScalarOpt_dim": _norm,
@@ -141,12 +140,8 @@ def _unique_dim(
     return torch.empty_like(tensor), _meta(size if inverse else 0), _meta(size if counts else 0)
 
 
-def _unique_consecutive(
-    rely: Rely, tensor: torch.Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
-) -> Any:
-    if dim is None:
-        return _unique(rely, tensor, True, inverse, counts)
-    return _unique_dim(rely, tensor, dim, True, inverse, counts)
+def _unique_consecutive(rely: Rely, tensor: torch.Tensor, *flags: bool, dim: int | None = None) -> Any:
+    return _unique(rely, tensor, True, *flags) if dim is None else _unique_dim(rely, tensor, dim, True, *flags)
 
 
 def _bincount(rely: Rely, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
@@ -199,9 +194,7 @@ def _embedding_bag_backward(
 
 
 def _nms(rely: Rely, boxes: torch.Tensor, scores: torch.Tensor, _threshold: float) -> Any:
-    """Non-maximum suppression (torchvision) of boxes that do not overlap: none is suppressed. Boxes that are known need
-    torchvision's compiled part, which does not fit every PyTorch.
-    """
+    """No box is suppressed, since they do not overlap. Known boxes need torchvision's compiled part."""
     is_constant = constant_of(boxes) is not None and constant_of(scores) is not None
     if is_constant and torch._C._dispatch_has_kernel_for_dispatch_key("torchvision::nms", "CPU"):
         return NotImplemented
@@ -269,11 +262,14 @@ def spread_evenly(indices: torch.Tensor, dim: int | None, choices: int) -> None:
     set_constant(indices, even, ConstantState(BALANCED))
 
 
-def compared_with_number(op: str, number: Any) -> bool | None:
-    """Whether data is (not) exactly a finite `number`, for ``eq`` and ``ne``; None for any other question."""
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or op not in ("eq", "ne"):
+def compared_with_number(op: str, number: Any) -> tuple[bool, str] | None:
+    """How data compares with a number, and the assumption behind the answer; None where nothing is assumed."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
         return None
-    return op == "ne"
+    if isinstance(number, float) and math.isinf(number):
+        is_less = op in ("lt", "le")
+        return (op == "ne" if op in ("eq", "ne") else is_less is (number > 0)), ALL_FINITE
+    return (op == "ne", NOT_EQUAL) if op in ("eq", "ne") else None
 
 
 def compared_with_zero(op: str, number: Any) -> bool | None:
@@ -281,10 +277,3 @@ def compared_with_zero(op: str, number: Any) -> bool | None:
     if isinstance(number, bool) or not isinstance(number, (int, float)) or number:
         return None
     return {"lt": False, "le": False, "gt": True, "ge": True}.get(op)
-
-
-def compared_with_infinity(op: str, number: Any) -> bool | None:
-    """How finite values compare with an infinite `number`; None where `number` is not infinite."""
-    if not isinstance(number, float) or not math.isinf(number):
-        return None
-    return {"eq": False, "ne": True, "lt": number > 0, "le": number > 0, "gt": number < 0, "ge": number < 0}[op]

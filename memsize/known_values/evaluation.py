@@ -82,9 +82,17 @@ class Evaluator:
         except RuntimeError as error:
             if op.dynamic:
                 return self._on_cpu(func, op, args, kwargs)
-            if not _mixes_devices(args, kwargs):
+            # Single numbers on the CPU go with any device.
+            met = {tensor.device.type for tensor in tensors_in((args, kwargs)) if tensor.dim() or is_meta(tensor)}
+            if len(met) < 2:
                 raise
-            return self._with_host_tensors_moved(func, args, kwargs, error)
+            args, kwargs = as_stand_ins((args, kwargs))
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError:
+                raise error from None
+            self.notes[mixed_devices()] = None
+            return result
 
     def rely_on(self, assumption: str | None) -> None:
         """Note that a decision of the model rests on `assumption`."""
@@ -214,7 +222,10 @@ class Evaluator:
 
     def _on_cpu(self, func: Any, op: OpTraits, args: Any, kwargs: Any) -> Any:
         tensors = list(tensors_in((args, kwargs)))
-        self._check_possible(func, op, tensors)
+        decides = [t for t in tensors if op.dynamic and (len(tensors) == 1 or not t.is_floating_point())]
+        if any(constant_of(t) is None for t in decides):
+            raise DataDependentError(f"the output shape of {func._overloadpacket} depends on the data")
+        self.rely_on(first_assumption([state_of(t) for t in decides if is_meta(t)]))
         if sum(stored_elements(t) * t.element_size() for t in tensors if is_meta(t)) > _HOST_LIMIT:
             raise NotImplementedError(
                 f"{func} has no meta kernel, and its arguments are too large to run it on the CPU instead"
@@ -222,25 +233,9 @@ class Evaluator:
         exact = all(constant_of(tensor) is not None and not tensor.is_quantized for tensor in tensors)
         result = func(*_on_host(args), **_on_host(kwargs))
         if not (exact and op.dynamic):
-            self.notes[
-                f"{func._overloadpacket} was run on the CPU: PyTorch cannot tell its output without computing it"
-            ] = None
+            note = f"{func._overloadpacket} was run on the CPU: PyTorch cannot tell its output without computing it"
+            self.notes[note] = None
         return map_tensors(_to_meta_with_constant if exact else _to_meta, result)
-
-    def _check_possible(self, func: Any, op: OpTraits, tensors: list[torch.Tensor]) -> None:
-        decides = [t for t in tensors if op.dynamic and (len(tensors) == 1 or not t.is_floating_point())]
-        if any(constant_of(t) is None for t in decides):
-            raise DataDependentError(f"the output shape of {func._overloadpacket} depends on the data")
-        self.rely_on(first_assumption([state_of(t) for t in decides if is_meta(t)]))
-
-    def _with_host_tensors_moved(self, func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Any:
-        there = as_stand_ins((args, kwargs))
-        try:
-            result = func(*there[0], **there[1])
-        except RuntimeError:
-            raise error from None
-        self.notes[mixed_devices()] = None
-        return result
 
 
 SPECIAL: dict[str, Callable[..., Any]] = {
@@ -274,7 +269,6 @@ def _to_meta_with_constant(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_host(value: Any) -> Any:
-    """Arguments as they can be computed with on the CPU: zeros stand for data."""
     if isinstance(value, dict) and isinstance(value.get("device"), torch.device):
         value = value | {"device": torch.device("cpu")}
     return map_tensors(_stand_in, value)
@@ -287,12 +281,5 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if value is None else value
 
 
-def _mixes_devices(args: Any, kwargs: Any) -> bool:
-    """Whether tensors of two devices meet, single numbers on the CPU aside: those go with any device."""
-    tensors = tensors_in((args, kwargs))
-    return len({tensor.device.type for tensor in tensors if tensor.dim() or is_meta(tensor)}) > 1
-
-
 def _plausible(dtype: torch.dtype) -> Any:
-    """Return the value assumed for a number that depends on data."""
     return 1.0 if dtype.is_floating_point or dtype.is_complex else dtype is torch.bool or 0

@@ -83,7 +83,10 @@ class OpTraits:
         self.preserving = packet in _PRESERVING
         self.by_strides = packet in _BY_STRIDES
         self.empty = packet in _EMPTY
-        self.fill = _fill_of(schema, packet)
+        self.fill: Any = _FILLS.get(packet)
+        if isinstance(self.fill, str):
+            names = [argument.name for argument in schema.arguments]
+            self.fill = (names.index(self.fill), self.fill) if self.fill in names else None
         self.finite = _FINITE.get(short)
         self.comparison = short if short in _COMPARISONS and packet.startswith("aten::") else None
         self.choice = _CHOICES.get(self.name)
@@ -132,10 +135,3 @@ class OpTraits:
 def traits_of(func: Any) -> OpTraits:
     """The traits of an overload."""
     return OpTraits(func)
-
-
-def _fill_of(schema: Any, packet: str) -> Any:
-    value = _FILLS.get(packet)
-    if not isinstance(value, str):
-        return value
-    return next(((p, value) for p, argument in enumerate(schema.arguments) if argument.name == value), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -21,8 +21,6 @@ from memsize.known_values.data_dependent import (
     CHECKS_PASS,
     FIXED_DRAW,
     ITEM_IS_ONE,
-    NOT_EQUAL,
-    compared_with_infinity,
     compared_with_number,
     compared_with_zero,
     first_assumption,
@@ -63,7 +61,9 @@ def propagate(op: OpTraits, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         _propagate_write(op, func, args, kwargs)
         return
     if op.empty:
-        _propagate_empty(result)
+        # Uninitialized memory is read as zeros, so that every run gives the same result.
+        if is_meta(result) and result.numel() and is_small(result):
+            set_constant(result, torch.zeros(result.shape, dtype=result.dtype, device="cpu"))
         return
     lead = args[0] if args else None
     if isinstance(lead, list) and lead:
@@ -128,32 +128,25 @@ def _propagate_constants(op: OpTraits, func: Any, args: Any, kwargs: Any, result
         if op.aliases and state.uniform and is_small(first):
             # Few enough to be stored one by one, should some of them be written to.
             state, values = state.for_view(), (value.clone(memory_format=torch.contiguous_format) for value in values)
-        _keep_values(result, values, state)
+        for tensor, value in zip(tensors_in(result), values, strict=False):
+            if is_meta(tensor) and tensor.shape == value.shape:
+                set_constant(tensor, value, state)
     elif not follow(op, func, args, kwargs, result, ConstantState(state.assumption)):
         if op.aliases:
-            _share_memory(args[0], first, result, state)
-        elif op.pointwise and state.assumption and _is_integral(first):
+            source, mask = args[0], constant_of(args[0])
+            if first.dtype is torch.bool and first.numel() > source.numel() and mask is not None:
+                # A mask, repeated until it is too large to keep: the same part of it stays True.
+                view = state.for_view()
+                view.true_share = int(mask.count_nonzero()) / max(mask.numel(), 1)
+                set_constant(first, None, view)
+            else:
+                _share_state(source, result)
+        elif op.pointwise and state.assumption and not (first.is_floating_point() or first.is_complex()):
             state.true_share = _sampled_share(func, real, tuple(first.shape))
             set_constant(first, None, state)
 
 
-def _keep_values(result: Any, values: Iterable[torch.Tensor], state: ConstantState) -> None:
-    """Keep `values` beside the meta tensors of `result`, one by one."""
-    for tensor, value in zip(tensors_in(result), values, strict=False):
-        if is_meta(tensor) and tensor.shape == value.shape:
-            set_constant(tensor, value, state)
-
-
-def _share_memory(source: torch.Tensor, first: torch.Tensor, result: Any, state: ConstantState) -> None:
-    """Keep the state of a constant beside a view that is too large for values; of a larger mask, the share of True."""
-    if first.dtype is torch.bool and first.numel() > source.numel():
-        _expand_share(source, first, state)
-    else:
-        _share_state(source, result)
-
-
 def _real_arguments(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The arguments with each tensor's constant in its place; None when one is data."""
     device = kwargs.get("device")
     if isinstance(device, torch.device) and device.type == "meta":
         kwargs = kwargs | {"device": torch.device("cpu")}
@@ -186,7 +179,6 @@ def _real_flat(args: Any, kwargs: Any) -> Any:
 
 
 def _state_for(op: OpTraits, func: Any, args: Any, kwargs: Any) -> ConstantState:
-    """Return the state of the memory that the result shares, or a new one with the arguments' assumption."""
     lead = args[0] if args else None
     shared = state_of(lead) if op.aliases and isinstance(lead, torch.Tensor) else None
     if shared is not None:
@@ -213,7 +205,6 @@ def _computed(op: OpTraits, func: Any, real: Any, first: torch.Tensor, state: Co
 
 
 def _computed_once(op: OpTraits, func: Any, real: Any, first: torch.Tensor) -> torch.Tensor | None:
-    """The result of an op on arguments with a single value each, where it has a single value too."""
     if op.fill is not None:
         value = torch.full((), op.filled_with(*real), dtype=first.dtype, device="cpu")
     elif op.pointwise:
@@ -239,21 +230,6 @@ def _sampled_share(func: Any, real: tuple[Any, Any], shape: tuple[int, ...]) -> 
     return int(sample.count_nonzero()) / max(sample.numel(), 1)
 
 
-def _expand_share(source: torch.Tensor, result: torch.Tensor, state: ConstantState) -> None:
-    """A constant mask, repeated until it is too large to keep: the same part of it stays True."""
-    value = constant_of(source)
-    assert value is not None  # called for constants only
-    view = state.for_view()
-    view.true_share = int(value.count_nonzero()) / max(value.numel(), 1)
-    set_constant(result, None, view)
-
-
-def _propagate_empty(result: torch.Tensor) -> None:
-    """Read uninitialized memory as zeros, so that every run gives the same result."""
-    if is_meta(result) and result.numel() and is_small(result):
-        set_constant(result, torch.zeros(result.shape, dtype=result.dtype, device="cpu"))
-
-
 # -- some argument is data --------------------------------------------------------------------------------------------
 
 
@@ -263,7 +239,13 @@ def _propagate_data(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
     elif op.informative or op.preserving:
         share = true_share_of(args[0]) if isinstance(args[0], torch.Tensor) else None
         if share is not None:
-            _pass_share_on(op, args, result, share)
+            # That of a large mask passes on to its copies, counts and comparisons with 0.
+            state = state_of(args[0])
+            assumption = None if state is None else state.assumption
+            if op.counts:
+                set_uniform(result, round(share * args[0].numel() / max(result.numel(), 1)), assumption)
+            elif op.preserving or (op.comparison in ("ne", "gt") and len(args) == 2 and args[1] == 0):
+                set_constant(result, None, ConstantState(assumption, true_share=share))
         elif op.informative:
             _inform(op, args, kwargs, result)
     if (op.pointwise or op.preserving) and (words := _read_as(args)) and isinstance(result, torch.Tensor):
@@ -274,7 +256,6 @@ def _propagate_data(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _read_as(args: Any) -> str | None:
-    """Return the assumption behind a number that is computed from `args`; None if one of them is data."""
     words = None
     for tensor in args:
         if isinstance(tensor, torch.Tensor) and constant_of(tensor) is None:
@@ -301,19 +282,15 @@ def _inform(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
     elif op.finite is not None:
         set_uniform(result, op.finite, ALL_FINITE)
     elif op.comparison is not None and args[0].is_floating_point():
-        same = len(args) == 2 and args[1] is args[0]
-        answer = op.comparison in ("eq", "le", "ge") if same else compared_with_infinity(op.comparison, args[1])
-        exact = compared_with_number(op.comparison, args[1])
+        answer = compared_with_number(op.comparison, args[1])
+        if len(args) == 2 and args[1] is args[0]:
+            answer = op.comparison in ("eq", "le", "ge"), ALL_FINITE
         if answer is not None:
-            set_uniform(result, answer, ALL_FINITE)
-        elif exact is not None:
-            set_uniform(result, exact, NOT_EQUAL)
+            set_uniform(result, *answer)
 
 
 def tell_sign(op: OpTraits, args: Any, result: torch.Tensor) -> None:
-    """In scripts, fix the sign of a scalar that depends on data, so that branches such as ``if norm < 0`` take the
-    usual path: some read a negative norm as one that is not finite.
-    """
+    """In scripts, let a scalar that depends on data be positive: some read a negative norm as not finite."""
     sign = compared_with_zero(str(op.comparison), args[1])
     if sign is not None and result.numel() == 1 and is_meta(result) and constant_of(result) is None:
         set_uniform(result, sign, ITEM_IS_ONE)
@@ -326,16 +303,6 @@ def _share_state(source: Any, result: Any) -> None:
         for tensor in tensors_in(result):
             if is_meta(tensor):
                 set_constant(tensor, None, state)
-
-
-def _pass_share_on(op: OpTraits, args: Any, result: torch.Tensor, share: float) -> None:
-    """Pass the `share` of True of a large mask on to its copies, counts and comparisons with 0."""
-    state = state_of(args[0])
-    assumption = None if state is None else state.assumption
-    if op.counts:
-        set_uniform(result, round(share * args[0].numel() / max(result.numel(), 1)), assumption)
-    elif op.preserving or (op.comparison in ("ne", "gt") and len(args) == 2 and args[1] == 0):
-        set_constant(result, None, ConstantState(assumption, true_share=share))
 
 
 # -- writes -----------------------------------------------------------------------------------------------------------
@@ -388,10 +355,6 @@ def _propagate_scatter(target: torch.Tensor, dim: int, index: torch.Tensor, valu
     elif assumption and value and not _first_element(base):
         set_constant(target, None, ConstantState(assumption, true_share=places.numel() / target.numel()))
     return True
-
-
-def _is_integral(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _first_element(value: torch.Tensor) -> torch.Tensor:

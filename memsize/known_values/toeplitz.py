@@ -30,9 +30,7 @@ from memsize.torch_internals.pytree import map_tensors, tensors_in
 
 
 class Toeplitz(NamedTuple):
-    """A matrix with `rows` rows: the numbers along its diagonals, from the one in the lower left corner to the one in
-    the upper right.
-    """
+    """A matrix of `rows` rows: the numbers along its diagonals, from the lower left corner to the upper right."""
 
     diagonals: Tensor
     rows: int
@@ -117,7 +115,6 @@ def write(op: OpTraits, func: Any, args: Any, kwargs: Any, state: ConstantState)
 
 
 def _followed(op: OpTraits, func: Any, args: Any, kwargs: Any, result: Tensor) -> Tensor | None:
-    """The diagonals of `result`, in its dtype."""
     if op.name in _CUTS:
         result_diagonals = _cut(op.name, *args)
     elif op.random:
@@ -175,10 +172,6 @@ def _cut(name: str, tensor: Tensor, diagonal: int = 0) -> Tensor | None:
 # -- the same matrices, seen otherwise --------------------------------------------------------------------------------
 
 
-def _stay(diagonals: Tensor, result: Tensor, source: Tensor, *_: Any) -> Tensor | None:
-    return diagonals if result.shape[-2:] == source.shape[-2:] else None
-
-
 def _turn(diagonals: Tensor, _: Tensor, source: Tensor, one: int = 0, other: int = 1) -> Tensor | None:
     """`transpose` of both matrix dimensions, or of none."""
     rank = source.dim()
@@ -207,10 +200,6 @@ def _slice(
     return diagonals[first : first + rows + columns - 1]
 
 
-def _select(diagonals: Tensor, _: Tensor, source: Tensor, dim: int, *__: Any) -> Tensor | None:
-    return diagonals if dim % source.dim() < source.dim() - 2 else None
-
-
 _CUTS = frozenset({"aten::triu", "aten::tril", "aten::triu_", "aten::tril_"})
 _EACH = frozenset({"aten::_to_copy", "aten::clone"})
 _WRITTEN_EACH = frozenset({"aten::masked_fill_.Scalar", "aten::masked_fill_.Tensor", "aten::copy_"})
@@ -222,12 +211,14 @@ _MOVES: dict[str, Callable[..., Tensor | None]] = {
             "aten::alias aten::detach aten::expand aten::lift_fresh aten::repeat aten::squeeze aten::squeeze.dim"
             " aten::squeeze.dims aten::unsqueeze aten::view aten::_unsafe_view"
         ).split(),
-        _stay,
+        lambda diagonals, result, source, *_: diagonals if result.shape[-2:] == source.shape[-2:] else None,
     ),
     "aten::t": _turn,
     "aten::transpose.int": _turn,
     "aten::permute": _permute,
     "aten::slice.Tensor": _slice,
-    "aten::select.int": _select,
+    "aten::select.int": lambda diagonals, _, source, dim, *__: (
+        diagonals if dim % source.dim() < source.dim() - 2 else None
+    ),
 }
 """Ops that move matrices as wholes, or turn or cut them; what they make of the diagonals."""

@@ -5,8 +5,8 @@ built without the memory of its weights where its constructor allows that (`weig
 are `meta` tensors.
 """
 
-from memsize.loading.building import input_maker
-from memsize.loading.loader import GpuContextFactory, LoadedModel, load, load_inputs, load_loop
+from memsize.loading.building import LoadedModel, input_maker
+from memsize.loading.loader import GpuContextFactory, load, load_inputs, load_loop
 from memsize.loading.target import Target, parse_target
 from memsize.spec.inputs import InputMaker, InputRequest
 

@@ -1,4 +1,4 @@
-"""Calls of the user's code, to build a module or to make inputs, and where it failed.
+"""Calls of the user's code, to build a module or to make inputs, what they return, and where they failed.
 
 It runs without the memory of its weights where it can, and leaves the random generators as they were. Where it fails,
 `user_traceback` says in one line where, and why.
@@ -13,8 +13,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +41,30 @@ IsTheirs = Callable[[str], bool]
 _MEMSIZE = Path(__file__).absolute().parents[1]
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A target's module, its name (``model.py:Test``), and notes for readers on how it was built.
+
+    `inputs` makes inputs that suit the model, where its library or trainer defines them.
+    """
+
+    module: nn.Module
+    name: str
+    notes: tuple[str, ...] = ()
+    scope: ImportScope | None = field(default=None, repr=False, compare=False)
+    inputs: InputMaker | None = field(default=None, repr=False, compare=False)
+
+    def importable(self) -> AbstractContextManager[None]:
+        """Let the model's forward import all that the target could import while it was loaded."""
+        if self.scope is not None:
+            return self.scope.entered()
+        if self.inputs is None:
+            raise ValueError(f"{self.name} was not loaded from a target")
+        return nullcontext()  # a library's model imports what is installed
+
+
 def build(
-    value: Any,
-    label: str,
-    arguments: Mapping[str, object],
-    is_theirs: IsTheirs,
-    failure: BaseException | None = None,
+    value: Any, label: str, arguments: Mapping[str, object], is_theirs: IsTheirs, failure: BaseException | None = None
 ) -> tuple[Any, str | None]:
     """Build a module, or the Hugging Face `Trainer` of one, and return it with a note on how, where that matters.
 
@@ -62,28 +80,16 @@ def build(
     if not callable(value) or (isinstance(value, type) and not issubclass(value, nn.Module)):
         raise TargetError(f"{label} is {_kind(value)}, not a torch.nn.Module or a function that returns one")
     _check_arguments(value, label, arguments)
-    module, note = _call(value, label, arguments, is_theirs, failure)
-    if not isinstance(module, nn.Module) and not is_trainer(module):
-        raise TargetError(f"{label} returned {_kind(module)}, not a torch.nn.Module")
-    return module, note
-
-
-def _call(
-    factory: Callable[..., Any],
-    label: str,
-    arguments: Mapping[str, object],
-    is_theirs: IsTheirs,
-    failure: BaseException | None,
-) -> tuple[Any, str | None]:
-    """Call `factory`, without its weights if possible; if not, return also a note that says why."""
     try:
-        result, why = weightless(factory, arguments, is_theirs, failure)
+        module, why = weightless(value, arguments, is_theirs, failure)
     except Exception as error:
         why = f"{user_traceback(error, is_theirs)}{gpu_advice(error)}"
         raise TargetError(f"building {label} failed {why}") from error
+    if not isinstance(module, nn.Module) and not is_trainer(module):
+        raise TargetError(f"{label} returned {_kind(module)}, not a torch.nn.Module")
     if why is None:
-        return result, None
-    return result, f"{label} was built with its weights in memory, because building it needs their values ({why})"
+        return module, None
+    return module, f"{label} was built with its weights in memory, because building it needs their values ({why})"
 
 
 def weightless(
@@ -109,32 +115,23 @@ def weightless(
                 return factory(**arguments), None
         except Exception as error:
             first = error
-        if _is_settled(first, failure) or not mode.left_out or not (mode.values_missed or _may_want_values(first)):
+        is_settled = (
+            isinstance(first, _NEVER_ABOUT_VALUES)
+            or lacks_gpu(first)
+            or (failure is not None and type(failure) is type(first) and message_of(failure) == message_of(first))
+        )
+        # PyTorch raises a RuntimeError for a tensor without values, or an error about `meta`.
+        wants_values = isinstance(first, RuntimeError) or "meta" in message_of(first)
+        missed_values = mode.values_missed or (wants_values and not isinstance(first, ExitError))
+        if is_settled or not mode.left_out or not missed_values:
             raise first
         return factory(**arguments), user_traceback(first, is_theirs)
-
-
-def _is_settled(error: Exception, failure: BaseException | None) -> bool:
-    """Whether another call would fail as well, whatever values it has: see `weightless`."""
-    return isinstance(error, _NEVER_ABOUT_VALUES) or lacks_gpu(error) or _are_alike(error, failure)
 
 
 _NEVER_ABOUT_VALUES = (EOFError, ImportError, NameError, OSError)
 
 
-def _are_alike(error: BaseException, other: BaseException | None) -> bool:
-    return type(other) is type(error) and other is not None and message_of(other) == message_of(error)
-
-
-def _may_want_values(error: Exception) -> bool:
-    """Whether PyTorch may have raised `error` for a tensor without values: a RuntimeError, or one about `meta`."""
-    if isinstance(error, ExitError):
-        return False
-    return isinstance(error, RuntimeError) or "meta" in message_of(error)
-
-
 def _check_arguments(factory: Callable[..., Any], label: str, arguments: Mapping[str, object]) -> None:
-    """Raise `TargetError` naming the arguments that `factory` lacks or does not know."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (ValueError, TypeError):
@@ -185,10 +182,13 @@ def random_numbers_kept() -> Iterator[None]:
 # -- where the user's code failed --------------------------------------------------------------------------------------
 
 
-def user_traceback(error: BaseException, is_theirs: Callable[[str], bool]) -> str:
+def user_traceback(error: BaseException, is_theirs: IsTheirs) -> str:
     """``"at model.py:12: NameError: name 'foo' is not defined"``: the innermost line in a file that `is_theirs`."""
-    line = _line_of(error, is_theirs)
-    return f"{f'at {line}: ' if line else ''}{in_one_line(error)}"
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"at {Path(error.filename).name}:{error.lineno}: {in_one_line(error)}"
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if is_theirs(frame.filename)]
+    line = f"at {Path(theirs[-1].filename).name}:{theirs[-1].lineno}: " if theirs else ""
+    return f"{line}{in_one_line(error)}"
 
 
 _WANTS_GPU = re.compile(
@@ -213,14 +213,6 @@ def gpu_advice(error: BaseException) -> str:
     )
 
 
-def _line_of(error: BaseException, is_theirs: Callable[[str], bool]) -> str | None:
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{Path(error.filename).name}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if is_theirs(frame.filename)]
-    return f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else None
-
-
 @contextmanager
 def users_failures_told() -> Iterator[None]:
     """Turn an exception of the user's own code, such as their ``train()``, into a `TargetError` that names the line."""
@@ -232,21 +224,13 @@ def users_failures_told() -> Iterator[None]:
         limit = sys.getrecursionlimit()
         raise TargetError(f"the model nests too deeply for Python's recursion limit of {limit}: raise that") from error
     except Exception as error:
-        frame = _users_frame(error)
-        if frame is None:
-            raise
-        where = f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
-        raise TargetError(f"your own code failed at {where}: {in_one_line(error)}") from error
-
-
-def _users_frame(error: Exception) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's code, if it lies below every frame of memsize."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if is_users(frame.filename):
-            return frame
-        if Path(frame.filename).is_relative_to(_MEMSIZE):
-            return None
-    return None
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if is_users(frame.filename):
+                where = f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
+                raise TargetError(f"your own code failed at {where}: {in_one_line(error)}") from error
+            if Path(frame.filename).is_relative_to(_MEMSIZE):
+                break
+        raise
 
 
 def input_maker(function: Callable[..., Any], label: str, scope: ImportScope | None = None) -> InputMaker:
@@ -265,13 +249,22 @@ def input_maker(function: Callable[..., Any], label: str, scope: ImportScope | N
             raise InputError(f"{label} takes no seq_len, so --seq-len means nothing to it")
         if request.batch_size > 1 and "batch_size" not in taken:
             raise InputError(f"{label} takes no batch_size, so it says itself how many samples there are")
-        return _call_for_inputs(function, arguments, label, scope)
+        is_theirs = scope.owns if scope else is_users
+        try:
+            with random_numbers_kept():
+                inputs = weightless(function, arguments, is_theirs)[0]
+        except TargetError:
+            raise
+        except Exception as error:
+            raise InputError(f"{label} failed {user_traceback(error, is_theirs)}") from error
+        if inputs is None:
+            raise InputError(f"{label} returned None, not the model's inputs")
+        return inputs
 
     return InputMaker(make, resizable="batch_size" in taken, untyped=False)
 
 
 def _taken(function: Callable[..., Any], label: str) -> set[str]:
-    """The names of `InputRequest` fields that `function` has parameters for."""
     names = {"batch_size", "seq_len", "training"}
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -284,22 +277,6 @@ def _taken(function: Callable[..., Any], label: str) -> set[str]:
     if missing:
         raise InputError(f"{label} needs {', '.join(missing)}: it may only ask for batch_size, training, seq_len=None")
     return names & {p.name for p in named}
-
-
-def _call_for_inputs(
-    function: Callable[..., Any], arguments: dict[str, Any], label: str, scope: ImportScope | None
-) -> Any:
-    is_theirs = scope.owns if scope else is_users
-    try:
-        with random_numbers_kept():
-            inputs = weightless(function, arguments, is_theirs)[0]
-    except TargetError:
-        raise
-    except Exception as error:
-        raise InputError(f"{label} failed {user_traceback(error, is_theirs)}") from error
-    if inputs is None:
-        raise InputError(f"{label} returned None, not the model's inputs")
-    return inputs
 
 
 def wanted_inputs(model: nn.Module) -> str:

@@ -49,7 +49,8 @@ _LATE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 @contextmanager
 def compiler_late() -> Iterator[None]:
     """Keep libraries from importing these packages in passing, or by marking functions in this thread."""
-    finders = [_StandIns(package) for package in _LATE if not any(name in sys.modules for name in _family(package))]
+    absent = [package for package, late in _LATE.items() if not sys.modules.keys() & {package, *late}]
+    finders = [_StandIns(package) for package in absent]
     sys.meta_path[:0] = finders
     try:
         with _compiler_patches.active():
@@ -58,10 +59,6 @@ def compiler_late() -> Iterator[None]:
         for finder in finders:
             sys.meta_path.remove(finder)
             finder.make_way()
-
-
-def _family(package: str) -> tuple[str, ...]:
-    return (package, *_LATE[package])
 
 
 class _Finder:
@@ -116,10 +113,9 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._when_called(name) if name in self._called else getattr(self._own(), name)
-
-    def _when_called(self, name: str) -> Function:
-        return lambda *args, **kwargs: getattr(self._own(), name)(*args, **kwargs)
+        if name in self._called:
+            return lambda *args, **kwargs: getattr(self._own(), name)(*args, **kwargs)
+        return getattr(self._own(), name)
 
     def _own(self) -> ModuleType:
         importlib.import_module(self._package)  # first: it makes the stand-in give way
@@ -192,12 +188,12 @@ _MARKS: Final[Mapping[str, Function]] = {
 }
 
 
-def _choose() -> Iterator[Override]:
-    yield from (Override(torch.compiler, name, late) for name, late in _MARKS.items())
-    yield Override(torch, "__getattr__", _without_import)
-
-
-_compiler_patches = ThreadPatches(_choose)
+_compiler_patches = ThreadPatches(
+    lambda: (
+        *(Override(torch.compiler, name, late) for name, late in _MARKS.items()),
+        Override(torch, "__getattr__", _without_import),
+    )
+)
 
 
 SCHEMAS = (
@@ -294,9 +290,12 @@ def _refuse(*_: Any, **__: Any) -> None:
 def remedy() -> str:
     """How to get the torchvision that fits the installed torch."""
     release = matching_release(torch.__version__)
+    # A build that names its platform does not come from the default index.
+    _, _, build = torch.__version__.partition("+")
+    index = f" --index-url URL, where URL is the index of {build} builds" if build else ""
     return (
         f"torch {torch.__version__} goes with torchvision {release} from the same index: "
-        f"pip install --force-reinstall --no-deps torchvision=={release}{_index()}"
+        f"pip install --force-reinstall --no-deps torchvision=={release}{index}"
     )
 
 
@@ -304,9 +303,3 @@ def matching_release(torch_version: str) -> str:
     """The torchvision for a release of torch 2: 0.28.0 for 2.13.0, as the wheels of torchvision require it."""
     minor, patch = re.findall(r"\d+", torch_version)[1:3]
     return f"0.{int(minor) + 15}.{patch}"
-
-
-def _index() -> str:
-    """A build that names its platform does not come from the default index."""
-    _, _, build = torch.__version__.partition("+")
-    return f" --index-url URL, where URL is the index of {build} builds" if build else ""

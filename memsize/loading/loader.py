@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fnmatch import filter as matching
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -20,41 +20,27 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from memsize.errors import ExitError, InputError, TargetError, UnknownTargetError, exits_caught, quoted
-from memsize.loading.building import build, gpu_advice, input_maker, lacks_gpu, random_numbers_kept, user_traceback
+from memsize.loading.building import (
+    LoadedModel,
+    build,
+    gpu_advice,
+    input_maker,
+    lacks_gpu,
+    random_numbers_kept,
+    user_traceback,
+)
 from memsize.loading.model_defined_step import is_trainer, model_defined_step, model_defined_step_of
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import LIBRARIES, Target, parse_target
 from memsize.spec.inputs import InputMaker, InputRequest
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 
 GpuContextFactory = Callable[[], AbstractContextManager[Any]]
 """Opens a region in which this process has a GPU."""
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A target's module, its name (``model.py:Test``), and notes for readers on how it was built.
-
-    `inputs` makes inputs that suit the model, where its library or trainer defines them.
-    """
-
-    module: nn.Module
-    name: str
-    notes: tuple[str, ...] = ()
-    scope: ImportScope | None = field(default=None, repr=False, compare=False)
-    inputs: InputMaker | None = field(default=None, repr=False, compare=False)
-
-    def importable(self) -> AbstractContextManager[None]:
-        """Let the model's forward import all that the target could import while it was loaded."""
-        if self.scope is not None:
-            return self.scope.entered()
-        if self.inputs is None:
-            raise ValueError(f"{self.name} was not loaded from a target")
-        return nullcontext()  # a library's model imports what is installed
 
 
 def load(
@@ -76,8 +62,7 @@ def load(
     if target.library is not None:
         from memsize.loading.hubs import load_library_model
 
-        model = load_library_model(target, arguments or {})
-        return LoadedModel(model.module, model.name, model.notes, inputs=model.inputs)
+        return load_library_model(target, arguments or {})
 
     def attempt(failure: BaseException | None) -> LoadedModel:
         scope, module_name = scope_of(target)
@@ -88,11 +73,15 @@ def load(
             built, note = build(look_up(module, name, target), label, arguments or {}, scope.owns, failure)
             trainer = built if is_trainer(built) else None
             model = trainer.model if trainer else built
-            inputs = _with_gpu(gpu_context, scope, _training_batch(model, trainer, own)) if trainer or own else None
-        notes = [note] if note else []
-        step = model_defined_step_of(model)
-        notes += [step.note] if step else []
-        return LoadedModel(model, label, tuple(notes), scope, inputs)
+            inputs = None
+            if trainer or own:
+                step = model_defined_step(model, trainer)
+                inputs = _with_gpu(gpu_context, scope, step.inputs())
+                if own:
+                    vars(model)["forward"] = step
+        defined = model_defined_step_of(model)
+        notes = (note, defined.note if defined else None)
+        return LoadedModel(model, label, tuple(filter(None, notes)), scope, inputs)
 
     return _retry_with_gpu(attempt, gpu_context)
 
@@ -122,7 +111,6 @@ def load_loop(text: str, gpu_context: GpuContextFactory = nullcontext) -> Callab
 def _function(
     text: str, gpu_context: GpuContextFactory, purpose: str, example: str
 ) -> tuple[ImportScope, Callable[..., Any], str]:
-    """The function that `text` names, the scope of its imports, and its label."""
     target = parse_target(text)
     if target.library is not None or target.name is None:
         raise TargetError(f"{text!r} names no function that {purpose}: write it like {example}")
@@ -147,14 +135,6 @@ def _with_gpu(gpu_context: GpuContextFactory, scope: ImportScope, maker: InputMa
             return _retry_with_gpu(lambda _: maker.make(request), gpu_context)
 
     return replace(maker, make=make)
-
-
-def _training_batch(model: nn.Module, trainer: Any, own: bool) -> InputMaker:
-    """The batch with which a model is trained. With `own`, its forward becomes its training step."""
-    step = model_defined_step(model, trainer)
-    if own:
-        vars(model)["forward"] = step
-    return step.inputs()
 
 
 @contextmanager
@@ -268,7 +248,6 @@ def import_target(target: Target, scope: ImportScope, name: str) -> ModuleType:
 
 
 def _execute(file: Path, scope: ImportScope, name: str) -> ModuleType:
-    """A fresh module made from `file`, importable in the scope as `name` unless that is another's."""
     name = f"{name}_target" if is_taken(name) or not name.isidentifier() else name
     loader = _Source(name, str(file))
     spec = importlib.util.spec_from_file_location(name, file, loader=loader)
@@ -292,7 +271,9 @@ def _import_failure(error: Exception, target: Target, scope: ImportScope) -> str
         return str(error)
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and target.module and f"{target.module}.".startswith(f"{missing}."):
-        return f"no module {missing!r}, neither installed nor in {scope.folder}{_dotted_hint(target)}"
+        package, _, last = str(target.module).rpartition(".")
+        hint = f" (did you mean {package}:{last}?)" if package and target.name is None else ""
+        return f"no module {missing!r}, neither installed nor in {scope.folder}{hint}"
     failure = f"importing {target.source} failed {user_traceback(error, scope.owns)}{gpu_advice(error)}"
     if "torchvision::" in str(error):
         from memsize.loading.library_imports import remedy
@@ -303,12 +284,6 @@ def _import_failure(error: Exception, target: Target, scope: ImportScope) -> str
     if missing and missing.partition(".")[0] not in sys.stdlib_module_names:
         return f"{failure}; install it where memsize is installed, or put it beside {target.source}"
     return failure
-
-
-def _dotted_hint(target: Target) -> str:
-    """``package.module.Net`` was meant as ``package.module:Net``, as its capital letter shows."""
-    package, _, last = str(target.module).rpartition(".")
-    return f" (did you mean {package}:{last}?)" if package and target.name is None else ""
 
 
 def look_up(module: ModuleType, name: str, target: Target) -> Any:
@@ -339,7 +314,6 @@ def only_class(module: ModuleType, target: Target) -> str:
 
 
 def _candidates(module: ModuleType) -> list[str]:
-    """The names that a target could give: Module instances, and Module classes and functions of the module's own."""
     from torch import nn
 
     instances = [name for name, value in vars(module).items() if isinstance(value, nn.Module)]
@@ -352,7 +326,6 @@ def _candidates(module: ModuleType) -> list[str]:
 
 
 def _defined(module: ModuleType) -> dict[str, Any]:
-    """The classes and functions that `module` itself defines, or gives as its own when it is a package."""
     package = module.__name__
     return {
         name: value

@@ -11,8 +11,7 @@ import copy
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from memsize.errors import InputError, TargetError, message_of
@@ -52,8 +51,12 @@ class ModelDefinedStep(ABC):
         return f"the training step is the target's own, {self.name}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with self._own_forward():
+        attributes = vars(self.model)
+        del attributes["forward"]
+        try:
             return {"loss": self.loss(kwargs or (args[0] if len(args) == 1 else args))}
+        finally:
+            attributes["forward"] = self
 
     def loss(self, batch: Any) -> torch.Tensor:
         """The loss of a batch; raises `InputError` where none is returned."""
@@ -67,15 +70,6 @@ class ModelDefinedStep(ABC):
         copied = copy.copy(self)
         copied._model = weakref.ref(copy.deepcopy(self.model, memo))
         return copied
-
-    @contextmanager
-    def _own_forward(self) -> Iterator[None]:
-        attributes = vars(self.model)
-        del attributes["forward"]
-        try:
-            yield
-        finally:
-            attributes["forward"] = self
 
     @abstractmethod
     def result(self, batch: Any) -> Any:
@@ -147,7 +141,11 @@ class TrainerStep(ModelDefinedStep):
         self.autocast = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None
         self.accumulate, self.clip = arguments.gradient_accumulation_steps, arguments.max_grad_norm or 0
         if arguments.gradient_checkpointing:
-            _checkpoint(model, dict(arguments.gradient_checkpointing_kwargs or {}))
+            options = dict(arguments.gradient_checkpointing_kwargs or {})
+            # transformers renamed the method.
+            enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            apart = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+            enable(options or None, **apart)
 
     @property
     def note(self) -> str:
@@ -180,13 +178,6 @@ class TrainerStep(ModelDefinedStep):
 
     def batches(self) -> Any:
         return self._trainer.get_train_dataloader()
-
-
-def _checkpoint(model: Any, options: dict[str, Any]) -> None:
-    """Turn checkpointing on, whose method transformers renamed."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    apart = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
-    enable(options or None, **apart)
 
 
 def model_defined_step_of(model: nn.Module) -> ModelDefinedStep | None:

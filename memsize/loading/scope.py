@@ -49,7 +49,13 @@ class ImportScope:
         paths, arguments = list(sys.path), sys.argv
         sys.path[:] = [*self._first, *paths, *self._last]
         assign(sys, "argv", [str(self._script)] if self._script else arguments)
-        self._bring_back()
+        # Modules of these names may be there already, from other folders.
+        here = {entry.stem for entry in self.folder.iterdir() if entry.is_dir() or entry.suffix == ".py"}
+        clashing = {top for top in here & set(sys.modules) if self._is_foreign(top)} | {
+            _top(name) for name in self._own
+        }
+        self._hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if _top(name) in clashing}
+        sys.modules.update(self._own)
         before = set(sys.modules) - set(self._own)
         self._entered = True
         try:
@@ -61,7 +67,12 @@ class ImportScope:
             self._first = [*self._first, *added]
             sys.path[:] = paths
             assign(sys, "argv", arguments)
-            self._put_away(before)
+            new = [name for name in list(sys.modules) if name not in before]
+            tops = {top for top in {_top(name) for name in new} - before if self._is_from_here(top)}
+            own = [*(name for name in new if _top(name) in tops), *self._own]
+            self._own = {name: sys.modules.pop(name) for name in own if name in sys.modules}
+            sys.modules.update(self._hidden)
+            self._hidden = {}
 
     def adopt(self, name: str, module: ModuleType) -> None:
         """Make `module` importable as `name` inside the scope, which must be entered."""
@@ -74,25 +85,6 @@ class ImportScope:
         path = Path(file).absolute()
         return not _installed(path) and any(path.is_relative_to(folder) for folder in self._folders())
 
-    def _bring_back(self) -> None:
-        """Put the scope's modules into ``sys.modules``, in place of modules of the same names from other folders."""
-        here = {entry.stem for entry in self.folder.iterdir() if entry.is_dir() or entry.suffix == ".py"}
-        clashing = {top for top in here & set(sys.modules) if self._is_foreign(top)}
-        clashing |= {_top(name) for name in self._own}
-        self._hidden = {name: module for name, module in sys.modules.items() if _top(name) in clashing}
-        for name in self._hidden:
-            del sys.modules[name]
-        sys.modules.update(self._own)
-
-    def _put_away(self, before: set[str]) -> None:
-        """Take the scope's modules out of ``sys.modules``, and put back those that they hid."""
-        new = [name for name in list(sys.modules) if name not in before]
-        tops = {top for top in {_top(name) for name in new} - before if self._is_from_here(top)}
-        own = [*(name for name in new if _top(name) in tops), *self._own]
-        self._own = {name: sys.modules.pop(name) for name in own if name in sys.modules}
-        sys.modules.update(self._hidden)
-        self._hidden = {}
-
     def _is_from_here(self, top: str) -> bool:
         home = _home(sys.modules.get(top))
         return home is not None and home in self._folders() and not _installed(home)
@@ -103,12 +95,7 @@ class ImportScope:
     def _is_foreign(self, top: str) -> bool:
         """Whether `top` is some other folder's module, and neither Python's own nor installed."""
         home = _home(sys.modules[top])
-        return (
-            home is not None
-            and home not in self._folders()
-            and top not in sys.stdlib_module_names
-            and not _installed(home)
-        )
+        return home is not None and home not in self._folders() and not is_taken(top)
 
 
 def is_taken(name: str) -> bool:
@@ -140,5 +127,4 @@ def is_users(file: str) -> bool:
 
 @cache
 def _installed(path: Path) -> bool:
-    """Whether `path` is part of Python or of an installed package."""
     return path.is_relative_to(_STANDARD_LIBRARY) or not _SITES.isdisjoint(path.parts)

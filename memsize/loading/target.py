@@ -54,23 +54,31 @@ def parse_target(text: str) -> Target:
     what cannot be a target.
     """
     try:
-        return _parsed(text)
+        return _parsed(text.strip())
     except (OSError, RuntimeError) as error:  # a path that is too long, a home folder that nobody has
         raise TargetError(f"cannot read {quoted(text)} as a target: {getattr(error, 'strerror', error)}") from None
 
 
 def _parsed(text: str) -> Target:
-    library, colon, rest = text.strip().partition(":")
+    library, colon, rest = text.partition(":")
     if colon and library in LIBRARIES:
         return _of_library(library, rest.strip())
-    source, name = _split(text.strip())
-    if name is not None and not all(part.isidentifier() for part in name.split(".")):
+    # A path may have a colon itself (a drive), so the last one counts.
+    source, colon, name = text.rpartition(":")
+    if not colon or text.endswith(".py") or os.sep in name:
+        source, colon, name = text, "", ""
+    elif not name:
+        raise TargetError(f"{text!r} ends with a colon and no name: {_EXAMPLES}")
+    if colon and not all(part.isidentifier() for part in name.split(".")):
         raise TargetError(f"{name!r} in {text!r} is not a name: {_EXAMPLES}")
-    if _is_path(source):
-        return Target(_existing_file(Path(source).expanduser()), None, name)
+    path = Path(source)
+    named = source.endswith((".py", *CHECKPOINTS)) or os.sep in source or (os.altsep or os.sep) in source
+    is_folder = bool(source) and path.is_dir() and not (path / "__init__.py").is_file()
+    if named or is_folder or path.is_file():
+        return Target(_existing_file(path.expanduser()), None, name or None)
     if not all(part.isidentifier() for part in source.split(".")):
         raise TargetError(f"cannot read {text!r} as a target: {_EXAMPLES}")
-    return Target(None, source, name)
+    return Target(None, source, name or None)
 
 
 def parse_value(text: str) -> object:
@@ -95,25 +103,8 @@ def _of_library(library: str, rest: str) -> Target:
     return Target(None, None, name, library, tuple(options.items()))
 
 
-def _split(text: str) -> tuple[str, str | None]:
-    """The file or module, and the name in it. A path may have a colon itself (a drive), so the last one counts."""
-    source, colon, name = text.rpartition(":")
-    if not colon or text.endswith(".py") or os.sep in name:
-        return text, None
-    if not name:
-        raise TargetError(f"{text!r} ends with a colon and no name: {_EXAMPLES}")
-    return source, name
-
-
 CHECKPOINTS: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
 """The suffixes of files that hold tensors."""
-
-
-def _is_path(source: str) -> bool:
-    path, separators = Path(source), [separator for separator in (os.sep, os.altsep) if separator]
-    folder = bool(source) and path.is_dir() and not (path / "__init__.py").is_file()
-    named = source.endswith((".py", *CHECKPOINTS)) or any(separator in source for separator in separators)
-    return named or path.is_file() or folder
 
 
 def is_checkpoint(text: str) -> bool:
@@ -224,7 +215,10 @@ def checked_out(revision: str) -> Iterator[Checkout]:
     """
     top = Path(_git("rev-parse", "--show-toplevel").rstrip("\n"))
     prefix = Path(_git("rev-parse", "--show-prefix").rstrip("\n"))
-    commit = _commit(revision)
+    try:
+        commit = _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
+    except TargetError:
+        raise TargetError(f"no revision {quoted(revision)} in this repository (a shallow clone may lack it)") from None
     with tempfile.TemporaryDirectory(prefix="memsize-") as folder:
         copy = Path(folder).resolve() / "tree"
         own = {"GIT_INDEX_FILE": str(Path(folder) / "index"), "GIT_LFS_SKIP_SMUDGE": "1"}
@@ -234,15 +228,7 @@ def checked_out(revision: str) -> Iterator[Checkout]:
         yield Checkout(top, copy, prefix)
 
 
-def _commit(revision: str) -> str:
-    try:
-        return _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
-    except TargetError:
-        raise TargetError(f"no revision {quoted(revision)} in this repository (a shallow clone may lack it)") from None
-
-
 def _git(*arguments: str, variables: Mapping[str, str] | None = None, folder: Path | None = None) -> str:
-    """Run git and return its output. Raises `TargetError` with git's message where it fails."""
     try:
         process = subprocess.run(
             ("git", *arguments),

@@ -52,11 +52,7 @@ class Weightless(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run `func` on `meta` where its result is large or an argument is already there; else as it is."""
         if any(kind not in _PLAIN for kind in types):
@@ -65,10 +61,11 @@ class Weightless(TorchDispatchMode):
         if _any_meta(args) or _any_meta(kwargs.values()):
             if _only_fills(func) and args:
                 return args[0]
-            self.values_missed |= any(not tensor.is_meta for tensor in _written(func, args, kwargs))
+            written = [tensor for tensor in _written(func, args, kwargs) if not tensor.is_meta]
+            self.values_missed |= bool(written)
             try:
                 shape_rule = _SHAPE_RULES.get(func)
-                return shape_rule(*args, **kwargs) if shape_rule else _run_on_meta(func, args, kwargs)
+                return shape_rule(*args, **kwargs) if shape_rule else _run_on_meta(func, args, kwargs, written)
             except Exception:
                 self.values_missed = True
                 raise
@@ -77,27 +74,20 @@ class Weightless(TorchDispatchMode):
                 kwargs["device"] = _CPU
             if _is_cpu(kwargs.get("device")):
                 result = _try_on_meta(func, args, kwargs)
-                if isinstance(result, torch.Tensor) and _is_large(result):
-                    self.left_out = True
-                    return result
+                if isinstance(result, torch.Tensor):
+                    floating = result.is_floating_point() or result.is_complex()
+                    if result.numel() >= (SMALLEST if floating else SMALLEST_INTEGER):
+                        self.left_out = True
+                        return result
         return func(*args, **kwargs)
 
 
-def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` with every tensor moved to `meta`. Real tensors that it would write into stay as they are."""
-    written = [tensor for tensor in _written(func, args, kwargs) if not tensor.is_meta]
+def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]) -> Any:
+    """Run `func` with every tensor moved to `meta`. Real tensors that it would have `written` stay as they are."""
     if any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in written):
         raise DataDependentError(f"{func} fills a real {written[0].dtype} tensor from weights that were not made")
     result = func(*map(_to_meta, args), **_for_meta(func, kwargs))
     return written[0] if len(written) == 1 and isinstance(result, torch.Tensor) else result
-
-
-def _same_shape(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    return torch.empty_like(tensor)
-
-
-def _reduced(tensor: torch.Tensor, _: object, dim: list[int], keepdim: bool = False) -> torch.Tensor:
-    return tensor.sum(dim, keepdim)
 
 
 def _indexed(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -112,9 +102,9 @@ def _indexed(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> to
 
 _SHAPE_RULES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.index.Tensor: _indexed,
-    torch.ops.aten.tril.default: _same_shape,
-    torch.ops.aten.triu.default: _same_shape,
-    torch.ops.aten.norm.ScalarOpt_dim: _reduced,
+    torch.ops.aten.tril.default: lambda tensor, *_: torch.empty_like(tensor),
+    torch.ops.aten.triu.default: lambda tensor, *_: torch.empty_like(tensor),
+    torch.ops.aten.norm.ScalarOpt_dim: lambda tensor, _, dim, keepdim=False: tensor.sum(dim, keepdim),
 }
 """Shape rules of ops that `meta` cannot run, or runs in Python by way of sympy (a second)."""
 
@@ -134,7 +124,6 @@ def _only_fills(func: Any) -> bool:
 
 
 def _try_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on `meta`; None where it cannot run there."""
     try:
         if func._schema.name == "aten::arange" and all(isinstance(bound, int) for bound in args):
             # On `meta` it is Python that imports torch._dynamo.
@@ -152,7 +141,6 @@ def _for_meta(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that `func` writes into, by its schema."""
     for position, name in _written_arguments(func):
         value = args[position] if position < len(args) else kwargs.get(name)
         items = value if isinstance(value, (list, tuple)) else [value]
@@ -169,11 +157,6 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 def _makes_tensors(func: Any) -> bool:
     """Whether the caller says on which device the result of `func` is: `empty`, `randn`, `new_zeros`, `_to_copy` …"""
     return any(argument.name == "device" for argument in func._schema.arguments)
-
-
-def _is_large(tensor: torch.Tensor) -> bool:
-    floating = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.numel() >= (SMALLEST if floating else SMALLEST_INTEGER)
 
 
 def _to_meta(value: Any) -> Any:

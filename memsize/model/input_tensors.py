@@ -44,9 +44,7 @@ class ModelInputs:
     def call(
         self, batch_size: int | None = None, floating: torch.dtype | None = None, *, typed_too: bool = True
     ) -> Call:
-        """Arguments on `meta`. With `floating`, floating ones are cast to it; those whose dtype was chosen only if
-        `typed_too`.
-        """
+        """Arguments on `meta`, floating ones cast to `floating`; those of a chosen dtype only if `typed_too`."""
         args, kwargs = self.make(self.batch_size if batch_size is None else batch_size)
         if floating is None:
             return args, kwargs
@@ -77,17 +75,14 @@ def inputs_for(
         return inputs_from_call(subject.call)
     if subject.specs:
         return inputs_from_specs(subject.specs, subject.batch_size or 1)
-    maker = _own_maker(subject.source, machine) or maker
+    source = subject.source
+    if isinstance(source, str):
+        maker = load_inputs(source, machine)
+    elif source is not None:
+        maker = input_maker(source, getattr(source, "__name__", type(source).__name__))
     if maker is None:
         raise InputError(f"the model needs an input: {wanted_inputs(model)}")
     return inputs_from_maker(maker, InputRequest(subject.batch_size or 1, subject.seq_len, training))
-
-
-def _own_maker(source: Callable[..., Any] | str | None, machine: GpuContextFactory) -> InputMaker | None:
-    """The function that makes the inputs, where the user gave or named one."""
-    if isinstance(source, str):
-        return load_inputs(source, machine)
-    return source and input_maker(source, getattr(source, "__name__", type(source).__name__))
 
 
 def inputs_from_specs(specs: Sequence[InputSpec], batch_size: int) -> ModelInputs:
@@ -109,9 +104,7 @@ def inputs_from_specs(specs: Sequence[InputSpec], batch_size: int) -> ModelInput
 
 
 def inputs_from_data(data: Any) -> ModelInputs:
-    """The user's own inputs: a mapping gives keyword arguments, a tuple or list positional ones, anything else the only
-    one.
-    """
+    """The user's own inputs: a mapping of keyword arguments, a tuple or list of positional ones, or the only one."""
     return inputs_from_call(call_of(data))
 
 
@@ -124,7 +117,8 @@ def inputs_from_call(own_call: Call) -> ModelInputs:
     Raises `InputError` for values that can be read only once, and for tensors that have no meta copy.
     """
     call = _copied(own_call)
-    sizes = {_samples(tensor) for tensor in tensors_in(call)}
+    # 0 stands for what cannot be a batch dimension.
+    sizes = {0 if tensor.is_nested or not tensor.dim() else tensor.shape[0] for tensor in tensors_in(call)}
     if any(isinstance(value, PackedSequence) for value in objects_in(call)):
         sizes.add(0)  # its rows are steps of several samples
     batch = sizes.pop() if len(sizes) == 1 else 0
@@ -165,7 +159,12 @@ def input_tensors(call: Call) -> tuple[InputTensor, ...]:
     args, kwargs = call
     named = [(str(position), value) for position, value in enumerate(args)] + list(kwargs.items())
     met: set[Hashable] = set()
-    return tuple(_record(name, tensor, met) for name, value in named for tensor in tensors_in(value))
+    records = []
+    for name, tensor in ((name, tensor) for name, value in named for tensor in tensors_in(value)):
+        key = storage_key(tensor)
+        records.append(InputTensor(name, spec_of(tensor), 0 if key in met else tensor_bytes(tensor)))
+        met.add(key)
+    return tuple(records)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -197,11 +196,6 @@ def _copied(call: Call) -> Call:
     return copied
 
 
-def _samples(tensor: torch.Tensor) -> int:
-    """The size of `tensor`'s first dimension, 0 where that cannot be a batch dimension."""
-    return 0 if tensor.is_nested or not tensor.dim() else tensor.shape[0]
-
-
 def _tensor(spec: InputSpec, batch: int) -> torch.Tensor:
     shape = (batch, *spec.shape)
     dtype: torch.dtype = getattr(torch, spec.dtype or "float32")
@@ -210,17 +204,12 @@ def _tensor(spec: InputSpec, batch: int) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=dtype, device="meta")
     if dtype.is_floating_point or dtype.is_complex or dtype in UNREADABLE:
         return tensor
-    if spec.span is not None:
-        return set_constant(tensor, _evenly_over(spec.span, tensor))
-    value = 1 if "mask" in (spec.name or "") else 0
-    return set_filled(tensor, value)
-
-
-def _evenly_over(span: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
-    """Integers from the first of `span` to the last, each about as often, in rising order."""
-    low, high = span
-    share = torch.arange(like.numel(), dtype=torch.float64, device="cpu") / max(like.numel() - 1, 1)
-    return (low + (share * (high - low)).round()).to(like.dtype).reshape(like.shape)
+    if spec.span is None:
+        return set_filled(tensor, 1 if "mask" in (spec.name or "") else 0)
+    # Each about as often, in rising order.
+    low, high = spec.span
+    share = torch.arange(tensor.numel(), dtype=torch.float64, device="cpu") / max(tensor.numel() - 1, 1)
+    return set_constant(tensor, (low + (share * (high - low)).round()).to(dtype).reshape(shape))
 
 
 def _by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
@@ -257,9 +246,3 @@ def resized_call(call: Call, dimensions: Iterable[Dimension], size: int) -> Call
         tuple(changed(str(position), value) for position, value in enumerate(args)),
         {name: changed(name, value) for name, value in kwargs.items()},
     )
-
-
-def _record(name: str, tensor: torch.Tensor, met: set[Hashable]) -> InputTensor:
-    size = tensor_bytes(tensor) if (key := storage_key(tensor)) not in met else 0
-    met.add(key)
-    return InputTensor(name, spec_of(tensor), size)

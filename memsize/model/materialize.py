@@ -94,13 +94,15 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             originals.append(tensor)
         return replacements[id(tensor)]
 
-    for module in _children_first(model):
+    for module in _children_first(model, set()):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
                     table[name] = materialized(name, tensor)  # type: ignore[assignment]
-        for name, value in _attributes_without_values(module):
-            vars(module)[name] = map_tensors(partial(materialized, name), value)
+        # Plain attributes stay where they are, but for tensors without values.
+        for name, value in list(vars(module).items()):
+            if name not in _REGISTRIES and any(tensor.is_meta for tensor in arguments_in([value])):
+                vars(module)[name] = map_tensors(partial(materialized, name), value)
         if isinstance(module, nn.RNNBase):
             module._init_flat_weights()  # else the first forward does it
 
@@ -138,23 +140,12 @@ def _moved(value: Any, device: torch.device | str) -> Any:
     return map_tensors(lambda tensor: tensor.to(device), value)
 
 
-def _attributes_without_values(module: nn.Module) -> list[tuple[str, Any]]:
-    """Plain attributes that hold tensors without values; `to` leaves other attributes where they are."""
-    attributes = [(name, value) for name, value in vars(module).items() if name not in _REGISTRIES]
-    return [(name, value) for name, value in attributes if any(tensor.is_meta for tensor in arguments_in([value]))]
-
-
-def _children_first(model: nn.Module) -> Iterator[nn.Module]:
-    seen: set[int] = set()
-
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
-        if id(module) not in seen:
-            seen.add(id(module))
-            for child in module.children():
-                yield from walk(child)
-            yield module
-
-    return walk(model)
+def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    if id(module) not in seen:
+        seen.add(id(module))
+        for child in module.children():
+            yield from _children_first(child, seen)
+        yield module
 
 
 def _materialized(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -171,9 +162,7 @@ def _materialized(name: str, tensor: torch.Tensor, device: torch.device) -> torc
 
 
 def _fill(name: str, tensor: torch.Tensor) -> None:
-    """Values that keep a network's activations from vanishing or overflowing: scales and variances of one, small
-    weights.
-    """
+    """Keep activations from vanishing or overflowing: scales and variances of one, small weights."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         tensor.zero_()
     elif tensor.dim() == 1 and name in ("weight", "running_var"):

@@ -83,22 +83,16 @@ class MetaCopier:
 
     def copy(self) -> nn.Module:
         """A new copy, as `meta_copy` makes it."""
-        if not self._learned.modules:
-            _refuse_sharded(self._model)
+        for module in () if self._learned.modules else self._model.modules():
+            if _is_sharded(module):
+                raise MemsizeError(
+                    f"{type(module).__name__} holds shards of its parameters: pass the model as it is before it is "
+                    "sharded, and shard it in the step of memsize.trace(…, world=…, step=…)"
+                )
         return _Copy(self._learned).module(inside(self._model))
 
 
-def _refuse_sharded(model: nn.Module) -> None:
-    sharded = next((module for module in model.modules() if _is_sharded(module)), None)
-    if sharded is not None:
-        raise MemsizeError(
-            f"{type(sharded).__name__} holds shards of its parameters: pass the model as it is before it is sharded, "
-            "and shard it in the step of memsize.trace(…, world=…, step=…)"
-        )
-
-
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether `module` is FSDP's, or has a DTensor of its own."""
     parts = (module, *module.parameters(recurse=False), *module.buffers(recurse=False))
     return any(_SHARDED & {kind.__name__ for kind in type(part).__mro__} for part in parts)
 
@@ -150,25 +144,22 @@ class _Copy:
 
     def module(self, model: nn.Module) -> nn.Module:
         originals = [module for module in map(inside, model.modules()) if id(module) not in self.memo]
+        # An empty copy first: attributes may refer to any module, including their own owner.
         for module in originals:
-            self._announce(module)
+            if isinstance(module, torch.jit.ScriptModule):
+                self._script(module)
+            elif id(module) not in self.memo:
+                # Not the class's own __new__: it may want arguments, and torch.fx's makes a class without the forward.
+                self.memo[id(module)] = object.__new__(type(module))
         for module in originals:
             self._fill(module)
         copied: nn.Module = self.memo[id(model)]
         return copied
 
-    def _announce(self, module: nn.Module) -> None:
-        """Register an empty copy first: attributes may refer to any module, including their own owner."""
-        if id(module) in self.memo:
-            return
-        if isinstance(module, torch.jit.ScriptModule):
-            self._script(module)
-        else:
-            # Not the class's own __new__: it may want arguments, and torch.fx's makes a class without the forward.
-            self.memo[id(module)] = object.__new__(type(module))
-
     def _script(self, module: torch.jit.ScriptModule) -> None:
         """TorchScript copies itself, values and all; then its tensors are replaced. Constants in its code stay."""
+        if id(module) in self.memo:
+            return
         copied: Any = copy.deepcopy(module)
         for original, own in zip(module.modules(), copied.modules(), strict=True):
             for name, tensor in (*original._parameters.items(), *original._buffers.items()):
@@ -186,7 +177,10 @@ class _Copy:
         for name, kind, address in empty:
             state[name] = self.memo[address] = kind()
         for name in copied:
-            state[name] = self._attribute(name, attributes[name])
+            if name in _REGISTRIES:
+                state[name] = self._registry(attributes[name])
+            else:
+                state[name] = None if name == "_compiled_call_impl" else self.part(attributes[name])
         if isinstance(module, nn.DataParallel):
             state["device_ids"] = []  # it delegates everything to the module inside
 
@@ -201,21 +195,16 @@ class _Copy:
         learned = self.learned.modules[id(module)] = _Attributes(module, tuple(empty), tuple(copied))
         return learned
 
-    def _attribute(self, name: str, value: Any) -> Any:
-        if name in _REGISTRIES:
-            return self._registry(value)
-        return None if name == "_compiled_call_impl" else self.part(value)
-
     def _registry(self, entries: dict[str, Any]) -> dict[str, Any]:
-        copied = {name: None if entry is None else self._entry(name, entry) for name, entry in entries.items()}
-        return OrderedDict(copied) if isinstance(entries, OrderedDict) else copied
-
-    def _entry(self, name: str, entry: Any) -> Any:
-        if id(entry) in self.memo:
-            return self.memo[id(entry)]
-        if isinstance(entry, torch.Tensor):
-            return self.tensors.tensor(entry, looked_at=name not in _STATISTICS)
-        return self.part(entry)
+        copied: dict[str, Any] = OrderedDict() if isinstance(entries, OrderedDict) else {}
+        for name, entry in entries.items():
+            if entry is None or id(entry) in self.memo:
+                copied[name] = None if entry is None else self.memo[id(entry)]
+            elif isinstance(entry, torch.Tensor):
+                copied[name] = self.tensors.tensor(entry, looked_at=name not in _STATISTICS)
+            else:
+                copied[name] = self.part(entry)
+        return copied
 
     # -- everything else ----------------------------------------------------------------------------------------------
 
@@ -244,9 +233,9 @@ class _Copy:
         self.memo.setdefault(id(self.memo), []).append(original)
         return copied
 
-    def _list(self, value: list[Any]) -> list[Any]:
-        copied: list[Any] = self._remember(value, [])
-        copied.extend(map(self.part, value))
+    def _list_or_set(self, value: list[Any] | set[Any]) -> Any:
+        copied = self._remember(value, type(value)())
+        (copied.extend if isinstance(value, list) else copied.update)(map(self.part, value))
         return copied
 
     def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -256,18 +245,9 @@ class _Copy:
             self._remember(value, copied)
         return value if same else copied
 
-    def _set(self, value: set[Any]) -> set[Any]:
-        copied: set[Any] = self._remember(value, set())
-        copied.update(map(self.part, value))
-        return copied
-
     def _mapping(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        copied: dict[Any, Any] = self._remember(value, type(value)())
-        copied.update((self.part(key), self.part(item)) for key, item in value.items())
-        return copied
-
-    def _default_mapping(self, value: defaultdict[Any, Any]) -> defaultdict[Any, Any]:
-        copied: defaultdict[Any, Any] = self._remember(value, defaultdict(self.part(value.default_factory)))
+        factory = (self.part(value.default_factory),) if isinstance(value, defaultdict) else ()
+        copied: dict[Any, Any] = self._remember(value, type(value)(*factory))
         copied.update((self.part(key), self.part(item)) for key, item in value.items())
         return copied
 
@@ -301,9 +281,6 @@ class _Copy:
             copied.cell_contents = None  # a function may hold itself
             copied.cell_contents = self.part(contents)
 
-    def _method(self, method: types.MethodType) -> types.MethodType:
-        return types.MethodType(self.part(method.__func__), self.part(method.__self__))
-
     def _partial(self, value: functools.partial[Any]) -> functools.partial[Any]:
         copied = functools.partial(self.part(value.func), *map(self.part, value.args), **self._mapping(value.keywords))
         return self._remember(value, copied)  # type: ignore[no-any-return]
@@ -319,7 +296,6 @@ class _Copy:
         return self._remember(value, copied)  # type: ignore[no-any-return]
 
     def _object(self, value: Any) -> Any:
-        """A copy by the object's own means, or attribute by attribute where that fails."""
         size = len(self.memo)
         try:
             with _TensorsOnMeta(self.tensors):
@@ -327,9 +303,6 @@ class _Copy:
         except Exception:  # whatever a user's __deepcopy__ or __reduce__ raises
             while len(self.memo) > size:
                 self.memo.popitem()  # half-made copies
-            return self._by_attributes(value)
-
-    def _by_attributes(self, value: Any) -> Any:
         try:
             attributes = vars(value)
             copied = object.__new__(type(value))
@@ -368,14 +341,11 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 _COPIERS: dict[type, Callable[[_Copy, Any], Any]] = {
-    list: _Copy._list,
+    **dict.fromkeys((list, set), _Copy._list_or_set),
     tuple: _Copy._tuple,
-    set: _Copy._set,
-    dict: _Copy._mapping,
-    OrderedDict: _Copy._mapping,
-    defaultdict: _Copy._default_mapping,
+    **dict.fromkeys((dict, OrderedDict, defaultdict), _Copy._mapping),
     types.FunctionType: _Copy._function,
-    types.MethodType: _Copy._method,
+    types.MethodType: lambda copier, method: types.MethodType(*map(copier.part, (method.__func__, method.__self__))),
     functools.partial: _Copy._partial,
     torch.Generator: _Copy._generator,
     PackedSequence: _Copy._packed_sequence,

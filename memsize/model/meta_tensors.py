@@ -72,9 +72,7 @@ class MetaTensors:
         """Objects that these tables know by address, kept alive."""
 
     def tensor(self, original: torch.Tensor, looked_at: bool = True) -> torch.Tensor:
-        """The one copy of `original`. With `looked_at` False its values are dropped even if small, since nobody reads
-        them.
-        """
+        """The one copy of `original`. Without `looked_at` its values are dropped even if small: nobody reads them."""
         copied: torch.Tensor | None = self.memo.get(id(original))
         if copied is None:
             plain = self._plain.get(id(original))
@@ -115,11 +113,18 @@ class MetaTensors:
     def data(self, original: torch.Tensor, looked_at: bool = True) -> torch.Tensor:
         """A plain tensor that stands in for `original`: not a parameter, and no leaf that requires a gradient."""
         if type(original) not in _PLAIN_TYPES and hasattr(original, "__tensor_flatten__"):
-            return self._wrapper(original)
+            # A wrapper subclass (torchao, DTensor): its inner tensors on `meta`, reassembled by its own class.
+            names, context = original.__tensor_flatten__()
+            inner = {name: self.tensor(getattr(original, name)) for name in names}
+            size = (original.shape, original.stride())
+            return type(original).__tensor_unflatten__(inner, context, *size)  # type: ignore[attr-defined,no-any-return]
         if original.layout in PARTS:
             return with_parts(original, lambda part: self.data(part, False))
         if original.layout is not torch.strided or original.is_quantized or original.is_nested:
-            return self._opaque(original)
+            try:
+                return original.detach().to("meta")
+            except (NotImplementedError, RuntimeError):  # what cannot exist on `meta` is shared with the original
+                return original.detach()
         copied = self._strided(original)
         if original.is_meta:
             return _known_as(original, copied)
@@ -138,10 +143,8 @@ class MetaTensors:
         is_parameter = type(original) is nn.Parameter or isinstance(original, nn.Parameter)
         copied = self.data(original, looked_at and (single or not is_parameter))
         if is_parameter and (type(copied) is torch.Tensor or not isinstance(copied, nn.Parameter)):
-            copied = self._parameter(original, copied)
-        elif original.requires_grad:
-            copied.requires_grad_()
-        return copied
+            return self._parameter(original, copied)
+        return copied.requires_grad_() if original.requires_grad else copied
 
     def _parameter(self, original: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         """A parameter of the same class, since a library may look for its own (bitsandbytes), with its attributes."""
@@ -153,22 +156,6 @@ class MetaTensors:
         attributes = {name: self._copy_attribute(value) for name, value in vars(original).items()}
         copied.__dict__.update(attributes | data.__dict__)
         return copied
-
-    def _wrapper(self, original: torch.Tensor) -> torch.Tensor:
-        """A wrapper subclass (torchao, DTensor): its inner tensors on `meta`, reassembled by its own class."""
-        names, context = original.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = {name: self.tensor(getattr(original, name)) for name in names}
-        rebuilt: torch.Tensor = type(original).__tensor_unflatten__(  # type: ignore[attr-defined]
-            inner, context, original.shape, original.stride()
-        )
-        return rebuilt
-
-    def _opaque(self, original: torch.Tensor) -> torch.Tensor:
-        """Quantized, nested and MKL-DNN tensors; those that cannot exist on `meta` are shared with the original."""
-        try:
-            return original.detach().to("meta")
-        except (NotImplementedError, RuntimeError):
-            return original.detach()
 
     def _strided(self, original: torch.Tensor) -> torch.Tensor:
         storage = original.untyped_storage()
@@ -185,9 +172,7 @@ class MetaTensors:
         return empty.set_(base, original.storage_offset(), original.shape, original.stride())
 
     def _as_mask(self, copied: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-        """A large tensor among the buffers or inputs that a few numbers tell: integers that are all the same (nothing
-        is padded), or a square matrix with its diagonals.
-        """
+        """A large tensor that few numbers tell: integers that are all the same, or a square matrix by its diagonals."""
         if not _fills_storage(original) or original.dtype in UNREADABLE:
             return copied
         original = original.detach()
@@ -220,7 +205,6 @@ _MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float6
 
 
 def _known_as(original: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
-    """`copied` with a copy of the values that are known of a meta `original`."""
     state, value, diagonals = state_of(original), constant_of(original), diagonals_of(original)
     uniform = state is not None and state.uniform and not is_small(original)
     own = ConstantState(None if state is None else state.assumption, uniform)
@@ -230,7 +214,6 @@ def _known_as(original: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
 
 
 def _fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor's elements lie in a row and are all that its storage has."""
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         return False
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -28,7 +28,8 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 @contextmanager
 def restored_globals(model: nn.Module) -> Iterator[None]:
     """Put the user's classes among those of `model`, and the globals that their methods name, back at the end."""
-    classes = _classes(model)
+    kinds = {kind for used in {type(module) for module in model.modules()} for kind in used.__mro__}
+    classes = [kind for kind in kinds if any(map(_is_users, vars(kind).values()))]
     functions = [value for cls in classes for value in vars(cls).values() if isinstance(value, types.FunctionType)]
     attributes = [(cls, _contents(vars(cls), vars(cls))) for cls in classes]
     variables = [(table, _contents(table, names)) for table, names in _named(functions)]
@@ -45,22 +46,14 @@ Contents = dict[str, tuple[Any, Any]]
 """By name: an object, and a copy of what it holds (None where it is no container)."""
 
 
-def _classes(model: nn.Module) -> list[type]:
-    """The classes of the model's modules, and their bases, that the user wrote."""
-    kinds = {kind for used in {type(module) for module in model.modules()} for kind in used.__mro__}
-    return [kind for kind in kinds if any(map(_is_users, vars(kind).values()))]
-
-
 def _is_users(value: Any) -> bool:
-    if not isinstance(value, types.FunctionType):
-        return False
-    return value.__globals__.get("__name__") == "__main__" or _is_users_file(value.__code__.co_filename)
+    return isinstance(value, types.FunctionType) and (
+        value.__globals__.get("__name__") == "__main__" or _is_users_file(value.__code__.co_filename)
+    )
 
 
 def _named(functions: Iterable[types.FunctionType]) -> Iterator[tuple[dict[str, Any], set[str]]]:
-    """The globals of each module whose functions these are, and the names that they use, or that functions of the
-    user's use which they call.
-    """
+    """The globals of the functions' modules, and the names used by these and by the user's functions they call."""
     tables: dict[int, tuple[dict[str, Any], set[str]]] = {}
     waiting, met = list(functions), set[int]()
     while waiting:
@@ -88,7 +81,6 @@ def _contents(table: Any, names: Iterable[str]) -> Contents:
 
 
 def _put_back(owner: Any, before: Contents) -> None:
-    """Put names of a class, or of a module's globals, and the contents of containers back where they changed."""
     is_class = isinstance(owner, type)
     table: Any = vars(owner) if is_class else owner
     added = [name for name in table if name not in before and not name.startswith("__")] if is_class else []
@@ -96,19 +88,15 @@ def _put_back(owner: Any, before: Contents) -> None:
         assign(owner, name, MISSING)
     for name, (value, contents) in before.items():
         if table.get(name, MISSING) is not value:
-            _set(owner, name, value)
+            if is_class:
+                assign(owner, name, value)
+            elif value is MISSING:
+                del owner[name]
+            else:
+                owner[name] = value
         if contents is not None and not _same(value, contents):
             value.clear()
             (value.update if isinstance(value, (dict, set)) else value.extend)(contents)
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, type):
-        assign(owner, name, value)
-    elif value is MISSING:
-        del owner[name]
-    else:
-        owner[name] = value
 
 
 def _same(value: Any, contents: Any) -> bool:

@@ -54,8 +54,13 @@ def stored_tensors(model: nn.Module) -> tuple[StoredTensor, ...]:
     """
     modules = list(model.named_modules())
     order = {path: index for index, (path, _) in enumerate(modules)}
-    registered = (entry for path, module in modules for entry in _own(module, f"{path}." if path else "", path))
-    tensors = [*registered, *_attributes(modules)]
+    tensors: list[_NamedTensor] = []
+    seen: set[int] = set()
+    for path, module in modules:
+        tensors += _own(module, f"{path}." if path else "", path)
+        seen.update(map(id, (module, *module._parameters.values(), *module._buffers.values())))
+    for path, module in modules:
+        tensors += _unregistered(module, f"{path}." if path else "", path, seen)
     rows = map(_row, tensors, _shares(tensors))
     return tuple(sorted(rows, key=lambda row: order[row.layer]))
 
@@ -102,37 +107,30 @@ class _NamedTensor(NamedTuple):
 
 def _row(entry: _NamedTensor, shares: _Shares) -> StoredTensor:
     tensor = entry.tensor
-    lazy = is_lazy(tensor)
-    total = sum(shares.owned)
+    lazy, total = is_lazy(tensor), sum(shares.owned)
+    elements = 0 if lazy else tensor.numel() * _PAIRED.get(dtype_name(tensor.dtype), 1)
+    # bitsandbytes packs two elements a byte, and keeps the original shape beside them.
+    original = None if type(tensor) in PLAIN_TYPES else getattr(vars(tensor).get("quant_state"), "shape", None)
+    if original is not None and not lazy:
+        elements = math.prod(original)
+    named = zip(shares.pieces, shares.owned, strict=True)
+    parts = (StoredPart(name or "data", spec_of(piece), owned) for (name, piece), owned in named)
     return StoredTensor(
         entry.name,
         entry.kind,
         entry.layer,
         TensorSpec(dtype_name(tensor.dtype), ()) if lazy else spec_of(tensor),
-        elements=0 if lazy else _elements(tensor),
+        elements=elements,
         bytes=total,
         reported_bytes=0 if lazy else tensor.numel() * tensor.element_size(),
         trainable=entry.kind == "parameter" and tensor.requires_grad,
         tied_to=shares.shared_with if total == 0 else None,
         wrapper=entry.packed or wrapper_name(tensor),
-        parts=_parts(shares) if len(shares.pieces) > 1 or is_wrapper(tensor) else (),
+        parts=tuple(parts) if len(shares.pieces) > 1 or is_wrapper(tensor) else (),
     )
 
 
-def _parts(shares: _Shares) -> tuple[StoredPart, ...]:
-    named = zip(shares.pieces, shares.owned, strict=True)
-    return tuple(StoredPart(name or "data", spec_of(piece), owned) for (name, piece), owned in named)
-
-
-def _elements(tensor: torch.Tensor) -> int:
-    state = None if type(tensor) in PLAIN_TYPES else vars(tensor).get("quant_state")
-    if state is not None and getattr(state, "shape", None) is not None:
-        return math.prod(state.shape)
-    return tensor.numel() * _PAIRED.get(dtype_name(tensor.dtype), 1)
-
-
 def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_NamedTensor]:
-    """The tensors registered on `module` itself, and those in its packed objects."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield _NamedTensor(prefix + name, "parameter", layer, parameter)
@@ -145,16 +143,8 @@ def _own(module: nn.Module, prefix: str, layer: str) -> Iterator[_NamedTensor]:
         yield _NamedTensor(prefix + name, "packed" if is_weight else "attribute", layer, constant, TORCHSCRIPT_CONSTANT)
 
 
-def _attributes(modules: list[tuple[str, nn.Module]]) -> Iterator[_NamedTensor]:
-    """Tensors that modules hold without registering them: as attributes, or inside lists, tuples, dicts and modules."""
-    seen = {id(module) for _, module in modules}
-    for _, module in modules:
-        seen.update(id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()))
-    for path, module in modules:
-        yield from _unregistered(module, f"{path}." if path else "", path, seen)
-
-
 def _unregistered(module: nn.Module, prefix: str, layer: str, seen: set[int]) -> Iterator[_NamedTensor]:
+    """Tensors that `module` holds without registering them: as attributes, or inside lists, tuples, dicts, modules."""
     for name, value in list(vars(module).items()):
         if name not in _MODULE_STATE and _may_hold(value):
             yield from _tensors_in(value, prefix + name, layer, seen)
@@ -191,7 +181,6 @@ def _may_hold(value: Any) -> bool:
 
 
 def _loose_module(module: nn.Module, name: str, layer: str, seen: set[int]) -> Iterator[_NamedTensor]:
-    """The tensors of a module that no other module registers, and of all modules inside it."""
     for path, inner in module.named_modules(prefix=name):
         if inner is not module and id(inner) in seen:
             continue
@@ -229,12 +218,11 @@ def _constants(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def _packed_objects(module: nn.Module) -> Iterator[tuple[str, torch.ScriptObject]]:
+    named = vars(module)
     if isinstance(module, torch.jit.ScriptModule):
         scripted: Any = module._c
-        named = ((name, scripted.getattr(name)) for name in _SCRIPTED_PACKED if scripted.hasattr(name))
-        yield from ((name, value) for name, value in named if type(value) is torch.ScriptObject)
-    else:
-        yield from ((name, value) for name, value in vars(module).items() if type(value) is torch.ScriptObject)
+        named = {name: scripted.getattr(name) for name in _SCRIPTED_PACKED if scripted.hasattr(name)}
+    yield from ((name, value) for name, value in named.items() if type(value) is torch.ScriptObject)
 
 
 def _packed(packed: torch.ScriptObject, attribute: str, layer: str, prefix: str) -> Iterator[_NamedTensor]:
@@ -259,19 +247,14 @@ def _packed_name(packed: Any) -> str:
 def _unpacked(packed: Any, ending: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if "unpack" in packed._method_names():
         state = packed.unpack()
-        tensors = state if isinstance(state, tuple) else (state,)
-        yield from _weight_and_bias(tensors, ending, "Linear" in _packed_name(packed))
+        weight, *rest = state if isinstance(state, tuple) else (state,)
+        if "Linear" in _packed_name(packed) and not weight.is_quantized:
+            # A float16 linear unpacks to float32, though it keeps 2 bytes an element.
+            weight = torch.empty(weight.shape, dtype=torch.float16, device="meta")
+        yield f"weight{ending}", weight
+        yield from ((f"bias{ending}", bias) for bias in rest[:1] if bias is not None)
     else:
         yield from _cell_tensors(packed.__getstate__()[0], ending)
-
-
-def _weight_and_bias(state: tuple[Any, ...], ending: str, linear: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    weight, *rest = state
-    if linear and not weight.is_quantized:
-        # A float16 linear unpacks to float32, though it keeps 2 bytes an element.
-        weight = torch.empty(weight.shape, dtype=torch.float16, device="meta")
-    yield f"weight{ending}", weight
-    yield from ((f"bias{ending}", bias) for bias in rest[:1] if bias is not None)
 
 
 def _cell_tensors(state: Any, ending: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -126,9 +126,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def _bitsandbytes(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that bitsandbytes attaches to a parameter: `SCB`, `CB` unless it is the data, those of its
-    `quant_state`.
-    """
+    """Yield the tensors that bitsandbytes attaches: `SCB`, `CB` unless it is the data, parts of its `quant_state`."""
     if type(tensor) in PLAIN_TYPES:
         return
     for key in _BITSANDBYTES:
@@ -154,10 +152,10 @@ def extent_of(tensor: torch.Tensor) -> Extent:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # opaque memory, such as MKL-DNN's: PyTorch shows no storage
         return _whole(("opaque", id(tensor)), tensor.numel() * tensor.element_size())
-    total = storage.nbytes()
-    if tensor.is_nested or tensor.is_quantized or _fills(tensor, total):
+    total, item = storage.nbytes(), tensor.element_size()
+    fills = total == tensor.numel() * item > 0 and tensor.is_contiguous()
+    if tensor.is_nested or tensor.is_quantized or fills:
         return _whole(storage._cdata, total)
-    item = tensor.element_size()
     span, _ = strided_extent(tensor.shape, tensor.stride(), 8 * item)
     start = int(tensor.storage_offset()) * item if span else 0
     end = min(start + int(span), total)
@@ -166,7 +164,3 @@ def extent_of(tensor: torch.Tensor) -> Extent:
 
 def _whole(storage: Hashable, total: int) -> Extent:
     return Extent(storage, 0, total, total, total)
-
-
-def _fills(tensor: torch.Tensor, total: int) -> bool:
-    return total == tensor.numel() * tensor.element_size() > 0 and tensor.is_contiguous()

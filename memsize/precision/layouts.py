@@ -36,7 +36,6 @@ BLOCK = 64
 """Elements that share an absmax in bitsandbytes' 4-bit formats, in memory order."""
 
 _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
-_CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 
 
 Kernel = Literal["quantized", "copy kept", "copy freed", "no gradient"]
@@ -58,15 +57,15 @@ class Layout:
 
     name: str
     library: str
-    converts: str
-    modules: tuple[str, ...]
-    subclasses: bool
     wrapper: str
     weight: Callable[[Shape, str], Parts]
+    kernel: Kernel
+    converts: str = "Linear"
+    modules: tuple[str, ...] = ("Linear",)
+    subclasses: bool = True
     packed: bool = False
     claims: str | None = None
     skips: Callable[[Shape], str | None] = lambda shape: None
-    kernel: Kernel = "quantized"
     note: str = ""
 
     def bias(self, module: str, shape: Shape, dtype: str) -> Parts:
@@ -99,11 +98,7 @@ def int8_per_channel(shape: Shape, dtype: str) -> Parts:
     Source: `default_per_channel_weight_observer` in the x86 and fbgemm configurations; `torch.quantize_per_channel`.
     """
     channels = shape[:1]
-    return (
-        part("data", "qint8", shape),
-        part("scales", "float64", channels),
-        part("zero_points", "int64", channels),
-    )
+    return (part("data", "qint8", shape), part("scales", "float64", channels), part("zero_points", "int64", channels))
 
 
 def int8_rows(shape: Shape, dtype: str) -> Parts:
@@ -119,13 +114,8 @@ def float8_rows(shape: Shape, dtype: str) -> Parts:
 
 def int4_groups(shape: Shape, dtype: str) -> Parts:
     """torchao's `Int4Tensor`: two values a byte, scale and zero point ``[K / 128, N]`` in the dtype of the weight."""
-    rows, columns = shape
-    groups = (columns // GROUP, rows)
-    return (
-        part("qdata", "int8", (rows, columns // 2)),
-        part("scale", dtype, groups),
-        part("zero_point", dtype, groups),
-    )
+    (rows, columns), groups = shape, (shape[1] // GROUP, shape[0])
+    return part("qdata", "int8", (rows, columns // 2)), part("scale", dtype, groups), part("zero_point", dtype, groups)
 
 
 def nf4_blocks(shape: Shape, dtype: str) -> Parts:
@@ -148,73 +138,26 @@ def _not_grouped(shape: Shape) -> str | None:
 
 _TABLE = (
     Layout(
-        "int8-dynamic",
-        "torch.ao's dynamic quantization",
-        "Linear, LSTM, GRU and their cells",
-        ("Linear", "LSTM", "GRU", *_CELLS),
-        subclasses=False,
-        wrapper="torch.ao packed",
-        weight=int8_per_tensor,
-        kernel="no gradient",
-        packed=True,
-        claims="qint8",
-        note="as unpacked: the CPU kernels' own padding and column sums are not counted",
+        "int8-dynamic", "torch.ao's dynamic quantization", "torch.ao packed", int8_per_tensor, "no gradient",
+        converts="Linear, LSTM, GRU and their cells", modules=("Linear", "LSTM", "GRU", *_CELLS), subclasses=False,
+        packed=True, claims="qint8", note="as unpacked: the CPU kernels' own padding and column sums are not counted",
     ),
+    Layout("int8-weight", "torchao's Int8WeightOnlyConfig", "torchao Int8Tensor", int8_rows, "copy kept"),
     Layout(
-        "int8-weight",
-        "torchao's Int8WeightOnlyConfig",
-        "Linear",
-        ("Linear",),
-        subclasses=True,
-        wrapper="torchao Int8Tensor",
-        weight=int8_rows,
-        kernel="copy kept",
-    ),
-    Layout(
-        "int8-static",
-        "torch.ao's static quantization",
-        "Linear, Conv1d, Conv2d and Conv3d",
-        ("Linear", *_CONVOLUTIONS),
-        subclasses=False,
-        wrapper="torch.ao packed",
-        weight=int8_per_channel,
-        kernel="no gradient",
-        packed=True,
-        claims="qint8",
+        "int8-static", "torch.ao's static quantization", "torch.ao packed", int8_per_channel, "no gradient",
+        converts="Linear, Conv1d, Conv2d and Conv3d", modules=("Linear", "Conv1d", "Conv2d", "Conv3d"),
+        subclasses=False, packed=True, claims="qint8",
         note="norms are not fused, and outputs of converted layers are taken as quint8",
     ),
     Layout(
-        "int4-weight",
-        "torchao's Int4WeightOnlyConfig",
-        "Linear",
-        ("Linear",),
-        subclasses=True,
-        wrapper="torchao Int4Tensor",
-        weight=int4_groups,
+        "int4-weight", "torchao's Int4WeightOnlyConfig", "torchao Int4Tensor", int4_groups, "quantized",
         skips=_not_grouped,
     ),
+    Layout("fp8-weight", "torchao's Float8WeightOnlyConfig", "torchao Float8Tensor", float8_rows, "copy kept"),
     Layout(
-        "fp8-weight",
-        "torchao's Float8WeightOnlyConfig",
-        "Linear",
-        ("Linear",),
-        subclasses=True,
-        wrapper="torchao Float8Tensor",
-        weight=float8_rows,
-        kernel="copy kept",
+        "nf4", "bitsandbytes' 4-bit Linear", "bitsandbytes Params4bit", nf4_blocks, "copy freed",
+        claims="uint8", note="without double quantization",
     ),
-    Layout(
-        "nf4",
-        "bitsandbytes' 4-bit Linear",
-        "Linear",
-        ("Linear",),
-        subclasses=True,
-        wrapper="bitsandbytes Params4bit",
-        weight=nf4_blocks,
-        kernel="copy freed",
-        claims="uint8",
-        note="without double quantization",
-    ),
-)
+)  # fmt: skip
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _TABLE}

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,11 +18,11 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from memsize.errors import ScenarioError, UnknownScenarioError, first_line, quoted
-from memsize.loading.hubs.libraries import quiet
+from memsize.loading.hubs import quiet
 from memsize.model.stored import TORCHSCRIPT_CONSTANT, stored_tensors
 from memsize.model.tensor_storage import dtype_name, wrapper_name
 from memsize.precision.layouts import Kernel, Layout, Parts
-from memsize.records.trace import Layer, Output, StoredTensor, TensorSpec, Trace
+from memsize.records.trace import Output, StoredTensor, TensorSpec, Trace
 from memsize.spec.scenario import Scenario
 
 _UNCONVERTED = nn.modules.linear.NonDynamicallyQuantizableLinear
@@ -68,7 +69,11 @@ def apply_layout(model: nn.Module, layout: Layout) -> Quantized:
             replaced |= {f"{path}.{name}" if path else name: value for name, value in parts.items()}
             converted += [(module, name) for name in parts]
     if not replaced:
-        raise ScenarioError(_nothing(layout, left))
+        # For the first reason that is not about a module's class, if there is one.
+        general = f"{layout.library} converts {layout.converts}"
+        special = next((reason for reason in left.values() if not reason.startswith(general)), None)
+        why = f" that it can convert: {special}" if special else ""
+        raise ScenarioError(f"{general}; this model has none{why}")
     _freeze(model, converted)
     run_as(layout.kernel, dict.fromkeys(module for module, _ in converted))
     return Quantized(layout.name, replaced, left, layout.wrapper, layout.packed, layout.claims, note=layout.note)
@@ -94,7 +99,11 @@ def apply_torchao(model: nn.Module, config_name: str) -> Quantized:
     Raises `ScenarioError` when torchao is missing, has no such configuration, or refuses this model.
     """
     _refuse_quantized(model)
-    torchao = _torchao()
+    try:
+        with quiet(logging.WARNING):
+            import torchao.quantization as torchao
+    except ImportError as error:
+        raise ScenarioError("a torchao: scenario needs torchao: pip install memsize[quant]") from error
     config = _config(torchao, config_name)
     try:
         with quiet(logging.WARNING):
@@ -108,55 +117,40 @@ def apply_torchao(model: nn.Module, config_name: str) -> Quantized:
 
 
 def _left_alone(module: nn.Module, path: str, layout: Layout) -> str | None:
-    """Why `layout` leaves `module` alone, in a few words; None when it converts it."""
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     if any(is_lazy(parameter) for parameter in parameters):
         return "not initialised yet"
     if isinstance(module, _UNCONVERTED):
         return "the output projection of an attention module is read directly"
-    if not _converts(module, layout):
+    classes = tuple(getattr(nn, name) for name in layout.modules)
+    if not (isinstance(module, classes) if layout.subclasses else type(module) in classes):
         return f"{layout.library} converts {layout.converts} only"
     if layout.packed and not path:
         return f"{layout.library} converts modules inside a model, not the model itself"
     weights = [parameter for parameter in parameters if parameter.dim() > 1]
-    if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and module._parameters.get("weight") is None:
+    is_recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+    if not is_recurrent and module._parameters.get("weight") is None:
         return "its weight is computed from other tensors (pruning, a norm or another parametrization)"
     if any(weight.dtype not in _FLOATS for weight in weights):
         return f"its weight is {str(weights[0].dtype).removeprefix('torch.')}"
-    _refuse_recurrent(module, path, layout)
+    # torch.ao asserts that recurrent modules have a bias, and drops the projection of an LSTM that has one.
+    if is_recurrent and (not module.bias or getattr(module, "proj_size", False)):
+        problem = "it has a projection" if module.bias else "it has no bias"
+        raise ScenarioError(f"{layout.library} cannot convert {type(module).__name__} {path!r}: {problem}")
     return next(filter(None, (layout.skips(tuple(weight.shape)) for weight in weights)), None)
 
 
-def _converts(module: nn.Module, layout: Layout) -> bool:
-    classes = tuple(getattr(nn, name) for name in layout.modules)
-    return isinstance(module, classes) if layout.subclasses else type(module) in classes
-
-
-def _refuse_recurrent(module: nn.Module, path: str, layout: Layout) -> None:
-    """torch.ao asserts that recurrent modules have a bias, and drops the projection of an LSTM that has one."""
-    if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return
-    if not module.bias:
-        raise ScenarioError(f"{layout.library} cannot convert {type(module).__name__} {path!r}: it has no bias")
-    if getattr(module, "proj_size", 0):
-        raise ScenarioError(f"{layout.library} cannot convert {type(module).__name__} {path!r}: it has a projection")
-
-
 def _parts(module: nn.Module, layout: Layout) -> dict[str, Parts]:
-    """The tensors that replace each parameter of `module` under `layout`, by the parameter's name in the module."""
     replacing: dict[str, Parts] = {}
     for name, parameter in module._parameters.items():
         if parameter is not None:
             shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
-            is_weight = parameter.dim() > 1
-            replacing[name] = (
-                layout.weight(shape, dtype) if is_weight else layout.bias(type(module).__name__, shape, dtype)
-            )
+            make = layout.weight if parameter.dim() > 1 else partial(layout.bias, type(module).__name__)
+            replacing[name] = make(shape, dtype)
     return {name: parts for name, parts in replacing.items() if parts}
 
 
 def _freeze(model: nn.Module, converted: list[tuple[nn.Module, str]]) -> None:
-    """Stop the converted parameters from requiring a gradient; other holders keep the floating-point tensor."""
     those = {(id(module), name) for module, name in converted}
     unconverted = {
         id(parameter)
@@ -180,15 +174,6 @@ def _refuse_quantized(model: nn.Module) -> None:
             raise ScenarioError(
                 f"the model is converted already: {tensor.name} is {tensor.wrapper or tensor.spec.dtype}"
             )
-
-
-def _nothing(layout: Layout, left: Mapping[str, str]) -> str:
-    """Why nothing was converted: the first reason that is not about a module's class, else that there is no suitable
-    module.
-    """
-    general = f"{layout.library} converts {layout.converts}"
-    special = next((reason for reason in left.values() if not reason.startswith(general)), None)
-    return f"{general}; this model has none" + (f" that it can convert: {special}" if special else "")
 
 
 # What is stored afterwards
@@ -244,36 +229,19 @@ def run_as(kernel: Kernel, modules: Iterable[nn.Module]) -> None:
     """
     for module in modules:
         if kernel == "no gradient":
-            _without_gradient(module)
+            vars(module)["forward"] = torch.no_grad()(module.forward)
         elif kernel == "copy kept" and isinstance(module, nn.Linear):
-            _with_copy(module)
+            vars(module)["forward"] = partial(_with_copy, module)
         elif kernel == "copy freed" and isinstance(module, nn.Linear):
-            _with_passing_copy(module)
+            vars(module)["forward"] = partial(_with_passing_copy, module)
 
 
-def _with_copy(module: nn.Linear) -> None:
-    def forward(x: Tensor) -> Tensor:
-        return functional.linear(x, module.weight.to(x.dtype, copy=True), module.bias)
-
-    vars(module)["forward"] = forward
+def _with_copy(module: nn.Linear, x: Tensor) -> Tensor:
+    return functional.linear(x, module.weight.to(x.dtype, copy=True), module.bias)
 
 
-def _with_passing_copy(module: nn.Linear) -> None:
-    def forward(x: Tensor) -> Tensor:
-        result: Tensor = _PassingCopy.apply(x, module.weight, module.bias)  # type: ignore[no-untyped-call]
-        return result
-
-    vars(module)["forward"] = forward
-
-
-def _without_gradient(module: nn.Module) -> None:
-    forward = module.forward
-
-    def detached(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            return forward(*args, **kwargs)
-
-    vars(module)["forward"] = detached
+def _with_passing_copy(module: nn.Linear, x: Tensor) -> Any:
+    return _PassingCopy.apply(x, module.weight, module.bias)  # type: ignore[no-untyped-call]
 
 
 class _PassingCopy(torch.autograd.Function):
@@ -304,17 +272,14 @@ def modelled(trace: Trace, scenario: Scenario) -> tuple[Trace, str | None]:
     """
     if not scenario.is_modelled:
         return trace, None
-    layers = tuple(_int8_layer(layer) for layer in trace.layers)
+    layers = []
+    for layer in trace.layers:
+        outputs = tuple(map(_int8_output, layer.outputs))
+        size = sum(output.bytes for output in outputs)
+        layers.append(dataclasses.replace(layer, outputs=outputs, output_bytes=size, saved_bytes=0))
     storages = tuple(storage._replace(saved_by=-1) for storage in trace.storages)
     reason = "activations are taken to be quint8, one byte per element, and none is kept for backward"
-    return dataclasses.replace(trace, layers=layers, storages=storages), reason
-
-
-def _int8_layer(layer: Layer) -> Layer:
-    outputs = tuple(_int8_output(output) for output in layer.outputs)
-    return dataclasses.replace(
-        layer, outputs=outputs, output_bytes=sum(output.bytes for output in outputs), saved_bytes=0
-    )
+    return dataclasses.replace(trace, layers=tuple(layers), storages=storages), reason
 
 
 def _int8_output(output: Output) -> Output:
@@ -324,16 +289,6 @@ def _int8_output(output: Output) -> Output:
 
 
 # torchao itself
-
-
-def _torchao() -> ModuleType:
-    try:
-        with quiet(logging.WARNING):
-            import torchao.quantization
-    except ImportError as error:
-        raise ScenarioError("a torchao: scenario needs torchao: pip install memsize[quant]") from error
-    module: ModuleType = torchao.quantization
-    return module
 
 
 def _config(torchao: ModuleType, name: str) -> Any:

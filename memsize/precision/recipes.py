@@ -88,15 +88,12 @@ def run_precision(scenario: Scenario, **effects: Any) -> RunPrecision:
 
 def _with_masters(tensors: tuple[StoredTensor, ...]) -> tuple[StoredTensor, ...]:
     """`tensors` plus the float32 copies that apex's optimizer keeps of all trainable float16 parameters."""
-    halves = [
-        t for t in tensors if t.kind == "parameter" and t.trainable and t.spec.dtype == "float16" and not t.tied_to
-    ]
-    return (*tensors, *map(_master, halves))
-
-
-def _master(tensor: StoredTensor) -> StoredTensor:
-    size, spec = tensor.elements * 4, TensorSpec("float32", tensor.spec.shape)
-    return StoredTensor(f"{tensor.name} (master)", "master", tensor.layer, spec, tensor.elements, size, size, False)
+    masters = []
+    for t in tensors:
+        if t.kind == "parameter" and t.trainable and t.spec.dtype == "float16" and not t.tied_to:
+            size, spec = t.elements * 4, TensorSpec("float32", t.spec.shape)
+            masters.append(StoredTensor(f"{t.name} (master)", "master", t.layer, spec, t.elements, size, size, False))
+    return (*tensors, *masters)
 
 
 def floating_dtype(model: nn.Module) -> torch.dtype | None:
@@ -111,10 +108,11 @@ def _dtype(name: str | None) -> torch.dtype:
 
 def _cast(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
     try:
-        if keep_norms:
-            _cast_all_but_norms(model, dtype)
-        else:
-            _cast_floating(model, dtype)
+        _cast_floating(model, torch.float32 if keep_norms else dtype)
+        for module in model.modules() if keep_norms else ():
+            # apex's `convert_network`: batch norms with parameters of their own stay float32.
+            if not (isinstance(module, _BatchNorm) and module.affine):
+                _cast_own(module, dtype)
     except Exception as error:  # a wrapper subclass may raise anything when it is asked to change its dtype
         raise ScenarioError(f"the model's tensors cannot be cast to {dtype}: {first_line(error)}") from error
 
@@ -131,30 +129,21 @@ def _has_only(model: nn.Module, dtype: torch.dtype) -> bool:
     for module in model.modules():
         if type(module)._apply is not nn.Module._apply or "_apply" in vars(module):
             return False
-        for own in (module._parameters, module._buffers):
-            if not all(tensor is None or _is_in(tensor, dtype) for tensor in own.values()):
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            # Tensor subclasses may cast as they like.
+            is_plain = tensor is None or type(tensor) in _PLAIN
+            if not is_plain or (tensor is not None and tensor.dtype is not dtype and tensor.is_floating_point()):
                 return False
     return True
 
 
-def _is_in(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether an ordinary tensor has `dtype` or is not floating. False for tensor subclasses: they may cast as they
-    like.
-    """
-    return type(tensor) in _PLAIN and (tensor.dtype is dtype or not tensor.is_floating_point())
-
-
-def _cast_all_but_norms(model: nn.Module, dtype: torch.dtype) -> None:
-    """apex's `convert_network`: batch norms with parameters of their own stay float32."""
-    _cast_floating(model, torch.float32)
-    for module in model.modules():
-        if not (isinstance(module, _BatchNorm) and module.affine):
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    module._buffers[name] = cast(buffer, dtype)
+def _cast_own(module: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point():
+            module._buffers[name] = cast(buffer, dtype)
 
 
 def _cast_inputs_and_outputs(model: nn.Module, dtype: torch.dtype) -> None:

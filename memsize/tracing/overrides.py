@@ -22,7 +22,7 @@ from torch._ops import OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
-from memsize.cuda import cast_cache
+from memsize.cuda import autocast
 from memsize.kernels.attention import UNCOMPILED_FLEX, flex_attention
 from memsize.known_values.data_dependent import CPU_AUTOCAST, MASKS_COVER_IMAGE, mixed_devices
 from memsize.known_values.values import ConstantState, constant_of, set_constant
@@ -219,12 +219,12 @@ class _InferenceMode:
         self._mode = mode
 
     def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled(), cast_cache.region.is_inference
+        self._before = torch.is_grad_enabled(), autocast.region.is_inference
         torch._C._set_grad_enabled(not self._mode)
-        cast_cache.region.is_inference = self._mode
+        autocast.region.is_inference = self._mode
 
     def __exit__(self, *error: object) -> None:
-        gradients, cast_cache.region.is_inference = self._before
+        gradients, autocast.region.is_inference = self._before
         torch._C._set_grad_enabled(gradients)
 
 

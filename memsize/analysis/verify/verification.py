@@ -19,8 +19,7 @@ from memsize.device.cuda_libraries import context, cublas_workspace, cublaslt_wo
 from memsize.device.replay import replay_within
 from memsize.errors import InputError
 from memsize.kernels.convolution import ConvolutionWorkspaces
-from memsize.kernels.cudnn.library import Convolution, installed
-from memsize.kernels.cudnn.workspaces import Plans
+from memsize.kernels.cudnn.library import Convolution, Plans, installed
 from memsize.kernels.semantics import CUDNN
 from memsize.model.input_tensors import ModelInputs, input_tensors
 from memsize.records.aggregates import live_bytes, split_phase

@@ -16,7 +16,8 @@ import ctypes.util
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -88,8 +89,8 @@ class Convolution(NamedTuple):
     def __str__(self) -> str:
         shapes = (self.x, self.w, self.y, self.padding, self.stride, self.dilation)
         flags = [name for name in ("deterministic", "tf32") if getattr(self, name)]
-        words = (self.operation, self.dtype, _FORMATS[self.channels_last], *map(_joined, shapes), *flags)
-        return " ".join(words)
+        numbers = (",".join(map(str, shape)) for shape in shapes)
+        return " ".join((self.operation, self.dtype, _FORMATS[self.channels_last], *numbers, *flags))
 
     @classmethod
     def parse(cls, text: str) -> Convolution:
@@ -106,10 +107,6 @@ class Convolution(NamedTuple):
             raise InputError(f"not a convolution: {text!r}")
         settings = last, "deterministic" in flags, "tf32" in flags
         return cls(operation, dtype, x, w, y, padding, stride, dilation, *settings)  # type: ignore[arg-type]
-
-
-def _joined(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))
 
 
 class Plan(NamedTuple):
@@ -137,9 +134,7 @@ class Library:
         return dotted_cudnn(self.version)
 
     def plan(self, convolution: Convolution, capability: tuple[int, int]) -> Plan | None:
-        """The plan that PyTorch would run; None where cuDNN has none. Raises `CudnnError` for a GPU that it does not
-        know.
-        """
+        """The plan that PyTorch would run, None without one. Raises `CudnnError` for a GPU that cuDNN does not know."""
         question = convolution, capability
         if question not in self._plan_of:
             # To read all of a list takes most of the time, and one of the first is nearly always allowed.
@@ -201,31 +196,15 @@ def _device_properties(capability: tuple[int, int]) -> dict[str, object]:
     """A description of a GPU of this compute capability; apart from its multiprocessors, any other figures would do."""
     major, minor = capability
     return {
-        "cudaDeviceId": 0,
-        "deviceName": f"compute capability {major}.{minor}",
-        "deviceVer": _device_version(capability),
-        "driverVer": 13_000,
-        "isTccDriver": 0,
-        "l2CacheSize": 50 << 20,
-        "maxBlockSize": [1024, 1024, 64],
-        "maxCtasPerSM": 32,
-        "maxGridSize": [2_147_483_647, 65_535, 65_535],
-        "maxRegistersPerSM": 65_536,
-        "maxSharedMemoryPerBlock": 49_152,
-        "maxSharedMemoryPerBlockOptin": 101_376,
-        "maxThreadsPerBlock": 1024,
-        "maxThreadsPerSM": 2048,
-        "memClockRateKHz": 2_619_000,
-        "multiProcessorCount": _MULTIPROCESSORS.get(capability, 132),
-        "pciDeviceId": 0,
-        "regsPerBlock": 65_536,
-        "reservedSharedMemoryPerBlock": 1024,
-        "smClockRateKHz": 1_980_000,
-        "smCountOrigin": 0,
-        "supportCoopLaunch": 1,
-        "totalGlobalMem": 80 << 30,
-        "warpSize": 32,
-    }
+        "cudaDeviceId": 0, "deviceName": f"compute capability {major}.{minor}",
+        "deviceVer": _device_version(capability), "driverVer": 13_000, "isTccDriver": 0, "l2CacheSize": 50 << 20,
+        "maxBlockSize": [1024, 1024, 64], "maxCtasPerSM": 32, "maxGridSize": [2_147_483_647, 65_535, 65_535],
+        "maxRegistersPerSM": 65_536, "maxSharedMemoryPerBlock": 49_152, "maxSharedMemoryPerBlockOptin": 101_376,
+        "maxThreadsPerBlock": 1024, "maxThreadsPerSM": 2048, "memClockRateKHz": 2_619_000,
+        "multiProcessorCount": _MULTIPROCESSORS.get(capability, 132), "pciDeviceId": 0, "regsPerBlock": 65_536,
+        "reservedSharedMemoryPerBlock": 1024, "smClockRateKHz": 1_980_000, "smCountOrigin": 0, "supportCoopLaunch": 1,
+        "totalGlobalMem": 80 << 30, "warpSize": 32,
+    }  # fmt: skip
 
 
 def _device_version(capability: tuple[int, int]) -> int:
@@ -306,3 +285,82 @@ def _is_allowed(plan: Plan, convolution: Convolution) -> bool:
     if convolution.dtype == "float32" and not convolution.tf32:
         refused.add(_TENSOR_CORE)
     return plan.notes.isdisjoint(refused)
+
+
+# -- workspaces --------------------------------------------------------------------------------------------------------
+
+_FEW_CHANNELS: Final = 4
+"""Up to this many input channels, plans read an image in the format that it has."""
+
+
+class Plans:
+    """The workspaces that cuDNN takes on a GPU of compute capability `capability`, one for each convolution met.
+
+    `library` loads the library to ask when the first convolution comes, since loading it takes memory. `recorded` holds
+    answers that cuDNN `release` gave earlier, which take precedence. `greedy` answers with the most that PyTorch's
+    benchmark may allocate: the largest workspace of all plans that it tries.
+    """
+
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        library: Callable[[], Library | None] = lambda: None,
+        *,
+        recorded: Mapping[Convolution, int] | None = None,
+        release: str | None = None,
+        greedy: bool = False,
+    ) -> None:
+        self.capability = capability
+        self.greedy = greedy
+        self.answers: dict[Convolution, int] = dict(recorded or {})
+        """Bytes of workspace, by convolution."""
+        self.estimated: set[Convolution] = set()
+        """The convolutions whose answer is an estimate."""
+        self._library = library
+        self._release = release if recorded else None
+
+    def workspace(self, convolution: Convolution) -> int:
+        """The bytes that the convolution takes beside its tensors while it runs."""
+        size = self.answers.get(convolution)
+        if size is None:
+            size = self.answers[convolution] = self._ask(convolution)
+        return size
+
+    def source(self, convolutions: Collection[Convolution]) -> str | None:
+        """Return the cuDNN release that answered for `convolutions`; None if there are none, or one is an estimate."""
+        return self._release if convolutions and self.estimated.isdisjoint(convolutions) else None
+
+    def _ask(self, convolution: Convolution) -> int:
+        library = self._library()
+        if library is not None:
+            with suppress(CudnnError):  # a GPU newer than the library, say
+                if self.greedy:
+                    plans = library.plans(convolution, self.capability)
+                else:
+                    first = library.plan(convolution, self.capability)
+                    plans = (first,) if first else ()
+                self._release = self._release or str(library)
+                return max((plan.workspace for plan in plans), default=0)
+        self.estimated.add(convolution)
+        return estimate(convolution, self.capability) * (_GREED if self.greedy else 1)
+
+
+_GREED: Final = 3
+"""The largest workspace, as a multiple of the first plan's, where cuDNN cannot be asked: an assumption."""
+
+
+def estimate(convolution: Convolution, capability: tuple[int, int]) -> int:
+    """Roughly what cuDNN takes where it cannot be asked: room for all three tensors in the format of its kernels.
+
+    Kernels for tensor cores work on channels last, and convert row-major tensors to it and back. Kernels without tensor
+    cores, depthwise ones and those for an image's few channels work on the tensors as they are. `python -m
+    benchmarks.workspaces` says how often that is so.
+    """
+    if convolution.operation != "filter" and convolution.x[1] <= _FEW_CHANNELS:
+        return 0
+    if 1 < convolution.groups == convolution.x[1] or convolution.dtype == "float64" or capability < (7, 5):
+        return 0
+    is_rearranged = not convolution.channels_last
+    if convolution.dtype == "float32":
+        is_rearranged = capability >= (8, 0) and convolution.tf32 and (is_rearranged or capability[0] in (8, 12))
+    return convolution.operands if is_rearranged else 0

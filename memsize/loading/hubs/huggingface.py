@@ -16,9 +16,16 @@ from typing import Any
 
 from memsize.errors import TargetError, first_line
 from memsize.files import parse_json, read
+from memsize.loading.building import LoadedModel
+from memsize.loading.hubs import (
+    build_library_model,
+    first_cause,
+    import_library,
+    is_broken,
+    unknown_name,
+)
 from memsize.loading.hubs.huggingface_inputs import config_input_maker
 from memsize.loading.hubs.input_batch import PLACEHOLDERS, TEXT, part
-from memsize.loading.hubs.libraries import LibraryModel, build_library_model, import_library, is_broken, unknown_name
 
 _LONGEST = 16 * 2**20
 _MOST_VALUES = 500_000
@@ -46,42 +53,36 @@ _TABLES = (*(f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TASKS), "MODEL_MAPPI
            "MODEL_FOR_BACKBONE_MAPPING_NAMES", "MODEL_FOR_PRETRAINING_MAPPING_NAMES")  # fmt: skip
 
 
-def load_transformers_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
+def load_transformers_model(name: str, arguments: Mapping[str, object]) -> LoadedModel:
     """The model of the config that `name` means, whose entries `arguments` replace, and inputs that suit it.
 
     transformers checks that torchvision is installed, not that it works. If it does not work, models that only *could*
     use it fail to import too; transformers is then called once more as if torchvision were not installed.
     """
     try:
-        return _load(name, arguments)
-    except (ImportError, RuntimeError) as error:
-        if not _is_torchvisions(error):
-            raise _not_importable(error, name) from error
-    with _without_torchvision():
         try:
             return _load(name, arguments)
         except (ImportError, RuntimeError) as error:
-            raise _not_importable(error, name) from error
+            if not _is_torchvisions(error):
+                raise
+        with _without_torchvision():
+            return _load(name, arguments)
+    except (ImportError, RuntimeError) as error:
+        raise TargetError(
+            f"transformers cannot import what hf:{name} needs: {first_line(first_cause(error))}"
+        ) from error
 
 
-def _not_importable(error: BaseException, name: str) -> TargetError:
-    return TargetError(f"transformers cannot import what hf:{name} needs: {_root(error)}")
-
-
-def _load(name: str, arguments: Mapping[str, object]) -> LibraryModel:
+def _load(name: str, arguments: Mapping[str, object]) -> LoadedModel:
     transformers = import_library("transformers")
     label = f"hf:{name}"
     file = _config_file(name)
-    if file is not None:
-        data = _read(file)
-    else:
-        data = _by_architecture(transformers, name) or _read(_cached(name))
-        file = Path()
+    data = _read(file) if file else _by_architecture(transformers, name) or _read(_cached(name))
     config, notes = _config(transformers, data, arguments, label)
     kind = model_class(transformers, config, label)
     module, built = build_library_model(lambda: kind._from_config(config), label, {})
-    maker = config_input_maker(module, _preprocessor(file))
-    return LibraryModel(module, f"{label} ({kind.__name__})", maker, (*notes, *built))
+    maker = config_input_maker(module, _preprocessor(file or Path()))
+    return LoadedModel(module, f"{label} ({kind.__name__})", (*notes, *built), inputs=maker)
 
 
 # -- the config -------------------------------------------------------------------------------------------------------
@@ -104,7 +105,6 @@ def _config_file(name: str) -> Path | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The entries of a config.json. Raises `TargetError` for any other file."""
     try:
         data = _json(file)
     except (OSError, ValueError) as error:
@@ -119,7 +119,6 @@ def _json(file: Path) -> Any:
 
 
 def _by_architecture(transformers: Any, name: str) -> dict[str, Any] | None:
-    """The default config of a model type (``llama``) or a class (``LlamaForCausalLM``); None for a Hub id."""
     types = transformers.CONFIG_MAPPING
     if name in types:
         return {"model_type": name}
@@ -133,7 +132,6 @@ def _by_architecture(transformers: Any, name: str) -> dict[str, Any] | None:
 
 
 def _cached(name: str) -> Path:
-    """The config.json of a Hub id in the local cache."""
     path = import_library("huggingface_hub").try_to_load_from_cache(name, "config.json")
     if isinstance(path, str):
         return Path(path)
@@ -146,9 +144,11 @@ def _cached(name: str) -> Path:
 def _config(
     transformers: Any, data: dict[str, Any], arguments: Mapping[str, object], label: str
 ) -> tuple[Any, tuple[str, ...]]:
-    """The config object, and notes on entries of `data` that memsize ignores."""
     data, notes = dict(data), []
-    model_type = data.pop("model_type", None) or _type_of(transformers, data["architectures"])
+    model_type = data.pop("model_type", None)
+    if not model_type:
+        architecture = _attribute(transformers, data["architectures"][0])
+        model_type = str(getattr(getattr(architecture, "config_class", None), "model_type", ""))
     if model_type not in transformers.CONFIG_MAPPING:
         own = " It comes with code of its own, which memsize does not run." if data.get("auto_map") else ""
         raise TargetError(f"transformers {transformers.__version__} knows no model type {model_type!r}.{own}")
@@ -158,7 +158,11 @@ def _config(
         notes.append(f"its config says that weights are quantized ({method}): they are shown as they are without that")
     data.pop("auto_map", None)
     kind = transformers.CONFIG_MAPPING[model_type]
-    _check_names(kind, data, arguments, label)
+    defaults = kind()
+    names = {*vars(defaults), *data, *getattr(defaults, "attribute_map", {}), "architectures", "dtype"}
+    for name in arguments:
+        if name not in names and not hasattr(defaults, name):
+            raise unknown_name(f"the config of {label}", name, sorted(names), "entry")
     try:
         entries = _replaced(data, arguments)
         _check_counts(entries, label)
@@ -189,21 +193,7 @@ def _place_placeholders(config: Any) -> Iterator[str]:
             yield f"its config's {name} is {token}: token {getattr(config, name)} of {size} stands for it"
 
 
-def _type_of(transformers: Any, architectures: Any) -> str:
-    kind = _attribute(transformers, architectures[0]) if architectures else None
-    return str(getattr(getattr(kind, "config_class", None), "model_type", ""))
-
-
-def _check_names(kind: Any, data: Mapping[str, Any], arguments: Mapping[str, object], label: str) -> None:
-    defaults = kind()
-    names = {*vars(defaults), *data, *getattr(defaults, "attribute_map", {}), "architectures", "dtype"}
-    for name in arguments:
-        if name not in names and not hasattr(defaults, name):
-            raise unknown_name(f"the config of {label}", name, sorted(names), "entry")
-
-
 def _check_counts(entries: Any, label: str) -> None:
-    """Raise `TargetError` where a config has more parts than any model, at any depth."""
     rest: list[tuple[str, Any]] = [("", entries)]
     while rest:
         name, value = rest.pop()
@@ -279,13 +269,12 @@ def _of_config(transformers: Any, kind: type) -> Any:
 
 
 def _attribute(transformers: Any, name: str) -> Any:
-    """A class of transformers by its name, None for one that it does not have."""
     try:
         return getattr(transformers, name)
     except AttributeError as error:
         if name not in dir(transformers):  # half a second: only where there is a doubt
             return None
-        raise TargetError(f"transformers cannot import {name}: {_root(error)}") from error
+        raise TargetError(f"transformers cannot import {name}: {first_line(first_cause(error))}") from error
 
 
 @contextmanager
@@ -306,16 +295,9 @@ def _without_torchvision() -> Iterator[None]:
 
 
 def _is_torchvisions(error: BaseException) -> bool:
-    """Whether `error` or one of its causes is that the installed torchvision cannot be imported."""
     cause: BaseException | None = error
     while cause is not None:
         if "torchvision" in str(cause):
             return True
         cause = cause.__cause__ or cause.__context__
     return is_broken("torchvision")
-
-
-def _root(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return first_line(error)

@@ -86,7 +86,9 @@ def config_input_maker(
     one = Batch(model, preprocessor, InputRequest(), makers)
     tokens, why = _placeholders(one) if one.mixes else ({}, "")
     names = tuple(dict.fromkeys((*_chosen(one, tokens), *(name for name in extra if name in one.taken))))
-    missing = [name for name in names if name not in extra and _is_unknown(one, name)]
+    # A tower takes hidden states beside their grid; any other takes some of its own.
+    unmade = {UNLIKE.get(one.kind)} | (set() if "grid_thw" in one.taken else {"hidden_states"})
+    missing = [name for name in names if name not in extra and (name not in MAKERS or name in unmade)]
 
     def make(request: InputRequest) -> dict[str, Tensor]:
         if missing or not names:
@@ -100,14 +102,7 @@ def config_input_maker(
     return InputMaker(make, note=_left_out(one, names, why))
 
 
-def _is_unknown(batch: Batch, name: str) -> bool:
-    """Whether no maker here makes the argument `name` as this model takes it."""
-    of_tower = name != "hidden_states" or "grid_thw" in batch.taken
-    return name not in MAKERS or UNLIKE.get(batch.kind) == name or not of_tower
-
-
 def _no_inputs(batch: Batch, names: tuple[str, ...], missing: list[str]) -> str:
-    """Why there are no inputs for the model: which arguments memsize cannot make, and how to give them."""
     name = type(batch.model).__name__
     if type(batch.model).forward is nn.Module.forward:
         return f"{name} has no forward of its own, it only generates: give the class of one of its parts"
@@ -120,7 +115,6 @@ def _no_inputs(batch: Batch, names: tuple[str, ...], missing: list[str]) -> str:
 
 
 def _left_out(batch: Batch, names: tuple[str, ...], why: str) -> str | None:
-    """A note on arguments that the model could read and does not get."""
     left = [name for name in PERCEIVED if name in batch.taken and name not in names]
     if "input_ids" not in names or not left or not batch.mixes:
         return None
@@ -210,7 +204,6 @@ def _embedded(batch: Batch, name: str, owner: Any, method: str) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in `value`, which may hold them in sequences or mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):

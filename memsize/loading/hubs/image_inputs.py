@@ -179,16 +179,16 @@ def frames(batch: Batch) -> tuple[int, ...]:
 
 
 def sides(batch: Batch) -> tuple[int, int]:
-    """Height and width of an image: the size that the model was made for, or else the config's, or its processor's, cut
-    to whole windows of patches.
-    """
-    height, width = _made_for(batch) or _stated(batch) or (SIDE, SIDE)
+    """Height and width of an image, by the model, its config or its processor, in whole windows of patches."""
+    processor = batch.preprocessor
+    cut = processor.get("crop_size") if processor.get("do_center_crop", True) else None
+    stated = (*(getattr(config, name, None) for config in batch.vision for name in _SIZES), cut, processor.get("size"))
+    height, width = _made_for(batch) or next(filter(None, map(both, stated)), (SIDE, SIDE))
     step = _patch_side(batch) * _merged(batch) if _merged(batch) > 1 else 1
     return max(height - height % step, step), max(width - width % step, step)
 
 
 def _made_for(batch: Batch) -> tuple[int, int] | None:
-    """The size that follows from something else than an entry about sizes."""
     counts = getattr(batch.config, "projector_patch_to_query_dict", None)
     if counts:  # the numbers of patches that Aria's projector was made for
         return (math.isqrt(min(map(int, counts))) * _patch_side(batch),) * 2
@@ -203,15 +203,7 @@ def _made_for(batch: Batch) -> tuple[int, int] | None:
     return None
 
 
-def _stated(batch: Batch) -> tuple[int, int] | None:
-    processor = batch.preprocessor
-    cut = processor.get("crop_size") if processor.get("do_center_crop", True) else None
-    stated = [getattr(config, name, None) for config in batch.vision for name in _SIZES]
-    return next((size for size in map(both, (*stated, cut, processor.get("size"))) if size is not None), None)
-
-
 def _tiles(batch: Batch) -> int:
-    """The most tiles that an image is cut into."""
     return whole(batch.vision, "max_num_tiles", default=1)
 
 

@@ -8,15 +8,18 @@ takes one only (ViT, SSD) or resizes its images (detection), else from the trans
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from memsize.errors import InputError, TargetError
-from memsize.loading.hubs.libraries import LibraryModel, build_library_model, import_library, unknown_name
+from memsize.loading.building import LoadedModel
+from memsize.loading.hubs import build_library_model, import_library, unknown_name
+from memsize.loading.hubs.image_inputs import FRAMES
+from memsize.loading.hubs.input_batch import unknown
 from memsize.spec.inputs import InputMaker, InputRequest
 
-FRAMES = 16
-"""Frames of a clip, where the weights do not ask for more."""
 _FLOW_SIZE = (520, 960)
 _OBJECTS = 2
 _KEYPOINTS = 17
@@ -25,7 +28,7 @@ _KEYPOINTS = 17
 # -- timm -------------------------------------------------------------------------------------------------------------
 
 
-def load_timm_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
+def load_timm_model(name: str, arguments: Mapping[str, object]) -> LoadedModel:
     """The model that timm builds by `name` without pretrained weights, and one batch of its images."""
     timm = import_library("timm")
     if ":" in name or "/" in name:
@@ -40,28 +43,24 @@ def load_timm_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
         return timm.create_model(name, **options)
 
     module, notes = build_library_model(create_model, label, {"pretrained": False, **arguments})
-    size = _timm_size(module, arguments)
-
-    def make(request: InputRequest) -> Any:
-        _refuse_seq_len(request, label)
-        return (_unknown(request.batch_size, *size),)
-
-    return LibraryModel(module, label, InputMaker(make), notes)
-
-
-def _timm_size(module: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-    """Channels, height and width: those in `arguments`, else those of the model's own config."""
     config = getattr(module, "pretrained_cfg", None) or {}
     channels, *sides = config.get("input_size", (3, 224, 224))
     side: Any = arguments.get("img_size", sides)
     sides = [side, side] if isinstance(side, int) else list(side)
-    return (int(arguments.get("in_chans", channels)), *sides)
+    depth: Any = arguments.get("in_chans", channels)
+    size = (int(depth), *sides)
+
+    def make(request: InputRequest) -> Any:
+        _refuse_seq_len(request, label)
+        return (unknown(request.batch_size, *size),)
+
+    return LoadedModel(module, label, notes, inputs=InputMaker(make))
 
 
 # -- torchvision ------------------------------------------------------------------------------------------------------
 
 
-def load_torchvision_model(name: str, arguments: Mapping[str, object]) -> LibraryModel:
+def load_torchvision_model(name: str, arguments: Mapping[str, object]) -> LoadedModel:
     """The model that torchvision builds by `name` without weights, and one batch of its inputs."""
     models = import_library("torchvision").models
     if name not in models.list_models():
@@ -76,24 +75,23 @@ def load_torchvision_model(name: str, arguments: Mapping[str, object]) -> Librar
         return models.get_model(name, **options)
 
     module, notes = build_library_model(get_model, label, none | dict(arguments))
-    return LibraryModel(module, label, InputMaker(_maker(models, name, module, builder.__module__, label)), notes)
-
-
-def _maker(models: Any, name: str, module: Any, module_name: str, label: str) -> Callable[[InputRequest], Any]:
-    arguments = _detection if ".detection" in module_name else _pair if ".optical_flow" in module_name else _images
-    shape = _detection_size(module) if arguments is _detection else _size(models, name, module_name, module)
+    detects, is_flow = ".detection" in builder.__module__, ".optical_flow" in builder.__module__
+    if detects:
+        shape = _detection_size(module)
+    else:
+        shape = (3, *_FLOW_SIZE) if is_flow else _size(models, name, builder.__module__, module)
 
     def make(request: InputRequest) -> Any:
         _refuse_seq_len(request, label)
-        return arguments(request, shape, module)
+        if detects:
+            return _detection(request, shape, module)
+        # The flow is looked for between two frames.
+        return tuple(unknown(request.batch_size, *shape) for _ in range(2 if is_flow else 1))
 
-    return make
+    return LoadedModel(module, label, notes, inputs=InputMaker(make))
 
 
 def _size(models: Any, name: str, module_name: str, module: Any) -> tuple[int, ...]:
-    """Channels, for clips frames, height and width."""
-    if ".optical_flow" in module_name:
-        return (3, *_FLOW_SIZE)
     weights = getattr(models.get_model_weights(name), "DEFAULT", None)
     options = getattr(weights.transforms, "keywords", None) or {} if weights is not None else {}
     meta = weights.meta if weights is not None else {}
@@ -103,15 +101,6 @@ def _size(models: Any, name: str, module_name: str, module: Any) -> tuple[int, .
     if ".video" in module_name:
         return (3, max(FRAMES, meta.get("min_temporal_size", 1)), *sides)
     return (3, *sides)
-
-
-def _images(request: InputRequest, shape: tuple[int, ...], _: Any) -> Any:
-    return (_unknown(request.batch_size, *shape),)
-
-
-def _pair(request: InputRequest, shape: tuple[int, ...], _: Any) -> Any:
-    """Two frames, between which the flow is looked for."""
-    return tuple(_unknown(request.batch_size, *shape) for _ in range(2))
 
 
 def _detection_size(module: Any) -> tuple[int, ...]:
@@ -126,14 +115,11 @@ def _detection_size(module: Any) -> tuple[int, ...]:
 
 def _detection(request: InputRequest, shape: tuple[int, ...], module: Any) -> Any:
     """A list of images; in training also the objects in each, which a detector then wants."""
-    images = [_unknown(*shape) for _ in range(request.batch_size)]
+    images = [unknown(*shape) for _ in range(request.batch_size)]
     return (images, [_objects(shape, module) for _ in images]) if request.training else (images,)
 
 
 def _objects(shape: tuple[int, ...], module: Any) -> dict[str, Any]:
-    """The boxes, labels, and where the model predicts them masks and keypoints, of a few objects in one image."""
-    import torch
-
     _, height, width = shape
     corners = [
         [width * i / 8, height * i / 8, width * (i + 4) / 8, height * (i + 4) / 8] for i in range(1, 1 + _OBJECTS)
@@ -145,12 +131,6 @@ def _objects(shape: tuple[int, ...], module: Any) -> dict[str, Any]:
     if getattr(heads, "keypoint_head", None) is not None:
         objects["keypoints"] = torch.ones(_OBJECTS, _KEYPOINTS, 3)
     return objects
-
-
-def _unknown(*shape: int) -> Any:
-    import torch
-
-    return torch.empty(shape, device="meta")
 
 
 def _refuse_seq_len(request: InputRequest, label: str) -> None:

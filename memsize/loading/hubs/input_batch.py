@@ -136,7 +136,6 @@ def part(config: Any, kinds: tuple[str, ...]) -> Any:
 
 
 def _parts(config: Any) -> Iterator[tuple[str, Any]]:
-    """The configs that `config` has as entries, by name."""
     for name, value in vars(config).items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             yield name.removesuffix("_config"), value

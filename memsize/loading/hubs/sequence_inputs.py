@@ -6,6 +6,7 @@ prompt goes on instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,9 +81,7 @@ def decoder_ids(batch: Batch) -> Tensor | None:
 
 
 def token_types(batch: Batch) -> Tensor | None:
-    """One for each token that stands for an image, 2 for a clip, 0 for text; None for models of text alone, which take
-    that for granted.
-    """
+    """One for each token of an image, 2 of a clip, 0 of text; None for models of text alone, which assume it."""
     if not batch.mixes or not (batch.tokens or batch.request.training):
         return None
     tokens = ids(batch)
@@ -178,7 +177,6 @@ def spectrogram(batch: Batch) -> Tensor:
 
 
 def _bins(batch: Batch) -> int:
-    """Values of one frame: by the config, or else by the first layer over them."""
     stated = entry(batch.audio, *_STATED, "input_feat_size")
     stated = stated or entry(batch.audio, "num_mel_bins", "feature_size", "n_mels", "mel_bins")
     if isinstance(stated, int):
@@ -229,14 +227,9 @@ def future_times(batch: Batch) -> Tensor | None:
     return unknown(batch.size, steps, _time_features(batch)) if isinstance(steps, int) else None
 
 
-def categories(batch: Batch) -> Tensor | None:
-    count = batch.number("num_static_categorical_features", default=0)
-    return zeros(batch.size, count) if count else None
-
-
-def reals(batch: Batch) -> Tensor | None:
-    count = batch.number("num_static_real_features", default=0)
-    return unknown(batch.size, count) if count else None
+def _statics(batch: Batch, entry: str, make: Callable[..., Tensor]) -> Tensor | None:
+    count = batch.number(entry, default=0)
+    return make(batch.size, count) if count else None
 
 
 def _past(batch: Batch) -> int:
@@ -246,7 +239,6 @@ def _past(batch: Batch) -> int:
 
 
 def _series(batch: Batch) -> tuple[int, ...]:
-    """The series that go side by side: their dimension is left out where a model has it for several only."""
     several = getattr(batch.config, "num_input_channels", None)
     if isinstance(several, int):
         return (several,)
@@ -287,7 +279,7 @@ MAKERS: dict[str, Maker] = {
     "past_time_features": lambda batch: unknown(batch.size, _past(batch), _time_features(batch)),
     "future_values": future_values,
     "future_time_features": future_times,
-    "static_categorical_features": categories,
-    "static_real_features": reals,
+    "static_categorical_features": lambda batch: _statics(batch, "num_static_categorical_features", zeros),
+    "static_real_features": lambda batch: _statics(batch, "num_static_real_features", unknown),
     "freq": lambda batch: zeros(batch.size, 1),
 }
