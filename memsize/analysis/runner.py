@@ -139,9 +139,11 @@ class Runner:
 
         extend = workload.record.extend if isinstance(workload, GenerationSteps) else lambda blocks: True
         trace = self.short_runs.extended(run, (workload, scenario, options["edits"]), extend)
-        if trace is not None and skipped:
+        if trace is None:
+            return None
+        if skipped:
             self.skipped_layers[scenario.name] = self.short_runs.unfolded(trace, skipped)
-        return trace
+        return replace(trace, notes=(*trace.notes, self.short_runs.note))
 
     def _is_proven(self, proof: Proof, listener: Listener | None) -> bool:
         """Whether short models tell of the whole one: a run of it as it is shows that."""

@@ -31,6 +31,10 @@ _LENGTHS: Final = (3, 4)
 _WORTHWHILE: Final = 3
 """How many periods fewer than the whole model the two short ones have together, at the least."""
 
+_EXTENDED: Final = (
+    "{:,} blocks of {} repeat: a few of them were run, and the rest follows by repetition (--whole runs all)"
+)
+
 RunShort = Callable[[nn.Module], Trace]
 """Makes the run of a short model."""
 
@@ -115,6 +119,13 @@ class ShortRuns:
         else:
             part = different_part(whole, extended)
             self.refusals[proof.kind] = f"{part} of the whole model are not those of its short models" if part else ""
+
+    @property
+    def note(self) -> str:
+        """A note on a run that is extended, the same for all of them."""
+        assert self.blocks is not None
+        repeated, path = self.blocks.repeated, self.blocks.path or "the model"
+        return _EXTENDED.format(repeated.period * repeated.count, path)
 
     def folded(self, model: nn.Module, layers: Mapping[str, str]) -> dict[FoldedPath, str]:
         """Return what is said of `layers` of one of the short models, by paths that hold for any number of blocks."""
