@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import memsize
+from memsize.cli import run
+from memsize.render import render
 from tests.deep import (
     WIDTH,
     Block,
@@ -115,8 +120,8 @@ def _of_torchvision(settings: dict[str, Any]) -> nn.Module:
 )
 @pytest.mark.parametrize(("workload", "scenario"), [(Forward(), "as-given"), (STEPS, "amp-fp16")])
 def test_vision_models(library: str, name: str, settings: dict[str, Any], workload: Any, scenario: str) -> None:
-    run = assert_law(vision(library, name, **settings), workload, scenario, args=(IMAGE,))
-    assert run.extended_from in SHORT
+    trace = assert_law(vision(library, name, **settings), workload, scenario, args=(IMAGE,))
+    assert trace.extended_from in SHORT
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=ALL), pytest.param("mixtral", marks=ALL)])
@@ -365,3 +370,55 @@ def test_models_that_lie_about_their_layers(model: Callable[[], nn.Module], work
 
 def test_a_model_that_counts_is_run_whole() -> None:
     assert traced(Deep(16, CountsOnItsClass), STEPS).extended_from == ()
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+NOTE = "16 blocks of layers repeat: a few of them were run, and the rest follows by repetition (--whole runs all)"
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "report": lambda **options: memsize.report(Deep(16), (3,), train="adamw", **options),
+    "timeline": lambda **options: memsize.timeline(Deep(16), (3,), train="adamw", **options),
+    "fit": lambda **options: memsize.fit(Deep(16), (3,), batch_size=2, scenarios="as-given", **options),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_an_answer_notes_how_its_runs_were_made(answer: Callable[..., Any]) -> None:
+    usual, whole = answer(), answer(whole=True)
+    assert NOTE in render(usual, "text") and NOTE not in render(whole, "text")
+    figures, of_all = (json.loads(render(one, "json")) for one in (usual, whole))
+    assert NOTE in str(figures) and NOTE not in str(of_all)
+    assert without_notes(figures) == without_notes(of_all)
+
+
+def without_notes(data: Any) -> Any:
+    """The data of an answer without its notes."""
+    if isinstance(data, dict):
+        return {name: without_notes(value) for name, value in data.items() if name not in ("notes", "extended_from")}
+    return [without_notes(value) for value in data] if isinstance(data, list) else data
+
+
+def test_a_generation_notes_how_its_runs_were_made(tmp_path: Path) -> None:
+    language_model("llama", **LLAMA).config.to_json_file(tmp_path / "llama.json")
+    usual, whole = (
+        memsize.generate(f"hf:{tmp_path}/llama.json", prompt=8, max_new_tokens=4, scenarios="fp16", whole=of_all)
+        for of_all in (False, True)
+    )
+    assert ["16 blocks of model.layers repeat" in str(one.notes) for one in (usual, whole)] == [True, False]
+    assert usual.generation_rows == whole.generation_rows
+
+
+def test_sweeps_and_checks_take_it(tmp_path: Path) -> None:
+    grid = {"target": "tests.deep:Deep", "input": "3", "train": "adamw"}
+    usual, whole = (
+        memsize.sweep(grid | {"whole": of_all}, jobs=1, results=tmp_path / f"{of_all}.jsonl")
+        for of_all in (False, True)
+    )
+    assert [NOTE in str(json.loads(render(one, "json"))) for one in (usual, whole)] == [True, False]
+
+
+def test_the_command_line_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["timeline", "tests.deep:Deep", "--input", "3", "--full"]
+    for options, has_note in (([], True), (["--whole"], False)):
+        assert run([*command, *options]) == 0
+        assert ("blocks of layers repeat" in " ".join(capsys.readouterr().out.split())) is has_note
