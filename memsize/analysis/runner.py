@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from memsize.analysis.short_runs import Proof, ShortRuns, proof_of
+from memsize.depth.counters import Numbers, is_counting, numbers_of
 from memsize.depth.repeated import FoldedPath
+from memsize.depth.trace_extension import NotRepeatedError
 from memsize.device.cards import card
 from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError, MemsizeError
@@ -86,6 +88,8 @@ class Runner:
         """By scenario: the layers that it left unquantized, and why."""
         self.late: tuple[str, ...] = ()
         """The parameters and buffers that the forward was found to register."""
+        self.is_counting = False
+        """Whether a run changed numbers that the model's code may decide by: one of its calls may be another."""
         self._copier = MetaCopier(model)
         self.short_runs = ShortRuns(model, self.copy)
         self._short_runners: dict[nn.Module, Runner] = {}
@@ -127,21 +131,23 @@ class Runner:
         skipped: dict[FoldedPath, str] = {}
 
         def run(model: nn.Module) -> Trace:
+            trace = self._run_short(workload, scenario, model, **options)
             runner = self._short_runner(model)
-            trace = runner.run(workload, scenario, **options)
             if scenario.name in runner.skipped_layers:
                 skipped.update(self.short_runs.folded(model, runner.skipped_layers[scenario.name]))
             return trace
 
         extend = workload.record.extend if isinstance(workload, GenerationSteps) else lambda blocks: True
         trace = self.short_runs.extended(run, (workload, scenario, options["edits"]), extend)
-        if trace is not None and skipped:
+        if trace is None:
+            return None
+        if skipped:
             self.skipped_layers[scenario.name] = self.short_runs.unfolded(trace, skipped)
-        return trace
+        return replace(trace, notes=(*trace.notes, self.short_runs.note))
 
     def _is_proven(self, proof: Proof, listener: Listener | None) -> bool:
         """Whether short models tell of the whole one: a run of it as it is shows that."""
-        if self.late or buckets_of(self.model) is not None or self.short_runs.blocks is None:
+        if self.late or self.is_counting or buckets_of(self.model) is not None or self.short_runs.blocks is None:
             return False
         if proof.kind not in self.short_runs.refusals:
             own = SCENARIOS["as-given"]
@@ -149,10 +155,17 @@ class Runner:
                 whole = self._run(proof.workload, partial(self.setup, own), own, listener)
             except MemsizeError:
                 return False
-            if self.late:
+            if self.late or self.is_counting:
                 return False
-            self.short_runs.prove(proof, whole, lambda model: self._short_runner(model).run(proof.workload, own))
+            self.short_runs.prove(proof, whole, partial(self._run_short, proof.workload, own))
         return not self.short_runs.refusals[proof.kind]
+
+    def _run_short(self, workload: Workload, scenario: Scenario, model: nn.Module, **options: Any) -> Trace:
+        runner = self._short_runner(model)
+        trace = runner.run(workload, scenario, **options)
+        if runner.is_counting:
+            raise NotRepeatedError("the model counts its calls")
+        return trace
 
     def _short_runner(self, model: nn.Module) -> Runner:
         if model not in self._short_runners:
@@ -185,6 +198,8 @@ class Runner:
             setup = replace(setup, listener=listener)
         if scenario.recipe != "quantized" and not self.late:
             setup = replace(setup, stored=partial(self._stored_tensors, _storage_key(scenario)))
+        if not self.execute:
+            setup = replace(setup, ended=partial(self._note_counting, numbers_of(setup.model)))
         before = _registered(setup.model)
         failed: ForwardError | None = None
         try:
@@ -198,6 +213,9 @@ class Runner:
         if failed is not None:
             raise failed
         return trace
+
+    def _note_counting(self, before: Numbers, model: nn.Module) -> None:
+        self.is_counting = self.is_counting or is_counting(before, numbers_of(model))
 
     def with_inputs(self, inputs: ModelInputs, batch_size: int) -> Runner:
         """A runner of the same model with other inputs, of which it makes `batch_size`."""

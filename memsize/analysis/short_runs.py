@@ -31,6 +31,10 @@ _LENGTHS: Final = (3, 4)
 _WORTHWHILE: Final = 3
 """How many periods fewer than the whole model the two short ones have together, at the least."""
 
+_EXTENDED: Final = (
+    "{:,} blocks of {} repeat: a few of them were run, and the rest follows by repetition (--whole runs all)"
+)
+
 RunShort = Callable[[nn.Module], Trace]
 """Makes the run of a short model."""
 
@@ -50,10 +54,13 @@ def proof_of(workload: Workload) -> Proof | None:
         plain = workload.loop is None and workload.generation.draft is None and not workload.generation.is_offloaded
         kind = replace(workload.generation, prompt=1, max_new_tokens=2), workload.edits
         return Proof(kind, replace(workload, steps=1, record=CacheRecord())) if plain else None
+    if isinstance(workload, (Inference, ProfileRun)):
+        return Proof(Inference, Inference())
     if isinstance(workload, (TrainingSteps, ParallelSteps)) and not _is_regular(workload.options):
         return None
-    ordinary = (Forward, Inference, ProfileRun, TrainingSteps, ParallelSteps)
-    return Proof(Forward, Forward()) if isinstance(workload, ordinary) else None
+    if isinstance(workload, ParallelSteps) and (workload.parallel.is_pipeline or workload.parallel.kind == "dp"):
+        return None  # stages have some of the blocks, and nn.DataParallel copies parameters in pieces of a size
+    return Proof(Forward, Forward()) if isinstance(workload, (Forward, TrainingSteps, ParallelSteps)) else None
 
 
 def _is_regular(training: Training) -> bool:
@@ -74,8 +81,8 @@ class ShortRuns:
     @cached_property
     def blocks(self) -> ModelBlocks | None:
         """The blocks that repeat; None where the whole model is run sooner than two short ones."""
-        found = find_blocks(self._model)
-        return found if found is not None and found.repeated.count >= 2 * _LENGTHS[0] + 1 + _WORTHWHILE else None
+        blocks = find_blocks(self._model)
+        return blocks if blocks is not None and blocks.repeated.count >= 2 * _LENGTHS[0] + 1 + _WORTHWHILE else None
 
     def extended(
         self, run: RunShort, kind: Hashable, extend: Callable[[int], bool] = lambda blocks: True
@@ -99,7 +106,7 @@ class ShortRuns:
                 if extend(repeated.count - length):
                     self._lengths_of[kind] = (length,)
                     return replace(trace, extended_from=(length, length + 1))
-        except MemsizeError:  # the whole model says why
+        except (MemsizeError, NotRepeatedError):  # the whole model says why it fails
             return None
         self._lengths_of[kind] = ()
         return None
@@ -112,6 +119,13 @@ class ShortRuns:
         else:
             part = different_part(whole, extended)
             self.refusals[proof.kind] = f"{part} of the whole model are not those of its short models" if part else ""
+
+    @property
+    def note(self) -> str:
+        """A note on a run that is extended, the same for all of them."""
+        assert self.blocks is not None
+        repeated, path = self.blocks.repeated, self.blocks.path or "the model"
+        return _EXTENDED.format(repeated.period * repeated.count, path)
 
     def folded(self, model: nn.Module, layers: Mapping[str, str]) -> dict[FoldedPath, str]:
         """Return what is said of `layers` of one of the short models, by paths that hold for any number of blocks."""

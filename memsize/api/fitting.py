@@ -97,7 +97,12 @@ def fit(
     with opened(
         model, report_progress, capacities[0].card.name, own=training is not None and training.is_own
     ) as loaded:
-        return find_fit(RunCache(*loaded.run, vary, report_progress, stack=stack), search, loaded.notes, tell=show)
+        return find_fit(
+            RunCache(*loaded.run, vary, report_progress, stack=stack, whole=model.whole),
+            search,
+            loaded.notes,
+            tell=show,
+        )
 
 
 def _fit_of_generations(
@@ -126,5 +131,6 @@ def _fit_of_generations(
             vary=vary,
             progress=report_progress,
             stack=stack,
+            whole=subject.whole,
         )
         return find_fit(runs, request, loaded.notes, tell=show)

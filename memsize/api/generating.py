@@ -61,7 +61,10 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
         if request.step is None:  # before a prompt is made, which a model of images has not either
             generate_of(loaded.model, loaded.name)
         prompts = prompts_of(model, loaded)
-        runner = Runner(loaded.name, loaded.model, prompts(lengths[0]), training=False, gpu=where, stack=gpu.releases)
+        inputs = prompts(lengths[0])
+        runner = Runner(
+            loaded.name, loaded.model, inputs, training=False, gpu=where, stack=gpu.releases, whole=model.whole
+        )
         loop = load_loop(request.step, loaded.machine) if isinstance(request.step, str) else request.step
         generations = [replace(generation, draft=draft) for generation in generations]
         search = GenerationRequest(generations, sizes, scenarios, config=allocator, loop=loop)
@@ -127,7 +130,10 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
 
         generate_of(loaded.model, loaded.name)  # before a prompt is made, as for a generation
         prompts = prompts_of(model, loaded)
-        runner = Runner(loaded.name, loaded.model, prompts(1), training=False, gpu=where, stack=gpu.releases)
+        inputs = prompts(1)
+        runner = Runner(
+            loaded.name, loaded.model, inputs, training=False, gpu=where, stack=gpu.releases, whole=model.whole
+        )
         return Server(runner, prompts, request.serving, progress=report_progress).report(scenarios, loaded.notes)
 
 

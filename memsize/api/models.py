@@ -53,8 +53,8 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
     optimizer (``"adamw"``, ``"sgd:momentum=0.9"``, or a `Training`), so that each scenario says what a GPU would show
     at their peak, and `parallel` spreads those over several (``"fsdp=8"``); `gpu` is the GPU to simulate, `stack` the
     PyTorch and CUDA that it has (``"torch=2.6,cuda=12.4"``; None: the installed ones), `allocator` the settings of its
-    caching allocator. `execute` really computes, on the CPU, for models with data-dependent control flow. `progress` is
-    called with what is being done.
+    caching allocator. `execute` really computes, on the CPU, for models with data-dependent control flow. `whole` runs
+    every layer, even if layers repeat. `progress` is called with what is being done.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
     """
@@ -73,6 +73,7 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
                 "batch_size": model.batch_size,
                 "seq_len": model.seq_len,
                 "mode": model.mode,
+                "whole": model.whole,
                 "gpu": gpu.name != DEFAULT_GPU and gpu.name,  # which may be a command's default
                 "stack": str(gpu.releases),
                 "allocator": gpu.allocator,
@@ -83,7 +84,9 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
             return stored_report(loaded.name, loaded.model, loaded.notes)
         run = with_inputs(model, loaded)
         plans = plans_of(where or card(DEFAULT_GPU)) if where or training else None
-        runner = Runner(*run.run, gpu=where, execute=request.execute, plans=plans, stack=gpu.releases)
+        runner = Runner(
+            *run.run, gpu=where, execute=request.execute, plans=plans, stack=gpu.releases, whole=model.whole
+        )
         builder = ReportBuilder(
             runner, training, parallel=spread, peaks=where is not None, config=allocator, progress=report_progress
         )
@@ -158,7 +161,14 @@ def step_trace(
         from memsize.workloads.parallel import RankLoop, steps_on
         from memsize.workloads.training import OwnLoop
 
-        runner = Runner(*model.run, gpu=where, execute=request.execute, plans=plans_of(where), stack=gpu.releases)
+        runner = Runner(
+            *model.run,
+            gpu=where,
+            execute=request.execute,
+            plans=plans_of(where),
+            stack=gpu.releases,
+            whole=request.model.whole,
+        )
 
         def traced(world: World | None) -> Trace:
             steps = training.steps if training else USUAL_STEPS

@@ -301,11 +301,18 @@ class _Shared:
         from memsize.analysis.runner import Runner, plans_of
 
         where, subject, execute = _card_of(cell), cell.subject, cell.settings.get("execute", False)
-        inputs = (subject.specs, subject.source, subject.batch_size, subject.seq_len, subject.mode)
+        inputs = (subject.specs, subject.source, subject.batch_size, subject.seq_len, subject.mode, subject.whole)
         key = repr((inputs, where.kernels, cell.stack, execute))
         if key not in self._runners:
             model = with_inputs(subject, self._loaded)
-            runner = Runner(*model.run, gpu=where, execute=execute, plans=plans_of(where), stack=cell.stack)
+            runner = Runner(
+                *model.run,
+                gpu=where,
+                execute=execute,
+                plans=plans_of(where),
+                stack=cell.stack,
+                whole=subject.whole,
+            )
             self._runners = {key: (runner, model.notes)}
         return self._runners[key]
 

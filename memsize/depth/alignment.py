@@ -131,11 +131,11 @@ def extended_values(shorter: Sequence[Value], longer: Sequence[Value], blocks: i
     where the two do not align.
     """
     numbers: dict[Value, int] = {}
-    tables = [
+    first, second = (
         Table(np.array([numbers.setdefault(value, len(numbers)) for value in values]), np.zeros((len(values), 0), int))
         for values in (shorter, longer)
-    ]
-    result, values = extended(*tables, blocks), list(numbers)
+    )
+    result, values = extended(first, second, blocks), list(numbers)
     return None if result is None else tuple(values[number] for number in result.keys)
 
 

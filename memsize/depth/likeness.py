@@ -26,7 +26,9 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What blocks that are alike have in common, and the whole numbers of a block, which may count the blocks."""
+    """The features that blocks have in common if they are alike, and the whole numbers of a block, which may count the
+    blocks.
+    """
 
     common: Hashable
     numbers: Mapping[Key, int]
@@ -57,11 +59,11 @@ class Likeness:
                     numbers[path, name] = value
                 else:
                     common.append((path, name, self._feature(value, paths, 0)))
-            children = [(name, self._held(child)) for name, child in module._modules.items()]
+            children = [(name, self._shared(child)) for name, child in module._modules.items()]
             common.append((path, type(module), tuple(children)))
         return Features(tuple(common), numbers)
 
-    def _held(self, part: Any) -> Hashable:
+    def _shared(self, part: Any) -> Hashable:
         """Return what is to be known of a part that several modules may hold: then which it is."""
         return id(part) if self._holders.get(id(part), 0) > 1 else part is None
 
@@ -91,7 +93,7 @@ class Likeness:
     def _tensor(self, tensor: torch.Tensor) -> Hashable:
         strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested else ()
         of = type(tensor), tensor.dtype, tuple(tensor.shape), strides, tensor.device, tensor.requires_grad
-        return of, self._held(tensor)
+        return of, self._shared(tensor)
 
     def _callable_or_object(self, value: Any, paths: Mapping[int, str], again: Any, nested: int) -> Hashable:
         kind = type(value)

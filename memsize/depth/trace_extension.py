@@ -171,7 +171,7 @@ class _Folding:
             events=self._events(),
             deferred=_table(map(self._deferred, trace.deferred), 2),
             emptied=_table(((self.keys.others("emptied"), (event,)) for event in trace.emptied), 1),
-            collectives=_table(map(self._collective, trace.collectives), 3),
+            collectives=_table(map(self._collective, trace.collectives), 2),
         )
 
     def _grows(self, path: int) -> bool:
@@ -186,12 +186,13 @@ class _Folding:
         of = self.keys.paths(path)
         sizes = {name: getattr(layer, name) or 0 for name in _LAYER_SIZES}
         grows = self._grows(of)
-        alike = replace(layer, path="", aliases=(), outputs=(), inputs=(), **(dict.fromkeys(sizes, 0) if grows else {}))
+        without: dict[str, Any] = dict.fromkeys(sizes, 0) if grows else {}
+        alike = replace(layer, path="", aliases=(), outputs=(), inputs=(), **without)
         key = alike, of, tuple(alias for alias, _ in aliases), grows
         return self.keys.layers(key), (number, len(layer.outputs), len(layer.inputs), *sizes.values())
 
     def _passed(self, what: str) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """What layers returned or were given, all of it in one table."""
+        """Rows of the tensors that layers returned or got, for one table of all."""
         for path, layer in zip(self.paths, self.trace.layers, strict=False):
             for tensor in getattr(layer, what):
                 yield self.keys.others((path, tensor)), ()
@@ -245,9 +246,9 @@ class _Folding:
         return self.keys.others(("deferred", of, free.until < 0)), (free.event, free.until)
 
     def _collective(self, collective: Collective) -> tuple[int, tuple[int, ...]]:
-        path = self.paths[collective.layer]
-        key = collective._replace(bytes=0, layer=0, event=0), path, None if self._grows(path) else collective.bytes
-        return self.keys.others(key), (collective.bytes, collective.layer, collective.event)
+        # One that grows with the depth is split from some size on, as a bucket of DDP is.
+        key = collective._replace(layer=0, event=0), self.paths[collective.layer]
+        return self.keys.others(key), (collective.layer, collective.event)
 
 
 def _ends(storage: Integers, delta: Integers) -> tuple[Integers, Integers]:
@@ -324,7 +325,7 @@ class _Unfolding:
         )
 
     def _passed(self, table: Table, column: int) -> list[tuple[Any, ...]]:
-        """What each layer returned or was given; raises `NotRepeatedError` if that is what another one was."""
+        """The tensors that each layer returned or got; raises `NotRepeatedError` where they are those of another."""
         rows, result, end = table.keys.tolist(), [], 0
         for layer, count in zip(
             *(part.tolist() for part in (self.tables.layers.keys, self.tables.layers.numbers[:, column])), strict=True
@@ -337,18 +338,21 @@ class _Unfolding:
         return result
 
     def _layer(self, row: int, numbers: Sequence[int], outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Layer:
+        alike: Layer
         alike, of, aliases, grows = self.keys.layers.keys[row]
         path, (number, _, _, *sizes) = self.keys.paths.keys[of], numbers
+        grown: dict[str, Any] = dict(zip(_LAYER_SIZES, sizes, strict=True)) if grows else {}
         return replace(
             alike,
             path=self.blocks.unfold(path, number),
             aliases=tuple(self.blocks.unfold(alias, number) for alias in aliases),
             outputs=outputs,
             inputs=inputs,
-            **(dict(zip(_LAYER_SIZES, sizes, strict=True)) if grows else {}),
+            **grown,
         )
 
     def _tensor(self, row: int, numbers: Sequence[int]) -> StoredTensor:
+        tensor: StoredTensor
         tensor, name, layer, tied = self.keys.tensors.keys[row]
         number, tied_number = numbers
         unfold = self.blocks.unfold
@@ -392,8 +396,8 @@ class _Unfolding:
 
     def _collective(self, row: int, numbers: Sequence[int]) -> Collective:
         collective: Collective = self.keys.others.keys[row][0]
-        size, layer, event = numbers
-        return collective._replace(bytes=size, layer=layer, event=event)
+        layer, event = numbers
+        return collective._replace(layer=layer, event=event)
 
 
 def _rows(table: Table) -> tuple[list[int], list[list[int]]]:

@@ -89,6 +89,7 @@ class ModelRequest:
     mode: Mode | None = option(
         None, "Run the model in training or evaluation mode.", shown="train", choices=("train", "eval")
     )
+    whole: bool = option(False, "Run every layer, even if layers repeat.")
 
     def __post_init__(self) -> None:
         model: object = self.model
@@ -129,6 +130,7 @@ class ModelRequest:
         seq_len: int | None = None,
         arguments: Mapping[str, object] | None = None,
         mode: Mode | None = None,
+        whole: bool = False,
     ) -> ModelRequest:
         """The subject that the arguments of a question describe; one that is there already comes as it is.
 
@@ -159,7 +161,7 @@ class ModelRequest:
             call = values, keywords | dict(beside or {})
         elif args or kwargs:
             call = tuple(args or ()), dict(kwargs or {})
-        rest = {"batch_size": batch_size, "seq_len": seq_len, "mode": mode}
+        rest = {"batch_size": batch_size, "seq_len": seq_len, "mode": mode, "whole": whole}
         return cls(model, specs, call=call, source=source, arguments=dict(arguments or {}), **rest)  # type: ignore[arg-type]
 
 

@@ -175,7 +175,7 @@ class GuardRequest:
 class VerifyRequest:
     """A prediction compared with a real GPU."""
 
-    model: ModelRequest = _model()
+    model: ModelRequest = _model(without=("whole",))
     training: Training | None = part(Training, **_TRAINING)
     scenario: str = _scenario()
     device: int = option(0, "CUDA device to run on.", least=0)
@@ -188,7 +188,7 @@ class VerifyRequest:
 class LayoutRequest:
     """The effect of channels last on a model."""
 
-    model: ModelRequest = _model()
+    model: ModelRequest = _model(without=("whole",))
     scenario: str = _scenario()
 
 

@@ -106,7 +106,8 @@ class Setup:
 
     `name` is what the user calls the model. `precision` is what the scenario does in the run, `gpu` is the GPU to
     simulate, and `buckets` are those of distributed training. `stored` finds the tensors that the model stores. `notes`
-    go into the trace. `listener` receives the calls that the run recorded, and `machine` is where the run happens.
+    go into the trace. `listener` receives the calls that the run recorded, `ended` the model before globals that its
+    code changed are put back. `machine` is where the run happens.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Setup:
     stored: Callable[[nn.Module], tuple[StoredTensor, ...]] = stored_tensors
     notes: tuple[str, ...] = ()
     listener: Callable[[ModuleCallRecorder], None] = lambda _: None
+    ended: Callable[[nn.Module], None] = lambda _: None
     machine: RunDevice = field(default_factory=RunDevice)
 
 
@@ -165,6 +167,7 @@ class Run:
                         regions.enter_context(region)
                     yield
                     regions.close()
+                self.setup.ended(self.setup.model)
             except MemsizeError:
                 raise
             except Exception as error:

@@ -49,7 +49,7 @@ Prompts = Callable[[int], ModelInputs]
 
 
 class CacheRecord:
-    """What the cache held after each forward (0: the prefill), in the latest of some runs of a generation."""
+    """The contents of the cache after each forward (0: the prefill), in the latest of some runs of a generation."""
 
     def __init__(self) -> None:
         self._runs: list[list[tuple[CachedLayer, ...]]] = []
@@ -71,10 +71,13 @@ class CacheRecord:
         """Add a run of a model that has `blocks` more than that of the last run but one, where the last one has one
         more. Returns False where those two do not differ by repetition alone.
         """
-        steps = [extended_values(*layers, blocks) for layers in zip(*self._runs[-2:], strict=True)]
+        shorter, longer = self._runs[-2:]
+        steps = [extended_values(*layers, blocks) for layers in zip(shorter, longer, strict=True)]
         whole = [layers for layers in steps if layers is not None]
+        if len(whole) < len(steps):
+            return False
         self._runs.append(whole)
-        return len(whole) == len(steps)
+        return True
 
 
 class _Enough(BaseException):

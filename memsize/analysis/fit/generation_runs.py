@@ -53,9 +53,10 @@ class GenerationRunCache(RunCache):
         progress: Callable[[str], None],
         stack: Stack = INSTALLED,
         generators: Iterable[Generator] = (),
+        whole: bool = False,
     ) -> None:
         inputs = replace(prompts(generation.prompt), batch_size=batch)
-        super().__init__(name, model, inputs, training=False, vary=vary, progress=progress, stack=stack)
+        super().__init__(name, model, inputs, training=False, vary=vary, progress=progress, stack=stack, whole=whole)
         if vary.context and input_tensors(prompts(generation.prompt + 1).call(batch)) == self.inputs:
             raise InputError(f"{name} reads an input of one length, whatever the prompt: its context does not vary")
         self.generation = generation

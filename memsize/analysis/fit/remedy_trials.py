@@ -220,6 +220,7 @@ def remedies_for_generations(
         progress=progress,
         stack=runner.stack,
         generators=generators,
+        whole=runner.whole,
     )
     budget = budget_of(runner.gpu, runner.stack, request.config.memory_fraction)
     base = RunVariant(scenario, runner.gpu, config=request.config, generation=generation, capacity=budget.allocator)

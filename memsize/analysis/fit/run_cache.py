@@ -137,6 +137,8 @@ class RunCache:
     vary: Vary
     progress: Callable[[str], None]
     stack: Stack = INSTALLED
+    whole: bool = False
+    """Whether every layer is run, even if layers repeat."""
 
     def __post_init__(self) -> None:
         self.inputs: tuple[InputTensor, ...] = input_tensors(self.model_inputs.call())
@@ -286,7 +288,13 @@ class RunCache:
         kernels = variant.card.kernels
         if kernels not in self._runners:
             self._runners[kernels] = Runner(
-                self.name, self.model, self.model_inputs, self.training, gpu=variant.card, stack=self.stack
+                self.name,
+                self.model,
+                self.model_inputs,
+                self.training,
+                gpu=variant.card,
+                stack=self.stack,
+                whole=self.whole,
             )
         return self._runners[kernels]
 

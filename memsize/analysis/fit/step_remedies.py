@@ -16,8 +16,9 @@ from memsize.analysis.fit.optimized_models import (
     recompute_blocks,
     write_in_place,
 )
-from memsize.analysis.fit.run_cache import Edit, RunVariant
+from memsize.analysis.fit.run_cache import RunVariant
 from memsize.analysis.remedies import Changes, NotApplicable, Remedy
+from memsize.analysis.runner import Edit
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import SCENARIOS, quantized_from
 from memsize.spec.training import Training, parse_optimizer

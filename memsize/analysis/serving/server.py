@@ -278,7 +278,9 @@ def _on_cards(cards: int) -> Remedy[ServedModel]:
             raise InputError("the model is divided among cards already")
         runner = served.runner
         part = part_of(runner.model, cards, runner.name)
-        divided = Runner(runner.name, part, runner.inputs, False, gpu=runner.gpu, stack=runner.stack)
+        divided = Runner(
+            runner.name, part, runner.inputs, False, gpu=runner.gpu, stack=runner.stack, whole=runner.whole
+        )
         return replace(served, runner=divided, serving=replace(served.serving, tensor_parallel_size=cards))
 
     name, option = f"{cards} cards", f"--tensor-parallel-size {cards}"
@@ -288,7 +290,9 @@ def _on_cards(cards: int) -> Remedy[ServedModel]:
 def _on_gpu(card: Card) -> Remedy[ServedModel]:
     def apply(served: ServedModel) -> ServedModel:
         runner = served.runner
-        moved = Runner(runner.name, runner.model, runner.inputs, False, gpu=card, stack=runner.stack)
+        moved = Runner(
+            runner.name, runner.model, runner.inputs, False, gpu=card, stack=runner.stack, whole=runner.whole
+        )
         return replace(served, runner=moved)
 
     return Remedy(card.name, f"a card of {format_bytes(card.bytes)}", "another card", "hardware", apply)

@@ -1,0 +1,96 @@
+"""Deep models for the tests of `memsize.depth`, and a run of one beside that of all its layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memsize.analysis.runner import Runner as Runner, plans_of as plans_of
+from memsize.analysis.short_runs import different_part as different_part
+from memsize.api.opened import opened as opened
+from memsize.depth.alignment import (
+    Insertion as Insertion,
+    Table as Table,
+    extended as extended,
+    extended_values as extended_values,
+    insertions as insertions,
+)
+from memsize.depth.blocks import ModelBlocks as ModelBlocks, find_blocks as find_blocks, shorten as shorten
+from memsize.depth.repeated import FoldedPath as FoldedPath, RepeatedBlocks as RepeatedBlocks
+from memsize.records.trace import Trace
+from memsize.spec.generation import Generation as Generation
+from memsize.spec.model_request import ModelRequest
+from memsize.spec.parallel import parse_parallel as parse_parallel
+from memsize.spec.scenario import SCENARIOS
+from memsize.spec.training import Training as Training
+from memsize.workloads import Forward as Forward, Inference as Inference, Workload
+from memsize.workloads.generation import GenerationSteps as GenerationSteps
+from memsize.workloads.parallel import ParallelSteps as ParallelSteps
+from memsize.workloads.training import TrainingSteps as TrainingSteps
+
+WIDTH = 4
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        self.index = index
+        self.norm = nn.LayerNorm(WIDTH)
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc(self.norm(x)).relu()
+
+
+class Deep(nn.Module):
+    """Blocks between an embedding and a head. Subclasses change what is done with them."""
+
+    def __init__(self, blocks: int = 16, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, WIDTH)
+        self.layers = nn.ModuleList(block(index) for index in range(blocks))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for index, layer in enumerate(self.layers):
+            x = self.layer(index, layer, x)
+        return self.head(x)
+
+    def layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        """Run one block."""
+        return layer(x)
+
+
+def traced(
+    model: nn.Module, workload: Workload, scenario: str = "as-given", *, whole: bool = False, **data: Any
+) -> Trace:
+    """Run `workload` on a model; `whole` runs all layers."""
+    with opened(ModelRequest.of(model, **data or {"args": (torch.zeros(5, 3),)})) as request:
+        return Runner(*request.run, whole=whole).run(workload, SCENARIOS[scenario])
+
+
+def both(*args: Any, **data: Any) -> tuple[Trace, Trace]:
+    """Return a run as it is usually made, and that of all layers."""
+    run, whole = traced(*args, **data), traced(*args, whole=True, **data)
+    assert whole.extended_from == ()
+    return run, whole
+
+
+def assert_law(*args: Any, **data: Any) -> Trace:
+    """Check that a run is that of all layers, in every record but for the note on how it was made; return it."""
+    run, whole = both(*args, **data)
+    assert_same(run, whole)
+    return run
+
+
+def assert_same(run: Trace, whole: Trace) -> None:
+    """Check that two runs are the same in every record but for the note on how one was made."""
+    notes = tuple(note for note in run.notes if "by repetition" not in note)
+    assert len(run.notes) - len(notes) == bool(run.extended_from)
+    assert different_part(replace(run, notes=notes), whole) == ""

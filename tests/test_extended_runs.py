@@ -1,0 +1,424 @@
+"""Runs of deep models are those of all their layers, whether they are extended from short models or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memsize
+from memsize.cli import run
+from memsize.render import render
+from tests.deep import (
+    WIDTH,
+    Block,
+    Deep,
+    Forward,
+    Generation,
+    GenerationSteps,
+    Inference,
+    ParallelSteps,
+    Training,
+    TrainingSteps,
+    assert_law,
+    assert_same,
+    parse_parallel,
+    traced,
+)
+from tests.gpus import card
+
+STEPS = TrainingSteps(Training("adamw"))
+SHORT = ((3, 4), (4, 5))
+"""The lengths that short models may have."""
+IDS = torch.zeros(2, 8, dtype=torch.int64)
+IMAGE = torch.zeros(2, 3, 64, 64)
+
+
+# -- models of users and of libraries ---------------------------------------------------------------------------------
+
+WORKLOADS = {
+    "forward": (Forward(), "fp16"),
+    "inference": (Inference(), "int8-weight"),
+    "adamw": (STEPS, "as-given"),
+    "sgd": (TrainingSteps(Training("sgd", gradient_accumulation_steps=2)), "amp-fp16"),
+    "adafactor": (TrainingSteps(Training("adafactor", ema=True)), "as-given"),
+}
+
+
+@pytest.mark.parametrize(("workload", "scenario"), WORKLOADS.values(), ids=WORKLOADS)
+def test_a_model_of_ones_own(workload: Any, scenario: str) -> None:
+    assert assert_law(Deep(16), workload, scenario).extended_from in SHORT
+
+
+def language_model(kind: str, head: str = "AutoModelForCausalLM", **settings: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24}
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(kind, **sizes | {"num_hidden_layers": 16} | settings)
+        model: nn.Module = getattr(transformers, head).from_config(config)
+    return model
+
+
+LLAMA = {"num_key_value_heads": 2}
+TEXTS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: language_model("llama", **LLAMA),
+    "gpt2": lambda: language_model("gpt2"),
+    "bert": lambda: language_model("bert", "AutoModelForMaskedLM"),
+    "gemma3": lambda: language_model("gemma3_text", num_hidden_layers=72, head_dim=4, sliding_window=4, **LLAMA),
+    "mixtral": lambda: language_model("mixtral", num_local_experts=4, **LLAMA),
+    "dense-first": lambda: language_model(
+        "deepseek_v3", num_hidden_layers=16, first_k_dense_replace=2, n_routed_experts=4, n_group=2, topk_group=1,
+        num_experts_per_tok=2, moe_intermediate_size=8, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4,
+        qk_nope_head_dim=4, v_head_dim=4, num_key_value_heads=4,
+    ),
+}  # fmt: skip
+ALL = pytest.mark.thorough
+
+
+@pytest.mark.parametrize(
+    ("kind", "workload", "scenario"),
+    [
+        ("llama", Forward(), "fp16"),
+        ("llama", STEPS, "amp-fp16"),
+        ("gpt2", STEPS, "as-given"),
+        pytest.param("llama", Inference(), "int8-weight", marks=ALL),
+        pytest.param("bert", STEPS, "amp-bf16", marks=ALL),
+        pytest.param("gemma3", STEPS, "as-given", marks=ALL),
+        pytest.param("mixtral", STEPS, "amp-fp16", marks=ALL),
+        pytest.param("dense-first", STEPS, "as-given", marks=ALL),
+    ],
+)
+def test_language_models(kind: str, workload: Any, scenario: str) -> None:
+    assert assert_law(TEXTS[kind](), workload, scenario, kwargs={"input_ids": IDS}).extended_from in SHORT
+
+
+def vision(library: str, name: str, **settings: Any) -> nn.Module:
+    module = pytest.importorskip(library)
+    with torch.device("meta"):
+        model: nn.Module = module.create_model(name, **settings) if library == "timm" else _of_torchvision(settings)
+    return model
+
+
+def _of_torchvision(settings: dict[str, Any]) -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    return VisionTransformer(num_layers=14, num_heads=2, hidden_dim=16, mlp_dim=16, num_classes=10, **settings)
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "settings"),
+    [
+        ("torchvision", "vit", {"image_size": 64, "patch_size": 8}),
+        ("timm", "vit_tiny_patch16_224", {"img_size": 64, "depth": 14, "drop_path_rate": 0.1}),
+        pytest.param("timm", "resnet50", {"layers": (1, 1, 14, 1)}, marks=ALL),
+    ],
+)
+@pytest.mark.parametrize(("workload", "scenario"), [(Forward(), "as-given"), (STEPS, "amp-fp16")])
+def test_vision_models(library: str, name: str, settings: dict[str, Any], workload: Any, scenario: str) -> None:
+    trace = assert_law(vision(library, name, **settings), workload, scenario, args=(IMAGE,))
+    assert trace.extended_from in SHORT
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=ALL), pytest.param("mixtral", marks=ALL)])
+def test_generations(kind: str) -> None:
+    model = TEXTS[kind]()
+    data = {"kwargs": {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, "mode": "eval"}
+    runs, records = [], []
+    for whole in (False, True):
+        workload = GenerationSteps(Generation(prompt=8, max_new_tokens=4))
+        runs.append(traced(model, workload, whole=whole, **data))
+        records.append(workload.record.steps)
+    assert runs[0].extended_from in SHORT
+    assert_same(*runs)
+    assert records[0] == records[1]
+
+
+# -- several GPUs -----------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """3.8 MiB of parameters: seven blocks fill a bucket of DDP, of 25 MiB."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, 200_000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc(x)[..., :WIDTH]
+
+
+@pytest.mark.parametrize("strategy", ["ddp=4", "ddp=4,views", "fsdp=4", "hsdp=2x2", "pp=2", "pp=3,rank=0", "dp=2"])
+@pytest.mark.parametrize("block", [Block, Wide])
+def test_one_gpu_of_several(strategy: str, block: type[nn.Module]) -> None:
+    assert_law(Deep(16, block), ParallelSteps(Training("adamw"), parse_parallel(strategy), card("a100")))
+
+
+# -- models that lie about their layers -------------------------------------------------------------------------------
+
+
+class CountsGlobally(Block):
+    """Makes more of every sixteenth call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls.append(1)
+        return super().forward(x) + (x.exp() if len(calls) % 16 == 5 else x)
+
+
+calls: list[int] = []
+
+
+class CountsOnItsClass(Block):
+    """Makes more of the fortieth call, which no first forward comes to."""
+
+    count: ClassVar[int] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).count += 1
+        return super().forward(x) + (x.exp() if self.count >= 40 else x)
+
+
+class Counting(torch.autograd.Function):
+    """Counts in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        backwards.append(1)
+        return gradient.exp().sin() if len(backwards) % 16 == 5 else gradient.clone()
+
+
+backwards: list[int] = []
+
+
+class CountsInBackward(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return Counting.apply(super().forward(x))
+
+
+class CountsOnItself(Deep):
+    """Has a counter in the model, which a block of the second forward sees."""
+
+    calls = 0
+
+    def layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        self.calls += 1
+        return layer(x) + (x.exp() if self.calls == 20 else x)
+
+
+class NamesABlock(Deep):
+    def layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x.exp() if index == 5 else x)
+
+
+class NamesTheLast(Deep):
+    """What the last block does is the same at any depth."""
+
+    def layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x.exp() if index == len(self.layers) - 1 else x)
+
+
+class TakesTurns(Deep):
+    def layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x if index % 3 else x.exp())
+
+
+class Skips(Deep):
+    """Outputs of the first half are added in the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.skips: list[Tensor] = []
+        return super().forward(x)
+
+    def layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        x = layer(x)
+        if index < len(self.layers) // 2:
+            self.skips.append(x)
+        elif self.skips:
+            x = x + self.skips.pop()
+        return x
+
+
+class SkipsFromTheFirst(Deep):
+    """The first block's output is added behind the tenth."""
+
+    def layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        x = layer(x)
+        if index == 0:
+            self.first = x
+        return x + self.first if index == 10 else x
+
+
+class ReadsAConfig(Deep):
+    kinds = tuple(number in (2, 3, 5, 7, 11, 13) for number in range(16))
+
+    def layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x.exp() if self.kinds[index] else x)
+
+
+class Compares(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.exp() if self.index > 8 else x)
+
+
+class ComparesInInference(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.exp() if self.index > 8 and not torch.is_grad_enabled() else x)
+
+
+class KnowsTheNumber(Deep):
+    """A tensor as long as 64 divided by the number of layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.new_zeros(64 // len(self.layers)).exp().sum()
+
+
+class Concatenates(Deep):
+    """Each block sees the mean of all outputs so far."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [self.stem(x)]
+        for layer in self.layers:
+            outputs.append(layer(torch.stack(outputs).mean(0)))
+        return self.head(outputs[-1])
+
+
+class ConcatenatesInside(Block):
+    """Each block adds five rows, and reads the last ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, super().forward(x[-5:])])
+
+
+class EndsEarly(Deep):
+    """A known value says after which block."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.register_buffer("last", torch.tensor(9))
+
+    def layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x) if index < int(self.last) else x
+
+
+class HasAHook(Deep):
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.layers[5].register_forward_hook(lambda module, args, output: output.exp())
+
+
+class HasABackwardHook(Deep):
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.layers[5].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0].exp(),))
+
+
+class IsTied(Deep):
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.layers[5].fc.weight = self.layers[9].fc.weight
+
+
+class HasABuffer(Deep):
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.layers[5].register_buffer("scale", torch.ones(3))
+
+
+class RegistersLate(Block):
+    """The sixth block registers a buffer in its first forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.index == 5 and not hasattr(self, "scale"):
+            self.register_buffer("scale", x.new_zeros(WIDTH))
+        return super().forward(x)
+
+
+class DrawsRandomly(Deep):
+    """Layers are dropped at random, as those of BART are."""
+
+    def layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        return x if self.training and torch.rand(()) < 0.1 else layer(x)
+
+
+LIES: list[Callable[[], nn.Module]] = [
+    lambda: Deep(16, CountsGlobally),
+    lambda: Deep(16, CountsInBackward),
+    CountsOnItself, NamesABlock, NamesTheLast, TakesTurns, Skips, SkipsFromTheFirst, ReadsAConfig,
+    lambda: Deep(16, Compares),
+    lambda: Deep(16, ComparesInInference),
+    KnowsTheNumber, Concatenates,
+    lambda: Deep(16, ConcatenatesInside),
+    EndsEarly, HasAHook, HasABackwardHook, IsTied, HasABuffer,
+    lambda: Deep(16, RegistersLate),
+    DrawsRandomly,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", LIES)
+@pytest.mark.parametrize("workload", [Inference(), STEPS])
+def test_models_that_lie_about_their_layers(model: Callable[[], nn.Module], workload: Any) -> None:
+    assert_law(model(), workload)
+
+
+def test_a_model_that_counts_is_run_whole() -> None:
+    assert traced(Deep(16, CountsOnItsClass), STEPS).extended_from == ()
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+NOTE = "16 blocks of layers repeat: a few of them were run, and the rest follows by repetition (--whole runs all)"
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "report": lambda **options: memsize.report(Deep(16), (3,), train="adamw", **options),
+    "timeline": lambda **options: memsize.timeline(Deep(16), (3,), train="adamw", **options),
+    "fit": lambda **options: memsize.fit(Deep(16), (3,), batch_size=2, scenarios="as-given", **options),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_an_answer_notes_how_its_runs_were_made(answer: Callable[..., Any]) -> None:
+    usual, whole = answer(), answer(whole=True)
+    assert NOTE in render(usual, "text") and NOTE not in render(whole, "text")
+    figures, of_all = (json.loads(render(one, "json")) for one in (usual, whole))
+    assert NOTE in str(figures) and NOTE not in str(of_all)
+    assert without_notes(figures) == without_notes(of_all)
+
+
+def without_notes(data: Any) -> Any:
+    """The data of an answer without its notes."""
+    if isinstance(data, dict):
+        return {name: without_notes(value) for name, value in data.items() if name not in ("notes", "extended_from")}
+    return [without_notes(value) for value in data] if isinstance(data, list) else data
+
+
+def test_a_generation_notes_how_its_runs_were_made(tmp_path: Path) -> None:
+    language_model("llama", **LLAMA).config.to_json_file(tmp_path / "llama.json")
+    usual, whole = (
+        memsize.generate(f"hf:{tmp_path}/llama.json", prompt=8, max_new_tokens=4, scenarios="fp16", whole=of_all)
+        for of_all in (False, True)
+    )
+    assert ["16 blocks of model.layers repeat" in str(one.notes) for one in (usual, whole)] == [True, False]
+    assert usual.generation_rows == whole.generation_rows
+
+
+def test_sweeps_and_checks_take_it(tmp_path: Path) -> None:
+    grid = {"target": "tests.deep:Deep", "input": "3", "train": "adamw"}
+    usual, whole = (
+        memsize.sweep(grid | {"whole": of_all}, jobs=1, results=tmp_path / f"{of_all}.jsonl")
+        for of_all in (False, True)
+    )
+    assert [NOTE in str(json.loads(render(one, "json"))) for one in (usual, whole)] == [True, False]
+
+
+def test_the_command_line_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["timeline", "tests.deep:Deep", "--input", "3", "--full"]
+    for options, has_note in (([], True), (["--whole"], False)):
+        assert run([*command, *options]) == 0
+        assert ("blocks of layers repeat" in " ".join(capsys.readouterr().out.split())) is has_note
