@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,6 @@ from memsize.cli import run
 from memsize.errors import InputError, UnknownInputError
 from memsize.loading import load_loop
 from memsize.processes.workers import side_by_side
-from memsize.workloads import caches
 from memsize.workloads.generation import GenerationSteps
 from tests.gpus import card, estimate_gpu, flow_of
 from tests.models import scenario_named
@@ -352,7 +352,10 @@ def test_caches_that_transformers_lacks_are_told_before(
     config: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(caches, "_is_installed", lambda package: False)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name.startswith("optimum") else find_spec(name, *more)
+    )
     with pytest.raises(InputError, match=message):
         memsize.generate(config(**entries), prompt=8, max_new_tokens=4, scenarios="as-given", **options)
 
