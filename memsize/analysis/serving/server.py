@@ -16,7 +16,7 @@ from memsize.analysis.findings.generation import SERVING_RULES
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
 from memsize.analysis.serving.server_remedies import ServedModel, remedies_for_server
-from memsize.device.cuda_libraries import context_on
+from memsize.device.cuda_context import cuda_context
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.fit import Remedied
@@ -153,7 +153,7 @@ class Server:
         serving, runner = self.serving, self.runner
         run = runner, scenario, serving.max_num_batched_tokens, serving.rows, serving.tensor_parallel_size
         weights, profile = self._profiles.get(run) or self._profiles.setdefault(run, self._profiled(scenario))
-        outside = Interval(LEAST_OUTSIDE, context_on(runner.gpu, runner.stack.cuda).high)
+        outside = Interval(LEAST_OUTSIDE, cuda_context(runner.gpu, runner.stack).high)
         left = [self._budget - weights - profile - taken for taken in reversed(outside)]
         row = replace(row, weights=weights, profile=profile, non_torch=outside)
         if left[1] < layout.block_bytes:
