@@ -70,6 +70,8 @@ TEXTS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: language_model("gpt2"),
     "bert": lambda: language_model("bert", "AutoModelForMaskedLM"),
     "gemma3": lambda: language_model("gemma3_text", num_hidden_layers=72, head_dim=4, sliding_window=4, **LLAMA),
+    # Its cache has a window for each layer that the config counts.
+    "mistral": lambda: language_model("mistral", sliding_window=4, **LLAMA),
     "mixtral": lambda: language_model("mixtral", num_local_experts=4, **LLAMA),
     "dense-first": lambda: language_model(
         "deepseek_v3", num_hidden_layers=16, first_k_dense_replace=2, n_routed_experts=4, n_group=2, topk_group=1,
@@ -86,6 +88,7 @@ ALL = pytest.mark.thorough
         ("llama", Forward(), "fp16"),
         ("llama", STEPS, "amp-fp16"),
         ("gpt2", STEPS, "as-given"),
+        ("mistral", STEPS, "as-given"),
         pytest.param("llama", Inference(), "int8-weight", marks=ALL),
         pytest.param("bert", STEPS, "amp-bf16", marks=ALL),
         pytest.param("gemma3", STEPS, "as-given", marks=ALL),
@@ -124,7 +127,9 @@ def test_vision_models(library: str, name: str, settings: dict[str, Any], worklo
     assert trace.extended_from in SHORT
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=ALL), pytest.param("mixtral", marks=ALL)])
+@pytest.mark.parametrize(
+    "kind", ["llama", "mistral", pytest.param("gpt2", marks=ALL), pytest.param("mixtral", marks=ALL)]
+)
 def test_generations(kind: str) -> None:
     model = TEXTS[kind]()
     data = {"kwargs": {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, "mode": "eval"}
