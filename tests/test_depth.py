@@ -325,7 +325,7 @@ def test_too_few_blocks() -> None:
 def test_a_shortened_model_is_as_if_it_had_been_built_so() -> None:
     model = nn.Module()
     kinds = ["dense", *["sparse"] * 10, "last"]
-    model.config = SimpleNamespace(kinds=kinds, pattern=("dense", "last"))
+    model.config = SimpleNamespace(kinds=kinds, pattern=("dense", "last"), num_hidden_layers=12, num_heads=12)
     model.kinds = tuple(kinds)
     model.layers = nn.ModuleList([*linears(6), *(Block(number) for number in range(1, 11)), *linears(8)])
     model.layers[-1].index = 11
@@ -340,3 +340,4 @@ def test_a_shortened_model_is_as_if_it_had_been_built_so() -> None:
     assert model.config.kinds == ["dense", "sparse", "sparse", "sparse", "last"]
     assert model.kinds == ("dense", "sparse", "sparse", "sparse", "last")
     assert model.config.pattern == ("dense", "last")
+    assert (model.config.num_hidden_layers, model.config.num_heads) == (5, 12)

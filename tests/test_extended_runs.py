@@ -70,6 +70,8 @@ TEXTS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: language_model("gpt2"),
     "bert": lambda: language_model("bert", "AutoModelForMaskedLM"),
     "gemma3": lambda: language_model("gemma3_text", num_hidden_layers=72, head_dim=4, sliding_window=4, **LLAMA),
+    # Its cache has a window for each layer that the config counts.
+    "mistral": lambda: language_model("mistral", sliding_window=4, **LLAMA),
     "mixtral": lambda: language_model("mixtral", num_local_experts=4, **LLAMA),
     "dense-first": lambda: language_model(
         "deepseek_v3", num_hidden_layers=16, first_k_dense_replace=2, n_routed_experts=4, n_group=2, topk_group=1,
@@ -86,6 +88,7 @@ ALL = pytest.mark.thorough
         ("llama", Forward(), "fp16"),
         ("llama", STEPS, "amp-fp16"),
         ("gpt2", STEPS, "as-given"),
+        ("mistral", STEPS, "as-given"),
         pytest.param("llama", Inference(), "int8-weight", marks=ALL),
         pytest.param("bert", STEPS, "amp-bf16", marks=ALL),
         pytest.param("gemma3", STEPS, "as-given", marks=ALL),
@@ -124,7 +127,9 @@ def test_vision_models(library: str, name: str, settings: dict[str, Any], worklo
     assert trace.extended_from in SHORT
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=ALL), pytest.param("mixtral", marks=ALL)])
+@pytest.mark.parametrize(
+    "kind", ["llama", "mistral", pytest.param("gpt2", marks=ALL), pytest.param("mixtral", marks=ALL)]
+)
 def test_generations(kind: str) -> None:
     model = TEXTS[kind]()
     data = {"kwargs": {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, "mode": "eval"}
@@ -152,10 +157,14 @@ class Wide(nn.Module):
         return x + self.fc(x)[..., :WIDTH]
 
 
-@pytest.mark.parametrize("strategy", ["ddp=4", "ddp=4,views", "fsdp=4", "hsdp=2x2", "pp=2", "pp=3,rank=0", "dp=2"])
+STRATEGIES = [("fsdp=4", True), ("hsdp=2x2", True), ("ddp=4", False), ("pp=3,rank=0", False), ("dp=2", False)]
+
+
+@pytest.mark.parametrize(("strategy", "repeats"), STRATEGIES)
 @pytest.mark.parametrize("block", [Block, Wide])
-def test_one_gpu_of_several(strategy: str, block: type[nn.Module]) -> None:
-    assert_law(Deep(16, block), ParallelSteps(Training("adamw"), parse_parallel(strategy), card("a100")))
+def test_one_gpu_of_several(strategy: str, repeats: bool, block: type[nn.Module]) -> None:
+    workload = ParallelSteps(Training("adamw"), parse_parallel(strategy), card("a100"))
+    assert bool(assert_law(Deep(16, block), workload).extended_from) is repeats
 
 
 # -- models that lie about their layers -------------------------------------------------------------------------------
@@ -228,6 +237,29 @@ class NamesTheLast(Deep):
 class TakesTurns(Deep):
     def layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x if index % 3 else x.exp())
+
+
+class SharesAList(Deep):
+    """Blocks write into a list of the model's, and read what the fifth one before them wrote."""
+
+    def __init__(self) -> None:
+        super().__init__(16, WritesIntoAList)
+        self.outputs: list[Tensor] = []
+        for layer in self.layers:
+            layer.outputs = self.outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.outputs.clear()
+        return super().forward(x)
+
+
+class WritesIntoAList(Block):
+    outputs: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.outputs.append(x)
+        return x + self.outputs[-6] if len(self.outputs) > 5 else x
 
 
 class Skips(Deep):
@@ -351,7 +383,8 @@ class DrawsRandomly(Deep):
 LIES: list[Callable[[], nn.Module]] = [
     lambda: Deep(16, CountsGlobally),
     lambda: Deep(16, CountsInBackward),
-    CountsOnItself, NamesABlock, NamesTheLast, TakesTurns, Skips, SkipsFromTheFirst, ReadsAConfig,
+    lambda: Deep(16, CountsOnItsClass),
+    SharesAList, CountsOnItself, NamesABlock, NamesTheLast, TakesTurns, Skips, SkipsFromTheFirst, ReadsAConfig,
     lambda: Deep(16, Compares),
     lambda: Deep(16, ComparesInInference),
     KnowsTheNumber, Concatenates,

@@ -38,6 +38,9 @@ _EXTENDED: Final = (
     "{:,} blocks of {} repeat: a few of them were run, and the rest follows by repetition (--whole runs all)"
 )
 
+_IN_PIECES: Final = ("dp", "ddp")
+"""Strategies that send parameters and gradients in pieces of a size, which end anywhere in a block."""
+
 RunShort = Callable[[nn.Module], Trace]
 """Makes the run of a short model."""
 
@@ -61,8 +64,8 @@ def proof_of(workload: Workload) -> Proof | None:
         return Proof(Inference, Inference())
     if isinstance(workload, (TrainingSteps, ParallelSteps)) and not _is_regular(workload.options):
         return None
-    if isinstance(workload, ParallelSteps) and (workload.parallel.is_pipeline or workload.parallel.kind == "dp"):
-        return None  # stages have some of the blocks, and nn.DataParallel copies parameters in pieces of a size
+    if isinstance(workload, ParallelSteps) and (workload.parallel.is_pipeline or workload.parallel.kind in _IN_PIECES):
+        return None  # stages have some of the blocks
     return Proof(Forward, Forward()) if isinstance(workload, (Forward, TrainingSteps, ParallelSteps)) else None
 
 

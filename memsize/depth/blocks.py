@@ -15,6 +15,8 @@ from memsize.depth.repeated import RepeatedBlocks
 _LEAST: Final = 8
 """With fewer periods of blocks, the runs of short models take as long as that of the whole."""
 _LONGEST_PERIOD: Final = 12
+_COUNTS: Final = re.compile("layer|block|depth")
+"""Names in a config of how many blocks there are: a cache has a part for each of them, also for one that is not run."""
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)", re.DOTALL)
 
 
@@ -92,8 +94,8 @@ def _runs(common: Sequence[Any], period: int) -> Iterator[tuple[int, int]]:
 
 
 def shorten(model: nn.Module, blocks: ModelBlocks, count: int) -> None:
-    """Leave `count` periods of the blocks in `model`, a copy. Blocks behind them, and lists with an item for each
-    block, are as if the model had been built so.
+    """Leave `count` periods of the blocks in `model`, a copy. Blocks behind them, lists with an item for each block
+    and the number of layers in a config are as if the model had been built so.
     """
     repeated = blocks.repeated
     holder = model.get_submodule(blocks.path)
@@ -112,6 +114,8 @@ def shorten(model: nn.Module, blocks: ModelBlocks, count: int) -> None:
         for name, value in list(vars(owner).items()):
             if type(value) in (list, tuple) and len(value) == total and not name.startswith("__"):
                 vars(owner)[name] = value[:first] + value[last:]
+            elif value == total and type(value) is int and _COUNTS.search(name) and not isinstance(owner, nn.Module):
+                vars(owner)[name] = total - (last - first)
 
 
 def _has(module: nn.Module, path: str) -> bool:
