@@ -27,7 +27,7 @@ class LayerRow(NamedTuple):
     aliases: tuple[str, ...]
     outputs: int
     inputs: int
-    grown: dict[str, int]
+    grown: dict[str, Any]
 
 
 class TensorRow(NamedTuple):
@@ -117,16 +117,11 @@ def structure_of(trace: Trace) -> Hashable:
 def _layer(alike: Layer, row: LayerRow, passed_on: Any, passed_in: Any) -> Layer:
     outputs = tuple(next(passed_on) for _ in range(row.outputs))
     inputs = tuple(next(passed_in) for _ in range(row.inputs))
-    if (
-        row.path == alike.path
-        and row.outputs == len(alike.outputs)
-        and row.inputs == len(alike.inputs)
-        and not row.grown
-    ):
+    counts = len(alike.outputs), len(alike.inputs)
+    if row.path == alike.path and (row.outputs, row.inputs) == counts and not row.grown:
         return alike
-    size = sum(output.bytes for output in outputs)
-    passed = {"outputs": outputs, "output_bytes": size, "inputs": inputs}
-    return replace(alike, path=row.path, aliases=row.aliases, **passed, **row.grown)
+    changed = {"path": row.path, "aliases": row.aliases, "outputs": outputs, "inputs": inputs} | row.grown
+    return replace(alike, output_bytes=sum(output.bytes for output in outputs), **changed)
 
 
 def _tensor(alike: StoredTensor, row: TensorRow) -> StoredTensor:

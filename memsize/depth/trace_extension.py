@@ -322,7 +322,7 @@ def _plan(
         events=_indexed(whole.events, first.events, ("storage", "layer")),
         deferred=tuple(DeferredFree(*numbers) for numbers in whole.deferred.numbers.tolist()),
         emptied=tuple(whole.emptied.numbers[:, 0].tolist()),
-        collectives=[(origin, *numbers) for _, numbers, origin in _rows(whole.collectives)],
+        collectives=[(origin, layer, event) for _, (layer, event), origin in _rows(whole.collectives)],
         notes=notes,
     )
 
