@@ -38,7 +38,7 @@ from memsize.tracing.ddp import buckets_of
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import GpuSetup, Setup, give_shapes
-from memsize.workloads import Workload, kept_for_backward
+from memsize.workloads import Forward, Workload, kept_for_backward
 from memsize.workloads.generation import GenerationSteps
 
 _CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
@@ -117,7 +117,7 @@ class Runner:
         make = partial(self._setup, scenario, batch_size, resized, edits)
         options = {"batch_size": batch_size, "resized": resized, "edits": edits}
         try:
-            proof = None if self.whole or self.execute else proof_of(workload)
+            proof = proof_of(workload)
             if proof is not None and self._is_proven(proof, listener):
                 trace = self._extended(workload, scenario, options)
                 if trace is not None:
@@ -147,7 +147,14 @@ class Runner:
 
     def _is_proven(self, proof: Proof, listener: Listener | None) -> bool:
         """Whether short models tell of the whole one: a run of it as it is shows that."""
-        if self.late or self.is_counting or buckets_of(self.model) is not None or self.short_runs.blocks is None:
+        if (
+            self.whole
+            or self.execute
+            or self.late
+            or self.is_counting
+            or buckets_of(self.model) is not None
+            or self.short_runs.blocks is None
+        ):
             return False
         if proof.kind not in self.short_runs.refusals:
             own = SCENARIOS["as-given"]
@@ -227,6 +234,9 @@ class Runner:
 
     def kept_for_backward(self, scenario: Scenario, batch_size: int) -> int:
         """Bytes that one forward keeps for backward at a batch size, parameters apart."""
+        if self._is_proven(Proof(Forward, Forward()), None):
+            kept = [self._short_runner(model).kept_for_backward(scenario, batch_size) for model in self.short_runs.two]
+            return kept[0] + (kept[1] - kept[0]) * self.short_runs.left_out
         return kept_for_backward(self.setup(scenario, batch_size))
 
     def copy(self) -> nn.Module:

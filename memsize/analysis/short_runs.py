@@ -125,6 +125,17 @@ class ShortRuns:
         self._plans[blocks.count].append(plan)
         return plan
 
+    @property
+    def two(self) -> tuple[nn.Module, nn.Module]:
+        """Two short models, the second of which has a period of blocks more."""
+        return self._model_with(_LENGTHS[-1]), self._model_with(_LENGTHS[-1] + 1)
+
+    @property
+    def left_out(self) -> int:
+        """How many periods of blocks the first of `two` lacks."""
+        assert self.blocks is not None
+        return self.blocks.repeated.count - _LENGTHS[-1]
+
     def prove(self, proof: Proof, whole: Trace, run: RunShort) -> None:
         """Find whether `whole`, the run of a proof, is what the runs of short models extend to."""
         extended = self.extended(run, proof)
