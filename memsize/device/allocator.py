@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import Final
 
@@ -58,16 +59,17 @@ class Allocator:
         self.memory = Memory(None if capacity is None else capacity // BLOCK)
         self.pools: dict[tuple[int, bool], Pool] = {}
         self._clock = [0]
-        self._deferred: list[tuple[int, LiveBlock]] = []
+        self.deferred: list[tuple[int, LiveBlock]] = []
+        """Freed blocks that other streams may use, with the event before which the program has waited for them."""
 
     def defer(self, until: int, freed: LiveBlock) -> None:
         """Keep a freed block until the program has waited, before event `until`, for the streams that may use it."""
-        insort(self._deferred, (until, freed), key=itemgetter(0))
+        insort(self.deferred, (until, freed), key=itemgetter(0))
 
     def free_deferred(self, event: int = _UNLIMITED) -> None:
         """Free the deferred blocks for which the program has waited before `event`; all of them without one."""
-        while self._deferred and self._deferred[0][0] <= event:
-            _, (_, block, pool) = self._deferred.pop(0)
+        while self.deferred and self.deferred[0][0] <= event:
+            _, (_, block, pool) = self.deferred.pop(0)
             pool.give(block)
 
     def pool(self, stream: int, small: bool) -> Pool:
@@ -90,19 +92,6 @@ class Allocator:
     def segment(self, size: int) -> int:
         """The size of the segment for a block of `size`, both in blocks of 512 B."""
         return self.config.segment_size(size * BLOCK) // BLOCK
-
-    def segments(self, live: Mapping[int, LiveBlock]) -> tuple[Segment, ...]:
-        """All segments by address, with the blocks of `live` storages, deferred ones and free ones."""
-        owners: dict[int, tuple[int, int | None]] = {
-            block & ADDRESS: (block, storage) for storage, (_, block, _) in live.items()
-        }
-        owners |= {block & ADDRESS: (block, None) for _, (_, block, _) in self._deferred}
-        segments = [
-            Segment(start * BLOCK, (end - start) * BLOCK, stream, small, tuple(_tiles(start, end, pool, owners)))
-            for (stream, small), pool in self.pools.items()
-            for start, end in pool.ranges()
-        ]
-        return tuple(sorted(segments, key=lambda segment: segment.address))
 
     def _new_pool(self, stream: int, small: bool) -> Pool:
         config, least = self.config, 1 if small else SMALL_BLOCKS + 1
@@ -154,6 +143,31 @@ class Allocator:
                     pool.drop(block)
                     excess -= (block >> SHIFT) * BLOCK
             whole = [entry for entry in whole if entry[0] < average]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The state of an allocator when nothing changes it any more. Its segments are listed once somebody reads them."""
+
+    allocator: Allocator
+    live: Mapping[int, LiveBlock]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.segments == other.segments
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments by address, with the blocks of `live` storages, deferred ones and free ones."""
+        owners: dict[int, tuple[int, int | None]] = {
+            block & ADDRESS: (block, storage) for storage, (_, block, _) in self.live.items()
+        }
+        owners |= {block & ADDRESS: (block, None) for _, (_, block, _) in self.allocator.deferred}
+        segments = [
+            Segment(start * BLOCK, (end - start) * BLOCK, stream, small, tuple(_tiles(start, end, pool, owners)))
+            for (stream, small), pool in self.allocator.pools.items()
+            for start, end in pool.ranges()
+        ]
+        return tuple(sorted(segments, key=lambda segment: segment.address))
 
 
 def _tiles(

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from memsize.device.allocator import SMALL_BLOCKS, Allocator, LiveBlock, Segment
+from memsize.device.allocator import SMALL_BLOCKS, Allocator, Layout, LiveBlock, Segment
 from memsize.device.allocator_config import BLOCK, AllocatorConfig
 from memsize.device.pools import ADDRESS, SHIFT, Pool
 from memsize.errors import InputError
@@ -88,7 +88,7 @@ class Replay:
     reserved: Peak
     idle: int
     final: Levels
-    segments: tuple[Segment, ...]
+    layout: Layout
     out_of_memory: OutOfMemory | None = None
     timeline: Timeline | None = None
     skipped: frozenset[int] = frozenset()
@@ -104,6 +104,11 @@ class Replay:
         Valid only if nothing else depends on the capacity: a fraction of the card, an expandable segment's span.
         """
         return self.reserved.bytes <= capacity and (self.refused is None or capacity < self.refused)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments at the end, by address."""
+        return self.layout.segments
 
     @property
     def fragmentation(self) -> float:
@@ -272,7 +277,7 @@ class _Run:
             reserved=Peak(reserved[0] * BLOCK, reserved[1]),
             idle=self.idle * BLOCK,
             final=final,
-            segments=self.allocator.segments(self.live),
+            layout=Layout(self.allocator, self.live),
             out_of_memory=None if failure is None else OutOfMemory(*failure, levels=final),
             timeline=None if self.rows is None else _timeline(self.rows, changes, ended),
             skipped=frozenset(self.skipped),
