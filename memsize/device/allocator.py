@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -58,9 +59,20 @@ class Allocator:
         """The least bytes that CUDA refused to bring the reserved ones to; None where it refused nothing."""
         self.memory = Memory(None if capacity is None else capacity // BLOCK)
         self.pools: dict[tuple[int, bool], Pool] = {}
-        self._clock = [0]
+        self.live: dict[int, LiveBlock] = {}
+        """The blocks of the storages that are alive."""
         self.deferred: list[tuple[int, LiveBlock]] = []
         """Freed blocks that other streams may use, with the event before which the program has waited for them."""
+
+    def copy(self, capacity: int | None) -> Allocator:
+        """The same state on a GPU that can give `capacity` bytes, which may be all that depends on the GPU."""
+        other = copy(self)
+        other.memory = self.memory.copy(None if capacity is None else capacity // BLOCK)
+        other.pools = {key: pool.copy(other.memory) for key, pool in self.pools.items()}
+        twins = dict(zip(self.pools.values(), other.pools.values(), strict=True))
+        other.live = {storage: (size, block, twins[pool]) for storage, (size, block, pool) in self.live.items()}
+        other.deferred = [(until, (size, block, twins[pool])) for until, (size, block, pool) in self.deferred]
+        return other
 
     def defer(self, until: int, freed: LiveBlock) -> None:
         """Keep a freed block until the program has waited, before event `until`, for the streams that may use it."""
@@ -105,7 +117,7 @@ class Allocator:
             return ExpandablePool(self.memory, stream, grain=grain, space=space, most=most, tolerance=tolerance)
         if small or (config.max_split_size is None and not self._collects):
             return Pool(self.memory, stream, least)
-        return LimitedPool(self.memory, stream, least, most=most, tolerance=tolerance, clock=self._clock)
+        return LimitedPool(self.memory, stream, least, most=most, tolerance=tolerance)
 
     def _obtain(self, pool: Pool, size: int, segment: int) -> int:
         wanted = (self.memory.reserved + segment) * BLOCK
@@ -150,16 +162,15 @@ class Layout:
     """The state of an allocator when nothing changes it any more. Its segments are listed once somebody reads them."""
 
     allocator: Allocator
-    live: Mapping[int, LiveBlock]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self.segments == other.segments
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """All segments by address, with the blocks of `live` storages, deferred ones and free ones."""
+        """All segments by address, with the blocks of live storages, deferred ones and free ones."""
         owners: dict[int, tuple[int, int | None]] = {
-            block & ADDRESS: (block, storage) for storage, (_, block, _) in self.live.items()
+            block & ADDRESS: (block, storage) for storage, (_, block, _) in self.allocator.live.items()
         }
         owners |= {block & ADDRESS: (block, None) for _, (_, block, _) in self.allocator.deferred}
         segments = [
