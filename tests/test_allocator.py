@@ -866,6 +866,59 @@ def test_a_replay_holds_with_every_capacity_between_what_was_reserved_and_what_w
         assert result.holds_with(result.refused - 1) and not result.holds_with(result.refused)
 
 
+def columns(result):
+    """The replay without its timeline, and the timeline as lists."""
+    levels = result.timeline
+    rows = [column.tolist() for column in (levels.requested, levels.allocated, levels.reserved, levels.address)]
+    return replace(result, timeline=None), rows, levels.segments
+
+
+@settings(deadline=None)
+@given(
+    streams(),
+    configs,
+    st.lists(st.none() | st.integers(0, 100), min_size=2, max_size=6),
+    st.dictionaries(st.integers(0, 9), st.integers(0, 2)),
+    st.sets(st.integers(0, 40)),
+    st.sets(st.integers(0, 60), max_size=3),
+    st.lists(st.integers(0, 60), min_size=60, max_size=60),
+)
+def test_replays_that_share_prefixes_equal_those_from_the_start(
+    events, config, counts, placed, dispensable, emptied, lags
+):
+    frees = [event for event, (_, delta) in enumerate(events) if delta < 0]
+    deferred = {event: min(event + 1 + lag, len(events)) for event, lag in zip(frees, lags, strict=False) if lag > 30}
+    how = {"streams": placed, "optional": dispensable, "emptied": emptied, "deferred": deferred, "timeline": True}
+    prefixes = []
+    for count in counts:
+        capacity = None if count is None else count * 2 * MiB
+        shared = replay(events, config, capacity=capacity, prefixes=prefixes, **how)
+        assert columns(shared) == columns(replay(events, config, capacity=capacity, **how))
+
+
+def test_a_replay_continues_where_another_was_refused_memory():
+    events = [(0, 30 * MiB), (0, -30 * MiB), (1, 40 * MiB), (1, -40 * MiB), (2, 60 * MiB)]
+    prefixes = []
+
+    def starts():
+        return [prefix.event for prefix in prefixes]
+
+    # 30 + 40 is the first request beyond 65 MiB, 30 + 40 + 60 the first beyond 120.
+    replay(events, capacity=65 * MiB, prefixes=prefixes)
+    assert starts() == [2]
+    # The first events are not read again: with others in their stead the result is the same.
+    others = [(7, 1 * MiB), (8, 2 * MiB), *events[2:]]
+    assert replay(others, capacity=120 * MiB, prefixes=prefixes) == replay(events, capacity=120 * MiB)
+    assert starts() == [2, 4]
+    # With 50 MiB all is as with 65 up to the refusal; with 20 nothing is.
+    assert replay(others, capacity=50 * MiB, prefixes=prefixes) == replay(events, capacity=50 * MiB)
+    assert replay(events, capacity=20 * MiB, prefixes=prefixes) == replay(events, capacity=20 * MiB)
+    assert starts() == [2, 4]
+    # A fraction of the card depends on the card.
+    fraction = AllocatorConfig(memory_fraction=0.9)
+    assert replay(events, fraction, capacity=120 * MiB, prefixes=prefixes).reserved.bytes == 70 * MiB
+
+
 def test_the_least_that_was_refused():
     events = [(0, 30 * MiB), (0, -30 * MiB), (1, 40 * MiB), (1, -40 * MiB), (2, 60 * MiB)]
     # With 65 MiB, 30 + 40 is refused, then 40 + 60; once all is given back there is room.

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import Final
 
@@ -57,17 +59,29 @@ class Allocator:
         """The least bytes that CUDA refused to bring the reserved ones to; None where it refused nothing."""
         self.memory = Memory(None if capacity is None else capacity // BLOCK)
         self.pools: dict[tuple[int, bool], Pool] = {}
-        self._clock = [0]
-        self._deferred: list[tuple[int, LiveBlock]] = []
+        self.live: dict[int, LiveBlock] = {}
+        """The blocks of the storages that are alive."""
+        self.deferred: list[tuple[int, LiveBlock]] = []
+        """Freed blocks that other streams may use, with the event before which the program has waited for them."""
+
+    def copy(self, capacity: int | None) -> Allocator:
+        """The same state on a GPU that can give `capacity` bytes, which may be all that depends on the GPU."""
+        other = copy(self)
+        other.memory = self.memory.copy(None if capacity is None else capacity // BLOCK)
+        other.pools = {key: pool.copy(other.memory) for key, pool in self.pools.items()}
+        twins = dict(zip(self.pools.values(), other.pools.values(), strict=True))
+        other.live = {storage: (size, block, twins[pool]) for storage, (size, block, pool) in self.live.items()}
+        other.deferred = [(until, (size, block, twins[pool])) for until, (size, block, pool) in self.deferred]
+        return other
 
     def defer(self, until: int, freed: LiveBlock) -> None:
         """Keep a freed block until the program has waited, before event `until`, for the streams that may use it."""
-        insort(self._deferred, (until, freed), key=itemgetter(0))
+        insort(self.deferred, (until, freed), key=itemgetter(0))
 
     def free_deferred(self, event: int = _UNLIMITED) -> None:
         """Free the deferred blocks for which the program has waited before `event`; all of them without one."""
-        while self._deferred and self._deferred[0][0] <= event:
-            _, (_, block, pool) = self._deferred.pop(0)
+        while self.deferred and self.deferred[0][0] <= event:
+            _, (_, block, pool) = self.deferred.pop(0)
             pool.give(block)
 
     def pool(self, stream: int, small: bool) -> Pool:
@@ -91,19 +105,6 @@ class Allocator:
         """The size of the segment for a block of `size`, both in blocks of 512 B."""
         return self.config.segment_size(size * BLOCK) // BLOCK
 
-    def segments(self, live: Mapping[int, LiveBlock]) -> tuple[Segment, ...]:
-        """All segments by address, with the blocks of `live` storages, deferred ones and free ones."""
-        owners: dict[int, tuple[int, int | None]] = {
-            block & ADDRESS: (block, storage) for storage, (_, block, _) in live.items()
-        }
-        owners |= {block & ADDRESS: (block, None) for _, (_, block, _) in self._deferred}
-        segments = [
-            Segment(start * BLOCK, (end - start) * BLOCK, stream, small, tuple(_tiles(start, end, pool, owners)))
-            for (stream, small), pool in self.pools.items()
-            for start, end in pool.ranges()
-        ]
-        return tuple(sorted(segments, key=lambda segment: segment.address))
-
     def _new_pool(self, stream: int, small: bool) -> Pool:
         config, least = self.config, 1 if small else SMALL_BLOCKS + 1
         most = _UNLIMITED if config.max_split_size is None else config.max_split_size // BLOCK
@@ -116,7 +117,7 @@ class Allocator:
             return ExpandablePool(self.memory, stream, grain=grain, space=space, most=most, tolerance=tolerance)
         if small or (config.max_split_size is None and not self._collects):
             return Pool(self.memory, stream, least)
-        return LimitedPool(self.memory, stream, least, most=most, tolerance=tolerance, clock=self._clock)
+        return LimitedPool(self.memory, stream, least, most=most, tolerance=tolerance)
 
     def _obtain(self, pool: Pool, size: int, segment: int) -> int:
         wanted = (self.memory.reserved + segment) * BLOCK
@@ -154,6 +155,30 @@ class Allocator:
                     pool.drop(block)
                     excess -= (block >> SHIFT) * BLOCK
             whole = [entry for entry in whole if entry[0] < average]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The state of an allocator when nothing changes it any more. Its segments are listed once somebody reads them."""
+
+    allocator: Allocator
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.segments == other.segments
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments by address, with the blocks of live storages, deferred ones and free ones."""
+        owners: dict[int, tuple[int, int | None]] = {
+            block & ADDRESS: (block, storage) for storage, (_, block, _) in self.allocator.live.items()
+        }
+        owners |= {block & ADDRESS: (block, None) for _, (_, block, _) in self.allocator.deferred}
+        segments = [
+            Segment(start * BLOCK, (end - start) * BLOCK, stream, small, tuple(_tiles(start, end, pool, owners)))
+            for (stream, small), pool in self.allocator.pools.items()
+            for start, end in pool.ranges()
+        ]
+        return tuple(sorted(segments, key=lambda segment: segment.address))
 
 
 def _tiles(

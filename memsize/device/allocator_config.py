@@ -124,6 +124,11 @@ class AllocatorConfig:
         except InputError as error:
             raise InputError(f"the environment's {' or '.join(_VARIABLES)}: {error}") from None
 
+    @property
+    def depends_on_card(self) -> bool:
+        """Whether the card decides more than what CUDA refuses: by a fraction of it, an expandable segment's span."""
+        return self.expandable_segments or self.memory_fraction < 1
+
     def block_size(self, request: int) -> int:
         """The bytes of the block that serves `request` bytes: a multiple of 512, at least 512.
 

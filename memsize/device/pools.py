@@ -12,7 +12,8 @@ try_merge_blocks, find_expandable_block, map_block, unmap_block, release_blocks)
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import Final
+from copy import copy
+from typing import ClassVar, Final, Self
 
 from memsize.errors import InputError
 
@@ -30,24 +31,37 @@ class Memory:
     matters, and only between free blocks of one size.
     """
 
-    __slots__ = ("_next", "capacity", "changes", "event", "reserved")
+    __slots__ = ("_next", "capacity", "changes", "clock", "event", "reserved")
 
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
         self.reserved = 0
         self.event = 0
         """The event that is being replayed."""
+        self.clock = 0
+        """How many requests came to the limited pools of all streams."""
         self.changes: list[tuple[int, int, int, int]] = []
         """The stretches mapped (size above 0) or given back (below 0): the event, the stream, the start, the size."""
         self._next = GAP
+
+    def copy(self, capacity: int | None) -> Memory:
+        """The same memory, of which CUDA can give `capacity`."""
+        other = copy(self)
+        other.capacity = capacity
+        other.changes = self.changes.copy()
+        return other
 
     def record_change(self, stream: int, start: int, size: int) -> None:
         """Note that a stretch was mapped, or given back with a `size` below 0."""
         self.changes.append((self.event, stream, start, size))
 
+    def has(self, size: int) -> bool:
+        """Whether CUDA can give `size` more."""
+        return self.capacity is None or self.reserved + size <= self.capacity
+
     def obtain(self, size: int) -> bool:
         """Hand out `size` more, if there is as much."""
-        if self.capacity is not None and self.reserved + size > self.capacity:
+        if not self.has(size):
             return False
         self.reserved += size
         return True
@@ -75,6 +89,8 @@ class Pool:
     """
 
     __slots__ = ("ends", "free", "least", "memory", "segments", "starts", "stream")
+    STATE: ClassVar[tuple[str, ...]] = ("ends", "free", "segments", "starts")
+    """The collections that change."""
 
     def __init__(self, memory: Memory, stream: int, least: int) -> None:
         self.memory = memory
@@ -84,6 +100,14 @@ class Pool:
         self.starts: dict[int, int] = {}
         self.ends: dict[int, int] = {}
         self.segments: dict[int, int] = {}
+
+    def copy(self, memory: Memory) -> Self:
+        """The same blocks in a copy of their memory."""
+        other = copy(self)
+        other.memory = memory
+        for name in self.STATE:
+            setattr(other, name, getattr(self, name).copy())
+        return other
 
     def take(self, size: int) -> int:
         """The smallest free block of at least `size`, its rest cut off; 0 when there is none."""
@@ -167,20 +191,20 @@ class LimitedPool(Pool):
     """A pool of large blocks under `max_split_size`, or under garbage collection, which asks for the age of a block.
 
     A block of at least `most` is never split: it serves no smaller request, and no request that it exceeds by
-    `tolerance`. `clock` counts the requests to the large pools of all streams.
+    `tolerance`.
     """
 
-    __slots__ = ("born", "clock", "most", "tolerance")
+    __slots__ = ("born", "most", "tolerance")
+    STATE = (*Pool.STATE, "born")
 
-    def __init__(self, memory: Memory, stream: int, least: int, most: int, tolerance: int, clock: list[int]) -> None:
+    def __init__(self, memory: Memory, stream: int, least: int, most: int, tolerance: int) -> None:
         super().__init__(memory, stream, least)
         self.most = most
         self.tolerance = tolerance
-        self.clock = clock
         self.born: dict[int, int] = {}
 
     def take(self, size: int) -> int:
-        self.clock[0] += 1
+        self.memory.clock += 1
         at = bisect_left(self.free, size << SHIFT)
         if at == len(self.free) or not suits(self.free[at] >> SHIFT, size, self.most, self.tolerance):
             return 0
@@ -191,12 +215,12 @@ class LimitedPool(Pool):
 
     def give(self, block: int) -> int:
         merged = super().give(block)
-        self.born[merged & ADDRESS] = self.clock[0]
+        self.born[merged & ADDRESS] = self.memory.clock
         return merged
 
     def age(self, block: int) -> int:
         """How many requests the free `block` has seen pass."""
-        return self.clock[0] - self.born[block & ADDRESS]
+        return self.memory.clock - self.born[block & ADDRESS]
 
     def release_oversize(self, size: int) -> bool:
         """Give back unsplittable blocks: one that would do for `size`, else the largest until as much is released."""
@@ -221,6 +245,7 @@ class ExpandablePool(Pool):
     """
 
     __slots__ = ("grain", "holes", "most", "space", "tolerance")
+    STATE = (*Pool.STATE, "holes")
 
     def __init__(self, memory: Memory, stream: int, grain: int, space: int, most: int, tolerance: int) -> None:
         super().__init__(memory, stream, least=1)

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from memsize.device.allocator import SMALL_BLOCKS, Allocator, LiveBlock, Segment
+from memsize.device.allocator import SMALL_BLOCKS, Allocator, Layout, Segment
 from memsize.device.allocator_config import BLOCK, AllocatorConfig
 from memsize.device.pools import ADDRESS, SHIFT, Pool
 from memsize.errors import InputError
@@ -88,7 +88,7 @@ class Replay:
     reserved: Peak
     idle: int
     final: Levels
-    segments: tuple[Segment, ...]
+    layout: Layout
     out_of_memory: OutOfMemory | None = None
     timeline: Timeline | None = None
     skipped: frozenset[int] = frozenset()
@@ -101,9 +101,14 @@ class Replay:
     def holds_with(self, capacity: int) -> bool:
         """Whether a replay with `capacity` bytes would be the same: CUDA would grant and refuse the same requests.
 
-        Valid only if nothing else depends on the capacity: a fraction of the card, an expandable segment's span.
+        Valid only if nothing else depends on the capacity (`AllocatorConfig.depends_on_card`).
         """
         return self.reserved.bytes <= capacity and (self.refused is None or capacity < self.refused)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments at the end, by address."""
+        return self.layout.segments
 
     @property
     def fragmentation(self) -> float:
@@ -122,6 +127,7 @@ def replay(
     emptied: Collection[int] = (),
     deferred: Mapping[int, int] | None = None,
     timeline: bool = False,
+    prefixes: Prefixes | None = None,
 ) -> Replay:
     """Replay `events`, pairs of a storage and the bytes that it gains (above 0: allocated) or loses (below 0: freed).
 
@@ -130,17 +136,23 @@ def replay(
     size, of which `config.memory_fraction` is taken (None: `capacity`). `streams` maps storages to the stream they are
     allocated on (default 0). `optional` are storages that the run does without where there is no room. The cache is
     emptied before the events with the numbers in `emptied`. `deferred` maps each event that frees a block to the event
-    before which the block can be reused, unless memory runs out first. Raises `InputError` when an event frees more
-    than a storage holds.
+    before which the block can be reused, unless memory runs out first. `prefixes` are those of other replays that
+    differ in nothing but the capacity: this one continues from the longest that it has too, and adds its own. Raises
+    `InputError` when an event frees more than a storage holds.
     """
     if not isinstance(events, Sized):
         events = tuple(events)
     whole = total if total is not None else capacity
     allocator = Allocator(config, capacity, None if whole is None else config.allowed(whole))
     run = _Run(allocator, streams or {}, optional, deferred or {}, rows=[] if timeline else None)
+    if prefixes is not None and not config.depends_on_card:
+        shared = (prefix for prefix in prefixes if prefix.is_shared(capacity))
+        run = max(shared, key=lambda prefix: prefix.event, default=run).copy(capacity, prefixes=prefixes)
     marks = [Mark(event, "empty the cache") for event in emptied]
     marks += [Mark(event, "wait for streams") for event in {*run.deferred.values()}]
-    for mark, stretch in _stretches(events, sorted(mark for mark in marks if mark.event < len(events))):
+    # What is done before the first of these events is done again, to no effect.
+    marks = sorted(mark for mark in marks if run.event <= mark.event < len(events))
+    for mark, stretch in _stretches(events, run.event, marks):
         if mark is not None:
             run.apply(mark)
         run.replay(stretch)
@@ -149,10 +161,10 @@ def replay(
     return run.result(len(events))
 
 
-def _stretches(events: Events, marks: Sequence[Mark]) -> Iterator[tuple[Mark | None, Numbered]]:
-    """The numbered events, parted at the marks: each stretch with the mark before its first event."""
-    numbered = iter(enumerate(events))
-    first, mark = 0, None
+def _stretches(events: Events, first: int, marks: Sequence[Mark]) -> Iterator[tuple[Mark | None, Numbered]]:
+    """The events from the `first` on, numbered, parted at the marks: each stretch with the mark before its first."""
+    numbered = islice(enumerate(events), first, None)
+    mark = None
     for following in marks:
         yield mark, islice(numbered, following.event - first)
         first, mark = following.event, following
@@ -164,7 +176,8 @@ class _Run:
     """A replay in progress: what is alive, and the figures after the events so far.
 
     What is allocated, reserved or idle is counted in blocks of 512 B. `rows` are (event, requested, allocated,
-    reserved, address) after each event; None where nobody reads them.
+    reserved, address) after each event; None where nobody reads them. `event` is the first to be replayed. `prefixes`
+    get a copy of the run as it is before the first event with a request that CUDA refuses.
     """
 
     allocator: Allocator
@@ -172,7 +185,8 @@ class _Run:
     optional: Collection[int]
     deferred: Mapping[int, int]
     rows: list[tuple[int, int, int, int, int]] | None
-    live: dict[int, LiveBlock] = field(default_factory=dict)
+    prefixes: Prefixes | None = None
+    event: int = 0
     skipped: set[int] = field(default_factory=set)
     failure: tuple[int, int, int, int] | None = None
     """The event, storage and bytes of the request that failed, and the bytes then requested from CUDA."""
@@ -181,6 +195,15 @@ class _Run:
     peaks: tuple[tuple[int, int], tuple[int, int], tuple[int, int]] = (0, -1), (0, -1), (0, -1)
     """The most requested, allocated and reserved, and after which event."""
     idle: int = 0
+
+    def is_shared(self, capacity: int | None) -> bool:
+        """Whether a replay with `capacity` comes to the same state, as CUDA refuses it nothing before."""
+        return capacity is None or self.peaks[2][0] * BLOCK <= capacity
+
+    def copy(self, capacity: int | None, **changes: Any) -> _Run:
+        """A copy of a run that was refused nothing, on a GPU that can give `capacity`."""
+        rows = None if self.rows is None else self.rows.copy()
+        return replace(self, allocator=self.allocator.copy(capacity), rows=rows, skipped=set(), **changes)
 
     def apply(self, mark: Mark) -> None:
         """Do what the program does between two events."""
@@ -194,7 +217,7 @@ class _Run:
         """Loop over events, up to a failure. State is in local names: an attribute or a call per figure would halve the
         speed.
         """
-        live, streams, deferred, rows = self.live, self.streams, self.deferred, self.rows
+        live, streams, deferred, rows = self.allocator.live, self.streams, self.deferred, self.rows
         allocator, memory, block_size = self.allocator, self.allocator.memory, self.allocator.config.block_size
         small, large = allocator.pool(0, True), allocator.pool(0, False)
         plain = max(allocator.config.roundup_divisions) < 2
@@ -210,6 +233,12 @@ class _Run:
                     pool = allocator.pool(streams[storage], size <= SMALL_BLOCKS)
                 block = pool.take(size)
                 if not block:
+                    self.requested, self.allocated, self.idle = requested, allocated, idle
+                    self.peaks = (
+                        (most_requested, at_requested),
+                        (most_allocated, at_allocated),
+                        (most_reserved, at_reserved),
+                    )
                     block = self._grow(pool, size, event=event, storage=storage, request=request)
                     reserved = memory.reserved
                     if not block and self.failure is not None:
@@ -249,8 +278,12 @@ class _Run:
     def _grow(self, pool: Pool, size: int, *, event: int, storage: int, request: int) -> int:
         """A block from more memory; 0 where there is none, and the run goes on without the storage or fails."""
         self.allocator.memory.event = event
+        if self.prefixes is not None and not self.allocator.memory.has(self.allocator.segment(size)):
+            if event > self.event:
+                self.prefixes.append(self.copy(None, event=event, prefixes=None))
+            self.prefixes = None
         block = self.allocator.grow(pool, size)
-        if not block and storage in self.optional and storage not in self.live:
+        if not block and storage in self.optional and storage not in self.allocator.live:
             self.skipped.add(storage)
         elif not block:
             self.failure = event, storage, request, self.allocator.segment(size) * BLOCK
@@ -272,7 +305,7 @@ class _Run:
             reserved=Peak(reserved[0] * BLOCK, reserved[1]),
             idle=self.idle * BLOCK,
             final=final,
-            segments=self.allocator.segments(self.live),
+            layout=Layout(self.allocator),
             out_of_memory=None if failure is None else OutOfMemory(*failure, levels=final),
             timeline=None if self.rows is None else _timeline(self.rows, changes, ended),
             skipped=frozenset(self.skipped),
@@ -293,6 +326,10 @@ def _timeline(
     _, requested, allocated, reserved, address = table.T.copy()
     segments = tuple((event, start * BLOCK, size * BLOCK) for event, _, start, size in changes)
     return Timeline(requested, allocated, reserved, address, segments)
+
+
+Prefixes = list[_Run]
+"""The beginnings of replays of the same events with different capacities, each up to the first request refused."""
 
 
 class BoundedReplay(NamedTuple):
@@ -325,10 +362,11 @@ def replay_within(
     Near the limit the two replays differ: the overhead decides when cached segments are given back, and a run that
     gives some back reserves less. The other arguments are those of `replay`.
     """
-    run = partial(replay, events, streams=streams, emptied=emptied, deferred=deferred, timeline=timeline)
+    how: Any = {"streams": streams, "optional": optional, "emptied": emptied, "deferred": deferred}
+    run = partial(replay, events, timeline=timeline, prefixes=[], **how)
 
     def beside(overhead: int) -> Replay:
-        return run(config=config, capacity=max(total - overhead, 0), total=total, optional=optional)
+        return run(config=config, capacity=max(total - overhead, 0), total=total)
 
     most = beside(outside.high)
     if most.refused is None:

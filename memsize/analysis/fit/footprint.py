@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from memsize.device.allocation_events import AllocationEvents, flow_of
 from memsize.device.allocator_config import SEGMENT_STEP, AllocatorConfig
 from memsize.device.gpu_estimate import roles_of
-from memsize.device.replay import Replay, replay
+from memsize.device.replay import Prefixes, Replay, replay
 from memsize.errors import InputError
 from memsize.records.columns import rows_at
 from memsize.records.fit import Alike, Bind
@@ -39,12 +39,15 @@ ReplaysByCapacity = dict[int | None, Replay]
 """The replays of one list of events, by the bytes that the allocator may have (None: as many as it asks for)."""
 
 
-def replay_with_capacity(flow: AllocationEvents, config: AllocatorConfig, capacity: int | None) -> Replay:
+def replay_with_capacity(
+    flow: AllocationEvents, config: AllocatorConfig, capacity: int | None, prefixes: Prefixes | None = None
+) -> Replay:
     """Replay events with `capacity` bytes for the allocator, which is what a fraction of the card leaves already; None
-    for as many as it asks for.
+    for as many as it asks for. `prefixes` are those of other capacities.
     """
     total = None if capacity is None else config.card_of(capacity)
-    return replay(flow, config, capacity=capacity, total=total, streams=flow.streams, emptied=flow.emptied)
+    streams, emptied = flow.streams, flow.emptied
+    return replay(flow, config, capacity=capacity, total=total, streams=streams, emptied=emptied, prefixes=prefixes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +55,15 @@ class Footprint:
     """The run of one size (a batch, a length) and the settings of the allocator that serves it.
 
     `source` is its trace, or a function that builds the trace anew each time; then `events` are its events, which
-    answer most questions. `replays` are those made so far; runs that make the same events share them.
+    answer most questions. `replays` are those made so far; runs that make the same events share them. `prefixes` are
+    their beginnings, from which further ones continue.
     """
 
     size: int
     source: Trace | Callable[[], Trace]
     config: AllocatorConfig
     replays: ReplaysByCapacity = field(default_factory=dict)
+    prefixes: Prefixes = field(default_factory=list)
     events: AllocationEvents | None = None
 
     @property
@@ -109,9 +114,9 @@ class Footprint:
         """Replay with `capacity` bytes available: cached blocks are given back before it fails."""
         if capacity not in self.replays:
             equal = None
-            if capacity is not None and not self.config.expandable_segments and self.config.memory_fraction >= 1:
+            if capacity is not None and not self.config.depends_on_card:
                 equal = next((replay for replay in self.replays.values() if replay.holds_with(capacity)), None)
-            self.replays[capacity] = equal or replay_with_capacity(self.flow, self.config, capacity)
+            self.replays[capacity] = equal or replay_with_capacity(self.flow, self.config, capacity, self.prefixes)
         return self.replays[capacity]
 
     def fits(self, capacity: int) -> bool:
