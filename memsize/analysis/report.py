@@ -38,9 +38,7 @@ from memsize.torch_internals.isolation import collector_paused
 from memsize.tracing.ddp import bucket_bytes
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import stored_only, wants_shapes
-from memsize.workloads import Forward, Inference
-from memsize.workloads.parallel import ParallelSteps
-from memsize.workloads.training import TrainingSteps
+from memsize.workloads import Forward, Inference, Workload
 
 _AMP = ("amp-fp16", "amp-bf16")
 _OWN, _FP32 = SCENARIOS["as-given"], SCENARIOS["fp32"]
@@ -247,6 +245,8 @@ class ReportBuilder:
         if self.training is None or scenario.name in self._untrained or scenario.is_modelled:
             return None
         if self.parallel is not None:
+            from memsize.workloads.parallel import ParallelSteps
+
             single_gpu = trace
             try:
                 trace = self.runner.run(ParallelSteps(self.training, self.parallel, self.runner.gpu), scenario)
@@ -289,6 +289,8 @@ class ReportBuilder:
 
     def _run(self, scenario: Scenario) -> Trace:
         if self.training is not None and self.parallel is None:
+            from memsize.workloads.training import TrainingSteps
+
             try:
                 return self._observed_run(TrainingSteps(self.training), scenario)
             except (ForwardError, InputError) as error:
@@ -296,7 +298,7 @@ class ReportBuilder:
                 self._untrained[scenario.name] = _one_line(error)
         return self._observed_run(Forward(), scenario)
 
-    def _observed_run(self, workload: Forward | TrainingSteps, scenario: Scenario) -> Trace:
+    def _observed_run(self, workload: Workload, scenario: Scenario) -> Trace:
         if scenario.recipe != "as-given":
             return self.runner.run(workload, scenario)
         return self.runner.run(workload, scenario, listener=self._observe)

@@ -37,7 +37,6 @@ from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import GpuSetup, Setup, give_shapes
 from memsize.workloads import Workload, kept_for_backward
-from memsize.workloads.generation import GenerationSteps
 
 _CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
 _LATE = "the forward registers {}: the model is shown as it is after a first forward"
@@ -124,6 +123,8 @@ class Runner:
 
     def _extended(self, workload: Workload, scenario: Scenario, options: dict[str, Any]) -> Trace | None:
         """The trace of `workload` from the runs of short models; None where those don't tell."""
+        from memsize.workloads.generation import GenerationSteps
+
         skipped: dict[FoldedPath, str] = {}
 
         def run(model: nn.Module) -> Trace:

@@ -21,10 +21,6 @@ from memsize.errors import MemsizeError
 from memsize.records.trace import Trace
 from memsize.spec.training import Training
 from memsize.workloads import Forward, Inference, Workload
-from memsize.workloads.generation import CacheRecord, GenerationSteps
-from memsize.workloads.parallel import ParallelSteps
-from memsize.workloads.serving import ProfileRun
-from memsize.workloads.training import TrainingSteps
 
 _LENGTHS: Final = (3, 4)
 """The periods of blocks in the shorter one of two models, in the order in which they are tried."""
@@ -46,13 +42,20 @@ def proof_of(workload: Workload) -> Proof | None:
     """Return the proof of runs of `workload`; None where no run is one, as of a workload with a function of the user's,
     which may tell one block from another.
     """
+    if isinstance(workload, (Forward, Inference)):
+        return Proof(Forward, Forward())
+    from memsize.workloads.generation import CacheRecord, GenerationSteps
+    from memsize.workloads.parallel import ParallelSteps
+    from memsize.workloads.serving import ProfileRun
+    from memsize.workloads.training import TrainingSteps
+
     if isinstance(workload, GenerationSteps):
         plain = workload.loop is None and workload.generation.draft is None and not workload.generation.is_offloaded
         kind = replace(workload.generation, prompt=1, max_new_tokens=2), workload.edits
         return Proof(kind, replace(workload, steps=1, record=CacheRecord())) if plain else None
     if isinstance(workload, (TrainingSteps, ParallelSteps)) and not _is_regular(workload.options):
         return None
-    ordinary = (Forward, Inference, ProfileRun, TrainingSteps, ParallelSteps)
+    ordinary = (ProfileRun, TrainingSteps, ParallelSteps)
     return Proof(Forward, Forward()) if isinstance(workload, ordinary) else None
 
 
