@@ -94,6 +94,15 @@ def test_tensors_on_the_gpu_say_so_and_those_on_the_cpu_keep_their_values() -> N
         assert "cuda:0" in repr(there) and "size=(2, 3)" in repr(there)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float16, torch.bfloat16])
+def test_a_number_leaves_the_dtype_of_a_single_element_on_the_cpu(dtype: torch.dtype) -> None:
+    number = 2 if dtype is torch.int32 else 2.0
+    with gpu():
+        here = torch.tensor(3, dtype=dtype)
+        results = [here * number, here + number, torch.where(torch.tensor(True), here, number)]
+    assert {result.dtype for result in results} == {dtype}
+
+
 def test_only_what_the_program_puts_on_meta_says_that_it_is_there() -> None:
     with gpu():
         model = nn.Linear(4, 4, device="meta")

@@ -40,8 +40,6 @@ from memsize.tracing.ddp import bucket_bytes
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import stored_only, wants_shapes
 from memsize.workloads import Forward, Inference
-from memsize.workloads.parallel import ParallelSteps
-from memsize.workloads.training import TrainingSteps
 
 _AMP = ("amp-fp16", "amp-bf16")
 _OWN, _FP32 = SCENARIOS["as-given"], SCENARIOS["fp32"]
@@ -260,6 +258,8 @@ class ReportBuilder:
         if self.training is None or scenario.name in self._untrained or scenario.is_modelled:
             return None
         if self.parallel is not None:
+            from memsize.workloads.parallel import ParallelSteps
+
             single_gpu = trace
             try:
                 trace = self.runner.run(ParallelSteps(self.training, self.parallel, self.runner.gpu), scenario)
@@ -291,6 +291,8 @@ class ReportBuilder:
     def _run(self, scenario: Scenario) -> Trace:
         listener = self._observe if scenario.recipe == "as-given" else lambda _: None
         if self.training is not None and self.parallel is None:
+            from memsize.workloads.training import TrainingSteps
+
             try:
                 return self.runner.run(TrainingSteps(self.training), scenario, listener=listener)
             except (ForwardError, InputError) as error:

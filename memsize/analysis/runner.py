@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memsize.analysis.short_runs import Proof, ShortRuns, proof_of
+from memsize.analysis.short_runs import ShortRuns
 from memsize.depth.counters import Numbers, is_counting, numbers_of
 from memsize.depth.repeated import FoldedPath
 from memsize.depth.trace_extension import NotRepeatedError
@@ -38,8 +38,7 @@ from memsize.tracing.ddp import buckets_of
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import GpuSetup, Setup, give_shapes
-from memsize.workloads import Forward, Workload, kept_for_backward
-from memsize.workloads.generation import GenerationSteps
+from memsize.workloads import Forward, Proof, Workload, kept_for_backward
 
 _CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
 _LATE = "the forward registers {}: the model is shown as it is after a first forward"
@@ -117,7 +116,7 @@ class Runner:
         make = partial(self._setup, scenario, batch_size, resized, edits)
         options = {"batch_size": batch_size, "resized": resized, "edits": edits}
         try:
-            proof = proof_of(workload)
+            proof = getattr(workload, "proof", None)
             if proof is not None and self._is_proven(proof, listener):
                 trace = self._extended(workload, scenario, options)
                 if trace is not None:
@@ -137,8 +136,8 @@ class Runner:
                 skipped.update(self.short_runs.folded(model, runner.skipped_layers[scenario.name]))
             return trace
 
-        recorded = workload.record.extend if isinstance(workload, GenerationSteps) else None
-        trace = self.short_runs.extended(run, (workload, scenario, options["edits"]), recorded)
+        record = getattr(workload, "record", None)
+        trace = self.short_runs.extended(run, (workload, scenario, options["edits"]), record and record.extend)
         if trace is None:
             return None
         if skipped:
@@ -234,7 +233,7 @@ class Runner:
 
     def kept_for_backward(self, scenario: Scenario, batch_size: int) -> int:
         """Bytes that one forward keeps for backward at a batch size, parameters apart."""
-        if self._is_proven(Proof(Forward, Forward()), None):
+        if self._is_proven(Forward().proof, None):
             kept = [self._short_runner(model).kept_for_backward(scenario, batch_size) for model in self.short_runs.two]
             return kept[0] + (kept[1] - kept[0]) * self.short_runs.left_out
         return kept_for_backward(self.setup(scenario, batch_size))

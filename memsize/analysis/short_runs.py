@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch import nn
 
@@ -21,12 +21,7 @@ from memsize.depth.repeated import FoldedPath, RepeatedBlocks
 from memsize.depth.trace_extension import NotRepeatedError, plan_extension
 from memsize.errors import MemsizeError
 from memsize.records.trace import Trace
-from memsize.spec.training import Training
-from memsize.workloads import Forward, Inference, Workload
-from memsize.workloads.generation import CacheRecord, GenerationSteps
-from memsize.workloads.parallel import ParallelSteps
-from memsize.workloads.serving import ProfileRun
-from memsize.workloads.training import TrainingSteps
+from memsize.workloads import Proof
 
 _LENGTHS: Final = (3, 4)
 """The periods of blocks in the shorter one of two models, in the order in which they are tried."""
@@ -38,39 +33,8 @@ _EXTENDED: Final = (
     "{:,} blocks of {} repeat: a few of them were run, and the rest follows by repetition (--whole runs all)"
 )
 
-_IN_PIECES: Final = ("dp", "ddp")
-"""Strategies that send parameters and gradients in pieces of a size, which end anywhere in a block."""
-
 RunShort = Callable[[nn.Module], Trace]
 """Makes the run of a short model."""
-
-
-class Proof(NamedTuple):
-    """A run of the whole model that shows whether runs of a `kind` are extensions."""
-
-    kind: Hashable
-    workload: Workload
-
-
-def proof_of(workload: Workload) -> Proof | None:
-    """Return the proof of runs of `workload`; None where no run is one, as of a workload with a function of the user's,
-    which may tell one block from another.
-    """
-    if isinstance(workload, GenerationSteps):
-        plain = workload.loop is None and workload.generation.draft is None and not workload.generation.is_offloaded
-        kind = replace(workload.generation, prompt=1, max_new_tokens=2), workload.edits
-        return Proof(kind, replace(workload, steps=1, record=CacheRecord())) if plain else None
-    if isinstance(workload, (Inference, ProfileRun)):
-        return Proof(Inference, Inference())
-    if isinstance(workload, (TrainingSteps, ParallelSteps)) and not _is_regular(workload.options):
-        return None
-    if isinstance(workload, ParallelSteps) and (workload.parallel.is_pipeline or workload.parallel.kind in _IN_PIECES):
-        return None  # stages have some of the blocks
-    return Proof(Forward, Forward()) if isinstance(workload, (Forward, TrainingSteps, ParallelSteps)) else None
-
-
-def _is_regular(training: Training) -> bool:
-    return isinstance(training.optimizer, str) and not training.is_own and not callable(training.loss)
 
 
 class ShortRuns:

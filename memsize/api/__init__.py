@@ -1,43 +1,33 @@
-"""The composition: from a model, a program or a file to an answer. The command line and notebooks call these."""
+"""The composition: from a model, a program or a file to an answer. The command line and notebooks call these.
 
-from memsize.api.checking import check, init
-from memsize.api.comparing import checkpoint, diff, explain, load
-from memsize.api.fitting import fit
-from memsize.api.generating import generate, serve
-from memsize.api.guarding import guard
+The module of a function is imported when it is first used: a command does not wait for those of the others.
+"""
+
+from importlib import import_module
+from typing import Any
+
 from memsize.api.keywords import renamed_to
-from memsize.api.models import layout, report, shape_rule, step_trace, timeline, trace, verify
-from memsize.api.programs import fit_script, run, run_program, virtual_gpu
-from memsize.api.sweeping import sweep
 
-audit_layout = renamed_to(layout, "audit_layout")
-compare = renamed_to(diff, "compare")
-read_checkpoint = renamed_to(checkpoint, "read_checkpoint")
+_MODULES = {
+    "checking": "check init",
+    "comparing": "checkpoint diff explain load",
+    "fitting": "fit",
+    "generating": "generate serve",
+    "guarding": "guard",
+    "models": "layout report shape_rule step_trace timeline trace verify",
+    "programs": "fit_script run run_program virtual_gpu",
+    "sweeping": "sweep",
+}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
+_RENAMED = {"audit_layout": "layout", "compare": "diff", "read_checkpoint": "checkpoint"}
 
-__all__ = [
-    "audit_layout",
-    "check",
-    "checkpoint",
-    "compare",
-    "diff",
-    "explain",
-    "fit",
-    "fit_script",
-    "generate",
-    "guard",
-    "init",
-    "layout",
-    "load",
-    "read_checkpoint",
-    "report",
-    "run",
-    "run_program",
-    "serve",
-    "shape_rule",
-    "step_trace",
-    "sweep",
-    "timeline",
-    "trace",
-    "verify",
-    "virtual_gpu",
-]
+
+def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        value = renamed_to(__getattr__(_RENAMED[name]), name)
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value

@@ -164,25 +164,27 @@ class Evaluator:
             return self._to_in_parts(tensor, device or tensor.device, options.get("dtype"))
         if not is_meta(tensor) or device is None or device.type != "cpu":
             return NotImplemented
-        value, diagonals = constant_of(tensor), diagonals_of(tensor)
+        value, dtype = self._values(tensor), options.get("dtype")
+        return value.to(dtype) if dtype is not None and dtype is not value.dtype else value.clone()
+
+    def _values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values that a copy of `tensor` has on the CPU, to be read only; numbers that are assumed, as one."""
+        value, diagonals, state = constant_of(tensor), diagonals_of(tensor), state_of(tensor)
         if diagonals is not None:
             value = filled(diagonals, tensor.shape)
-        state = state_of(tensor)
-        if value is None:
-            read_as = state and state.read_as
-            self.rely_on(read_as or COPIED_VALUES)
-            number = 1 if read_as else _plausible(tensor.dtype)
-            value = torch.full(tensor.shape, number, dtype=tensor.dtype, device="cpu")
-        else:
+        if value is not None:
             self.rely_on(first_assumption([state]))
-        dtype = options.get("dtype")
-        return value.to(dtype) if dtype is not None and dtype is not value.dtype else value.clone()
+            return value
+        read_as = state and state.read_as
+        self.rely_on(read_as or COPIED_VALUES)
+        number = 1 if read_as else _plausible(tensor.dtype)
+        return torch.full((), number, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> Any:
         """A copy into memory of the CPU, which takes none on the GPU."""
         if is_meta(target) or not is_meta(source):
             return NotImplemented
-        return target.copy_(self._to(source, device=_CPU))
+        return target.copy_(self._to(source, device=_CPU) if source.layout in PARTS else self._values(source))
 
     def _to_in_parts(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
         """Each part is copied as it would be by itself; a dtype is that of the values."""

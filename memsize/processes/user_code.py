@@ -31,7 +31,12 @@ CELLS: Final[dict[str, str]] = {}
 
 def is_outside(file: str) -> bool:
     """Whether the source `file` is neither PyTorch's nor memsize's: the user's own, or a library's model."""
-    return file in CELLS or not file.startswith((*_LIBRARIES, "<"))
+    return file in CELLS or not _is_ours(file)
+
+
+@cache
+def _is_ours(file: str) -> bool:
+    return file.startswith((*_LIBRARIES, "<"))
 
 
 @cache

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import pickle
 import signal
@@ -220,6 +221,7 @@ def forked(work: Callable[[], None]) -> int:
             process = os.fork()
         if not process:
             try:
+                gc.freeze()  # a collection would copy every page that holds an object of the parent
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 if sys.platform == "linux":  # elsewhere it notices when it answers
                     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)

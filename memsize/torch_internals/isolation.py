@@ -32,6 +32,11 @@ from memsize.processes.simulation import open_simulation
 _SEED = 0
 _COMPILER = "torch._dynamo"
 
+if not gc.isenabled():
+    # In a command. What importing torch makes lasts as long as the process: no collection scans it, that at the
+    # process's end included, which takes a fifth as long as the import.
+    gc.freeze()
+
 
 @contextmanager
 def isolated() -> Iterator[None]:

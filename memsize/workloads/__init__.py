@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,9 +23,23 @@ class Workload(Protocol):
         ...
 
 
+class Proof(NamedTuple):
+    """A run of the whole model that shows whether runs of a `kind` follow from those of models with fewer blocks.
+
+    A workload has none as its `proof` where a function of the user's, or a size, may tell one block from another.
+    """
+
+    kind: Hashable
+    workload: Workload
+
+
 @dataclass(frozen=True, slots=True)
 class Forward:
     """One forward in gradient mode, up to the tensors that autograd saves, as shown in the tables of a report."""
+
+    @property
+    def proof(self) -> Proof:
+        return Proof(Forward, self)
 
     def run(self, setup: Setup) -> Trace:
         return _forward(Run(setup), gradients=True).trace()
@@ -33,6 +48,10 @@ class Forward:
 @dataclass(frozen=True, slots=True)
 class Inference:
     """One forward without gradients, outputs freed as PyTorch frees them."""
+
+    @property
+    def proof(self) -> Proof:
+        return Proof(Inference, self)
 
     def run(self, setup: Setup) -> Trace:
         return _forward(Run(setup), gradients=False).trace()

@@ -28,6 +28,7 @@ from memsize.spec.generation import Draft, Generation
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.vary import parse_vary
 from memsize.tracing.run import Run, Setup
+from memsize.workloads import Proof
 from memsize.workloads.caches import CachedLayer, cache_of, cached_layers, offloading_watched
 
 PREFILL: Final = "prefill"
@@ -98,6 +99,14 @@ class GenerationSteps:
     record: CacheRecord = field(default_factory=CacheRecord, compare=False)
     edits: tuple[Callable[[Setup], Setup], ...] = ()
     loop: Callable[..., Any] | None = None
+
+    @property
+    def proof(self) -> Proof | None:
+        """One decode step shows that all repeat. A draft's model has blocks of its own, and so has the host's part."""
+        if self.loop is not None or self.generation.draft is not None or self.generation.is_offloaded:
+            return None
+        kind = replace(self.generation, prompt=1, max_new_tokens=2), self.edits
+        return Proof(kind, replace(self, steps=1, record=CacheRecord()))
 
     def run(self, setup: Setup) -> Trace:
         for edit in self.edits:

@@ -49,12 +49,14 @@ from memsize.units import format_bytes
 from memsize.virtual.device_assignment import devices
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.region import VirtualMachine
-from memsize.workloads import Workload
+from memsize.workloads import Forward, Proof, Workload
 from memsize.workloads.losses import Losses
 from memsize.workloads.optimizers import steps_watched
 from memsize.workloads.stages import Stage, line_of
-from memsize.workloads.training import Body, Loop, body_of, gradients_marked, one_number, step_workload
+from memsize.workloads.training import Body, Loop, body_of, gradients_marked, is_regular, one_number, step_workload
 
+_IN_PIECES: Final = ("dp", "ddp")
+"""Strategies that send parameters and gradients in pieces of a size, which end anywhere in a block."""
 _LARGEST: Final = 4
 """How many kinds of what one GPU holds beyond another are named."""
 
@@ -135,6 +137,12 @@ class ParallelSteps:
     options: Training
     parallel: Parallel
     card: Card
+
+    @property
+    def proof(self) -> Proof | None:
+        # A stage of a pipeline has some of the blocks.
+        tells_blocks_apart = self.parallel.is_pipeline or self.parallel.kind in _IN_PIECES
+        return Forward().proof if is_regular(self.options) and not tells_blocks_apart else None
 
     def run(self, setup: Setup) -> Trace:
         """The trace; raises `ScenarioError` for a scenario that cannot be trained so."""

@@ -164,7 +164,7 @@ class Program:
 
     def _after_op(self) -> None:
         self._seen = len(self.ledger.events)
-        if not self.steps.done and (now := time.monotonic()) >= self._tells_next:
+        if (now := time.monotonic()) >= self._tells_next and not self.steps.done:
             self._tells_next = now + _TELLS_EVERY
             line = shown(self._lines()) or "its first lines"
             how = "; Ctrl-C ends it with a report of what ran" if now - self._started >= _LONG else ""

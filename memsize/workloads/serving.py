@@ -18,6 +18,7 @@ from memsize.errors import InputError
 from memsize.records.trace import Trace
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Run, Setup
+from memsize.workloads import Inference, Proof
 
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _PADDED = 64
@@ -29,6 +30,10 @@ class ProfileRun:
 
     seqs: int
     tp: int = 1
+
+    @property
+    def proof(self) -> Proof:
+        return Inference().proof
 
     def run(self, setup: Setup) -> Trace:
         body, head = text_model(setup.model, setup.name)

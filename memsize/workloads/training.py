@@ -22,7 +22,7 @@ from memsize.spec.training import USUAL_STEPS, Training
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.repetition import StepRepetition
 from memsize.tracing.run import Run, Setup
-from memsize.workloads import Inference
+from memsize.workloads import Forward, Inference, Proof
 from memsize.workloads.losses import Losses
 from memsize.workloads.optimizers import make_optimizer, steps_watched
 
@@ -34,6 +34,10 @@ class TrainingSteps:
     """The usual training loop with these options, for `options.steps` steps."""
 
     options: Training
+
+    @property
+    def proof(self) -> Proof | None:
+        return Forward().proof if is_regular(self.options) else None
 
     def run(self, setup: Setup) -> Trace:
         run = Run(setup)
@@ -60,6 +64,11 @@ class TrainingSteps:
         """
         is_regular = isinstance(self.options.optimizer, str) and not self.options.is_own
         return is_regular and self.options.steps <= USUAL_STEPS
+
+
+def is_regular(training: Training) -> bool:
+    """Whether no function of the user's is part of the training."""
+    return isinstance(training.optimizer, str) and not training.is_own and not callable(training.loss)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,18 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from memsize.analysis.findings.evidence import Crossover
 from memsize.analysis.fit.footprint import Forecast, forecast, phase_name
-from memsize.analysis.fit.run_cache import RunCache, RunVariant
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.fit import Crossing
 from memsize.records.roles import Role
 from memsize.records.trace import Trace
 from memsize.spec.scenario import SCENARIOS, Scenario
+
+if TYPE_CHECKING:
+    from memsize.analysis.fit.run_cache import RunCache, RunVariant
 
 FARTHEST: Final = 2**16
 """The largest size at which a crossing is looked for."""

@@ -162,7 +162,7 @@ class DeviceMemory:
         self._count(pool, _BLOCKS, (one, one, size, size, request))
 
     def _count_rests(self, pool: Pool, change: tuple[int, int]) -> None:
-        if not self.config.expandable_segments:  # PyTorch counts none there
+        if any(change) and not self.config.expandable_segments:  # PyTorch counts none there
             self._count(pool, _SPLIT, change)
 
     def _count(self, pool: Pool, names: Sequence[str], amounts: Sequence[int]) -> None:

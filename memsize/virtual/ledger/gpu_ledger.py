@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from memsize.errors import first_line
 from memsize.kernels.convolution import FORWARD as CONVOLUTION
 from memsize.known_values.evaluation import as_stand_ins
+from memsize.model.tensor_storage import PLAIN_TYPES
 from memsize.processes.patches import assigned
 from memsize.ranks.collectives import (
     NAMESPACES,
@@ -100,6 +101,8 @@ class VirtualLedger(GpuStorages):
             return NotImplemented
         if is_tracing() is not None:
             return self._traced(func, types, args, kwargs)
+        if not kwargs and func.namespace == "aten" and args and all(map(_is_plain_on_cpu, args)):
+            return func(*args)  # nearly all that a program does beside the GPU
         kwargs = kwargs or {}
         try:
             if func.namespace in NAMESPACES and self.alone:
@@ -294,16 +297,30 @@ class VirtualLedger(GpuStorages):
         return result
 
 
+def _is_plain_on_cpu(value: Any) -> bool:
+    return type(value) in PLAIN_TYPES and not is_meta(value)
+
+
 def _with_numbers_as_tensors(func: Any, args: Any) -> Any:
     """The arguments of an op, with tensors where it wants them: in a graph, tensors stand for numbers."""
-    kinds = [type(value) for value in args]
-    if not any(kind in _NUMBERS for kind in kinds):
+    if not any(type(value) in _NUMBERS for value in args):
         return args
-    wanted = (str(argument.type) == "Tensor" for argument in func._schema.arguments)
+    wanted = _wants_tensors(func)
     return tuple(
-        torch.scalar_tensor(value, dtype=_NUMBERS[kind], device=_CPU) if is_tensor and kind in _NUMBERS else value
-        for value, kind, is_tensor in zip(args, kinds, wanted, strict=False)
+        torch.scalar_tensor(value, dtype=_NUMBERS[type(value)], device=_CPU)
+        if index in wanted and type(value) in _NUMBERS
+        else value
+        for index, value in enumerate(args)
     )
+
+
+@cache
+def _wants_tensors(func: Any) -> frozenset[int]:
+    """The positions at which an op takes a tensor and no number, whose dtype would give way to that of tensors."""
+    if torch._C._should_allow_numbers_as_tensors(func._overloadpacket.__name__):
+        return frozenset()
+    arguments = enumerate(func._schema.arguments)
+    return frozenset(index for index, argument in arguments if str(argument.type) == "Tensor")
 
 
 def _any_requires_grad(args: Any) -> bool:
