@@ -10,11 +10,15 @@ from memsize.device.allocation_events import (
     variants as variants,
 )
 from memsize.device.budget import budget_of as budget_of, budgets as budgets, spread_over as spread_over
-from memsize.device.cards import CARDS as CARDS, card as card
+from memsize.device.cards import CARDS as CARDS, card as card, processors as processors
+from memsize.device.cuda_context import (
+    Build as Build,
+    Code as Code,
+    cuda_context as cuda_context,
+    loadings as loadings,
+    nearest_code as nearest_code,
+)
 from memsize.device.cuda_libraries import (
-    EAGER as EAGER,
-    LAZY as LAZY,
-    context as context,
     cublas_workspace as cublas_workspace,
     cublaslt_workspace as cublaslt_workspace,
     keeps_cublaslt_workspace as keeps_cublaslt_workspace,
@@ -27,3 +31,5 @@ from memsize.device.replay import (
     replay as replay,
     replay_within as replay_within,
 )
+from memsize.records.gpu import Card as Card, Interval as Interval
+from memsize.spec.stack import Stack as Stack

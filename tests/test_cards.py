@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memsize.errors import InputError
-from tests.gpus import CARDS, EAGER, LAZY, card, context, cublas_workspace, cublaslt_workspace, torch_release
+from tests.gpus import CARDS, card, cublas_workspace, cublaslt_workspace, torch_release
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 
@@ -249,17 +249,6 @@ def test_cublaslt_workspace():
 )
 def test_the_release_of_a_version(text, expected):
     assert torch_release(text) == expected
-
-
-def test_context():
-    assert context() == context("12.8") == context("11.7") == LAZY.context == (300 * MiB, 650 * MiB)
-    assert context("11.6") == context("10") == context("11") == EAGER.context == (1_000 * MiB, 1_450 * MiB)
-    assert context("12") == context("12.0") == context("13.0.2") == LAZY.context
-    assert context("11.6", module_loading="lazy") == EAGER.context
-    assert context(None, module_loading="EAGER") == EAGER.context
-    assert context("12.8", module_loading="eager") == EAGER.context
-    with pytest.raises(InputError, match="cannot read 'new' as a CUDA version"):
-        context("new")
 
 
 def test_the_package_needs_neither_torch_nor_numpy():

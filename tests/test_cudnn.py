@@ -24,7 +24,7 @@ from memsize.loading.weightless import Weightless
 from memsize.records.trace import Event
 from memsize.units import dotted_cudnn
 from memsize.workloads import Forward
-from tests.gpus import card, estimate_gpu, is_estimated, replay, requests, variants
+from tests.gpus import card, cuda_context, estimate_gpu, is_estimated, replay, requests, variants
 from tests.models import SCENARIOS, Ledger, Workspaces, inputs_from_data
 
 A100, H100, T4, V100 = (8, 0), (9, 0), (7, 5), (7, 0)
@@ -289,14 +289,16 @@ def test_an_inference_with_an_estimate() -> None:
         assert sum(size for _, size in requests(trace, factor) if size > 0) == (1 + factor) * OPERANDS
         segments.append(replay(requests(trace, factor), config).reserved.bytes)
     assert look.reserved == segments[1]
-    assert (look.device.low, look.device.high) == (segments[0] + 300 * MIB, segments[2] + 650 * MIB)
+    outside = cuda_context(ops={"convolution"})
+    assert (look.device.low, look.device.high) == (segments[0] + outside.low, segments[2] + outside.high)
 
 
 def test_what_cudnn_said_leaves_no_interval() -> None:
     trace = replace(conv_trace(), cudnn="9.24.0")
     assert not is_estimated(trace) and len(variants(trace)) == 1
     look = estimate_gpu(trace)
-    assert look.device.high - look.device.low == (650 - 300) * MIB
+    outside = cuda_context(ops={"convolution"})
+    assert look.device.high - look.device.low == outside.high - outside.low
 
 
 def test_a_run_without_convolutions_is_no_estimate() -> None:

@@ -39,14 +39,14 @@ from memsize.spec.requests import FitRequest
 from memsize.spec.vary import Dimension, Vary, parse_vary
 from tests import models
 from tests.conftest import Python
-from tests.gpus import budgets, card
+from tests.gpus import budgets, card, cuda_context
 from tests.models import SCENARIOS, inputs_from_data, inputs_from_specs, parse_input
 from tests.pages import check_golden as check
 from tests.records import Bind, FitRow, Remedied, RemedyRow
 
 MiB = 1 << 20
-CONTEXT = 650 * MiB
-"""What the CUDA context may take."""
+CONTEXT = cuda_context().high
+"""What the CUDA context may take of the usual card."""
 
 
 # The search, on records made by hand
@@ -326,9 +326,9 @@ def test_vary() -> None:
 
 def test_budgets() -> None:
     (t4,) = budgets("t4", margin="5%")
-    # 14.56 GiB, less 650 MiB and a twentieth.
-    device = round(14.56 * 2**30)
-    assert (t4.name, t4.device, t4.allocator) == ("Tesla T4", device, device - CONTEXT - round(device / 20))
+    # 14.56 GiB, less the context and a twentieth.
+    device, context = round(14.56 * 2**30), cuda_context(card("t4")).high
+    assert (t4.name, t4.device, t4.allocator) == ("Tesla T4", device, device - context - round(device / 20))
     assert [budget.name for budget in budgets("t4, a100")] == ["Tesla T4", "A100 40GB"]
     (some,) = budgets(budget="15109MiB", margin=100)
     assert some.allocator == 15109 * MiB - CONTEXT - 100
@@ -365,7 +365,11 @@ def local(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True, mps: bool = Fal
 def test_the_local_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     local(monkeypatch)
     (here,) = budgets("local")
-    assert (here.name, here.device, here.allocator) == ("Some GPU (local)", 24_000 * MiB, 24_000 * MiB - CONTEXT)
+    assert (here.name, here.device, here.allocator) == (
+        "Some GPU (local)",
+        24_000 * MiB,
+        24_000 * MiB - cuda_context(here.card).high,
+    )
     assert here.card.capability == (8, 6) and here.card.platform == "CUDA"
     # What others have taken is told, not taken off: they may be gone when the model runs.
     assert here.notes == ("4,000.00 MiB of Some GPU (local) are taken right now: --margin leaves room for what stays",)
@@ -702,16 +706,16 @@ def test_cards_on_which_everything_fits_have_no_largest_batch() -> None:
 
 
 def test_a_fraction_of_the_card_is_what_the_allocator_gets() -> None:
-    # A quarter of 1,600 MiB is 400; the context leaves 950 of them.
+    # A quarter of 1,600 MiB is 400; the context leaves more of them, and less than three quarters.
     quarter = fit_of(TwoRegimes(), "64,2048", budget=1600 * MiB, allocator="per_process_memory_fraction:0.25")
     plain = fit_of(TwoRegimes(), "64,2048", budget=CONTEXT + 400 * MiB)
     assert quarter.budgets[0].allocator == plain.budgets[0].allocator == 400 * MiB
     assert [row.size for row in quarter.fit_rows] == [row.size for row in plain.fit_rows]
     assert row_of(quarter).peak == row_of(plain).peak
     told = next(finding for finding in quarter.findings if finding.code == "budget").text()
-    assert told.endswith("of which the CUDA context may take 650.00 MiB and the allocator may take 400.00 MiB.")
+    assert told.endswith(f"the CUDA context may take {CONTEXT / MiB:.2f} MiB and the allocator may take 400.00 MiB.")
     ample = budgets(budget=1600 * MiB, fraction=0.75)
-    assert ample[0].allocator == 950 * MiB
+    assert ample[0].allocator == 1600 * MiB - CONTEXT
     with pytest.raises(InputError, match="for the CUDA context and the 100% that the allocator may not take"):
         budgets("t4", fraction=0.0)
 
@@ -828,7 +832,7 @@ def test_free_memory_that_a_request_does_not_fit_into_is_told(alive: int, in_pie
 
 def test_a_larger_batch_may_fit_where_a_smaller_one_leaves_memory_in_pieces() -> None:
     """The example of docs/fit.md: expandable segments have no such pieces."""
-    options: dict[str, Any] = {"train": "adamw", "gpu": "l4", "gpus": [8, 16], "parallel": "fsdp"}
+    options: dict[str, Any] = {"train": "adamw", "gpu": "l4", "gpus": [8, 16], "parallel": "fsdp", "margin": "216MiB"}
     asked = partial(memsize.fit, "notebooks/model.py:Test", "3,64,64", scenarios="amp-fp16", **options)
     plain, expandable = asked(), asked(allocator=AllocatorConfig(expandable_segments=True))
     sizes = [[row.size for row in fit.fit_rows] for fit in (plain, expandable)]
@@ -905,7 +909,12 @@ def test_attention_grows_with_the_square_of_its_sequence() -> None:
 
 def test_an_image_has_two_sides() -> None:
     fit = memsize.fit(
-        nn.Conv2d(3, 8, 3, padding=1), (3, 32, 32), vary="image", scenarios="fp32", batch_size=2, budget="1GiB"
+        nn.Conv2d(3, 8, 3, padding=1),
+        (3, 32, 32),
+        vary="image",
+        scenarios="fp32",
+        batch_size=2,
+        budget=CONTEXT + 374 * MiB,
     )
     row = row_of(fit)
     # Input and output, 2·(3 + 8)·S²·4 bytes of 374 MiB: S is at most √(374·2^20 / 88) = 2,111.
@@ -1125,9 +1134,8 @@ def test_the_command_on_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     )
     target = f"{tmp_path / 'net.py'}:net"
     sys.modules.pop("net", None)
-    assert (
-        run(["fit", target, "--input", "64", "--train", "adamw", "--budget", "700MiB", "-s", "fp32", "-f", "csv"]) == 0
-    )
+    budget = f"{CONTEXT // MiB + 50}MiB"
+    assert run(["fit", target, "--input", "64", "--train", "adamw", "--budget", budget, "-s", "fp32", "-f", "csv"]) == 0
     (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert row["status"] == "found" and int(row["size"]) > 1000
     assert int(row["peak"]) <= 50 * MiB < int(row["next_peak"])

@@ -16,13 +16,14 @@ from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
 from memsize.analysis.generation.generator import Generator, Sample, Traced
 from memsize.cli import run
 from memsize.errors import InputError
+from tests.gpus import cuda_context
 from tests.records import FitRow
 from tests.test_generation import SMALL, generated, generator_of
 
 transformers = pytest.importorskip("transformers")
 
 MiB = 1 << 20
-BUDGET = "698MiB"
+BUDGET = f"{cuda_context().high // MiB + 48}MiB"
 """48 MiB beside what the CUDA context may take; cuBLAS keeps 32 of them."""
 ONE_LAYER = SMALL | {"num_hidden_layers": 1, "max_position_embeddings": 100_000}
 NEW = 20

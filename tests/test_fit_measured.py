@@ -16,11 +16,12 @@ import pytest
 
 import memsize
 from memsize import InputSpec, Training
+from tests.gpus import cuda_context
 from tests.models import parse_input
 from tests.records import FitRow
 
 MiB = 1 << 20
-CONTEXT = 650 * MiB
+CONTEXT = cuda_context().high
 ROOT = Path(__file__).parent.parent
 TRUTH = sorted((ROOT / "tests" / "truth").glob("*.json"))
 _INPUT = re.compile(r"(?P<name>[^=]+)=(?P<dtype>\w+)\[(?P<shape>[\d,]*)\]")

@@ -10,6 +10,7 @@ import memsize
 from memsize.cli import run as command
 from memsize.errors import ForwardError, InputError
 from memsize.spec.vary import VariedScript
+from tests.gpus import card, cuda_context
 
 MiB = 2**20
 
@@ -71,8 +72,9 @@ def test_the_share_of_the_card_that_the_script_takes_is_all_there_is(script: Pat
 
 
 def test_the_largest_value_fits_and_the_next_does_not(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """650 MiB of 750 are the context's: a tensor of 100 MiB is one segment of as much, one of 101 takes 102."""
-    found = memsize.fit_script(script, ["--size", "20"], vary="size", gpu="t4", budget="750MiB")
+    """A tensor of 100 MiB is one segment of as much, one of 101 takes 102."""
+    budget = cuda_context(card("t4")).high + 100 * MiB
+    found = memsize.fit_script(script, ["--size", "20"], vary="size", gpu="t4", budget=budget)
     row = found.fit_rows[0]
     assert (row.status, row.size, row.peak, row.next_size) == ("found", 100, 100 * MiB, 101)
     assert row.per_step == MiB and found.runs <= 8 and found.vary == "--size"
@@ -106,7 +108,8 @@ def test_the_allocator_has_the_settings_that_the_script_runs_with(
         script.write_text(f"import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = '{setting}'\n{text}")
     else:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
-    row = memsize.fit_script(script, ["--size", "20"], vary="size", gpu="t4", budget="750MiB").fit_rows[0]
+    budget = cuda_context(card("t4")).high + 100 * MiB
+    row = memsize.fit_script(script, ["--size", "20"], vary="size", gpu="t4", budget=budget).fit_rows[0]
     assert (row.size, row.peak, row.next_size) == (96, 96 * MiB, 97)
 
 

@@ -24,7 +24,7 @@ from memsize.ranks.strategies import blocks_of
 from memsize.spec.parallel import on_each, parse_parallel
 from memsize.units import MiB, format_bytes
 from tests.conftest import Python, Write
-from tests.gpus import budget_of, card, spread_over
+from tests.gpus import budget_of, card, cuda_context, spread_over
 from tests.records import FitRow
 from tests.test_ranks import BLOCK, IDS, LAYERS, PARAMETERS, WIDTH, Block, Model, at_the_end, most
 
@@ -388,26 +388,29 @@ def test_what_is_wrong_with_the_command(
 
 # -- how many GPUs ----------------------------------------------------------------------------------------------------
 
+BUDGET = cuda_context().high + 200 * 2**20
+"""200 MiB are left beside the CUDA context."""
+SIZE = f"{BUDGET / 2**20:,.2f} MiB"
+
 
 @pytest.fixture(scope="module")
 def fitted() -> Any:
     """Four blocks of 2 x 512 x 2,048 elements: AdamW's training takes 16 bytes for each, 256 MiB on one GPU."""
     model = nn.Sequential(*(Block(512) for _ in range(4)))
-    # 850 MiB, of which the CUDA context may take 650
     return memsize.fit(
-        model, (512,), batch_size=1, train="adamw", scenarios="fp32", parallel="fsdp", gpus="1..4", budget="850MiB"
+        model, (512,), batch_size=1, train="adamw", scenarios="fp32", parallel="fsdp", gpus="1..4", budget=BUDGET
     )
 
 
 def test_the_fewest_gpus_are_found(fitted: Any) -> None:
     assert [row.status for row in fitted.fit_rows] == ["exceeds", "fits", "fits"]
-    assert [row.gpu for row in fitted.fit_rows] == [f"{number} x GPU of 850.00 MiB" for number in (1, 2, 4)]
+    assert [row.gpu for row in fitted.fit_rows] == [f"{number} x GPU of {SIZE}" for number in (1, 2, 4)]
     (fewest,) = [finding for finding in fitted.findings if finding.code == "fit-gpus"]
-    assert fewest.text() == "Under fp32, it fits from 2 x GPU of 850.00 MiB on: batch 1 on each GPU."
+    assert fewest.text() == f"Under fp32, it fits from 2 x GPU of {SIZE} on: batch 1 on each GPU."
     assert [finding.code for finding in fitted.findings[:2]] == ["fit-gpus", "fit-fits"]
     (budget,) = [finding for finding in fitted.findings if finding.code == "budget"]
     assert budget.text().startswith(
-        "The allocator gets 200.00 MiB before NCCL's buffers (--margin leaves room for them): each GPU of 850.00 MiB"
+        f"The allocator gets 200.00 MiB before NCCL's buffers (--margin leaves room for them): each GPU of {SIZE}"
     )
     assert [note for note in fitted.notes if "NCCL's buffers may take up to 2,048.00 MiB" in note]
 
@@ -476,12 +479,12 @@ def test_each_row_is_told_as_soon_as_it_is_known() -> None:
         scenarios="fp32",
         parallel="fsdp",
         gpus="1..4",
-        budget="850MiB",
+        budget=BUDGET,
         progress=said.append,
         found=lambda finding: told.append(finding.text()),
     )
     assert [text.partition(",")[0] for text in told] == [
-        f"Under fp32 on {number} x GPU of 850.00 MiB" for number in (1, 2, 4)
+        f"Under fp32 on {number} x GPU of {SIZE}" for number in (1, 2, 4)
     ]
     assert told[0].endswith(f"{fit.fit_rows[0].next_peak / MiB:,.2f} MiB, and there are 200.00 MiB.")
     assert [f", batch {row.size:,} needs" in text for row, text in zip(fit.fit_rows[1:], told[1:], strict=True)] == [
@@ -495,22 +498,22 @@ def test_each_row_is_told_as_soon_as_it_is_known() -> None:
 def test_strategies_are_compared() -> None:
     """Whole, the training takes 256 MiB and the gradients' buckets: more than the 200 that are left of 850 MiB."""
     model = nn.Sequential(*(Block(512) for _ in range(4)))
-    options: dict[str, Any] = {"scenarios": "fp32", "budget": "850MiB", "train": "adamw", "batch_size": 1}
+    options: dict[str, Any] = {"scenarios": "fp32", "budget": BUDGET, "train": "adamw", "batch_size": 1}
     fit = memsize.fit(model, (512,), parallel=["ddp", "fsdp", "fsdp,offload"], gpus="4", **options)
     assert [(row.gpu, row.status) for row in fit.fit_rows] == [
-        ("4 x GPU of 850.00 MiB (ddp=4)", "exceeds"),
-        ("4 x GPU of 850.00 MiB (fsdp=4)", "fits"),
-        ("4 x GPU of 850.00 MiB (fsdp=4,offload)", "fits"),
+        (f"4 x GPU of {SIZE} (ddp=4)", "exceeds"),
+        (f"4 x GPU of {SIZE} (fsdp=4)", "fits"),
+        (f"4 x GPU of {SIZE} (fsdp=4,offload)", "fits"),
     ]
     elements = 4 * 2 * 512 * 2048
     assert [row.standing.get("parameter", 0) for row in fit.fit_rows] == [4 * elements, elements, 0]
     first, others, *_ = (finding.text() for finding in fit.findings)
-    assert first.startswith("Under fp32 on 4 x GPU of 850.00 MiB (ddp=4), batch 1 does not fit: it needs ")
-    fitting = "4 x GPU of 850.00 MiB (fsdp=4) and 4 x GPU of 850.00 MiB (fsdp=4,offload)"
+    assert first.startswith(f"Under fp32 on 4 x GPU of {SIZE} (ddp=4), batch 1 does not fit: it needs ")
+    fitting = f"4 x GPU of {SIZE} (fsdp=4) and 4 x GPU of {SIZE} (fsdp=4,offload)"
     assert others == f"It fits on {fitting}."
     (budget,) = [finding.text() for finding in fit.findings if finding.code == "budget"]
-    assert "each GPU of 850.00 MiB has 850.00 MiB" in budget
-    title = "training with adamw, by ddp, fsdp and fsdp,offload   on 4 x GPU of 850.00 MiB"
+    assert f"each GPU of {SIZE} has {SIZE}" in budget
+    title = f"training with adamw, by ddp, fsdp and fsdp,offload   on 4 x GPU of {SIZE}"
     assert str(fit).splitlines()[0].endswith(title)
 
 
@@ -556,8 +559,8 @@ def test_rows_of_numbers_that_follow_each_other_share_a_bar(fitted: Any) -> None
     rows = tuple(replace(row, status="found", size=size) for row, size in zip(fitted.fit_rows, (3, 7, 7), strict=True))
     bars = size_bars(replace(fitted, fit_rows=rows, asked=None)).bars
     assert [[label.text for label in bar.labels] for bar in bars] == [
-        ["fp32 on 1 x GPU of 850.00 MiB"],
-        ["fp32 on 2 to 4 x GPU of 850.00 MiB"],
+        [f"fp32 on 1 x GPU of {SIZE}"],
+        [f"fp32 on 2 to 4 x GPU of {SIZE}"],
     ]
 
 
@@ -570,7 +573,7 @@ def test_each_gpu_holds_its_share_whatever_the_number(fitted: Any) -> None:
 
 def test_each_number_of_gpus_keeps_its_run(fitted: Any, tmp_path: Path) -> None:
     worlds = {run.gpu: trace.world.size for run, trace in fitted.traces.items()}
-    assert worlds == {f"{number} x GPU of 850.00 MiB": number for number in (1, 2, 4)}
+    assert worlds == {f"{number} x GPU of {SIZE}": number for number in (1, 2, 4)}
     fitted.save(tmp_path / "fit.memsize")
     assert memsize.load(tmp_path / "fit.memsize") == fitted
 

@@ -23,12 +23,12 @@ from memsize.analysis.fit.step_remedies import RANK, STEP_REMEDIES, accumulation
 from memsize.analysis.remedies import Need, NotApplicable, RemedySearch, try_remedies
 from memsize.records.trace import Event, Storage
 from memsize.spec.vary import Vary
-from tests.gpus import card
+from tests.gpus import card, cuda_context
 from tests.models import SCENARIOS, inputs_from_specs, parse_input
 from tests.records import RemedyRow
 
 MiB = 1 << 20
-CONTEXT = 650 * MiB
+CONTEXT = cuda_context().high
 BATCH = 16
 WIDTH = 256
 

@@ -14,12 +14,12 @@ from memsize.analysis.fit.run_cache import RunVariant
 from memsize.analysis.fit.step_remedies import STEP_REMEDIES, more_gpus
 from memsize.analysis.remedies import NotApplicable
 from memsize.spec.parallel import parse_parallel
-from tests.gpus import card
+from tests.gpus import card, cuda_context
 from tests.models import SCENARIOS
 from tests.ranks import Block
 
 MiB = 1 << 20
-CONTEXT = 650 * MiB
+CONTEXT = cuda_context().high
 """What the CUDA context may take of any GPU."""
 
 

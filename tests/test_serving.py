@@ -20,7 +20,7 @@ from memsize.cli import run
 from memsize.errors import InputError, UnknownInputError
 from memsize.units import GiB, MiB
 from memsize.workloads.caches import CachedLayer
-from tests.gpus import card, context
+from tests.gpus import card, cuda_context
 from tests.records import Concurrency, Interval
 
 pytest.importorskip("transformers")
@@ -71,7 +71,7 @@ def test_a_cache_takes_what_is_left(config: Callable[..., str]) -> None:
     assert row.weights - 2 * weights in range(0, 200)
     budget = int(card("t4").bytes * 0.9)
     assert report.budget == budget
-    assert row.non_torch == (LEAST_OUTSIDE, context().high)
+    assert row.non_torch == (LEAST_OUTSIDE, cuda_context(card("t4")).high)
     assert row.paged.available == tuple(budget - row.weights - row.profile - each for each in row.non_torch[::-1])
     block = 16 * 2 * LAYER
     blocks = [size // block for size in row.paged.available]

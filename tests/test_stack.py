@@ -14,7 +14,7 @@ from memsize import AllocatorConfig, Stack, Trace
 from memsize.cli import run
 from memsize.errors import InputError
 from memsize.spec.stack import INSTALLED, NEWEST, OLDEST
-from tests.gpus import EAGER, LAZY, budgets, cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
+from tests.gpus import budgets, cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from tests.test_ranks import most
 
 MiB = 1 << 20
@@ -130,9 +130,9 @@ def test_a_setting_is_as_old_as_the_release_that_first_had_it(key, since):
 
 
 def test_the_context_of_a_budget_follows_cuda():
-    lazy, eager = (budgets("a100", stack=Stack(cuda=cuda))[0] for cuda in ("11.7", "11.6"))
-    assert (lazy.context, eager.context) == (LAZY.context.high, EAGER.context.high) == (650 * MiB, 1_450 * MiB)
-    assert budgets("a100") == (lazy,)
+    lazy, eager = (budgets("a100", stack=Stack("2.1", cuda))[0].context for cuda in ("12.4", "11.6"))
+    assert eager - lazy > 500 * MiB  # before CUDA 11.7, which brought lazy loading, all code is on the card
+    assert budgets("a100", stack=Stack("2.1", "12.4", "eager"))[0].context == pytest.approx(eager, rel=0.2)
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
@@ -159,8 +159,7 @@ def test_before_2_9_each_product_with_a_bias_takes_and_frees_cublaslts_workspace
 def test_the_device_follows_cuda():
     lazy, eager = (memsize.trace(net(), (64,), stack=Stack(cuda=cuda)).peak for cuda in ("12.4", "11.6"))
     assert eager.reserved == lazy.reserved
-    assert eager.device.low - lazy.device.low == 700 * MiB  # 1,000 less 300
-    assert eager.device.high - lazy.device.high == 800 * MiB  # 1,450 less 650
+    assert eager.device.low - lazy.device.low > 500 * MiB < eager.device.high - lazy.device.high
 
 
 def test_the_installed_stack_is_the_default():
@@ -271,8 +270,8 @@ def test_a_script_runs_with_a_stack(tmp_path, capsys):
     script.write_text(TRAINING)
     old, new = (memsize.run(script, gpu="a100", stack=stack) for stack in ("torch=2.1,cuda=11.6", None))
     assert most(old.trace, "activation") == most(new.trace, "activation") + 2 * 8 * 64 * 2
-    outside = [run.peak.device.low - run.peak.reserved for run in (old, new)]
-    assert outside == [EAGER.context.low, LAZY.context.low]
+    eager, lazy = (run.peak.device.low - run.peak.reserved for run in (old, new))
+    assert eager - lazy > 500 * MiB
     assert (old.trace.stack, new.trace.stack) == ("torch=2.1,cuda=11.6", "")
     assert "on A100 40GB with torch=2.1,cuda=11.6" in str(old).splitlines()[0]
     assert run(["run", "--stack", "torch=2.6", "-f", "json", str(script)]) == 0

@@ -4,30 +4,48 @@ from __future__ import annotations
 
 import csv
 import statistics
+from typing import NamedTuple
 
 import pytest
 
-from benchmarks.published.shared import folder, perceptron_peak
+from benchmarks.published.shared import BESIDE, folder, perceptron_step
+from memsize.units import MiB
+
+
+class Compared(NamedTuple):
+    """A row: MiB that were measured, the allocator's segments, and what the card may show."""
+
+    measured: float
+    reserved: float
+    low: float
+    high: float
 
 
 @pytest.fixture(scope="module")
-def errors() -> list[tuple[float, float]]:
-    """Absolute (MiB) and relative error of every row."""
+def rows() -> list[Compared]:
     here = folder()
     if here is None or not (here / "a100_mlp.csv").exists():
         pytest.skip("the A100 measurements are not here")
+    compared = []
     with (here / "a100_mlp.csv").open() as lines:
-        rows = list(csv.DictReader(lines))
-    found = [(abs(perceptron_peak(row) - float(row["device_mib"])), float(row["device_mib"])) for row in rows]
-    return [(error, error / measured) for error, measured in found]
+        for row in csv.DictReader(lines):
+            peak = perceptron_step(row).peak
+            low, high = peak.device
+            compared.append(Compared(float(row["device_mib"]), peak.reserved / MiB, low / MiB, high / MiB))
+    return compared
 
 
-def test_a100_perceptrons(errors: list[tuple[float, float]]) -> None:
-    relative = [share for _, share in errors]
+def test_the_segments_of_perceptrons_on_an_a100(rows: list[Compared]) -> None:
+    """Beside one amount that all of these figures hold."""
+    off = [abs(BESIDE + row.reserved - row.measured) for row in rows]
+    relative = [error / row.measured for error, row in zip(off, rows, strict=True)]
     assert statistics.median(relative) <= 0.001
-    assert sum(share <= 0.01 for share in relative) >= 0.95 * len(errors)
-    assert sum(error <= 8 for error, _ in errors) >= 0.95 * len(errors)
+    assert sum(share <= 0.01 for share in relative) >= 0.95 * len(rows)
+    assert sum(error <= 8 for error in off) >= 0.95 * len(rows)
+    assert sum(error == 0 for error in off) >= 0.85 * len(rows)
 
 
-def test_most_rows_are_exact(errors: list[tuple[float, float]]) -> None:
-    assert sum(error == 0 for error, _ in errors) >= 0.85 * len(errors)
+def test_what_the_a100_shows(rows: list[Compared]) -> None:
+    """Nothing is fitted here: what a driver takes, and all the code of PyTorch and cuBLAS."""
+    assert sum(row.low <= row.measured <= row.high for row in rows) >= 0.95 * len(rows)
+    assert max(row.high - row.low for row in rows) <= 300

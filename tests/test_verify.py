@@ -349,9 +349,10 @@ def test_the_stack_decides_workspaces_and_context() -> None:
     assert workspaces(replace(hopper, torch="2.13.0", cublas_config=":4096:8")) == (32 * MIB, 0, None, True)
     what = case(perceptron(), "64")
     said = what.predict(hopper)
-    assert (said.device.low - said.least.reserved, said.device.high - said.least.reserved) == (300 * MIB, 650 * MIB)
     eager = what.predict(replace(hopper, module_loading="EAGER"))
-    assert eager.device.low - eager.least.reserved == 1000 * MIB
+    assert (eager.device.low - said.device.low) > 500 * MIB < eager.device.high - said.device.high
+    unknown = what.predict(replace(hopper, torch="9.9", cuda="99", module_loading="LAZY"))
+    assert 300 * MIB < unknown.device.low - unknown.least.reserved < 600 * MIB
     expandable = what.predict(replace(hopper, allocator="expandable_segments:True"))
     assert expandable.least.reserved != said.least.reserved  # in steps of 20 MiB, and not of 32 at once
 

@@ -26,7 +26,7 @@ from memsize.analysis.program import program_run
 from memsize.analysis.runner import workspaces
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.device.cuda_libraries import context
+from memsize.device.cuda_context import cuda_context
 from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
 from memsize.records.roles import Role
@@ -419,7 +419,7 @@ class Reference:
     def sizes(self) -> dict[int, int]:
         """For each allocation that takes new memory from the card: the size of a card on which it fails."""
         before = (0, *accumulate(self.reserved, max))
-        outside = context().low
+        outside = cuda_context(_T4).low
         return {
             number: outside + level - 1
             for number, (level, most) in enumerate(zip(self.reserved, before, strict=False))

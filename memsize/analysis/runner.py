@@ -137,8 +137,8 @@ class Runner:
                 skipped.update(self.short_runs.folded(model, runner.skipped_layers[scenario.name]))
             return trace
 
-        extend = workload.record.extend if isinstance(workload, GenerationSteps) else lambda blocks: True
-        trace = self.short_runs.extended(run, (workload, scenario, options["edits"]), extend)
+        recorded = workload.record.extend if isinstance(workload, GenerationSteps) else None
+        trace = self.short_runs.extended(run, (workload, scenario, options["edits"]), recorded)
         if trace is None:
             return None
         if skipped:

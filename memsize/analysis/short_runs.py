@@ -7,6 +7,7 @@ workload whose short runs do not differ by repetition alone.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, replace
 from functools import cached_property
@@ -15,8 +16,9 @@ from typing import Any, Final, NamedTuple
 from torch import nn
 
 from memsize.depth.blocks import ModelBlocks, find_blocks, shorten
-from memsize.depth.repeated import FoldedPath
-from memsize.depth.trace_extension import NotRepeatedError, extended_trace
+from memsize.depth.extension_plan import ExtensionPlan
+from memsize.depth.repeated import FoldedPath, RepeatedBlocks
+from memsize.depth.trace_extension import NotRepeatedError, plan_extension
 from memsize.errors import MemsizeError
 from memsize.records.trace import Trace
 from memsize.spec.training import Training
@@ -28,6 +30,7 @@ from memsize.workloads.training import TrainingSteps
 
 _LENGTHS: Final = (3, 4)
 """The periods of blocks in the shorter one of two models, in the order in which they are tried."""
+_MOST_PLANS: Final = 8
 _WORTHWHILE: Final = 3
 """How many periods fewer than the whole model the two short ones have together, at the least."""
 
@@ -77,6 +80,7 @@ class ShortRuns:
         self._model = model
         self._copy = copy
         self._short: dict[int, nn.Module] = {}
+        self._plans = {length: deque[ExtensionPlan](maxlen=_MOST_PLANS) for length in _LENGTHS}
         self._lengths_of: dict[Hashable, tuple[int, ...]] = {}
         self.refusals: dict[Hashable, str] = {}
         """For each kind of proof that was tried: why it failed, or an empty text."""
@@ -87,32 +91,39 @@ class ShortRuns:
         blocks = find_blocks(self._model)
         return blocks if blocks is not None and blocks.repeated.count >= 2 * _LENGTHS[0] + 1 + _WORTHWHILE else None
 
-    def extended(
-        self, run: RunShort, kind: Hashable, extend: Callable[[int], bool] = lambda blocks: True
-    ) -> Trace | None:
+    def extended(self, run: RunShort, kind: Hashable, recorded: Callable[[int], bool] | None = None) -> Trace | None:
         """Return the run of the whole model, from those that `run` makes of short ones; None where they don't tell.
 
-        Runs of one `kind` are taken to need equally long models. `extend` extends what else the runs recorded.
+        Runs of one `kind` are taken to need equally long models. `recorded` extends what else two runs recorded, if
+        they record anything.
         """
         if self.blocks is None:
             return None
         repeated, runs = self.blocks.repeated, dict[int, Trace]()
         try:
             for length in self._lengths_of.get(kind, _LENGTHS):
-                for count in (length, length + 1):
-                    if count not in runs:
-                        runs[count] = run(self._model_with(count))
-                try:
-                    trace = extended_trace(runs[length], runs[length + 1], repeated.with_count(length), repeated.count)
-                except NotRepeatedError:
-                    continue
-                if extend(repeated.count - length):
+                if length not in runs:
+                    runs[length] = run(self._model_with(length))
+                plan = next((plan for plan in self._plans[length] if plan.fits(runs[length])), None)
+                if plan is None or recorded:
+                    runs[length + 1] = run(self._model_with(length + 1))
+                    plan = self._plan(runs[length], runs[length + 1], repeated.with_count(length))
+                if plan is not None and (recorded is None or recorded(repeated.count - length)):
                     self._lengths_of[kind] = (length,)
-                    return replace(trace, extended_from=(length, length + 1))
+                    return replace(plan.applied(runs[length]), extended_from=(length, length + 1))
         except (MemsizeError, NotRepeatedError):  # the whole model says why it fails
             return None
         self._lengths_of[kind] = ()
         return None
+
+    def _plan(self, shorter: Trace, longer: Trace, blocks: RepeatedBlocks) -> ExtensionPlan | None:
+        assert self.blocks is not None
+        try:
+            plan = plan_extension(shorter, longer, blocks, self.blocks.repeated.count)
+        except NotRepeatedError:
+            return None
+        self._plans[blocks.count].append(plan)
+        return plan
 
     def prove(self, proof: Proof, whole: Trace, run: RunShort) -> None:
         """Find whether `whole`, the run of a proof, is what the runs of short models extend to."""

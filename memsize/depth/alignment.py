@@ -28,6 +28,14 @@ class Table(NamedTuple):
     numbers: Integers
 
 
+class Extension(NamedTuple):
+    """The rows of a deep model, and the row of the shorter table that each is like."""
+
+    keys: Integers
+    numbers: Integers
+    origin: Integers
+
+
 class Insertion(NamedTuple):
     """A segment that the longer table has at `longer`, where the shorter one is at `shorter`: it repeats the `length`
     rows before it.
@@ -102,18 +110,18 @@ def _common(a: Integers, b: Integers) -> int:
     return int(different[0]) if len(different) else size
 
 
-def extended(shorter: Table, longer: Table, blocks: int) -> Table | None:
+def extended(shorter: Table, longer: Table, blocks: int) -> Extension | None:
     """Return the table of a model that has `blocks` more than that of `shorter`, where `longer` has one more; None
     where the two do not align.
     """
     segments = insertions(shorter.keys, longer.keys)
     if segments is None or not all(_has_neighbours(shorter.keys, longer.keys, segment) for segment in segments):
         return None
-    keys, numbers = [], []
+    numbers, origin = [], []
     at = to = 0
     for at_end, to_end, length in [*segments, Insertion(len(shorter.keys), len(longer.keys), 0)]:
         first, second = shorter.numbers[at:at_end], longer.numbers[to:to_end]
-        keys.append(shorter.keys[at:at_end])
+        origin.append(np.arange(at, at_end))
         numbers.append(first + (second - first) * blocks)
         at, to = at_end, to_end + length
         if length:
@@ -121,9 +129,10 @@ def extended(shorter: Table, longer: Table, blocks: int) -> Table | None:
             # What a block more adds to the numbers of the repetition before, and to those of the one behind.
             before = longer.numbers[to_end - length : to_end] - shorter.numbers[at - length : at]
             behind = longer.numbers[to : to + length] - shorter.numbers[at : at + length]
-            keys.append(np.tile(longer.keys[to_end:to], blocks))
+            origin.append(np.tile(np.arange(at - length, at), blocks))
             numbers.extend(repeated + before * (blocks - 1) + (behind - before) * n for n in range(blocks))
-    return Table(np.concatenate(keys), np.concatenate(numbers))
+    rows = np.concatenate(origin)
+    return Extension(shorter.keys[rows], np.concatenate(numbers), rows)
 
 
 def extended_values(shorter: Sequence[Value], longer: Sequence[Value], blocks: int) -> tuple[Value, ...] | None:

@@ -9,17 +9,17 @@ the tables were extended apart from each other, so that a wrong induction does n
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from memsize.depth.alignment import Integers, Table, extended
+from memsize.depth.alignment import Extension, Integers, Table, extended
+from memsize.depth.extension_plan import ExtensionPlan, IndexedRows, LayerRow, TensorRow, structure_of
 from memsize.depth.repeated import RepeatedBlocks
-from memsize.records.columns import Coded, Columns, Shapes
-from memsize.records.trace import DeferredFree, Event, Layer, Storage, StoredTensor, Trace
+from memsize.records.trace import DeferredFree, Layer, StoredTensor, Trace
 from memsize.records.world import Collective
 
 _MOST_DIMENSIONS: Final = 8
@@ -28,7 +28,7 @@ _NUMBER: Final = re.compile(r"(?<![\d.,])(\d+)(?![\d.,]*\d)")
 _NO_PATH: Final = -1
 _OF_PARAMETERS: Final = ("parameter", "gradient", "optimizer state")
 """Roles of storages that are as large as parameters, which blocks have one by one."""
-_LAYER_SIZES: Final = ("calls", "output_bytes", "saved_bytes", "cast_bytes")
+_LAYER_SIZES: Final = ("calls", "saved_bytes", "cast_bytes")
 """Figures of a layer that may grow with the depth where it holds the blocks."""
 _WHOLE: Final = ("model", "scenario", "training", "batch_size", "torch", "inputs", "phases", "assumptions")
 _WHOLE_TOO: Final = ("cudnn", "failure", "roots", "world", "lines", "stack")
@@ -59,12 +59,6 @@ class _Numbers:
         """Return a part of the keys of `rows`, a whole number."""
         return np.array([key[part] for key in self.keys], dtype=np.int64)[rows]
 
-    def coded(self, rows: Integers, part: int) -> Coded:
-        """Return a part of the keys of `rows`, a text."""
-        texts: dict[str, int] = {}
-        codes = [texts.setdefault(key[part], len(texts)) for key in self.keys]
-        return Coded(np.array(codes, dtype=np.int32)[rows], tuple(texts))
-
 
 # The parts of a storage's key; the last is its bytes and its shape, None where they grow with the depth.
 _ROLE, _OP, _DTYPE, _RANK, _STREAM, _LINE, _SAVED_AT, _PATH, _SAVED_PATH, _SIZE = range(10)
@@ -82,23 +76,26 @@ class _Keys(NamedTuple):
     others: _Numbers
 
 
+_Kind = TypeVar("_Kind", Table, Extension)
+
+
 @dataclass
-class _Tables:
-    """The tables of one of the two runs."""
+class _Tables(Generic[_Kind]):
+    """The tables of one of the two runs, or of the whole model's."""
 
-    layers: Table
-    outputs: Table
-    inputs: Table
-    tensors: Table
-    storages: Table
-    events: Table
-    deferred: Table
-    emptied: Table
-    collectives: Table
+    layers: _Kind
+    outputs: _Kind
+    inputs: _Kind
+    tensors: _Kind
+    storages: _Kind
+    events: _Kind
+    deferred: _Kind
+    emptied: _Kind
+    collectives: _Kind
 
 
-def extended_trace(shorter: Trace, longer: Trace, blocks: RepeatedBlocks, count: int) -> Trace:
-    """Return the trace of a model with `count` periods of blocks, from those of models with `blocks` and one more.
+def plan_extension(shorter: Trace, longer: Trace, blocks: RepeatedBlocks, count: int) -> ExtensionPlan:
+    """Return how the run of a model with `count` periods of blocks comes from those with `blocks` and one more.
 
     Raises `NotRepeatedError` where they differ by more than repetition.
     """
@@ -106,25 +103,24 @@ def extended_trace(shorter: Trace, longer: Trace, blocks: RepeatedBlocks, count:
         if getattr(shorter, name) != getattr(longer, name):
             raise NotRepeatedError(f"{name} of the two runs differ")
     try:
-        return _extended(shorter, longer, blocks, count, sizes_grow=False)
+        return _planned(shorter, longer, blocks, count, sizes_grow=False)
     except NotRepeatedError:
-        return _extended(shorter, longer, blocks, count, sizes_grow=True)
+        return _planned(shorter, longer, blocks, count, sizes_grow=True)
 
 
-def _extended(shorter: Trace, longer: Trace, blocks: RepeatedBlocks, count: int, *, sizes_grow: bool) -> Trace:
+def _planned(shorter: Trace, longer: Trace, blocks: RepeatedBlocks, count: int, *, sizes_grow: bool) -> ExtensionPlan:
     keys = _Keys(*(_Numbers() for _ in _Keys._fields))
     first = _Folding(shorter, blocks, keys, sizes_grow).tables()
     second = _Folding(longer, blocks.with_count(blocks.count + 1), keys, sizes_grow).tables()
     tables = {}
     for name, table in vars(first).items():
-        result = extended(table, getattr(second, name), count - blocks.count)
-        if result is None:
+        tables[name] = extended(table, getattr(second, name), count - blocks.count)
+        if tables[name] is None:
             raise NotRepeatedError(f"the {name} of the two runs do not align")
-        tables[name] = result
-    whole = _Tables(**tables)
+    whole: _Tables[Any] = _Tables(**tables)
     _check(whole, keys)
     notes = extended_texts(shorter.notes, longer.notes, count - blocks.count)
-    return replace(_Unfolding(blocks, keys, whole).into(shorter), notes=notes)
+    return _plan(shorter, first, blocks, keys, whole, notes)
 
 
 def extended_texts(shorter: Sequence[str], longer: Sequence[str], blocks: int) -> tuple[str, ...]:
@@ -160,7 +156,7 @@ class _Folding:
         self.storage_keys: Integers = np.zeros(0, dtype=np.int64)
         self.event_keys: Integers = np.zeros(0, dtype=np.int64)
 
-    def tables(self) -> _Tables:
+    def tables(self) -> _Tables[Table]:
         trace = self.trace
         return _Tables(
             layers=_table(map(self._layer, trace.layers), 3 + len(_LAYER_SIZES)),
@@ -187,7 +183,7 @@ class _Folding:
         sizes = {name: getattr(layer, name) or 0 for name in _LAYER_SIZES}
         grows = self._grows(of)
         without: dict[str, Any] = dict.fromkeys(sizes, 0) if grows else {}
-        alike = replace(layer, path="", aliases=(), outputs=(), inputs=(), **without)
+        alike = replace(layer, path="", aliases=(), outputs=(), output_bytes=0, inputs=(), **without)
         key = alike, of, tuple(alias for alias, _ in aliases), grows
         return self.keys.layers(key), (number, len(layer.outputs), len(layer.inputs), *sizes.values())
 
@@ -275,7 +271,7 @@ def _table(rows: Iterable[tuple[int, tuple[int, ...]]], width: int) -> Table:
     return Table(keys, np.array([numbers for _, numbers in listed], dtype=np.int64).reshape(len(listed), width))
 
 
-def _check(tables: _Tables, keys: _Keys) -> None:
+def _check(tables: _Tables[Extension], keys: _Keys) -> None:
     """Raise `NotRepeatedError` unless each index leads to a row of the key that goes with it."""
     storages, events = tables.storages, tables.events
     paths = np.append(np.array([key[1] for key in keys.layers.keys], dtype=np.int64)[tables.layers.keys], _NO_PATH)
@@ -301,104 +297,67 @@ def _check(tables: _Tables, keys: _Keys) -> None:
             raise NotRepeatedError("a storage appears or ends elsewhere than it should")
 
 
-class _Unfolding:
-    """The tables of the deep model, as a trace."""
-
-    def __init__(self, blocks: RepeatedBlocks, keys: _Keys, tables: _Tables) -> None:
-        self.blocks = blocks
-        self.keys = keys
-        self.tables = tables
-
-    def into(self, trace: Trace) -> Trace:
-        """Return `trace` with these tables."""
-        tables = self.tables
-        passed = [self._passed(table, column) for column, table in ((1, tables.outputs), (2, tables.inputs))]
-        return replace(
-            trace,
-            layers=tuple(map(self._layer, *_rows(tables.layers), *passed)),
-            tensors=tuple(map(self._tensor, *_rows(tables.tensors))),
-            storages=self._storages(),
-            events=self._events(),
-            deferred=tuple(DeferredFree(*numbers) for numbers in tables.deferred.numbers.tolist()),
-            emptied=tuple(tables.emptied.numbers[:, 0].tolist()),
-            collectives=tuple(map(self._collective, *_rows(tables.collectives))),
-        )
-
-    def _passed(self, table: Table, column: int) -> list[tuple[Any, ...]]:
-        """The tensors that each layer returned or got; raises `NotRepeatedError` where they are those of another."""
-        rows, result, end = table.keys.tolist(), [], 0
-        for layer, count in zip(
-            *(part.tolist() for part in (self.tables.layers.keys, self.tables.layers.numbers[:, column])), strict=True
-        ):
-            passed = [self.keys.others.keys[row] for row in rows[end : end + count]]
-            end += count
-            if any(path != self.keys.layers.keys[layer][1] for path, _ in passed):
-                raise NotRepeatedError("a layer has the outputs of another")
-            result.append(tuple(tensor for _, tensor in passed))
-        return result
-
-    def _layer(self, row: int, numbers: Sequence[int], outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Layer:
-        alike: Layer
-        alike, of, aliases, grows = self.keys.layers.keys[row]
-        path, (number, _, _, *sizes) = self.keys.paths.keys[of], numbers
-        grown: dict[str, Any] = dict(zip(_LAYER_SIZES, sizes, strict=True)) if grows else {}
-        return replace(
-            alike,
-            path=self.blocks.unfold(path, number),
-            aliases=tuple(self.blocks.unfold(alias, number) for alias in aliases),
-            outputs=outputs,
-            inputs=inputs,
-            **grown,
-        )
-
-    def _tensor(self, row: int, numbers: Sequence[int]) -> StoredTensor:
-        tensor: StoredTensor
-        tensor, name, layer, tied = self.keys.tensors.keys[row]
-        number, tied_number = numbers
-        unfold = self.blocks.unfold
-        return replace(
-            tensor,
-            name=unfold(name, number),
-            layer=unfold(layer, number),
-            tied_to=None if tied is None else unfold(tied, tied_number),
-        )
-
-    def _storages(self) -> Sequence[Storage]:
-        rows, numbers = self.tables.storages
-        keys = self.keys.storages
-        if not len(rows):
-            return ()
-        ranks = keys.column(rows, _RANK)
-        dimensions = numbers[:, 3:]
-        sizes = dimensions[np.arange(_MOST_DIMENSIONS) < ranks[:, None]]
-        return Columns(
-            Storage,
-            numbers[:, 2],
-            keys.coded(rows, _ROLE),
-            numbers[:, 0],
-            keys.coded(rows, _OP),
-            keys.coded(rows, _DTYPE),
-            Shapes(sizes, np.cumsum(ranks) - ranks, ranks),
-            numbers[:, 1],
-            keys.column(rows, _STREAM),
-            keys.column(rows, _LINE),
-            keys.column(rows, _SAVED_AT),
-        )
-
-    def _events(self) -> Sequence[Event]:
-        rows, numbers = self.tables.events
-        keys = self.keys.events
-        if not len(rows):
-            return ()
-        storage, layer, delta = numbers.T
-        phase = keys.column(rows, _PHASE)
-        return Columns(Event, storage, delta, phase, layer, keys.coded(rows, _EVENT_OP))
-
-    def _collective(self, row: int, numbers: Sequence[int]) -> Collective:
-        collective: Collective = self.keys.others.keys[row][0]
-        layer, event = numbers
-        return collective._replace(layer=layer, event=event)
+def _plan(
+    shorter: Trace,
+    first: _Tables[Table],
+    blocks: RepeatedBlocks,
+    keys: _Keys,
+    whole: _Tables[Extension],
+    notes: tuple[str, ...],
+) -> ExtensionPlan:
+    """The plan by which `whole` comes from the tables of the shorter run."""
+    paths = [keys.layers.keys[key][1] for key in whole.layers.keys.tolist()]
+    for passed, column in ((whole.outputs, 1), (whole.inputs, 2)):
+        of = [keys.others.keys[key][0] for key in passed.keys.tolist()]
+        counts = whole.layers.numbers[:, column].tolist()
+        if of != [path for path, count in zip(paths, counts, strict=True) for _ in range(count)]:
+            raise NotRepeatedError("a layer has the outputs of another")
+    return ExtensionPlan(
+        structure=structure_of(shorter),
+        layers=[_layer_row(shorter, blocks, keys, *row) for row in _rows(whole.layers)],
+        outputs=whole.outputs.origin.tolist(),
+        inputs=whole.inputs.origin.tolist(),
+        tensors=[_tensor_row(blocks, keys, *row) for row in _rows(whole.tensors)],
+        storages=_indexed(whole.storages, first.storages, ("layer", "saved_by")),
+        events=_indexed(whole.events, first.events, ("storage", "layer")),
+        deferred=tuple(DeferredFree(*numbers) for numbers in whole.deferred.numbers.tolist()),
+        emptied=tuple(whole.emptied.numbers[:, 0].tolist()),
+        collectives=[(origin, layer, event) for _, (layer, event), origin in _rows(whole.collectives)],
+        notes=notes,
+    )
 
 
-def _rows(table: Table) -> tuple[list[int], list[list[int]]]:
-    return table.keys.tolist(), table.numbers.tolist()
+def _layer_row(
+    shorter: Trace, blocks: RepeatedBlocks, keys: _Keys, key: int, numbers: Sequence[int], origin: int
+) -> LayerRow:
+    alike = shorter.layers[origin]
+    _, of, aliases, grows = keys.layers.keys[key]
+    number, outputs, inputs, *sizes = numbers
+    return LayerRow(
+        origin=origin,
+        path=blocks.unfold(keys.paths.keys[of], number),
+        aliases=tuple(blocks.unfold(alias, number) for alias in aliases),
+        outputs=outputs,
+        inputs=inputs,
+        grown={
+            name: size for name, size in zip(_LAYER_SIZES, sizes, strict=True) if grows and size != getattr(alike, name)
+        },
+    )
+
+
+def _tensor_row(blocks: RepeatedBlocks, keys: _Keys, key: int, numbers: Sequence[int], origin: int) -> TensorRow:
+    _, name, layer, tied = keys.tensors.keys[key]
+    number, tied_number = numbers
+    tied_to = None if tied is None else blocks.unfold(tied, tied_number)
+    return TensorRow(origin, blocks.unfold(name, number), blocks.unfold(layer, number), tied_to)
+
+
+def _indexed(table: Extension, short: Table, fields: tuple[str, str]) -> IndexedRows:
+    """The rows of a table whose first two numbers are indexes, and the others sizes."""
+    indexes, sizes = table.numbers[:, :2], table.numbers[:, 2:]
+    grown = np.flatnonzero((sizes != short.numbers[table.origin, 2:]).any(axis=1))
+    return IndexedRows(table.origin, dict(zip(fields, indexes.T, strict=True)), grown, sizes[grown])
+
+
+def _rows(table: Extension) -> Iterator[tuple[int, list[int], int]]:
+    return zip(table.keys.tolist(), table.numbers.tolist(), table.origin.tolist(), strict=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from memsize.device.cards import CARDS, card
-from memsize.device.cuda_libraries import context, context_on
+from memsize.device.cards import CARDS, LOCAL_SUFFIX, card
+from memsize.device.cuda_context import cuda_context
 from memsize.errors import InputError, first_line
 from memsize.records.fit import Budget
 from memsize.records.gpu import DEFAULT_GPU, Card
@@ -98,15 +98,15 @@ def local_card() -> Card:
     except RuntimeError as error:
         raise InputError(f"the GPU of this machine does not answer: {first_line(error)}") from None
     if torch.version.hip:
-        return Card(f"{name} (local)", card(DEFAULT_GPU).capability, total, _ASKED, platform="ROCm")
-    return Card(f"{name} (local)", capability, total, _ASKED)
+        return Card(name + LOCAL_SUFFIX, card(DEFAULT_GPU).capability, total, _ASKED, platform="ROCm")
+    return Card(name + LOCAL_SUFFIX, capability, total, _ASKED)
 
 
 def _budget(where: Card, device: int | None = None, *, margin: str | int, stack: Stack, fraction: float) -> Budget:
     """The budget of a card, or of a part of `device` bytes of it."""
     name = where.name if device is None else f"a GPU of {format_bytes(device)}"
     device = where.bytes if device is None else device
-    taken = context_on(where, stack.cuda).high
+    taken = cuda_context(where, stack).high
     notes = (*([where.note] if where.note else []), *_taken(where))
     budget = Budget(
         name=name,
@@ -131,7 +131,7 @@ def _taken(where: Card) -> Iterator[str]:
         import torch
 
         free, total = torch.cuda.mem_get_info()
-        if total - free > context().high:
+        if total - free > cuda_context(where).high:
             taken = format_bytes(total - free)
             yield f"{taken} of {where.name} are taken right now: --margin leaves room for what stays"
 

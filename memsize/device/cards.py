@@ -14,7 +14,7 @@ import re
 from typing import Final
 
 from memsize.errors import UnknownInputError, nearest, quoted
-from memsize.records.gpu import Card
+from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.units import GiB, MiB
 
 _MESSAGES: Final = "PyTorch's out-of-memory messages in public repositories"
@@ -177,6 +177,8 @@ def _apple(gib: int) -> Card:
 _MACS = tuple(map(_apple, (8, 16, 18, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)))
 _TABLE = (*_DATACENTER, *_CONSUMER, *_WORKSTATION, *_INSTINCT, *_MACS)
 
+LOCAL_SUFFIX: Final = " (local)"
+"""Follows the name of a GPU of this machine."""
 _LEFT_OUT: Final = re.compile(r"nvidia|geforce|tesla|amd|generation|(?<=laptop)gpu|sxm\d?|pcie|hbm\d?e?|[^a-z0-9]")
 """What drivers write into a name and people omit."""
 _MAC: Final = re.compile(
@@ -192,6 +194,63 @@ def _key(name: str) -> str:
 
 CARDS: dict[str, Card] = {card.name: card for card in _TABLE}
 _BY_KEY: Final = {_key(name): card for card in _TABLE for name in (card.name, *card.aliases)}
+
+
+_PROCESSORS: Final[dict[str, int]] = {
+    name: count
+    for count, names in {
+        10: "A2|A16",
+        16: "GeForce RTX 3050 Laptop 4GB",
+        18: "GeForce RTX 3050 6GB",
+        20: "GeForce RTX 3050 8GB",
+        22: "RTX 2000 Ada",
+        24: "GeForce RTX 4060|GeForce RTX 4060 Laptop",
+        26: "RTX A2000 6GB|RTX A2000 12GB",
+        28: "GeForce GTX 1080 Ti|GeForce RTX 3060 12GB",
+        30: "GeForce RTX 2060|GeForce RTX 5060",
+        34: "GeForce RTX 2060 12GB|GeForce RTX 2060 SUPER|GeForce RTX 4060 Ti 8GB|GeForce RTX 4060 Ti 16GB",
+        36: "GeForce RTX 2070|GeForce RTX 4070 Laptop|GeForce RTX 5060 Ti 8GB|GeForce RTX 5060 Ti 16GB",
+        38: "GeForce RTX 3060 Ti",
+        40: "Tesla T4|GeForce RTX 2070 SUPER",
+        46: "GeForce RTX 2080|GeForce RTX 3070|GeForce RTX 3070 Ti Laptop|GeForce RTX 4070",
+        48: "GeForce RTX 2080 SUPER|GeForce RTX 3070 Ti|GeForce RTX 5070|Quadro RTX 5000|RTX A4000|RTX 4000 Ada",
+        56: "Tesla P100 16GB|A30|GeForce RTX 4070 SUPER|RTX A4500",
+        58: "L4",
+        60: "GeForce RTX 4070 Ti|RTX 4500 Ada",
+        64: "RTX A5000",
+        66: "GeForce RTX 4070 Ti SUPER",
+        68: "GeForce RTX 2080 Ti|GeForce RTX 3080 10GB",
+        70: "GeForce RTX 3080 12GB|GeForce RTX 5070 Ti",
+        72: "A10|TITAN RTX|Quadro RTX 8000",
+        76: "GeForce RTX 4080",
+        80: "Tesla V100 16GB|Tesla V100 32GB|A10G|GeForce RTX 3080 Ti|GeForce RTX 4080 SUPER|RTX A5500",
+        82: "GeForce RTX 3090",
+        84: "A40|GeForce RTX 3090 Ti|GeForce RTX 5080|RTX A6000",
+        100: "RTX 5000 Ada",
+        108: "A100 40GB|A100 80GB",
+        128: "GeForce RTX 4090",
+        132: "H100 80GB|H100 NVL|GH200 96GB|H200",
+        142: "L40|L40S|RTX 6000 Ada",
+        148: "B200",
+        160: "B300",
+        170: "GeForce RTX 5090",
+        188: "RTX PRO 6000 Blackwell",
+    }.items()
+    for name in names.split("|")
+}
+"""Multiprocessors, from NVIDIA's data sheets; an H100 for PCI Express has 114."""
+
+
+def processors(where: Card) -> tuple[int, int]:
+    """The least and the most multiprocessors of a card: where it isn't in the table, those of its generation, and where
+    that isn't CUDA's, those of the card whose kernels stand in.
+    """
+    same = _BY_KEY.get(_key(where.name.removesuffix(LOCAL_SUFFIX)), where) if where.platform == "CUDA" else None
+    count = _PROCESSORS.get(same.name if same else DEFAULT_GPU)
+    if count is not None:
+        return count, count
+    generation = [n for name, n in _PROCESSORS.items() if CARDS[name].capability[0] == where.capability[0]]
+    return min(generation, default=min(_PROCESSORS.values())), max(generation, default=max(_PROCESSORS.values()))
 
 
 def card(name: str) -> Card:

@@ -1,8 +1,7 @@
-"""The memory that CUDA and its libraries take for a process, whatever the model: outside the caching allocator the CUDA
-context and NCCL's buffers, inside it the workspaces of cuBLAS and cuBLASLt.
+"""The buffers that CUDA's libraries take for a process, whatever the model: NCCL's outside the caching allocator, the
+workspaces of cuBLAS and cuBLASLt inside it.
 
-What is outside, loaded kernels and library handles included, depends on the software stack, the card and how cards are
-connected, and cannot be derived offline: it is an interval.
+What NCCL takes depends on how cards are connected and cannot be derived offline: it is an interval.
 
 cuBLAS: PyTorch allocates one workspace per handle and stream when a matrix product first runs there and keeps it. The
 autograd thread has its own handle, so a training step has two workspaces. cuBLASLt, which computes products with a bias
@@ -20,37 +19,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from memsize.errors import InputError
-from memsize.records.gpu import Card, Interval
+from memsize.records.gpu import Interval
 from memsize.records.world import Collective
 from memsize.spec.stack import NEWEST, Release, release
 from memsize.units import KiB, MiB, format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleLoading:
-    """When CUDA loads its kernels, the size of the CUDA context that follows, and where the figures come from."""
-
-    name: str
-    context: Interval
-    source: str
-
-
-LAZY: Final = ModuleLoading(
-    "CUDA 11.7 or newer, kernels loaded when first used",
-    Interval(300 * MiB, 650 * MiB),
-    "measured 274 MiB with one tensor (pytorch/pytorch#86509), about 300 MiB (#107667), about 400 MiB (#109888), "
-    "426 MiB before any op with CUDA 13.0 (unslothai/unsloth-zoo#1053); cuBLAS, cuDNN and the kernels add to it",
-)
-EAGER: Final = ModuleLoading(
-    "CUDA before 11.7, or CUDA_MODULE_LOADING=EAGER: every kernel loaded at start",
-    Interval(1_000 * MiB, 1_450 * MiB),
-    "more than 1,000 MB before CUDA 11.7 (pytorch/pytorch#107667); 1,429 MiB fits 200 training runs on an A100",
-)
-_LAZY_SINCE: Final = (11, 7)
 
 COMMUNICATOR: Final = Interval(0, 2_048 * MiB)
 """What NCCL takes for each group of processes that communicate. Nothing where GPUs can only exchange through the
@@ -69,25 +43,6 @@ other machines that it doesn't have (NVIDIA/nccl#2363), and nothing on an RTX 30
 """
 _ISSUES: Final = ("#864", "#1685", "#2363")
 """Where the three were measured."""
-
-
-def context(cuda: str | None = None, module_loading: str | None = None) -> Interval:
-    """Bytes that a process holds outside the caching allocator with CUDA `cuda` (``"12.8"``; None: a current version).
-
-    `module_loading` is the value of `CUDA_MODULE_LOADING`, which overrides the version's default. Raises `InputError`
-    when the version cannot be read.
-    """
-    if (module_loading or "").upper() == "EAGER":
-        return EAGER.context
-    version = _LAZY_SINCE if cuda is None else release(cuda)
-    if version is None:
-        raise InputError(f"cannot read {cuda!r} as a CUDA version: write it like 12.8")
-    return (LAZY if version >= _LAZY_SINCE else EAGER).context
-
-
-def context_on(where: Card, cuda: str | None) -> Interval:
-    """The `context` that comes out of a card's memory. Metal's recommendation for a process leaves its own out."""
-    return Interval(0, 0) if where.platform == "MPS" else context(cuda)
 
 
 class Groups(NamedTuple):

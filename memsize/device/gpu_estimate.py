@@ -7,10 +7,11 @@ from typing import Any, Final
 
 from memsize.device.allocation_events import AllocationEvents, dispensable, flow_of, variants
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.cuda_libraries import context, context_on, nccl
+from memsize.device.cuda_context import cuda_context
+from memsize.device.cuda_libraries import nccl
 from memsize.device.replay import BoundedReplay, Replay, replay, replay_within
 from memsize.records.aggregates import split_phase, traffic
-from memsize.records.columns import numbers, places, rows_at
+from memsize.records.columns import distinct, numbers, places, rows_at
 from memsize.records.gpu import Card, GpuEstimate, Interval, LiveStorage, RecordStreamCost, Shortage, StreamShare
 from memsize.records.roles import Role
 from memsize.records.trace import Trace
@@ -114,8 +115,7 @@ def replay_on(
 
 def _outside(trace: Trace, where: Card | None) -> Interval:
     """The bytes taken outside the allocator: by the CUDA context, and by NCCL if the run is one process of many."""
-    cuda = Stack.parse(trace.stack).cuda
-    alone = context(cuda) if where is None else context_on(where, cuda)
+    alone = cuda_context(where, Stack.parse(trace.stack), distinct(trace.events, "op") - {""})
     among = nccl(trace.collectives) or Interval(0, 0)
     return Interval(alone.low + among.low, alone.high + among.high)
 

@@ -138,6 +138,13 @@ def numbers(rows: Sequence[Row], field: str) -> Integers:
     return np.fromiter(map(attrgetter(field), rows), dtype=np.int64, count=len(rows))
 
 
+def distinct(rows: Sequence[Row], field: str) -> frozenset[str]:
+    """The texts in a field."""
+    if isinstance(rows, Columns):
+        return frozenset(rows.column(field).values)
+    return frozenset(map(attrgetter(field), rows))
+
+
 def rows_at(rows: Sequence[Row], positions: Collection[int]) -> Sequence[Row]:
     """Return the rows at some positions. Of `Columns` all are picked at once: one by one takes thirty times as long."""
     if not isinstance(rows, Columns):

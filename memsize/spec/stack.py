@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, Literal, get_args
 
 from memsize.errors import InputError
 from memsize.spec.options import check_fields, option
 
 Release = tuple[int, int]
 """Major and minor: (2, 6)."""
+Loading = Literal["lazy", "eager"]
+"""When CUDA loads the kernels of a library: those that run, or all of them at its first call."""
 
 OLDEST: Final[Release] = (2, 0)
 NEWEST: Final[Release] = (2, 14)
@@ -29,11 +31,13 @@ _NOTE: Final = (
 class Stack:
     """Releases as people write them: ``Stack("2.6", "12.4")``. None, for either, is what is installed.
 
-    Raises `InputError` for a release whose rules are not known.
+    `loading` is what `CUDA_MODULE_LOADING` says, ``"lazy"`` or ``"eager"``; None: what CUDA and PyTorch do by
+    themselves. Raises `InputError` for a release whose rules are not known.
     """
 
     torch: str | None = None
     cuda: str | None = None
+    loading: Loading | None = None
 
     def __post_init__(self) -> None:
         if self.torch is not None and not ("." in self.torch and OLDEST <= (release(self.torch) or (0, 0)) <= NEWEST):
@@ -41,14 +45,16 @@ class Stack:
             raise InputError(f"PyTorch {self.torch} is not known: its memory is simulated for {simulated}")
         if self.cuda is not None and not _CUDA[0] <= (release(self.cuda) or (0, 0))[0] <= _CUDA[1]:
             raise InputError(f"CUDA {self.cuda} is not known: PyTorch's stacks have {_CUDA[0]}.0 to {_CUDA[1]}.x")
+        if self.loading is not None and self.loading not in get_args(Loading):
+            raise InputError(f"CUDA loads its modules lazy or eager, not {self.loading}")
 
     @classmethod
     def parse(cls, text: str) -> Stack:
-        """The stack that a text such as ``"torch=2.6,cuda=12.4"`` names; either may be left out."""
-        releases: dict[str, str] = {}
+        """The stack that a text such as ``"torch=2.6,cuda=12.4,loading=eager"`` names; any part may be left out."""
+        releases: dict[str, Any] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, _, version = map(str.strip, part.partition("="))
-            if name not in ("torch", "cuda") or not version or name in releases:
+            if name not in {field.name for field in fields(cls)} or not version or name in releases:
                 raise InputError(f"cannot read {part!r} in a stack: write it like torch=2.6,cuda=12.4")
             releases[name] = version
         return cls(**releases)
@@ -59,12 +65,17 @@ class Stack:
         return stack if isinstance(stack, Stack) else cls.parse(stack or "")
 
     def __str__(self) -> str:
-        versions = {"torch": self.torch, "cuda": self.cuda}
-        return ",".join(f"{name}={version}" for name, version in versions.items() if version)
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ",".join(f"{name}={part}" for name, part in parts.items() if part)
 
     def note(self, installed: str) -> str | None:
         """Say what follows it, and what stays that of the `installed` PyTorch; None for the installed one itself."""
-        return _NOTE.format(self, installed) if str(self) else None
+        return _NOTE.format(self, installed) if self.torch or self.cuda else None
+
+    def in_environment(self, module_loading: str | None) -> Stack:
+        """Return the stack of a process whose `CUDA_MODULE_LOADING` that is; CUDA ignores what it does not know."""
+        loading = next((name for name in get_args(Loading) if name == (module_loading or "").lower()), None)
+        return self if self.loading else replace(self, loading=loading)
 
     @property
     def release(self) -> Release | None:
@@ -85,7 +96,10 @@ class Gpu:
 
     name: str | None = option(None, "GPU to simulate: a100, t4, h100 …", key="gpu", shown="a100", metavar="NAME")
     stack: Stack | str | None = option(
-        None, "PyTorch and CUDA on the GPU: torch=2.6,cuda=12.4.", shown="those installed", metavar="RELEASES"
+        None,
+        "PyTorch and CUDA on the GPU: torch=2.6,cuda=12.4; loading=eager: all of CUDA's kernels.",
+        shown="those installed",
+        metavar="RELEASES",
     )
     allocator: Any = option(
         None,

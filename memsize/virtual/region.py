@@ -26,7 +26,7 @@ import torch.utils.checkpoint
 import torch.utils.data
 
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.cuda_libraries import context
+from memsize.device.cuda_context import cuda_context
 from memsize.errors import InputError
 from memsize.kernels.attention import compiled_mask
 from memsize.known_values.data_dependent import UNCOMPILED
@@ -314,7 +314,7 @@ class VirtualMachine(RunDevice):
 
     def _gpu(self, ledger: VirtualLedger, stack: Stack = INSTALLED) -> AbstractContextManager[None]:
         memory = DeviceMemory(
-            self.card.bytes, context().low, AllocatorConfig, ledger.events, ledger.streams, bounded=False
+            self.card.bytes, cuda_context(self.card).low, AllocatorConfig, ledger.events, ledger.streams, bounded=False
         )
         return virtual_gpu(Driver(self.card, memory, stack=stack), ledger, world=self.world)
 

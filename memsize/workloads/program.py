@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from memsize.device.allocator_config import AllocatorConfig, settings_in
-from memsize.device.cuda_libraries import context, nccl_notes
+from memsize.device.cuda_context import cuda_context
+from memsize.device.cuda_libraries import nccl_notes
 from memsize.errors import first_line
 from memsize.processes.patches import Patch, assigned, wrapping
 from memsize.processes.user_code import Lines, running_lines, shown
@@ -95,7 +96,7 @@ class Program:
         self.ledger = VirtualLedger(workspaces, self._after_op, self._allocate)
         self.ledger.evaluator.observer = self._relied
         self.memory = DeviceMemory(
-            card.bytes, context(stack.cuda).low, self._settings, self.ledger.events, self.ledger.streams, bounded
+            card.bytes, cuda_context(card, stack).low, self._settings, self.ledger.events, self.ledger.streams, bounded
         )
         self.steps = ProgramSteps(self.ledger, steps, self._stop_after_steps, lambda: shown(self._lines()))
         self.calls = ProgramCalls(self.ledger, self._before_forward)
@@ -151,6 +152,7 @@ class Program:
             yield
 
     def _settings(self) -> AllocatorConfig:
+        self.stack = self.stack.in_environment(os.environ.get("CUDA_MODULE_LOADING"))
         if self._config is not None:
             return self._config
         text = settings_in(os.environ)

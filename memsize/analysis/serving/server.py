@@ -18,7 +18,7 @@ from memsize.analysis.remedies import Ladder, Need, Remedy, RemedySearch, try_re
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
 from memsize.device.cards import CARDS
-from memsize.device.cuda_libraries import context_on
+from memsize.device.cuda_context import cuda_context
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.fit import Remedied
@@ -168,7 +168,7 @@ class Server:
         serving, runner = self.serving, self.runner
         run = runner, scenario, serving.max_num_batched_tokens, serving.rows, serving.tensor_parallel_size
         weights, profile = self._profiles.get(run) or self._profiles.setdefault(run, self._profiled(scenario))
-        outside = Interval(LEAST_OUTSIDE, context_on(runner.gpu, runner.stack.cuda).high)
+        outside = Interval(LEAST_OUTSIDE, cuda_context(runner.gpu, runner.stack).high)
         left = [self._budget - weights - profile - taken for taken in reversed(outside)]
         row = replace(row, weights=weights, profile=profile, non_torch=outside)
         if left[1] < layout.block_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -15,7 +16,8 @@ from memsize.analysis.verify.cuda_memory import MemoryReader
 from memsize.analysis.verify.measure import SEED, MeasurementPlan, materialized_setup, measure
 from memsize.device.allocation_events import CONVOLUTIONS, dispensable, requests, variants
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.cuda_libraries import context, cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
+from memsize.device.cuda_context import cuda_context
+from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.device.replay import replay_within
 from memsize.errors import InputError
 from memsize.kernels.convolution import ConvolutionWorkspaces
@@ -23,6 +25,7 @@ from memsize.kernels.cudnn.library import Convolution, Plans, installed
 from memsize.kernels.semantics import CUDNN
 from memsize.model.input_tensors import ModelInputs, input_tensors
 from memsize.records.aggregates import live_bytes, split_phase
+from memsize.records.columns import distinct
 from memsize.records.gpu import Card, Interval
 from memsize.records.measurement import (
     ConvolutionWorkspace,
@@ -36,6 +39,7 @@ from memsize.records.measurement import (
 from memsize.records.trace import Trace
 from memsize.records.verification import Prediction, Verification, VerifiedRun
 from memsize.spec.scenario import Scenario
+from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.training import Training
 from memsize.torch_internals.isolation import collector_paused
 from memsize.tracing.ledger import Workspaces
@@ -58,7 +62,7 @@ def predict(
     which plan the benchmark chooses depends on timing.
     """
     config = AllocatorConfig.parse(stack.allocator)
-    outside = context(stack.cuda, stack.module_loading)
+    outside = cuda_context(_card(stack), stack_of(stack), distinct(trace.events, "op") - {""})
     optional = dispensable(trace)
     peaks: list[Peaks] = []
     for events in variants(trace) if greediest is None else [requests(trace, 0), requests(greediest)]:
@@ -94,6 +98,20 @@ def predict(
         assumptions=trace.assumptions,
         notes=trace.notes,
     )
+
+
+def _card(stack: SoftwareStack) -> Card:
+    return Card(stack.gpu, stack.capability, stack.total, "measured")
+
+
+def stack_of(measured: SoftwareStack) -> Stack:
+    """The releases of a measurement; those that are installed where their rules are not known. PyTorch writes ``LAZY``
+    into its environment also where CUDA loads eagerly.
+    """
+    eager = (measured.module_loading or "").upper() == "EAGER"
+    with suppress(InputError):
+        return Stack(measured.torch, measured.cuda, "eager" if eager else None)
+    return INSTALLED
 
 
 def convolves(trace: Trace) -> bool:
@@ -141,8 +159,7 @@ class Experiment:
 
     def trace(self, stack: SoftwareStack, plans: Plans | None = None) -> Trace:
         """The simulated run on a GPU of `stack`; convolutions take the workspaces that `plans` give."""
-        where = Card(stack.gpu, stack.capability, stack.total, "measured")
-        runner = self._runner(where)
+        runner = self._runner(_card(stack))
         with collector_paused():
             taken = workspaces(stack, plans or Plans(stack.capability, installed))
             gpu = GpuSetup(stack.capability, taken, cudnn=stack.cudnn or CUDNN)
