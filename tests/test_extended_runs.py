@@ -90,6 +90,8 @@ ALL = pytest.mark.thorough
         ("gpt2", STEPS, "as-given"),
         ("mistral", STEPS, "as-given"),
         pytest.param("llama", Inference(), "int8-weight", marks=ALL),
+        pytest.param("llama", STEPS, "nf4", marks=ALL),
+        pytest.param("llama", STEPS, "apex-O2", marks=ALL),
         pytest.param("bert", STEPS, "amp-bf16", marks=ALL),
         pytest.param("gemma3", STEPS, "as-given", marks=ALL),
         pytest.param("mixtral", STEPS, "amp-fp16", marks=ALL),
@@ -127,15 +129,23 @@ def test_vision_models(library: str, name: str, settings: dict[str, Any], worklo
     assert trace.extended_from in SHORT
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "mistral", pytest.param("gpt2", marks=ALL), pytest.param("mixtral", marks=ALL)]
-)
-def test_generations(kind: str) -> None:
+GENERATIONS = [
+    ("llama", {}),
+    ("mistral", {}),
+    pytest.param("gpt2", {"num_beams": 2}, marks=ALL),
+    pytest.param("mixtral", {"prefill_chunk_size": 4}, marks=ALL),
+    pytest.param("llama", {"cache_implementation": "static"}, marks=ALL),
+    pytest.param("mistral", {"uneven": True}, marks=ALL),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), GENERATIONS)
+def test_generations(kind: str, options: dict[str, Any]) -> None:
     model = TEXTS[kind]()
     data = {"kwargs": {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, "mode": "eval"}
     runs, records = [], []
     for whole in (False, True):
-        workload = GenerationSteps(Generation(prompt=8, max_new_tokens=4))
+        workload = GenerationSteps(Generation(prompt=8, max_new_tokens=4, **options))
         runs.append(traced(model, workload, whole=whole, **data))
         records.append(workload.record.steps)
     assert runs[0].extended_from in SHORT
