@@ -12,16 +12,18 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from memsize.errors import InputError
 from memsize.printable import shortened
 from memsize.records.codec import coder
-from memsize.records.generation import GenerationReport
-from memsize.records.program import ProgramRun
-from memsize.records.report import Report
 from memsize.spec.stack import OLDEST, Release
 from memsize.units import MiB
+
+if TYPE_CHECKING:
+    from memsize.records.generation import GenerationReport
+    from memsize.records.program import ProgramRun
+    from memsize.records.report import Report
 
 BLOCK: Final = 512
 """Every block is a multiple of this many bytes (kMinBlockSize)."""

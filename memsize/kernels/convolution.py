@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,9 @@ from memsize.kernels.tensors import (
     is_dense_channels_last,
 )
 from memsize.model.tensor_storage import dtype_name
-from memsize.records.layout import Format
+
+if TYPE_CHECKING:
+    from memsize.records.layout import Format
 
 _aten = torch.ops.aten
 FORWARD = _aten.convolution.default

@@ -8,13 +8,15 @@ on dtypes have tables of their own, for the kernels whose source is known.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch._ops import OpOverload
 
 from memsize.model.tensor_storage import dtype_name
-from memsize.records.layout import Format
+
+if TYPE_CHECKING:
+    from memsize.records.layout import Format
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -102,7 +104,7 @@ def temporaries_of(*ops: Any) -> Callable[[_F], _F]:
 
 # -- copies -----------------------------------------------------------------------------------------------------------
 
-Copies = Iterator[tuple[torch.Tensor, Format]]
+Copies: TypeAlias = "Iterator[tuple[torch.Tensor, Format]]"
 """The arguments that a kernel copies before it begins, and the memory format of the copies."""
 
 COPIES: dict[Any, Callable[[Any, Any], Copies]] = {}

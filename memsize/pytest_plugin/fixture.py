@@ -46,7 +46,7 @@ class Memory:
         """`memsize.report` of a model: as it is, unless `scenarios` are named. Each of them is held to the limits."""
         peaks = {LIMITS[bound.name].of_peak for bound in self._bounds} - {""}
         options = {"scenarios": "as-given"} | ({"gpu": DEFAULT_GPU} if peaks else {}) | options
-        answer = api.report(model, size, **options)
+        answer: Report = api.report(model, size, **options)
         for result in answer.scenario_results:
             self._check(answer, result)
         if not answer.scenario_results:  # without an input: what the model stores
@@ -55,7 +55,7 @@ class Memory:
 
     def trace(self, model: Any, size: Any = None, **options: Any) -> StepTrace:
         """`memsize.trace` of a training step, or of an inference with ``optimizer=None``, held to the limits."""
-        answer = api.trace(model, size, **options)
+        answer: StepTrace = api.trace(model, size, **options)
         inference = options.get("optimizer", "adamw") is None
         result = ScenarioResult(
             answer.trace.scenario,
@@ -75,7 +75,7 @@ class Memory:
         for bound in batches:
             options = {"batch_size": bound.amount, "remedies": False} | options
         options = {"scenarios": "as-given"} | options
-        answer = api.fit(model, size, **options)
+        answer: Fit = api.fit(model, size, **options)
         self._hold(against_batch(row, bound) for bound in batches for row in answer.fit_rows)
         return answer
 

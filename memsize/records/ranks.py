@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from operator import itemgetter
-from typing import Annotated, ClassVar, Final, Literal, NamedTuple
+from typing import Annotated, ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Answer
 from memsize.records.cells import Label
@@ -16,9 +16,6 @@ from memsize.records.gpu import GpuEstimate
 from memsize.records.program import ProgramRun
 from memsize.records.schema import NotEmpty
 from memsize.records.world import World
-
-Which = Literal["all", "distinct"]
-"""The ranks that are run: all, or the few that show that the others are the same."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from memsize.errors import InputError
-from memsize.records.ranks import Which
 from memsize.records.world import World
 from memsize.spec.generation import GENERATED, SERVED, Draft, Generation, Serving
 from memsize.spec.model_request import ModelRequest, parse_arguments
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 
 Backend = Literal["loky", "dask", "ray"]
 OnExcess = Literal["warn", "raise", "ignore"]
+Which = Literal["all", "distinct"]
+"""The ranks that are run: all, or the few that show that the others are the same."""
 _Path = str | os.PathLike[str]
 _TRAINING: Final = {
     "when": "train",
