@@ -28,6 +28,7 @@ from memsize.device.gpu_estimate import estimate_gpu as estimate_gpu
 from memsize.device.replay import (
     OMITTED as OMITTED,
     BoundedReplay as BoundedReplay,
+    Prefixes as Prefixes,
     replay as replay,
     replay_within as replay_within,
 )

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 from memsize import AllocatorConfig
 from memsize.errors import InputError
-from tests.gpus import BoundedReplay, replay, replay_within
+from tests.gpus import BoundedReplay, Prefixes, replay, replay_within
 from tests.records import Interval
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -882,14 +882,15 @@ def columns(result):
     st.sets(st.integers(0, 40)),
     st.sets(st.integers(0, 60), max_size=3),
     st.lists(st.integers(0, 60), min_size=60, max_size=60),
+    st.none() | st.integers(0, 200 * MiB),
 )
 def test_replays_that_share_prefixes_equal_those_from_the_start(
-    events, config, counts, placed, dispensable, emptied, lags
+    events, config, counts, placed, dispensable, emptied, lags, least
 ):
     frees = [event for event, (_, delta) in enumerate(events) if delta < 0]
     deferred = {event: min(event + 1 + lag, len(events)) for event, lag in zip(frees, lags, strict=False) if lag > 30}
     how = {"streams": placed, "optional": dispensable, "emptied": emptied, "deferred": deferred, "timeline": True}
-    prefixes = []
+    prefixes = Prefixes(least)
     for count in counts:
         capacity = None if count is None else count * 2 * MiB
         shared = replay(events, config, capacity=capacity, prefixes=prefixes, **how)
@@ -898,10 +899,10 @@ def test_replays_that_share_prefixes_equal_those_from_the_start(
 
 def test_a_replay_continues_where_another_was_refused_memory():
     events = [(0, 30 * MiB), (0, -30 * MiB), (1, 40 * MiB), (1, -40 * MiB), (2, 60 * MiB)]
-    prefixes = []
+    prefixes = Prefixes(least=20 * MiB)
 
     def starts():
-        return [prefix.event for prefix in prefixes]
+        return [prefix.event for prefix in prefixes.runs]
 
     # 30 + 40 is the first request beyond 65 MiB, 30 + 40 + 60 the first beyond 120.
     replay(events, capacity=65 * MiB, prefixes=prefixes)
@@ -914,6 +915,10 @@ def test_a_replay_continues_where_another_was_refused_memory():
     assert replay(others, capacity=50 * MiB, prefixes=prefixes) == replay(events, capacity=50 * MiB)
     assert replay(events, capacity=20 * MiB, prefixes=prefixes) == replay(events, capacity=20 * MiB)
     assert starts() == [2, 4]
+    # Without bound, and with nothing to continue from, it leaves the state before the request that exceeds `least`.
+    prefixes = Prefixes(least=35 * MiB)
+    assert replay(events, prefixes=prefixes) == replay(events)
+    assert starts() == [2]
     # A fraction of the card depends on the card.
     fraction = AllocatorConfig(memory_fraction=0.9)
     assert replay(events, fraction, capacity=120 * MiB, prefixes=prefixes).reserved.bytes == 70 * MiB

@@ -55,13 +55,9 @@ class Memory:
         """Note that a stretch was mapped, or given back with a `size` below 0."""
         self.changes.append((self.event, stream, start, size))
 
-    def has(self, size: int) -> bool:
-        """Whether CUDA can give `size` more."""
-        return self.capacity is None or self.reserved + size <= self.capacity
-
     def obtain(self, size: int) -> bool:
         """Hand out `size` more, if there is as much."""
-        if not self.has(size):
+        if self.capacity is not None and self.reserved + size > self.capacity:
             return False
         self.reserved += size
         return True
@@ -190,8 +186,7 @@ class Pool:
 class LimitedPool(Pool):
     """A pool of large blocks under `max_split_size`, or under garbage collection, which asks for the age of a block.
 
-    A block of at least `most` is never split: it serves no smaller request, and no request that it exceeds by
-    `tolerance`.
+    A block of at least `most` is never split: it serves no smaller request, and none that it exceeds by `tolerance`.
     """
 
     __slots__ = ("born", "most", "tolerance")

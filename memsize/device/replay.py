@@ -146,8 +146,7 @@ def replay(
     allocator = Allocator(config, capacity, None if whole is None else config.allowed(whole))
     run = _Run(allocator, streams or {}, optional, deferred or {}, rows=[] if timeline else None)
     if prefixes is not None and not config.depends_on_card:
-        shared = (prefix for prefix in prefixes if prefix.is_shared(capacity))
-        run = max(shared, key=lambda prefix: prefix.event, default=run).copy(capacity, prefixes=prefixes)
+        run = (prefixes.longest(capacity) or run).copy(capacity, prefixes=prefixes)
     marks = [Mark(event, "empty the cache") for event in emptied]
     marks += [Mark(event, "wait for streams") for event in {*run.deferred.values()}]
     # What is done before the first of these events is done again, to no effect.
@@ -177,7 +176,7 @@ class _Run:
 
     What is allocated, reserved or idle is counted in blocks of 512 B. `rows` are (event, requested, allocated,
     reserved, address) after each event; None where nobody reads them. `event` is the first to be replayed. `prefixes`
-    get a copy of the run as it is before the first event with a request that CUDA refuses.
+    get a copy of the run as it is where its beginning ends.
     """
 
     allocator: Allocator
@@ -195,10 +194,6 @@ class _Run:
     peaks: tuple[tuple[int, int], tuple[int, int], tuple[int, int]] = (0, -1), (0, -1), (0, -1)
     """The most requested, allocated and reserved, and after which event."""
     idle: int = 0
-
-    def is_shared(self, capacity: int | None) -> bool:
-        """Whether a replay with `capacity` comes to the same state, as CUDA refuses it nothing before."""
-        return capacity is None or self.peaks[2][0] * BLOCK <= capacity
 
     def copy(self, capacity: int | None, **changes: Any) -> _Run:
         """A copy of a run that was refused nothing, on a GPU that can give `capacity`."""
@@ -278,9 +273,9 @@ class _Run:
     def _grow(self, pool: Pool, size: int, *, event: int, storage: int, request: int) -> int:
         """A block from more memory; 0 where there is none, and the run goes on without the storage or fails."""
         self.allocator.memory.event = event
-        if self.prefixes is not None and not self.allocator.memory.has(self.allocator.segment(size)):
+        if self.prefixes is not None and self.prefixes.end_with(self.allocator, size):
             if event > self.event:
-                self.prefixes.append(self.copy(None, event=event, prefixes=None))
+                self.prefixes.runs.append(self.copy(None, event=event, prefixes=None))
             self.prefixes = None
         block = self.allocator.grow(pool, size)
         if not block and storage in self.optional and storage not in self.allocator.live:
@@ -328,8 +323,26 @@ def _timeline(
     return Timeline(requested, allocated, reserved, address, segments)
 
 
-Prefixes = list[_Run]
-"""The beginnings of replays of the same events with different capacities, each up to the first request refused."""
+@dataclass(slots=True)
+class Prefixes:
+    """The beginnings of replays that differ only in the capacity, each up to the first request that CUDA refuses.
+
+    That of a replay without bound ends before it reserves more than `least` bytes, the least capacity worth a replay.
+    """
+
+    least: int | None = None
+    runs: list[_Run] = field(default_factory=list)
+
+    def longest(self, capacity: int | None) -> _Run | None:
+        """The longest that a replay with `capacity` shares, as CUDA refuses it nothing before."""
+        shared = [run for run in self.runs if capacity is None or run.peaks[2][0] * BLOCK <= capacity]
+        return max(shared, key=lambda run: run.event, default=None)
+
+    def end_with(self, allocator: Allocator, size: int) -> bool:
+        """Whether a beginning ends where more memory is needed for a block of `size`."""
+        memory = allocator.memory
+        end = memory.capacity if memory.capacity is not None else self.least and self.least // BLOCK
+        return end is not None and memory.reserved + allocator.segment(size) > end
 
 
 class BoundedReplay(NamedTuple):
@@ -363,7 +376,7 @@ def replay_within(
     gives some back reserves less. The other arguments are those of `replay`.
     """
     how: Any = {"streams": streams, "optional": optional, "emptied": emptied, "deferred": deferred}
-    run = partial(replay, events, timeline=timeline, prefixes=[], **how)
+    run = partial(replay, events, timeline=timeline, prefixes=Prefixes(), **how)
 
     def beside(overhead: int) -> Replay:
         return run(config=config, capacity=max(total - overhead, 0), total=total)

@@ -55,15 +55,13 @@ class Footprint:
     """The run of one size (a batch, a length) and the settings of the allocator that serves it.
 
     `source` is its trace, or a function that builds the trace anew each time; then `events` are its events, which
-    answer most questions. `replays` are those made so far; runs that make the same events share them. `prefixes` are
-    their beginnings, from which further ones continue.
+    answer most questions. `replays` are those made so far; runs that make the same events share them.
     """
 
     size: int
     source: Trace | Callable[[], Trace]
     config: AllocatorConfig
     replays: ReplaysByCapacity = field(default_factory=dict)
-    prefixes: Prefixes = field(default_factory=list)
     events: AllocationEvents | None = None
 
     @property
@@ -105,6 +103,10 @@ class Footprint:
         live = zip(trace.events, self.flow.deltas.cumsum().tolist(), strict=True)
         return max((size for event, size in live if event.phase == label), default=None)
 
+    @cached_property
+    def _prefixes(self) -> Prefixes:
+        return Prefixes(self.requested)
+
     @property
     def unbounded(self) -> Replay:
         """The replay on a GPU with unlimited memory, where cached blocks are never given back."""
@@ -116,7 +118,7 @@ class Footprint:
             equal = None
             if capacity is not None and not self.config.depends_on_card:
                 equal = next((replay for replay in self.replays.values() if replay.holds_with(capacity)), None)
-            self.replays[capacity] = equal or replay_with_capacity(self.flow, self.config, capacity, self.prefixes)
+            self.replays[capacity] = equal or replay_with_capacity(self.flow, self.config, capacity, self._prefixes)
         return self.replays[capacity]
 
     def fits(self, capacity: int) -> bool:
