@@ -105,6 +105,8 @@ class Ledger(MetaDispatchMode):
         """Whether multiply-adds are counted: tables show those of the first forward."""
         self.multiply_adds: dict[int, int] = {}
         """By layer."""
+        self.line: int | None = None
+        """The line of all storages that appear now, -1 for none; None where each has its own."""
         self.read: set[int] = set()
         """Addresses of storages that some op took as an argument."""
         self.rows: list[Row] = []
@@ -318,6 +320,8 @@ class Ledger(MetaDispatchMode):
                 row.role = "temporary"
 
     def _line(self) -> int:
+        if self.line is not None:
+            return self.line
         line = None if self.clock.backward else self._running_line()
         return -1 if line is None else self._numbers.setdefault((line,), len(self._numbers))
 

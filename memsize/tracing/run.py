@@ -215,6 +215,7 @@ class Run:
         """Record the storages that exist before the run: the model's and its inputs'."""
         ledger, sizes = self.ledger, self.setup.precision.sizes
         there = set(map(id, self.setup.model.modules()))
+        ledger.line = -1
         for index, seen in enumerate(self.calls.seen):
             if id(seen.module) not in there:  # a stage of a pipeline drops the layers of others
                 continue
@@ -232,6 +233,7 @@ class Run:
         for tensor in tensors_in(self.setup.call):
             for piece in plain_tensors(tensor):
                 ledger.enter(piece, "input")
+        ledger.line = None
 
     def _with_use(self) -> tuple[StoredTensor, ...]:
         """Return the stored tensors with two facts from the run: whether an op read them, and whether a gradient

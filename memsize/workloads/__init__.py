@@ -59,7 +59,9 @@ class Inference:
 
 def kept_for_backward(setup: Setup) -> int:
     """Measure the bytes that one forward saves for backward, parameters apart."""
-    run = _forward(Run(setup, tables=False), gradients=True, inner=False)
+    run = Run(setup, tables=False)
+    run.ledger.line = -1
+    _forward(run, gradients=True, inner=False)
     return run.ledger.saved_bytes(run.calls.saved_storages)
 
 
