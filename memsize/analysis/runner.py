@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -53,6 +53,10 @@ _StorageKey = tuple[str | None, bool]
 """How a scenario holds the parameters, unless it quantizes them: their dtype, and whether norms stay as they are."""
 
 
+def _as_it_is(call: Call) -> Call:
+    return call
+
+
 class Runner:
     """One model with one input, and any number of runs of it on `gpu` (None: the default card).
 
@@ -92,6 +96,8 @@ class Runner:
         self._copier = MetaCopier(model)
         self.short_runs = ShortRuns(model, self.copy)
         self._short_runners: dict[nn.Module, Runner] = {}
+        self._proofs: dict[Hashable, Trace | None] = {}
+        """By kind, the first run of a workload that proves itself; None where that is no proof."""
         self._stored: dict[_StorageKey, tuple[StoredTensor, ...]] = {}
 
     def run(
@@ -100,7 +106,7 @@ class Runner:
         scenario: Scenario,
         *,
         batch_size: int | None = None,
-        resized: Callable[[Call], Call] = lambda call: call,
+        resized: Callable[[Call], Call] = _as_it_is,
         edits: tuple[Edit, ...] = (),
         listener: Listener | None = None,
     ) -> Trace:
@@ -112,15 +118,20 @@ class Runner:
         model with many blocks that are alike, two short models are run (`memsize.analysis.short_runs`). Raises
         `ScenarioError` or `ForwardError` where no run is possible.
         """
-
         make = partial(self._setup, scenario, batch_size, resized, edits)
         options = {"batch_size": batch_size, "resized": resized, "edits": edits}
         try:
-            proof = getattr(workload, "proof", None)
+            proof = None if self.whole or self.execute else getattr(workload, "proof", None)
+            if proof is not None and workload == proof.workload and proof.kind not in self._proofs:
+                # A single run takes no longer than its proof, and may be that of the runs that follow.
+                trace = self._run(workload, make, scenario, listener)
+                is_proof = scenario.recipe == "as-given" and batch_size is None and not edits
+                self._proofs[proof.kind] = trace if is_proof and resized is _as_it_is else None
+                return trace
             if proof is not None and self._is_proven(proof, listener):
-                trace = self._extended(workload, scenario, options)
-                if trace is not None:
-                    return trace
+                extended = self._extended(workload, scenario, options)
+                if extended is not None:
+                    return extended
             return self._run(workload, make, scenario, listener)
         finally:
             forget_run()
@@ -158,9 +169,12 @@ class Runner:
         if proof.kind not in self.short_runs.refusals:
             own = SCENARIOS["as-given"]
             try:
-                whole = self._run(proof.workload, partial(self.setup, own), own, listener)
+                whole = self._proofs.get(proof.kind) or self._run(
+                    proof.workload, partial(self.setup, own), own, listener
+                )
             except MemsizeError:
                 return False
+            self._proofs[proof.kind] = None
             if self.late or self.is_counting:
                 return False
             self.short_runs.prove(proof, whole, partial(self._run_short, proof.workload, own))
@@ -227,7 +241,7 @@ class Runner:
         """A runner of the same model with other inputs, of which it makes `batch_size`."""
         other = copy(self)
         other.inputs = replace(inputs, batch_size=batch_size)
-        other._short_runners = {}
+        other._short_runners, other._proofs = {}, {}
         vars(other).pop("_inputs_are_cast", None)
         return other
 
