@@ -421,7 +421,7 @@ NOTE = "16 blocks of layers repeat: a few of them were run, and the rest follows
 ANSWERS: dict[str, Callable[..., Any]] = {
     "report": lambda **options: memsize.report(Deep(16), (3,), train="adamw", **options),
     "timeline": lambda **options: memsize.timeline(Deep(16), (3,), train="adamw", **options),
-    "fit": lambda **options: memsize.fit(Deep(16), (3,), batch_size=2, scenarios="as-given", **options),
+    "fit": lambda **options: memsize.fit(Deep(16), (3,), train="adamw", batch_size=2, scenarios="fp32", **options),
 }
 
 
@@ -461,7 +461,7 @@ def test_sweeps_and_checks_take_it(tmp_path: Path) -> None:
 
 
 def test_the_command_line_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["timeline", "tests.deep:Deep", "--input", "3", "--full"]
+    command = ["timeline", "tests.deep:Deep", "--input", "3", "--train", "adamw", "--full"]
     for options, has_note in (([], True), (["--whole"], False)):
         assert run([*command, *options]) == 0
         assert ("blocks of layers repeat" in " ".join(capsys.readouterr().out.split())) is has_note
