@@ -4,9 +4,32 @@ The module of a function is imported when it is first used: a command does not w
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memsize.api.keywords import renamed_to
+
+if TYPE_CHECKING:
+    from memsize.api.checking import check as check, init as init
+    from memsize.api.comparing import checkpoint as checkpoint, diff as diff, explain as explain, load as load
+    from memsize.api.fitting import fit as fit
+    from memsize.api.generating import generate as generate, serve as serve
+    from memsize.api.guarding import guard as guard
+    from memsize.api.models import (
+        layout as layout,
+        report as report,
+        shape_rule as shape_rule,
+        step_trace as step_trace,
+        timeline as timeline,
+        trace as trace,
+        verify as verify,
+    )
+    from memsize.api.programs import (
+        fit_script as fit_script,
+        run as run,
+        run_program as run_program,
+        virtual_gpu as virtual_gpu,
+    )
+    from memsize.api.sweeping import sweep as sweep
 
 _MODULES = {
     "checking": "check init",
