@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -139,6 +140,9 @@ def _cluster(backend: Backend, scheduler: str | None) -> Iterator[None]:
     from joblib import parallel_config
 
     if backend == "loky":
+        # joblib replaces a process that has grown by 300 MB, and warns in the thread by which all answers come: where
+        # warnings are errors, that thread would end, and no answer would come any more.
+        warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)
         with parallel_config(backend=backend, initializer=_begin):
             yield
         return
