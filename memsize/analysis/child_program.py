@@ -20,9 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memsize.errors import InputError
+from memsize.errors import InputError, in_one_line
 from memsize.records.world import World
-from memsize.virtual.child_processes import ChildProcesses, Settings, is_launcher
+from memsize.virtual.child_processes import NO_GPU_USE, ChildProcesses, Settings, is_launcher
 from memsize.virtual.file_guard import FileGuard
 from memsize.virtual.network_guard import NetworkGuard
 
@@ -48,10 +48,10 @@ def start(folder: str) -> None:
 
     def end() -> None:
         if os.getpid() == process:  # not in one that it forked
-            results = [_result(program) for program in programs]
+            result = _result(programs)
             processes.announce()
             regions.close()
-            for result in filter(None, results):
+            if result is not None:
                 processes.report(result)
 
     atexit.register(end)
@@ -90,9 +90,13 @@ def _started(settings: Settings, guard: FileGuard, processes: ChildProcesses, re
     files = Files(guard.allowed)
     files.new, files.others_new = guard.new, guard.others_new
     own = settings._replace(world=_world() or settings.world)
-    program = program_on(shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]), own, files, processes)
+    program = program_on(_command(), own, files, processes)
     regions.enter_context(program.open())
     return program
+
+
+def _command() -> str:
+    return shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
 
 
 def _world() -> World | None:
@@ -106,14 +110,20 @@ def _world() -> World | None:
         return None
 
 
-def _result(program: Program) -> dict[str, Any] | None:
-    """Return the process's peak on the GPU as data; None where it never used it."""
+def _result(programs: list[Program]) -> dict[str, Any] | None:
+    """Return the process's peak on the GPU, and the error that ended it, as data; None where there is neither."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    failed = {"failure": None if error is None else in_one_line(error)}
+    for program in programs:
+        if program.trace().events:
+            return _peak(program) | failed
+    return None if error is None else {**NO_GPU_USE, "command": _command(), **failed}
+
+
+def _peak(program: Program) -> dict[str, Any]:
     from memsize.device.gpu_estimate import estimate_gpu
 
-    trace = program.trace()
-    if not trace.events:
-        return None
-    peak = estimate_gpu(trace, program.card, config=program.memory.config)
+    peak = estimate_gpu(program.trace(), program.card, config=program.memory.config)
     return {
         "command": program.name,
         "rank": None if program.world is None else program.world.rank,
