@@ -230,8 +230,8 @@ class ChildProcesses:
     def failures(self) -> tuple[str, ...]:
         """One line for each program without Python that failed, perhaps for want of the right to change files."""
         return tuple(
-            f"{started.command} ended with status {started.status}: programs that the "
-            "script starts change no files that were there before (--allow-writes lets them)"
+            f"{started.command} ended with status {started.status}, perhaps because it may change only files in "
+            "folders that the script has made (--allow-writes lets it change others)"
             for started in self._started
             if started.status and not started.runs_python
         )
