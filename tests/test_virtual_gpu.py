@@ -2296,24 +2296,38 @@ def test_a_program_without_modules_has_forwards_too(tmp_path: Path, loss: str) -
 
 
 WITHOUT_STEPS = """
-import torch
+import os, sys, time, torch
+def wait(file):
+    while not os.path.exists(file):
+        time.sleep(0.001)
+wait(sys.argv[1])
 x = torch.ones(4, device="cuda")
-for _ in range(9):
-    x.mul_(2)
+wait(sys.argv[2])
 """
 
 
 def test_progress_names_the_line_of_a_program_that_makes_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each look at the clock is ten seconds after the one before: the sixth op comes after a minute."""
+    """Each look at the clock is ten seconds after the one before: a minute is over at the sixth."""
+    early, late = tmp_path / "early", tmp_path / "late"
     stages: list[str] = []
+
+    def progress(stage: str) -> None:
+        stages.append(stage)
+        if "train.py:5, nothing" in stage and "Ctrl-C" in stage:
+            early.mkdir(exist_ok=True)
+        elif "with a report" in stage:
+            late.mkdir(exist_ok=True)
+
     clock = count(step=10)
     monkeypatch.setattr("memsize.workloads.program.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    ran(tmp_path, WITHOUT_STEPS, progress=stages.append)
-    told = [stage.removeprefix("train.py: ") for stage in stages if "no optimizer step" in stage]
-    assert told[:2] == ["at train.py:3, no optimizer step so far", "at train.py:5, no optimizer step so far"]
-    assert told[-1] == "at train.py:5, no optimizer step so far; Ctrl-C ends it with a report of what ran"
+    monkeypatch.setattr("memsize.workloads.program._PROGRESS_EVERY", 0.01)
+    ran(tmp_path, WITHOUT_STEPS, str(early), str(late), progress=progress)
+    lines = [stage.removeprefix("train.py: ") for stage in stages if "so far" in stage]
+    assert ["Ctrl-C" in line for line in lines] == [False] * 5 + [True] * (len(lines) - 5)
+    assert "at train.py:5, nothing on the GPU so far; Ctrl-C ends it" in lines
+    assert "at train.py:5, no optimizer step so far; Ctrl-C ends it with a report of what ran" in lines
 
 
 def test_progress_counts_no_step_beyond_the_last(tmp_path: Path) -> None:
