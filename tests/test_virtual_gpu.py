@@ -1140,6 +1140,23 @@ def test_a_refused_request_names_the_layer_as_the_tables_do(tmp_path: Path) -> N
     assert "in forward 1 of b.0, addmm asks for 64.00 GiB" in found.findings[0].text("GiB")
 
 
+def test_state_that_is_loaded_as_memory_runs_out_is_state(tmp_path: Path) -> None:
+    """Two averages of 2 GiB for each of three parameters of 2 GiB: beside those, 14.27 GiB have room for four."""
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        parameters = [torch.nn.Parameter(torch.empty(2**29, device="cuda")) for _ in range(3)]
+        optimizer = torch.optim.AdamW(parameters)
+        averages = {name: torch.empty(1).expand(2**29) for name in ("exp_avg", "exp_avg_sq")}
+        state = {number: averages | {"step": torch.tensor(3.0)} for number in range(3)}
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+        """,
+    )
+    assert isinstance(error, torch.OutOfMemoryError)
+    assert dict(found.peak.roles) == {"parameter": 6 * 2**30, "optimizer state": 8 * 2**30}
+
+
 def test_what_follows_refused_requests_is_told_by_itself(tmp_path: Path) -> None:
     """The peak of the run, 12 GiB, is before; after it two steps are made beside 5 GiB (and 1 MiB of parameters)."""
     found, error = ran(

@@ -59,7 +59,7 @@ from memsize.virtual.device_assignment import (
 )
 from memsize.virtual.host_memory import HostMemory
 from memsize.virtual.nested_tensors import STRIDED, is_refused
-from memsize.virtual.role_clues import FILLING, is_gradient_of_own_forward, parameter_of_first_gradient
+from memsize.virtual.role_clues import COPYING, FILLING, is_gradient_of_own_forward, parameter_of_first_gradient
 from memsize.virtual.stream_order import StreamOrder, host_waits
 
 _META = torch.device("meta")
@@ -163,6 +163,8 @@ class VirtualLedger(Ledger):
         """Storages that an optimizer's first step has made, as far as they look like its state; else `None`."""
         self.has_state: Callable[[], bool] = lambda: False
         """Whether the optimizer that makes its first step has state already: a copy of a gradient is none then."""
+        self.loads_state = False
+        """Whether an optimizer is loading a state, which it copies to its parameters' device before it keeps any."""
         self._in_pytorch = False
         self._elsewhere: dict[int, torch.UntypedStorage] = {}
         self.differentiated: Callable[[], None] = lambda: None
@@ -485,6 +487,8 @@ class VirtualLedger(Ledger):
         """The role of a new storage that nothing else has shown the purpose of."""
         if self._in_pytorch:
             return "communication"  # the buckets of DistributedDataParallel, whose hooks may send something else
+        if self.loads_state and op in COPYING:
+            return "optimizer state"
         if self.likely_state is None or op not in FILLING or (op == "clone" and self.has_state()):
             return "temporary"
         if split_phase(self.clock.phases[self.clock.phase])[0] != "optimizer":

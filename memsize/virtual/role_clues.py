@@ -28,6 +28,8 @@ FILLING: Final = frozenset(
     "zeros_like".split()
 )
 """Names of the ops with which optimizers make their state."""
+COPYING: Final = frozenset(("_to_copy", "clone"))
+"""Names of the ops with which they copy one that they load."""
 
 
 def parameter_of_first_gradient(func: Any) -> torch.Tensor | None:

@@ -90,9 +90,10 @@ class ProgramSteps:
     # -- while it runs ------------------------------------------------------------------------------------------------
 
     def replacements(self) -> Iterator[Patch]:
-        """Yield the patches that observe new optimizers and freed gradients."""
+        """Yield the patches that observe new optimizers, loaded states and freed gradients."""
         yield Optimizer, "__init__", self._constructed(Optimizer.__init__)
         yield Optimizer, "add_param_group", self._added(Optimizer.add_param_group)
+        yield Optimizer, "load_state_dict", self._loading(Optimizer.load_state_dict)
         yield Optimizer, "zero_grad", self._zeroing(Optimizer.zero_grad)
         yield nn.Module, "zero_grad", self._zeroing(nn.Module.zero_grad)
 
@@ -111,6 +112,16 @@ class ProgramSteps:
             self._mark(optimizer.param_groups[-1:])
 
         return add_param_group
+
+    def _loading(self, original: Callable[..., None]) -> Callable[..., None]:
+        def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._ledger.loads_state = True
+            try:
+                original(optimizer, *args, **kwargs)
+            finally:
+                self._ledger.loads_state = False
+
+        return load_state_dict
 
     def _mark(self, groups: Iterable[dict[str, Any]]) -> None:
         for parameter in (parameter for group in groups for parameter in group["params"]):
