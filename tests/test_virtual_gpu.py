@@ -2285,6 +2285,49 @@ def test_a_loss_and_clipping_after_a_reference_models_forward_are_training(tmp_p
     assert phases["train.py:15"] == ["step 1", "step 2"]
 
 
+def test_what_touches_gradients_after_a_reference_models_forward_is_no_evaluation(tmp_path: Path) -> None:
+    run, error = ran(
+        tmp_path,
+        """
+        import torch
+        from torch import nn
+        policy, reference = nn.Linear(512, 512).cuda(), nn.Linear(512, 512).cuda()
+        optimizer = torch.optim.SGD(policy.parameters())
+        for step in range(2):
+            x = torch.ones(512, 512, device="cuda")
+            policy(x).square().mean().backward()
+            with torch.no_grad():
+                margin = reference(x) * 2
+            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            scaled = torch.ones(512, 512, device="cuda")
+            optimizer.step()
+        """,
+    )
+    assert error is None
+    phases = _phases_of(run)
+    assert phases["train.py:10"] == ["evaluation 1", "evaluation 2"]
+    assert phases["train.py:12"] == ["step 1", "step 2"]
+
+
+def test_what_follows_the_last_step_is_part_of_it(tmp_path: Path) -> None:
+    """The peak is the batch of a fourth step, 4 MiB beside three others."""
+    run, error = ran(
+        tmp_path,
+        """
+        import torch
+        net, batches = torch.nn.Linear(1024, 1, bias=False).cuda(), []
+        optimizer = torch.optim.SGD(net.parameters())
+        for step in range(9):
+            batches.append(torch.ones(1024, 1024, device="cuda"))
+            net(batches[-1]).sum().backward()
+            optimizer.step()
+        """,
+    )
+    assert error is None and run.steps == 3
+    assert run.peak.peak_phase == "step" and run.peak.peak_step == 3
+    assert {split_phase(run.trace.phases[event.phase])[1] for event in run.trace.events} == {0, 1, 2, 3}
+
+
 @pytest.mark.parametrize("loss", ["(y - 1).square().mean()", "torch.nn.MSELoss()(y, torch.ones_like(y))"])
 def test_a_program_without_modules_has_forwards_too(tmp_path: Path, loss: str) -> None:
     """Its first forward is no part of the setup; the update and the check after it are no part of a forward."""

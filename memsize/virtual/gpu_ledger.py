@@ -168,7 +168,7 @@ class VirtualLedger(Ledger):
         self._in_pytorch = False
         self._elsewhere: dict[int, torch.UntypedStorage] = {}
         self.differentiated: Callable[[], None] = lambda: None
-        """Called before each op outside of modules that autograd records."""
+        """Called before each op outside of modules that shows that the program trains."""
         super().__init__("meta", workspaces)
         self.clock = _ProgramPosition()
         self.evaluator.lenient = True
@@ -273,7 +273,7 @@ class VirtualLedger(Ledger):
             result = self._on_other(gpu, func, args, kwargs)
             return self.host_memory.pin(result) if pins and gpu == HOST else result
         with self._turn:
-            if func is not DETACH and torch.is_grad_enabled() and _any_requires_grad(args) and not self.clock.inside:
+            if func is not DETACH and not self.clock.inside and self._is_of_training(args):
                 self.differentiated()
             _thread.depth += 1
             before = len(self.events)
@@ -475,6 +475,15 @@ class VirtualLedger(Ledger):
             yield
         finally:
             _thread.clock = None
+
+    def _is_of_training(self, args: Any) -> bool:
+        """Whether autograd records an op with these arguments, or it ends an evaluation by its use of gradients."""
+        if torch.is_grad_enabled() and _any_requires_grad(args):
+            return True
+        if split_phase(self.clock.phases[self.clock.phase])[0] != "evaluation":
+            return False
+        indices = map(self.index_of, filter(is_meta, arguments_in(args)))
+        return any(index >= 0 and self.rows[index].role == "gradient" for index in indices)
 
     def _open(self, role: Role, size: int, op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
         index = super()._open(self._likely_role(op) if role == "temporary" else role, size, op, dtype, shape)

@@ -241,6 +241,9 @@ def _around(phase: str, over: int) -> str:
 
 
 def in_step(phase: str, number: int, ends: Sequence[int]) -> str:
-    """The name of `phase` with the step that event `number` is in, where each step's events end at `ends`."""
+    """The name of `phase` with the step that event `number` is in, where each step's events end at `ends`. What follows
+    the last step, and is part of no other phase, belongs to that step.
+    """
     name, _ = split_phase(phase)
-    return phase if name == "setup" else f"{name} {bisect_right(ends, number) + 1}"
+    step = bisect_right(ends, number) + 1
+    return phase if name == "setup" else f"{name} {min(step, len(ends) or 1) if name == AROUND else step}"
