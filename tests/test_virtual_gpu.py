@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import runpy
 import sys
 import textwrap
@@ -33,6 +34,7 @@ from memsize.documents.sections import Table
 from memsize.errors import ForwardError, InputError
 from memsize.known_values.data_dependent import ALL_DISTINCT
 from memsize.records.trace import Event
+from memsize.render import render
 from memsize.units import format_bytes
 from memsize.workloads.program import Program
 from tests.conftest import Python
@@ -2307,6 +2309,7 @@ def test_what_touches_gradients_after_a_reference_models_forward_is_no_evaluatio
     phases = _phases_of(run)
     assert phases["train.py:10"] == ["evaluation 1", "evaluation 2"]
     assert phases["train.py:12"] == ["step 1", "step 2"]
+    assert set(re.findall(r"^evaluation .* (\w+)$", render(run, "text"), re.MULTILINE)) == {"mul"}
 
 
 def test_what_follows_the_last_step_is_part_of_it(tmp_path: Path) -> None:
