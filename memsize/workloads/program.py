@@ -178,7 +178,9 @@ class Program:
 
         def watch() -> None:
             while not over.wait(_PROGRESS_EVERY) and not self.steps.done:
-                self.steps.progress(self._where(program, time.monotonic() - started))
+                seconds = time.monotonic() - started
+                if line := shown(running_lines(Program.run.__code__, program)):
+                    self.steps.progress(self._where(line, seconds))
 
         watching = threading.Thread(target=watch, daemon=True)
         watching.start()
@@ -188,9 +190,8 @@ class Program:
             over.set()
             watching.join()
 
-    def _where(self, thread: int, seconds: float) -> str:
+    def _where(self, line: str, seconds: float) -> str:
         """Return the progress of a program that has made no optimizer step in so many seconds."""
-        line = shown(running_lines(Program.run.__code__, thread)) or "its first lines"
         used = bool(self.ledger.events)
         so_far = "no optimizer step so far" if used else "nothing on the GPU so far"
         how = ("; Ctrl-C ends it" + " with a report of what ran" * used) if seconds >= _LONG else ""
