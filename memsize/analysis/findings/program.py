@@ -260,6 +260,19 @@ def _no_step(run: ProgramRun) -> Iterator[Finding]:
         yield Finding("run-no-step", template)
 
 
+@RULES.rule("run-sends-nothing")
+def _sends_nothing(run: ProgramRun) -> Iterator[Finding]:
+    world = run.trace.world
+    if world.size == 1 or world.one_process or run.trace.collectives or run.refused or run.failure is not None:
+        return
+    template = (
+        "The script sends nothing to the other {others}: it runs as it would alone. A script joins them by "
+        "torch.distributed.init_process_group, or leaves that to its library."
+    )
+    others = "process" if world.size == 2 else f"{world.size - 1} processes"
+    yield Finding("run-sends-nothing", template, {"others": others})
+
+
 @RULES.rule("run-waits")
 def _waits(run: ProgramRun) -> Iterator[Finding]:
     if run.waits:
