@@ -75,6 +75,7 @@ def test_a_process_that_runs_python_has_the_gpu_and_says_what_it_took(folder: Pa
             marks=pytest.mark.thorough,
         ),
         pytest.param("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", None, marks=pytest.mark.thorough),
+        pytest.param("raise ValueError('so ' * 999)", f"ValueError: {'so ' * 62}…", marks=pytest.mark.thorough),
         pytest.param("raise SystemExit", None, marks=pytest.mark.thorough),
     ],
 )
@@ -88,6 +89,19 @@ def test_the_failure_of_a_process_is_reported(folder: Path, code: str, failure: 
         assert re.fullmatch(failure, child.failure or "") and bool(child.high) == ("torch" in code)
         assert re.fullmatch(rf"A process that the script started failed with {failure}: .*child\.py\.", failed[0])
     assert ("run-nothing-on-gpu" in {finding.code for finding in answer.findings}) != ("torch" in code)
+
+
+TORCHVISION = """
+import torch
+torch.ops.load_library("torchvision/_C.so")
+print(torch.ops.torchvision.nms)
+"""
+
+
+def test_a_process_imports_a_torchvision_that_does_not_fit(folder: Path) -> None:
+    """As the script itself does: its library of operators cannot be loaded."""
+    (folder / "child.py").write_text(TORCHVISION, encoding="utf-8")
+    run(folder, "subprocess.check_call([sys.executable, 'child.py'])")
 
 
 SPAWN = """

@@ -12,13 +12,14 @@ import os
 import pickle
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from memsize.errors import InputError, in_one_line
 from memsize.records.world import World
@@ -44,7 +45,11 @@ def start(folder: str) -> None:
     programs: list[Program] = []
 
     def simulate() -> None:
-        programs.append(_started(settings, guard, processes, regions))
+        from memsize.loading.library_imports import torchvision_importable
+
+        regions.enter_context(torchvision_importable())
+        if not any(map(is_launcher, sys.orig_argv[1:3])):  # the program, or -m and the module
+            programs.append(_started(settings, guard, processes, regions))
 
     def end() -> None:
         if os.getpid() == process:  # not in one that it forked
@@ -55,8 +60,11 @@ def start(folder: str) -> None:
                 processes.report(result)
 
     atexit.register(end)
-    if not any(map(is_launcher, sys.orig_argv[1:3])):  # the program, or -m and the module
-        sys.meta_path.insert(0, _AfterImport("torch", simulate))
+    sys.meta_path.insert(0, _AfterImport("torch", simulate))
+
+
+_LONGEST: Final = 200
+"""Characters of an error, of which a launcher's lists all of its processes."""
 
 
 class _AfterImport(MetaPathFinder):
@@ -113,7 +121,7 @@ def _world() -> World | None:
 def _result(programs: list[Program]) -> dict[str, Any] | None:
     """Return the process's peak on the GPU, and the error that ended it, as data; None where there is neither."""
     error: BaseException | None = getattr(sys, "last_value", None)
-    failed = {"failure": None if error is None else in_one_line(error)}
+    failed = {"failure": None if error is None else textwrap.shorten(in_one_line(error), _LONGEST, placeholder=" …")}
     for program in programs:
         if program.trace().events:
             return _peak(program) | failed
