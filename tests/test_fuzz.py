@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import mmap
 import os
 import socket
 import subprocess
@@ -115,6 +116,7 @@ def test_a_command_that_does_nothing_wrong_has_no_fault(tmp_path: Path, monkeypa
         return len(held) and says(0, "größe\t…")
 
     monkeypatch.setattr(trial, "run", run)
-    outcome = attempt(Trial("x", (), lambda _: None, frozenset({"answer"})), tmp_path / "trial")
+    with mmap.mmap(-1, 8 * 2**30, mmap.MAP_PRIVATE, mmap.PROT_READ):  # as a process with many libraries
+        outcome = attempt(Trial("x", (), lambda _: None, frozenset({"answer"})), tmp_path / "trial")
     assert outcome.faults == () and outcome.status == 0 and 60 < outcome.memory < 100
     assert attempt(Trial("x", (), lambda _: None), tmp_path / "trial").faults == ("touches 'answer'",)
