@@ -271,6 +271,7 @@ def test_a_default_device_reaches_what_names_none() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # PyTorch before 2.13
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_tensors_take_their_indices_and_values_to_the_gpu(layout: torch.layout) -> None:
     """A ring of 200 nodes with loops: 400 elements."""
@@ -1235,6 +1236,7 @@ print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=3))
 """
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")  # PyTorch before 2.13
 @pytest.mark.parametrize(
     "activities", ["None", "[ProfilerActivity.CPU, ProfilerActivity.CUDA]", "[ProfilerActivity.CUDA]"]
 )
