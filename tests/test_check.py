@@ -155,6 +155,15 @@ def test_what_is_no_limit_of_a_run_needs_no_input(capsys: pytest.CaptureFixture[
     assert 'its peaks need an input: name one, such as input = "3,64,64"' in shown(capsys, status=2)
 
 
+@pytest.mark.parametrize(("name", "value"), [("gpu", "t4"), ("stack", "torch=2.6"), ("batch_size", 3)])
+def test_options_of_a_run_without_an_input_are_refused(
+    capsys: pytest.CaptureFixture[str], name: str, value: str | int
+) -> None:
+    section = f'[[tool.memsize.target]]\ntarget = "net.py"\nlimits = {{ parameters = 2_410 }}\n{name} = {value!r}\n'
+    Path("pyproject.toml").write_text(section)
+    assert f"{name} is about a run of the model, which needs an input" in shown(capsys, status=2)
+
+
 def test_peaks_and_batches(capsys: pytest.CaptureFixture[str]) -> None:
     section = '[[tool.memsize.target]]\ntarget = "net.py:Net"\ninput = "64"\ntrain = "adamw"\ngpu = "t4"\n'
     limits = 'limits = { training_peak = "1 KiB", reserved = "1 KiB", device = "15 GiB", fits_batch = 100_000_000 }\n'

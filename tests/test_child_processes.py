@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,8 +58,73 @@ def test_a_process_that_runs_python_has_the_gpu_and_says_what_it_took(folder: Pa
     assert child.low == answer.peak.device.low + (256 - 20) * MiB  # that of the script has a segment of 20 MiB
     assert "run-children" in {finding.code for finding in answer.findings}
     assert json.loads(render(answer, "json"))["children"] == [child._asdict()]
+    assert re.search(r"\| [^|]*child.py +\| +\| +0 \| +256.00 \|", render(answer, "markdown"))
     assert Path("old.txt").read_text(encoding="utf-8") == "mine"
     assert Path("log.txt").read_text(encoding="utf-8") == "begun more done"
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        (CHILD + "x.view(7)", r"RuntimeError: shape '\[7\]' is invalid for input of size \d+"),
+        pytest.param(CHILD + "raise SystemExit(3)", "exit status 3", marks=pytest.mark.thorough),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended by SIGKILL"),
+        pytest.param(
+            "import nothing_of_the_kind",
+            "ModuleNotFoundError: No module named 'nothing_of_the_kind'",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", None, marks=pytest.mark.thorough),
+        pytest.param("raise ValueError('so ' * 999)", f"ValueError: {'so ' * 62}…", marks=pytest.mark.thorough),
+        pytest.param("raise SystemExit", None, marks=pytest.mark.thorough),
+    ],
+)
+def test_the_failure_of_a_process_is_reported(folder: Path, code: str, failure: str | None) -> None:
+    (folder / "child.py").write_text(code, encoding="utf-8")
+    answer = run(folder, "subprocess.run([sys.executable, 'child.py'], capture_output=True)\n")
+    failed = [finding.text() for finding in answer.findings if finding.code == "run-child-failed"]
+    assert len(failed) == (failure is not None)
+    if failure is not None:
+        (child,) = answer.children
+        assert re.fullmatch(failure, child.failure or "") and bool(child.high) == ("torch" in code)
+        assert re.fullmatch(rf"A process that the script started failed with {failure}: .*child\.py\.", failed[0])
+    assert ("run-nothing-on-gpu" in {finding.code for finding in answer.findings}) != ("torch" in code)
+
+
+TORCHVISION = """
+import torch
+torch.ops.load_library("torchvision/_C.so")
+print(torch.ops.torchvision.nms)
+"""
+
+
+def test_a_process_imports_a_torchvision_that_does_not_fit(folder: Path) -> None:
+    """As the script itself does: its library of operators cannot be loaded."""
+    (folder / "child.py").write_text(TORCHVISION, encoding="utf-8")
+    run(folder, "subprocess.check_call([sys.executable, 'child.py'])")
+
+
+SPAWN = """
+import multiprocessing
+
+def fail():
+    raise SystemExit(5)
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn"):
+        process = multiprocessing.get_context(method).Process(target=fail)
+        process.start()
+        process.join()
+"""
+
+
+@linux
+@pytest.mark.thorough
+def test_the_failures_of_multiprocessing_are_reported(folder: Path) -> None:
+    answer = run(folder, SPAWN)
+    assert [(child.failure, child.high) for child in answer.children] == [("exit status 5", 0)] * 2
+    (text,) = [finding.text() for finding in answer.findings if finding.code == "run-child-failed"]
+    assert text == "2 processes that the script started failed, the first with exit status 5: ForkProcess-1."
 
 
 def test_a_process_without_torch_is_guarded_too(folder: Path) -> None:
@@ -98,7 +164,7 @@ def test_other_programs_change_no_files_that_were_there(folder: Path, line: str)
     assert Path("old.txt").read_text(encoding="utf-8") == "mine"
     if "spawn" not in line:
         (remark,) = answer.unwritten
-        assert "(--allow-writes lets them)" in remark
+        assert "perhaps because" in remark and "--allow-writes" in remark
 
 
 @linux

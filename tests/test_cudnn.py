@@ -427,8 +427,16 @@ def test_which_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found() is None
     monkeypatch.delenv("MEMSIZE_CUDNN")
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
-    assert found() is None
+    tried: list[str] = []
+
+    def missing(path: str) -> None:
+        tried.append(path)
+        raise OSError
+
+    # The system's own is looked for by the loader: to ask a compiler would start processes.
+    monkeypatch.setattr("memsize.kernels.cudnn.library.Backend", missing)
+    monkeypatch.delattr("subprocess.Popen")
+    assert found() is None and tried == ["libcudnn.so.9"]
     installed.cache_clear()
 
 

@@ -359,6 +359,7 @@ def local(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True, mps: bool = Fal
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20_000 * MiB, 24_000 * MiB))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12_000 * MiB)
 
 

@@ -127,6 +127,11 @@ def test_a_script_that_is_not_there_is_said(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr().err.strip() == "error: no such script: gone.py"
 
 
+def test_the_command_names_the_option_that_is_missing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["fit-script", str(script)]) == 2
+    assert capsys.readouterr().err == "error: --vary-argument is missing\n"
+
+
 def test_the_command_takes_the_scripts_arguments(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpu", "t4", "--budget", "750MiB", "--vary-argument", "size"]
     assert command(["fit-script", *options, str(script), "--size", "20"]) == 0

@@ -79,6 +79,7 @@ def options() -> list[tuple[str, Option]]:
         (lambda: memsize.verify(NET, (8,), against="a.memsize", device=1), "device is a GPU of this machine"),
         (lambda: memsize.generate("hf:gpt2", num_beams=2, prompt_lookup_num_tokens=2), "leave out num_beams"),
         (lambda: memsize.explain(), "snapshot is missing"),
+        (lambda: memsize.report(), "model is missing"),
         (lambda: memsize.explain("a", "b"), "explain takes snapshot, and the rest by keywords"),
         (lambda: memsize.explain("a", snapshot="b"), "snapshot is given twice"),
     ],

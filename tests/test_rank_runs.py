@@ -409,6 +409,26 @@ def test_a_rank_that_copies_to_the_host_holds_the_same_on_its_gpu(tmp_path: Path
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("text", "gpus", "others"),
+    [
+        ("", 2, "process"),
+        ("", 8, "7 processes"),
+        ("", 1, None),
+        ("torch.distributed.init_process_group('nccl'); torch.distributed.all_reduce(x)", 2, None),
+    ],
+)
+def test_a_script_that_sends_nothing_is_not_run_by_ranks(
+    tmp_path: Path, text: str, gpus: int, others: str | None
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import torch\nx = torch.ones(1024, device='cuda')\n{text}\n", encoding="utf-8")
+    run = memsize.run(script, gpus=gpus, gpu="t4")
+    texts = [finding.text() for finding in run.findings if finding.code == "run-sends-nothing"]
+    assert len(texts) == (others is not None)
+    assert all(text.startswith(f"The script sends nothing to the other {others}: ") for text in texts)
+
+
 def test_the_command_runs_one_rank(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["run", "--gpu", "t4", "--gpus", "4", "--nodes", "2", "--rank", "3", str(sharded), "10"]) == 0
     out = capsys.readouterr().out

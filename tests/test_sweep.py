@@ -25,6 +25,7 @@ from memsize.records.sweep import results_file
 from memsize.render import FORMATS, render
 from memsize.spec.sweep import grid_of
 from memsize.units import GiB, MiB
+from tests.conftest import Python
 from tests.gpus import card
 from tests.pages import check_golden
 from tests.records import Interval, Outcome, SweepRow
@@ -306,6 +307,25 @@ def test_what_the_work_raises_is_raised() -> None:
 
 def _halved(number: int) -> int:
     return number // 2 or 1 // 0
+
+
+GROWING = """
+import sys, time
+from memsize.processes.spread import spread
+
+def grow(number):
+    time.sleep(1.1)  # joblib looks once a second how large a process is
+    vars(sys).setdefault("hoard", []).append(b"x" * 350_000_000)
+    return number
+
+print(sorted(spread(grow, range(6), 2)))
+"""
+
+
+@pytest.mark.thorough
+def test_all_answers_come_where_warnings_are_errors_and_processes_grow(python: Python) -> None:
+    done = python("-W", "error", "-c", GROWING)
+    assert (done.stdout.strip(), done.stderr) == (str([(number, number) for number in range(6)]), "")
 
 
 # -- results that are kept ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import os
+import re
 import runpy
 import sys
 import textwrap
@@ -34,6 +35,7 @@ from memsize.documents.sections import Table
 from memsize.errors import ForwardError, InputError
 from memsize.known_values.data_dependent import ALL_DISTINCT
 from memsize.records.trace import Event
+from memsize.render import render
 from memsize.units import format_bytes
 from memsize.workloads.program import Program
 from tests.conftest import Python
@@ -288,6 +290,7 @@ def test_a_default_device_reaches_what_names_none() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # PyTorch before 2.13
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_tensors_take_their_indices_and_values_to_the_gpu(layout: torch.layout) -> None:
     """A ring of 200 nodes with loops: 400 elements."""
@@ -1159,6 +1162,23 @@ def test_a_refused_request_names_the_layer_as_the_tables_do(tmp_path: Path) -> N
     assert "in forward 1 of b.0, addmm asks for 64.00 GiB" in found.findings[0].text("GiB")
 
 
+def test_state_that_is_loaded_as_memory_runs_out_is_state(tmp_path: Path) -> None:
+    """Two averages of 2 GiB for each of three parameters of 2 GiB: beside those, 14.27 GiB have room for four."""
+    found, error = ran(
+        tmp_path,
+        """
+        import torch
+        parameters = [torch.nn.Parameter(torch.empty(2**29, device="cuda")) for _ in range(3)]
+        optimizer = torch.optim.AdamW(parameters)
+        averages = {name: torch.empty(1).expand(2**29) for name in ("exp_avg", "exp_avg_sq")}
+        state = {number: averages | {"step": torch.tensor(3.0)} for number in range(3)}
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+        """,
+    )
+    assert isinstance(error, torch.OutOfMemoryError)
+    assert dict(found.peak.roles) == {"parameter": 6 * 2**30, "optimizer state": 8 * 2**30}
+
+
 def test_what_follows_refused_requests_is_told_by_itself(tmp_path: Path) -> None:
     """The peak of the run, 12 GiB, is before; after it two steps are made beside 5 GiB (and 1 MiB of parameters)."""
     found, error = ran(
@@ -1235,6 +1255,7 @@ print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=3))
 """
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")  # PyTorch before 2.13
 @pytest.mark.parametrize(
     "activities", ["None", "[ProfilerActivity.CPU, ProfilerActivity.CUDA]", "[ProfilerActivity.CUDA]"]
 )
@@ -2287,6 +2308,50 @@ def test_a_loss_and_clipping_after_a_reference_models_forward_are_training(tmp_p
     assert phases["train.py:15"] == ["step 1", "step 2"]
 
 
+def test_what_touches_gradients_after_a_reference_models_forward_is_no_evaluation(tmp_path: Path) -> None:
+    run, error = ran(
+        tmp_path,
+        """
+        import torch
+        from torch import nn
+        policy, reference = nn.Linear(512, 512).cuda(), nn.Linear(512, 512).cuda()
+        optimizer = torch.optim.SGD(policy.parameters())
+        for step in range(2):
+            x = torch.ones(512, 512, device="cuda")
+            policy(x).square().mean().backward()
+            with torch.no_grad():
+                margin = reference(x) * 2
+            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            scaled = torch.ones(512, 512, device="cuda")
+            optimizer.step()
+        """,
+    )
+    assert error is None
+    phases = _phases_of(run)
+    assert phases["train.py:10"] == ["evaluation 1", "evaluation 2"]
+    assert phases["train.py:12"] == ["step 1", "step 2"]
+    assert set(re.findall(r"^evaluation .* (\w+)$", render(run, "text"), re.MULTILINE)) == {"mul"}
+
+
+def test_what_follows_the_last_step_is_part_of_it(tmp_path: Path) -> None:
+    """The peak is the batch of a fourth step, 4 MiB beside three others."""
+    run, error = ran(
+        tmp_path,
+        """
+        import torch
+        net, batches = torch.nn.Linear(1024, 1, bias=False).cuda(), []
+        optimizer = torch.optim.SGD(net.parameters())
+        for step in range(9):
+            batches.append(torch.ones(1024, 1024, device="cuda"))
+            net(batches[-1]).sum().backward()
+            optimizer.step()
+        """,
+    )
+    assert error is None and run.steps == 3
+    assert run.peak.peak_phase == "step" and run.peak.peak_step == 3
+    assert {split_phase(run.trace.phases[event.phase])[1] for event in run.trace.events} == {0, 1, 2, 3}
+
+
 @pytest.mark.parametrize("loss", ["(y - 1).square().mean()", "torch.nn.MSELoss()(y, torch.ones_like(y))"])
 def test_a_program_without_modules_has_forwards_too(tmp_path: Path, loss: str) -> None:
     """Its first forward is no part of the setup; the update and the check after it are no part of a forward."""
@@ -2315,24 +2380,38 @@ def test_a_program_without_modules_has_forwards_too(tmp_path: Path, loss: str) -
 
 
 WITHOUT_STEPS = """
-import torch
+import os, sys, time, torch
+def wait(file):
+    while not os.path.exists(file):
+        time.sleep(0.001)
+wait(sys.argv[1])
 x = torch.ones(4, device="cuda")
-for _ in range(9):
-    x.mul_(2)
+wait(sys.argv[2])
 """
 
 
 def test_progress_names_the_line_of_a_program_that_makes_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each look at the clock is ten seconds after the one before: the sixth op comes after a minute."""
+    """Each look at the clock is ten seconds after the one before: a minute is over at the sixth."""
+    early, late = tmp_path / "early", tmp_path / "late"
     stages: list[str] = []
+
+    def progress(stage: str) -> None:
+        stages.append(stage)
+        if "train.py:5, nothing" in stage and "Ctrl-C" in stage:
+            early.mkdir(exist_ok=True)
+        elif "with a report" in stage:
+            late.mkdir(exist_ok=True)
+
     clock = count(step=10)
     monkeypatch.setattr("memsize.workloads.program.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    ran(tmp_path, WITHOUT_STEPS, progress=stages.append)
-    told = [stage.removeprefix("train.py: ") for stage in stages if "no optimizer step" in stage]
-    assert told[:2] == ["at train.py:3, no optimizer step so far", "at train.py:5, no optimizer step so far"]
-    assert told[-1] == "at train.py:5, no optimizer step so far; Ctrl-C ends it with a report of what ran"
+    monkeypatch.setattr("memsize.workloads.program._PROGRESS_EVERY", 0.01)
+    ran(tmp_path, WITHOUT_STEPS, str(early), str(late), progress=progress)
+    lines = [stage.removeprefix("train.py: ") for stage in stages if "so far" in stage]
+    assert ["Ctrl-C" in line for line in lines] == sorted("Ctrl-C" in line for line in lines)
+    assert "at train.py:5, nothing on the GPU so far; Ctrl-C ends it" in lines
+    assert "at train.py:5, no optimizer step so far; Ctrl-C ends it with a report of what ran" in lines
 
 
 def test_progress_counts_no_step_beyond_the_last(tmp_path: Path) -> None:

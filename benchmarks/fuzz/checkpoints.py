@@ -136,19 +136,27 @@ def _text(random: Random) -> str:
 
 def _repacked(random: Random, content: bytes) -> bytes:
     """A zip archive with one of its records mutated, and everything around it in order."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
+    records = _records(content)
     victim = random.choice([name for name in records if name.endswith(".pkl")] * 4 + list(records))
     records[victim] = mutate(random, records[victim])
     return _zipped(records, random)
 
 
+def _records(content: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
 def _zipped(records: dict[str, bytes], random: Random) -> bytes:
+    return _archive(records, random.choice((zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)))
+
+
+def _archive(records: dict[str, bytes], how: int) -> bytes:
+    """A zip archive of `records`, which does not note when it was made."""
     file = io.BytesIO()
-    how = random.choice((zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
-    with zipfile.ZipFile(file, "w", how) as archive:
+    with zipfile.ZipFile(file, "w") as archive:
         for name, data in records.items():
-            archive.writestr(name, data)
+            archive.writestr(zipfile.ZipInfo(name), data, compress_type=how)
     return file.getvalue()
 
 
@@ -158,7 +166,9 @@ def seeds() -> tuple[tuple[str, bytes], ...]:
     import torch
     from torch import nn
 
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.ones(2, 3, 3, 3)).sum().backward()
     optimizer.step()
@@ -167,7 +177,7 @@ def seeds() -> tuple[tuple[str, bytes], ...]:
         ("zip.pt", _saved(lambda file: torch.save(state, file))),
         ("whole.pt", _saved(lambda file: torch.save(net, file))),
         ("legacy.bin", _saved(lambda file: torch.save(state, file, _use_new_zipfile_serialization=False))),
-        ("packed.pt", _deflated(_saved(lambda file: torch.save(state, file)))),
+        ("packed.pt", _archive(_records(_saved(lambda file: torch.save(state, file))), zipfile.ZIP_DEFLATED)),
         ("a.safetensors", _safetensors()),
         ("a.gguf", _gguf()),
         ("plain.ckpt", pickle.dumps({"a": 1})),
@@ -177,14 +187,6 @@ def seeds() -> tuple[tuple[str, bytes], ...]:
 def _saved(save: Callable[[io.BytesIO], object]) -> bytes:
     file = io.BytesIO()
     save(file)
-    return file.getvalue()
-
-
-def _deflated(content: bytes) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
     return file.getvalue()
 
 

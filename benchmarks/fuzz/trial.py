@@ -92,7 +92,8 @@ def _be_the_child(trial: Trial, work: Path, folder: Path) -> None:
         os.environ["MEMSIZE_FUZZ_SECRET"] = SECRET
         signal.alarm(_PATIENCE)
         resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
-        resource.setrlimit(resource.RLIMIT_AS, (_ADDRESSES, _ADDRESSES))
+        addresses = _resident("VmSize") + _ADDRESSES
+        resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
         start = _resident("VmRSS", reset=True)
         events: list[str] = []
         watching = _watch(events, work, trial)
@@ -149,7 +150,9 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def _resident(which: str, reset: bool = False) -> int:
-    """Bytes of memory that this process has (VmRSS) or had at most since `reset` (VmHWM); Linux only."""
+    """Bytes of memory that this process has (VmRSS) or had at most since `reset` (VmHWM), or of its addresses (VmSize);
+    Linux only.
+    """
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))

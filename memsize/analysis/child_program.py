@@ -12,17 +12,18 @@ import os
 import pickle
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from memsize.errors import InputError
+from memsize.errors import InputError, in_one_line
 from memsize.records.world import World
-from memsize.virtual.guards.child_processes import ChildProcesses, Settings, is_launcher
+from memsize.virtual.guards.child_processes import NO_GPU_USE, ChildProcesses, Settings, is_launcher
 from memsize.virtual.guards.file_guard import FileGuard
 from memsize.virtual.guards.network_guard import NetworkGuard
 
@@ -44,27 +45,35 @@ def start(folder: str) -> None:
     programs: list[Program] = []
 
     def simulate() -> None:
+        from memsize.loading.library_imports import torchvision_importable
+
+        regions.enter_context(torchvision_importable())
+        if any(map(is_launcher, sys.orig_argv[1:3])):  # the program, or -m and the module
+            return
         from memsize.analysis.program import program_on
         from memsize.virtual.saved_weights import Files
 
         files = Files(guard.allowed)
         files.new, files.others_new = guard.new, guard.others_new
         own = settings._replace(world=_world() or settings.world)
-        program = program_on(shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]), own, files, processes)
+        program = program_on(_command(), own, files, processes)
         regions.enter_context(program.open())
         programs.append(program)
 
     def end() -> None:
         if os.getpid() == process:  # not in one that it forked
-            results = [_result(program) for program in programs]
+            result = _result(programs)
             processes.announce()
             regions.close()
-            for result in filter(None, results):
+            if result is not None:
                 processes.report(result)
 
     atexit.register(end)
-    if not any(map(is_launcher, sys.orig_argv[1:3])):  # the program, or -m and the module
-        sys.meta_path.insert(0, _AfterImport("torch", simulate))
+    sys.meta_path.insert(0, _AfterImport("torch", simulate))
+
+
+_LONGEST: Final = 200
+"""Characters of an error, of which a launcher's lists all of its processes."""
 
 
 class _AfterImport(MetaPathFinder):
@@ -89,6 +98,10 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
+def _command() -> str:
+    return shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
+
+
 def _world() -> World | None:
     """The job that a launcher put this process into, by the variables that it sets; None where it was started alone."""
     size, rank, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"))
@@ -100,13 +113,20 @@ def _world() -> World | None:
         return None
 
 
-def _result(program: Program) -> dict[str, Any] | None:
+def _result(programs: list[Program]) -> dict[str, Any] | None:
+    """Return the process's peak on the GPU, and the error that ended it, as data; None where there is neither."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    failed = {"failure": None if error is None else textwrap.shorten(in_one_line(error), _LONGEST, placeholder=" …")}
+    for program in programs:
+        if program.trace().events:
+            return _peak(program) | failed
+    return None if error is None else {**NO_GPU_USE, "command": _command(), **failed}
+
+
+def _peak(program: Program) -> dict[str, Any]:
     from memsize.device.gpu_estimate import estimate_gpu
 
-    trace = program.trace()
-    if not trace.events:
-        return None
-    peak = estimate_gpu(trace, program.card, config=program.memory.config)
+    peak = estimate_gpu(program.trace(), program.card, config=program.memory.config)
     return {
         "command": program.name,
         "rank": None if program.world is None else program.world.rank,

@@ -155,7 +155,7 @@ def _measured(target: CheckedTarget, report_progress: Callable[[str], None]) -> 
     run = target.run
     library = parse_target(str(run.model.model)).library is not None
     if not (run.model.has_input or library or run.training or run.execute):
-        return Measured(report(run.model), run.scenario)
+        return Measured(report(ReportRequest(model=run.model, gpu=run.gpu)), run.scenario)
     request = ReportRequest(
         model=run.model,
         training=run.training,

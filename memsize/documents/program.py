@@ -31,7 +31,7 @@ from memsize.documents.timeline import alive_table, course_table
 from memsize.records.cells import Label
 from memsize.records.fields import role_fields
 from memsize.records.peak_by_module import MODULE_FIELDS, peak_by_module
-from memsize.records.program import TENSOR_FIELDS, Assumed, ProgramRun
+from memsize.records.program import CHILD_FIELDS, TENSOR_FIELDS, Assumed, ProgramRun
 from memsize.records.ranks import GROUP_FIELDS, RankRuns, spans
 from memsize.records.roles import in_order
 from memsize.records.timeline import Timeline, step_courses
@@ -63,7 +63,7 @@ class ProgramDocument(Document[ProgramRun]):
         return (title, *self.opening(), *self.reasons(), *self.inside())
 
     def inside(self) -> tuple[Section, ...]:
-        """The sections behind the verdict: phases, modules, collectives, streams, tensors, assumptions and notes."""
+        """The sections behind the verdict: phases, modules, collectives, streams, tensors, processes and notes."""
         run = self.answer
         summaries = step_courses(self._timeline)
         tables = (course_table(summaries), alive_table(summaries), module_table(run)) if summaries else ()
@@ -72,6 +72,7 @@ class ProgramDocument(Document[ProgramRun]):
             *collective_tables(run.peak.collectives),
             *stream_tables(run.peak.streams),
             *((tensor_table(run),) if run.tensors else ()),
+            *((child_table(run),) if run.children else ()),
             *listed("Assumed", tuple(map(_assumed, run.assumed))),
             *listed("Not written", run.unwritten),
             *listed("Notes", run.trace.notes),
@@ -141,6 +142,11 @@ def tensor_table(run: ProgramRun) -> Table:
     """One row for each of the largest storages alive at the peak."""
     fields = TENSOR_FIELDS.only("bytes", "role", "spec", "line", "layer", "op", "phase")
     return Table.of("tensors", "Tensors", fields, run.tensors, caption="Largest at the peak")
+
+
+def child_table(run: ProgramRun) -> Table:
+    """One row for each process that the program started, in the order in which they ended."""
+    return Table.of("processes", "Processes", CHILD_FIELDS, run.children, caption="Processes that the script started")
 
 
 def _assumed(assumed: Assumed) -> str:

@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -124,7 +125,12 @@ def _alone(work: Callable[[Any], Any], task: Any) -> Any:
 def _cluster(backend: Backend, scheduler: str | None) -> Iterator[None]:
     from joblib import parallel_config
 
-    options = {"initializer": _begin} if backend == "loky" else {}
+    options: dict[str, Any] = {}
+    if backend == "loky":
+        # joblib replaces a process that has grown by 300 MB, and warns in the thread by which all answers come: where
+        # warnings are errors, that thread would end, and no answer would come any more.
+        warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)
+        options["initializer"] = _begin
     with _CLUSTERS[backend](scheduler), parallel_config(backend=backend, **options):
         yield
 

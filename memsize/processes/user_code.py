@@ -76,11 +76,14 @@ def is_packaged(file: str) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
-def users_frames(until: CodeType | None = None, libraries: bool = False) -> Iterator[FrameType]:
+def users_frames(
+    until: CodeType | None = None, libraries: bool = False, thread: int | None = None
+) -> Iterator[FrameType]:
     """The calls that are running in the user's own code, the innermost first; with `libraries` also those in packages
-    other than PyTorch and memsize. The search ends at a call of `until`.
+    other than PyTorch and memsize. They are those of this thread, or of the one with that number. The search ends at a
+    call of `until`.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
     while frame is not None and frame.f_code is not until:
         file = frame.f_code.co_filename
         if is_outside(file) and (libraries or not is_library(file)):
@@ -88,12 +91,12 @@ def users_frames(until: CodeType | None = None, libraries: bool = False) -> Iter
         frame = frame.f_back
 
 
-def running_lines(until: CodeType | None = None) -> Lines:
+def running_lines(until: CodeType | None = None, thread: int | None = None) -> Lines:
     """The innermost line of the user's own code, and after it the innermost one of a package that it led to: either may
-    be missing. The search ends at a call of `until`.
+    be missing. They are those of this thread, or of the one with that number. The search ends at a call of `until`.
     """
     package: Lines = ()
-    for frame in users_frames(until, libraries=True):
+    for frame in users_frames(until, True, thread):
         line = frame.f_code.co_filename, frame.f_lineno
         if not is_library(line[0]):
             return (line, *package)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field as attribute
 from typing import ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
-from memsize.records.fields import BYTES, PATH, ROLE, SPECS, TEXT, Fields, FlatTable, field, shown
+from memsize.records.fields import BYTES, COUNT, PATH, ROLE, SPECS, TEXT, Fields, FlatTable, field, shown
 from memsize.records.finding import Finding
 from memsize.records.gpu import Card, GpuEstimate, Interval
 from memsize.records.roles import Role
@@ -112,9 +112,10 @@ class NeedsGpu(NamedTuple):
 
 
 class ChildRun(NamedTuple):
-    """The peak on the GPU of a process that a program started: its own memory, beside the program's.
+    """A process that a program started, which used the GPU or failed: its own memory, beside the program's.
 
-    `rank` is which of a job it was, where a launcher started it; `reserved`, `low` and `high` are bytes at its peak.
+    `rank` is which of a job it was, where a launcher started it; `reserved`, `low` and `high` are bytes at its peak,
+    0 where it never used the GPU. `failure` is the error or the status that ended it, where it failed.
     """
 
     command: str
@@ -124,6 +125,18 @@ class ChildRun(NamedTuple):
     low: int
     high: int
     ran_out: bool
+    failure: str | None = None
+
+
+CHILD_FIELDS: Final = Fields[ChildRun](
+    field("command", "process", TEXT, 100, "the command that started it"),
+    field("rank", "rank", COUNT, 60, "which of a job it was"),
+    field("steps", "steps", COUNT, 70, "its optimizer steps"),
+    field("reserved", "reserved", BYTES, 80, "the allocator's segments at their peak"),
+    field("low", "GPU, at least", BYTES, 85, "what nvidia-smi would show for it at its peak, at least"),
+    field("high", "GPU, at most", BYTES, 90, "what nvidia-smi would show for it at its peak, at most"),
+    field("failure", "failed with", TEXT, 95, "the error or the status that ended it"),
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,6 +174,11 @@ class ProgramRun(Answer):
     went_on: WentOn | None = None
     children: tuple[ChildRun, ...] = ()
     findings: tuple[Finding, ...] = attribute(default=())
+
+    @property
+    def gpu_children(self) -> tuple[ChildRun, ...]:
+        """The processes that the program started and that used the GPU."""
+        return tuple(child for child in self.children if child.high)
 
     @property
     def ran_out(self) -> bool:

@@ -278,7 +278,7 @@ def _settled(phases: Sequence[Phase]) -> dict[tuple[str, int], list[Phase]]:
     for phase in phases:
         if phase.name != AROUND:
             last = phase
-        elif last is None or last.name not in ("forward", "evaluation") or last.step != phase.step:
+        elif last is None or last.name != "forward" or last.step != phase.step:
             waiting.append(phase)
             continue
         timeline.setdefault((last.name, last.step), []).extend((*waiting, phase))

@@ -194,8 +194,8 @@ class Part:
             return whole
         if whole is not None and lead not in {choice.key for choice in options.values()} | {"model"}:
             raise InputError(f"{lead} is {quoted(str(whole))}: it should be a {self.cls.__name__}")
-        if missing := next((o.key for o in options.values() if o.required and o.key not in given_values), None):
-            raise InputError(f"{missing} is missing")
+        if missing := next((o for o in options.values() if o.required and o.key not in given_values), None):
+            raise InputError(f"{spell(missing)} is missing")
         if self.when == "any" and not values:
             return None
         if self.when not in ("", "any"):
@@ -205,7 +205,11 @@ class Part:
                     raise InputError(f"{spell(unused[0])} is for {self.purpose.format(spell(asking))}")
                 return None
         if python and self.keywords is not None:
-            return self.keywords(**{key: given_values[key] for key in self.keywords_of(name) if key in given_values})
+            keywords = {key: given_values[key] for key in self.keywords_of(name) if key in given_values}
+            required = (key for key, it in self.keywords_of(name).items() if it.default is Parameter.empty)
+            if absent := next((key for key in required if key not in keywords), None):
+                raise InputError(f"{absent} is missing")
+            return self.keywords(**keywords)
         changed = {n: options[n].default for n, change in self.changes.items() if "default" in change and n in options}
         read = {n: options[n].taken(value, spell, python) for n, value in values.items()}
         return self.cls(**(changed | read))
@@ -327,7 +331,7 @@ def build(
             if choice.key in values:
                 arguments[column.name] = choice.taken(values[choice.key], spell, python)
             elif column.default is MISSING and column.default_factory is MISSING:
-                raise InputError(f"{choice.key} is missing")
+                raise InputError(f"{spell(choice)} is missing")
     return request(**arguments)
 
 

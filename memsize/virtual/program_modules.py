@@ -165,7 +165,7 @@ class ProgramCalls(ModuleCallRecorder):
         return result
 
     def _differentiated(self) -> None:
-        """Before an op outside of modules that autograd records: of a loss, or a forward without modules."""
+        """Before an op outside of modules that trains: of a loss, a forward without modules, or on gradients."""
         clock = self.ledger.clock
         current, _ = split_phase(clock.phases[clock.phase])
         if current == "evaluation":

@@ -47,7 +47,7 @@ from memsize.workloads.program_steps import ProgramSteps, in_step
 _LINE_FROM = 64 * 1024
 """The user's line is looked up for storages of this many bytes and more."""
 
-_TELLS_EVERY = 1.0
+_PROGRESS_EVERY = 1.0
 _LONG = 60.0
 """Seconds between two looks at where a program is, and those after which its reader is told how to end it."""
 _SET = "the caching allocator's settings are those that the environment has for it: {}"
@@ -105,8 +105,6 @@ class Program:
         self._assumed: dict[str, dict[str, None]] = {}
         self._snapshot = snapshot
         self._seen = 0
-        self._started = self._tells_next = time.monotonic()
-        """When the program began, and when its place in the code is shown next."""
         self._end: int | None = None
 
     def run(self, path: str, arguments: Sequence[str], module: bool = False) -> BaseException | None:
@@ -114,9 +112,7 @@ class Program:
 
         Returns the error that it ended with: None where it came to its end or was stopped.
         """
-        self._started = time.monotonic()
-        self._tells_next = self._started + _TELLS_EVERY
-        with self.open(), _command_line(path, arguments, module):
+        with self._watched(), self.open(), _command_line(path, arguments, module):
             try:
                 if module:
                     runpy.run_module(path, run_name="__main__", alter_sys=True)
@@ -164,11 +160,6 @@ class Program:
 
     def _after_op(self) -> None:
         self._seen = len(self.ledger.events)
-        if (now := time.monotonic()) >= self._tells_next and not self.steps.done:
-            self._tells_next = now + _TELLS_EVERY
-            line = shown(self._lines()) or "its first lines"
-            how = "; Ctrl-C ends it with a report of what ran" if now - self._started >= _LONG else ""
-            self.steps.progress(f"at {line}, no optimizer step so far{how}")
 
     def _allocate(self, storage: int, size: int) -> None:
         if size >= _LINE_FROM and (lines := self._lines()):
@@ -186,6 +177,32 @@ class Program:
             refused = Refused(size, self.memory.left, self.memory.reserved, *where)
             self._refused.append((len(self.ledger.events), clock.layer, refused))
             raise
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """While open, the line that this thread is at is the progress, until the first optimizer step."""
+        over, program, started = threading.Event(), threading.get_ident(), time.monotonic()
+
+        def watch() -> None:
+            while not over.wait(_PROGRESS_EVERY) and not self.steps.done:
+                seconds = time.monotonic() - started
+                if line := shown(running_lines(Program.run.__code__, program)):
+                    self.steps.progress(self._where(line, seconds))
+
+        watching = threading.Thread(target=watch, daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watching.join()
+
+    def _where(self, line: str, seconds: float) -> str:
+        """Return the progress of a program that has made no optimizer step in so many seconds."""
+        used = bool(self.ledger.events)
+        so_far = "no optimizer step so far" if used else "nothing on the GPU so far"
+        how = ("; Ctrl-C ends it" + " with a report of what ran" * used) if seconds >= _LONG else ""
+        return f"at {line}, {so_far}{how}"
 
     def _relied(self, assumption: str) -> None:
         lines = self._assumed.setdefault(assumption, {})

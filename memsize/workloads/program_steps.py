@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memsize.model.tensor_storage import plain_tensors
-from memsize.processes.patches import Patch, wrapping
+from memsize.processes.patches import Patch, assigned, wrapping
 from memsize.records.aggregates import split_phase
 from memsize.records.timeline import AROUND
 from memsize.records.trace import Event
@@ -83,9 +83,10 @@ class ProgramSteps:
         return not behind or self.done >= self.wanted * (_MOST if max(behind) else _WAITED_FOR)
 
     def replacements(self) -> Iterator[Patch]:
-        """Yield the patches that observe new optimizers and freed gradients."""
+        """Yield the patches that observe new optimizers, loaded states and freed gradients."""
         yield wrapping(Optimizer, "__init__", self._constructed)
         yield wrapping(Optimizer, "add_param_group", self._added)
+        yield wrapping(Optimizer, "load_state_dict", self._loading)
         yield wrapping(Optimizer, "zero_grad", self._zeroing)
         yield wrapping(nn.Module, "zero_grad", self._zeroing)
 
@@ -97,6 +98,10 @@ class ProgramSteps:
         """Wrap `add_param_group` to mark its tensors as parameters, whether a module stores them or not."""
         original(optimizer, *args, **kwargs)
         self._mark(optimizer.param_groups[-1:])
+
+    def _loading(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        with assigned(self._ledger, "loads_state", True):
+            original(optimizer, *args, **kwargs)
 
     def _mark(self, groups: Iterable[dict[str, Any]]) -> None:
         for parameter in (parameter for group in groups for parameter in group["params"]):
@@ -204,6 +209,9 @@ def _around(phase: str, over: int) -> str:
 
 
 def in_step(phase: str, number: int, ends: Sequence[int]) -> str:
-    """The name of `phase` with the step that event `number` is in, where each step's events end at `ends`."""
+    """The name of `phase` with the step that event `number` is in, where each step's events end at `ends`. What follows
+    the last step, and is part of no other phase, belongs to that step.
+    """
     name, _ = split_phase(phase)
-    return phase if name == "setup" else f"{name} {bisect_right(ends, number) + 1}"
+    step = bisect_right(ends, number) + 1
+    return phase if name == "setup" else f"{name} {min(step, len(ends) or 1) if name == AROUND else step}"

@@ -40,7 +40,7 @@ def _failed(run: ProgramRun) -> Iterator[Finding]:
         template += " Until then it took {low} to {high} of {card}'s {total} at the peak, in {where}."
         brief += " Until then it took {low} to {high} of {total} at the peak."
         values |= {"card": run.card.name, **peak_in_words(run)}
-    elif not run.refused and not run.children:
+    elif not run.refused and not run.gpu_children:
         brief = template = f"{template} Nothing was put on the GPU before."
     high = run.peak.device.high if run.trace.events else None
     yield Finding("run-failed", template, values, bytes=high, layers=_layers(run.peak.peak_layer), brief=brief)
@@ -152,22 +152,42 @@ def _divides_heads(run: ProgramRun) -> Iterator[Finding]:
         yield Finding("run-divides-heads", template, {"shape": shape})
 
 
+@RULES.rule("run-child-failed")
+def _child_failed(run: ProgramRun) -> Iterator[Finding]:
+    """The first one's failure is often the cause of the others', as in ranks that wait for it."""
+    failed = [
+        (child, child.failure)
+        for child in run.children
+        if child.failure and not child.failure.startswith("OutOfMemoryError")  # that has a rule of its own
+    ]
+    if not failed:
+        return
+    first, failure = failed[0]
+    template = (
+        "A process that the script started failed"
+        if len(failed) == 1
+        else "{count} processes that the script started failed, the first"
+    ) + " with {failure}: {command}."
+    values = {"count": len(failed), "failure": failure.rstrip(".: "), "command": first.command}
+    yield Finding("run-child-failed", template, values)
+
+
 @RULES.rule("run-children")
 def _children(run: ProgramRun) -> Iterator[Finding]:
-    if not run.children:
+    if not run.gpu_children:
         return
-    largest = max(run.children, key=lambda child: child.high)
+    largest = max(run.gpu_children, key=lambda child: child.high)
     template = (
         "A process that the script started takes {low} to {high} of {total} at its peak, which is not in the figures: "
-        if len(run.children) == 1
+        if len(run.gpu_children) == 1
         else "The largest of {count} processes that the script started takes {low} to {high} of {total} at its peak, "
         "which is not in the figures: "
     ) + "{command}"
-    ranks = {child.rank for child in run.children if child.rank is not None}
+    ranks = {child.rank for child in run.gpu_children if child.rank is not None}
     if largest.rank is not None:
         template += " (rank {rank}). To see each rank, run its script: memsize run --gpus {ranks} --rank all"
     values = {
-        "count": len(run.children),
+        "count": len(run.gpu_children),
         "ranks": len(ranks),
         "low": Bytes(largest.low),
         "high": Bytes(largest.high),
@@ -188,7 +208,7 @@ def _child_ran_out(run: ProgramRun) -> Iterator[Finding]:
 
 @RULES.rule("run-nothing-on-gpu")
 def _nothing(run: ProgramRun) -> Iterator[Finding]:
-    if not (run.trace.events or run.refused or run.failure is not None or run.children):
+    if not (run.trace.events or run.refused or run.failure is not None or run.gpu_children):
         yield Finding(
             "run-nothing-on-gpu",
             "Nothing was put on the GPU. A program often chooses its device by an option, such as --device cuda or "
@@ -225,6 +245,19 @@ def _no_step(run: ProgramRun) -> Iterator[Finding]:
     if run.trace.events and not run.steps and not run.refused and run.failure is None:
         template = "No optimizer made a step, so the program ran to its end."
         yield Finding("run-no-step", template)
+
+
+@RULES.rule("run-sends-nothing")
+def _sends_nothing(run: ProgramRun) -> Iterator[Finding]:
+    world = run.trace.world
+    if world.size == 1 or world.one_process or run.trace.collectives or run.refused or run.failure is not None:
+        return
+    template = (
+        "The script sends nothing to the other {others}: it runs as it would alone. A script joins them by "
+        "torch.distributed.init_process_group, or leaves that to its library."
+    )
+    others = "process" if world.size == 2 else f"{world.size - 1} processes"
+    yield Finding("run-sends-nothing", template, {"others": others})
 
 
 @RULES.rule("run-waits")

@@ -12,7 +12,6 @@ Limits: cuDNN 9.11 or newer, found as the library of an installed `nvidia-cudnn-
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import json
 import os
 import sys
@@ -187,9 +186,7 @@ def _candidates() -> Iterator[str]:
         return
     packages = (Path(entry) / folder / "lib" / "libcudnn.so.9" for entry in sys.path if entry for folder in _PLACES)
     yield from (str(path) for path in packages if path.exists())
-    system = ctypes.util.find_library("cudnn")  # starts processes that look: the last resort
-    if system:
-        yield system
+    yield "libcudnn.so.9"  # of the system, or one that PyTorch has loaded
 
 
 def _device_properties(capability: tuple[int, int]) -> dict[str, object]:

@@ -16,14 +16,17 @@ import pickle
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.processes.patches import Patch, calling, environment, wrapping
@@ -35,6 +38,9 @@ from memsize.virtual.driver import nvidia_smi
 from memsize.virtual.driver.nvidia_smi import Gpu
 from memsize.virtual.guards import landlock
 from memsize.virtual.guards.file_guard import FileGuard
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 _PYTHON: Final = re.compile(r"(?:.*/)?python[\d.]*(?:\.exe)?$")
 _SHEBANG: Final = re.compile(rb"#!.*\bpython[\d.]*\s")
@@ -64,6 +70,17 @@ _LAUNCHER_MODULES: Final = frozenset(
 )
 
 
+NO_GPU_USE: Final[dict[str, Any]] = {
+    "rank": None,
+    "steps": 0,
+    "reserved": 0,
+    "low": 0,
+    "high": 0,
+    "ran_out": False,
+}
+"""The result of a process that never used the GPU, but for its command and how it failed."""
+
+
 def is_launcher(program: str) -> bool:
     """Return whether `program`, a script or a module, starts one process for each GPU and uses none itself."""
     return program in _LAUNCHER_MODULES or Path(program).name in _LAUNCHERS
@@ -84,6 +101,24 @@ class Settings(NamedTuple):
     offline: bool = False
 
 
+@dataclass
+class _Started:
+    """A process that was started; `status` is None until the program has learnt how it ended."""
+
+    command: str
+    number: int
+    runs_python: bool
+    status: int | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """How it failed; None for one that did not, or that was asked to end."""
+        status = self.status or 0
+        if status in (0, -signal.SIGTERM):
+            return None
+        return f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
+
+
 class ChildProcesses:
     """The processes that a program starts. `gpu` returns the card as it is, None where this process does not use it."""
 
@@ -93,9 +128,12 @@ class ChildProcesses:
         self.settings = settings
         self._folder = Path()
         self._is_open = False
-        self._limited_processes: list[tuple[str, subprocess.Popen[Any]]] = []
+        self._started: list[_Started] = []
+        self._by_popen = WeakKeyDictionary[subprocess.Popen[Any], _Started]()
+        """Weakly, as pipes to a process close when the program lets go of it."""
+        self._multiprocessing: list[BaseProcess] = []
         self.results: tuple[dict[str, Any], ...] = ()
-        """The results of the processes that used the GPU, as they ended."""
+        """The results of the processes that used the GPU or failed, as they ended."""
 
     @contextmanager
     def open(self, folder: Path | None = None) -> Iterator[None]:
@@ -119,13 +157,13 @@ class ChildProcesses:
                 smi.write_text(_SMI.format(" ".join(words)), "utf-8")
                 smi.chmod(0o755)
             self._guard.new.add(str(self._folder))
-            self._guard.others_new = lambda: set().union(*self._read("new"))
+            self._guard.others_new = lambda: set().union(*(names for _, names in self._read("new")))
             variables = environment(self._environment(os.environ))
             with open_simulation() as simulation, simulation.patches.applied(self._patches()), variables:
                 try:
                     yield
                 finally:
-                    self.results = tuple(self._read("results"))
+                    self.results = tuple(self._read_results())
 
     def _environment(self, environment: Any) -> dict[str, str]:
         """Return the variables that let a process find the folder of the run, in front of what `environment` has."""
@@ -147,26 +185,47 @@ class ChildProcesses:
         number = len([*(self._folder / "results").iterdir()])
         (self._folder / "results" / f"{number:06d}-{os.getpid()}.json").write_text(json.dumps(result), "utf-8")
 
-    def _read(self, folder: str) -> Iterator[Any]:
-        """Yield what the processes of the run have written down."""
+    def _read(self, folder: str) -> Iterator[tuple[Path, Any]]:
+        """Yield what the processes of the run have written down, each with its file."""
         for file in sorted((self._folder / folder).glob("*.json")):
             with suppress(OSError, ValueError):  # it is being written, or its process was ended meanwhile
-                yield json.loads(file.read_text("utf-8"))
+                yield file, json.loads(file.read_text("utf-8"))
+
+    def _read_results(self) -> Iterator[dict[str, Any]]:
+        failed = {started.number: started for started in self._ended() if started.runs_python and started.failure}
+        for file, result in self._read("results"):
+            started = failed.pop(int(file.stem.partition("-")[2]), None)
+            if started is not None:
+                result["failure"] = result["failure"] or started.failure
+            yield result
+        for started in failed.values():
+            yield {**NO_GPU_USE, "command": started.command, "failure": started.failure}
+
+    def _ended(self) -> Iterator[_Started]:
+        yield from self._started
+        for process in self._multiprocessing:
+            with suppress(ValueError):  # it was closed, as only one that has ended may be
+                yield _Started(process.name, process.pid or 0, True, process.exitcode)
 
     @property
     def failures(self) -> tuple[str, ...]:
         """One line for each program without Python that failed, perhaps for want of the right to change files."""
         return tuple(
-            f"{command} ended with status {process.returncode}: programs that the "
-            "script starts change no files that were there before (--allow-writes lets them)"
-            for command, process in self._limited_processes
-            if process.returncode
+            f"{started.command} ended with status {started.status}, perhaps because it may change only files in "
+            "folders that the script has made (--allow-writes lets it change others)"
+            for started in self._started
+            if started.status and not started.runs_python
         )
 
     # -- how they are started -----------------------------------------------------------------------------------------
 
     def _patches(self) -> Iterator[Patch]:
+        from multiprocessing.process import BaseProcess
+
         yield wrapping(subprocess.Popen, "__init__", self._starting)
+        for name in ("poll", "wait"):
+            yield wrapping(subprocess.Popen, name, self._noting_the_status)
+        yield wrapping(BaseProcess, "start", self._noting_the_process)
         yield os, "system", _system
         for name in ("execv", "execve"):
             yield os, name, calling(self._replacing, getattr(os, name))
@@ -186,34 +245,37 @@ class ChildProcesses:
         self.announce()
         variables = dict(os.environ if env is None else env)
         variables |= self._environment(variables)
-        command = self._limited(args, executable, shell, variables, options.get("cwd"))
-        if command is None:
+        words = _words(args, shell)
+        program = _program(executable, words, variables, options.get("cwd"))
+        is_python = program is not None and runs_python(program, words)
+        if program is None or is_python or not self._is_limited:
             original(process, args, bufsize, executable, *rest, shell=shell, env=variables, **options)
-            return
-        variables["TMPDIR"] = str(self._folder / "tmp")
-        original(process, command, bufsize, None, *rest, shell=False, env=variables, **options)
-        process.args = args
-        self._limited_processes.append((shlex.join(command[command.index("--") + 2 :]), process))
+        else:
+            variables["TMPDIR"] = str(self._folder / "tmp")
+            limited = [*self._limited, os.path.abspath(program), *words]
+            original(process, limited, bufsize, None, *rest, shell=False, env=variables, **options)
+            process.args = args
+        started = _Started(shlex.join(words), process.pid, is_python)
+        self._started.append(started)
+        self._by_popen[process] = started
 
-    def _limited(
-        self, args: Any, executable: Any, shell: bool, environment: dict[str, str], folder: Any
-    ) -> list[str] | None:
-        """Return the command that starts a program with limited rights; None: it is started as it is."""
-        single = isinstance(args, (str, bytes, os.PathLike))
-        words = [os.fsdecode(word) for word in ([args] if single else args)]
-        if shell:
-            words = ["/bin/sh", "-c", *words]
-        if not words or not self._is_limited:
-            return None
-        name = os.fsdecode(executable or words[0])
-        if os.path.dirname(name):
-            name = os.path.join(os.fsdecode(folder or ""), name)
-        program = shutil.which(name, path=environment.get("PATH"))
-        if program is None or runs_python(program, words):
-            return None
+    def _noting_the_status(
+        self, original: Callable[..., int | None], process: subprocess.Popen[Any], *args: Any, **options: Any
+    ) -> int | None:
+        status = original(process, *args, **options)
+        if process in self._by_popen:
+            self._by_popen[process].status = status
+        return status
+
+    def _noting_the_process(self, original: Callable[[BaseProcess], None], process: BaseProcess) -> None:
+        original(process)
+        self._multiprocessing.append(process)
+
+    @property
+    def _limited(self) -> list[str]:
+        """The command that becomes a program with limited rights, without that program and its words."""
         limits = ["--offline"] * self.settings.offline + ["--any-file"] * self._guard.allowed
-        script = [sys.executable, "-I", "-S", landlock.__file__]
-        return [*script, *limits, *self._writable, "--", os.path.abspath(program), *words]
+        return [sys.executable, "-I", "-S", landlock.__file__, *limits, *self._writable, "--"]
 
     @property
     def _is_limited(self) -> bool:
@@ -229,6 +291,23 @@ class ChildProcesses:
         if self._is_limited and not is_python and os.access(path, os.X_OK):  # rights that are given up are gone
             landlock.restrict(None if self._guard.allowed else self._writable, self.settings.offline)
         return original(path, args, *env)
+
+
+def _words(args: Any, shell: bool) -> list[str]:
+    """Return the words of a command that `subprocess.Popen` takes."""
+    single = isinstance(args, (str, bytes, os.PathLike))
+    words = [os.fsdecode(word) for word in ([args] if single else args)]
+    return ["/bin/sh", "-c", *words] if shell else words
+
+
+def _program(executable: Any, words: Sequence[str], environment: dict[str, str], folder: Any) -> str | None:
+    """Return the path of the program that a command starts; None where there is none."""
+    if not words:
+        return None
+    name = os.fsdecode(executable or words[0])
+    if os.path.dirname(name):
+        name = os.path.join(os.fsdecode(folder or ""), name)
+    return shutil.which(name, path=environment.get("PATH"))
 
 
 def runs_python(program: str, words: Sequence[str]) -> bool:

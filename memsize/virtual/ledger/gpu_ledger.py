@@ -38,6 +38,7 @@ from memsize.ranks.collectives import (
     waits,
 )
 from memsize.ranks.peer_checks import check_devices, check_layouts, check_ranks
+from memsize.records.aggregates import split_phase
 from memsize.torch_internals.jit_tracing import is_tracing, record_as, record_convolution, untraced
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import arguments_in
@@ -88,7 +89,7 @@ class VirtualLedger(GpuStorages):
         self.custom_op = ""
         """The op that is defined in Python and running."""
         self.differentiated: Callable[[], None] = lambda: None
-        """Called before each op outside of modules that autograd records."""
+        """Called before each op outside of modules that shows that the program trains."""
         self.evaluator.lenient = True
         self._observer = observer
 
@@ -199,7 +200,7 @@ class VirtualLedger(GpuStorages):
             result = self._run_unrecorded(gpu, func, args, kwargs)
             return self.host_memory.pin(result) if pins and gpu == HOST else result
         with self._turn:
-            if func is not DETACH and torch.is_grad_enabled() and _any_requires_grad(args) and not self.clock.inside:
+            if func is not DETACH and not self.clock.inside and self._is_of_training(args):
                 self.differentiated()
             thread.depth += 1
             before = len(self.events)
@@ -227,6 +228,15 @@ class VirtualLedger(GpuStorages):
         if device is None or device.type == "cpu" or (func is _TO_COPY and is_own_meta(args[0])):
             return False
         return _names_gpu(device) or self._in_pytorch or self.clock.inside
+
+    def _is_of_training(self, args: Any) -> bool:
+        """Whether autograd records an op with these arguments, or it ends an evaluation by its use of gradients."""
+        if torch.is_grad_enabled() and _any_requires_grad(args):
+            return True
+        if split_phase(self.clock.phases[self.clock.phase])[0] != "evaluation":
+            return False
+        indices = map(self.index_of, filter(is_meta, arguments_in(args)))
+        return any(index >= 0 and self.rows[index].role == "gradient" for index in indices)
 
     def _run_off_gpu(self, func: Any, args: Any, kwargs: Any, device: torch.device | None) -> Any:
         """Run an op on the CPU, or on the program's own `meta` tensors, which nobody records."""

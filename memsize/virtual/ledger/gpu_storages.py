@@ -51,6 +51,8 @@ _FILLING: Final = frozenset(
     "zeros_like".split()
 )
 """Names of the ops with which optimizers make their state."""
+_COPYING: Final = frozenset(("_to_copy", "clone"))
+"""Names of the ops with which they copy one that they load."""
 _GRADIENTS: Final[dict[Role, Role]] = {"parameter": "gradient", "gathered parameter": "unsharded gradient"}
 
 
@@ -130,6 +132,8 @@ class GpuStorages(Ledger):
         """Storages that an optimizer's first step has made, as far as they look like its state; else `None`."""
         self.has_state: Callable[[], bool] = lambda: False
         """Whether the optimizer that makes its first step has state already: a copy of a gradient is none then."""
+        self.loads_state = False
+        """Whether an optimizer is loading a state, which it copies to its parameters' device before it keeps any."""
         self._in_pytorch = False
         self._elsewhere: dict[int, torch.UntypedStorage] = {}
         super().__init__("meta", workspaces)
@@ -200,6 +204,8 @@ class GpuStorages(Ledger):
         """The role of a new storage that nothing else has shown the purpose of."""
         if self._in_pytorch:
             return "communication"  # the buckets of DistributedDataParallel, whose hooks may send something else
+        if self.loads_state and op in _COPYING:
+            return "optimizer state"
         if self.likely_state is None or op not in _FILLING or (op == "clone" and self.has_state()):
             return "temporary"
         if split_phase(self.clock.phases[self.clock.phase])[0] != "optimizer":
