@@ -2114,7 +2114,7 @@ with __import__("memsize").virtual_gpu():
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     replaced = FSDPParam.init_all_gather_outputs
 assert FSDPParam.init_all_gather_outputs is not replaced
-assert FSDPParam.init_all_gather_outputs.__module__ == FSDPParam.__module__ != replaced.__module__
+assert FSDPParam.init_all_gather_outputs is replaced.__wrapped__
 """
     done = warm_python("-c", code)
     assert done.returncode == 0, done.stderr

@@ -248,8 +248,10 @@ class Runner:
     def kept_for_backward(self, scenario: Scenario, batch_size: int) -> int:
         """Bytes that one forward keeps for backward at a batch size, parameters apart."""
         if self._is_proven(Forward().proof, None):
-            kept = [self._short_runner(model).kept_for_backward(scenario, batch_size) for model in self.short_runs.two]
-            return kept[0] + (kept[1] - kept[0]) * self.short_runs.left_out
+            shorter, longer = (
+                self._short_runner(model).kept_for_backward(scenario, batch_size) for model in self.short_runs.two
+            )
+            return shorter + (longer - shorter) * self.short_runs.left_out
         return kept_for_backward(self.setup(scenario, batch_size))
 
     def copy(self) -> nn.Module:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from memsize.depth.likeness import Key, Likeness, counted
@@ -35,6 +36,8 @@ def find_blocks(model: nn.Module) -> ModelBlocks | None:
     """Return the blocks of `model` that repeat most; None where there are too few for short models to be quicker."""
     likeness: Likeness | None = None
     best: ModelBlocks | None = None
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return None  # nobody can take blocks out of it
     for path, module in model.named_modules():
         if best is not None and path.startswith(best.repeated.stem):
             continue
@@ -104,8 +107,8 @@ def shorten(model: nn.Module, blocks: ModelBlocks, count: int) -> None:
     for child in children[last:]:
         for path, name in blocks.counting:
             module: Any = child.get_submodule(path) if _has(child, path) else None
-            if type(getattr(module, name, None)) is int:
-                setattr(module, name, getattr(module, name) - (last - first))
+            if module is not None and type(vars(module).get(name)) is int:
+                vars(module)[name] -= last - first
     stem = repeated.stem.removeprefix(f"{blocks.path}." if blocks.path else "")
     holder._modules.clear()
     for number, child in enumerate([*children[:first], *children[last:]]):

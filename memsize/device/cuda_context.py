@@ -144,7 +144,9 @@ def nearest_code(cells: Cells, capability: Release) -> Code:
 
 
 def _build(stack: Stack) -> Build:
-    """The libraries of a stack; those of NVIDIA are its CUDA's, as the first release of PyTorch with it pinned them."""
+    """The libraries of a stack, where no release is named those of the newest PyTorch. NVIDIA's are its CUDA's, as the
+    first release of PyTorch with it pinned them.
+    """
     builds = _builds()
     build = builds[max((at for at in builds if at <= (stack.release or NEWEST)), default=min(builds))]
     cuda = stack.cuda and release(stack.cuda)

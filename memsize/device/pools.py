@@ -99,11 +99,11 @@ class Pool:
 
     def copy(self, memory: Memory) -> Self:
         """The same blocks in a copy of their memory."""
-        other = copy(self)
-        other.memory = memory
+        pool = copy(self)
+        pool.memory = memory
         for name in self.STATE:
-            setattr(other, name, getattr(self, name).copy())
-        return other
+            setattr(pool, name, getattr(self, name).copy())
+        return pool
 
     def take(self, size: int) -> int:
         """The smallest free block of at least `size`, its rest cut off; 0 when there is none."""
