@@ -417,7 +417,7 @@ def test_a_model_that_counts_is_run_whole() -> None:
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 
-NOTE = "16 blocks of layers repeat: a few of them were run, and the rest follows by repetition (--whole runs all)"
+NOTE = "16 repeated layers in layers: a few of them were run, and the rest follows by repetition (--whole runs all)"
 ANSWERS: dict[str, Callable[..., Any]] = {
     "report": lambda **options: memsize.report(Deep(16), (3,), train="adamw", **options),
     "timeline": lambda **options: memsize.timeline(Deep(16), (3,), train="adamw", **options),
@@ -447,7 +447,7 @@ def test_a_generation_notes_how_its_runs_were_made(tmp_path: Path) -> None:
         memsize.generate(f"hf:{tmp_path}/llama.json", prompt=8, max_new_tokens=4, scenarios="fp16", whole=of_all)
         for of_all in (False, True)
     )
-    assert ["16 blocks of model.layers repeat" in str(one.notes) for one in (usual, whole)] == [True, False]
+    assert ["16 repeated layers in model.layers" in str(one.notes) for one in (usual, whole)] == [True, False]
     assert usual.generation_rows == whole.generation_rows
 
 
@@ -464,4 +464,4 @@ def test_the_command_line_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["timeline", "tests.deep:Deep", "--input", "3", "--train", "adamw", "--full"]
     for options, has_note in (([], True), (["--whole"], False)):
         assert run([*command, *options]) == 0
-        assert ("blocks of layers repeat" in " ".join(capsys.readouterr().out.split())) is has_note
+        assert ("repeated layers in layers" in " ".join(capsys.readouterr().out.split())) is has_note

@@ -30,7 +30,7 @@ _WORTHWHILE: Final = 3
 """How many periods fewer than the whole model the two short ones have together, at the least."""
 
 _EXTENDED: Final = (
-    "{:,} blocks of {} repeat: a few of them were run, and the rest follows by repetition (--whole runs all)"
+    "{:,} repeated layers in {}: a few of them were run, and the rest follows by repetition (--whole runs all)"
 )
 
 RunShort = Callable[[nn.Module], Trace]
