@@ -156,7 +156,7 @@ class Runner:
         return replace(trace, notes=(*trace.notes, self.short_runs.note))
 
     def _is_proven(self, proof: Proof, listener: Listener | None) -> bool:
-        """Whether short models tell of the whole one: a run of it as it is shows that."""
+        """Whether runs of short models extend to those of the whole one, as one run of that shows."""
         if (
             self.whole
             or self.execute
@@ -172,7 +172,8 @@ class Runner:
                 whole = self._proofs.get(proof.kind) or self._run(
                     proof.workload, partial(self.setup, own), own, listener
                 )
-            except MemsizeError:
+            except MemsizeError as error:  # a proof that fails once is not tried for each run
+                self.short_runs.refusals[proof.kind] = str(error)
                 return False
             self._proofs[proof.kind] = None
             if self.late or self.is_counting:
