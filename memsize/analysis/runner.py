@@ -20,12 +20,14 @@ from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, 
 from memsize.errors import ForwardError, MemsizeError
 from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.library import Plans
+from memsize.loading.hubs import checkpoint_config_of
 from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.input_tensors import ModelInputs
 from memsize.model.materialize import executable, executable_call
 from memsize.model.meta_copy import MetaCopier
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import dtype_name
+from memsize.precision.quantization_config import quantization_of
 from memsize.precision.recipes import apply_scenario, floating_dtype
 from memsize.records.finding import join_names
 from memsize.records.gpu import DEFAULT_GPU, Card
@@ -43,6 +45,8 @@ from memsize.workloads import Forward, Proof, Workload, kept_for_backward
 _CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
 _LATE = "the forward registers {}: the model is shown as it is after a first forward"
 _SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
+_QUANTIZED = "its config says that weights are quantized ({}): as-given stores and runs them so"
+_UNQUANTIZED = "its config says that weights are quantized ({}): they are shown as they are without that"
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
 Edit = Callable[[Setup], Setup]
@@ -217,7 +221,7 @@ class Runner:
         setup = make()
         if listener is not None:
             setup = replace(setup, listener=listener)
-        if scenario.recipe != "quantized" and not self.late:
+        if not setup.precision.sizes and scenario.recipe != "quantized" and not self.late:
             setup = replace(setup, stored=partial(self._stored_tensors, _storage_key(scenario)))
         if not self.execute:
             setup = replace(setup, ended=partial(self._note_counting, numbers_of(setup.model)))
@@ -313,9 +317,15 @@ class Runner:
         floating = self._given_floating if scenario.recipe == "as-given" and self._inputs_are_cast else None
         cast = (_CAST.format(dtype_name(floating)),) if floating is not None else ()
         hidden = (_SCRIPTED.format(join_names(_outermost(self._scripted))),) if self._scripted else ()
+        stored = (_quantized_note(self.model),) if scenario.recipe == "as-given" else ()
         late = (_LATE.format(join_names(self.late)),) if self.late else ()
         stack = self.stack.note(str(torch.__version__))
-        return (*cast, *hidden, *late, *filter(None, (_EXECUTED if self.execute else None, self.gpu.note, stack)))
+        return (
+            *cast,
+            *hidden,
+            *late,
+            *filter(None, (*stored, _EXECUTED if self.execute else None, self.gpu.note, stack)),
+        )
 
     @cached_property
     def _scripted(self) -> tuple[str, ...]:
@@ -362,6 +372,17 @@ def own_autocast(model: nn.Module) -> str | None:
     """The lower precision of autocast that the training step of the model's own runs in; None where there is none."""
     step = model_defined_step_of(model)
     return step.autocast if step else None
+
+
+def _quantized_note(model: nn.Module) -> str | None:
+    """A note on the weights of a quantized checkpoint; None for another model."""
+    config, quantization = checkpoint_config_of(model), quantization_of(model)
+    if config is None:
+        return None
+    if quantization is not None:
+        return _QUANTIZED.format(quantization.method)
+    method = config.get("quant_method", "some method") if isinstance(config, dict) else "some method"
+    return _UNQUANTIZED.format(method)
 
 
 def is_float32(model: nn.Module, trace: Trace) -> bool:

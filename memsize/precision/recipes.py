@@ -21,7 +21,8 @@ from memsize.cuda.autocast import autocast_region
 from memsize.errors import ScenarioError, first_line
 from memsize.known_values.toeplitz import cast
 from memsize.model.input_tensors import cast_floating
-from memsize.precision.layouts import LAYOUTS
+from memsize.precision.layouts import LAYOUTS, Layout
+from memsize.precision.quantization_config import quantization_of
 from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
 from memsize.records.trace import StoredTensor, TensorSpec
 from memsize.spec.scenario import TORCHAO, Scenario
@@ -70,6 +71,8 @@ def apply_scenario(model: nn.Module, scenario: Scenario) -> Recipe:
         _cast(model, _dtype(scenario.dtype), scenario.keep_norms)
     if scenario.recipe == "quantized":
         return _quantized(model, scenario)
+    if scenario.recipe == "as-given" and (stored := quantization_of(model)):
+        return _stored_under_layout(model, scenario, stored.layout, stored.skipped)
     if scenario.cast_io:
         _cast_inputs_and_outputs(model, _dtype(scenario.dtype))
     is_cast = scenario.dtype is not None and scenario.recipe in ("cast", "autocast")
@@ -165,7 +168,13 @@ def _quantized(model: nn.Module, scenario: Scenario) -> Recipe:
     if LAYOUTS[layout].packed:
         # torch.ao converts float32 modules only; the others quantize a model in the dtype it has.
         model.to(torch.float32)
-    quantized = apply_layout(model, LAYOUTS[layout])
+    return _stored_under_layout(model, scenario, LAYOUTS[layout])
+
+
+def _stored_under_layout(
+    model: nn.Module, scenario: Scenario, layout: Layout, skipped: tuple[str, ...] | None = None
+) -> Recipe:
+    quantized = apply_layout(model, layout, skipped)
     precision = run_precision(
         scenario,
         rewrite=partial(stored_under, quantized=quantized),
