@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -49,7 +49,15 @@ _QUANTIZED = "its config says that weights are quantized ({}): as-given stores a
 _UNQUANTIZED = "its config says that weights are quantized ({}): they are shown as they are without that"
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
-Edit = Callable[[Setup], Setup]
+
+@dataclass(frozen=True, slots=True)
+class ModelEdit:
+    """Changes a meta copy before a scenario does; raises `memsize.analysis.remedies.NotApplicable`."""
+
+    change: Callable[[nn.Module], None]
+
+
+Edit = Callable[[Setup], Setup] | ModelEdit
 """Changes a meta copy that is ready to run; raises `memsize.analysis.remedies.NotApplicable`."""
 Listener = Callable[[ModuleCallRecorder], None]
 
@@ -209,10 +217,11 @@ class Runner:
     def _setup(
         self, scenario: Scenario, batch_size: int | None, resized: Callable[[Call], Call], edits: tuple[Edit, ...]
     ) -> Setup:
-        setup = self.setup(scenario, batch_size)
+        before = tuple(edit for edit in edits if isinstance(edit, ModelEdit))
+        setup = self.setup(scenario, batch_size, before)
         setup = replace(setup, call=resized(setup.call))
         for edit in edits:
-            setup = edit(setup)
+            setup = setup if isinstance(edit, ModelEdit) else edit(setup)
         return setup
 
     def _run(
@@ -221,8 +230,6 @@ class Runner:
         setup = make()
         if listener is not None:
             setup = replace(setup, listener=listener)
-        if not setup.precision.sizes and scenario.recipe != "quantized" and not self.late:
-            setup = replace(setup, stored=partial(self._stored_tensors, _storage_key(scenario)))
         if not self.execute:
             setup = replace(setup, ended=partial(self._note_counting, numbers_of(setup.model)))
         before = _registered(setup.model)
@@ -273,8 +280,8 @@ class Runner:
             self._stored[storage] = stored_tensors(copied)
         return self._stored[storage]
 
-    def setup(self, scenario: Scenario, batch_size: int | None = None) -> Setup:
-        """A fresh copy, ready to run under the scenario; `batch_size` overrides that of the inputs."""
+    def setup(self, scenario: Scenario, batch_size: int | None = None, edits: tuple[ModelEdit, ...] = ()) -> Setup:
+        """A fresh copy with these `edits`, ready to run under the scenario; `batch_size` overrides the inputs'."""
         batch_size = self.inputs.batch_size if batch_size is None else batch_size
         if scenario.recipe == "as-given":
             scenario = replace(scenario, autocast=own_autocast(self.model))
@@ -284,9 +291,12 @@ class Runner:
             give_shapes(
                 copied, self.inputs.call(batch_size, floating_dtype(copied)), self.training, always=bool(self.late)
             )
+        for edit in edits:
+            edit.change(copied)
         recipe = apply_scenario(copied, scenario)
         if recipe.quantized:
             self.skipped_layers[scenario.name] = dict(recipe.quantized.left)
+        is_shared = recipe.quantized is None and not edits and not self.late
         call = self.call(scenario, recipe.floating, batch_size)
         if self.execute:
             with undisturbed():
@@ -303,6 +313,7 @@ class Runner:
             precision=recipe.precision,
             gpu=GpuSetup(self.gpu.capability, workspaces(self.gpu, self.plans, self.stack), self.stack),
             buckets=buckets_of(self.model),
+            stored=partial(self._stored_tensors, _storage_key(scenario)) if is_shared else stored_tensors,
         )
 
     def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:

@@ -21,7 +21,6 @@ from torch import nn
 from memsize.loading.hubs import checkpoint_config_of
 from memsize.precision.layouts import LAYOUTS, Layout, Parts, Shape, part
 
-
 _DAMAGED: Final = (TypeError, ValueError, LookupError, AttributeError, ZeroDivisionError, StopIteration)
 """What reading raises where an entry is missing, or of another type than its own."""
 

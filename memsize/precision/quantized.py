@@ -64,7 +64,7 @@ def apply_layout(model: nn.Module, layout: Layout, skipped: tuple[str, ...] | No
     left: dict[str, str] = {}
     converted: list[tuple[nn.Module, str]] = []
     for path, module in model.named_modules():
-        if not any(parameter is not None for parameter in module._parameters.values()):
+        if is_adapter(module) or not any(parameter is not None for parameter in module._parameters.values()):
             continue
         reason = _left_alone(module, path, layout)
         if reason is None and is_skipped(path, patterns):
@@ -84,6 +84,41 @@ def apply_layout(model: nn.Module, layout: Layout, skipped: tuple[str, ...] | No
     _freeze(model, converted)
     run_as(layout.kernel, dict.fromkeys(module for module, _ in converted))
     return Quantized(layout.name, replaced, left, layout.wrapper, layout.packed, layout.claims, note=layout.note)
+
+
+_ADAPTER: Final = "_memsize_adapter"
+_BASE: Final = "_memsize_base"
+
+
+def mark_adapter(module: nn.Module) -> None:
+    """Note that the parameters of `module` are an adapter's: no scenario casts or quantizes them."""
+    vars(module)[_ADAPTER] = True
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether `module` was marked as part of an adapter."""
+    return _ADAPTER in vars(module)
+
+
+def mark_base(model: nn.Module, layout: str) -> None:
+    """Note that every scenario stores the linear layers of `model` under `layout`."""
+    vars(model)[_BASE] = layout
+
+
+def base_of(model: nn.Module) -> str | None:
+    """The layout of the quantized base with which `model`, or the model that it copies, was marked."""
+    return vars(model).get(_BASE)
+
+
+def converts(model: nn.Module, layout: Layout) -> bool:
+    """Whether `layout` converts a layer of `model`."""
+    patterns = _skipped_by_default(model, layout)
+    named = (
+        (path, module)
+        for path, module in model.named_modules()
+        if any(p is not None for p in module._parameters.values())
+    )
+    return any(_left_alone(m, path, layout) is None and not is_skipped(path, patterns) for path, m in named)
 
 
 def stored_under(tensors: tuple[StoredTensor, ...], quantized: Quantized) -> tuple[StoredTensor, ...]:
@@ -272,6 +307,11 @@ def run_as(kernel: Kernel, modules: Iterable[nn.Module]) -> None:
 _UNPACKED: Final = ("copy freed", "copy in backward", "int8 product")
 _FUSED_ROWS: Final = 4
 """Up to so many rows, `gemm_4bit` unpacks the weight in its kernel on every GPU (`_GEMM_4BIT_CUSTOM_FLOOR_M`)."""
+
+
+def is_unpacked(module: nn.Module) -> bool:
+    """Whether `run_as` lets `module` unpack its weight as bitsandbytes' layers do."""
+    return getattr(vars(module).get("forward"), "func", None) is _unpacked
 
 
 def _with_copy(module: nn.Linear, x: Tensor) -> Tensor:

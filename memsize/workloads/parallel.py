@@ -149,6 +149,8 @@ class ParallelSteps:
         scenario, parallel = scenario_named(setup.scenario), self.parallel
         if reason := parallel.refuses(scenario):
             raise ScenarioError(reason)
+        if setup.precision.sizes:
+            raise ScenarioError(f"a quantized base is not trained under {parallel.kind} here")
         notes = (*setup.notes, *how(setup.model, parallel, scenario))
         setup = replace(spread_setup(setup, parallel), notes=notes)
         model = setup.model
