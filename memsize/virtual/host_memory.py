@@ -11,10 +11,12 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from memsize.processes.patches import LatePatches, Patch
 from memsize.units import format_bytes
 from memsize.virtual.device_assignment import devices
 
@@ -34,19 +36,39 @@ class HostMemory:
         """How many blocks of each size are in use."""
         self._most: Counter[int] = Counter()
         self._addresses: set[int] = set()
-        self._bytes = Counter(pinned=0, copied=0)
-        self._peaks = Counter(pinned=0, copied=0)
+        self._bytes = Counter(pinned=0, copied=0, managed=0)
+        self._peaks = Counter(pinned=0, copied=0, managed=0)
 
     @property
     def peak(self) -> int:
         """The most bytes that pinned tensors had at one time."""
         return self._peaks["pinned"]
 
-    def copied(self, storage: torch.UntypedStorage) -> None:
-        """Count the copy of a GPU's tensor in `storage` until its end."""
+    def copied(self, storage: torch.UntypedStorage, kind: str = "copied") -> None:
+        """Count the copy of a GPU's tensor in `storage`, or memory of another `kind`, until its end."""
         size = storage.nbytes()
-        self._count("copied", size)
-        weakref.finalize(storage, self._count, "copied", -size)
+        self._count(kind, size)
+        weakref.finalize(storage, self._count, kind, -size)
+
+    def later(self) -> dict[str, LatePatches]:
+        """Patches for libraries, by the module that they are in."""
+        return {"bitsandbytes.functional": self._of_bitsandbytes}
+
+    def _of_bitsandbytes(self, functional: Any) -> Iterator[Patch]:
+        """The pages of a paged optimizer's state, which the driver moves to the GPU while there is room for them.
+
+        Source: bitsandbytes 0.50, `functional.get_paged`: managed memory, as a tensor on the CPU.
+        """
+
+        def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
+            paged: Any = torch.empty(shape, dtype=dtype)  # which takes no memory, since nothing is written to it
+            paged.is_paged, paged.page_deviceid = True, getattr(device, "index", 0)
+            self.copied(paged.untyped_storage(), "managed")
+            return paged  # type: ignore[no-any-return]
+
+        yield functional, "get_paged", get_paged
+        for name in ("fill", "prefetch_tensor"):
+            yield functional, name, lambda *_, **__: None
 
     def _count(self, kind: str, size: int) -> None:
         self._bytes[kind] += size
@@ -89,6 +111,11 @@ class HostMemory:
             yield (
                 f"beside the GPU, at most {format_bytes(self.peak)} are in pinned memory of the host; PyTorch keeps "
                 f"{format_bytes(self.pinned_bytes)} for it, in blocks of powers of two"
+            )
+        if managed := self._peaks["managed"]:
+            yield (
+                f"paged optimizers keep {format_bytes(managed)} of state in managed memory: in the host's memory, and "
+                "on the GPU beside these figures while there is room"
             )
         if copied := self._peaks["copied"]:
             yield (
