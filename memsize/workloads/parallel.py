@@ -124,7 +124,8 @@ def run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[
         run.note(note)
     trace = run.trace()
     deferred = ledger.order.deferred(len(trace.events))
-    return replace(trace, world=world, collectives=tuple(ledger.collectives), deferred=deferred)
+    host = ledger.host_memory.use
+    return replace(trace, world=world, collectives=tuple(ledger.collectives), deferred=deferred, host=host)
 
 
 # -- the usual loop ---------------------------------------------------------------------------------------------------
