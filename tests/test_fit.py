@@ -45,6 +45,7 @@ from tests.pages import check_golden as check
 from tests.records import Bind, FitRow, Remedied, RemedyRow
 
 MiB = 1 << 20
+GiB = 1 << 30
 CONTEXT = cuda_context().high
 """What the CUDA context may take of the usual card."""
 
@@ -347,7 +348,7 @@ def test_a_mac_has_no_context() -> None:
     # Three quarters of 64 GiB are what Metal recommends.
     assert mac.device == mac.allocator == 48 << 30
     assert mac.notes and "MPS" in mac.notes[0]
-    with pytest.raises(InputError, match=r"nothing is left after a margin of 51,200\.00 MiB"):
+    with pytest.raises(InputError, match=r"nothing is left after a margin of 50\.0 GiB"):
         budgets("M2 Max 64GB", margin="50GiB")
 
 
@@ -373,7 +374,7 @@ def test_the_local_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert here.card.capability == (8, 6) and here.card.platform == "CUDA"
     # What others have taken is told, not taken off: they may be gone when the model runs.
-    assert here.notes == ("4,000.00 MiB of Some GPU (local) are taken right now: --margin leaves room for what stays",)
+    assert here.notes == ("3.91 GiB of Some GPU (local) are taken right now: --margin leaves room for what stays",)
     assert [budget.name for budget in budgets("t4,local")] == ["Tesla T4", "Some GPU (local)"]
     fit = fit_of(Narrow(), "4000,64", gpu="local")
     assert row_of(fit).gpu == "Some GPU (local)" and row_of(fit).status == "found"
@@ -714,7 +715,7 @@ def test_a_fraction_of_the_card_is_what_the_allocator_gets() -> None:
     assert [row.size for row in quarter.fit_rows] == [row.size for row in plain.fit_rows]
     assert row_of(quarter).peak == row_of(plain).peak
     told = next(finding for finding in quarter.findings if finding.code == "budget").text()
-    assert told.endswith(f"the CUDA context may take {CONTEXT / MiB:.2f} MiB and the allocator may take 400.00 MiB.")
+    assert told.endswith(f"the CUDA context may take {CONTEXT / GiB:.2f} GiB and the allocator may take 0.39 GiB.")
     ample = budgets(budget=1600 * MiB, fraction=0.75)
     assert ample[0].allocator == 1600 * MiB - CONTEXT
     with pytest.raises(InputError, match="for the CUDA context and the 100% that the allocator may not take"):
@@ -826,7 +827,9 @@ def test_free_memory_that_a_request_does_not_fit_into_is_told(alive: int, in_pie
     held = Bind("backward", "head", "mm", "activation", 500 * MiB, {"activation": alive * MiB})
     row = FitRow("fp32", "fp32", "T4", 10_000 * MiB, "found", size=1, next_size=2, next_peak=99_000 * MiB, bind=held)
     (finding,) = what_binds(FitEvidence((row,), budgets("t4"), "batch"))
-    text = f" {10_500 - alive:,}.00 MiB are free, in pieces too small for the 500.00 MiB asked for: expandable segments"
+    # 500 MiB are 0.488 GiB.
+    free = f"{(10_500 - alive) / 1024:.2f} GiB"
+    text = f" {free} are free, in pieces too small for the 0.49 GiB asked for: expandable segments"
     assert (text in finding.text()) == in_pieces
     assert ("in pieces" in finding.text()) == in_pieces
 
