@@ -12,7 +12,7 @@ from memsize.documents.sections import Bar, Bars, Limit
 from memsize.printable import printable
 from memsize.render.cell_text import columns_of, draw_bytes, draw_cell, shorten
 from memsize.render.screen import styled
-from memsize.units import Unit, unit_for
+from memsize.units import Unit, format_bytes, unit_for
 
 WIDTH: Final = 100
 """How wide bars and their figures are where nobody says."""
@@ -74,7 +74,7 @@ def lines(bars: Bars, unit_name: str, width: int | None = None, *, colour: bool 
         )
     yield from (_inked(line, bars, marks, colour) for line in texts)
     if bars.limit:
-        text = f"{printable(bars.limit.title)}: {_draw(bars, bars.limit.size, unit)} {unit.name}"
+        text = f"{printable(bars.limit.title)}: {limit_text(bars, bars.limit, unit_name)}"
         yield f"{_LIMIT} {text}" if bars.limit.size <= scale else text + taken(bars, bars.limit)
 
 
@@ -183,6 +183,11 @@ def _bar(bar: Bar, marks: dict[int, str], scale: int, room: int) -> str:
     lengths = (end - start for start, end in zip([0, *ends], ends, strict=False))
     drawn = "".join(marks.get(position, _OTHER) * length for position, length in zip(order, lengths, strict=True))
     return drawn or (marks.get(order[0], _OTHER) if bar.total else "")
+
+
+def limit_text(bars: Bars, limit: Limit, unit_name: str) -> str:
+    """The size of a limit, which may be far longer than the bars."""
+    return format_bytes(limit.size, unit_name) if bars.kind == "bytes" else f"{limit.size:,}"
 
 
 def taken(bars: Bars, limit: Limit) -> str:

@@ -187,7 +187,7 @@ def _bars(section: Bars, unit_name: str) -> SimpleNamespace:
             )
             for bar in section.bars
         ],
-        limit=_size(section, limit.size, unit) if limit else "",
+        limit=bars.limit_text(section, limit, unit_name) if limit else "",
         limit_at=round(100 * limit.size / scale, 2) if limit and is_near else None,
         limit_taken=bars.taken(section, limit) if limit and not is_near else "",
     )
