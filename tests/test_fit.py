@@ -662,8 +662,8 @@ def test_where_no_other_run_made_the_same_events_the_same_phase_is_compared() ->
     cost = next(finding for finding in fit.findings if finding.code == "fit-fixed-cost")
     assert cost.bytes == row.fixed
     assert cost.text() == (
-        "No size could fit: optimizer state, workspaces and 2 more take 80.25 MiB, and temporaries at the peak, in "
-        "optimizer, 16.00 MiB more, whatever it is: 6.25 MiB more than there are."
+        "No batch can fit: optimizer state, workspaces and 2 more alone take 80.25 MiB, and temporaries at the peak, "
+        "in optimizer, 16.00 MiB more, 6.25 MiB more than PyTorch can use."
     )
 
 
@@ -691,10 +691,10 @@ def test_more_scenarios_and_gpus() -> None:
     assert (table["Tesla T4"] < table["A100 40GB"]).all() and (table["A100 40GB"] < table["A100 80GB"]).all()
     # Two cards of one capability share their runs.
     assert fit.runs < sum(len(row.looked) for row in fit.fit_rows) + 1
-    assert "fp16 fits most" in repr(fit.why()) or "bf16 fits most" in repr(fit.why())
+    assert "fp16 allows the largest batch" in repr(fit.why()) or "bf16 allows the largest batch" in repr(fit.why())
     # Figures name the card that they are of.
     first, others, *_ = (finding.text() for finding in fit.why())
-    assert first.startswith(f"Under fp32 on Tesla T4, batch {table['Tesla T4']['fp32']:,} needs")
+    assert first.startswith(f"Under fp32 on Tesla T4, the largest batch is {table['Tesla T4']['fp32']:,}: it needs")
     more = " and ".join(f"{table[card]['fp32']:,} on {card}" for card in ("A100 80GB", "A100 40GB"))
     assert others == f"The largest batch that fits is {more}."
 
@@ -704,7 +704,7 @@ def test_cards_on_which_everything_fits_have_no_largest_batch() -> None:
     rows = (row, replace(row, gpu="A100", status="endless"), replace(row, gpu="H100", status="endless"))
     evidence = FitEvidence(rows, (), "batch")
     told = [finding.text() for finding in what_fits_on_the_others(evidence)]
-    assert told == ["Memory is no limit on A100 and H100."]
+    assert told == ["Any batch fits on A100 and H100."]
 
 
 def test_a_fraction_of_the_card_is_what_the_allocator_gets() -> None:
@@ -793,7 +793,7 @@ def test_the_failure_and_the_range_that_works() -> None:
     refused = next(finding for finding in fit.findings if finding.code == "fit-refused")
     assert f"It ran with {min(first.ran)} to {max(first.ran)}" in refused.text() and "too many for me" in refused.text()
     if first.status == "open":
-        assert "the model refuses batch" in fit.why()[0].text()
+        assert "the model refuses " in fit.why()[0].text()
     # The other card takes over what was refused: for its shapes, not for the card.
     assert not set(first.refused) & set(second.looked)
 
@@ -863,7 +863,7 @@ def test_what_does_not_depend_on_the_batch_is_too_much() -> None:
     assert codes[0] == "fit-none" and "fit-fixed-cost" in codes and "fit-refused" in codes
     cost = next(finding for finding in fit.findings if finding.code == "fit-fixed-cost")
     assert cost.bytes is not None and cost.bytes >= 4 * 4 * parameters
-    assert "more than there are" in cost.text()
+    assert "more than PyTorch can use" in cost.text()
     refused = next(finding for finding in fit.findings if finding.code == "fit-refused")
     assert "batch 1" in refused.text() and "more than 1 value per channel" in refused.text()
 

@@ -486,8 +486,10 @@ def test_each_row_is_told_as_soon_as_it_is_known() -> None:
     assert [text.partition(",")[0] for text in told] == [
         f"Under fp32 on {number} x GPU of {SIZE}" for number in (1, 2, 4)
     ]
-    assert told[0].endswith(f"{fit.fit_rows[0].next_peak / MiB:,.2f} MiB, and there are 200.00 MiB.")
-    assert [f", batch {row.size:,} needs" in text for row, text in zip(fit.fit_rows[1:], told[1:], strict=True)] == [
+    assert told[0].endswith(f"{fit.fit_rows[0].next_peak / MiB:,.2f} MiB, and PyTorch can use 200.00 MiB.")
+    assert [
+        f", the largest batch is {row.size:,}: it" in text for row, text in zip(fit.fit_rows[1:], told[1:], strict=True)
+    ] == [
         True,
         True,
     ]

@@ -173,12 +173,12 @@ def test_a_rank_that_does_not_fit_is_the_worst() -> None:
     runs = replace(runs, groups=(runs.groups[0], small))
     assert runs.worst is small
     assert told(runs)[0] == (
-        "Tesla T4 is too small for ranks 6 and 7 of 8: at net.py:12, in forward 2 of body, relu asks for 20.00 MiB "
-        "where 5.00 MiB are left."
+        "Out of memory on Tesla T4 for ranks 6 and 7 of 8 at net.py:12, in forward 2 of body: relu needs 20.00 MiB, "
+        "5.00 MiB are left."
     )
     eager = replace(small, run=replace(small.run, trace=replace(small.run.trace, notes=(UNCOMPILED,))))
     runs = replace(runs, groups=(runs.groups[0], eager))
-    assert told(runs)[0].startswith("Tesla T4 is too small without torch.compile for ranks 6 and 7 of 8: at")
+    assert told(runs)[0].startswith("Out of memory on Tesla T4 without torch.compile for ranks 6 and 7 of 8 at")
     handled = replace(small, run=replace(small.run, went_on=WentOn(3, None)))
     assert told(replace(runs, groups=(runs.groups[0], handled)))[0].endswith("are left; the program goes on.")
 

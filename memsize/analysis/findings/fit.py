@@ -65,7 +65,7 @@ class FitEvidence(NamedTuple):
 RULES = Rules[FitEvidence]()
 
 _ANSWERS: Final[dict[Status, str]] = {
-    "found": "Under {scenario}, the largest {vary} is {size}: it needs {peak} of {budget}, and {next} {next_peak}",
+    "found": "Under {scenario}, the largest {vary} is {size}: it needs {peak} of {budget}; {next} needs {next_peak}",
     "open": "Under {scenario}, {vary} {size} fits and {vary} {next} does not; the sizes in between were not run",
     "refused": "Under {scenario}, {vary} {size} needs {peak} of {budget}; {vary} {next} is refused by the model",
     "endless": "Under {scenario}, any {vary} fits: even {size} needs only {peak} of {budget}",
