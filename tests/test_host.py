@@ -119,7 +119,7 @@ def test_pinned_memory_is_rounded_and_kept_and_counts_once() -> None:
     # three MiB take four, which are kept; the copy is pageable at first, then pinned in a MiB of its own
     assert (use.tensors, use.pinned, use.blocks) == (MiB, 3 * MiB, 5 * MiB)
     assert use.needs == 5 * MiB
-    assert [(row.requested, row.kept) for row in use.rows] == [(MiB, MiB), (3 * MiB, 5 * MiB), (None, 5 * MiB)]
+    assert [(row.requested, row.reserved) for row in use.rows] == [(MiB, MiB), (3 * MiB, 5 * MiB), (None, 5 * MiB)]
 
 
 def test_workers_of_a_loader_make_batches_ahead() -> None:

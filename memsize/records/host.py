@@ -29,7 +29,7 @@ class HostUse(NamedTuple):
             HostRow("paged optimizer state", self.managed, self.managed),
             HostRow("batches made ahead", self.batches, self.batches),
         )
-        used = tuple(row for row in kinds if row.kept)
+        used = tuple(row for row in kinds if row.reserved)
         return (*used, HostRow("at one time", None, self.needs)) if used else ()
 
 
@@ -38,7 +38,7 @@ class HostRow(NamedTuple):
 
     kind: str
     requested: int | None
-    kept: int
+    reserved: int
 
 
 UNUSED: Final = HostUse()

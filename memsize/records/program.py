@@ -143,7 +143,7 @@ CHILD_FIELDS: Final = Fields[ChildRun](
 HOST_FIELDS: Final = Fields[HostRow](
     field("kind", "memory of the host", TEXT, 100, "what it is for"),
     field("requested", "tensors", BYTES, 80, "the most that tensors ask for", nullable=True),
-    field("kept", "takes", BYTES, 90, "what the process keeps for them"),
+    field("reserved", "takes", BYTES, 90, "what the process keeps for them"),
 )
 
 
