@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +21,12 @@ from memsize.analysis.runner import Runner
 from memsize.errors import InputError
 from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.backend import CudnnError
-from memsize.kernels.cudnn.library import OLDEST, Convolution, Library, Plan, Plans, estimate, installed
+from memsize.kernels.cudnn.library import OLDEST, Convolution, Library, Plan, Plans, estimate
 from memsize.loading.weightless import Weightless
 from memsize.records.trace import Event
 from memsize.units import dotted_cudnn
 from memsize.workloads import Forward
+from tests.deep import cudnn_releases, installed_cudnn
 from tests.gpus import card, cuda_context, estimate_gpu, is_estimated, replay, requests, variants
 from tests.models import SCENARIOS, Ledger, Workspaces, inputs_from_data
 
@@ -80,7 +83,7 @@ class Asked:
     capability: tuple[int, int]
     convolutions: list[Convolution]
 
-    source = None
+    source = release = wanted = None
 
     def workspace(self, convolution: Convolution) -> int:
         self.convolutions.append(convolution)
@@ -379,6 +382,22 @@ class Answering:
         return tuple(filter(None, (self.plan(convolution, gpu), Plan(900, frozenset()))))
 
 
+def test_benchmark_tries_all_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two calls of a convolution allocates the largest workspace (900), the second that of its plan."""
+    monkeypatch.setattr("memsize.kernels.cudnn.installed.installed", lambda wanted: Answering())
+
+    def taken(benchmark: bool) -> list[int]:
+        layer = nn.Conv2d(64, 64, 1, bias=False).to("meta")
+        with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
+            trace = memsize.trace(
+                nn.Sequential(layer, layer), (64, 8, 8), scenario="as-given", optimizer=None, gpu="a100"
+            ).trace
+        return [storage.bytes for storage in trace.storages if storage.role == "workspace"]
+
+    assert taken(False) == [700, 700]
+    assert taken(True) == [900, 700]
+
+
 def test_the_library_is_asked_once() -> None:
     library = Answering()
     plans = Plans(A100, lambda: library)  # type: ignore[arg-type, return-value]
@@ -414,17 +433,13 @@ def test_an_unknown_card_is_estimated() -> None:
 
 
 def test_which_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def found() -> Library | None:
-        installed.cache_clear()
-        return installed()
-
     file = tmp_path / "libcudnn.so.9"
     file.write_bytes(b"no library")
-    assert found() is None  # as the tests are set up
+    assert installed_cudnn() is None  # as the tests are set up
     monkeypatch.setenv("MEMSIZE_CUDNN", str(file))
-    assert found() is None
+    assert installed_cudnn() is None
     monkeypatch.setenv("MEMSIZE_CUDNN", "libm.so.6")
-    assert found() is None
+    assert installed_cudnn() is None
     monkeypatch.delenv("MEMSIZE_CUDNN")
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     tried: list[str] = []
@@ -436,14 +451,108 @@ def test_which_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # The system's own is looked for by the loader: to ask a compiler would start processes.
     monkeypatch.setattr("memsize.kernels.cudnn.library.Backend", missing)
     monkeypatch.delattr("subprocess.Popen")
-    assert found() is None and tried == ["libcudnn.so.9"]
-    installed.cache_clear()
+    assert installed_cudnn() is None and tried == ["libcudnn.so.9"]
+
+
+@pytest.fixture
+def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with three releases, as pip and NVIDIA's archive lay them out; each opens as the path it has."""
+    for release, inside in (("9.15.1", "nvidia/cudnn"), ("9.24.0", "nvidia/cudnn"), ("9.19.0", "")):
+        root = tmp_path / release / inside
+        for folder in ("lib", "include"):
+            (root / folder).mkdir(parents=True)
+        (root / "lib" / "libcudnn.so.9").touch()
+        names = zip(("MAJOR", "MINOR", "PATCHLEVEL"), release.split("."), strict=True)
+        header = "".join(f"#define CUDNN_{name} {number}\n" for name, number in names)
+        (root / "include" / "cudnn_version.h").write_text(header)
+    monkeypatch.setenv("MEMSIZE_CUDNN", str(tmp_path))
+    for name in ("Library", "SeparateLibrary"):
+        monkeypatch.setattr(f"memsize.kernels.cudnn.installed.{name}", lambda path, name=name: (name, path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("wanted", "folder"),
+    [("9.24", "9.24.0"), ("9.15.0", "9.15.1"), ("9.19.0", "9.19.0"), (None, "9.19.0"), ("9.1.0", "9.19.0")],
+)
+def test_the_release_of_the_stack_is_asked(releases: Path, wanted: str | None, folder: str) -> None:
+    kind, path = installed_cudnn(wanted)
+    assert kind == "Library" and Path(path).relative_to(releases).parts[0] == folder
+
+
+def test_a_second_release_gets_a_process_of_its_own(releases: Path) -> None:
+    installed_cudnn("9.24")
+    assert cudnn_releases.installed("9.24")[0] == "Library"  # type: ignore[index]
+    assert cudnn_releases.installed("9.19")[0] == "SeparateLibrary"  # type: ignore[index]
+
+
+def test_folders_and_files_are_listed(releases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = releases / "9.15.1", releases / "9.19.0" / "lib" / "libcudnn.so.9"
+    monkeypatch.setenv("MEMSIZE_CUDNN", f"{one}:{other}")
+    assert installed_cudnn("9.19")[1] == str(other)
+    assert installed_cudnn("9.24")[1] == str(one / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9")
+
+
+def test_a_process_answers_as_the_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Known:
+        def __init__(self, path: str) -> None:
+            if path == "old":
+                raise CudnnError("too old")
+
+        def __str__(self) -> str:
+            return "9.19.0"
+
+        def plan(self, convolution: Convolution, capability: tuple[int, int]) -> Plan | None:
+            if capability == (15, 0):
+                raise CudnnError("does not know it")
+            return Plan(convolution.operands, frozenset({4, 1})) if convolution == PLAIN else None
+
+        def plans(self, convolution: Convolution, capability: tuple[int, int]) -> tuple[Plan, ...]:
+            return Plan(1, frozenset()), Plan(capability[0], frozenset({0}))
+
+    monkeypatch.setattr("memsize.kernels.cudnn.installed.Library", Known)
+    other = PLAIN._replace(operation="data")
+    asked = [("plan", PLAIN, A100), ("plan", other, A100), ("plans", PLAIN, T4), ("plan", PLAIN, (15, 0))]
+    questions = StringIO("".join(json.dumps((name, str(c), gpu)) + "\n" for name, c, gpu in asked))
+    answers = StringIO()
+    cudnn_releases.serve("new", questions, answers)
+    assert [json.loads(line) for line in answers.getvalue().splitlines()] == [
+        ["9.19.0"],
+        [[OPERANDS, [1, 4]]],
+        [],
+        [[1, []], [7, [0]]],
+        {"error": "does not know it"},
+    ]
+    cudnn_releases.serve("old", StringIO(), answers := StringIO())
+    assert json.loads(answers.getvalue()) == {"error": "too old"}
+
+
+def test_a_process_whose_library_does_not_load() -> None:
+    with pytest.raises(CudnnError, match="cannot open shared object"):
+        cudnn_releases.SeparateLibrary("/nowhere/libcudnn.so.9")
+
+
+def test_the_answers_of_another_release_are_estimates() -> None:
+    for wanted, source in (("9.99", "9.99.0"), (None, "9.99.0"), ("9.1.0", None)):
+        plans = Plans(A100, Answering, wanted=wanted)  # type: ignore[arg-type]
+        assert plans.workspace(PLAIN) == 700
+        assert plans.source(plans.answers) == source and plans.release == "9.99.0"
+
+
+def test_a_stack_that_has_another_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peaks are intervals around what the installed one says, and a note names both."""
+    monkeypatch.setattr("memsize.kernels.cudnn.installed.installed", lambda wanted: Answering())
+    trace = conv_trace(gpu="a100", stack="torch=2.6")
+    assert trace.cudnn is None and is_estimated(trace)
+    assert any("cuDNN 9.99.0 is asked, the stack has 9.1.0" in note for note in trace.notes)
+    trace = conv_trace(gpu="a100", stack="torch=2.6,cudnn=9.99")
+    assert trace.cudnn == "9.99.0" and not is_estimated(trace)
 
 
 def test_an_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(version=OLDEST - 1, newest=900)
     monkeypatch.setattr("memsize.kernels.cudnn.library.Backend", lambda path: old)
-    with pytest.raises(CudnnError, match=r"cuDNN 9\.10\.99 cannot be asked"):
+    with pytest.raises(CudnnError, match=r"cuDNN 9\.11\.99 cannot be asked"):
         Library("libcudnn.so.9")
     assert (dotted_cudnn(91_501), dotted_cudnn(8907)) == ("9.15.1", "8.9.7")
 
@@ -513,7 +622,7 @@ def test_cudnn_refuses_what_it_does_not_know(cudnn: Library) -> None:
 
 
 def test_a_trace_by_cudnn(cudnn: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsize.kernels.cudnn.library.installed", lambda: cudnn)
+    monkeypatch.setattr("memsize.kernels.cudnn.installed.installed", lambda wanted: cudnn)
     trace = conv_trace(gpu="h100")
     plan = cudnn.plan(PLAIN._replace(tf32=torch.backends.cudnn.allow_tf32), H100)
     assert plan is not None and trace.cudnn == str(cudnn)

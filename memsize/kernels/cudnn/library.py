@@ -6,21 +6,18 @@ is a pure function of the convolution, of cuDNN's release, and of the GPU's comp
 23 networks on four generations, other figures for memory, shared memory, caches, clocks and the tensors' alignment
 moved the first plan's workspace in 30 of 36,000 answers; the number of multiprocessors moves it on Turing alone.
 
-Limits: cuDNN 9.11 or newer, found as the library of an installed `nvidia-cudnn-cu12` or `-cu13`, or of the system.
+Limits: cuDNN 9.12 or newer. 9.11 reads the description of a device too, but leaves out of its lists the plans whose
+kernels it can only make ready beside a driver, among them the first one of most gradients of an input on an A100.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import os
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import cache
 from math import prod
-from pathlib import Path
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, Protocol, get_args
 
 from memsize.errors import InputError
 from memsize.kernels.cudnn.backend import Attribute, Backend, CudnnError, Descriptors, Handle, Kind, Type
@@ -35,8 +32,8 @@ WIDTHS: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 _FORMATS: Final = ("row-major", "channels-last")
 
-OLDEST: Final = 91_100
-"""9.11.0, the release since which cuDNN reads the description of a device."""
+OLDEST: Final = 91_200
+"""9.12.0, the release since which cuDNN lists all plans for the description of a device."""
 
 _TYPES: Final = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
 """`cudnnDataType_t`."""
@@ -49,8 +46,6 @@ _TENSOR_CORE, _DOWN_CONVERTED, _NONDETERMINISTIC = 0, 1, 4
 _FEW: Final = 8
 _NOTES: Final = 16
 _ALIGNMENT: Final = 16
-_PLACES: Final = ("nvidia/cudnn", "torch")
-"""Packages that contain it: NVIDIA's own, and builds of PyTorch that bundle it."""
 _MULTIPROCESSORS: Final = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132}
 """The number on the most common card of each compute capability: V100, T4, A100, A10, L40S, H100."""
 
@@ -123,7 +118,7 @@ class Library:
         self.version = self._backend.version
         if self.version < OLDEST:
             raise CudnnError(
-                f"cuDNN {dotted_cudnn(self.version)} cannot be asked without a GPU: 9.11 is the first that can"
+                f"cuDNN {dotted_cudnn(self.version)} cannot be asked without a GPU: 9.12 is the first that can"
             )
         self._devices: dict[tuple[int, int], Handle] = {}
         self._plan_of: dict[tuple[Convolution, tuple[int, int]], Plan | None] = {}
@@ -163,30 +158,6 @@ class Library:
             attribute = (Attribute.DEVICE_JSON, Type.CHAR, text)
             self._devices[capability] = self._devices_alive.make(Kind.DEVICE, attribute)
         return self._devices[capability]
-
-
-@cache
-def installed() -> Library | None:
-    """The cuDNN of this machine, None where there is none that can be asked.
-
-    `MEMSIZE_CUDNN` names another library, or is ``none``.
-    """
-    for path in _candidates():
-        try:
-            return Library(path)
-        except (OSError, AttributeError, CudnnError):
-            continue
-    return None
-
-
-def _candidates() -> Iterator[str]:
-    named = os.environ.get("MEMSIZE_CUDNN")
-    if named is not None:
-        yield from () if named.lower() in ("", "none") else (named,)
-        return
-    packages = (Path(entry) / folder / "lib" / "libcudnn.so.9" for entry in sys.path if entry for folder in _PLACES)
-    yield from (str(path) for path in packages if path.exists())
-    yield "libcudnn.so.9"  # of the system, or one that PyTorch has loaded
 
 
 def _device_properties(capability: tuple[int, int]) -> dict[str, object]:
@@ -290,56 +261,78 @@ _FEW_CHANNELS: Final = 4
 """Up to this many input channels, plans read an image in the format that it has."""
 
 
+class PlanSource(Protocol):
+    """A source of plans: `Library`, or the same in another process."""
+
+    def plan(self, convolution: Convolution, capability: tuple[int, int]) -> Plan | None: ...
+    def plans(self, convolution: Convolution, capability: tuple[int, int]) -> tuple[Plan, ...]: ...
+
+
 class Plans:
     """The workspaces that cuDNN takes on a GPU of compute capability `capability`, one for each convolution met.
 
     `library` loads the library to ask when the first convolution comes, since loading it takes memory. `recorded` holds
-    answers that cuDNN `release` gave earlier, which take precedence. `greedy` answers with the most that PyTorch's
-    benchmark may allocate: the largest workspace of all plans that it tries.
+    answers that cuDNN `release` gave earlier, which take precedence. `wanted` is the release of the simulated stack;
+    answers of another are estimates. `greedy` answers with the most that PyTorch's benchmark may allocate: the largest
+    workspace of all plans that it tries.
     """
 
     def __init__(
         self,
         capability: tuple[int, int],
-        library: Callable[[], Library | None] = lambda: None,
+        library: Callable[[], PlanSource | None] = lambda: None,
         *,
         recorded: Mapping[Convolution, int] | None = None,
         release: str | None = None,
+        wanted: str | None = None,
         greedy: bool = False,
     ) -> None:
         self.capability = capability
         self.greedy = greedy
+        self.wanted = wanted
         self.answers: dict[Convolution, int] = dict(recorded or {})
         """Bytes of workspace, by convolution."""
         self.estimated: set[Convolution] = set()
         """The convolutions whose answer is an estimate."""
+        self.release = release if recorded else None
+        """The cuDNN that answered; None before one did."""
         self._library = library
-        self._release = release if recorded else None
 
     def workspace(self, convolution: Convolution) -> int:
         """The bytes that the convolution takes beside its tensors while it runs."""
         size = self.answers.get(convolution)
         if size is None:
-            size = self.answers[convolution] = self._ask(convolution)
+            size = self.answers[convolution] = self._ask(convolution, self.greedy)
         return size
+
+    def benchmarked(self, convolution: Convolution) -> int:
+        """The bytes that PyTorch's benchmark allocates to try all plans of a convolution."""
+        return self._ask(convolution, greedy=True)
 
     def source(self, convolutions: Collection[Convolution]) -> str | None:
         """Return the cuDNN release that answered for `convolutions`; None if there are none, or one is an estimate."""
-        return self._release if convolutions and self.estimated.isdisjoint(convolutions) else None
+        return self.release if convolutions and self.estimated.isdisjoint(convolutions) else None
 
-    def _ask(self, convolution: Convolution) -> int:
+    def _ask(self, convolution: Convolution, greedy: bool) -> int:
         library = self._library()
         if library is not None:
             with suppress(CudnnError):  # a GPU newer than the library, say
-                if self.greedy:
+                if greedy:
                     plans = library.plans(convolution, self.capability)
                 else:
                     first = library.plan(convolution, self.capability)
                     plans = (first,) if first else ()
-                self._release = self._release or str(library)
+                self.release = self.release or str(library)
+                if not is_release(self.release, self.wanted):
+                    self.estimated.add(convolution)
                 return max((plan.workspace for plan in plans), default=0)
         self.estimated.add(convolution)
-        return estimate(convolution, self.capability) * (_GREED if self.greedy else 1)
+        return estimate(convolution, self.capability) * (_GREED if greedy else 1)
+
+
+def is_release(release: str, wanted: str | None) -> bool:
+    """Whether two releases choose alike, as far as is known: ``9.1.0`` is ``9.1``. None is any."""
+    return wanted is None or release.split(".")[:2] == wanted.split(".")[:2]
 
 
 _GREED: Final = 3
