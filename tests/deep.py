@@ -20,7 +20,7 @@ from memsize.depth.alignment import (
 )
 from memsize.depth.blocks import ModelBlocks as ModelBlocks, find_blocks as find_blocks, shorten as shorten
 from memsize.depth.repeated import FoldedPath as FoldedPath, RepeatedBlocks as RepeatedBlocks
-from memsize.kernels.cudnn import installed as cudnn_releases
+from memsize.kernels.cudnn import handle, installed
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation as Generation
 from memsize.spec.model_request import ModelRequest
@@ -33,6 +33,8 @@ from memsize.workloads.parallel import ParallelSteps as ParallelSteps
 from memsize.workloads.training import TrainingSteps as TrainingSteps
 
 WIDTH = 4
+
+cudnn_handle, cudnn_releases = handle, installed
 
 
 class Block(nn.Module):

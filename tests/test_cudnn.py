@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -26,7 +27,7 @@ from memsize.loading.weightless import Weightless
 from memsize.records.trace import Event
 from memsize.units import dotted_cudnn
 from memsize.workloads import Forward
-from tests.deep import cudnn_releases, installed_cudnn
+from tests.deep import cudnn_handle, cudnn_releases, installed_cudnn
 from tests.gpus import card, cuda_context, estimate_gpu, is_estimated, replay, requests, variants
 from tests.models import SCENARIOS, Ledger, Workspaces, inputs_from_data
 
@@ -473,7 +474,7 @@ def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("wanted", "folder"),
-    [("9.24", "9.24.0"), ("9.15.0", "9.15.1"), ("9.19.0", "9.19.0"), (None, "9.19.0"), ("9.1.0", "9.19.0")],
+    [("9.24", "9.24.0"), ("9.15.0", "9.15.1"), ("9.19.0", "9.19.0"), (None, "9.24.0"), ("9.1.0", "9.24.0")],
 )
 def test_the_release_of_the_stack_is_asked(releases: Path, wanted: str | None, folder: str) -> None:
     kind, path = installed_cudnn(wanted)
@@ -490,7 +491,7 @@ def test_folders_and_files_are_listed(releases: Path, monkeypatch: pytest.Monkey
     one, other = releases / "9.15.1", releases / "9.19.0" / "lib" / "libcudnn.so.9"
     monkeypatch.setenv("MEMSIZE_CUDNN", f"{one}:{other}")
     assert installed_cudnn("9.19")[1] == str(other)
-    assert installed_cudnn("9.24")[1] == str(one / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9")
+    assert installed_cudnn("9.15")[1] == str(one / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9")
 
 
 def test_a_process_answers_as_the_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,7 +511,8 @@ def test_a_process_answers_as_the_library_does(monkeypatch: pytest.MonkeyPatch) 
         def plans(self, convolution: Convolution, capability: tuple[int, int]) -> tuple[Plan, ...]:
             return Plan(1, frozenset()), Plan(capability[0], frozenset({0}))
 
-    monkeypatch.setattr("memsize.kernels.cudnn.installed.Library", Known)
+    for name in ("Library", "HandleLibrary"):
+        monkeypatch.setattr(f"memsize.kernels.cudnn.installed.{name}", Known)
     other = PLAIN._replace(operation="data")
     asked = [("plan", PLAIN, A100), ("plan", other, A100), ("plans", PLAIN, T4), ("plan", PLAIN, (15, 0))]
     questions = StringIO("".join(json.dumps((name, str(c), gpu)) + "\n" for name, c, gpu in asked))
@@ -552,9 +554,41 @@ def test_a_stack_that_has_another_cudnn(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(version=OLDEST - 1, newest=900)
     monkeypatch.setattr("memsize.kernels.cudnn.library.Backend", lambda path: old)
-    with pytest.raises(CudnnError, match=r"cuDNN 9\.11\.99 cannot be asked"):
+    with pytest.raises(CudnnError, match=r"cuDNN 9\.10\.99 is older than 9\.11"):
         Library("libcudnn.so.9")
     assert (dotted_cudnn(91_501), dotted_cudnn(8907)) == ("9.15.1", "8.9.7")
+
+
+def test_what_a_handle_begins_with() -> None:
+    """The compute capability stands at byte 96, the multiprocessors at 28, the memory at 72."""
+    description = cudnn_handle.described((8, 6))
+    at = {offset: struct.unpack_from("<i", description, offset)[0] for offset in (0, 12, 28, 32, 96, 100)}
+    assert at == {0: 2**31 - 1, 12: 1024, 28: 84, 32: 32, 96: 860, 100: 13_000} and len(description) == 104
+    assert struct.unpack_from("<q", description, 72) == (80 << 30,)
+
+
+def test_what_a_conversion_takes() -> None:
+    """All three tensors with channels in steps of 16 bytes, and 16 bytes: 22 images of 134 channels count as 136."""
+    odd = PLAIN._replace(dtype="float32", x=(22, 134, 17, 17), w=(211, 134, 1, 1), y=(22, 211, 9, 9))
+    assert cudnn_handle.converted(odd) == 4 * (22 * 136 * 17 * 17 + 212 * 136 + 22 * 212 * 9 * 9) + 16 == 5_085_232
+    assert cudnn_handle.converted(PLAIN) == OPERANDS + 16
+    assert cudnn_handle.converted(PLAIN._replace(channels_last=True)) == 0
+
+
+@pytest.mark.parametrize("version", [8907, 91_100])
+def test_a_handle_is_written_for_some_releases_only(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsize.kernels.cudnn.handle.Backend", lambda path: SimpleNamespace(version=version))
+    with pytest.raises(CudnnError, match="a handle that it did not make"):
+        cudnn_handle.HandleLibrary("libcudnn.so.9")
+
+
+def test_an_old_release_gets_a_process_of_its_own(releases: Path) -> None:
+    (releases / "9.19.0" / "include" / "cudnn_version.h").write_text(
+        "#define CUDNN_MAJOR 9\n#define CUDNN_MINOR 1\n#define CUDNN_PATCHLEVEL 0\n"
+    )
+    kind, path = installed_cudnn("9.1")
+    assert kind == "SeparateLibrary" and Path(path).relative_to(releases).parts[0] == "9.19.0"
+    assert installed_cudnn()[0] == "Library"
 
 
 # -- cuDNN itself ------------------------------------------------------------------------------------------------------

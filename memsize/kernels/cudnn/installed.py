@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from memsize.kernels.cudnn.backend import CudnnError
+from memsize.kernels.cudnn.handle import HANDLED, HandleLibrary
 from memsize.kernels.cudnn.library import Convolution, Library, Plan, is_release
 
 _FILE: Final = "libcudnn.so.9"
@@ -83,7 +84,7 @@ def serve(path: str, questions: IO[str], answers: IO[str]) -> None:
         print(json.dumps(value), file=answers, flush=True)
 
     try:
-        library = Library(path)
+        library = _loadable(path)
     except (OSError, AttributeError, CudnnError) as error:
         return answer({"error": str(error)})
     answer([str(library)])
@@ -104,11 +105,20 @@ def installed(wanted: str | None = None) -> Library | SeparateLibrary | None:
     `MEMSIZE_CUDNN` names files or folders, parted like those of `PATH`, or is ``none``.
     """
     releases = {path: _release(path) for path in _candidates()}
-    for path in sorted(releases, key=lambda path: not is_release(releases[path] or "", wanted)):
+    newest = sorted(releases, key=lambda path: _number(releases[path]), reverse=True)
+    for path in sorted(newest, key=lambda path: not is_release(releases[path] or "", wanted)):
         library = _opened(path)
         if library is not None:
             return library
     return None
+
+
+def _loadable(path: str) -> Library:
+    """The library, in whichever way it can be asked. Raises as `Library` does."""
+    try:
+        return Library(path)
+    except CudnnError:
+        return HandleLibrary(path)
 
 
 _loaded: list[str] = []
@@ -118,7 +128,7 @@ _loaded: list[str] = []
 @cache
 def _opened(path: str) -> Library | SeparateLibrary | None:
     try:
-        if _loaded:
+        if _loaded or _number(_release(path)) in HANDLED:
             return SeparateLibrary(path)
         library = Library(path)
     except (OSError, AttributeError, CudnnError):
@@ -149,6 +159,12 @@ def _release(path: str) -> str | None:
         return ".".join(_VERSION.findall(header.read_text())) or None
     except OSError:
         return None
+
+
+def _number(release: str | None) -> int:
+    """9.15.1 as cuDNN counts: 91501. A release that is not known counts as 0."""
+    major, minor, patch = map(int, (release or "0.0.0").split("."))
+    return 10_000 * major + 100 * minor + patch
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ is a pure function of the convolution, of cuDNN's release, and of the GPU's comp
 23 networks on four generations, other figures for memory, shared memory, caches, clocks and the tensors' alignment
 moved the first plan's workspace in 30 of 36,000 answers; the number of multiprocessors moves it on Turing alone.
 
-Limits: cuDNN 9.12 or newer. 9.11 reads the description of a device too, but leaves out of its lists the plans whose
-kernels it can only make ready beside a driver, among them the first one of most gradients of an input on an A100.
+Limits: cuDNN 9.11 or newer here, older ones in `memsize.kernels.cudnn.handle`. From 9.5 to 9.11 the lists lack plans
+whose kernels are only made ready beside a driver. What follows them mostly takes as much: of 700 convolutions on an
+A100, the first workspaces of 9.11 and 9.12 differ by more than 2 % of the tensors in 2 %.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ WIDTHS: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 _FORMATS: Final = ("row-major", "channels-last")
 
-OLDEST: Final = 91_200
-"""9.12.0, the release since which cuDNN lists all plans for the description of a device."""
+OLDEST: Final = 91_100
+"""9.11.0, the release since which cuDNN reads the description of a device."""
 
 _TYPES: Final = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
 """`cudnnDataType_t`."""
@@ -118,7 +119,7 @@ class Library:
         self.version = self._backend.version
         if self.version < OLDEST:
             raise CudnnError(
-                f"cuDNN {dotted_cudnn(self.version)} cannot be asked without a GPU: 9.12 is the first that can"
+                f"cuDNN {dotted_cudnn(self.version)} is older than 9.11, the first that reads the description of a GPU"
             )
         self._devices: dict[tuple[int, int], Handle] = {}
         self._plan_of: dict[tuple[Convolution, tuple[int, int]], Plan | None] = {}
@@ -146,21 +147,21 @@ class Library:
         """Return the allowed plans among the first `most` of one list of the heuristics."""
         device = self._device(capability)
         with Descriptors(self._backend) as descriptors:
-            configs = _configs(descriptors, _graph(descriptors, convolution), device, mode, most)
+            configs = configs_of(descriptors, graph_of(descriptors, convolution), device, mode, most)
             plans = [_plan(descriptors, config) for config in configs]
-        return [plan for plan in plans if _is_allowed(plan, convolution)]
+        return [plan for plan in plans if is_allowed(plan, convolution)]
 
     def _device(self, capability: tuple[int, int]) -> Handle:
         if capability not in self._devices:
             if _device_version(capability) > self._backend.newest:
                 raise CudnnError(f"cuDNN {self} does not know compute capability {capability[0]}.{capability[1]}")
-            text = json.dumps(_device_properties(capability)).encode()
+            text = json.dumps(device_properties(capability)).encode()
             attribute = (Attribute.DEVICE_JSON, Type.CHAR, text)
             self._devices[capability] = self._devices_alive.make(Kind.DEVICE, attribute)
         return self._devices[capability]
 
 
-def _device_properties(capability: tuple[int, int]) -> dict[str, object]:
+def device_properties(capability: tuple[int, int]) -> dict[str, object]:
     """A description of a GPU of this compute capability; apart from its multiprocessors, any other figures would do."""
     major, minor = capability
     return {
@@ -180,7 +181,8 @@ def _device_version(capability: tuple[int, int]) -> int:
     return 100 * capability[0] + 10 * capability[1]
 
 
-def _graph(descriptors: Descriptors, convolution: Convolution) -> Handle:
+def graph_of(descriptors: Descriptors, convolution: Convolution, *more: tuple[int, Type, list[int]]) -> Handle:
+    """The graph of one convolution; `more` are other attributes of it."""
     kind, first = _OPERATIONS[convolution.operation]
     compute = "float64" if convolution.dtype == "float64" else "float32"
     rank = len(convolution.stride)
@@ -202,7 +204,7 @@ def _graph(descriptors: Descriptors, convolution: Convolution) -> Handle:
         (first + 1, scale, [0.0]),
         *((first + 2 + offset, Type.DESCRIPTOR, [handle]) for offset, handle in enumerate((geometry, w, x, y))),
     )
-    return descriptors.make(Kind.GRAPH, (Attribute.GRAPH_OPERATIONS, Type.DESCRIPTOR, [operation]))
+    return descriptors.make(Kind.GRAPH, *more, (Attribute.GRAPH_OPERATIONS, Type.DESCRIPTOR, [operation]))
 
 
 def _tensor(descriptors: Descriptors, name: str, shape: tuple[int, ...], convolution: Convolution) -> Handle:
@@ -219,13 +221,15 @@ def _tensor(descriptors: Descriptors, name: str, shape: tuple[int, ...], convolu
     )
 
 
-def _configs(descriptors: Descriptors, graph: Handle, device: Handle, mode: int, most: int | None) -> list[Handle]:
+def configs_of(
+    descriptors: Descriptors, graph: Handle, device: Handle | None, mode: int, most: int | None
+) -> list[Handle]:
     """Return the engine configurations that the heuristics of `mode` offer, the best first, no more than `most`."""
     heuristics = descriptors.make(
         Kind.HEURISTICS,
         (Attribute.HEURISTICS_GRAPH, Type.DESCRIPTOR, [graph]),
         (Attribute.HEURISTICS_MODE, Type.HEURISTICS_MODE, [mode]),
-        (Attribute.HEURISTICS_DEVICE, Type.DESCRIPTOR, [device]),
+        *([] if device is None else [(Attribute.HEURISTICS_DEVICE, Type.DESCRIPTOR, [device])]),
     )
     count = descriptors.count(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR)
     configs = [descriptors.empty(Kind.ENGINE_CONFIG) for _ in range(count if most is None else min(count, most))]
@@ -238,14 +242,19 @@ def _configs(descriptors: Descriptors, graph: Handle, device: Handle, mode: int,
 def _plan(descriptors: Descriptors, config: Handle) -> Plan:
     workspace = (ctypes.c_int64 * 1)()
     descriptors.read(config, Attribute.CONFIG_WORKSPACE, Type.INT64, workspace)
+    return Plan(int(workspace[0]), notes_of(descriptors, config))
+
+
+def notes_of(descriptors: Descriptors, config: Handle) -> frozenset[int]:
+    """Return cuDNN's notes on the numbers of a configuration's engine."""
     engine = (Handle * 1)(descriptors.empty(Kind.ENGINE))
     descriptors.read(config, Attribute.CONFIG_ENGINE, Type.DESCRIPTOR, engine)
     notes = (ctypes.c_int * _NOTES)()
     written = descriptors.read(Handle(engine[0]), Attribute.ENGINE_NOTES, Type.NOTE, notes)
-    return Plan(int(workspace[0]), frozenset(notes[:written]))
+    return frozenset(notes[:written])
 
 
-def _is_allowed(plan: Plan, convolution: Convolution) -> bool:
+def is_allowed(plan: Plan, convolution: Convolution) -> bool:
     """Whether PyTorch would try the plan (Conv_v8.cpp, `filterEngineConfigs`)."""
     refused = {_DOWN_CONVERTED}
     if convolution.deterministic:
