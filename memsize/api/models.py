@@ -158,6 +158,7 @@ def step_trace(
     with opened(request.model, progress or (lambda _: None), where.name, own=own) as model:
         from memsize.analysis.ranks import others_asked
         from memsize.analysis.runner import Runner, plans_of
+        from memsize.torch_internals.isolation import collector_paused
         from memsize.workloads.parallel import RankLoop, steps_on
         from memsize.workloads.training import OwnLoop
 
@@ -177,7 +178,7 @@ def step_trace(
                 workload = RankLoop(loop, world, where, steps=steps)
             return runner.run(workload, scenario).in_rows()
 
-        with others_asked(traced, world):
+        with collector_paused(), others_asked(traced, world):
             return StepTrace(traced(world), where.name, allocator)
 
 
