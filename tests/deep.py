@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsize.analysis.runner import Runner as Runner, plans_of as plans_of
+from memsize.analysis.model_setups import plans_of as plans_of
+from memsize.analysis.runner import Runner as Runner
 from memsize.analysis.short_runs import different_part as different_part
 from memsize.api.opened import opened as opened
 from memsize.depth.alignment import (
@@ -73,7 +74,7 @@ def traced(
     """Run `workload` on a model; `whole` runs all layers."""
     with opened(ModelRequest.of(model, **data or {"args": (torch.zeros(5, 3),)})) as request:
         runner = Runner(*request.run, whole=whole)
-        proof = getattr(workload, "proof", None)
+        proof = workload.proof
         if proof is not None and proof.workload == workload:  # the first run of these is whole, and may be the proof
             runner.run(workload, SCENARIOS["as-given"])
         return runner.run(workload, SCENARIOS[scenario])

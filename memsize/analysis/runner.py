@@ -1,69 +1,49 @@
-"""Runs of one model under scenarios: how meta copies are made ready, and what one run can spare the next."""
+"""`Runner`: runs of one model under scenarios, each of all layers or extended from short models.
+
+What one run can spare the next is shared between them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from memsize.analysis.model_setups import ModelSetups, StorageKey, storage_key
 from memsize.analysis.short_runs import ShortRuns
 from memsize.depth.counters import Numbers, is_counting, numbers_of
 from memsize.depth.repeated import FoldedPath
 from memsize.depth.trace_extension import NotRepeatedError
-from memsize.device.cards import card
-from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError, MemsizeError
-from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.library import Plans
-from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.input_tensors import ModelInputs
-from memsize.model.materialize import executable, executable_call
-from memsize.model.meta_copy import MetaCopier
 from memsize.model.stored import stored_tensors
-from memsize.model.tensor_storage import dtype_name
-from memsize.precision.recipes import apply_scenario, floating_dtype
-from memsize.records.finding import join_names
-from memsize.records.gpu import DEFAULT_GPU, Card
+from memsize.records.gpu import Card
 from memsize.records.trace import StoredTensor, Trace
 from memsize.spec.model_request import Call
 from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.stack import INSTALLED, Stack
-from memsize.torch_internals.isolation import forget_run, undisturbed
+from memsize.torch_internals.isolation import forget_run
 from memsize.tracing.ddp import buckets_of
-from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleCallRecorder
-from memsize.tracing.run import GpuSetup, Setup, give_shapes
+from memsize.tracing.run import Setup
 from memsize.workloads import Forward, Proof, Workload, kept_for_backward
-
-_CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
-_LATE = "the forward registers {}: the model is shown as it is after a first forward"
-_SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
-_EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
 Edit = Callable[[Setup], Setup]
 """Changes a meta copy that is ready to run; raises `memsize.analysis.remedies.NotApplicable`."""
 Listener = Callable[[ModuleCallRecorder], None]
-
-_StorageKey = tuple[str | None, bool]
-"""How a scenario holds the parameters, unless it quantizes them: their dtype, and whether norms stay as they are."""
 
 
 def _as_it_is(call: Call) -> Call:
     return call
 
 
-class Runner:
-    """One model with one input, and any number of runs of it on `gpu` (None: the default card).
-
-    Each run has its own copy of the model, so that no run sees what another did. `execute` really computes, on the CPU.
-    `plans` give the workspaces that cuDNN takes for convolutions; without them those workspaces are left out. `stack`
-    is the software on that card.
-    """
+class Runner(ModelSetups):
+    """Any number of runs of one model with one input. With `whole` each of them runs all layers."""
 
     def __init__(
         self,
@@ -78,27 +58,15 @@ class Runner:
         stack: Stack = INSTALLED,
         whole: bool = False,
     ) -> None:
-        self.name = name
-        self.model = model
-        self.inputs = inputs
-        self.training = training
-        self.gpu = gpu or card(DEFAULT_GPU)
-        self.execute = execute
-        self.plans = plans
-        self.stack = stack
+        super().__init__(name, model, inputs, training, gpu=gpu, execute=execute, plans=plans, stack=stack)
         self.whole = whole
-        self.skipped_layers: dict[str, dict[str, str]] = {}
-        """By scenario: the layers that it left unquantized, and why."""
-        self.late: tuple[str, ...] = ()
-        """The parameters and buffers that the forward was found to register."""
         self.is_counting = False
         """Whether a run changed numbers that the model's code may decide by: one of its calls may be another."""
-        self._copier = MetaCopier(model)
         self.short_runs = ShortRuns(model, self.copy)
         self._short_runners: dict[nn.Module, Runner] = {}
         self._proofs: dict[Hashable, Trace | None] = {}
         """By kind, the first run of a workload that proves itself; None where that is no proof."""
-        self._stored: dict[_StorageKey, tuple[StoredTensor, ...]] = {}
+        self._stored: dict[StorageKey, tuple[StoredTensor, ...]] = {}
 
     def run(
         self,
@@ -121,7 +89,7 @@ class Runner:
         make = partial(self._setup, scenario, batch_size, resized, edits)
         options = {"batch_size": batch_size, "resized": resized, "edits": edits}
         try:
-            proof = None if self.whole or self.execute else getattr(workload, "proof", None)
+            proof = None if self.whole or self.execute else workload.proof
             if proof is not None and workload == proof.workload and proof.kind not in self._proofs:
                 # A single run takes no longer than its proof, and may be that of the runs that follow.
                 trace = self._run(workload, make, scenario, listener)
@@ -147,8 +115,7 @@ class Runner:
                 skipped.update(self.short_runs.folded(model, runner.skipped_layers[scenario.name]))
             return trace
 
-        record = getattr(workload, "record", None)
-        trace = self.short_runs.extended(run, (workload, scenario, options["edits"]), record and record.extend)
+        trace = self.short_runs.extended(run, (workload, scenario, options["edits"]), workload.record)
         if trace is None:
             return None
         if skipped:
@@ -218,7 +185,7 @@ class Runner:
         if listener is not None:
             setup = replace(setup, listener=listener)
         if scenario.recipe != "quantized" and not self.late:
-            setup = replace(setup, stored=partial(self._stored_tensors, _storage_key(scenario)))
+            setup = replace(setup, stored=partial(self._stored_tensors, storage_key(scenario)))
         if not self.execute:
             setup = replace(setup, ended=partial(self._note_counting, numbers_of(setup.model)))
         before = _registered(setup.model)
@@ -255,135 +222,15 @@ class Runner:
             return shorter + (longer - shorter) * self.short_runs.left_out
         return kept_for_backward(self.setup(scenario, batch_size))
 
-    def copy(self) -> nn.Module:
-        """A meta copy of the model as it is."""
-        return self._copier.copy()
-
     def same_stored(self, scenario: Scenario, other: Scenario) -> None:
         """Reuse what `other` was found to store for what `scenario` stores."""
-        self._stored[_storage_key(scenario)] = self._stored[_storage_key(other)]
+        self._stored[storage_key(scenario)] = self._stored[storage_key(other)]
 
-    def _stored_tensors(self, storage: _StorageKey, copied: nn.Module) -> tuple[StoredTensor, ...]:
+    def _stored_tensors(self, storage: StorageKey, copied: nn.Module) -> tuple[StoredTensor, ...]:
         """The stored tensors of a copy; all copies with one `storage` key store the same."""
         if storage not in self._stored:
             self._stored[storage] = stored_tensors(copied)
         return self._stored[storage]
-
-    def setup(self, scenario: Scenario, batch_size: int | None = None) -> Setup:
-        """A fresh copy, ready to run under the scenario; `batch_size` overrides that of the inputs."""
-        batch_size = self.inputs.batch_size if batch_size is None else batch_size
-        if scenario.recipe == "as-given":
-            scenario = replace(scenario, autocast=own_autocast(self.model))
-        copied = executable(self.model) if self.execute else self.copy()
-        if not self.execute:
-            # What a recipe does to a layer follows from its shapes.
-            give_shapes(
-                copied, self.inputs.call(batch_size, floating_dtype(copied)), self.training, always=bool(self.late)
-            )
-        recipe = apply_scenario(copied, scenario)
-        if recipe.quantized:
-            self.skipped_layers[scenario.name] = dict(recipe.quantized.left)
-        call = self.call(scenario, recipe.floating, batch_size)
-        if self.execute:
-            with undisturbed():
-                call = executable_call(call)
-        return Setup(
-            name=self.name,
-            device="cpu" if self.execute else "meta",
-            notes=self._notes(scenario),
-            scenario=scenario.name,
-            model=recipe.model,
-            call=call,
-            training=self.training,
-            batch_size=batch_size,
-            precision=recipe.precision,
-            gpu=GpuSetup(self.gpu.capability, workspaces(self.gpu, self.plans, self.stack), self.stack),
-            buckets=buckets_of(self.model),
-        )
-
-    def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:
-        """The arguments of one call under `scenario`, whose floating inputs come in `floating`.
-
-        A model as it is gets inputs of the dtypes that the user chose, unless it does not run on them.
-        """
-        as_chosen = scenario.recipe == "as-given" and not self._inputs_are_cast
-        return self.inputs.call(batch_size, floating, typed_too=not as_chosen)
-
-    def _notes(self, scenario: Scenario) -> tuple[str, ...]:
-        floating = self._given_floating if scenario.recipe == "as-given" and self._inputs_are_cast else None
-        cast = (_CAST.format(dtype_name(floating)),) if floating is not None else ()
-        hidden = (_SCRIPTED.format(join_names(_outermost(self._scripted))),) if self._scripted else ()
-        late = (_LATE.format(join_names(self.late)),) if self.late else ()
-        stack = self.stack.note(str(torch.__version__))
-        return (*cast, *hidden, *late, *filter(None, (_EXECUTED if self.execute else None, self.gpu.note, stack)))
-
-    @cached_property
-    def _scripted(self) -> tuple[str, ...]:
-        return tuple(path for path, module in self.model.named_modules() if _hides_layers(module))
-
-    @cached_property
-    def _given_floating(self) -> torch.dtype | None:
-        return floating_dtype(self.model)
-
-    @cached_property
-    def _inputs_are_cast(self) -> bool:
-        """Whether the model as it is needs floating inputs of its own dtype instead of those that it is given."""
-        if self._given_floating is None or self.inputs.typed_dtypes() <= {self._given_floating}:
-            return False
-        call = self.inputs.call(floating=self._given_floating, typed_too=False)
-        try:
-            kept_for_backward(
-                Setup(self.name, scenario="as-given", model=self.copy(), call=call, training=self.training)
-            )
-        except ForwardError:
-            return True
-        return False
-
-
-def plans_of(card: Card) -> Plans:
-    """The convolution workspaces on a card, by this machine's cuDNN if it has one."""
-    from memsize.kernels.cudnn.library import installed
-
-    return Plans(card.capability, installed)
-
-
-def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) -> Workspaces:
-    """The workspaces that the libraries of a software stack would take on a card."""
-    version = stack.torch or str(torch.__version__)
-    return Workspaces(
-        cublas_workspace(gpu.capability, torch_version=version),
-        lt=cublaslt_workspace(version),
-        convolutions=ConvolutionWorkspaces.on(plans) if plans else None,
-        keeps_lt=keeps_cublaslt_workspace(version),
-    )
-
-
-def own_autocast(model: nn.Module) -> str | None:
-    """The lower precision of autocast that the training step of the model's own runs in; None where there is none."""
-    step = model_defined_step_of(model)
-    return step.autocast if step else None
-
-
-def is_float32(model: nn.Module, trace: Trace) -> bool:
-    """Whether `model`, of which `trace` is a run as it is, in float32 would store and run on just the same."""
-    if own_autocast(model):
-        return False
-    registered = [t for t in trace.tensors if t.kind != "attribute"]
-    floats = {t.spec.dtype for t in registered if getattr(torch, t.spec.dtype).is_floating_point}
-    plain = not any(tensor.parts or tensor.wrapper or tensor.kind == "packed" for tensor in registered)
-    return plain and floats <= {"float32"}
-
-
-def _storage_key(scenario: Scenario) -> _StorageKey:
-    return scenario.dtype, scenario.keep_norms
-
-
-def _hides_layers(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.children())
-
-
-def _outermost(paths: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(path for path in paths if not any(path.startswith(f"{o}." if o else "") for o in paths if o != path))
 
 
 def _registered(model: nn.Module) -> list[str]:

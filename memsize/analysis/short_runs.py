@@ -21,7 +21,7 @@ from memsize.depth.repeated import FoldedPath, RepeatedBlocks
 from memsize.depth.trace_extension import NotRepeatedError, plan_extension
 from memsize.errors import MemsizeError
 from memsize.records.trace import Trace
-from memsize.workloads import Proof
+from memsize.workloads import Proof, Record
 
 _LENGTHS: Final = (3, 4)
 """The periods of blocks in the shorter one of two models, in the order in which they are tried."""
@@ -55,11 +55,10 @@ class ShortRuns:
         blocks = find_blocks(self._model)
         return blocks if blocks is not None and blocks.repeated.count >= 2 * _LENGTHS[0] + 1 + _WORTHWHILE else None
 
-    def extended(self, run: RunShort, kind: Hashable, recorded: Callable[[int], bool] | None = None) -> Trace | None:
+    def extended(self, run: RunShort, kind: Hashable, record: Record | None = None) -> Trace | None:
         """Return the run of the whole model, from those that `run` makes of short ones; None where they don't tell.
 
-        Runs of one `kind` are taken to need equally long models. `recorded` extends what else two runs recorded, if
-        they record anything.
+        Runs of one `kind` are taken to need equally long models. The `record` of two runs is extended as well.
         """
         if self.blocks is None:
             return None
@@ -69,10 +68,10 @@ class ShortRuns:
                 if length not in runs:
                     runs[length] = run(self._model_with(length))
                 plan = next((plan for plan in self._plans[length] if plan.fits(runs[length])), None)
-                if plan is None or recorded:
+                if plan is None or record:
                     runs[length + 1] = run(self._model_with(length + 1))
                     plan = self._plan(runs[length], runs[length + 1], repeated.with_count(length))
-                if plan is not None and (recorded is None or recorded(repeated.count - length)):
+                if plan is not None and (record is None or record.extend(repeated.count - length)):
                     self._lengths_of[kind] = (length,)
                     return replace(plan.applied(runs[length]), extended_from=(length, length + 1))
         except (MemsizeError, NotRepeatedError):  # the whole model says why it fails

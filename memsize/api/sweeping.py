@@ -298,7 +298,8 @@ class _Shared:
 
     def _runner(self, cell: Cell) -> tuple[Runner, tuple[str, ...]]:
         """The runner of a cell's input on its kind of card, under any scenario, and its notes."""
-        from memsize.analysis.runner import Runner, plans_of
+        from memsize.analysis.model_setups import plans_of
+        from memsize.analysis.runner import Runner
 
         where, subject, execute = _card_of(cell), cell.subject, cell.settings.get("execute", False)
         inputs = (subject.specs, subject.source, subject.batch_size, subject.seq_len, subject.mode, subject.whole)

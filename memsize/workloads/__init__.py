@@ -12,8 +12,34 @@ from memsize.records.trace import Trace
 from memsize.tracing.run import Run, Setup
 
 
+class Proof(NamedTuple):
+    """A run of the whole model that shows whether runs of a `kind` follow from those of models with fewer blocks."""
+
+    kind: Hashable
+    workload: Workload
+
+
+class Record(Protocol):
+    """Data that runs record beside their traces."""
+
+    def extend(self, blocks: int) -> bool:
+        """Add the record of a model that has `blocks` more than that of the last run but one, where the last one has
+        one more. Returns False where the two do not differ by repetition alone.
+        """
+        ...
+
+
 class Workload(Protocol):
     """Something to run with a model: one forward, some training steps, the user's own loop."""
+
+    record: Record | None = None
+
+    @property
+    def proof(self) -> Proof | None:
+        """The run that has to be extended correctly before this one is. There is none where a function of the user's,
+        or a size, may tell one block from another: then all blocks are run.
+        """
+        return None
 
     def run(self, setup: Setup) -> Trace:
         """Run the workload on `setup`, whose model it may change.
@@ -23,18 +49,8 @@ class Workload(Protocol):
         ...
 
 
-class Proof(NamedTuple):
-    """A run of the whole model that shows whether runs of a `kind` follow from those of models with fewer blocks.
-
-    A workload has none as its `proof` where a function of the user's, or a size, may tell one block from another.
-    """
-
-    kind: Hashable
-    workload: Workload
-
-
 @dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(Workload):
     """One forward in gradient mode, up to the tensors that autograd saves, as shown in the tables of a report."""
 
     @property
@@ -46,7 +62,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class Inference:
+class Inference(Workload):
     """One forward without gradients, outputs freed as PyTorch frees them."""
 
     @property

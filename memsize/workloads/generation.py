@@ -28,7 +28,7 @@ from memsize.spec.generation import Draft, Generation
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.vary import parse_vary
 from memsize.tracing.run import Run, Setup
-from memsize.workloads import Proof
+from memsize.workloads import Proof, Workload
 from memsize.workloads.caches import CachedLayer, cache_of, cached_layers, offloading_watched
 
 PREFILL: Final = "prefill"
@@ -86,7 +86,7 @@ class _Enough(BaseException):
 
 
 @dataclass(frozen=True)
-class GenerationSteps:
+class GenerationSteps(Workload):
     """The prefill and the first `steps` decode steps of a generation; all of them with None.
 
     The setup's inputs are those of the prompt. `record` has what the cache holds after each forward, `edits` change the
