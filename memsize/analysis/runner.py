@@ -28,6 +28,7 @@ from memsize.spec.model_request import Call
 from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import forget_run
+from memsize.torch_internals.module_tree import paths_of
 from memsize.tracing.ddp import buckets_of
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup
@@ -186,7 +187,7 @@ class Runner(ModelSetups):
             setup = replace(setup, listener=listener)
         if scenario.recipe != "quantized" and not self.late:
             setup = replace(setup, stored=partial(self._stored_tensors, storage_key(scenario)))
-        if not self.execute:
+        if not self.execute and (self.whole or self.short_runs.blocks is not None):
             setup = replace(setup, ended=partial(self._note_counting, numbers_of(setup.model)))
         before = _registered(setup.model)
         failed: ForwardError | None = None
@@ -196,7 +197,7 @@ class Runner(ModelSetups):
             failed = error
         after = _registered(setup.model)
         if not self.late and len(after) > len(before):  # a wrapper inside the model gives them other names
-            self.late = tuple(name for name in after if name not in before)
+            self.late = tuple(".".join(filter(None, name)) for name in after if name not in before)
             return self._run(workload, make, scenario, listener)
         if failed is not None:
             raise failed
@@ -233,14 +234,15 @@ class Runner(ModelSetups):
         return self._stored[storage]
 
 
-def _registered(model: nn.Module) -> list[str]:
-    """The names of the parameters and buffers, each tensor by its first one."""
-    met: set[int] = set()
-    names: tuple[list[str], list[str]] = ([], [])
-    for path, module in model.named_modules():
-        for collected, own in zip(names, (module._parameters, module._buffers), strict=True):
-            for name, tensor in own.items():
-                if tensor is not None and id(tensor) not in met:
-                    met.add(id(tensor))
-                    collected.append(f"{path}.{name}" if path else name)
-    return [*names[0], *names[1]]
+def _registered(model: nn.Module) -> list[tuple[str, str]]:
+    """The parameters and buffers, each tensor by the path of its first module and its name there."""
+    parameters: dict[int, tuple[str, str]] = {}
+    buffers: dict[int, tuple[str, str]] = {}
+    for module, path in paths_of(model).items():
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                parameters.setdefault(id(tensor), (path, name))
+        for name, tensor in module._buffers.items():
+            if tensor is not None and id(tensor) not in parameters:
+                buffers.setdefault(id(tensor), (path, name))
+    return [*parameters.values(), *buffers.values()]
