@@ -130,7 +130,8 @@ def extended(shorter: Table, longer: Table, blocks: int) -> Extension | None:
             before = longer.numbers[to_end - length : to_end] - shorter.numbers[at - length : at]
             behind = longer.numbers[to : to + length] - shorter.numbers[at : at + length]
             origin.append(np.tile(np.arange(at - length, at), blocks))
-            numbers.extend(repeated + before * (blocks - 1) + (behind - before) * n for n in range(blocks))
+            steps = np.arange(blocks)[:, None, None] * (behind - before)
+            numbers.append((repeated + before * (blocks - 1) + steps).reshape(blocks * length, repeated.shape[1]))
     rows = np.concatenate(origin)
     return Extension(shorter.keys[rows], np.concatenate(numbers), rows)
 
