@@ -52,8 +52,8 @@ class ShortRuns:
         self._plans = {length: deque[ExtensionPlan](maxlen=_MOST_PLANS) for length in _LENGTHS}
         self._lengths: tuple[int, ...] = _LENGTHS
         """The lengths, beginning with one that was long enough."""
-        self._refused = set[Hashable]()
-        """The kinds of which runs don't extend."""
+        self._refused: dict[Hashable, str] = {}
+        """The kinds of which runs don't extend, and why."""
         self.whole_runs = 0
         """How many runs of the whole model were made where short ones might have been."""
         self.refusals: dict[Hashable, str] = {}
@@ -90,38 +90,37 @@ class ShortRuns:
 
         whole = self.blocks.repetition.counts
         try:
-            for length in self._lengths:
-                if length >= min(whole):
-                    continue
-                shortest = (length,) * len(whole)
-                shorter = traced(shortest)
+            for length in (length for length in self._lengths if length < min(whole)):
+                shorter = traced((length,) * len(whole))
                 plan = next((plan for plan in self._plans[length] if plan.fits(shorter)), None)
-                if plan is None or record:
-                    plan = self._plan(traced, length)
-                if plan is not None and (record is None or record.extend([count - length for count in whole])):
+                try:
+                    if plan is None or record:
+                        plan = self._plan(traced, length)
+                except NotRepeatedError as error:
+                    self._refused[kind] = str(error)
+                    continue
+                if record is None or record.extend([count - length for count in whole]):
+                    self._refused.pop(kind, None)
                     self._lengths = (length, *(other for other in _LENGTHS if other != length))
                     return replace(plan.applied(shorter), extended_from=(length, length + 1))
-        except (MemsizeError, NotRepeatedError):  # the whole model says why it fails
+        except MemsizeError:  # the whole model says why it fails
             return None
-        self._refused.add(kind)
+        self._refused.setdefault(kind, "the model is too short")
         return None
 
-    def _plan(self, traced: Callable[[Counts], Trace], length: int) -> ExtensionPlan | None:
-        """Return how the run of the whole model comes from short ones; None where they don't tell."""
+    def _plan(self, traced: Callable[[Counts], Trace], length: int) -> ExtensionPlan:
+        """Return how the run of the whole model comes from short ones. Raises `NotRepeatedError` if they don't tell."""
         assert self.blocks is not None
         repetition = self.blocks.repetition
         counts = (length,) * len(repetition.groups)
         shorter, longer = traced(counts), [traced(one_more(counts, group)) for group in range(len(counts))]
         extend = partial(plan_extension, shorter, longer, repetition.with_counts(counts))
-        try:
-            plan = extend(repetition.counts)
-            if plan.has_grown and length + 2 <= min(repetition.counts):
-                # Two sizes don't show that they grow by the same with each block, nor with each of two kinds.
-                further = tuple(count + 2 for count in counts)
-                if different_part(extend(further).applied(shorter), traced(further)):
-                    return None
-        except NotRepeatedError:
-            return None
+        plan = extend(repetition.counts)
+        if plan.has_grown and length + 2 <= min(repetition.counts):
+            # Two sizes don't show that they grow by the same with each block, nor with each of two kinds.
+            further = tuple(count + 2 for count in counts)
+            if different_part(extend(further).applied(shorter), traced(further)):
+                raise NotRepeatedError("sizes don't grow by the same with each block")
         self._plans[length].append(plan)
         return plan
 
@@ -140,9 +139,18 @@ class ShortRuns:
         """Say why `whole`, a run of the whole model, is not what the runs of short ones extend to; empty if it is."""
         extended = self.extended(run, kind)
         if extended is None:
-            return "the runs of short models differ by more than repetition"
+            return self._refused.get(kind, "the short models fail")
         part = different_part(whole, extended)
         return f"{part} of the whole model are not those of its short models" if part else ""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The reasons why runs of the whole model were not extended from short ones."""
+        if self.blocks is None:
+            return ("nothing repeats",)
+        if not self.are_worthwhile(has_proof=True):
+            return ("too few layers repeat",)
+        return tuple(dict.fromkeys(filter(None, (*self.refusals.values(), *self._refused.values()))))
 
     @property
     def note(self) -> str:
