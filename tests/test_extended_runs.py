@@ -22,6 +22,7 @@ from tests.deep import (
     Generation,
     GenerationSteps,
     Inference,
+    OnGpuWithHost,
     ParallelSteps,
     Training,
     TrainingSteps,
@@ -210,6 +211,8 @@ GENERATIONS = [
     pytest.param("mixtral", {"prefill_chunk_size": 4}, marks=ALL),
     pytest.param("llama", {"cache_implementation": "static"}, marks=ALL),
     pytest.param("mistral", {"uneven": True}, marks=ALL),
+    ("llama", {"cache_implementation": "offloaded"}),
+    pytest.param("llama", {"cache_implementation": "offloaded_static"}, marks=ALL),
 ]
 
 
@@ -219,7 +222,9 @@ def test_generations(kind: str, options: dict[str, Any]) -> None:
     data = {"kwargs": {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, "mode": "eval"}
     runs, records = [], []
     for whole in (False, True):
-        workload = GenerationSteps(Generation(prompt=8, max_new_tokens=4, **options))
+        generation = Generation(prompt=8, max_new_tokens=4, **options)
+        edits = (OnGpuWithHost(card("a100")),) if generation.is_offloaded else ()
+        workload = GenerationSteps(generation, edits=edits)
         runs.append(traced(model, workload, whole=whole, **data))
         records.append(workload.record.steps)
     assert runs[0].extended_from in SHORT

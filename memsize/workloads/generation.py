@@ -99,8 +99,8 @@ class GenerationSteps(Workload):
 
     @property
     def proof(self) -> Proof | None:
-        """One decode step shows that all repeat. A draft's model has blocks of its own, and so has the host's part."""
-        if self.loop is not None or self.generation.draft is not None or self.generation.is_offloaded:
+        """One decode step shows that all repeat. A draft's model has blocks of its own."""
+        if self.loop is not None or self.generation.draft is not None:
             return None
         kind = replace(self.generation, prompt=1, max_new_tokens=2), self.edits
         return Proof(kind, replace(self, steps=1, record=CacheRecord()))
