@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -43,6 +42,28 @@ def _as_it_is(call: Call) -> Call:
     return call
 
 
+@dataclass(frozen=True)
+class _RunRequest:
+    """A workload under a scenario, and in what it differs from a run of the model with its inputs."""
+
+    workload: Workload
+    scenario: Scenario
+    batch_size: int | None = None
+    resized: Callable[[Call], Call] = _as_it_is
+    edits: tuple[Edit, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a run of all layers shows how they repeat in others as well, and need not be made again for that."""
+        is_edited = self.edits or self.resized is not _as_it_is or self.scenario.recipe == "quantized"
+        return not is_edited and self.workload.record is None
+
+    @property
+    def kind(self) -> Hashable:
+        """The properties of a request on which it depends whether short runs extend."""
+        return self.workload, self.edits
+
+
 class Runner(ModelSetups):
     """Any number of runs of one model with one input. With `whole` each of them runs all layers."""
 
@@ -65,8 +86,8 @@ class Runner(ModelSetups):
         """Whether a run changed numbers that the model's code may decide by: one of its calls may be another."""
         self.short_runs = ShortRuns(model, self.copy)
         self._short_runners: dict[nn.Module, Runner] = {}
-        self._proofs: dict[Hashable, Trace | None] = {}
-        """By kind, the first run of a workload that proves itself; None where that is no proof."""
+        self._whole: dict[Hashable, tuple[_RunRequest, Trace]] = {}
+        """The first run of all layers, by the kind of its proof."""
         self._stored: dict[StorageKey, tuple[StoredTensor, ...]] = {}
 
     def run(
@@ -87,71 +108,75 @@ class Runner(ModelSetups):
         model with many blocks that are alike, two short models are run (`memsize.analysis.short_runs`). Raises
         `ScenarioError` or `ForwardError` where no run is possible.
         """
-        make = partial(self._setup, scenario, batch_size, resized, edits)
-        options = {"batch_size": batch_size, "resized": resized, "edits": edits}
+        request = _RunRequest(workload, scenario, batch_size, resized, edits)
+        proof = None if self.whole or self.execute else workload.proof
         try:
-            proof = None if self.whole or self.execute else workload.proof
-            if proof is not None and workload == proof.workload and proof.kind not in self._proofs:
-                # A single run takes no longer than its proof, and may be that of the runs that follow.
-                trace = self._run(workload, make, scenario, listener)
-                is_proof = scenario.recipe == "as-given" and batch_size is None and not edits
-                self._proofs[proof.kind] = trace if is_proof and resized is _as_it_is else None
-                return trace
-            if proof is not None and self._is_proven(proof, listener):
-                extended = self._extended(workload, scenario, options)
-                if extended is not None:
-                    return extended
-            return self._run(workload, make, scenario, listener)
+            if proof is None:
+                return self._run(request, listener)
+            extended = self._extended(request) if self._is_proven(proof, request, listener) else None
+            return extended or self._run_whole(request, proof, listener)
         finally:
             forget_run()
 
-    def _extended(self, workload: Workload, scenario: Scenario, options: dict[str, Any]) -> Trace | None:
-        """The trace of `workload` from the runs of short models; None where those don't tell."""
+    def _run_whole(self, request: _RunRequest, proof: Proof, listener: Listener | None) -> Trace:
+        """The trace of a request from a run of all layers, which may be the proof of runs that follow."""
+        trace = self._run(request, listener)
+        self.short_runs.whole_runs += 1
+        if request.is_plain and proof.kind not in self.short_runs.refusals:
+            self._whole.setdefault(proof.kind, (request, trace))
+        return trace
+
+    def _extended(self, request: _RunRequest) -> Trace | None:
+        """The trace of a request from the runs of short models; None where those don't tell."""
         skipped: dict[FoldedPath, str] = {}
+        name = request.scenario.name
 
         def run(model: nn.Module) -> Trace:
-            trace = self._run_short(workload, scenario, model, **options)
-            runner = self._short_runner(model)
-            if scenario.name in runner.skipped_layers:
-                skipped.update(self.short_runs.folded(model, runner.skipped_layers[scenario.name]))
+            trace = self._run_short(request, model)
+            layers = self._short_runner(model).skipped_layers.get(name, {})
+            skipped.update(self.short_runs.folded(model, layers))
             return trace
 
-        trace = self.short_runs.extended(run, (workload, scenario, options["edits"]), workload.record)
+        trace = self.short_runs.extended(run, request.kind, request.workload.record)
         if trace is None:
             return None
         if skipped:
-            self.skipped_layers[scenario.name] = self.short_runs.unfolded(trace, skipped)
+            self.skipped_layers[name] = self.short_runs.unfolded(trace, skipped)
         return replace(trace, notes=(*trace.notes, self.short_runs.note))
 
-    def _is_proven(self, proof: Proof, listener: Listener | None) -> bool:
+    def _is_proven(self, proof: Proof, request: _RunRequest, listener: Listener | None) -> bool:
         """Whether runs of short models extend to those of the whole one, as one run of that shows."""
-        if (
-            self.whole
-            or self.execute
-            or self.late
-            or self.is_counting
-            or buckets_of(self.model) is not None
-            or self.short_runs.blocks is None
-        ):
+        if self.late or self.is_counting or buckets_of(self.model) is not None:
             return False
-        if proof.kind not in self.short_runs.refusals:
-            own = SCENARIOS["as-given"]
-            try:
-                whole = self._proofs.get(proof.kind) or self._run(
-                    proof.workload, partial(self.setup, own), own, listener
-                )
-            except MemsizeError as error:  # a proof that fails once is not tried for each run
-                self.short_runs.refusals[proof.kind] = str(error)
+        refusals = self.short_runs.refusals
+        if proof.kind not in refusals:
+            first = self._whole.get(proof.kind)
+            # A run that proves itself takes no longer than its proof.
+            if (not first and request.workload == proof.workload) or not self.short_runs.are_worthwhile(bool(first)):
                 return False
-            self._proofs[proof.kind] = None
+            try:
+                proven, whole = first or self._run_proof(proof, request.scenario, listener)
+            except MemsizeError as error:  # a proof that fails once is not tried for each run
+                refusals[proof.kind] = str(error)
+                return False
             if self.late or self.is_counting:
                 return False
-            self.short_runs.prove(proof, whole, partial(self._run_short, proof.workload, own))
-        return not self.short_runs.refusals[proof.kind]
+            refusals[proof.kind] = self.short_runs.refusal(whole, partial(self._run_short, proven), proven.kind)
+            self._whole.pop(proof.kind, None)
+        return not refusals[proof.kind]
 
-    def _run_short(self, workload: Workload, scenario: Scenario, model: nn.Module, **options: Any) -> Trace:
+    def _run_proof(self, proof: Proof, scenario: Scenario, listener: Listener | None) -> tuple[_RunRequest, Trace]:
+        """Run all layers as they are, or cast as the runs that follow: in half precision attention is fewer ops."""
+        is_cast = listener is None and scenario.recipe == "cast"
+        request = _RunRequest(proof.workload, scenario if is_cast else SCENARIOS["as-given"])
+        return request, self._run(request, listener)
+
+    def _run_short(self, request: _RunRequest, model: nn.Module) -> Trace:
         runner = self._short_runner(model)
-        trace = runner.run(workload, scenario, **options)
+        try:
+            trace = runner._run(request, None)
+        finally:
+            forget_run()
         if runner.is_counting:
             raise NotRepeatedError("the model counts its calls")
         return trace
@@ -170,19 +195,15 @@ class Runner(ModelSetups):
             )
         return self._short_runners[model]
 
-    def _setup(
-        self, scenario: Scenario, batch_size: int | None, resized: Callable[[Call], Call], edits: tuple[Edit, ...]
-    ) -> Setup:
-        setup = self.setup(scenario, batch_size)
-        setup = replace(setup, call=resized(setup.call))
-        for edit in edits:
+    def _setup(self, request: _RunRequest) -> Setup:
+        setup = self.setup(request.scenario, request.batch_size)
+        setup = replace(setup, call=request.resized(setup.call))
+        for edit in request.edits:
             setup = edit(setup)
         return setup
 
-    def _run(
-        self, workload: Workload, make: Callable[[], Setup], scenario: Scenario, listener: Listener | None
-    ) -> Trace:
-        setup = make()
+    def _run(self, request: _RunRequest, listener: Listener | None) -> Trace:
+        setup, scenario = self._setup(request), request.scenario
         if listener is not None:
             setup = replace(setup, listener=listener)
         if scenario.recipe != "quantized" and not self.late:
@@ -192,13 +213,13 @@ class Runner(ModelSetups):
         before = _registered(setup.model)
         failed: ForwardError | None = None
         try:
-            trace = workload.run(setup)
+            trace = request.workload.run(setup)
         except ForwardError as error:
             failed = error
         after = _registered(setup.model)
         if not self.late and len(after) > len(before):  # a wrapper inside the model gives them other names
             self.late = tuple(".".join(filter(None, name)) for name in after if name not in before)
-            return self._run(workload, make, scenario, listener)
+            return self._run(request, listener)
         if failed is not None:
             raise failed
         return trace
@@ -210,17 +231,17 @@ class Runner(ModelSetups):
         """A runner of the same model with other inputs, of which it makes `batch_size`."""
         other = copy(self)
         other.inputs = replace(inputs, batch_size=batch_size)
-        other._short_runners, other._proofs = {}, {}
+        other._short_runners, other._whole = {}, {}
         vars(other).pop("_inputs_are_cast", None)
         return other
 
     def kept_for_backward(self, scenario: Scenario, batch_size: int) -> int:
         """Bytes that one forward keeps for backward at a batch size, parameters apart."""
-        if self._is_proven(Forward().proof, None):
-            shorter, longer = (
-                self._short_runner(model).kept_for_backward(scenario, batch_size) for model in self.short_runs.two
+        forward = Forward()
+        if not self.whole and not self.execute and self._is_proven(forward.proof, _RunRequest(forward, scenario), None):
+            return self.short_runs.affine(
+                lambda model: self._short_runner(model).kept_for_backward(scenario, batch_size)
             )
-            return shorter + (longer - shorter) * self.short_runs.left_out
         return kept_for_backward(self.setup(scenario, batch_size))
 
     def same_stored(self, scenario: Scenario, other: Scenario) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,9 +22,11 @@ class Proof(NamedTuple):
 class Record(Protocol):
     """Data that runs record beside their traces."""
 
-    def extend(self, blocks: int) -> bool:
-        """Add the record of a model that has `blocks` more than that of the last run but one, where the last one has
-        one more. Returns False where the two do not differ by repetition alone.
+    def extend(self, blocks: Sequence[int]) -> bool:
+        """Add the record of a model that has more blocks, of each kind as many as `blocks` says. Of the last records
+        one is that of a model with fewer, and those behind it are of models with one more of each kind.
+
+        Returns False where they do not differ by repetition alone.
         """
         ...
 
