@@ -260,10 +260,10 @@ def _registered(model: nn.Module) -> list[tuple[str, str]]:
     parameters: dict[int, tuple[str, str]] = {}
     buffers: dict[int, tuple[str, str]] = {}
     for module, path in paths_of(model).items():
-        for name, tensor in module._parameters.items():
-            if tensor is not None:
-                parameters.setdefault(id(tensor), (path, name))
-        for name, tensor in module._buffers.items():
-            if tensor is not None and id(tensor) not in parameters:
-                buffers.setdefault(id(tensor), (path, name))
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                parameters.setdefault(id(parameter), (path, name))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in parameters:
+                buffers.setdefault(id(buffer), (path, name))
     return [*parameters.values(), *buffers.values()]

@@ -56,7 +56,7 @@ class Likeness:
         modules = paths_of(block)
         paths = {id(module): path for module, path in modules.items()}
         numbers: dict[Key, int] = {}
-        common = []
+        common: list[Hashable] = []
         for module, path in modules.items():
             for name, value in vars(module).items():
                 if name in _OWN:
