@@ -493,7 +493,7 @@ class GrowsInBackward(Deep):
 
 class MultipliesInBackward(Towers):
     def __init__(self) -> None:
-        super().__init__(40, 30)
+        super().__init__(60, 50)
 
     def forward(self, x: Tensor) -> Tensor:
         return Quadratic.apply(super().forward(x), len(self.first) * len(self.second))
@@ -591,7 +591,7 @@ def test_sizes_that_no_forward_shows(model: Callable[[], nn.Module]) -> None:
 
 @pytest.mark.parametrize("kind", ["deep", "towers"])
 def test_a_forward_proves_the_run_of_a_deep_model(kind: str) -> None:
-    model = Deep(40) if kind == "deep" else Towers(40, 30)
+    model = Deep(40) if kind == "deep" else Towers(60, 60)
     step, whole = (run_once(model, STEPS, whole=of_all) for of_all in (False, True))
     assert step.extended_from in SHORT
     assert_same(step, whole)
