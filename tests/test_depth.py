@@ -262,8 +262,8 @@ def test_several_stacks() -> None:
     assert (blocks.others, blocks.whole) == (5, 143)
     assert blocks.modules((3, 4)) == 5 + 3 * (1 + 3) + 4 * 2
     # (3, 3), and one more of each
-    assert blocks.of_short_runs() == (5 + 12 + 6) + (5 + 16 + 6) + (5 + 12 + 8)
-    assert blocks.of_short_runs(3) == 3 * 23 + 27 + 25
+    assert blocks.shortest == 5 + 12 + 6
+    assert blocks.first_runs == (5 + 12 + 6) + (5 + 16 + 6) + (5 + 12 + 8)
 
 
 def test_rates_and_indexes_may_differ() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -492,7 +493,7 @@ class GrowsInBackward(Deep):
 
 class MultipliesInBackward(Towers):
     def __init__(self) -> None:
-        super().__init__(40, 30)
+        super().__init__(60, 50)
 
     def forward(self, x: Tensor) -> Tensor:
         return Quadratic.apply(super().forward(x), len(self.first) * len(self.second))
@@ -590,7 +591,7 @@ def test_sizes_that_no_forward_shows(model: Callable[[], nn.Module]) -> None:
 
 @pytest.mark.parametrize("kind", ["deep", "towers"])
 def test_a_forward_proves_the_run_of_a_deep_model(kind: str) -> None:
-    model = Deep(40) if kind == "deep" else Towers(40, 30)
+    model = Deep(40) if kind == "deep" else Towers(60, 60)
     step, whole = (run_once(model, STEPS, whole=of_all) for of_all in (False, True))
     assert step.extended_from in SHORT
     assert_same(step, whole)
@@ -643,6 +644,22 @@ def test_sweeps_and_checks_take_it(tmp_path: Path) -> None:
         for of_all in (False, True)
     )
     assert [NOTE in str(json.loads(render(one, "json"))) for one in (usual, whole)] == [True, False]
+
+
+def test_points_of_a_sweep_share_what_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: deque[int] = deque()
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda block, x: (calls.append(1), forward(block, x))[1])
+    grid = {"target": "tests.deep:Deeper", "input": "3", "train": "adamw", "batch_size": [2, 3, 4]}
+    rows = []
+    for whole in (False, True):
+        calls.clear()
+        answer = memsize.sweep(grid | {"whole": whole}, jobs=1, results=tmp_path / f"{whole}.jsonl")
+        rows.append([(row.roles, row.allocated, row.reserved, row.device) for row in answer.sweep_rows])
+        # Two of three steps are run. The proof is a forward, with two short ones. Steps need 4 and 5 layers, which the
+        # first point tries after 3 and 4; each further point runs 4.
+        assert len(calls) == (3 * 2 * 40 if whole else 40 + (3 + 4) + 2 * (3 + 4 + 5) + 2 * 2 * 4)
+    assert rows[0] == rows[1]
 
 
 def test_the_command_line_takes_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ SHORTEST: Final = 3
 """The periods of blocks in the shortest model whose run shows what repeats: the first and the last stand apart."""
 _LEAST: Final = SHORTEST + 2
 _LONGEST_PERIOD: Final = 12
-_RUNS: Final = 3
-"""How many runs of a model are thought of where one of the stacks is chosen."""
+_MORE_RUNS: Final = 2
+"""How many runs of the shortest model are assumed to follow the first, where stacks are chosen."""
 _COUNTS: Final = re.compile("layer|block|depth")
 """Names in a config of how many blocks there are: a cache has a part for each of them, also for one that is not run."""
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)", re.DOTALL)
@@ -64,11 +64,16 @@ class ModelBlocks:
         """The modules of the whole model, which a run takes about as long as."""
         return self.modules(self.repetition.counts)
 
-    def of_short_runs(self, runs: int = 1) -> int:
-        """Return how many modules the short models of some runs of the whole model have: of the first run several."""
-        shortest = (SHORTEST,) * len(self.groups)
-        longer = sum(self.modules(one_more(shortest, group)) for group in range(len(shortest)))
-        return longer + runs * self.modules(shortest)
+    @property
+    def shortest(self) -> int:
+        """The modules of the shortest model."""
+        return self.modules((SHORTEST,) * len(self.groups))
+
+    @property
+    def first_runs(self) -> int:
+        """The modules of all models that are run first: the shortest, and one with a period more of each group."""
+        counts = (SHORTEST,) * len(self.groups)
+        return self.shortest + sum(self.modules(one_more(counts, group)) for group in range(len(counts)))
 
 
 def find_blocks(model: nn.Module) -> ModelBlocks | None:
@@ -85,9 +90,13 @@ def find_blocks(model: nn.Module) -> ModelBlocks | None:
         chosen = tuple(map(tuple, saving[:size]))
         inside = sum(stack.modules * stack.repeated.count for group in chosen for stack in group)
         blocks = ModelBlocks(chosen, total - inside)
-        if best is None or blocks.of_short_runs(_RUNS) < best.of_short_runs(_RUNS):
+        if best is None or _of_runs(blocks) < _of_runs(best):
             best = blocks
     return best
+
+
+def _of_runs(blocks: ModelBlocks) -> int:
+    return blocks.first_runs + _MORE_RUNS * blocks.shortest
 
 
 def _stacks(model: nn.Module) -> Iterator[Stack]:
