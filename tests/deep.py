@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsize.analysis.runner import Runner as Runner, plans_of as plans_of
+from memsize.analysis.model_setups import plans_of as plans_of
+from memsize.analysis.runner import Runner as Runner
 from memsize.analysis.short_runs import different_part as different_part
 from memsize.api.opened import opened as opened
 from memsize.depth.alignment import (
@@ -19,7 +20,11 @@ from memsize.depth.alignment import (
     insertions as insertions,
 )
 from memsize.depth.blocks import ModelBlocks as ModelBlocks, find_blocks as find_blocks, shorten as shorten
-from memsize.depth.repeated import FoldedPath as FoldedPath, RepeatedBlocks as RepeatedBlocks
+from memsize.depth.repeated import (
+    FoldedPath as FoldedPath,
+    RepeatedBlocks as RepeatedBlocks,
+    Repetition as Repetition,
+)
 from memsize.kernels.cudnn import handle, installed
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation as Generation
@@ -28,6 +33,7 @@ from memsize.spec.parallel import parse_parallel as parse_parallel
 from memsize.spec.scenario import SCENARIOS
 from memsize.spec.training import Training as Training
 from memsize.workloads import Forward as Forward, Inference as Inference, Workload
+from memsize.workloads.caches import OnGpuWithHost as OnGpuWithHost
 from memsize.workloads.generation import GenerationSteps as GenerationSteps
 from memsize.workloads.parallel import ParallelSteps as ParallelSteps
 from memsize.workloads.training import TrainingSteps as TrainingSteps
@@ -70,16 +76,29 @@ class Deep(nn.Module):
         return layer(x)
 
 
+class Deeper(Deep):
+    """Has so many blocks that even a single run of short models is worth its proof."""
+
+    def __init__(self) -> None:
+        super().__init__(40)
+
+
 def traced(
     model: nn.Module, workload: Workload, scenario: str = "as-given", *, whole: bool = False, **data: Any
 ) -> Trace:
     """Run `workload` on a model; `whole` runs all layers."""
     with opened(ModelRequest.of(model, **data or {"args": (torch.zeros(5, 3),)})) as request:
         runner = Runner(*request.run, whole=whole)
-        proof = getattr(workload, "proof", None)
-        if proof is not None and proof.workload == workload:  # the first run of these is whole, and may be the proof
+        if not whole:  # a first run is that of all layers, and may be the proof of the next
             runner.run(workload, SCENARIOS["as-given"])
+            runner.short_runs.whole_runs = 10  # then short runs are worth it for any model
         return runner.run(workload, SCENARIOS[scenario])
+
+
+def run_once(model: nn.Module, workload: Workload, *, whole: bool) -> Trace:
+    """Run `workload` on a model for the first time."""
+    with opened(ModelRequest.of(model, args=(torch.zeros(5, 3),))) as request:
+        return Runner(*request.run, whole=whole).run(workload, SCENARIOS["as-given"])
 
 
 def both(*args: Any, **data: Any) -> tuple[Trace, Trace]:

@@ -208,7 +208,7 @@ def test_adapters_are_trained_unless_evaluated() -> None:
 
 def test_deep_models_are_extended_to_the_same() -> None:
     options: dict[str, Any] = {"lora": "r=4", "base": "nf4", "scenario": "bf16"}
-    extended, whole = (traced(Net(blocks=12), whole=whole, **options) for whole in (False, True))
+    extended, whole = (traced(Net(blocks=40), whole=whole, **options) for whole in (False, True))
     assert any("repeated" in note for note in extended.notes)
     assert deltas(extended) == deltas(whole)
     assert stored_bytes(extended) == stored_bytes(whole)

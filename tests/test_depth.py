@@ -17,6 +17,7 @@ from tests.deep import (
     FoldedPath,
     Insertion,
     RepeatedBlocks,
+    Repetition,
     Table,
     extended,
     extended_values,
@@ -43,7 +44,7 @@ def tables(*all_rows: list[Row]) -> list[Table]:
 def assert_extends(make: Callable[[int], list[Row]], depth: int, first: int = 3) -> None:
     """Check that the tables of two short models extend to that of a deep one."""
     shorter, longer, deep = tables(make(first), make(first + 1), make(depth))
-    result = extended(shorter, longer, depth - first)
+    result = extended(shorter, [longer], [depth - first])
     assert result is not None
     assert result.keys.tolist() == deep.keys.tolist()
     assert result.numbers.tolist() == deep.numbers.tolist()
@@ -73,13 +74,13 @@ def test_a_segment_that_the_longer_table_has_once_more() -> None:
     ],
 )
 def test_tables_that_differ_by_more_than_repetition(shorter: str, longer: str) -> None:
-    assert extended_values(shorter, longer, 5) is None
+    assert extended_values(shorter, [longer], [5]) is None
 
 
 def test_a_repetition_needs_neighbours_on_both_sides() -> None:
     """Of one repetition nothing shows by how much its numbers change, nor of two on one side."""
-    assert extended_values("sabt", "sababt", 3) is None
-    assert extended_values("sabababt", "sababababt", 3) == tuple("sabababababababt"[:13] + "t")
+    assert extended_values("sabt", ["sababt"], [3]) is None
+    assert extended_values("sabababt", ["sababababt"], [3]) == tuple("sabababababababt"[:13] + "t")
 
 
 def forward(blocks: int) -> list[Row]:
@@ -134,9 +135,9 @@ def test_sizes_that_grow_from_block_to_block() -> None:
 
 
 def test_values_are_extended_like_rows() -> None:
-    assert extended_values((1, 2, 2, 2, 3), (1, 2, 2, 2, 2, 3), 4) == (1, *(2,) * 7, 3)
-    assert extended_values((), (), 4) == ()
-    assert extended_values((1, 2), (2, 1), 4) is None
+    assert extended_values((1, 2, 2, 2, 3), [(1, 2, 2, 2, 2, 3)], [4]) == (1, *(2,) * 7, 3)
+    assert extended_values((), [()], [4]) == ()
+    assert extended_values((1, 2), [(2, 1)], [4]) is None
 
 
 def lines(keys: str) -> st.SearchStrategy[list[tuple[str, int, int]]]:
@@ -175,24 +176,24 @@ TWELVE = RepeatedBlocks("model.layers.", start=1, period=2, count=5, behind=1)
 @pytest.mark.parametrize(
     ("path", "folded", "number"),
     [
-        ("", FoldedPath(None, ""), -1),
-        ("model.norm", FoldedPath(None, "model.norm"), -1),
-        ("model.layers", FoldedPath(None, "model.layers"), -1),
-        ("model.layers.0.fc", FoldedPath(None, "model.layers.0.fc"), -1),
-        ("model.layers.1.fc", FoldedPath(0, ".fc"), 1),
-        ("model.layers.4", FoldedPath(1, ""), 4),
-        ("model.layers.10.fc.weight", FoldedPath(1, ".fc.weight"), 10),
-        ("model.layers.11.fc", FoldedPath(-1, ".fc"), 11),
-        ("model.layers.norm", FoldedPath(None, "model.layers.norm"), -1),
+        ("", FoldedPath("", None, ""), -1),
+        ("model.norm", FoldedPath("", None, "model.norm"), -1),
+        ("model.layers", FoldedPath("", None, "model.layers"), -1),
+        ("model.layers.0.fc", FoldedPath("", None, "model.layers.0.fc"), -1),
+        ("model.layers.1.fc", FoldedPath("model.layers.", 0, ".fc"), 1),
+        ("model.layers.4", FoldedPath("model.layers.", 1, ""), 4),
+        ("model.layers.10.fc.weight", FoldedPath("model.layers.", 1, ".fc.weight"), 10),
+        ("model.layers.11.fc", FoldedPath("model.layers.", -1, ".fc"), 11),
+        ("model.layers.norm", FoldedPath("", None, "model.layers.norm"), -1),
     ],
 )
 def test_paths_are_folded_and_unfolded(path: str, folded: FoldedPath, number: int) -> None:
     assert TWELVE.fold(path) == (folded, number)
-    assert TWELVE.unfold(folded, number) == path
+    assert folded.unfold(number) == path
 
 
 def test_the_same_block_has_the_same_folded_path_at_any_depth() -> None:
-    deeper = TWELVE.with_count(9)
+    [deeper] = Repetition(((TWELVE,),)).with_counts([9])
     assert (TWELVE.stop, deeper.stop) == (11, 19)
     assert deeper.fold("model.layers.19.fc")[0] == TWELVE.fold("model.layers.11.fc")[0]
     assert deeper.fold("model.layers.11.fc")[0] == TWELVE.fold("model.layers.1.fc")[0]
@@ -202,8 +203,12 @@ def test_the_same_block_has_the_same_folded_path_at_any_depth() -> None:
 
 
 def repeated(model: nn.Module) -> RepeatedBlocks | None:
+    """The only stack of a model."""
     blocks = find_blocks(model)
-    return blocks and blocks.repeated
+    if blocks is None:
+        return None
+    [stack] = blocks.stacks
+    return stack.repeated
 
 
 def linears(*widths: int) -> list[nn.Module]:
@@ -238,9 +243,27 @@ def test_other_blocks_before_and_behind() -> None:
 
 
 def test_the_blocks_that_hold_most_modules() -> None:
-    """20 linears, and 10 blocks of 3 modules."""
-    model = nn.ModuleDict({"a": nn.ModuleList(linears(*(4,) * 20)), "b": nn.ModuleList(Block() for _ in range(10))})
+    """5 linears, and 10 blocks of 3 modules: to count the linears apart takes a short model more than it is worth."""
+    model = nn.ModuleDict({"a": nn.ModuleList(linears(*(4,) * 5)), "b": nn.ModuleList(Block() for _ in range(10))})
     assert repeated(model) == RepeatedBlocks("b.", 0, 1, 10)
+
+
+def test_several_stacks() -> None:
+    """Those of equally many periods are one group; it is worth a short model more to count 9 and 30 apart."""
+    stacks = {"a": linears(*(4,) * 30), "b": linears(*(4, 6) * 9), "c": [*linears(6), *(Block() for _ in range(30))]}
+    blocks = find_blocks(nn.ModuleDict({name: nn.ModuleList(modules) for name, modules in stacks.items()}))
+    assert blocks is not None and blocks.repetition == Repetition(
+        (
+            (RepeatedBlocks("a.", 0, 1, 30), RepeatedBlocks("c.", 1, 1, 30)),
+            (RepeatedBlocks("b.", 0, 2, 9),),
+        )
+    )
+    # the dictionary, three lists, and a linear before the blocks of c; then 30 + 90 and 18
+    assert (blocks.others, blocks.whole) == (5, 143)
+    assert blocks.modules((3, 4)) == 5 + 3 * (1 + 3) + 4 * 2
+    # (3, 3), and one more of each
+    assert blocks.shortest == 5 + 12 + 6
+    assert blocks.first_runs == (5 + 12 + 6) + (5 + 16 + 6) + (5 + 12 + 8)
 
 
 def test_rates_and_indexes_may_differ() -> None:
@@ -249,7 +272,8 @@ def test_rates_and_indexes_may_differ() -> None:
         block.rate = nn.Dropout(0.1 + number / 20)
         block.fc.layer_index = 5 + number
     blocks = find_blocks(model)
-    assert blocks is not None and blocks.counting == {("", "index"), ("fc", "layer_index")}
+    assert blocks is not None
+    assert [stack.counting for stack in blocks.stacks] == [{("", "index"), ("fc", "layer_index")}]
 
 
 def differs_in_an_index(model: Deep) -> None:
@@ -307,7 +331,8 @@ def holds_a_module_twice(model: Deep) -> None:
 def test_a_block_that_differs_is_none_of_them(change: Callable[[Deep], None]) -> None:
     model = Deep(12)
     change(model)
-    assert repeated(model) is None
+    stack = repeated(model)
+    assert stack is None or not stack.start <= 5 < stack.stop
 
 
 def test_a_module_that_all_blocks_share() -> None:
@@ -318,8 +343,8 @@ def test_a_module_that_all_blocks_share() -> None:
 
 
 def test_too_few_blocks() -> None:
-    assert repeated(Deep(7)) is None
-    assert repeated(nn.ModuleList(linears(*(4, 6) * 7))) is None
+    assert repeated(Deep(4)) is None
+    assert repeated(nn.ModuleList(linears(*(4, 6) * 4))) is None
 
 
 def test_a_shortened_model_is_as_if_it_had_been_built_so() -> None:
@@ -330,9 +355,10 @@ def test_a_shortened_model_is_as_if_it_had_been_built_so() -> None:
     model.layers = nn.ModuleList([*linears(6), *(Block(number) for number in range(1, 11)), *linears(8)])
     model.layers[-1].index = 11
     model.layers[-1].count = 3
+    assert repeated(model) == RepeatedBlocks("layers.", 1, 1, 10, behind=1)
     blocks = find_blocks(model)
-    assert blocks is not None and blocks.repeated == RepeatedBlocks("layers.", 1, 1, 10, behind=1)
-    shorten(model, blocks, 3)
+    assert blocks is not None
+    shorten(model, blocks, [3])
     assert [name for name, _ in model.named_children()] == ["layers"]
     assert list(model.layers._modules) == ["0", "1", "2", "3", "4"]
     assert [getattr(block, "index", None) for block in model.layers] == [None, 1, 2, 3, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,18 +23,20 @@ from tests.deep import (
     Generation,
     GenerationSteps,
     Inference,
+    OnGpuWithHost,
     ParallelSteps,
     Training,
     TrainingSteps,
     assert_law,
     assert_same,
     parse_parallel,
+    run_once,
     traced,
 )
 from tests.gpus import card
 
 STEPS = TrainingSteps(Training("adamw"))
-SHORT = ((3, 4), (4, 5))
+SHORT = ((3, 4), (4, 5), (5, 6))
 """The lengths that short models may have."""
 IDS = torch.zeros(2, 8, dtype=torch.int64)
 IMAGE = torch.zeros(2, 3, 64, 64)
@@ -69,7 +72,7 @@ TEXTS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: language_model("llama", **LLAMA),
     "gpt2": lambda: language_model("gpt2"),
     "bert": lambda: language_model("bert", "AutoModelForMaskedLM"),
-    "gemma3": lambda: language_model("gemma3_text", num_hidden_layers=72, head_dim=4, sliding_window=4, **LLAMA),
+    "gemma3": lambda: language_model("gemma3_text", num_hidden_layers=48, head_dim=4, sliding_window=4, **LLAMA),
     # Its cache has a window for each layer that the config counts.
     "mistral": lambda: language_model("mistral", sliding_window=4, **LLAMA),
     "mixtral": lambda: language_model("mixtral", num_local_experts=4, **LLAMA),
@@ -79,7 +82,22 @@ TEXTS: dict[str, Callable[[], nn.Module]] = {
         qk_nope_head_dim=4, v_head_dim=4, num_key_value_heads=4,
     ),
 }  # fmt: skip
+ENCODER_DECODERS: dict[str, Callable[[], nn.Module]] = {
+    "t5": lambda: encoder_decoder("t5", num_layers=12, num_decoder_layers=12, d_model=16, d_kv=4, d_ff=24),
+    "t5-16-9": lambda: encoder_decoder("t5", num_layers=16, num_decoder_layers=9, d_model=16, d_kv=4, d_ff=24),
+    "bart": lambda: encoder_decoder("bart", encoder_layers=8, decoder_layers=8, d_model=16, **BART),
+    "bart-9-7": lambda: encoder_decoder("bart", encoder_layers=9, decoder_layers=7, d_model=16, **BART),
+}
+BART = {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 ALL = pytest.mark.thorough
+
+
+def encoder_decoder(kind: str, **settings: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(kind, vocab_size=50, num_heads=4, **settings)
+        model: nn.Module = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -100,6 +118,64 @@ ALL = pytest.mark.thorough
 )
 def test_language_models(kind: str, workload: Any, scenario: str) -> None:
     assert assert_law(TEXTS[kind](), workload, scenario, kwargs={"input_ids": IDS}).extended_from in SHORT
+
+
+@pytest.mark.parametrize(
+    ("kind", "workload", "scenario"),
+    [
+        ("t5", STEPS, "as-given"),
+        ("bart-9-7", STEPS, "amp-fp16"),
+        pytest.param("t5-16-9", STEPS, "as-given", marks=ALL),
+        pytest.param("bart", Inference(), "int8-weight", marks=ALL),
+    ],
+)
+def test_encoders_with_decoders(kind: str, workload: Any, scenario: str) -> None:
+    inputs = {"input_ids": IDS, "decoder_input_ids": IDS}
+    assert assert_law(ENCODER_DECODERS[kind](), workload, scenario, kwargs=inputs).extended_from in SHORT
+
+
+class Towers(nn.Module):
+    """A tower of one kind of layer, whose result layers of a second tower read. Subclasses change what is done."""
+
+    def __init__(self, first: int = 12, second: int = 7) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, WIDTH)
+        self.first = nn.ModuleList(Block(number) for number in range(first))
+        self.second = nn.ModuleList(Reads(number) for number in range(second))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = y = self.stem(x)
+        for layer in self.first:
+            y = layer(y)
+        for number, layer in enumerate(self.second):
+            x = self.layer(number, layer, x, y)
+        return self.head(x)
+
+    def layer(self, number: int, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Run one block of the second tower."""
+        return layer(x, y)
+
+
+class Reads(Block):
+    def __init__(self, index: int = 0) -> None:
+        super().__init__(index)
+        self.read = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x) * self.read(y)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (12, 7), (6, 14)])
+@pytest.mark.parametrize(("workload", "scenario"), [(Inference(), "fp16"), (STEPS, "as-given")])
+def test_two_towers(sizes: tuple[int, int], workload: Any, scenario: str) -> None:
+    assert assert_law(Towers(*sizes), workload, scenario).extended_from in SHORT
+
+
+def test_a_transformer_of_torch() -> None:
+    model = nn.Transformer(8, 2, 9, 7, dim_feedforward=12, batch_first=True)
+    ends = torch.zeros(2, 5, 8)
+    assert assert_law(model, STEPS, args=(ends, ends)).extended_from in SHORT
 
 
 def vision(library: str, name: str, **settings: Any) -> nn.Module:
@@ -136,6 +212,8 @@ GENERATIONS = [
     pytest.param("mixtral", {"prefill_chunk_size": 4}, marks=ALL),
     pytest.param("llama", {"cache_implementation": "static"}, marks=ALL),
     pytest.param("mistral", {"uneven": True}, marks=ALL),
+    ("llama", {"cache_implementation": "offloaded"}),
+    pytest.param("llama", {"cache_implementation": "offloaded_static"}, marks=ALL),
 ]
 
 
@@ -145,7 +223,9 @@ def test_generations(kind: str, options: dict[str, Any]) -> None:
     data = {"kwargs": {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, "mode": "eval"}
     runs, records = [], []
     for whole in (False, True):
-        workload = GenerationSteps(Generation(prompt=8, max_new_tokens=4, **options))
+        generation = Generation(prompt=8, max_new_tokens=4, **options)
+        edits = (OnGpuWithHost(card("a100")),) if generation.is_offloaded else ()
+        workload = GenerationSteps(generation, edits=edits)
         runs.append(traced(model, workload, whole=whole, **data))
         records.append(workload.record.steps)
     assert runs[0].extended_from in SHORT
@@ -390,6 +470,95 @@ class DrawsRandomly(Deep):
         return x if self.training and torch.rand(()) < 0.1 else layer(x)
 
 
+class Quadratic(torch.autograd.Function):
+    """Takes memory in its backward: as many bytes as layers squared, or as two numbers of layers multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, elements: int) -> Tensor:
+        ctx.elements = elements
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient + gradient.new_zeros(ctx.elements).exp().sum(), None
+
+
+class GrowsInBackward(Deep):
+    def __init__(self) -> None:
+        super().__init__(40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Quadratic.apply(super().forward(x), len(self.layers) ** 2)
+
+
+class MultipliesInBackward(Towers):
+    def __init__(self) -> None:
+        super().__init__(60, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Quadratic.apply(super().forward(x), len(self.first) * len(self.second))
+
+
+class MultipliesItsTowers(Towers):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.new_zeros(len(self.first) * len(self.second)).exp().sum()
+
+
+class ReadsOneOfTheFirst(Towers):
+    """The fifth block of the second tower runs one of the first."""
+
+    def layer(self, number: int, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return layer(x, self.first[5](y) if number == 4 else y)
+
+
+class ReadsAllOfTheFirst(Towers):
+    """Each block of the second tower runs all of the first again."""
+
+    def layer(self, number: int, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        for other in self.first:
+            y = other(y)
+        return layer(x, y)
+
+
+class IsTiedAcross(Towers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second[4].fc.weight = self.first[7].fc.weight
+
+
+class ComparesTheTowers(Towers):
+    """Short towers of equally many blocks do what these don't."""
+
+    def layer(self, number: int, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return layer(x, y.exp() if len(self.first) > len(self.second) + 2 else y)
+
+
+class TakesTurnsBetweenTowers(Towers):
+    """A block of each tower in turn, as far as both reach: the first one has more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = y = self.stem(x)
+        for number, layer in enumerate(self.first):
+            y = layer(y)
+            if number < len(self.second):
+                x = self.second[number](x, y)
+        return self.head(x + y)
+
+
+class ReadsItsTwin(Towers):
+    """Block for block, as a U-Net's second half reads the first, from the last on."""
+
+    def __init__(self) -> None:
+        super().__init__(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        outputs = [x := layer(x) for layer in self.first]
+        for layer, y in zip(self.second, reversed(outputs), strict=True):
+            x = layer(x, y)
+        return self.head(x)
+
+
 LIES: list[Callable[[], nn.Module]] = [
     lambda: Deep(16, CountsGlobally),
     lambda: Deep(16, CountsInBackward),
@@ -402,6 +571,8 @@ LIES: list[Callable[[], nn.Module]] = [
     EndsEarly, HasAHook, HasABackwardHook, IsTied, HasABuffer,
     lambda: Deep(16, RegistersLate),
     DrawsRandomly,
+    MultipliesItsTowers, ReadsOneOfTheFirst, ReadsAllOfTheFirst, IsTiedAcross, ComparesTheTowers,
+    TakesTurnsBetweenTowers, ReadsItsTwin,
 ]  # fmt: skip
 
 
@@ -411,17 +582,32 @@ def test_models_that_lie_about_their_layers(model: Callable[[], nn.Module], work
     assert_law(model(), workload)
 
 
+@pytest.mark.parametrize("model", [GrowsInBackward, MultipliesInBackward])
+def test_sizes_that_no_forward_shows(model: Callable[[], nn.Module]) -> None:
+    """A model so deep that a forward proves it, and not its first training step."""
+    step, whole = (run_once(model(), STEPS, whole=of_all) for of_all in (False, True))
+    assert_same(step, whole)
+
+
+@pytest.mark.parametrize("kind", ["deep", "towers"])
+def test_a_forward_proves_the_run_of_a_deep_model(kind: str) -> None:
+    model = Deep(40) if kind == "deep" else Towers(60, 60)
+    step, whole = (run_once(model, STEPS, whole=of_all) for of_all in (False, True))
+    assert step.extended_from in SHORT
+    assert_same(step, whole)
+
+
 def test_a_model_that_counts_is_run_whole() -> None:
     assert traced(Deep(16, CountsOnItsClass), STEPS).extended_from == ()
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 
-NOTE = "16 repeated layers in layers: a few of them were run, and the rest follows by repetition (--whole runs all)"
+NOTE = "40 repeated layers in layers: a few of them were run, and the rest follows by repetition (--whole runs all)"
 ANSWERS: dict[str, Callable[..., Any]] = {
-    "report": lambda **options: memsize.report(Deep(16), (3,), train="adamw", **options),
-    "timeline": lambda **options: memsize.timeline(Deep(16), (3,), train="adamw", **options),
-    "fit": lambda **options: memsize.fit(Deep(16), (3,), train="adamw", batch_size=2, scenarios="fp32", **options),
+    "report": lambda **options: memsize.report(Deep(40), (3,), train="adamw", **options),
+    "timeline": lambda **options: memsize.timeline(Deep(40), (3,), train="adamw", **options),
+    "fit": lambda **options: memsize.fit(Deep(40), (3,), train="adamw", batch_size=2, scenarios="fp32", **options),
 }
 
 
@@ -442,17 +628,17 @@ def without_notes(data: Any) -> Any:
 
 
 def test_a_generation_notes_how_its_runs_were_made(tmp_path: Path) -> None:
-    language_model("llama", **LLAMA).config.to_json_file(tmp_path / "llama.json")
+    language_model("llama", num_hidden_layers=40, **LLAMA).config.to_json_file(tmp_path / "llama.json")
     usual, whole = (
         memsize.generate(f"hf:{tmp_path}/llama.json", prompt=8, max_new_tokens=4, scenarios="fp16", whole=of_all)
         for of_all in (False, True)
     )
-    assert ["16 repeated layers in model.layers" in str(one.notes) for one in (usual, whole)] == [True, False]
+    assert ["40 repeated layers in model.layers" in str(one.notes) for one in (usual, whole)] == [True, False]
     assert usual.generation_rows == whole.generation_rows
 
 
 def test_sweeps_and_checks_take_it(tmp_path: Path) -> None:
-    grid = {"target": "tests.deep:Deep", "input": "3", "train": "adamw"}
+    grid = {"target": "tests.deep:Deeper", "input": "3", "train": "adamw"}
     usual, whole = (
         memsize.sweep(grid | {"whole": of_all}, jobs=1, results=tmp_path / f"{of_all}.jsonl")
         for of_all in (False, True)
@@ -460,8 +646,24 @@ def test_sweeps_and_checks_take_it(tmp_path: Path) -> None:
     assert [NOTE in str(json.loads(render(one, "json"))) for one in (usual, whole)] == [True, False]
 
 
+def test_points_of_a_sweep_share_what_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: deque[int] = deque()
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda block, x: (calls.append(1), forward(block, x))[1])
+    grid = {"target": "tests.deep:Deeper", "input": "3", "train": "adamw", "batch_size": [2, 3, 4]}
+    rows = []
+    for whole in (False, True):
+        calls.clear()
+        answer = memsize.sweep(grid | {"whole": whole}, jobs=1, results=tmp_path / f"{whole}.jsonl")
+        rows.append([(row.roles, row.allocated, row.reserved, row.device) for row in answer.sweep_rows])
+        # Two of three steps are run. The proof is a forward, with two short ones. Steps need 4 and 5 layers, which the
+        # first point tries after 3 and 4; each further point runs 4.
+        assert len(calls) == (3 * 2 * 40 if whole else 40 + (3 + 4) + 2 * (3 + 4 + 5) + 2 * 2 * 4)
+    assert rows[0] == rows[1]
+
+
 def test_the_command_line_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["timeline", "tests.deep:Deep", "--input", "3", "--train", "adamw", "--full"]
+    command = ["timeline", "tests.deep:Deeper", "--input", "3", "--train", "adamw", "--full"]
     for options, has_note in (([], True), (["--whole"], False)):
         assert run([*command, *options]) == 0
         assert ("repeated layers in layers" in " ".join(capsys.readouterr().out.split())) is has_note

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import memsize
 from memsize import Generation
 from memsize.analysis.generation import generator as generators
 from memsize.errors import InputError
-from memsize.workloads.caches import on_gpu_with_host
+from memsize.workloads.caches import OnGpuWithHost
 from tests.gpus import card
 from tests.test_generation import HEAD, SMALL, T5, WINDOW, generator_of, traced_whole
 
@@ -118,7 +117,7 @@ def test_copies_of_a_mebibyte_are_like_smaller_ones(target: str) -> None:
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_a_host_beside_the_gpu_changes_nothing_else(cache: str | None, target: str) -> None:
     asked = Generation(prompt=20, max_new_tokens=4, cache_implementation=cache)
-    here, there = (), (partial(on_gpu_with_host, card("a100")),)
+    here, there = (), (OnGpuWithHost(card("a100")),)
     traces = []
     for edits in (here, there):
         with generator_of(target, *edits) as generator:

@@ -17,6 +17,7 @@ from memsize.errors import InputError
 from memsize.ranks.strategies import blocks_in_line
 from memsize.spec.parallel import parse_parallel
 from memsize.tracing.run import Setup
+from memsize.workloads import Workload
 from memsize.workloads.parallel import spread_setup, stage_traces
 from tests.gloo import events
 from tests.gpus import card
@@ -31,7 +32,7 @@ if not distributed.is_available():
 IDS = torch.zeros(1, 8, dtype=torch.long)
 
 
-class _Each:
+class _Each(Workload):
     """Keeps the trace of each rank."""
 
     def __init__(self, training: Training, parallel: str) -> None:

@@ -248,6 +248,7 @@ REAL: dict[str, list[tuple[Any, ...]]] = {
     "repeat": [(ROWS, [2, 1, 3]), (ROWS, [2, 1, 1, 3])],
     "flip": [(ROWS, [1]), (LAST, [0, -1])],
     "roll": [(ROWS, [1], [1]), (ROWS, [2])],
+    "_unsafe_view": [(ROWS, [-1]), (ROWS, [ROWS.numel()])],
     "tril": [(ROWS,), (LAST, 1)],
     "triu": [(ROWS,), (LAST, -1), (ROWS.transpose(1, 2), 1)],
     "glu": [(ROWS,), (IMAGE, 1)],

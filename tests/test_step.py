@@ -21,7 +21,7 @@ from memsize import Trace, Training
 from memsize.analysis.runner import Runner
 from memsize.records.trace import Event, Storage
 from memsize.tracing.run import Run, Setup
-from memsize.workloads import Inference
+from memsize.workloads import Inference, Workload
 from memsize.workloads.training import OwnLoop, TrainingSteps
 from tests import models
 from tests.conftest import Python
@@ -613,7 +613,7 @@ def test_own_step_without_an_optimizer_is_a_run_like_any_other() -> None:
 
 
 @dataclass(frozen=True)
-class Evaluations:
+class Evaluations(Workload):
     """A workload that memsize does not have: several forwards without gradients, each result kept."""
 
     count: int

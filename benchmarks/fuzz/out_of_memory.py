@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from memsize.analysis.model_setups import workspaces
 from memsize.analysis.program import program_run
-from memsize.analysis.runner import workspaces
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.cuda_context import cuda_context

@@ -12,17 +12,28 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from typing import NamedTuple
 
-import memsize
 from benchmarks.zoo import operators
 from benchmarks.zoo.case import BATCH, Case
 from benchmarks.zoo.inputs import inputs
 from benchmarks.zoo.sources import source
+from memsize.analysis.runner import Runner
+from memsize.analysis.short_runs import different_part
+from memsize.api.opened import opened
 from memsize.errors import MemsizeError
-from memsize.records.trace import Trace
+from memsize.spec.model_request import ModelRequest
+from memsize.spec.scenario import SCENARIOS
+from memsize.spec.training import Training
+from memsize.workloads.training import TrainingSteps
+
+_STEPS = TrainingSteps(Training("adamw"))
+_MANY = 10
+"""Runs after which short ones are worth their time for any model whose blocks repeat."""
 
 
 class Comparison(NamedTuple):
-    """A training step of one model, made both ways. `outcome` is equal, different, whole (both times), or failed."""
+    """A training step of one model, made both ways. `outcome` is equal, different, whole (both times), or failed;
+    `detail` has the reason.
+    """
 
     target: str
     outcome: str
@@ -31,20 +42,19 @@ class Comparison(NamedTuple):
 
 def compared(case: Case) -> Comparison:
     """Run a training step of the case in both ways."""
-    options = {"input_data": inputs(case), "batch_size": BATCH, "optimizer": "adamw"}
     try:
-        usual, whole = (memsize.trace(case.target, whole=of_all, **options).trace for of_all in (False, True))
+        with opened(ModelRequest.of(case.target, input_data=inputs(case), batch_size=BATCH)) as model:
+            runner = Runner(*model.run)
+            whole = runner.run(_STEPS, SCENARIOS["as-given"])
+            runner.short_runs.whole_runs = _MANY
+            usual = runner.run(_STEPS, SCENARIOS["as-given"])
     except MemsizeError as error:
         return Comparison(case.target, "failed", str(error).partition("\n")[0])
     if not usual.extended_from:
-        return Comparison(case.target, "whole")
-    outcome = "equal" if _records(usual) == _records(whole) else "different"
-    return Comparison(case.target, outcome, f"{len(whole.events):,} events")
-
-
-def _records(trace: Trace) -> Trace:
-    """The trace without a note on how it was made."""
-    return replace(trace, notes=(), extended_from=())
+        counting = ("the model counts its calls",) if runner.is_counting else ()
+        return Comparison(case.target, "whole", "; ".join((*counting, *runner.short_runs.reasons)))
+    part = different_part(replace(usual, notes=whole.notes), whole)
+    return Comparison(case.target, "different" if part else "equal", part or f"{len(whole.events):,} events")
 
 
 def _cases(targets: Sequence[str]) -> Iterator[Case]:
@@ -58,12 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo.depth")
     parser.add_argument("targets", nargs="+", metavar="TARGET", help="models, such as timm:vit_base* or hf:llama")
     operators.declare()
-    outcomes: Counter[str] = Counter()
+    outcomes, reasons = Counter[str](), Counter[str]()
     for case in _cases(parser.parse_args(arguments).targets):
         comparison = compared(case)
         outcomes[comparison.outcome] += 1
+        reasons[comparison.detail] += comparison.outcome == "whole"
         print(*filter(None, comparison), sep="  ", flush=True)
     print(", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common()))
+    print(*(f"  {count} whole: {reason}" for reason, count in reasons.most_common() if count), sep="\n")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from typing import Final, Literal
 import torch
 
 from memsize.analysis.findings.program import RULES
+from memsize.analysis.model_setups import plans_of, workspaces
 from memsize.analysis.real_gpu import failing_line, needs_gpu
-from memsize.analysis.runner import plans_of, workspaces
 from memsize.analysis.timeline import snapshot
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import device_since, estimate_gpu

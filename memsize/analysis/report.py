@@ -14,7 +14,8 @@ from memsize.analysis.findings.evidence import Crossover, Evidence
 from memsize.analysis.findings.report_rules import RULES
 from memsize.analysis.findings.unfinished_runs import interrupted
 from memsize.analysis.fit.crossovers import find_crossover
-from memsize.analysis.runner import Runner, is_float32, own_autocast
+from memsize.analysis.model_setups import is_float32, own_autocast
+from memsize.analysis.runner import Runner
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import Replays, estimate_gpu

@@ -1,4 +1,4 @@
-"""Runs of a deep model, extended from those of two models with fewer of its repeated blocks.
+"""Runs of a deep model, extended from those of models with fewer of its repeated blocks.
 
 Whether that holds for a model is found out by running it: a forward of the whole model has to be the one that the short
 models' forwards extend to. So a model that does something of its own in one of its layers is run whole, and so is a
@@ -10,24 +10,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 from torch import nn
 
-from memsize.depth.blocks import ModelBlocks, find_blocks, shorten
+from memsize.depth.blocks import SHORTEST, ModelBlocks, find_blocks, shorten
 from memsize.depth.extension_plan import ExtensionPlan
-from memsize.depth.repeated import FoldedPath, RepeatedBlocks
+from memsize.depth.repeated import FoldedPath, one_more
 from memsize.depth.trace_extension import NotRepeatedError, plan_extension
 from memsize.errors import MemsizeError
+from memsize.records.finding import join_names
 from memsize.records.trace import Trace
-from memsize.workloads import Proof
+from memsize.workloads import Record
 
-_LENGTHS: Final = (3, 4)
-"""The periods of blocks in the shorter one of two models, in the order in which they are tried."""
+_LENGTHS: Final = (SHORTEST, SHORTEST + 1, SHORTEST + 2)
+"""The periods of blocks in the shortest model, in the order in which they are tried."""
 _MOST_PLANS: Final = 8
-_WORTHWHILE: Final = 3
-"""How many periods fewer than the whole model the two short ones have together, at the least."""
+_WORTHWHILE: Final = 0.8
+"""The part of the time of runs of the whole model that short ones may take."""
+_PLAN: Final = 1.4
+"""By how much the first short runs take longer than those that follow: what they extend to is planned."""
+_PROOF: Final = 0.3
+"""The part of the time of training steps that a forward takes: 0.26 of a GPT-2's, 0.28 of a ViT's."""
 
 _EXTENDED: Final = (
     "{:,} repeated layers in {}: a few of them were run, and the rest follows by repetition (--whole runs all)"
@@ -35,6 +40,8 @@ _EXTENDED: Final = (
 
 RunShort = Callable[[nn.Module], Trace]
 """Makes the run of a short model."""
+Counts = tuple[int, ...]
+"""The periods of blocks in a model, by group of stacks."""
 
 
 class ShortRuns:
@@ -43,99 +50,137 @@ class ShortRuns:
     def __init__(self, model: nn.Module, copy: Callable[[], nn.Module]) -> None:
         self._model = model
         self._copy = copy
-        self._short: dict[int, nn.Module] = {}
+        self._short: dict[Counts, nn.Module] = {}
         self._plans = {length: deque[ExtensionPlan](maxlen=_MOST_PLANS) for length in _LENGTHS}
-        self._lengths_of: dict[Hashable, tuple[int, ...]] = {}
+        self._lengths: tuple[int, ...] = _LENGTHS
+        """The lengths, beginning with one that was long enough."""
+        self._refused: dict[Hashable, str] = {}
+        """The kinds of which runs don't extend, and why."""
+        self.whole_runs = 0
+        """How many runs of the whole model were made where short ones might have been."""
         self.refusals: dict[Hashable, str] = {}
         """For each kind of proof that was tried: why it failed, or an empty text."""
 
     @cached_property
     def blocks(self) -> ModelBlocks | None:
-        """The blocks that repeat; None where the whole model is run sooner than two short ones."""
-        blocks = find_blocks(self._model)
-        return blocks if blocks is not None and blocks.repeated.count >= 2 * _LENGTHS[0] + 1 + _WORTHWHILE else None
+        """The blocks that repeat; None where nothing repeats often enough."""
+        return find_blocks(self._model)
 
-    def extended(self, run: RunShort, kind: Hashable, recorded: Callable[[int], bool] | None = None) -> Trace | None:
+    def are_worthwhile(self, has_proof: bool) -> bool:
+        """Whether short runs take less time than those of the whole model, if as many follow as were made."""
+        if self.blocks is None:
+            return False
+        whole, first, later = self.blocks.whole, _PLAN * self.blocks.first_runs, self.blocks.shortest
+        runs = self.whole_runs + 1
+        if has_proof:  # it is made of short models once more, to compare the two
+            return first + runs * later <= _WORTHWHILE * whole * runs
+        return _PROOF * (whole + first) + first + (runs - 1) * later <= _WORTHWHILE * whole * runs
+
+    def extended(self, run: RunShort, kind: Hashable, record: Record | None = None) -> Trace | None:
         """Return the run of the whole model, from those that `run` makes of short ones; None where they don't tell.
 
-        Runs of one `kind` are taken to need equally long models. `recorded` extends what else two runs recorded, if
-        they record anything.
+        If a run of one `kind` does not extend, no other is tried. The `record` of the runs is extended as well.
         """
-        if self.blocks is None:
+        if self.blocks is None or kind in self._refused:
             return None
-        repeated, runs = self.blocks.repeated, dict[int, Trace]()
+        runs: dict[Counts, Trace] = {}
+
+        def traced(counts: Counts) -> Trace:
+            if counts not in runs:
+                runs[counts] = run(self._model_with(counts))
+            return runs[counts]
+
+        whole = self.blocks.repetition.counts
         try:
-            for length in self._lengths_of.get(kind, _LENGTHS):
-                if length not in runs:
-                    runs[length] = run(self._model_with(length))
-                plan = next((plan for plan in self._plans[length] if plan.fits(runs[length])), None)
-                if plan is None or recorded:
-                    runs[length + 1] = run(self._model_with(length + 1))
-                    plan = self._plan(runs[length], runs[length + 1], repeated.with_count(length))
-                if plan is not None and (recorded is None or recorded(repeated.count - length)):
-                    self._lengths_of[kind] = (length,)
-                    return replace(plan.applied(runs[length]), extended_from=(length, length + 1))
-        except (MemsizeError, NotRepeatedError):  # the whole model says why it fails
+            for length in (length for length in self._lengths if length < min(whole)):
+                shorter = traced((length,) * len(whole))
+                plan = next((plan for plan in self._plans[length] if plan.fits(shorter)), None)
+                try:
+                    if plan is None or record:
+                        plan = self._plan(traced, length)
+                except NotRepeatedError as error:
+                    self._refused[kind] = str(error)
+                    continue
+                if record is None or record.extend([count - length for count in whole]):
+                    self._refused.pop(kind, None)
+                    self._lengths = (length, *(other for other in _LENGTHS if other != length))
+                    return replace(plan.applied(shorter), extended_from=(length, length + 1))
+        except MemsizeError:  # the whole model says why it fails
             return None
-        self._lengths_of[kind] = ()
+        self._refused.setdefault(kind, "the model is too short")
         return None
 
-    def _plan(self, shorter: Trace, longer: Trace, blocks: RepeatedBlocks) -> ExtensionPlan | None:
+    def _plan(self, traced: Callable[[Counts], Trace], length: int) -> ExtensionPlan:
+        """Return how the run of the whole model comes from short ones. Raises `NotRepeatedError` if they don't tell."""
         assert self.blocks is not None
-        try:
-            plan = plan_extension(shorter, longer, blocks, self.blocks.repeated.count)
-        except NotRepeatedError:
-            return None
-        self._plans[blocks.count].append(plan)
+        repetition = self.blocks.repetition
+        counts = (length,) * len(repetition.groups)
+        shorter, longer = traced(counts), [traced(one_more(counts, group)) for group in range(len(counts))]
+        extend = partial(plan_extension, shorter, longer, repetition.with_counts(counts))
+        plan = extend(repetition.counts)
+        if plan.has_grown and length + 2 <= min(repetition.counts):
+            # Two sizes don't show that they grow by the same with each block, nor with each of two kinds.
+            further = tuple(count + 2 for count in counts)
+            if different_part(extend(further).applied(shorter), traced(further)):
+                raise NotRepeatedError("sizes don't grow by the same with each block")
+        self._plans[length].append(plan)
         return plan
 
-    @property
-    def two(self) -> tuple[nn.Module, nn.Module]:
-        """Two short models, the second of which has a period of blocks more."""
-        return self._model_with(_LENGTHS[-1]), self._model_with(_LENGTHS[-1] + 1)
-
-    @property
-    def left_out(self) -> int:
-        """How many periods of blocks the first of `two` lacks."""
+    def affine(self, figure: Callable[[nn.Module], int]) -> int:
+        """Return a figure of the whole model from those of short ones: it grows by the same with each period."""
         assert self.blocks is not None
-        return self.blocks.repeated.count - _LENGTHS[-1]
+        whole = self.blocks.repetition.counts
+        shortest = tuple(min(_LENGTHS[-1], count - 1) for count in whole)
+        least = figure(self._model_with(shortest))
+        longer = (figure(self._model_with(one_more(shortest, group))) for group in range(len(whole)))
+        return least + sum(
+            (more - least) * (count - less) for more, count, less in zip(longer, whole, shortest, strict=True)
+        )
 
-    def prove(self, proof: Proof, whole: Trace, run: RunShort) -> None:
-        """Find whether `whole`, the run of a proof, is what the runs of short models extend to."""
-        extended = self.extended(run, proof)
+    def refusal(self, whole: Trace, run: RunShort, kind: Hashable) -> str:
+        """Say why `whole`, a run of the whole model, is not what the runs of short ones extend to; empty if it is."""
+        extended = self.extended(run, kind)
         if extended is None:
-            self.refusals[proof.kind] = "the runs of short models differ by more than repetition"
-        else:
-            part = different_part(whole, extended)
-            self.refusals[proof.kind] = f"{part} of the whole model are not those of its short models" if part else ""
+            return self._refused.get(kind, "the short models fail")
+        part = different_part(whole, extended)
+        return f"{part} of the whole model are not those of its short models" if part else ""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The reasons why runs of the whole model were not extended from short ones."""
+        if self.blocks is None:
+            return ("nothing repeats",)
+        if not self.are_worthwhile(has_proof=True):
+            return ("too few layers repeat",)
+        return tuple(dict.fromkeys(filter(None, (*self.refusals.values(), *self._refused.values()))))
 
     @property
     def note(self) -> str:
         """A note on a run that is extended, the same for all of them."""
         assert self.blocks is not None
-        repeated, path = self.blocks.repeated, self.blocks.path or "the model"
-        return _EXTENDED.format(repeated.period * repeated.count, path)
+        layers = sum(stack.repeated.period * stack.repeated.count for stack in self.blocks.stacks)
+        paths = tuple(stack.path or "the model" for stack in self.blocks.stacks)
+        return _EXTENDED.format(layers, join_names(paths))
 
     def folded(self, model: nn.Module, layers: Mapping[str, str]) -> dict[FoldedPath, str]:
         """Return what is said of `layers` of one of the short models, by paths that hold for any number of blocks."""
         assert self.blocks is not None
-        repeated = next(
-            self.blocks.repeated.with_count(count) for count, short in self._short.items() if short is model
-        )
-        return {repeated.fold(path)[0]: text for path, text in layers.items()}
+        counts = next(counts for counts, short in self._short.items() if short is model)
+        repetition = self.blocks.repetition.with_counts(counts)
+        return {repetition.fold(path)[0]: text for path, text in layers.items()}
 
     def unfolded(self, trace: Trace, layers: Mapping[FoldedPath, str]) -> dict[str, str]:
         """Return what is said of `layers`, by the paths of the whole model, whose run is `trace`."""
         assert self.blocks is not None
-        paths = ((layer.path, self.blocks.repeated.fold(layer.path)[0]) for layer in trace.layers)
+        paths = ((layer.path, self.blocks.repetition.fold(layer.path)[0]) for layer in trace.layers)
         return {path: layers[folded] for path, folded in paths if folded in layers}
 
-    def _model_with(self, count: int) -> nn.Module:
-        if count not in self._short:
+    def _model_with(self, counts: Counts) -> nn.Module:
+        if counts not in self._short:
             assert self.blocks is not None
-            self._short[count] = self._copy()
-            shorten(self._short[count], self.blocks, count)
-        return self._short[count]
+            self._short[counts] = self._copy()
+            shorten(self._short[counts], self.blocks, counts)
+        return self._short[counts]
 
 
 def different_part(a: Trace, b: Trace) -> str:

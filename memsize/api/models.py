@@ -65,8 +65,9 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
     where = card(gpu.name) if gpu.name else None
     allocator = AllocatorConfig.parse_optional(gpu.allocator, gpu.releases.release)
     with model_of(model, report_progress, gpu.name, own=training is not None and training.is_own) as loaded:
+        from memsize.analysis.model_setups import plans_of
         from memsize.analysis.report import ReportBuilder, stored_report
-        from memsize.analysis.runner import Runner, plans_of
+        from memsize.analysis.runner import Runner
 
         if not (model.has_input or loaded.maker or training or request.execute or request.scenarios is not None):
             options: dict[str, object] = {
@@ -156,8 +157,10 @@ def step_trace(
     refuse_resizing(request.model)
     own = training is not None and training.is_own
     with opened(request.model, progress or (lambda _: None), where.name, own=own) as model:
+        from memsize.analysis.model_setups import plans_of
         from memsize.analysis.ranks import others_asked
-        from memsize.analysis.runner import Runner, plans_of
+        from memsize.analysis.runner import Runner
+        from memsize.torch_internals.isolation import collector_paused
         from memsize.workloads.parallel import RankLoop, steps_on
         from memsize.workloads.training import OwnLoop
 
@@ -177,7 +180,7 @@ def step_trace(
                 workload = RankLoop(loop, world, where, steps=steps)
             return runner.run(workload, scenario).in_rows()
 
-        with others_asked(traced, world):
+        with collector_paused(), others_asked(traced, world):
             return StepTrace(traced(world), where.name, allocator)
 
 

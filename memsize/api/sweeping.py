@@ -266,7 +266,8 @@ class _Shared:
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
-        self._runners: dict[str, tuple[Runner, tuple[str, ...]]] = {}
+        self._runners: dict[str, Runner] = {}
+        self._latest: tuple[str, Runner, tuple[str, ...]] | None = None
         self._last: tuple[str, _Traced | MemsizeError] | None = None
 
     def row(self, cell: Cell, timeout: float | None) -> SweepRow:
@@ -299,23 +300,26 @@ class _Shared:
 
     def _runner(self, cell: Cell) -> tuple[Runner, tuple[str, ...]]:
         """The runner of a cell's input on its kind of card, under any scenario, and its notes."""
-        from memsize.analysis.runner import Runner, plans_of
+        from memsize.analysis.model_setups import plans_of
+        from memsize.analysis.runner import Runner
 
         where, subject, execute = _card_of(cell), cell.subject, cell.settings.get("execute", False)
-        inputs = (subject.specs, subject.source, subject.batch_size, subject.seq_len, subject.mode, subject.whole)
-        key = repr((inputs, where.kernels, cell.stack, execute))
-        if key not in self._runners:
+        kind = repr((subject.mode, subject.whole, where.kernels, cell.stack, execute))
+        key = repr((kind, subject.specs, subject.source, subject.batch_size, subject.seq_len))
+        if self._latest is None or self._latest[0] != key:
             model = with_inputs(subject, self._loaded)
-            runner = Runner(
-                *model.run,
-                gpu=where,
-                execute=execute,
-                plans=plans_of(where, cell.stack),
-                stack=cell.stack,
-                whole=subject.whole,
-            )
-            self._runners = {key: (runner, model.notes)}
-        return self._runners[key]
+            if kind not in self._runners:
+                self._runners[kind] = Runner(
+                    *model.run,
+                    gpu=where,
+                    execute=execute,
+                    plans=plans_of(where, cell.stack),
+                    stack=cell.stack,
+                    whole=subject.whole,
+                )
+            inputs = model.run[2]  # runs with others show as well which layers repeat
+            self._latest = key, self._runners[kind].with_inputs(inputs, inputs.batch_size), model.notes
+        return self._latest[1:]
 
 
 def _row(cell: Cell, trace: Trace, notes: tuple[str, ...], seconds: float) -> SweepRow:

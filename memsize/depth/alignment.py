@@ -2,7 +2,8 @@
 
 The second table is the first with segments repeated once more. A row is a key, which says the same at any depth, and
 numbers (an index, a size), which change by the same amount with each block that a model has more, and with each time
-that a segment is repeated. So the table of a deeper model follows by induction.
+that a segment is repeated. So the table of a deeper model follows by induction. Where a model has several kinds of
+blocks, an encoder's and a decoder's, a table with one more of each kind shows what that kind adds.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Insertion(NamedTuple):
 
 
 def insertions(shorter: Integers, longer: Integers) -> list[Insertion] | None:
-    """Return the segments that turn `shorter` into `longer`, each a repetition of what stands right before it; None
-    where there are no such segments.
+    """Return the segments that turn `shorter` into `longer`, each a repetition of what stands right before it and right
+    behind it; None where there are no such segments.
     """
     return _Search(shorter, longer).segments(0, 0, 0)
 
@@ -74,10 +75,11 @@ class _Search:
             self.tries += 1
             if self.tries > _MOST_TRIES or not self._goes_on(at, to + length, 1):
                 continue
-            rest = self.segments(at, to + length, to + length)
+            back = self._slack(to, length, last) // 2
+            segment = Insertion(at - back, to - back, length)
+            rest = self.segments(at, to + length, to + length) if self._has_neighbours(segment) else None
             if rest is not None:
-                back = self._slack(to, length, last) // 2
-                return [Insertion(at - back, to - back, length), *rest]
+                return [segment, *rest]
         return None
 
     def _lengths(self, at: int, last: int, most: int) -> Iterator[int]:
@@ -97,6 +99,14 @@ class _Search:
         before, end = self.longer[last:at], self.longer[last + length : at + length]
         return _common(before[::-1], end[::-1])
 
+    def _has_neighbours(self, segment: Insertion) -> bool:
+        """Whether the shorter table has the rows of a segment right before it and right behind it as well: of one alone
+        nothing shows by how much its numbers change.
+        """
+        at, to, length = segment
+        rows, around = self.longer[to : to + length], self.shorter[max(at - length, 0) : at + length]
+        return len(around) == 2 * length and bool((around.reshape(2, length) == rows).all())
+
     def _goes_on(self, at: int, to: int, ahead: int) -> bool:
         """Whether `ahead` rows of the two tables are alike from here on."""
         rest, other = self.shorter[at : at + ahead], self.longer[to : to + ahead]
@@ -110,46 +120,69 @@ def _common(a: Integers, b: Integers) -> int:
     return int(different[0]) if len(different) else size
 
 
-def extended(shorter: Table, longer: Table, blocks: int) -> Extension | None:
-    """Return the table of a model that has `blocks` more than that of `shorter`, where `longer` has one more; None
-    where the two do not align.
+def extended(shorter: Table, longer: Sequence[Table], blocks: Sequence[int]) -> Extension | None:
+    """Return the table of a model that has more blocks than that of `shorter`: of each kind as many as `blocks` says.
+
+    Each of `longer` has one more of one kind. None where they do not align.
     """
-    segments = insertions(shorter.keys, longer.keys)
-    if segments is None or not all(_has_neighbours(shorter.keys, longer.keys, segment) for segment in segments):
+    repetitions, growths = [], []
+    for kind, table in enumerate(longer):
+        segments = insertions(shorter.keys, table.keys)
+        if segments is None:
+            return None
+        repetitions += [(segment.shorter, kind, segment) for segment in segments]
+        growths.append(_growth(shorter, table, segments))
+    repetitions.sort()
+    if _are_nested(repetitions):
         return None
-    numbers, origin = [], []
-    at = to = 0
-    for at_end, to_end, length in [*segments, Insertion(len(shorter.keys), len(longer.keys), 0)]:
-        first, second = shorter.numbers[at:at_end], longer.numbers[to:to_end]
-        origin.append(np.arange(at, at_end))
-        numbers.append(first + (second - first) * blocks)
-        at, to = at_end, to_end + length
-        if length:
-            repeated = longer.numbers[to_end:to]
-            # What a block more adds to the numbers of the repetition before, and to those of the one behind.
-            before = longer.numbers[to_end - length : to_end] - shorter.numbers[at - length : at]
-            behind = longer.numbers[to : to + length] - shorter.numbers[at : at + length]
-            origin.append(np.tile(np.arange(at - length, at), blocks))
-            numbers.extend(repeated + before * (blocks - 1) + (behind - before) * n for n in range(blocks))
-    rows = np.concatenate(origin)
-    return Extension(shorter.keys[rows], np.concatenate(numbers), rows)
-
-
-def extended_values(shorter: Sequence[Value], longer: Sequence[Value], blocks: int) -> tuple[Value, ...] | None:
-    """Return the values of a model that has `blocks` more than that of `shorter`, where `longer` has one more; None
-    where the two do not align.
-    """
-    numbers: dict[Value, int] = {}
-    first, second = (
-        Table(np.array([numbers.setdefault(value, len(numbers)) for value in values]), np.zeros((len(values), 0), int))
-        for values in (shorter, longer)
+    growth = sum(
+        (growth * count for growth, count in zip(growths, blocks, strict=True)), np.zeros_like(shorter.numbers)
     )
-    result, values = extended(first, second, blocks), list(numbers)
+    numbers, origin = [], []
+    start, end = 0, len(shorter.keys)
+    for at, kind, (_, to, length) in repetitions:
+        before, behind = np.arange(at - length, at), np.arange(at, at + length)
+        own = growths[kind]
+        others = growth - own * blocks[kind]
+        if (others[before] != others[behind]).any():
+            return None
+        numbers.append((shorter.numbers + growth)[start:at])
+        origin += [np.arange(start, at), np.tile(before, blocks[kind])]
+        # What a block more adds to the numbers of the repetition before, and to those of the one behind.
+        first = longer[kind].numbers[to : to + length] + others[before] + own[before] * (blocks[kind] - 1)
+        steps = np.arange(blocks[kind])[:, None, None] * (own[behind] - own[before])
+        numbers.append((first + steps).reshape(blocks[kind] * length, first.shape[1]))
+        start = at
+    rows = np.concatenate([*origin, np.arange(start, end)])
+    return Extension(shorter.keys[rows], np.concatenate([*numbers, (shorter.numbers + growth)[start:]]), rows)
+
+
+def _growth(shorter: Table, longer: Table, segments: Sequence[Insertion]) -> Integers:
+    """Return by how much the numbers of each row of `shorter` are larger in `longer`."""
+    inserted = np.zeros(len(shorter.keys) + 1, dtype=np.int64)
+    for segment in segments:
+        inserted[segment.shorter] += segment.length
+    growth: Integers = longer.numbers[np.arange(len(shorter.keys)) + np.cumsum(inserted)[:-1]] - shorter.numbers
+    return growth
+
+
+def _are_nested(repetitions: Sequence[tuple[int, int, Insertion]]) -> bool:
+    """Whether a segment of one kind of block begins inside of the neighbours of another kind's."""
+    return any(
+        kind != other and abs(at - start) < max(segment.length, part.length, 1)
+        for at, kind, segment in repetitions
+        for start, other, part in repetitions
+    )
+
+
+def extended_values(
+    shorter: Sequence[Value], longer: Sequence[Sequence[Value]], blocks: Sequence[int]
+) -> tuple[Value, ...] | None:
+    """Return the values of a model that has more blocks than that of `shorter`, as `extended` does."""
+    numbers: dict[Value, int] = {}
+    first, *others = (
+        Table(np.array([numbers.setdefault(value, len(numbers)) for value in values]), np.zeros((len(values), 0), int))
+        for values in (shorter, *longer)
+    )
+    result, values = extended(first, others, blocks), list(numbers)
     return None if result is None else tuple(values[number] for number in result.keys)
-
-
-def _has_neighbours(shorter: Integers, longer: Integers, segment: Insertion) -> bool:
-    """Whether the shorter table has the rows of a segment right before it and right behind it as well."""
-    at, to, length = segment
-    rows, around = longer[to : to + length], shorter[max(at - length, 0) : at + length]
-    return len(around) == 2 * length and bool((around.reshape(2, length) == rows).all())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,48 +12,110 @@ import torch
 from torch import nn
 
 from memsize.depth.likeness import Key, Likeness, counted
-from memsize.depth.repeated import RepeatedBlocks
+from memsize.depth.repeated import RepeatedBlocks, Repetition, one_more
 
-_LEAST: Final = 8
-"""With fewer periods of blocks, the runs of short models take as long as that of the whole."""
+SHORTEST: Final = 3
+"""The periods of blocks in the shortest model whose run shows what repeats: the first and the last stand apart."""
+_LEAST: Final = SHORTEST + 2
 _LONGEST_PERIOD: Final = 12
+_MORE_RUNS: Final = 2
+"""How many runs of the shortest model are assumed to follow the first, where stacks are chosen."""
 _COUNTS: Final = re.compile("layer|block|depth")
 """Names in a config of how many blocks there are: a cache has a part for each of them, also for one that is not run."""
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelBlocks:
-    """Blocks of one model: the module at `path` holds them. `counting` are the attributes that count blocks."""
+class Stack:
+    """Blocks that the module at `path` holds. `counting` are the attributes that count blocks, and a period has
+    `modules` modules.
+    """
 
     path: str
     repeated: RepeatedBlocks
     counting: frozenset[Key]
     modules: int
-    """How many modules one period has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBlocks:
+    """Stacks of blocks of one model. Those of a group have equally many periods; `others` are the modules outside."""
+
+    groups: tuple[tuple[Stack, ...], ...]
+    others: int
+
+    @property
+    def stacks(self) -> Iterator[Stack]:
+        """The stacks of all groups."""
+        return (stack for group in self.groups for stack in group)
+
+    @property
+    def repetition(self) -> Repetition:
+        """Where blocks repeat."""
+        return Repetition(tuple(tuple(stack.repeated for stack in group) for group in self.groups))
+
+    def modules(self, counts: Sequence[int]) -> int:
+        """Return how many modules a model with as many periods of each group has."""
+        groups = zip(self.groups, counts, strict=True)
+        return self.others + sum(stack.modules * count for group, count in groups for stack in group)
+
+    @property
+    def whole(self) -> int:
+        """The modules of the whole model, which a run takes about as long as."""
+        return self.modules(self.repetition.counts)
+
+    @property
+    def shortest(self) -> int:
+        """The modules of the shortest model."""
+        return self.modules((SHORTEST,) * len(self.groups))
+
+    @property
+    def first_runs(self) -> int:
+        """The modules of all models that are run first: the shortest, and one with a period more of each group."""
+        counts = (SHORTEST,) * len(self.groups)
+        return self.shortest + sum(self.modules(one_more(counts, group)) for group in range(len(counts)))
 
 
 def find_blocks(model: nn.Module) -> ModelBlocks | None:
-    """Return the blocks of `model` that repeat most; None where there are too few for short models to be quicker."""
-    likeness: Likeness | None = None
-    best: ModelBlocks | None = None
+    """Return the blocks of `model` whose repetition saves most; None where nothing repeats often enough."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         return None  # nobody can take blocks out of it
-    for path, module in model.named_modules():
-        if best is not None and path.startswith(best.repeated.stem):
-            continue
-        stem = _stem(path, module)
-        if stem is None:
-            continue
-        likeness = likeness or Likeness(model)
-        candidate = _repetition(path, stem, list(module.children()), likeness)
-        if candidate and (best is None or _saved(candidate) > _saved(best)):
-            best = candidate
+    groups: dict[int, list[Stack]] = {}
+    for stack in _stacks(model):
+        groups.setdefault(stack.repeated.count, []).append(stack)
+    saving = sorted(groups.values(), key=lambda group: -sum(map(_saved, group)))
+    total = sum(1 for _ in model.modules())
+    best = None
+    for size in range(1, len(saving) + 1):
+        chosen = tuple(map(tuple, saving[:size]))
+        inside = sum(stack.modules * stack.repeated.count for group in chosen for stack in group)
+        blocks = ModelBlocks(chosen, total - inside)
+        if best is None or _of_runs(blocks) < _of_runs(best):
+            best = blocks
     return best
 
 
-def _saved(blocks: ModelBlocks) -> int:
-    return blocks.modules * blocks.repeated.count
+def _of_runs(blocks: ModelBlocks) -> int:
+    return blocks.first_runs + _MORE_RUNS * blocks.shortest
+
+
+def _stacks(model: nn.Module) -> Iterator[Stack]:
+    """Yield the stacks of a model, without those that stand inside of others."""
+    likeness: Likeness | None = None
+    outer: list[str] = []
+    for path, module in model.named_modules():
+        stem = _stem(path, module)
+        if stem is None or any(path.startswith(other) for other in outer):
+            continue
+        likeness = likeness or Likeness(model)
+        stack = _repetition(path, stem, list(module.children()), likeness)
+        if stack is not None:
+            outer.append(stem)
+            yield stack
+
+
+def _saved(stack: Stack) -> int:
+    return stack.modules * (stack.repeated.count - SHORTEST)
 
 
 def _stem(path: str, module: nn.Module) -> str | None:
@@ -66,25 +129,30 @@ def _stem(path: str, module: nn.Module) -> str | None:
     return f"{path}.{match[1]}" if path else match[1]
 
 
-def _repetition(path: str, stem: str, children: Sequence[nn.Module], likeness: Likeness) -> ModelBlocks | None:
+def _repetition(path: str, stem: str, children: Sequence[nn.Module], likeness: Likeness) -> Stack | None:
     """Return the longest repetition among `children`, the one of the shortest period if there are several."""
-    if len(children) < _LEAST or len({type(child) for child in children}) > _LONGEST_PERIOD:
+    if max(Counter(map(type, children)).values()) < _LEAST:
         return None
     features = [likeness.features(child) for child in children]
-    best: ModelBlocks | None = None
+    numbers: dict[Hashable, int] = {}
+    try:
+        common = [numbers.setdefault(block.common, len(numbers)) for block in features]
+    except TypeError:  # an attribute that has no hash
+        return None
+    best: Stack | None = None
     for period in range(1, min(_LONGEST_PERIOD, len(children) // _LEAST) + 1):
-        for start, count in _runs([block.common for block in features], period):
+        for start, count in _runs(common, period):
             if best is not None and period * count <= best.repeated.period * best.repeated.count:
                 continue
             counting = counted(features[start:], period, count)
             if counting is not None:
                 modules = sum(1 for child in children[start : start + period] for _ in child.modules())
                 behind = len(children) - start - period * count
-                best = ModelBlocks(path, RepeatedBlocks(stem, start, period, count, behind), counting, modules)
+                best = Stack(path, RepeatedBlocks(stem, start, period, count, behind), counting, modules)
     return best
 
 
-def _runs(common: Sequence[Any], period: int) -> Iterator[tuple[int, int]]:
+def _runs(common: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
     """Yield where blocks begin to repeat, and how many periods there are, `_LEAST` at the least."""
     start = 0
     for position in range(period, len(common) + 1):
@@ -96,29 +164,39 @@ def _runs(common: Sequence[Any], period: int) -> Iterator[tuple[int, int]]:
         start = position - period + 1
 
 
-def shorten(model: nn.Module, blocks: ModelBlocks, count: int) -> None:
-    """Leave `count` periods of the blocks in `model`, a copy. Blocks behind them, lists with an item for each block
-    and the number of layers in a config are as if the model had been built so.
+def shorten(model: nn.Module, blocks: ModelBlocks, counts: Sequence[int]) -> None:
+    """Leave as many periods of each group of blocks in `model`, a copy. Blocks behind them, lists with an item for each
+    block and the number of layers in a config are as if the model had been built so.
     """
-    repeated = blocks.repeated
-    holder = model.get_submodule(blocks.path)
-    children, total = list(holder.children()), len(holder._modules)
-    first, last = repeated.start + repeated.period * count, repeated.stop
-    for child in children[last:]:
-        for path, name in blocks.counting:
-            module: Any = child.get_submodule(path) if _has(child, path) else None
-            if module is not None and type(vars(module).get(name)) is int:
-                vars(module)[name] -= last - first
-    stem = repeated.stem.removeprefix(f"{blocks.path}." if blocks.path else "")
-    holder._modules.clear()
-    for number, child in enumerate([*children[:first], *children[last:]]):
-        holder._modules[f"{stem}{number}"] = child
+    removed: dict[int, slice] = {}
+    for group, count in zip(blocks.groups, counts, strict=True):
+        for stack in group:
+            repeated = stack.repeated
+            without = slice(repeated.start + repeated.period * count, repeated.stop)
+            removed.setdefault(repeated.stop + repeated.behind, without)
+            _take_out(model, stack, without)
     for owner in _owners(model):
         for name, value in list(vars(owner).items()):
-            if type(value) in (list, tuple) and len(value) == total and not name.startswith("__"):
-                vars(owner)[name] = value[:first] + value[last:]
-            elif value == total and type(value) is int and _COUNTS.search(name) and not isinstance(owner, nn.Module):
-                vars(owner)[name] = total - (last - first)
+            if type(value) in (list, tuple) and len(value) in removed and not name.startswith("__"):
+                without = removed[len(value)]
+                vars(owner)[name] = value[: without.start] + value[without.stop :]
+            elif type(value) is int and value in removed and _COUNTS.search(name) and not isinstance(owner, nn.Module):
+                vars(owner)[name] = value - (removed[value].stop - removed[value].start)
+
+
+def _take_out(model: nn.Module, stack: Stack, without: slice) -> None:
+    """Take blocks out of a stack, and count those behind them anew."""
+    holder, fewer = model.get_submodule(stack.path), without.stop - without.start
+    children = list(holder.children())
+    for child in children[without.stop :]:
+        for path, name in stack.counting:
+            module: Any = child.get_submodule(path) if _has(child, path) else None
+            if module is not None and type(vars(module).get(name)) is int:
+                vars(module)[name] -= fewer
+    stem = stack.repeated.stem.removeprefix(f"{stack.path}." if stack.path else "")
+    del children[without]
+    holder._modules.clear()
+    holder._modules.update({f"{stem}{number}": child for number, child in enumerate(children)})
 
 
 def _has(module: nn.Module, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""The trace of a deep model, from those of two shallow ones that have `n` and `n + 1` periods of its repeated blocks.
+"""The trace of a deep model, from those of shallow ones that have `n` and `n + 1` periods of its repeated blocks.
 
 Each table of a trace (layers, tensors, storages, events …) is extended by itself (`memsize.depth.alignment`). A row's
 key has the parts of it that are the same at any depth, with folded paths in place of layers and keys in place of
@@ -18,7 +18,7 @@ import numpy as np
 
 from memsize.depth.alignment import Extension, Integers, Table, extended
 from memsize.depth.extension_plan import ExtensionPlan, IndexedRows, LayerRow, TensorRow, structure_of
-from memsize.depth.repeated import RepeatedBlocks
+from memsize.depth.repeated import Repetition, one_more
 from memsize.records.trace import DeferredFree, Layer, StoredTensor, Trace
 from memsize.records.world import Collective
 
@@ -39,7 +39,7 @@ class NotRepeatedError(Exception):
 
 
 class _Numbers:
-    """The numbers of keys, the same in both runs."""
+    """The numbers of keys, the same in all runs."""
 
     def __init__(self) -> None:
         self.keys: list[Any] = []
@@ -81,7 +81,7 @@ _Kind = TypeVar("_Kind", Table, Extension)
 
 @dataclass
 class _Tables(Generic[_Kind]):
-    """The tables of one of the two runs, or of the whole model's."""
+    """The tables of one of the short runs, or of the whole model's."""
 
     layers: _Kind
     outputs: _Kind
@@ -94,57 +94,67 @@ class _Tables(Generic[_Kind]):
     collectives: _Kind
 
 
-def plan_extension(shorter: Trace, longer: Trace, blocks: RepeatedBlocks, count: int) -> ExtensionPlan:
-    """Return how the run of a model with `count` periods of blocks comes from those with `blocks` and one more.
+def plan_extension(shorter: Trace, longer: Sequence[Trace], blocks: Repetition, counts: Sequence[int]) -> ExtensionPlan:
+    """Return how the run of a model with `counts` periods of blocks comes from that with `blocks`, and those with one
+    more of each group.
 
     Raises `NotRepeatedError` where they differ by more than repetition.
     """
     for name in (*_WHOLE, *_WHOLE_TOO):
-        if getattr(shorter, name) != getattr(longer, name):
-            raise NotRepeatedError(f"{name} of the two runs differ")
+        if any(getattr(shorter, name) != getattr(other, name) for other in longer):
+            raise NotRepeatedError(f"{name} of the short runs differ")
     try:
-        return _planned(shorter, longer, blocks, count, sizes_grow=False)
+        return _planned(shorter, longer, blocks, counts, sizes_grow=False)
     except NotRepeatedError:
-        return _planned(shorter, longer, blocks, count, sizes_grow=True)
+        return _planned(shorter, longer, blocks, counts, sizes_grow=True)
 
 
-def _planned(shorter: Trace, longer: Trace, blocks: RepeatedBlocks, count: int, *, sizes_grow: bool) -> ExtensionPlan:
+def _planned(
+    shorter: Trace, longer: Sequence[Trace], blocks: Repetition, counts: Sequence[int], *, sizes_grow: bool
+) -> ExtensionPlan:
     keys = _Keys(*(_Numbers() for _ in _Keys._fields))
     first = _Folding(shorter, blocks, keys, sizes_grow).tables()
-    second = _Folding(longer, blocks.with_count(blocks.count + 1), keys, sizes_grow).tables()
+    others = [
+        _Folding(trace, blocks.with_counts(one_more(blocks.counts, group)), keys, sizes_grow).tables()
+        for group, trace in enumerate(longer)
+    ]
+    more = [count - less for count, less in zip(counts, blocks.counts, strict=True)]
     tables = {}
     for name, table in vars(first).items():
-        tables[name] = extended(table, getattr(second, name), count - blocks.count)
+        tables[name] = extended(table, [getattr(other, name) for other in others], more)
         if tables[name] is None:
-            raise NotRepeatedError(f"the {name} of the two runs do not align")
+            raise NotRepeatedError(f"the {name} of the short runs do not align")
     whole: _Tables[Any] = _Tables(**tables)
     _check(whole, keys)
-    notes = extended_texts(shorter.notes, longer.notes, count - blocks.count)
-    return _plan(shorter, first, blocks, keys, whole, notes)
+    notes = extended_texts(shorter.notes, [trace.notes for trace in longer], more)
+    return _plan(shorter, first, keys, whole, notes)
 
 
-def extended_texts(shorter: Sequence[str], longer: Sequence[str], blocks: int) -> tuple[str, ...]:
-    """Return the texts of a model that has `blocks` more than that of `shorter`, where `longer` has one more: their
-    numbers may count blocks. Raises `NotRepeatedError` where they differ otherwise.
+def extended_texts(shorter: Sequence[str], longer: Sequence[Sequence[str]], blocks: Sequence[int]) -> tuple[str, ...]:
+    """Return the texts of a model that has more blocks than that of `shorter`, as `extended` does: their numbers may
+    count blocks. Raises `NotRepeatedError` where they differ otherwise.
     """
-    return tuple(_extended_text(*texts, blocks) for texts in zip_longest(shorter, longer, fillvalue=""))
+    return tuple(_extended_text(*texts, blocks=blocks) for texts in zip_longest(shorter, *longer, fillvalue=""))
 
 
-def _extended_text(shorter: str, longer: str, blocks: int) -> str:
-    parts = [_NUMBER.split(text) for text in (shorter, longer)]
-    if parts[0][::2] != parts[1][::2]:
-        raise NotRepeatedError("notes of the two runs differ")
-    numbers = [(int(first), int(second)) for first, second in zip(parts[0][1::2], parts[1][1::2], strict=True)]
-    if any(first != second and max(first, second) > 999 for first, second in numbers):
-        raise NotRepeatedError("sizes in notes of the two runs differ")
-    parts[0][1::2] = [f"{first + (second - first) * blocks}" for first, second in numbers]
+def _extended_text(shorter: str, *longer: str, blocks: Sequence[int]) -> str:
+    parts = [_NUMBER.split(text) for text in (shorter, *longer)]
+    if any(other[::2] != parts[0][::2] for other in parts):
+        raise NotRepeatedError("notes of the short runs differ")
+    numbers = [[int(number) for number in numbers] for numbers in zip(*(part[1::2] for part in parts), strict=True)]
+    if any(len({*of_runs}) > 1 and max(of_runs) > 999 for of_runs in numbers):
+        raise NotRepeatedError("sizes in notes of the short runs differ")
+    parts[0][1::2] = [
+        f"{first + sum((other - first) * count for other, count in zip(others, blocks, strict=True))}"
+        for first, *others in numbers
+    ]
     return "".join(parts[0])
 
 
 class _Folding:
-    """One of the two runs, as tables."""
+    """One of the short runs, as tables."""
 
-    def __init__(self, trace: Trace, blocks: RepeatedBlocks, keys: _Keys, sizes_grow: bool) -> None:
+    def __init__(self, trace: Trace, blocks: Repetition, keys: _Keys, sizes_grow: bool) -> None:
         self.trace = trace
         self.blocks = blocks
         self.keys = keys
@@ -177,7 +187,7 @@ class _Folding:
     def _layer(self, layer: Layer) -> tuple[int, tuple[int, ...]]:
         path, number = self.blocks.fold(layer.path)
         aliases = [self.blocks.fold(alias) for alias in layer.aliases]
-        if any(of not in (number, -1) for _, of in aliases):
+        if any(alias.kind is not None and (alias.stem, of) != (path.stem, number) for alias, of in aliases):
             raise NotRepeatedError(f"{layer.path} is part of several blocks")
         of = self.keys.paths(path)
         sizes = {name: getattr(layer, name) or 0 for name in _LAYER_SIZES}
@@ -300,7 +310,6 @@ def _check(tables: _Tables[Extension], keys: _Keys) -> None:
 def _plan(
     shorter: Trace,
     first: _Tables[Table],
-    blocks: RepeatedBlocks,
     keys: _Keys,
     whole: _Tables[Extension],
     notes: tuple[str, ...],
@@ -314,10 +323,10 @@ def _plan(
             raise NotRepeatedError("a layer has the outputs of another")
     return ExtensionPlan(
         structure=structure_of(shorter),
-        layers=[_layer_row(shorter, blocks, keys, *row) for row in _rows(whole.layers)],
+        layers=[_layer_row(shorter, keys, *row) for row in _rows(whole.layers)],
         outputs=whole.outputs.origin.tolist(),
         inputs=whole.inputs.origin.tolist(),
-        tensors=[_tensor_row(blocks, keys, *row) for row in _rows(whole.tensors)],
+        tensors=[_tensor_row(keys, *row) for row in _rows(whole.tensors)],
         storages=_indexed(whole.storages, first.storages, ("layer", "saved_by")),
         events=_indexed(whole.events, first.events, ("storage", "layer")),
         deferred=tuple(DeferredFree(*numbers) for numbers in whole.deferred.numbers.tolist()),
@@ -327,16 +336,14 @@ def _plan(
     )
 
 
-def _layer_row(
-    shorter: Trace, blocks: RepeatedBlocks, keys: _Keys, key: int, numbers: Sequence[int], origin: int
-) -> LayerRow:
+def _layer_row(shorter: Trace, keys: _Keys, key: int, numbers: Sequence[int], origin: int) -> LayerRow:
     alike = shorter.layers[origin]
     _, of, aliases, grows = keys.layers.keys[key]
     number, outputs, inputs, *sizes = numbers
     return LayerRow(
         origin=origin,
-        path=blocks.unfold(keys.paths.keys[of], number),
-        aliases=tuple(blocks.unfold(alias, number) for alias in aliases),
+        path=keys.paths.keys[of].unfold(number),
+        aliases=tuple(alias.unfold(number) for alias in aliases),
         outputs=outputs,
         inputs=inputs,
         grown={
@@ -345,11 +352,11 @@ def _layer_row(
     )
 
 
-def _tensor_row(blocks: RepeatedBlocks, keys: _Keys, key: int, numbers: Sequence[int], origin: int) -> TensorRow:
+def _tensor_row(keys: _Keys, key: int, numbers: Sequence[int], origin: int) -> TensorRow:
     _, name, layer, tied = keys.tensors.keys[key]
     number, tied_number = numbers
-    tied_to = None if tied is None else blocks.unfold(tied, tied_number)
-    return TensorRow(origin, blocks.unfold(name, number), blocks.unfold(layer, number), tied_to)
+    tied_to = None if tied is None else tied.unfold(tied_number)
+    return TensorRow(origin, name.unfold(number), layer.unfold(number), tied_to)
 
 
 def _indexed(table: Extension, short: Table, fields: tuple[str, str]) -> IndexedRows:

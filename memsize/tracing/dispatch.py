@@ -105,11 +105,11 @@ class MetaDispatchMode(TorchDispatchMode):
             return carry_over(args[0], func(*args))
         return self.run_op(func, args, kwargs or {})
 
-    def run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of `func`, with its constants beside it."""
+    def run_op(self, func: Any, args: Any, kwargs: Any, op: OpFacts | None = None) -> Any:
+        """The result of `func`, with its constants beside it. `op` are its facts, where they were looked up."""
         if func is _CLONE and args[0].layout is torch.sparse_coo and _is_new_gradient(args[0]):
             return with_parts(args[0], lambda part: part)
-        op = self.op_facts[func]
+        op = op or self.op_facts[func]
         if op.single is not None and _has_sparse(args):
             with self:  # as CUDA's list kernels do, entry by entry
                 lists = [values if isinstance(values, (list, tuple)) else repeat(values) for values in args]

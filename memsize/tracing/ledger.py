@@ -133,7 +133,7 @@ class Ledger(MetaDispatchMode):
             self._keep_workspace(self._handles, self.workspaces.blas, op.name)
         self._mark_read(args)
         replaced = () if op.sparse_rule is None else parts_of(args)  # alive until the new ones are there
-        result = self.run_op(func, args, kwargs)
+        result = self.run_op(func, args, kwargs, op)
         if self.counts and op.flops is not None:
             count = op.flops(*args, **kwargs, out_val=result) // FLOPS_OF_ONE
             self.multiply_adds[self.clock.layer] = self.multiply_adds.get(self.clock.layer, 0) + count

@@ -25,6 +25,7 @@ from memsize.records.trace import Failure, Layer, Storage, StoredTensor, Trace
 from memsize.spec.model_request import Call
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import undisturbed
+from memsize.torch_internals.module_tree import paths_of
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ddp import Buckets
 from memsize.tracing.failure import explain
@@ -214,7 +215,7 @@ class Run:
     def enter_inputs(self) -> None:
         """Record the storages that exist before the run: the model's and its inputs'."""
         ledger, sizes = self.ledger, self.setup.precision.sizes
-        there = set(map(id, self.setup.model.modules()))
+        there = set(map(id, paths_of(self.setup.model)))
         ledger.line = -1
         for index, seen in enumerate(self.calls.seen):
             if id(seen.module) not in there:  # a stage of a pipeline drops the layers of others
@@ -240,9 +241,11 @@ class Run:
         reaches them.
         """
         ledger = self.ledger
-        model = self.setup.model
-        tensors: dict[str, torch.Tensor] = dict(nn.Module.named_parameters(model, remove_duplicate=False))
-        tensors |= nn.Module.named_buffers(model, remove_duplicate=False)
+        tensors = {
+            f"{path}.{name}" if path else name: tensor
+            for module, path in paths_of(self.setup.model).items()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        }
 
         def seen(tensor: StoredTensor) -> StoredTensor:
             source = tensors.get(tensor.name)
@@ -269,7 +272,7 @@ def wants_shapes(model: nn.Module) -> bool:
     """Whether a parameter or buffer has no shape yet. Checked before every run, so without `parameters()`, which looks
     for ties.
     """
-    for module in model.modules():
+    for module in paths_of(model):
         for own in (module._parameters, module._buffers):
             if any(tensor is not None and is_lazy(tensor) for tensor in own.values()):
                 return True

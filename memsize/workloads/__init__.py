@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,8 +12,36 @@ from memsize.records.trace import Trace
 from memsize.tracing.run import Run, Setup
 
 
+class Proof(NamedTuple):
+    """A run of the whole model that shows whether runs of a `kind` follow from those of models with fewer blocks."""
+
+    kind: Hashable
+    workload: Workload
+
+
+class Record(Protocol):
+    """Data that runs record beside their traces."""
+
+    def extend(self, blocks: Sequence[int]) -> bool:
+        """Add the record of a model that has more blocks, of each kind as many as `blocks` says. Of the last records
+        one is that of a model with fewer, and those behind it are of models with one more of each kind.
+
+        Returns False where they do not differ by repetition alone.
+        """
+        ...
+
+
 class Workload(Protocol):
     """Something to run with a model: one forward, some training steps, the user's own loop."""
+
+    record: Record | None = None
+
+    @property
+    def proof(self) -> Proof | None:
+        """The run that has to be extended correctly before this one is. There is none where a function of the user's,
+        or a size, may tell one block from another: then all blocks are run.
+        """
+        return None
 
     def run(self, setup: Setup) -> Trace:
         """Run the workload on `setup`, whose model it may change.
@@ -23,18 +51,8 @@ class Workload(Protocol):
         ...
 
 
-class Proof(NamedTuple):
-    """A run of the whole model that shows whether runs of a `kind` follow from those of models with fewer blocks.
-
-    A workload has none as its `proof` where a function of the user's, or a size, may tell one block from another.
-    """
-
-    kind: Hashable
-    workload: Workload
-
-
 @dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(Workload):
     """One forward in gradient mode, up to the tensors that autograd saves, as shown in the tables of a report."""
 
     @property
@@ -46,7 +64,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class Inference:
+class Inference(Workload):
     """One forward without gradients, outputs freed as PyTorch frees them."""
 
     @property

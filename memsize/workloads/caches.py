@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -89,9 +89,15 @@ def _pieces(layer: Any) -> Iterator[torch.Tensor]:
         yield from plain_tensors(tensor)
 
 
-def on_gpu_with_host(card: Card, setup: Setup) -> Setup:
-    """Set up a run with an offloaded cache, with tensors on the GPU `card` and on the host told apart."""
-    return replace(setup, machine=VirtualMachine(card))
+@dataclass(frozen=True, slots=True)
+class OnGpuWithHost:
+    """Sets up a run with an offloaded cache, with tensors on the GPU `card` and on the host told apart."""
+
+    card: Card
+
+    def __call__(self, setup: Setup) -> Setup:
+        """Return the setup on that GPU."""
+        return replace(setup, machine=VirtualMachine(self.card))
 
 
 @contextmanager

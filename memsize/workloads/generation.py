@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -28,7 +28,7 @@ from memsize.spec.generation import Draft, Generation
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.vary import parse_vary
 from memsize.tracing.run import Run, Setup
-from memsize.workloads import Proof
+from memsize.workloads import Proof, Workload
 from memsize.workloads.caches import CachedLayer, cache_of, cached_layers, offloading_watched
 
 PREFILL: Final = "prefill"
@@ -68,12 +68,9 @@ class CacheRecord:
         """Record the cache after forward `number`; a later part of a prefill takes the place of an earlier one."""
         self._runs[-1][number:] = [layers]
 
-    def extend(self, blocks: int) -> bool:
-        """Add a run of a model that has `blocks` more than that of the last run but one, where the last one has one
-        more. Returns False where those two do not differ by repetition alone.
-        """
-        shorter, longer = self._runs[-2:]
-        steps = [extended_values(*layers, blocks) for layers in zip(shorter, longer, strict=True)]
+    def extend(self, blocks: Sequence[int]) -> bool:
+        shorter, *longer = self._runs[-1 - len(blocks) :]
+        steps = [extended_values(first, others, blocks) for first, *others in zip(shorter, *longer, strict=True)]
         whole = [layers for layers in steps if layers is not None]
         if len(whole) < len(steps):
             return False
@@ -86,7 +83,7 @@ class _Enough(BaseException):
 
 
 @dataclass(frozen=True)
-class GenerationSteps:
+class GenerationSteps(Workload):
     """The prefill and the first `steps` decode steps of a generation; all of them with None.
 
     The setup's inputs are those of the prompt. `record` has what the cache holds after each forward, `edits` change the
@@ -102,8 +99,8 @@ class GenerationSteps:
 
     @property
     def proof(self) -> Proof | None:
-        """One decode step shows that all repeat. A draft's model has blocks of its own, and so has the host's part."""
-        if self.loop is not None or self.generation.draft is not None or self.generation.is_offloaded:
+        """One decode step shows that all repeat. A draft's model has blocks of its own."""
+        if self.loop is not None or self.generation.draft is not None:
             return None
         kind = replace(self.generation, prompt=1, max_new_tokens=2), self.edits
         return Proof(kind, replace(self, steps=1, record=CacheRecord()))

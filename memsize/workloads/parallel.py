@@ -62,7 +62,7 @@ _LARGEST: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class RankLoop:
+class RankLoop(Workload):
     """The user's own loop, run as one process of `world`.
 
     `make_body(model)` is called once with a copy of the user's model, of which nothing is on the GPU yet: it shards the
@@ -132,7 +132,7 @@ def run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelSteps:
+class ParallelSteps(Workload):
     """The usual training loop with these options, as the process of `parallel` that is asked for, or holds most."""
 
     options: Training

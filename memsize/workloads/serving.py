@@ -18,14 +18,14 @@ from memsize.errors import InputError
 from memsize.records.trace import Trace
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Run, Setup
-from memsize.workloads import Inference, Proof
+from memsize.workloads import Inference, Proof, Workload
 
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _PADDED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileRun:
+class ProfileRun(Workload):
     """One step without a cache: the last tokens of `seqs` texts are sampled; `tp` cards share the vocabulary."""
 
     seqs: int

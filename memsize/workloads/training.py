@@ -22,7 +22,7 @@ from memsize.spec.training import USUAL_STEPS, Training
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.repetition import StepRepetition
 from memsize.tracing.run import Run, Setup
-from memsize.workloads import Forward, Inference, Proof
+from memsize.workloads import Forward, Inference, Proof, Workload
 from memsize.workloads.losses import Losses
 from memsize.workloads.optimizers import make_optimizer, steps_watched
 
@@ -30,7 +30,7 @@ Body = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingSteps:
+class TrainingSteps(Workload):
     """The usual training loop with these options, for `options.steps` steps."""
 
     options: Training
@@ -72,7 +72,7 @@ def is_regular(training: Training) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnLoop:
+class OwnLoop(Workload):
     """The user's own loop.
 
     `make_body(model)` is called once with a copy of the user's model and returns the body, which is called `steps`

@@ -15,7 +15,7 @@ from memsize.analysis.fit.generation_runs import MOST_SEQUENCES
 from memsize.analysis.fit.remedy_trials import RemedyWork
 from memsize.analysis.fit.run_cache import NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.search import Search
-from memsize.analysis.runner import is_float32
+from memsize.analysis.model_setups import is_float32
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.processes.ctrl_c import found_kept

@@ -12,7 +12,7 @@ from torch import nn
 from memsize.analysis.fit.run_cache import Run, RunCache, RunVariant
 from memsize.analysis.fit.search import LIMIT
 from memsize.analysis.generation.generator import Generator
-from memsize.analysis.runner import ModelEdit
+from memsize.analysis.model_setups import ModelEdit
 from memsize.errors import ForwardError, InputError
 from memsize.model.input_tensors import input_tensors
 from memsize.spec.generation import Generation

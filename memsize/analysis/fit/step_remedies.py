@@ -17,8 +17,9 @@ from memsize.analysis.fit.optimized_models import (
     write_in_place,
 )
 from memsize.analysis.fit.run_cache import RunVariant
+from memsize.analysis.model_setups import ModelEdit
 from memsize.analysis.remedies import Changes, NotApplicable, Remedy
-from memsize.analysis.runner import Edit, ModelEdit
+from memsize.analysis.runner import Edit
 from memsize.spec.adapters import RANK
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import SCENARIOS, quantized_from

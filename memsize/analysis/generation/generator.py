@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from memsize.analysis.generation.step_polynomials import (
@@ -33,7 +32,7 @@ from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
 from memsize.tracing.run import Setup
 from memsize.virtual.host_memory import pinned_block
-from memsize.workloads.caches import CachedLayer, on_gpu_with_host, refuse_missing_cache
+from memsize.workloads.caches import CachedLayer, OnGpuWithHost, refuse_missing_cache
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
 
 FIRST_STEPS = 4
@@ -210,7 +209,7 @@ class Generator:
             self.progress(f"{self.scenario.name}, batch {batch:,}, a prompt of {generation.prompt:,}")
             edits = self.edits
             if generation.is_offloaded:
-                edits = (*edits, partial(on_gpu_with_host, self.runner.gpu))
+                edits = (*edits, OnGpuWithHost(self.runner.gpu))
             workload = GenerationSteps(generation, steps, edits=edits, loop=self.loop)
             try:
                 trace = self.runner.with_inputs(self.prompts(generation.prompt), batch).run(workload, self.scenario)

@@ -164,7 +164,8 @@ class Experiment:
         with collector_paused():
             taken = workspaces(stack, plans or Plans(stack.capability, installed))
             gpu = GpuSetup(stack.capability, taken, cudnn=stack.cudnn or CUDNN)
-            return step_workload(self.training).run(replace(runner.setup(self.scenario), gpu=gpu))
+            on_gpu = partial(replace, gpu=gpu)
+            return runner.run(step_workload(self.training), self.scenario, edits=(on_gpu,))
 
     def predict(
         self, stack: SoftwareStack, *, benchmark: bool = False, recorded: Sequence[ConvolutionWorkspace] = ()

@@ -23,7 +23,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memsize.known_values.evaluation import as_stand_ins
-from memsize.model.tensor_storage import plain_tensors
+from memsize.model.tensor_storage import PLAIN_TYPES, plain_tensors
 from memsize.processes.patches import assigned
 from memsize.processes.user_code import Lines, variables
 from memsize.records.aggregates import split_phase
@@ -34,7 +34,7 @@ from memsize.records.world import Collective, CollectiveKind
 from memsize.torch_internals.meta import is_meta
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.run_position import RunPosition
-from memsize.tracing.saved_tensors import SavedTensor
+from memsize.tracing.saved_tensors import SavedTensor, without_graph
 from memsize.virtual.device_assignment import HOST, DeviceAssignment
 from memsize.virtual.host_memory import HostMemory
 from memsize.virtual.ledger.backward_queue import BackwardQueue
@@ -222,6 +222,8 @@ class GpuStorages(Ledger):
 
     def saved(self, tensor: torch.Tensor) -> SavedTensor:
         """As the base class has it; a leaf that the program differentiates by is a parameter."""
+        if type(tensor) in PLAIN_TYPES and not is_meta(tensor) and not tensor.is_quantized:  # which nobody records
+            return SavedTensor(without_graph(tensor), (), self.clock.layer, -1)
         self.mark_unowned(tensor)
         return super().saved(tensor)
 

@@ -1,0 +1,234 @@
+"""`ModelSetups`: meta copies of one model, made ready to run with its inputs under scenarios."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+from torch import nn
+
+from memsize.device.cards import card
+from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
+from memsize.errors import ForwardError
+from memsize.kernels.convolution import ConvolutionWorkspaces
+from memsize.kernels.cudnn.library import Plans
+from memsize.loading.hubs import checkpoint_config_of
+from memsize.loading.model_defined_step import model_defined_step_of
+from memsize.model.input_tensors import ModelInputs
+from memsize.model.materialize import executable, executable_call
+from memsize.model.meta_copy import MetaCopier
+from memsize.model.stored import stored_tensors
+from memsize.model.tensor_storage import dtype_name
+from memsize.precision.quantization_config import quantization_of
+from memsize.precision.recipes import apply_scenario, floating_dtype
+from memsize.records.finding import join_names
+from memsize.records.gpu import DEFAULT_GPU, Card
+from memsize.records.trace import StoredTensor, Trace
+from memsize.spec.model_request import Call
+from memsize.spec.scenario import Scenario
+from memsize.spec.stack import INSTALLED, Stack
+from memsize.torch_internals.isolation import undisturbed
+from memsize.tracing.ddp import buckets_of
+from memsize.tracing.ledger import Workspaces
+from memsize.tracing.run import GpuSetup, Setup, give_shapes
+from memsize.workloads import kept_for_backward
+
+_CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
+_LATE = "the forward registers {}: the model is shown as it is after a first forward"
+_SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
+_QUANTIZED = "its config says that weights are quantized ({}): as-given stores and runs them so"
+_UNQUANTIZED = "its config says that weights are quantized ({}): they are shown as they are without that"
+_EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
+
+StorageKey = tuple[str | None, bool]
+"""How a scenario holds the parameters, unless it quantizes them: their dtype, and whether norms stay as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEdit:
+    """Changes a meta copy before a scenario does; raises `memsize.analysis.remedies.NotApplicable`."""
+
+    change: Callable[[nn.Module], None]
+
+
+class ModelSetups:
+    """One model with one input, and the setups of its runs on `gpu` (None: the default card).
+
+    Each setup has its own copy of the model, so that no run sees what another did. With `execute` it really computes,
+    on the CPU. `plans` give the workspaces that cuDNN takes for convolutions; without them those workspaces are left
+    out. `stack` is the software on that card.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        inputs: ModelInputs,
+        training: bool,
+        *,
+        gpu: Card | None = None,
+        execute: bool = False,
+        plans: Plans | None = None,
+        stack: Stack = INSTALLED,
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.inputs = inputs
+        self.training = training
+        self.gpu = gpu or card(DEFAULT_GPU)
+        self.execute = execute
+        self.plans = plans
+        self.stack = stack
+        self.skipped_layers: dict[str, dict[str, str]] = {}
+        """By scenario: the layers that it left unquantized, and why."""
+        self.late: tuple[str, ...] = ()
+        """The parameters and buffers that the forward was found to register."""
+        self._copier = MetaCopier(model)
+        self._stored: dict[StorageKey, tuple[StoredTensor, ...]] = {}
+
+    def setup(self, scenario: Scenario, batch_size: int | None = None, edits: tuple[ModelEdit, ...] = ()) -> Setup:
+        """A fresh copy with these `edits`, ready to run under the scenario; `batch_size` overrides the inputs'."""
+        batch_size = self.inputs.batch_size if batch_size is None else batch_size
+        if scenario.recipe == "as-given":
+            scenario = replace(scenario, autocast=own_autocast(self.model))
+        copied = executable(self.model) if self.execute else self.copy()
+        if not self.execute:
+            # What a recipe does to a layer follows from its shapes.
+            give_shapes(
+                copied, self.inputs.call(batch_size, floating_dtype(copied)), self.training, always=bool(self.late)
+            )
+        for edit in edits:
+            edit.change(copied)
+        recipe = apply_scenario(copied, scenario)
+        if recipe.quantized:
+            self.skipped_layers[scenario.name] = dict(recipe.quantized.left)
+        is_shared = recipe.quantized is None and not edits and not self.late
+        call = self.call(scenario, recipe.floating, batch_size)
+        if self.execute:
+            with undisturbed():
+                call = executable_call(call)
+        return Setup(
+            name=self.name,
+            device="cpu" if self.execute else "meta",
+            notes=self._notes(scenario),
+            scenario=scenario.name,
+            model=recipe.model,
+            call=call,
+            training=self.training,
+            batch_size=batch_size,
+            precision=recipe.precision,
+            gpu=GpuSetup(self.gpu.capability, workspaces(self.gpu, self.plans, self.stack), self.stack),
+            buckets=buckets_of(self.model),
+            stored=partial(self._stored_tensors, storage_key(scenario)) if is_shared else stored_tensors,
+        )
+
+    def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:
+        """The arguments of one call under `scenario`, whose floating inputs come in `floating`.
+
+        A model as it is gets inputs of the dtypes that the user chose, unless it does not run on them.
+        """
+        as_chosen = scenario.recipe == "as-given" and not self._inputs_are_cast
+        return self.inputs.call(batch_size, floating, typed_too=not as_chosen)
+
+    def _notes(self, scenario: Scenario) -> tuple[str, ...]:
+        floating = self._given_floating if scenario.recipe == "as-given" and self._inputs_are_cast else None
+        cast = (_CAST.format(dtype_name(floating)),) if floating is not None else ()
+        hidden = (_SCRIPTED.format(join_names(_outermost(self._scripted))),) if self._scripted else ()
+        stored = _quantized_note(self.model) if scenario.recipe == "as-given" else None
+        late = (_LATE.format(join_names(self.late)),) if self.late else ()
+        executed = _EXECUTED if self.execute else None
+        stack = self.stack.note(str(torch.__version__))
+        return (*cast, *hidden, *late, *filter(None, (stored, executed, self.gpu.note, stack)))
+
+    @cached_property
+    def _scripted(self) -> tuple[str, ...]:
+        return tuple(path for path, module in self.model.named_modules() if _hides_layers(module))
+
+    @cached_property
+    def _given_floating(self) -> torch.dtype | None:
+        return floating_dtype(self.model)
+
+    @cached_property
+    def _inputs_are_cast(self) -> bool:
+        """Whether the model as it is needs floating inputs of its own dtype instead of those that it is given."""
+        if self._given_floating is None or self.inputs.typed_dtypes() <= {self._given_floating}:
+            return False
+        call = self.inputs.call(floating=self._given_floating, typed_too=False)
+        try:
+            kept_for_backward(
+                Setup(self.name, scenario="as-given", model=self.copy(), call=call, training=self.training)
+            )
+        except ForwardError:
+            return True
+        return False
+
+    def _stored_tensors(self, storage: StorageKey, copied: nn.Module) -> tuple[StoredTensor, ...]:
+        """The stored tensors of a copy; all copies with one `storage` key store the same."""
+        if storage not in self._stored:
+            self._stored[storage] = stored_tensors(copied)
+        return self._stored[storage]
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def copy(self) -> nn.Module:
+        """A meta copy of the model as it is."""
+        return self._copier.copy()
+
+
+def plans_of(card: Card, stack: Stack = INSTALLED) -> Plans:
+    """The convolution workspaces on a card, by the stack's cuDNN if this machine has it, else by another one."""
+    from memsize.kernels.cudnn.installed import installed
+
+    return Plans(card.capability, partial(installed, stack.cudnn_release), wanted=stack.cudnn_release)
+
+
+def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) -> Workspaces:
+    """The workspaces that the libraries of a software stack would take on a card."""
+    version = stack.torch or str(torch.__version__)
+    return Workspaces(
+        cublas_workspace(gpu.capability, torch_version=version),
+        lt=cublaslt_workspace(version),
+        convolutions=ConvolutionWorkspaces.on(plans) if plans else None,
+        keeps_lt=keeps_cublaslt_workspace(version),
+    )
+
+
+def own_autocast(model: nn.Module) -> str | None:
+    """The lower precision of autocast that the training step of the model's own runs in; None where there is none."""
+    step = model_defined_step_of(model)
+    return step.autocast if step else None
+
+
+def _quantized_note(model: nn.Module) -> str | None:
+    """A note on the weights of a quantized checkpoint; None for another model."""
+    config, quantization = checkpoint_config_of(model), quantization_of(model)
+    if config is None:
+        return None
+    if quantization is not None:
+        return _QUANTIZED.format(quantization.method)
+    method = config.get("quant_method", "some method") if isinstance(config, dict) else "some method"
+    return _UNQUANTIZED.format(method)
+
+
+def is_float32(model: nn.Module, trace: Trace) -> bool:
+    """Whether `model`, of which `trace` is a run as it is, in float32 would store and run on just the same."""
+    if own_autocast(model):
+        return False
+    registered = [t for t in trace.tensors if t.kind != "attribute"]
+    floats = {t.spec.dtype for t in registered if getattr(torch, t.spec.dtype).is_floating_point}
+    plain = not any(tensor.parts or tensor.wrapper or tensor.kind == "packed" for tensor in registered)
+    return plain and floats <= {"float32"}
+
+
+def storage_key(scenario: Scenario) -> StorageKey:
+    return scenario.dtype, scenario.keep_norms
+
+
+def _hides_layers(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.children())
+
+
+def _outermost(paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(path for path in paths if not any(path.startswith(f"{o}." if o else "") for o in paths if o != path))
