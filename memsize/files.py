@@ -73,6 +73,8 @@ def check_writable(path: Path, *, overwrite: bool = False) -> None:
             raise _exists(path)
     except OSError as error:
         raise _unwritable(path, error) from error
+    except ValueError as error:  # a null byte, which no file's name has
+        raise OutputError(f"cannot write {path}: {error}") from error
     real = Path(os.path.realpath(path))
     # Renaming would replace even a file that its owner made read-only.
     if not os.access(real.parent, os.W_OK) or (real.exists() and not os.access(real, os.W_OK)):

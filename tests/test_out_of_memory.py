@@ -90,19 +90,27 @@ def test_a_backward_that_runs_out_leaves_no_graph_behind() -> None:
         assert not out_of_memory.faults(reference, number, by_size=False, handled=True), number
 
 
-def test_gradients_of_the_first_backward_are_gradients(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backward",
+    [
+        "loss.backward()",
+        "torch.autograd.grad(loss, list(model.parameters()))",
+        "torch.autograd.grad(loss, list(model.parameters()), create_graph=True)",
+    ],
+)
+def test_gradients_of_the_first_backward_are_gradients(backward: str, tmp_path: Path) -> None:
     """Beside 32 weights of 256 MiB, and 36 MiB of segments for small tensors and cuBLAS, a T4 has 6,605 MiB left for
     gradients: 25 are finished when the next one does not fit.
     """
     answer = run(
         tmp_path,
-        """
+        f"""
         import torch
         from torch import nn
         with torch.device("cuda"):
             model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False) for _ in range(32)])
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            model(torch.randn(4, 8192)).sum().backward()
+            loss = model(torch.randn(4, 8192)).sum()
+            {backward}
         """,
     )
     roles = answer.peak.roles

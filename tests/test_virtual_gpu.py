@@ -965,11 +965,14 @@ def test_a_program_allocates_what_it_really_allocates_on_the_cpu(
 ) -> None:
     """The same program, run twice: really, on the CPU, and on the virtual GPU, without library workspaces.
 
-    AdamW counts the steps of each parameter on the CPU (`lift_fresh`, 4 bytes), where no virtual GPU sees them.
+    AdamW counts the steps of each parameter on the CPU (`lift_fresh`, 4 bytes), where no virtual GPU sees them. Before
+    PyTorch 2.13 it counts on the default device, which here is the GPU (`_init_group` in torch/optim/adam.py).
     """
     program, real = run_twice(tmp_path, loop, "t4", monkeypatch)
     counters = {event.storage for event in real.events if (event.op, event.delta) == ("lift_fresh", 4)}
     assert len(counters) == (11 if loop == CONVOLUTIONS else 0)
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        counters = set()
     assert _deltas(program.ledger.events) == _deltas([e for e in real.events if e.storage not in counters])
 
 
