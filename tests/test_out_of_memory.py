@@ -119,6 +119,21 @@ def test_gradients_of_the_first_backward_are_gradients(backward: str, tmp_path: 
     assert (answer.refused[0].bytes, answer.refused[0].layer) == (256 * MiB, str(32 - 25 - 1))
 
 
+def test_what_a_script_assigns_as_gradients_is_known_without_an_optimizer(tmp_path: Path) -> None:
+    """Beside 14 parameters of 512 MiB, 14 gradients of 512 MiB leave 273 MiB on a T4."""
+    answer = run(
+        tmp_path,
+        """
+        import torch
+        parameters = [torch.nn.Parameter(torch.empty(2**27, device="cuda")) for _ in range(14)]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        torch.empty(2**27, device="cuda")
+        """,
+    )
+    assert answer.ran_out and dict(answer.peak.roles) == {"parameter": 14 * 512 * MiB, "gradient": 14 * 512 * MiB}
+
+
 def test_a_search_for_the_batch_that_fits_finds_it_where_the_optimizer_runs_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

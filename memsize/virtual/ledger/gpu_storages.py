@@ -128,7 +128,7 @@ class GpuStorages(Ledger):
         self.order = StreamOrder(lambda: len(self.events))
         self.collectives: list[Collective] = []
         self.host_memory = HostMemory()
-        self.backward_queue = BackwardQueue(self.aside, self._mark_gradient)
+        self.backward_queue = BackwardQueue(self.aside, self.mark_gradient)
         self.likely_state: set[int] | None = None
         """Storages that an optimizer's first step has made, as far as they look like its state; else `None`."""
         self.has_state: Callable[[], bool] = lambda: False
@@ -189,11 +189,11 @@ class GpuStorages(Ledger):
         if torch._C._current_graph_task_id() != -1:
             variable = _parameter_of_first_gradient(func)
             if variable is not None:
-                self._mark_gradient(variable, result)
+                self.mark_gradient(variable, result)
         elif _is_gradient_of_own_forward(func, args, result) and self._role_of(args[0]) == "parameter":
             self.mark(result, "gradient")
 
-    def _mark_gradient(self, variable: torch.Tensor, gradient: torch.Tensor) -> None:
+    def mark_gradient(self, variable: torch.Tensor, gradient: torch.Tensor) -> None:
         """Mark what autograd hands to `variable`, if that is a parameter, or the whole one of a sharded one."""
         owner = next(iter(plain_tensors(variable)))
         self.mark_unowned(owner)
