@@ -46,6 +46,8 @@ def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
 def test_a_name_with_a_null_byte_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"cannot write .*: embedded null byte"):
         write(tmp_path / "a\0b", "")
+    with pytest.raises(OSError, match="embedded null byte"):
+        read(tmp_path / "a\0b", 100)
 
 
 @pytest.mark.parametrize("existing", [True, False])

@@ -480,7 +480,7 @@ def test_tangents_of_zeros_have_no_memory() -> None:
         before = torch.cuda.memory_allocated()
         zeros = torch._efficientzerotensor((1024, 1024), device="cuda")
         assert torch.cuda.memory_allocated() == before
-        assert (zeros + 1).shape == (1024, 1024)
+        assert (zeros + torch.ones(1024, device="cuda")).shape == (1024, 1024)
 
 
 def test_a_tensor_that_moves_to_meta_leaves_the_gpu() -> None:
