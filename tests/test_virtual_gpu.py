@@ -483,6 +483,13 @@ def test_tangents_of_zeros_have_no_memory() -> None:
         assert (zeros + torch.ones(1024, device="cuda")).shape == (1024, 1024)
 
 
+def test_memory_of_the_gpu_is_shared_as_it_is() -> None:
+    """As Hogwild's processes share a model."""
+    with gpu():
+        model = nn.Linear(4, 4).cuda().share_memory()
+        assert model.weight.is_cuda and model.weight.is_shared()
+
+
 def test_a_tensor_that_moves_to_meta_leaves_the_gpu() -> None:
     """As PyTorch 2.11's pipelines do, which send the shapes of what a stage returns."""
     with gpu():

@@ -79,6 +79,8 @@ def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     yield wrapping(torch.UntypedStorage, "data_ptr", _storage_address)
     yield wrapping(torch.UntypedStorage, "copy_", _copy_storage)
     yield wrapping(torch.UntypedStorage, "__getitem__", _slice_storage, ledger)
+    yield wrapping(torch.UntypedStorage, "share_memory_", _share_storage)
+    yield wrapping(torch.UntypedStorage, "is_shared", lambda original, s: _is_stand_in_storage(s) or original(s))
     yield Tensor, "pin_memory", lambda t, *device: host_memory.pin(t)
     yield Tensor, "is_pinned", lambda t, *device: host_memory.holds(t)
     yield Tensor, "record_stream", lambda t, stream: ledger.hand_over(t, stream)
@@ -219,9 +221,18 @@ def _copy_storage(original: Callable[..., Any], storage: Any, source: Any, *opti
     return storage.fill_(0) if storage.device.type == "cpu" else storage
 
 
+def _is_stand_in_storage(storage: Any) -> bool:
+    return storage.device.type == "meta" and not is_own_storage(storage)
+
+
+def _share_storage(original: Callable[..., Any], storage: Any, *args: Any, **options: Any) -> Any:
+    """Memory of a GPU can be shared as it is (torch/storage.py)."""
+    return storage if _is_stand_in_storage(storage) else original(storage, *args, **options)
+
+
 def _slice_storage(ledger: VirtualLedger, original: Callable[..., Any], storage: Any, index: Any) -> Any:
     """On the GPU a slice of a storage is another one with the same memory; `meta` has none."""
-    if not isinstance(index, slice) or storage.device.type != "meta" or is_own_storage(storage):
+    if not isinstance(index, slice) or not _is_stand_in_storage(storage):
         return original(storage, index)
     begin, end, step = index.indices(storage.nbytes())
     if step != 1:
