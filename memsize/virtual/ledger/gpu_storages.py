@@ -198,7 +198,9 @@ class GpuStorages(Ledger):
         owner = next(iter(plain_tensors(variable)))
         self.mark_unowned(owner)
         role = _GRADIENTS.get(self._role_of(owner))
-        for index in () if role is None else map(self.index_of, plain_tensors(gradient)):
+        if role is None:
+            return
+        for index in map(self.index_of, plain_tensors(gradient)):
             if index >= 0 and self.rows[index].role in ("temporary", "activation"):
                 self.rows[index].role = role
 
