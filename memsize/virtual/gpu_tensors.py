@@ -113,13 +113,15 @@ def _numpy(original: Callable[..., Any], tensor: Tensor, **options: Any) -> Any:
 
 
 def _to(ledger: VirtualLedger, original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``x.to("meta")`` of a tensor on the GPU is another, which takes nothing there; there is no way back."""
+    """``x.to("meta")`` of a tensor on the GPU is another, which takes nothing there; there is no way back.
+
+    Only the name is that of the program: as an object, `meta` may be where memsize itself moves a stand-in.
+    """
     if is_meta(tensor) and not below_autograd():
-        kind = _kind_of_device(*args, **kwargs)
         if is_own_meta(tensor):
-            if kind == "cuda":
+            if _goes_to_gpu(*args, **kwargs):
                 return _cuda(original, tensor)
-        elif kind == "meta":
+        elif any(type(named) is str and named == "meta" for named in (*args[:1], kwargs.get("device"))):
             return _off_gpu(ledger, tensor, _dtype_of(*args, **kwargs))
     return original(tensor, *args, **kwargs)
 
@@ -157,12 +159,11 @@ def _materialize(ledger: VirtualLedger, original: Callable[..., None], tensor: A
     ledger.mark(tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
 
 
-def _kind_of_device(named: Any = None, *args: Any, device: Any = None, other: Any = None, **kwargs: Any) -> str | None:
-    """Return the kind of device that the arguments of `Tensor.to` name, None without one."""
-    named = next((value for value in (named, device, other) if value is not None), None)
-    if isinstance(named, Tensor):
-        named = named.device
-    return torch.device(named).type if isinstance(named, torch.device | str | int) else None
+def _goes_to_gpu(*args: Any, **kwargs: Any) -> bool:
+    if args and isinstance(args[0], Tensor):
+        return _is_on_gpu(args[0])
+    device = torch._C._nn._parse_to(*args, **kwargs)[0]
+    return device is not None and device.type == "cuda"
 
 
 def _dtype_of(*args: Any, **kwargs: Any) -> torch.dtype | None:
