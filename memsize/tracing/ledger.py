@@ -239,7 +239,9 @@ class Ledger(MetaDispatchMode):
         live = self.live.get(address)
         if live is not None:
             return live.index
-        index = self._open(role, storage.nbytes() if size is None else size, op, tensor.dtype, shape_of(tensor))
+        if size is None:
+            size = 0 if tensor._is_zerotensor() else storage.nbytes()  # a tangent of zeros, of forward-mode autograd
+        index = self._open(role, size, op, tensor.dtype, shape_of(tensor))
         reference = _StorageRef(storage, self._leave)
         reference.address, reference.index = address, index
         self.live[address] = reference

@@ -2,9 +2,10 @@
 
 Clues show what memory is for at the moment it is made, so that a run that ends there has its roles right.
 Autograd hands a parameter its first gradient in an `AccumulateGrad` node: it detaches the tensor that the backward
-made, or copies it where something else shares or uses it (torch/csrc/autograd/functions/accumulate_grad.h). A custom
-function that computes the gradient of a weight in its own forward, as fused losses do, makes it like the weight. An
-optimizer fills or copies tensors for its state in its first step; its other results come from arithmetic.
+made, or copies it where something else shares or uses it (torch/csrc/autograd/functions/accumulate_grad.h). To
+`torch.autograd.grad` it returns the gradient instead, after the hooks of the tensor (torch/csrc/autograd/engine.cpp). A
+custom function that computes the gradient of a weight in its own forward, as fused losses do, makes it like the weight.
+An optimizer fills or copies tensors for its state in its first step; its other results come from arithmetic.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class GpuStorages(Ledger):
         self.order = StreamOrder(lambda: len(self.events))
         self.collectives: list[Collective] = []
         self.host_memory = HostMemory()
-        self.backward_queue = BackwardQueue(self.aside)
+        self.backward_queue = BackwardQueue(self.aside, self.mark_gradient)
         self.likely_state: set[int] | None = None
         """Storages that an optimizer's first step has made, as far as they look like its state; else `None`."""
         self.has_state: Callable[[], bool] = lambda: False
@@ -187,14 +188,21 @@ class GpuStorages(Ledger):
     def _follow_clues(self, func: Any, args: Any, result: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             variable = _parameter_of_first_gradient(func)
-            if variable is not None:  # a parameter, or the whole one of a sharded one
-                owner = next(iter(plain_tensors(variable)))
-                self.mark_unowned(owner)
-                role, index = _GRADIENTS.get(self._role_of(owner)), self.index_of(result)
-                if role is not None and index >= 0 and self.rows[index].role in ("temporary", "activation"):
-                    self.rows[index].role = role
+            if variable is not None:
+                self.mark_gradient(variable, result)
         elif _is_gradient_of_own_forward(func, args, result) and self._role_of(args[0]) == "parameter":
             self.mark(result, "gradient")
+
+    def mark_gradient(self, variable: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Mark what autograd hands to `variable`, if that is a parameter, or the whole one of a sharded one."""
+        owner = next(iter(plain_tensors(variable)))
+        self.mark_unowned(owner)
+        role = _GRADIENTS.get(self._role_of(owner))
+        if role is None:
+            return
+        for index in map(self.index_of, plain_tensors(gradient)):
+            if index >= 0 and self.rows[index].role in ("temporary", "activation"):
+                self.rows[index].role = role
 
     def _role_of(self, tensor: torch.Tensor) -> Role:
         index = self.index_of(tensor)
