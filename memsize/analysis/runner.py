@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -31,13 +32,13 @@ from memsize.records.finding import join_names
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.trace import StoredTensor, Trace
 from memsize.spec.model_request import Call
-from memsize.spec.scenario import SCENARIOS, Scenario
+from memsize.spec.scenario import SCENARIOS, CompileMode, Scenario
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import forget_run, undisturbed
 from memsize.tracing.ddp import buckets_of
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleCallRecorder
-from memsize.tracing.run import GpuSetup, Setup, give_shapes
+from memsize.tracing.run import GpuSetup, Run, Setup, give_shapes
 from memsize.workloads import Forward, Proof, Workload, kept_for_backward
 
 _CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
@@ -299,6 +300,7 @@ class Runner:
             precision=recipe.precision,
             gpu=GpuSetup(self.gpu.capability, workspaces(self.gpu, self.plans, self.stack), self.stack),
             buckets=buckets_of(self.model),
+            compiled=None if scenario.compile is None else _compiled(scenario.compile, self.gpu),
         )
 
     def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:
@@ -356,6 +358,13 @@ def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) 
         convolutions=ConvolutionWorkspaces.on(plans) if plans else None,
         keeps_lt=keeps_cublaslt_workspace(version),
     )
+
+
+def _compiled(mode: CompileMode, gpu: Card) -> Callable[[Run], AbstractContextManager[None]]:
+    """The region in which a run's model is compiled. The compiler is imported here: that takes as long as torch."""
+    from memsize.compile.region import compiled_model
+
+    return partial(compiled_model, mode=mode, capability=gpu.capability)
 
 
 def own_autocast(model: nn.Module) -> str | None:

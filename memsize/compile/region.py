@@ -1,0 +1,78 @@
+"""The region in which `torch.compile` compiles the code of a run.
+
+Dynamo runs on the run's own stand-ins, and breaks graphs where it would. While it traces, PyTorch's functions are the
+originals, by whose identity it knows them.
+
+Source: torch/_dynamo/convert_frame.py (`CatchErrorsWrapper`), torch/_dynamo/trace_rules.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch._dynamo as dynamo
+import torch._dynamo.config as dynamo_config
+from torch._dynamo import trace_rules
+from torch._dynamo.convert_frame import CatchErrorsWrapper
+
+from memsize.compile.backend import Compiler
+from memsize.processes.patches import Patch, wrapping
+from memsize.processes.simulation import open_simulation
+from memsize.spec.scenario import CompileMode
+from memsize.tracing.overrides import Compiles, suspended_overrides
+from memsize.tracing.run import Run
+
+_PACKAGE: Final = f"{Path(__file__).parents[1]}/"
+_CONSTANTS: Final = "is_autocast_enabled get_autocast_dtype is_autocast_available"
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """While open, functions and modules that were compiled are compiled; afterwards nothing of it is left."""
+    trace_rules.SKIP_DIRS.append(_PACKAGE)
+    trace_rules._recompile_re()
+    patches: list[Patch] = [wrapping(CatchErrorsWrapper, "__call__", _without_overrides)]
+    try:
+        with open_simulation() as simulation, simulation.with_part(Compiles, Compiles()):
+            with simulation.patches.applied(patches), dynamo_config.patch(_SETTINGS):
+                yield
+    finally:
+        trace_rules.SKIP_DIRS.remove(_PACKAGE)
+        trace_rules._recompile_re()
+        dynamo.reset()
+
+
+_SETTINGS: Final[dict[str, Any]] = {}
+
+
+def _without_overrides(original: Callable[..., Any], *args: Any) -> Any:
+    with suspended_overrides():
+        return original(*args)
+
+
+def _guarded(guards: Sequence[Any]) -> list[bool]:
+    """Leave out guards on PyTorch's own functions, in whose place others stand while the code runs."""
+    return [not (guard.has_value and _is_function_of_torch(guard.value)) for guard in guards]
+
+
+def _is_function_of_torch(value: object) -> bool:
+    return callable(value) and (getattr(value, "__module__", None) or "").partition(".")[0] in ("torch", "builtins")
+
+
+@contextmanager
+def compiled_model(run: Run, mode: CompileMode, capability: tuple[int, int]) -> Iterator[None]:
+    """Compile the calls of the model of `run` while open, as its method `compile` does."""
+    model = run.setup.model
+    with compiling():
+        options = {"guard_filter_fn": _guarded}
+        vars(model)["_call_impl"] = torch.compile(
+            model._call_impl, backend=Compiler(capability, run.note), options=options
+        )
+        try:
+            yield
+        finally:
+            del vars(model)["_call_impl"]
