@@ -9,7 +9,7 @@ codegen/triton.py (`TritonKernel.call_kernel`), codegen/wrapper.py, torch/_dynam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -27,8 +27,9 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 
+from memsize.compile.bindings import without_driver
 from memsize.compile.origins import Origins
-from memsize.processes.patches import Patch, Patches, calling
+from memsize.processes.patches import Patch, Patches
 
 _MULTIPROCESSORS: Final = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 142, (9, 0): 132, (10, 0): 148}
 """By compute capability, of its largest card (NVIDIA's data sheets of V100, T4, A100, A10, L40, H100, B200)."""
@@ -173,7 +174,7 @@ def planning(capability: tuple[int, int]) -> Iterator[None]:
         (torch.cuda, "get_device_properties", lambda *_: properties),
         (torch.cuda, "get_device_capability", lambda *_: (properties.major, properties.minor)),
         (GraphLowering, "_compile_to_module", _unloaded),
-        *((torch.Tensor, name, calling(_through(op), getattr(torch.Tensor, name))) for name, op in _GUARDED.items()),
+        *without_driver(),
     ]
     try:
         device_interface.get_registered_device_interfaces()
@@ -187,23 +188,6 @@ def planning(capability: tuple[int, int]) -> Iterator[None]:
             registry.clear()
             registry.update(entries)
         DeviceProperties.create.cache_clear()
-
-
-_GUARDED: Final = {
-    "__invert__": torch.ops.aten.bitwise_not,
-    "contiguous": torch.ops.aten.contiguous,
-    "copy_": torch.ops.aten.copy_,
-    "nonzero": torch.ops.aten.nonzero,
-}
-"""Methods whose Python binding first makes the tensor's device the current one, which needs a driver, and the operators
-that they call (torch/csrc/autograd, python_variable_methods.cpp)."""
-
-
-def _through(op: Any) -> Callable[..., Any]:
-    def called(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (op if tensor.device.type == "cuda" else original)(tensor, *args, **kwargs)
-
-    return called
 
 
 _SETTINGS: Final = {

@@ -18,6 +18,7 @@ import torch._dynamo as dynamo
 import torch._dynamo.config as dynamo_config
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memsize.compile.backend import Compiler
 from memsize.processes.patches import Patch, wrapping
@@ -35,7 +36,10 @@ def compiling() -> Iterator[None]:
     """While open, functions and modules that were compiled are compiled; afterwards nothing of it is left."""
     trace_rules.SKIP_DIRS.append(_PACKAGE)
     trace_rules._recompile_re()
-    patches: list[Patch] = [wrapping(CatchErrorsWrapper, "__call__", _without_overrides)]
+    patches: list[Patch] = [
+        wrapping(CatchErrorsWrapper, "__call__", _without_overrides),
+        wrapping(FakeTensorMode, "__init__", _accepting),
+    ]
     try:
         with open_simulation() as simulation, simulation.with_part(Compiles, Compiles()):
             with simulation.patches.applied(patches), dynamo_config.patch(_SETTINGS):
@@ -52,6 +56,11 @@ _SETTINGS: Final[dict[str, Any]] = {}
 def _without_overrides(original: Callable[..., Any], *args: Any) -> Any:
     with suspended_overrides():
         return original(*args)
+
+
+def _accepting(original: Callable[..., None], mode: FakeTensorMode, **options: Any) -> None:
+    """``torch.tensor([1], device="meta")`` makes its tensor below the dispatcher, and so no fake."""
+    original(mode, **{**options, "allow_non_fake_inputs": True})
 
 
 def _guarded(guards: Sequence[Any]) -> list[bool]:
