@@ -8,6 +8,7 @@ Source: torch/_dynamo/convert_frame.py (`CatchErrorsWrapper`), torch/_dynamo/tra
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memsize.compile.backend import Compiler
 from memsize.processes.patches import Patch, wrapping
-from memsize.processes.simulation import open_simulation
+from memsize.processes.simulation import current, open_simulation
 from memsize.spec.scenario import CompileMode
 from memsize.tracing.overrides import Compiles, suspended_overrides
 from memsize.tracing.run import Run
@@ -55,7 +56,24 @@ _SETTINGS: Final[dict[str, Any]] = {}
 
 def _without_overrides(original: Callable[..., Any], *args: Any) -> Any:
     with suspended_overrides():
-        return original(*args)
+        result = original(*args)
+    if (simulation := current()) and (compiles := simulation.get(Compiles)) and result.guarded_code is not None:
+        compiles.leaves_cycles = True
+    return result
+
+
+def _collected(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Collect what tracing leaves: cycles that hold the values of frames, which the paused collector would keep."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if (simulation := current()) and (compiles := simulation.get(Compiles)) and compiles.leaves_cycles:
+                compiles.leaves_cycles = False
+                gc.collect()
+
+    return call
 
 
 def _accepting(original: Callable[..., None], mode: FakeTensorMode, **options: Any) -> None:
@@ -78,9 +96,8 @@ def compiled_model(run: Run, mode: CompileMode, capability: tuple[int, int]) -> 
     model = run.setup.model
     with compiling():
         options = {"guard_filter_fn": _guarded}
-        vars(model)["_call_impl"] = torch.compile(
-            model._call_impl, backend=Compiler(capability, run.note), options=options
-        )
+        compiled = torch.compile(model._call_impl, backend=Compiler(capability, run.note), options=options)
+        vars(model)["_call_impl"] = _collected(compiled)
         try:
             yield
         finally:

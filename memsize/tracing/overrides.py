@@ -65,6 +65,9 @@ def override_imported() -> None:
 class Compiles:
     """A part of simulations in which code that the user compiles is compiled."""
 
+    leaves_cycles = False
+    """Whether something was traced since the last collection."""
+
 
 def compiles() -> bool:
     """Whether `torch.compile` compiles in this thread's simulation."""
