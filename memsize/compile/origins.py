@@ -39,7 +39,7 @@ class Origins:
 
     def number(self, nodes: Iterable[Node]) -> int:
         """The number of the origin of a buffer that is made of the results of `nodes`."""
-        last = max(nodes, key=self._position, default=None)
+        last = max(nodes, key=lambda node: (bool(_modules(node)), self._position(node)), default=None)
         return self._numbers.setdefault(Origin() if last is None else origin_of(last), len(self._numbers))
 
     def listed(self) -> list[Origin]:
@@ -55,16 +55,18 @@ class Origins:
 def origin_of(node: Node) -> Origin:
     """The operation, module and line of a node of a graph that AOTAutograd traced."""
     packet = getattr(node.target, "overloadpacket", node.target)
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    innermost = next(reversed(stack.values()), ("",))[0]
+    innermost = next(reversed(_modules(node).values()), ("",))[0]
     return Origin(getattr(packet, "__name__", str(packet)), module_path(innermost), _line(node))
 
 
+def _modules(node: Node) -> dict[str, Any]:
+    """The modules that ran where the node was traced, or, in a backward, its forward."""
+    return node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+
+
 def module_path(text: str) -> str:
-    """``blocks.0.mlp`` from Dynamo's ``L['self']._modules['blocks']._modules['0'].mlp``."""
-    parts = [part for part in _SEPARATORS.split(text.replace("getattr(", "")) if part]
-    parts = parts[1:] if parts[:1] == ["L"] else parts
-    return ".".join(parts[1:] if parts[:1] in (["self"], ["fn"]) else parts)
+    """``blocks.0.mlp`` from Dynamo's ``L['self']._modules['blocks']._modules['0'].mlp``, whatever `self` is called."""
+    return ".".join([part for part in _SEPARATORS.split(text) if part][2:])
 
 
 def _line(node: Node) -> tuple[str, int] | None:
