@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from copy import copy
@@ -122,7 +123,7 @@ class Runner:
         make = partial(self._setup, scenario, batch_size, resized, edits)
         options = {"batch_size": batch_size, "resized": resized, "edits": edits}
         try:
-            proof = None if self.whole or self.execute else getattr(workload, "proof", None)
+            proof = None if self.whole or self.execute or scenario.compile else getattr(workload, "proof", None)
             if proof is not None and workload == proof.workload and proof.kind not in self._proofs:
                 # A single run takes no longer than its proof, and may be that of the runs that follow.
                 trace = self._run(workload, make, scenario, listener)
@@ -362,7 +363,9 @@ def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) 
 
 def _compiled(mode: CompileMode, gpu: Card) -> Callable[[Run], AbstractContextManager[None]]:
     """The region in which a run's model is compiled. The compiler is imported here: that takes as long as torch."""
-    from memsize.compile.region import compiled_model
+    with warnings.catch_warnings():  # PyTorch's own modules use what PyTorch deprecates
+        warnings.simplefilter("ignore")
+        from memsize.compile.region import compiled_model
 
     return partial(compiled_model, mode=mode, capability=gpu.capability)
 

@@ -9,6 +9,7 @@ Source: torch/_dynamo/convert_frame.py (`CatchErrorsWrapper`), torch/_dynamo/tra
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any, Final
 
 import torch
 import torch._dynamo as dynamo
-import torch._dynamo.config as dynamo_config
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,7 +29,6 @@ from memsize.tracing.overrides import Compiles, suspended_overrides
 from memsize.tracing.run import Run
 
 _PACKAGE: Final = f"{Path(__file__).parents[1]}/"
-_CONSTANTS: Final = "is_autocast_enabled get_autocast_dtype is_autocast_available"
 
 
 @contextmanager
@@ -43,7 +42,7 @@ def compiling() -> Iterator[None]:
     ]
     try:
         with open_simulation() as simulation, simulation.with_part(Compiles, Compiles()):
-            with simulation.patches.applied(patches), dynamo_config.patch(_SETTINGS):
+            with simulation.patches.applied(patches), _quiet():
                 yield
     finally:
         trace_rules.SKIP_DIRS.remove(_PACKAGE)
@@ -51,7 +50,25 @@ def compiling() -> Iterator[None]:
         dynamo.reset()
 
 
-_SETTINGS: Final[dict[str, Any]] = {}
+_RULES: Final = (
+    "compiled by the rules of PyTorch {}: what torch.compile recomputes, fuses and reuses differs between releases, and "
+    "its choices by measured times are not made here"
+)
+_LOGGERS: Final = ("torch._dynamo", "torch._functorch", "torch._inductor")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out the compiler's warnings: they are about speed on a GPU that isn't there."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _without_overrides(original: Callable[..., Any], *args: Any) -> Any:
@@ -95,6 +112,7 @@ def compiled_model(run: Run, mode: CompileMode, capability: tuple[int, int]) -> 
     """Compile the calls of the model of `run` while open, as its method `compile` does."""
     model = run.setup.model
     with compiling():
+        run.note(_RULES.format(torch.__version__.partition("+")[0]))
         options = {"guard_filter_fn": _guarded}
         compiled = torch.compile(model._call_impl, backend=Compiler(capability, run.note), options=options)
         vars(model)["_call_impl"] = _collected(compiled)

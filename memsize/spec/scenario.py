@@ -93,6 +93,23 @@ def select(names: str | Iterable[str] | None) -> tuple[Scenario, ...]:
     return scenarios + tuple(scenario for name, scenario in named.items() if name not in SCENARIOS)
 
 
+def selected(names: str | Iterable[str] | None, compile: bool, usual: str | Iterable[str] | None = None) -> tuple[Scenario, ...]:
+    """The scenarios that `names` asks for, as `select` does, or else `usual`; with `compile` each is followed by itself
+    compiled, and where no names are given the model is shown as it is: each scenario is compiled anew.
+    """
+    if not compile:
+        return select(usual if names is None else names)
+    chosen = select("as-given" if names is None else names)
+    return tuple(s for one in chosen for s in ((one,) if one.compile else (one, compiled_from(one))))
+
+
+def refuse_compiled(scenarios: Iterable[Scenario], purpose: str) -> None:
+    """Raise `ScenarioError` where one of `scenarios` is compiled: its figures for `purpose` are not predicted."""
+    for scenario in scenarios:
+        if scenario.compile:
+            raise ScenarioError(f"{scenario.name}: compiled code is not predicted for {purpose}")
+
+
 def scenario_named(name: str) -> Scenario:
     """The scenario called `name`; raises `ScenarioError` with the nearest names when there is none."""
     if name in SCENARIOS:
