@@ -1,2 +1,1 @@
-"""Code that `torch.compile` compiles, by PyTorch's own compiler on a machine without a GPU: what the compiled code would
-allocate, reuse and free."""
+"""What code that `torch.compile` compiles would allocate, reuse and free, by PyTorch's own compiler without a GPU."""

@@ -15,6 +15,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx
 from torch.fx import GraphModule, Interpreter
 
+from memsize.compile.decompositions import cuda_decompositions
 from memsize.compile.devices import CPU, CUDA, META, Move
 from memsize.compile.gpu import planning
 from memsize.kernels.semantics import current, switched_on
@@ -38,7 +39,9 @@ class Compiler:
         move = Move(CPU)
         with planning(self._capability), _tracing():
             moved = [move.value(fake) for fake in _fakes(module, inputs)]
-            return compile_fx.compile_fx(move.graph(module), moved, inner_compile=self._lower, **options)
+            return compile_fx.compile_fx(
+                move.graph(module), moved, inner_compile=self._lower, decompositions=cuda_decompositions(), **options
+            )
 
     def _lower(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Lower one graph of the partition."""
@@ -58,8 +61,8 @@ def _fakes(module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
 
 _UNLOWERED = (
-    "a compiled graph could not be lowered here ({}): it is run operation by operation, so that the figure lies between "
-    "that of compiled and of uncompiled code"
+    "a compiled graph could not be lowered here ({}): what it keeps for backward is that of compiled code, but its "
+    "operations run one by one, unfused: the real peak may be lower"
 )
 
 

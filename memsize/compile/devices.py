@@ -72,4 +72,3 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) 
     if tensor.requires_grad:
         fake.requires_grad_()
     return fake
-

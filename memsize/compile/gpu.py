@@ -158,7 +158,8 @@ class PlannedWrapper(PythonWrapperCodegen):
 
 
 def _here(buffer: Any) -> str:
-    return f"here({Origins.of(V.graph).number(getattr(buffer, 'origins', ()))})"
+    number = Origins.of(V.graph).number(getattr(buffer, "origins", ()), isinstance(buffer, ir.ExternKernel))
+    return f"here({number})"
 
 
 @contextmanager

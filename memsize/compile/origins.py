@@ -37,9 +37,10 @@ class Origins:
         origins: Origins = vars(graph).setdefault("memsize_origins", Origins())
         return origins
 
-    def number(self, nodes: Iterable[Node]) -> int:
-        """The number of the origin of a buffer that is made of the results of `nodes`."""
-        last = max(nodes, key=lambda node: (bool(_modules(node)), self._position(node)), default=None)
+    def number(self, nodes: Iterable[Node], is_extern: bool = False) -> int:
+        """The number of the origin of a buffer that is made of the results of `nodes`, the last of which counts; of a
+        fused kernel's, the last whose module is known."""
+        last = max(nodes, key=lambda n: (is_extern or bool(_modules(n)), self._position(n)), default=None)
         return self._numbers.setdefault(Origin() if last is None else origin_of(last), len(self._numbers))
 
     def listed(self) -> list[Origin]:

@@ -41,9 +41,13 @@ def compiling() -> Iterator[None]:
         wrapping(FakeTensorMode, "__init__", _accepting),
     ]
     try:
-        with open_simulation() as simulation, simulation.with_part(Compiles, Compiles()):
-            with simulation.patches.applied(patches), _quiet():
-                yield
+        with (
+            open_simulation() as simulation,
+            simulation.with_part(Compiles, Compiles()),
+            simulation.patches.applied(patches),
+            _quiet(),
+        ):
+            yield
     finally:
         trace_rules.SKIP_DIRS.remove(_PACKAGE)
         trace_rules._recompile_re()
@@ -51,8 +55,8 @@ def compiling() -> Iterator[None]:
 
 
 _RULES: Final = (
-    "compiled by the rules of PyTorch {}: what torch.compile recomputes, fuses and reuses differs between releases, and "
-    "its choices by measured times are not made here"
+    "compiled by the rules of PyTorch {}: what torch.compile recomputes, fuses and reuses differs between releases; "
+    "choices that it makes by measured times are left out"
 )
 _LOGGERS: Final = ("torch._dynamo", "torch._functorch", "torch._inductor")
 

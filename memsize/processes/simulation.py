@@ -204,7 +204,7 @@ class ThreadPatches:
     def suspended(self) -> Iterator[None]:
         """Restore the originals while open, in all threads."""
         simulation = running()
-        if simulation is None or not simulation.regions[self]:
+        if simulation is None or not simulation.patches.of(self):  # also inside itself
             yield
             return
         simulation.patches.restore(self)

@@ -93,7 +93,9 @@ def select(names: str | Iterable[str] | None) -> tuple[Scenario, ...]:
     return scenarios + tuple(scenario for name, scenario in named.items() if name not in SCENARIOS)
 
 
-def selected(names: str | Iterable[str] | None, compile: bool, usual: str | Iterable[str] | None = None) -> tuple[Scenario, ...]:
+def selected(
+    names: str | Iterable[str] | None, compile: bool, usual: str | Iterable[str] | None = None
+) -> tuple[Scenario, ...]:
     """The scenarios that `names` asks for, as `select` does, or else `usual`; with `compile` each is followed by itself
     compiled, and where no names are given the model is shown as it is: each scenario is compiled anew.
     """
@@ -123,7 +125,7 @@ def scenario_named(name: str) -> Scenario:
 
 
 def compiled_from(scenario: Scenario, mode: str = "default") -> Scenario:
-    """The scenario in which calls of the model of `scenario` are compiled; raises `ScenarioError` for an unknown mode."""
+    """The scenario in which calls of the model are compiled; raises `ScenarioError` for an unknown mode."""
     if mode not in get_args(CompileMode):
         raise UnknownScenarioError("compile mode", mode, get_args(CompileMode))
     suffix = COMPILED if mode == "default" else f"{COMPILED}:{mode}"
