@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
+from typing import Final, Literal, cast, get_args
 
 from memsize.errors import ScenarioError, UnknownScenarioError
 
@@ -130,7 +130,7 @@ def compiled_from(scenario: Scenario, mode: str = "default") -> Scenario:
         raise UnknownScenarioError("compile mode", mode, get_args(CompileMode))
     suffix = COMPILED if mode == "default" else f"{COMPILED}:{mode}"
     title = f"{scenario.title}, compiled by torch.compile"
-    return replace(scenario, name=f"{scenario.name}{suffix}", title=title, compile=mode)
+    return replace(scenario, name=f"{scenario.name}{suffix}", title=title, compile=cast("CompileMode", mode))
 
 
 def quantized_from(scenario: Scenario, name: str) -> Scenario:
