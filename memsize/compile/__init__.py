@@ -1,1 +1,1 @@
-"""What code that `torch.compile` compiles would allocate, reuse and free, by PyTorch's own compiler without a GPU."""
+"""The memory of code that `torch.compile` compiles, by PyTorch's own compiler without a GPU."""

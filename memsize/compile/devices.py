@@ -17,7 +17,7 @@ CUDA: Final = torch.device("cuda", 0)
 META: Final = torch.device("meta")
 CPU: Final = torch.device("cpu")
 _VALUES: Final = ("val", "example_value")
-"""Where a node keeps its fake results."""
+"""The names under which a node keeps its fake results."""
 
 
 class Move:

@@ -48,7 +48,7 @@ class _Region:
                 return call(args)
 
     def here(self, number: int) -> None:
-        """What is allocated from now on comes from the origin of this number."""
+        """Attribute all following allocations to the origin of this number."""
         origin, ledger = self._origins[number], _ledger()
         self._op = origin.op
         if ledger is not None:

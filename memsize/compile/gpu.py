@@ -203,7 +203,7 @@ _SETTINGS: Final = {
 
 
 class Planned:
-    """What takes the place of the module that Inductor loads: the plan to run."""
+    """The plan to run, in the place of the module that Inductor loads."""
 
     __file__ = "<memsize>"
     runner = None

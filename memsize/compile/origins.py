@@ -1,4 +1,4 @@
-"""Where the buffers of a compiled graph come from: the module, the line and the operation of each."""
+"""The module, the line and the operation that each buffer of a compiled graph comes from."""
 
 from __future__ import annotations
 

@@ -365,7 +365,7 @@ class Ledger(MetaDispatchMode):
             clock.layer, clock.pinned, self.line = before
 
     def move_to(self, path: str, line: tuple[str, int] | None) -> None:
-        """What compiled code does from now on belongs to the module of this `path` and to this line of a forward."""
+        """Attribute what compiled code does next to the module of this `path` and to this line of a forward."""
         clock = self.clock
         clock.layer = clock.pinned = self.paths.get(path, clock.layer)
         is_known = line is not None and not clock.backward
