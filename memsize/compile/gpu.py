@@ -133,7 +133,8 @@ class PlannedWrapper(PythonWrapperCodegen):
     @staticmethod
     def create(*args: Any, **kwargs: Any) -> Any:
         is_subgraph = args[0] if args else kwargs["is_subgraph"]
-        return PythonWrapperCodegen.create(*args, **kwargs) if is_subgraph else PlannedWrapper()
+        wrapper: Any = PlannedWrapper
+        return PythonWrapperCodegen.create(*args, **kwargs) if is_subgraph else wrapper()
 
     def codegen_device_guard_enter(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -145,16 +146,20 @@ class PlannedWrapper(PythonWrapperCodegen):
         return f"{_here(buffer)}; {super().make_buffer_allocation(buffer)}"
 
     def generate_extern_kernel_out(self, node: ir.ExternKernelOut) -> None:
-        self.writeline(_here(node))
+        _writes(self, node)
         super().generate_extern_kernel_out(node)
 
     def generate_extern_kernel_alloc(self, node: ir.ExternKernelAlloc) -> None:
-        self.writeline(_here(node))
+        _writes(self, node)
         super().generate_extern_kernel_alloc(node)
 
     def generate_fallback_kernel(self, node: ir.FallbackKernel) -> None:
-        self.writeline(_here(node))
+        _writes(self, node)
         super().generate_fallback_kernel(node)
+
+
+def _writes(wrapper: Any, node: Any) -> None:
+    wrapper.writeline(_here(node))
 
 
 def _here(buffer: Any) -> str:
@@ -167,8 +172,9 @@ def planning(capability: tuple[int, int]) -> Iterator[None]:
     """While open, Inductor compiles graphs on `CUDA` for a GPU of this capability, and writes no kernels."""
     properties = GpuProperties.of(capability)
     common.init_backend_registration()
-    interfaces = device_interface.device_interfaces
-    before = dict(interfaces), dict(common.device_codegens)
+    interfaces: Any = device_interface.device_interfaces
+    codegens: Any = common.device_codegens
+    before = dict(interfaces), dict(codegens)
     names = dict.fromkeys(("cuda", "cuda:0"), _interface(properties))
     patches: list[Patch] = [
         (inductor_scheduler, "has_triton", lambda: True),
@@ -185,7 +191,7 @@ def planning(capability: tuple[int, int]) -> Iterator[None]:
         with Patches().applied(patches), inductor_config.patch(_SETTINGS):
             yield
     finally:
-        for registry, entries in zip((interfaces, common.device_codegens), before, strict=True):
+        for registry, entries in zip((interfaces, codegens), before, strict=True):
             registry.clear()
             registry.update(entries)
         DeviceProperties.create.cache_clear()

@@ -117,7 +117,7 @@ def compiled_model(run: Run, mode: CompileMode, capability: tuple[int, int]) -> 
     model = run.setup.model
     with compiling():
         run.note(_RULES.format(torch.__version__.partition("+")[0]))
-        options = {"guard_filter_fn": _guarded}
+        options: dict[str, Any] = {"guard_filter_fn": _guarded}
         compiled = torch.compile(model._call_impl, backend=Compiler(capability, run.note), options=options)
         vars(model)["_call_impl"] = _collected(compiled)
         try:

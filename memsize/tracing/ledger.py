@@ -115,7 +115,7 @@ class Ledger(MetaDispatchMode):
         self._numbers: dict[Lines, int] = {}
         """The position in `lines` of each line."""
         self._saved: list[weakref.ref[SavedTensor]] = []
-        self.paths: Mapping[str, int] = {}
+        self.layer_of_path: Mapping[str, int] = {}
         """The layers by the paths of their modules."""
         self._compiled: set[int] = set()
         """Storages that compiled code made, whose own layers and lines are known."""
@@ -367,7 +367,7 @@ class Ledger(MetaDispatchMode):
     def move_to(self, path: str, line: tuple[str, int] | None) -> None:
         """Attribute what compiled code does next to the module of this `path` and to this line of a forward."""
         clock = self.clock
-        clock.layer = clock.pinned = self.paths.get(path, clock.layer)
+        clock.layer = clock.pinned = self.layer_of_path.get(path, clock.layer)
         is_known = line is not None and not clock.backward
         self.line = self._numbers.setdefault((line,), len(self._numbers)) if line and is_known else -1
 
