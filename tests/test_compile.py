@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._ordered_set import OrderedSet
 
 import memsize
 from memsize.records.aggregates import alive, live_bytes, totals
@@ -202,3 +203,37 @@ def test_fit_finds_the_larger_batch_of_compiled_code() -> None:
 def test_what_is_not_predicted_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(memsize.MemsizeError, match="compiled code is not predicted for"):
         memsize.timeline(Gelus(), input_size=(32, 64), train="sgd", compile=True, **options)
+
+
+@contextmanager
+def estimates() -> Iterator[list[int]]:
+    """The peak of each graph's own buffers, as Inductor's scheduler estimates it, in the order of compilation."""
+    from torch._inductor import memory
+    from torch._inductor.graph import GraphLowering
+
+    peaks: list[int] = []
+    original = GraphLowering._update_scheduler
+
+    def updated(graph: Any) -> None:
+        original(graph)
+        nodes, outputs = graph.scheduler.nodes, OrderedSet(graph.get_output_names())
+        freeable = memory.get_freeable_input_buf(nodes, OrderedSet(graph.graph_inputs))
+        peaks.append(memory.estimate_peak_memory(nodes, freeable, outputs)[0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphLowering, "_update_scheduler", updated)
+        yield peaks
+
+
+@pytest.mark.parametrize("scenario", ["fp32", "amp-bf16"])
+@pytest.mark.parametrize("model", [Gelus, Attention])
+def test_the_forward_peaks_where_inductor_says(model: Any, scenario: str) -> None:
+    """The estimate knows no buffer that is written in place."""
+    import torch._inductor.config as config
+
+    with estimates() as peaks, config.patch(inplace_buffers=False):
+        trace = traced(model(), scenario + COMPILED)
+    forward = trace.phases.index("forward 1")
+    own = [e for e in trace.events if e.phase == forward and trace.storages[e.storage].role != "workspace"]
+    seeds = 2 * 8  # of the attention's dropout, which memory-efficient attention without dropout leaves on the CPU
+    assert peaks[0] - max(live_bytes(own)) == (seeds if model is Attention and scenario == "fp32" else 0)
