@@ -132,6 +132,7 @@ def fit(
     budget: str | int | None = None,
     margin: str | int = "0",
     scenarios: str | Iterable[str] | None = None,
+    compile: bool = False,
     train: Training | str | Callable[[Any], Any] | None = None,
     loss: str | Callable[[Any], Any] | None = None,
     gradient_accumulation_steps: int = 1,
@@ -272,6 +273,7 @@ def report(
     allocator: AllocatorConfig | str | None = None,
     execute: bool = False,
     scenarios: str | Iterable[str] | None = None,
+    compile: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Report: ...
 def run(
@@ -358,6 +360,7 @@ def timeline(
     allocator: AllocatorConfig | str | None = None,
     execute: bool = False,
     scenario: str = "as-given",
+    compile: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Timeline: ...
 def trace(
@@ -389,6 +392,7 @@ def trace(
     allocator: AllocatorConfig | str | None = None,
     execute: bool = False,
     scenario: str = "as-given",
+    compile: bool = False,
     step: Callable[..., Any] | None = None,
     world: World | None = None,
 ) -> StepTrace: ...

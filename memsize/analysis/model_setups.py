@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -27,12 +29,12 @@ from memsize.records.finding import join_names
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.trace import StoredTensor, Trace
 from memsize.spec.model_request import Call
-from memsize.spec.scenario import Scenario
+from memsize.spec.scenario import CompileMode, Scenario
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import undisturbed
 from memsize.tracing.ddp import buckets_of
 from memsize.tracing.ledger import Workspaces
-from memsize.tracing.run import GpuSetup, Setup, give_shapes
+from memsize.tracing.run import GpuSetup, Run, Setup, give_shapes
 from memsize.workloads import kept_for_backward
 
 _CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
@@ -121,6 +123,7 @@ class ModelSetups:
             precision=recipe.precision,
             gpu=GpuSetup(self.gpu.capability, workspaces(self.gpu, self.plans, self.stack), self.stack),
             buckets=buckets_of(self.model),
+            compiled=None if scenario.compile is None else _compiled(scenario.compile, self.gpu),
             stored=partial(self._stored_tensors, storage_key(scenario)) if is_shared else stored_tensors,
         )
 
@@ -193,6 +196,15 @@ def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) 
         convolutions=ConvolutionWorkspaces.on(plans) if plans else None,
         keeps_lt=keeps_cublaslt_workspace(version),
     )
+
+
+def _compiled(mode: CompileMode, gpu: Card) -> Callable[[Run], AbstractContextManager[None]]:
+    """The region in which a run's model is compiled. The compiler is imported here: that takes as long as torch."""
+    with warnings.catch_warnings():  # PyTorch's own modules use what PyTorch deprecates
+        warnings.simplefilter("ignore")
+        from memsize.compile.region import compiled_model
+
+    return partial(compiled_model, mode=mode, capability=gpu.capability)
 
 
 def own_autocast(model: nn.Module) -> str | None:

@@ -107,7 +107,7 @@ class Runner(ModelSetups):
         `ScenarioError` or `ForwardError` where no run is possible.
         """
         request = _RunRequest(workload, scenario, batch_size, resized, edits)
-        proof = None if self.whole or self.execute else workload.proof
+        proof = None if self.whole or self.execute or scenario.compile else workload.proof
         try:
             if proof is None:
                 return self._run(request, listener)

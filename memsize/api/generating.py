@@ -15,7 +15,7 @@ from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.generation import GENERATED, SERVED, Generation
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.requests import GenerateRequest, ServeRequest
-from memsize.spec.scenario import select
+from memsize.spec.scenario import refuse_compiled, select
 
 if TYPE_CHECKING:
     from memsize.records.generation import GenerationReport
@@ -45,6 +45,7 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
     model, gpu, report_progress = replace(request.model, mode="eval"), request.gpu, progress or (lambda _: None)
     where, allocator = card(gpu.name or DEFAULT_GPU), AllocatorConfig.of(gpu.allocator, gpu.releases.release)
     scenarios = select(GENERATED if request.scenarios is None else request.scenarios)
+    refuse_compiled(scenarios, "generations")
     lengths, sizes = sorted(set(_counts(request.prompt, "prompts"))), _counts(request.batch_size, "batches")
     generations = [replace(request.generation, prompt=length, draft=request.draft) for length in lengths]
     _check(generations[0], sizes, own_step=request.step is not None)
@@ -121,6 +122,7 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
     """
     model, gpu, report_progress = replace(request.model, mode="eval"), request.gpu, progress or (lambda _: None)
     where, scenarios = card(gpu.name or DEFAULT_GPU), select(SERVED if request.scenarios is None else request.scenarios)
+    refuse_compiled(scenarios, "servers")
     if request.serving.tensor_parallel_size > 1:
         model = _one_of(request.serving.tensor_parallel_size, model, report_progress)
     with model_of(model, report_progress, where.name) as loaded:

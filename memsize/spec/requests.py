@@ -60,6 +60,10 @@ def _execute() -> Any:
     return option(False, "Compute for real, on the CPU: for models with data-dependent control flow.")
 
 
+def _compile(help: str = "Compile the model with torch.compile, and show it beside the model as it is written.") -> Any:
+    return option(False, help)
+
+
 def _jobs(help: str = "Processes that run scenarios side by side.", default: int | None = None) -> Any:
     return option(default, help, flags=("-j", "--jobs"), shown="one per core", least=1)
 
@@ -124,6 +128,7 @@ class ReportRequest(_ModelRun):
     """A report on each byte of a model."""
 
     scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
+    compile: bool = _compile()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +151,7 @@ class TimelineRequest(_ModelRun):
     """Live memory over training steps, or over one inference."""
 
     scenario: str = _scenario()
+    compile: bool = _compile("Compile the model with torch.compile.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +234,7 @@ class FitRequest:
     budget: str | int | None = _budget()
     margin: str | int = _margin()
     scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
+    compile: bool = _compile()
     training: Training | None = part(Training, without=("steps",), **_TRAINING)
     parallel: str | Iterable[str] | None = option(
         None,

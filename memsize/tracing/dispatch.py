@@ -23,7 +23,7 @@ from memsize.known_values.evaluation import SPECIAL, Evaluator
 from memsize.known_values.op_traits import traits_of
 from memsize.known_values.propagation import carry_over, propagate, tell_sign
 from memsize.torch_internals.sparse_tensors import with_parts
-from memsize.tracing.overrides import overridden
+from memsize.tracing.overrides import compiles, overridden
 
 DETACH = torch.ops.aten.detach.default
 _CLONE = torch.ops.aten.clone.default
@@ -76,6 +76,10 @@ class MetaDispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         # The default imports torch._dynamo, which takes as long as importing torch.
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return compiles()
 
     def __init__(self, device: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]

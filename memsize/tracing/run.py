@@ -105,6 +105,8 @@ class RunDevice:
 class Setup:
     """The setup of a run: a copy of the user's model that memsize may run and change, and its arguments.
 
+    `compiled` opens the region in which calls of the model are compiled; None where it runs as it is written.
+
     `name` is what the user calls the model. `precision` is what the scenario does in the run, `gpu` is the GPU to
     simulate, and `buckets` are those of distributed training. `stored` finds the tensors that the model stores. `notes`
     go into the trace. `listener` receives the calls that the run recorded, `ended` the model before globals that its
@@ -126,6 +128,7 @@ class Setup:
     listener: Callable[[ModuleCallRecorder], None] = lambda _: None
     ended: Callable[[nn.Module], None] = lambda _: None
     machine: RunDevice = field(default_factory=RunDevice)
+    compiled: Callable[[Run], AbstractContextManager[Any]] | None = None
 
 
 def stored_only(name: str, model: nn.Module) -> Trace:
@@ -146,6 +149,7 @@ class Run:
         self.ledger = setup.machine.ledger(setup)
         self.ledger.counts = tables
         self.calls = ModuleCallRecorder(setup.model, self.ledger)
+        self.ledger.layer_of_path = {seen.path: index for index, seen in enumerate(self.calls.seen)}
         self._notes: list[str] = []
         if enter:
             self.enter_inputs()
@@ -163,8 +167,9 @@ class Run:
                 torch.set_num_threads(1)
             try:
                 machine = self.setup.machine.regions(self.setup, self.ledger)
+                compiled = () if self.setup.compiled is None else (self.setup.compiled(self),)
                 with exits_caught():
-                    for region in (self.calls.watched(inner), *machine):
+                    for region in (*compiled, self.calls.watched(inner), *machine):
                         regions.enter_context(region)
                     yield
                     regions.close()

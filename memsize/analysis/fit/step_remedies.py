@@ -22,7 +22,7 @@ from memsize.analysis.remedies import Changes, NotApplicable, Remedy
 from memsize.analysis.runner import Edit
 from memsize.spec.adapters import RANK
 from memsize.spec.parallel import Parallel
-from memsize.spec.scenario import SCENARIOS, quantized_from
+from memsize.spec.scenario import COMPILED, SCENARIOS, compiled_from, quantized_from
 from memsize.spec.training import Training, parse_optimizer
 
 _FUSED: Final = ("adam", "adamw", "sgd", "sgd-momentum", "adagrad")
@@ -46,9 +46,10 @@ def remedy(name: str, title: str, cost: str, changes: Changes, apply: Apply, gro
 
 
 def _in_lower_precision(variant: RunVariant, name: str) -> RunVariant:
-    if variant.scenario.name not in ("as-given", "fp32"):
+    if variant.scenario.name.removesuffix(COMPILED) not in ("as-given", "fp32"):
         raise NotApplicable(f"the scenario is {variant.scenario.name} already")
-    return replace(variant, scenario=SCENARIOS[name])
+    other = SCENARIOS[name]
+    return replace(variant, scenario=compiled_from(other) if variant.scenario.compile else other)
 
 
 def _autocast(variant: RunVariant) -> RunVariant:
