@@ -33,6 +33,7 @@ def rules() -> Rules:
         pointwise,
         reductions,
         rnn,
+        sorting,
         sparse,
     )
 

@@ -21,6 +21,7 @@ from memsize.cuda.autocast import autocast_region
 from memsize.errors import ScenarioError, first_line
 from memsize.known_values.toeplitz import cast
 from memsize.model.input_tensors import cast_floating
+from memsize.precision.checkpoint_quantization import CHECKPOINT, quantize_as
 from memsize.precision.layouts import LAYOUTS
 from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
 from memsize.records.trace import StoredTensor, TensorSpec
@@ -162,10 +163,13 @@ def _quantized(model: nn.Module, scenario: Scenario) -> Recipe:
     if layout.startswith(TORCHAO):
         quantized = apply_torchao(model, layout[len(TORCHAO) :])
         return Recipe(model, floating_dtype(model), run_precision(scenario), quantized)
-    if LAYOUTS[layout].packed:
-        # torch.ao converts float32 modules only; the others quantize a model in the dtype it has.
-        model.to(torch.float32)
-    quantized = apply_layout(model, LAYOUTS[layout])
+    if layout.startswith(CHECKPOINT):
+        quantized = quantize_as(model, layout[len(CHECKPOINT) :])
+    else:
+        if LAYOUTS[layout].packed:
+            # torch.ao converts float32 modules only; the others quantize a model in the dtype it has.
+            model.to(torch.float32)
+        quantized = apply_layout(model, LAYOUTS[layout])
     precision = run_precision(
         scenario,
         rewrite=partial(stored_under, quantized=quantized),

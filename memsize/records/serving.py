@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field as attribute
 from operator import attrgetter
-from typing import Any, ClassVar, Final, NamedTuple, TypedDict
+from typing import Any, ClassVar, Final, NamedTuple, NotRequired, TypedDict
 
 from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Cell
@@ -25,8 +25,9 @@ class LayerGroup(NamedTuple):
 
 
 class ServingArguments(TypedDict):
-    """The arguments of a server: `memsize.spec.generation.Serving` by the names that answers have for them."""
+    """The arguments of a server: `memsize.spec.generation.ServerArguments` by the names that answers have for them."""
 
+    server: NotRequired[str]
     utilization: float
     block: int
     batched_tokens: int
@@ -34,6 +35,7 @@ class ServingArguments(TypedDict):
     context: int | None
     tp: int
     kv_dtype: str | None
+    kv_bytes: NotRequired[int | None]
 
 
 class Concurrency(NamedTuple):
@@ -51,10 +53,14 @@ def _requests(count: float) -> str:
     return f"{int(count):,}" if count >= 100 else f"{int(count * 100 + 1e-6) / 100:,.2f}"
 
 
+_NOTHING = Interval(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Paged:
     """A paged cache of `available` bytes: how many `blocks` of `block_bytes` it has, the `tokens` that they hold, and
-    how many requests of the whole context it serves at once. `request_blocks` are those of one such request.
+    how many requests of the whole context it serves at once. `request_blocks` are those of one such request, `longest`
+    is the length of the longest request that fits.
     """
 
     available: Interval
@@ -63,16 +69,14 @@ class Paged:
     blocks: Interval
     tokens: Interval
     concurrency: Concurrency
-
-
-_NOTHING = Interval(0, 0)
+    longest: Interval = _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
 class ServingRow:
     """One scenario on each card. `weights` is what the model stores there, `profile` what the largest step needs beyond
-    them, `non_torch` what is taken outside PyTorch. `paged` is None where nothing is left, by `shortage` bytes at
-    least, or where the scenario could not be run, for the `reason`.
+    them, `non_torch` what is taken outside PyTorch, `graphs` what is set aside for CUDA graphs. `paged` is None where
+    nothing is left, by `shortage` bytes at least, or where the scenario could not be run, for the `reason`.
     """
 
     scenario: str
@@ -80,6 +84,7 @@ class ServingRow:
     weights: int = 0
     profile: int = 0
     non_torch: Interval = _NOTHING
+    graphs: Interval = _NOTHING
     paged: Paged | None = None
     shortage: int = 0
     reason: str | None = None
@@ -109,6 +114,7 @@ def _interval(
 
 
 _CACHE_HINT: Final = "what is left for the cache, at least"
+_LONGEST_HINT: Final = "the longest request that the cache holds, at least"
 _CONCURRENCY_HINT: Final = "requests of the whole context at once, at least"
 
 SERVING_FIELDS: Final = Fields[ServingRow](
@@ -122,6 +128,9 @@ SERVING_FIELDS: Final = Fields[ServingRow](
     *_interval("blocks", "blocks from", COUNT, 80, "blocks of the cache, at least"),
     *_interval("tokens", "tokens from", COUNT, 95, "tokens that they hold, at least"),
     *_interval("concurrency", "requests from", COUNT, 93, _CONCURRENCY_HINT, draw=_requests),
+    *_interval("longest", "longest from", COUNT, 70, _LONGEST_HINT),
+    field("graphs_from", kind=BYTES, get=lambda row: row.graphs.low),
+    field("graphs_to", kind=BYTES, get=lambda row: row.graphs.high),
     field("shortage", kind=BYTES),
     field("reason"),
     lacks=lambda row: row.reason is not None,

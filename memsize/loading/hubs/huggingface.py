@@ -27,6 +27,8 @@ from memsize.loading.hubs import (
 from memsize.loading.hubs.huggingface_inputs import config_input_maker
 from memsize.loading.hubs.input_batch import PLACEHOLDERS, TEXT, part
 
+QUANTIZED = "its config says that weights are quantized"
+"""How a note begins about a model whose checkpoint has quantized weights."""
 _LONGEST = 16 * 2**20
 _MOST_VALUES = 500_000
 """Bytes and values of a config; the longest list the labels of 20,000 classes, twice."""
@@ -155,7 +157,7 @@ def _config(
     quantized = data.pop("quantization_config", None)
     if quantized:
         method = quantized.get("quant_method", "some method") if isinstance(quantized, dict) else "some method"
-        notes.append(f"its config says that weights are quantized ({method}): they are shown as they are without that")
+        notes.append(f"{QUANTIZED} ({method}): they are shown as they are without that")
     data.pop("auto_map", None)
     kind = transformers.CONFIG_MAPPING[model_type]
     defaults = kind()
@@ -171,6 +173,8 @@ def _config(
         raise
     except Exception as error:  # configs check themselves, each in its own words
         raise TargetError(f"{label} is not a {kind.__name__}: {first_line(error)}") from error
+    if quantized:
+        config.quantization_config = quantized
     return config, (*notes, *_place_placeholders(config))
 
 
