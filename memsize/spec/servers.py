@@ -84,7 +84,7 @@ class Rules:
 
     @property
     def assumed(self) -> Iterator[str]:
-        """What the report lists of these rules."""
+        """Assumptions for the report."""
         if self.unread:
             earlier, later = self.unread
             yield (
@@ -111,7 +111,7 @@ GRAPHS: Final = (round(0.26 * GiB), round(4.38 * GiB))
 
 
 class Change(NamedTuple):
-    """What a release brought: `rules` are entries of `Rules`."""
+    """A release that changed some entries of `Rules`."""
 
     since: Version
     source: str

@@ -170,7 +170,7 @@ def _product(module: nn.Linear, products: Products, states: torch.Tensor) -> tor
 
 
 def _scratch(products: Products, states: torch.Tensor, width: int) -> None:
-    """What multiplying by packed integers takes beside the result: the weight as numbers, of ExLlama (`gptq_gemm` in
+    """Allocate the scratch memory of a product with packed integers: the weight as numbers, of ExLlama (`gptq_gemm` in
     vLLM's csrc/quantization/gptq/q_gemm.cu) and AWQ (awq.py); or Marlin's copy of its input and its sums in float32
     (csrc/quantization/gptq_marlin/gptq_marlin.cu).
     """
@@ -220,8 +220,10 @@ def rotary_tables(model: Any) -> int:
 
 
 def _head_dim(config: Any, kind: str) -> int:
-    wide = getattr(config, "global_head_dim", None) if kind == "full_attention" else None
-    of_head = wide or getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if getattr(config, "per_layer_config", None) and kind in kinds:
+        config = config.per_layer_config[kinds.index(kind)]
+    of_head = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
     return int(of_head or config.hidden_size // config.num_attention_heads)
 
 

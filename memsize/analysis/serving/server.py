@@ -139,9 +139,8 @@ class Server:
     def _config(self) -> Any:
         """The config of the model; raises `InputError` for a model that is not covered."""
         name, config = self.runner.name, getattr(self.runner.model, "config", None)
-        for part, what in (("vision_config", "images"), ("audio_config", "sound")):
-            if getattr(config, part, None) is not None:
-                raise InputError(f"{name} also reads {what}: serve the config of its text model")
+        if getattr(config, "audio_config", None) is not None:
+            raise InputError(f"{name} also reads sound: serve the config of its text model")
         is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
         if is_chunked or getattr(config, "is_encoder_decoder", False):
             what = "chunked attention" if is_chunked else "an encoder"
@@ -150,7 +149,7 @@ class Server:
         return config
 
     def _budget(self, served: ServerArguments) -> int:
-        """What the server may take of the card: a set size of the cache comes on top of the rest."""
+        """The part of the card that the server may take: a set size of the cache comes on top of the rest."""
         return int(self.runner.gpu.bytes * (1 if served.kv_bytes else served.utilization))
 
     def _remedied(self, scenario: Scenario, config: Any, context: int) -> Remedied:
@@ -211,7 +210,7 @@ class Server:
         return replace(row, paged=paged)
 
     def _outside(self, profile: Profile, served: ServerArguments) -> Interval:
-        """What is taken beside tensors, as the release counts it: outside PyTorch, and where it counts segments also
+        """Memory taken beside tensors, as the release counts it: outside PyTorch, and where it counts segments also
         what is free in them, which depends on the order of all allocations.
         """
         stack = self._stack(served)
@@ -230,7 +229,7 @@ class Server:
         return Interval(*(sum(ends) for ends in zip(outside, context, beside, strict=True)))
 
     def _stack(self, served: ServerArguments) -> Stack:
-        """The one that is asked for; where none is, the PyTorch that the server pins."""
+        """The stack of the request; where it names no PyTorch, the one that the server pins."""
         stack = self.runner.stack
         return stack if stack.torch else replace(stack, torch=served.rules.torch)
 
