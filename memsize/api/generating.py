@@ -130,14 +130,15 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
         model = _one_of(request.serving.tensor_parallel_size, model, report_progress)
     with model_of(model, report_progress, where.name) as loaded:
         from memsize.analysis.runner import Runner
-        from memsize.analysis.serving.server import Server, served_scenarios
+        from memsize.analysis.serving.server import MIXED, Server, served_scenarios
         from memsize.loading.hubs.huggingface import QUANTIZED
         from memsize.workloads.generation import generate_of
+        from memsize.workloads.serving import reads_images
 
         generate_of(loaded.model, loaded.name)  # before a prompt is made, as for a generation
         scenarios = served_scenarios(scenarios, loaded.model, request.serving.rules)
         prompts = prompts_of(model, loaded)
-        inputs = prompts(1)
+        inputs = prompts(MIXED if reads_images(loaded.model) else 1)
         runner = Runner(
             loaded.name, loaded.model, inputs, training=False, gpu=where, stack=gpu.releases, whole=model.whole
         )

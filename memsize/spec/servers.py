@@ -34,8 +34,17 @@ class Defaults(NamedTuple):
     seqs: int
 
 
-Choice = Callable[[Card, int, int], Defaults]
-"""Chooses the defaults for a GPU, the length of a request, and the number of GPUs that share a layer."""
+class Asked(NamedTuple):
+    """What a server chooses its defaults by: the length of a request, the GPUs that share a layer, whether it reads
+    images.
+    """
+
+    context: int
+    tp: int = 1
+    images: bool = False
+
+
+Choice = Callable[[Card, Asked], Defaults]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,8 @@ class Rules:
     The sampler sorts logits (in the model's dtype, or in float32), or searches for thresholds. Products with packed
     weights unpack them, copy their input, or do neither (`products`). An MLP has the result of its first product
     (`gate`) until its end in each model or in those that do not share Llama's code; never where the model is compiled.
+    Images are encoded in the step itself, one for each sequence, or before it (`encodes_first`), as many as the tokens of
+    a step may stand for.
 
     Layers with a window have blocks of their own where `windows`; layers of two kinds are padded to equally many where
     one has less than `padding` times as many as the other. `in_flight` are the steps whose tokens a window waits for.
@@ -66,6 +77,7 @@ class Rules:
     sampler: Sampler = "sorts in float32"
     products: Products = "reads"
     gate: Held = "never"
+    encodes_first: bool = False
     windows: bool = False
     padding: float = 1
     in_flight: int = 1
@@ -121,16 +133,22 @@ class Change(NamedTuple):
 # -- vLLM's defaults ---------------------------------------------------------------------------------------------------
 
 
-def _prompts(longest: int, chunk: int) -> Choice:
-    """V0: a step takes a whole request, or a chunk where requests are longer than `longest`."""
+_IMAGES: Final = 5120
+"""The least tokens of a step with images (`_MULTIMODAL_MODEL_MAX_NUM_BATCHED_TOKENS`)."""
 
-    def choose(_card: Card, context: int, _tp: int) -> Defaults:
-        return Defaults(0.9, chunk if context > longest else max(context, 2048), 256)
+
+def _prompts(longest: int, chunk: int) -> Choice:
+    """V0: a step takes a whole request, or a chunk of a text where requests are longer than `longest`."""
+
+    def choose(_card: Card, asked: Asked) -> Defaults:
+        if asked.context > longest and not asked.images:
+            return Defaults(0.9, chunk, 256)
+        return Defaults(0.9, max(asked.context, _IMAGES if asked.images else 2048), 256)
 
     return choose
 
 
-def _named_large(card: Card, _context: int, _tp: int) -> Defaults:
+def _named_large(card: Card, _asked: Asked) -> Defaults:
     large = any(name in card.name.lower() for name in ("h100", "h200"))
     return Defaults(0.9, 8192 if large else 2048, 1024)
 
@@ -138,12 +156,12 @@ def _named_large(card: Card, _context: int, _tp: int) -> Defaults:
 def _by_size(utilization: float = 0.9, *, a100: bool = False, largest: int = 8192) -> Choice:
     """V1: more on cards of 70 GiB, A100s only where `a100`; `largest` tokens on those of 160."""
 
-    def choose(card: Card, context: int, _tp: int) -> Defaults:
+    def choose(card: Card, asked: Asked) -> Defaults:
         if card.bytes >= 70 * GiB and (a100 or "a100" not in card.name.lower()):
             tokens, seqs = largest if card.bytes >= 160 * GiB else 8192, 1024
         else:
             tokens, seqs = 2048, 256
-        return Defaults(utilization, min(tokens, seqs * context), seqs)
+        return Defaults(utilization, min(tokens, seqs * asked.context), seqs)
 
     return choose
 
@@ -172,7 +190,7 @@ _VLLM: Final = (
     Change(
         (0, 8, 0),
         "envs.py: V1, whose models are compiled; v1/worker/gpu_worker.py; engine/arg_utils.py; requirements",
-        {"outside": "all", "gate": "never", "choose": _named_large, "torch": "2.6"},
+        {"outside": "all", "gate": "never", "encodes_first": True, "choose": _named_large, "torch": "2.6"},
     ),
     Change(
         (0, 8, 5),
@@ -226,10 +244,10 @@ def _left_by(reserved: Callable[[float, int, int], float], chunks: _Tiers) -> Ch
     are the tokens of a step on cards smaller than as many GiB.
     """
 
-    def choose(card: Card, _context: int, tp: int) -> Defaults:
+    def choose(card: Card, asked: Asked) -> Defaults:
         size = card.bytes / MiB
         tokens = next((count for most, count in chunks if size < most * 1024), 16_384)
-        return Defaults(round((size - reserved(size, tokens, tp)) / size, 3), tokens, 1)
+        return Defaults(round((size - reserved(size, tokens, asked.tp)) / size, 3), tokens, 1)
 
     return choose
 
@@ -237,9 +255,9 @@ def _left_by(reserved: Callable[[float, int, int], float], chunks: _Tiers) -> Ch
 def _by_gpus(large: bool = False) -> Choice:
     """A share by the number of GPUs; of cards above 80 GiB all but 13, where `large`."""
 
-    def choose(card: Card, _context: int, tp: int) -> Defaults:
+    def choose(card: Card, asked: Asked) -> Defaults:
         size = card.bytes / MiB
-        share = next(share for gpus, share in _SHARES if tp >= gpus)
+        share = next(share for gpus, share in _SHARES if asked.tp >= gpus)
         if large and size > 81_920:
             share = (size - 13 * 1024) / size
         return Defaults(share, 2048 if size < 25_000 else 8192, 1)

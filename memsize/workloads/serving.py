@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,10 @@ import torch
 from torch import nn
 
 from memsize.errors import InputError
+from memsize.known_values.values import set_filled
+from memsize.model.input_tensors import ModelInputs
 from memsize.records.trace import Trace
+from memsize.spec.model_request import Call
 from memsize.spec.servers import Products, Sampler
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Run, Setup
@@ -37,13 +40,15 @@ _CHUNK = 32_768
 """The tokens that experts take at a time (`VLLM_FUSED_MOE_CHUNK_SIZE`)."""
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _PADDED = 64
+_TOKEN = 3
+"""A token of a text: none that models give a meaning of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRun:
     """One step without a cache: the last tokens of `seqs` texts are sampled by `sampler`; `tp` cards share the
     vocabulary. `products` is how packed weights are multiplied by; `holds_gate` says that a gated MLP has the result of
-    its first product to its end.
+    its first product to its end. Images that are among the inputs are read too where it runs `with_images`.
     """
 
     seqs: int
@@ -51,6 +56,7 @@ class ProfileRun:
     sampler: Sampler = "sorts in float32"
     products: Products = "reads"
     holds_gate: bool = False
+    with_images: bool = False
 
     @property
     def proof(self) -> Proof:
@@ -65,7 +71,8 @@ class ProfileRun:
         quantized = {name.removesuffix(".weight").removeprefix(f"{root}.") for name in setup.precision.sizes}
         _fuse(body, self, quantized)
         with run.recording(), torch.no_grad(), setup.precision.autocast():
-            hidden = body(tokens, use_cache=False).last_hidden_state
+            inputs = setup.call[1] if self.with_images else {"input_ids": tokens}
+            hidden = body(**inputs, use_cache=False).last_hidden_state
             last = hidden[: self.seqs, -1].contiguous()
             width = getattr(head, "weight", last).dtype
             logits = head(last.to(width) if width.is_floating_point else last)  # Mamba's residuals are in float32
@@ -73,6 +80,60 @@ class ProfileRun:
                 logits = torch.cat([logits] * self.tp, dim=-1)
             run.result = _sampled(logits, self.sampler)
         return run.trace()
+
+
+class ImageRun:
+    """The encoder of images, as a server runs it before a step. `tokens` and `bytes` are those of the last run's result."""
+
+    def __init__(self) -> None:
+        self.tokens = self.bytes = 0
+
+    @staticmethod
+    def suits(model: Any) -> bool:
+        """Whether a model has an encoder that can be run by itself."""
+        return _encoder(model) is not None
+
+    def run(self, setup: Setup) -> Trace:
+        """Encode the images among the inputs."""
+        encode = _encoder(setup.model)
+        assert encode is not None
+        images = {name: value for name, value in setup.call[1].items() if "pixel" in name or "image" in name}
+        run = Run(setup)
+        with run.recording(), torch.no_grad(), setup.precision.autocast():
+            run.result = encode(**images)
+            # Some return the results of layers too: the embeddings come last, or by this name.
+            embeddings = getattr(run.result, "pooler_output", None)
+            results = list(tensors_in(run.result if embeddings is None else embeddings))
+            self.tokens = sum(result.numel() // result.shape[-1] for result in results)
+            self.bytes = sum(result.numel() * result.itemsize for result in results)
+        return run.trace()
+
+
+def _encoder(model: Any) -> Any:
+    owners = (getattr(model, "base_model", None), model)
+    return next((owner.get_image_features for owner in owners if hasattr(owner, "get_image_features")), None)
+
+
+def reads_images(model: Any) -> bool:
+    """Whether a model of transformers reads images beside texts."""
+    return getattr(getattr(model, "config", None), "vision_config", None) is not None
+
+
+def text_config(model: Any) -> Any:
+    """The config of a model's language part; the config itself where there are no others."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def text_only(inputs: ModelInputs, length: int) -> ModelInputs:
+    """Inputs that have nothing but the tokens of texts of `length`."""
+
+    def make(batch: int) -> Call:
+        tokens = inputs.make(batch)[1]["input_ids"]
+        texts, mask = (tokens.new_zeros(batch, length) for _ in range(2))
+        return (), {"input_ids": set_filled(texts, _TOKEN), "attention_mask": set_filled(mask, 1)}
+
+    return replace(inputs, make=make)
 
 
 def text_model(model: nn.Module, name: str) -> tuple[Any, nn.Module]:
@@ -206,7 +267,7 @@ def rotary_tables(model: Any) -> int:
     """Bytes of vLLM's tables of sines and cosines, one for each kind of rotary embedding: all positions times the width
     that is turned, in the dtype of the model (`vllm/model_executor/layers/rotary_embedding`, `get_rope`).
     """
-    config = model.config.get_text_config()
+    config = text_config(model)
     rope = getattr(config, "rope_parameters", None)
     if not rope:
         return 0

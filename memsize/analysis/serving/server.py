@@ -23,11 +23,13 @@ from memsize.device.cuda_libraries import COMMUNICATOR
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.replay import replay
 from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.model.input_tensors import ModelInputs
 from memsize.precision.checkpoint_quantization import checkpoint_layout
 from memsize.records.columns import distinct
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, Interval
 from memsize.records.serving import ServingReport, ServingRow
+from memsize.records.trace import Trace
 from memsize.spec.generation import KV_BYTES, Generation, ServerArguments, Serving
 from memsize.spec.scenario import Scenario, quantized_from
 from memsize.spec.servers import GRAPHS, Rules
@@ -36,7 +38,17 @@ from memsize.torch_internals.isolation import collector_paused
 from memsize.units import GiB, format_bytes
 from memsize.workloads.caches import CachedLayer
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
-from memsize.workloads.serving import ProfileRun, part_of, rotary_tables, text_model, vocabulary_padding
+from memsize.workloads.serving import (
+    ImageRun,
+    ProfileRun,
+    part_of,
+    reads_images,
+    rotary_tables,
+    text_config,
+    text_model,
+    text_only,
+    vocabulary_padding,
+)
 
 OUTSIDE: Final = Interval(GiB // 100, GiB * 16 // 100)
 """The least and the most that vLLM's logs in public repositories call non_torch_memory on one card, of what came after
@@ -46,6 +58,8 @@ libraries and of vLLM's own kernels, of which only the former is counted by `mem
 _COMMUNICATORS: Final = 2
 """NCCL's communicators of cards that share layers: PyTorch's and vLLM's own (`distributed/device_communicators`)."""
 _WEIGHTS = ("parameter", "buffer")
+MIXED: Final = 8192
+"""The tokens of a prompt with images: more than those stand for."""
 _PROMPT = 8
 """The tokens of the prompt that is traced to measure the bytes of one more token in the cache."""
 _ASSUMED = (
@@ -98,7 +112,7 @@ class Server:
         context = self.serving.max_model_len or most
         if context is None:
             raise InputError(f"{self.runner.name} does not say how long a request may be: give --max-model-len")
-        served = self.serving.chosen(self.runner.gpu, context)
+        served = _arguments(self.runner, self.serving, context)
         rows: list[ServingRow] = []
         layouts: list[BlockLayout] = []
         errors: list[Exception] = []
@@ -146,7 +160,7 @@ class Server:
             what = "chunked attention" if is_chunked else "an encoder"
             raise InputError(f"{name} has {what}: only full and latent attention, windows and states are covered")
         text_model(self.runner.model, name)
-        return config
+        return text_config(self.runner.model)
 
     def _budget(self, served: ServerArguments) -> int:
         """The part of the card that the server may take: a set size of the cache comes on top of the rest."""
@@ -155,7 +169,7 @@ class Server:
     def _remedied(self, scenario: Scenario, config: Any, context: int) -> Remedied:
         def needed(model: ServedModel) -> Need:
             server = replace(self, runner=model.runner, serving=model.serving)
-            served = model.serving.chosen(model.runner.gpu, context)
+            served = _arguments(model.runner, model.serving, context)
             layout = server._layout(model.scenario, config, served)
             row = server._row(ServingRow("", ""), model.scenario, layout, served)
             request = layout.request(context, served.tokens * served.rules.in_flight) * layout.block_bytes
@@ -167,7 +181,7 @@ class Server:
     def _layout(self, scenario: Scenario, config: Any, served: ServerArguments) -> BlockLayout:
         self.progress(f"{scenario.name}: the cache of one token")
         workload = GenerationSteps(Generation(prompt=_PROMPT, max_new_tokens=2))
-        trace = self.runner.with_inputs(self.prompts(_PROMPT), 1).run(workload, scenario)
+        trace = self.runner.with_inputs(self._texts(_PROMPT), 1).run(workload, scenario)
         steps = workload.record.steps
         cached = (storage for storage in trace.storages if storage.role == "KV cache" and storage.bytes)
         own = min((storage.bytes // math.prod(storage.shape) for storage in cached), default=1)
@@ -182,6 +196,9 @@ class Server:
                 layers.append(CachedLayer(STATE, state_bytes(now, state_width)))
             if kind := now.kind.removeprefix(STATE).removeprefix(" and "):
                 layers.append(CachedLayer(kind, (now.bytes - before.bytes) // own * width))
+        if not served.rules.encodes_first:  # V0 has a cache for each layer, also for those that read images
+            most = max(layers, key=lambda layer: layer.bytes)
+            layers = [layer if layer.bytes else most for layer in layers]
         if self.serving.tensor_parallel_size > 1 and any(layer.states for layer in steps[1]):
             raise InputError(f"{self.runner.name} keeps states as in Mamba: memsize does not divide those among cards")
         window = getattr(config, "sliding_window", None)
@@ -235,23 +252,75 @@ class Server:
 
     def _profiled(self, scenario: Scenario, served: ServerArguments) -> Profile:
         self.progress(f"{scenario.name}: a step of {served.tokens:,} tokens")
-        length = served.tokens // served.seqs
-        texts = -(-served.tokens // length)
-        runner = self.runner.with_inputs(self.prompts(length), texts)
-        runner.stack = self._stack(served)
-        rules = served.rules
-        config: Any = getattr(runner.model, "config", None)
-        holds_gate = rules.holds_gate(str(config.get_text_config().model_type))
-        profile_run = ProfileRun(served.seqs, served.tp, rules.sampler, rules.products, holds_gate)
-        trace = runner.run(profile_run, scenario)
-        stored = [event for event in trace.events if trace.storages[event.storage].role in _WEIGHTS and event.delta > 0]
-        weights = replay((event.storage, event.delta) for event in stored).allocated.bytes
+        runner, rules = self.runner, served.rules
+        has_images = reads_images(runner.model)
+        seqs = self._sequences(scenario, served) if has_images and not rules.encodes_first else served.seqs
+        length = served.tokens // seqs
+        in_step = has_images and not rules.encodes_first
+        inputs = self.prompts(length) if in_step else self._texts(length)
+        holds_gate = rules.holds_gate(str(text_config(runner.model).model_type))
+        run = ProfileRun(seqs, served.tp, rules.sampler, rules.products, holds_gate, in_step)
+        trace = self._on(inputs, -(-served.tokens // length), served).run(run, scenario)
+        weights = weights_in(trace)
         estimate = estimate_gpu(trace, runner.gpu)
         step, free = estimate.allocated - weights, estimate.reserved - estimate.allocated
+        if has_images and rules.encodes_first:
+            encoded = self._encoded(scenario, served)
+            step = max(encoded.step, encoded.result + step)
         padding = vocabulary_padding(runner.model) if served.tp == 1 else 0  # a part of it is padded already
         tables = rotary_tables(runner.model) + padding
         ops = frozenset(distinct(trace.events, "op") - {""})
         return Profile(weights + tables, step if rules.profiles else 0, free if rules.reserved else 0, ops)
+
+    def _on(self, inputs: ModelInputs, batch: int, served: ServerArguments) -> Runner:
+        """A runner with other inputs, on the stack of the server."""
+        runner = self.runner.with_inputs(inputs, batch)
+        runner.stack = self._stack(served)
+        return runner
+
+    def _texts(self, length: int) -> ModelInputs:
+        """Texts of `length` tokens, without images."""
+        return text_only(self.prompts(MIXED), length) if reads_images(self.runner.model) else self.prompts(length)
+
+    def _sequences(self, scenario: Scenario, served: ServerArguments) -> int:
+        """The sequences of a step, where each has an image: those of a decoder have its tokens too."""
+        tokens = self._images(scenario, served, 1).tokens
+        return served.seqs if not tokens else max(1, min(served.seqs, served.tokens // tokens))
+
+    def _encoded(self, scenario: Scenario, served: ServerArguments) -> Encoded:
+        """The largest run of the encoder, of as many images as the tokens of a step may stand for."""
+        one = self._images(scenario, served, 1)
+        if not one.tokens:
+            return one
+        images = max(1, min(max(served.tokens, one.tokens) // one.tokens, served.seqs))
+        self.progress(f"{scenario.name}: {images:,} images")
+        return self._images(scenario, served, images)
+
+    def _images(self, scenario: Scenario, served: ServerArguments, images: int) -> Encoded:
+        encoder = ImageRun()
+        if not encoder.suits(self.runner.model):
+            return Encoded(0, 0, 0)
+        trace = self._on(self.prompts(MIXED), images, served).run(encoder, scenario)
+        step = estimate_gpu(trace, self.runner.gpu).allocated - weights_in(trace)
+        return Encoded(encoder.tokens // images, step, encoder.bytes)
+
+
+class Encoded(NamedTuple):
+    """A run of an image encoder: the tokens of an image, the bytes that the run needs, and those of its results."""
+
+    tokens: int
+    step: int
+    result: int
+
+
+def weights_in(trace: Trace) -> int:
+    """Bytes of the blocks of parameters and buffers, as they are when the model is loaded."""
+    stored = [event for event in trace.events if trace.storages[event.storage].role in _WEIGHTS and event.delta > 0]
+    return replay((event.storage, event.delta) for event in stored).allocated.bytes
+
+
+def _arguments(runner: Runner, serving: Serving, context: int) -> ServerArguments:
+    return serving.chosen(runner.gpu, context, images=reads_images(runner.model))
 
 
 def served_scenarios(scenarios: Sequence[Scenario], model: Any, rules: Rules) -> tuple[Scenario, ...]:
@@ -299,7 +368,7 @@ def remedies_for_server(base: ServedModel, context: int, needed: Callable[[Serve
     """Try each remedy for one request of `context` tokens; `needed` returns what it needs on each GPU."""
     search = RemedySearch(base, needed)
     own = base.runner.gpu
-    utilization = base.serving.chosen(own, context).utilization
+    utilization = _arguments(base.runner, base.serving, context).utilization
     larger = (
         _on_gpu(card)
         for card in sorted(CARDS.values(), key=lambda card: card.bytes)
@@ -335,7 +404,7 @@ def _fp8_cache(served: ServedModel) -> ServedModel:
 
 
 def _smaller_steps(base: ServedModel, context: int) -> Remedy[ServedModel]:
-    tokens = base.serving.chosen(base.runner.gpu, context).tokens // 4
+    tokens = _arguments(base.runner, base.serving, context).tokens // 4
 
     def apply(served: ServedModel) -> ServedModel:
         if tokens < 1:
@@ -350,7 +419,7 @@ def _more_of_the_card(served: ServedModel) -> ServedModel:
     serving = served.serving
     share = serving.gpu_memory_utilization
     if share is None:
-        share = serving.chosen(served.runner.gpu, serving.max_model_len or 1).utilization
+        share = _arguments(served.runner, serving, serving.max_model_len or 1).utilization
     if share >= UTILIZATION:
         raise InputError(f"the server may take {share:.0%} of the card already")
     return replace(served, serving=replace(serving, gpu_memory_utilization=UTILIZATION))
