@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from benchmarks.published.rows import FOLDER, Compared, compared
+from benchmarks.published.rows import COUNTS, FOLDER, Compared, compared
 from benchmarks.published.shared import Gap
 from benchmarks.published.sources import NOT_COUNTED, SOURCES
 from memsize.units import MiB
@@ -29,6 +29,7 @@ _ORDER: Final = (
     "LoRA and adapters",
     "vision transformers",
     "convolutional networks",
+    "servers",
 )
 _ELSEWHERE: Final = {
     "gpumemnet": ("200 perceptrons of the GPUMemNet data set", "device", "A100 40GB", "medium"),
@@ -134,6 +135,7 @@ def by_source() -> str:
         if name in SOURCES:
             source = SOURCES[name]
             stack = source.stack.replace("=", " ").replace(",", ", ").replace("cuda", "CUDA")
+            stack = stack.replace("vllm", "vLLM").replace("sglang", "SGLang")
             title, measured_on, confidence = f"{name}: {source.title}", f"{source.gpu}, {stack}", source.confidence
         else:
             title, _, measured_on, confidence = _ELSEWHERE[name]
@@ -180,8 +182,10 @@ def _line(compared_row: Compared) -> list[str]:
     return [
         words,
         compared_row.row.figure,
-        _mib(compared_row.row.measured),
-        _mib(compared_row.predicted),
+        *(
+            f"{count:,} {compared_row.row.figure}" if compared_row.row.figure in COUNTS else _mib(count)
+            for count in (compared_row.row.measured, compared_row.predicted)
+        ),
         _signed(compared_row.error),
     ]
 

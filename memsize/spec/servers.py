@@ -57,8 +57,8 @@ class Rules:
     The sampler sorts logits (in the model's dtype, or in float32), or searches for thresholds. Products with packed
     weights unpack them, copy their input, or do neither (`products`). An MLP has the result of its first product
     (`gate`) until its end in each model or in those that do not share Llama's code; never where the model is compiled.
-    Images are encoded in the step itself, one for each sequence, or before it (`encodes_first`), as many as the tokens of
-    a step may stand for.
+    Images are encoded in the step itself, one for each sequence, or before it (`encodes_first`), as many as the tokens
+    of a step may stand for.
 
     Layers with a window have blocks of their own where `windows`; layers of two kinds are padded to equally many where
     one has less than `padding` times as many as the other. `in_flight` are the steps whose tokens a window waits for.

@@ -15,7 +15,7 @@ The forward is transformers' own, but for what vLLM has one kernel for: a norm m
 from __future__ import annotations
 
 import copy
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -70,6 +70,7 @@ class ProfileRun:
         root = names[id(body)]
         quantized = {name.removesuffix(".weight").removeprefix(f"{root}.") for name in setup.precision.sizes}
         _fuse(body, self, quantized)
+        _forget_states(body)
         with run.recording(), torch.no_grad(), setup.precision.autocast():
             inputs = setup.call[1] if self.with_images else {"input_ids": tokens}
             hidden = body(**inputs, use_cache=False).last_hidden_state
@@ -83,7 +84,8 @@ class ProfileRun:
 
 
 class ImageRun:
-    """The encoder of images, as a server runs it before a step. `tokens` and `bytes` are those of the last run's result."""
+    """The encoder of images, as a server runs it before a step. `tokens` and `bytes` are those of the last run's
+    result."""
 
     def __init__(self) -> None:
         self.tokens = self.bytes = 0
@@ -209,6 +211,27 @@ def _forget_embeddings(body: Any) -> None:
         return result
 
     vars(embedding)["forward"], vars(layers[0])["forward"] = embedded, layer
+
+
+def _forget_states(model: nn.Module) -> None:
+    """Free the states between the layers of image encoders, but for those that the config lists: transformers returns
+    them all (`MllamaVisionEncoder` in vLLM's `model_executor/models/mllama.py`).
+    """
+    for module in model.modules():
+        listed = getattr(getattr(module, "config", None), "intermediate_layers_indices", None)
+        layers = getattr(module, "layers", None)
+        if listed and isinstance(layers, nn.ModuleList):
+            # Encoders with fewer layers than that return none but the last.
+            returned = listed if max(listed) < len(layers) else ()
+            for number, layer in enumerate(layers[1:]):
+                if number not in returned:
+                    vars(layer)["forward"] = partial(_freeing_states, layer.forward)
+
+
+def _freeing_states(forward: Callable[..., Any], *, hidden_states: torch.Tensor, **options: Any) -> Any:
+    result = forward(hidden_states, **options)
+    hidden_states.untyped_storage().resize_(0)
+    return result
 
 
 def _gated(module: Any, run: ProfileRun, is_packed: bool, states: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,10 @@ _ASSUMED = (
     "fused kernels of the server may need less between its layers",
     "adapters and the models of speculative decoding come on top of what the server may take",
 )
+_ENCODER = (
+    "images have the size that the config names, and transformers' own encoder reads them: the server's may need less, so "
+    "that the cache has at least these blocks"
+)
 _ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lets it"
 _STATEFUL = ("linear", "mamba", "recurrent", "conv")
 """Words in the names of layers that keep a state."""
@@ -147,8 +151,12 @@ class Server:
             remedied=remedied,
             findings=SERVING_RULES.findings((tuple(rows), served, self.runner.gpu, budget, remedied)),
             notes=tuple(dict.fromkeys(notes)),
-            assumptions=(*served.rules.assumed, *_ASSUMED, *([_PLAIN] if has_states else [])),
+            assumptions=(*served.rules.assumed, *_ASSUMED, *self._of_parts(has_states)),
         )
+
+    def _of_parts(self, has_states: bool) -> tuple[str, ...]:
+        """Assumptions about parts that only some models have."""
+        return (*([_PLAIN] if has_states else []), *([_ENCODER] if reads_images(self.runner.model) else []))
 
     def _config(self) -> Any:
         """The config of the model; raises `InputError` for a model that is not covered."""
