@@ -16,7 +16,7 @@ import memsize
 from memsize.analysis.serving.kv_blocks import FULL, SLIDING, block_layout
 from memsize.analysis.serving.server import OUTSIDE
 from memsize.cli import run
-from memsize.errors import InputError, UnknownInputError
+from memsize.errors import InputError, ScenarioError, UnknownInputError
 from memsize.units import GiB
 from memsize.workloads.caches import CachedLayer
 from tests.gpus import card
@@ -375,6 +375,189 @@ def test_what_cannot_be_asked(options: dict[str, Any], message: str, config: Cal
         memsize.serve(config(**SMALL), scenarios="as-given", **options)
 
 
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ("vlm=0.9.2", "no server 'vlm': did you mean vllm"),
+        ("tgi", "no server 'tgi'"),
+        ("vllm=0.9.7", r"vLLM '0\.9\.7' is not a known release: the nearest are 0\.9\.2 and 0\.10\.0"),
+        ("vllm=0.1", r"vLLM '0\.1' is not a known release: the nearest are 0\.4\.1"),
+        ("vllm=new", "vLLM 'new' is not a known release"),
+        ("sglang=0.5.23", r"SGLang '0\.5\.23' is not a known release: the nearest are 0\.5\.9"),
+    ],
+)
+def test_an_unknown_server(server: str, message: str, config: Callable[..., str]) -> None:
+    with pytest.raises((InputError, UnknownInputError), match=message):
+        memsize.serve(config(**SMALL), scenarios="as-given", server=server)
+
+
+def test_defaults_are_those_of_the_release_on_the_card(config: Callable[..., str]) -> None:
+    """vLLM's `EngineArgs` and `SchedulerConfig`, SGLang's `ServerArgs`."""
+    target = config(**SMALL | {"max_position_embeddings": 40_000})
+
+    def chosen(server: str, gpu: str, **options: Any) -> tuple[Any, ...]:
+        asked = memsize.serve(target, server=server, gpu=gpu, scenarios="as-given", **options).asked
+        return asked["batched_tokens"], asked["seqs"], asked["utilization"], asked["block"]
+
+    assert chosen("vllm=0.4.1", "h100") == (40_000, 256, 0.9, 16)  # a whole prompt
+    assert chosen("vllm=0.6.4.post1", "h100") == (512, 256, 0.9, 16)  # in chunks, beyond 32,768
+    assert chosen("vllm=0.6.4", "h100", max_model_len=1000) == (2048, 256, 0.9, 16)
+    assert chosen("vllm=0.8.5", "a100-80gb") == (8192, 1024, 0.9, 16)
+    assert chosen("vllm=v0.9.2", "a100-80gb") == (2048, 256, 0.9, 16)
+    assert chosen("vllm=0.9.2", "h100") == (8192, 1024, 0.9, 16)
+    assert chosen("vllm", "b200") == (16_384, 1024, 0.92, 16)
+    assert chosen("sglang=0.4.2", "h100")[::2] == (8192, 0.88)
+    # 81,009 MiB less what is left for steps: 512, 1.5 for each of 8,192 tokens, 2 for each of 256 sequences, an eighth
+    size = card("h100").bytes / 2**20
+    share = round((size - (512 + 8192 * 1.5 + 256 * 2 + 128)) / size, 3)
+    assert chosen("sglang=0.5.9", "h100") == (8192, 1, share, 1)
+
+
+def test_a_release_between_two_that_were_read_says_so(config: Callable[..., str]) -> None:
+    between, read = (
+        memsize.serve(config(**SMALL), server=f"vllm={release}", scenarios="as-given").assumptions
+        for release in ("0.8.4", "0.8.5")
+    )
+    assert (
+        "vLLM 0.8.4 was not read: it follows vLLM 0.8.0, and what changed up to 0.8.5 may be in it already" in between
+    )
+    assert not any("was not read" in text for text in read)
+
+
+def test_rules_of_windows_follow_the_release(config: Callable[..., str]) -> None:
+    """Each layer has a cache like those of full attention up to 0.9.0; the cache's size is that of whole requests from
+    0.21 on; from 0.26 on a window waits for the tokens of two steps.
+    """
+
+    def served(release: str) -> Any:
+        options: dict[str, Any] = {"max_model_len": 1000, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+        report = memsize.serve(config(**SMALL | GEMMA), server=f"vllm={release}", scenarios="as-given", **options)
+        return report, report.ran[0].paged
+
+    report, paged = served("0.9.0")
+    assert report.groups == ((FULL, 12, None),)
+    assert paged.request_blocks == 63
+    report, paged = served("0.19.0")
+    assert paged.request_blocks == 5 * 12 + 63  # 99 + 64 tokens take 11 blocks, and one more
+    assert paged.tokens.low == paged.blocks.low // 6 * 16
+    _, paged = served("0.21.0")
+    assert paged.request_blocks == 5 * 12 + 63
+    assert paged.tokens.low == int(paged.blocks.low / paged.request_blocks * 1000)
+    _, paged = served("0.26.0")
+    assert paged.request_blocks == 5 * 16 + 63  # 99 + 2 × 64 tokens take 15 blocks, and one more
+
+
+def test_a_cache_of_a_set_size(config: Callable[..., str]) -> None:
+    options: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "gpu": "t4", **PLAIN}
+    (row,) = memsize.serve(config(**SMALL), kv_cache_memory="1MiB", **options).ran
+    assert row.paged is not None
+    assert row.paged.available == (2**20, 2**20)
+    assert row.paged.blocks == (256, 256)  # of 16 tokens in two layers
+    assert row.paged.longest == (1000, 1000)
+    (row,) = memsize.serve(config(**SMALL), kv_cache_memory=16 * 2 * LAYER * 10, **options).ran
+    assert row.paged is not None
+    assert row.paged.longest == (160, 160)
+    (row,) = memsize.serve(config(**SMALL), kv_cache_memory="15GiB", **options).ran
+    assert row.paged is None
+    assert row.shortage > 0
+
+
+def test_room_for_cuda_graphs_is_an_interval(config: Callable[..., str]) -> None:
+    options: dict[str, Any] = {"scenarios": "as-given", "gpu_memory_utilization": 0.9, "gpu": "a100"}
+    captured, eager = (
+        memsize.serve(config(**SMALL), server="vllm=0.20.0", enforce_eager=is_eager, **options).ran[0]
+        for is_eager in (False, True)
+    )
+    assert captured.graphs.high > captured.graphs.low > 0
+    assert eager.graphs == (0, 0)
+    assert captured.paged and eager.paged
+    assert eager.paged.available.high - captured.paged.available.high == captured.graphs.low
+    assert any("CUDA graphs" in text for text in memsize.serve(config(**SMALL), **PLAIN).assumptions)
+
+
+WIDE = SMALL | {"hidden_size": 512, "intermediate_size": 1024}
+LINEARS = 2 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1024)
+"""Numbers of the weights of linear layers, without the head."""
+QUANTIZED: dict[str, tuple[dict[str, Any], float]] = {
+    # the config; bytes that a number takes: packed, and for each group of 32 a scale in bfloat16 and its zero
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32}, 0.5 + (2 + 0.5) / 32),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, 0.5 + 2 / 32),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, 1 + 4 / 1024),
+    "NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5 + 1 / 16),
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {
+                "group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
+            },
+        },
+        0.5 + 2 / 32,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_quantized_checkpoint_is_served_as_it_is(name: str, config: Callable[..., str]) -> None:
+    entries, width = QUANTIZED[name]
+    options: dict[str, Any] = {"server": "vllm=0.9.2", "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    (plain,) = memsize.serve(config(**WIDE), scenarios="as-given", **options).ran
+    report = memsize.serve(config(**WIDE | {"quantization_config": entries}), **options)
+    (row,) = report.ran  # no other scenario quantizes it anew
+    assert plain.weights - row.weights == pytest.approx(LINEARS * (2 - width), rel=0.02)  # in blocks of 512 bytes
+    assert row.title == f"weights of the checkpoint ({entries['quant_method']})"
+    assert not any("as they are without that" in note for note in report.notes)
+
+
+def test_layers_that_a_checkpoint_does_not_quantize(config: Callable[..., str]) -> None:
+    entries = QUANTIZED["fp8"][0]
+    options: dict[str, Any] = {"scenarios": "as-given", "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    every, some = (
+        memsize.serve(config(**WIDE | {"quantization_config": entries | ignored}), **options).ran[0].weights
+        for ignored in ({}, {"modules_to_not_convert": ["lm_head", "model.layers.1"]})
+    )
+    assert some - every == pytest.approx(LINEARS / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scenarios": "fp8-weight"}, r"quantized already \(awq\): serve it as-given"),
+        ({"scenarios": "as-given", "method": "hqq"}, "quantized by 'hqq', which is not covered"),
+    ],
+)
+def test_what_a_quantized_checkpoint_cannot_be(
+    options: dict[str, Any], message: str, config: Callable[..., str]
+) -> None:
+    entries = {"quant_method": options.pop("method", "awq")}
+    with pytest.raises(ScenarioError, match=message):
+        memsize.serve(config(**SMALL | {"quantization_config": entries}), **options)
+
+
+VISION = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "image_token_index": 99,
+    "text_config": {name: value for name, value in SMALL.items() if name != "architectures"},
+    "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 256}
+    | {"num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 28, "patch_size": 14, "projection_dim": 64},
+    "dtype": "bfloat16",
+}
+
+
+def test_images_are_encoded_before_the_step(config: Callable[..., str]) -> None:
+    """A step of 8,192 tokens may stand for 2,048 images of 4; V0 reads one with each of 256 sequences, in the step."""
+    options: dict[str, Any] = {"scenarios": "as-given", "gpu": "h100", "max_num_batched_tokens": 8192}
+    said: list[str] = []
+    report = memsize.serve(config(**VISION), server="vllm=0.9.2", max_num_seqs=4096, progress=said.append, **options)
+    assert "as-given: 2,048 images" in said
+    assert any("transformers' own encoder reads them" in text for text in report.assumptions)
+    # the input and the output of a layer's MLP, with its inside before and after the activation
+    assert report.ran[0].profile > 2048 * 5 * (2 * 64 + 2 * 256) * 2
+    (text,) = memsize.serve(config(**SMALL), server="vllm=0.7.3", max_model_len=1000, **options).ran
+    (both,) = memsize.serve(config(**VISION), server="vllm=0.7.3", max_model_len=1000, **options).ran
+    assert both.weights > text.weights
+
+
 def test_only_a_config_can_be_divided() -> None:
     with pytest.raises(InputError, match=r"only a target such as hf:config\.json can be divided"):
         memsize.serve(nn.Linear(4, 4), (4,), tensor_parallel_size=2)
@@ -466,6 +649,11 @@ LOGS: dict[str, tuple[dict[str, Any], str, float, dict[str, Any], tuple[float, f
     "Llama-3.1-8B, RTX 3090, 29,000 tokens": (
         LLAMA, "rtx3090", 23.58, {"server": "vllm=0.6.4", "max_model_len": 29_000}, (14.99, 2.99, 2.89), 1478,
     ),
+    "Qwen2.5-1.5B, T4": (
+        QWEN25 | {"dtype": "float16"}, "t4", 14.56,
+        {"server": "vllm=0.7.3", "gpu_memory_utilization": 0.5, "max_num_batched_tokens": 32_768},
+        (2.8875, 2.02, 2.36), 5519,
+    ),
     "Llama-3.1-8B, H100": (LLAMA, "h100", 79.14, {"server": "vllm=0.6.6"}, (14.99, 1.19, 54.93), None),
 }  # fmt: skip
 """vllm-project/vllm#10517, and logs in public repositories."""
@@ -484,6 +672,6 @@ def test_the_parts_of_a_log(log: str, config: Callable[..., str]) -> None:
     assert row.profile == pytest.approx(step * GiB, rel=0.01)
     low, high = row.paged.available
     assert low <= (cache + 0.005) * GiB and (cache - 0.005) * GiB <= high
-    assert high - low < 0.06 * cache * GiB
+    assert high - low < 0.07 * cache * GiB
     if blocks is not None:
         assert row.paged.blocks.low <= blocks <= row.paged.blocks.high

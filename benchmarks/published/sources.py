@@ -224,15 +224,6 @@ _SERVERS: Final = tuple(
             "vllm=0.6.6",
             "logged on a branch between 0.6.6 and 0.7.0",
         ),
-        ("qwen2.5-l40s", "Qwen2.5-1.5B", "a log of vLLM 0.7 in a public repository", "L40S", "vllm=0.7.3", ""),
-        (
-            "qwen2.5-t4",
-            "Qwen2.5-1.5B",
-            "a log of a training run with GRPO in a public repository",
-            "T4",
-            "vllm=0.7.3",
-            "the release is not stated: one with V0",
-        ),
         ("qwen3-235b", "Qwen3-235B-A22B FP8, four GPUs", f"{_ISSUES}/21348", "H100 80GB", "vllm=0.9.2", ""),
         (
             "qwen3-235b-sglang",

@@ -1,4 +1,4 @@
-"""What sorting takes on a GPU.
+"""Scratch memory of sorting on a GPU.
 
 Rows of up to 4,096 elements are sorted in place, in a copy that is the result. Longer ones go through CUB (aten/src/
 ATen/native/cuda/Sort.cpp and SortStable.cu): a copy with the sorted dimension innermost, where it isn't, and a buffer

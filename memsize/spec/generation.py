@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from memsize.errors import InputError
 from memsize.records.gpu import Card
 from memsize.spec.options import check_fields, option
-from memsize.spec.servers import Asked, Rules, rules_of
+from memsize.spec.servers import Rules, Setting, rules_of
 from memsize.spec.vary import Vary
 from memsize.units import parse_bytes
 
@@ -284,7 +284,7 @@ class Serving:
     def chosen(self, card: Card, context: int, *, images: bool = False) -> ServerArguments:
         """Fill in what the server chooses on `card`, for requests of `context` tokens."""
         rules = self.rules
-        defaults = rules.choose(card, Asked(context, self.tensor_parallel_size, images))
+        defaults = rules.choose(card, Setting(context, self.tensor_parallel_size, images))
         tokens = self.max_num_batched_tokens or defaults.tokens
         return ServerArguments(
             rules=rules,

@@ -34,9 +34,9 @@ class Defaults(NamedTuple):
     seqs: int
 
 
-class Asked(NamedTuple):
-    """What a server chooses its defaults by: the length of a request, the GPUs that share a layer, whether it reads
-    images.
+class Setting(NamedTuple):
+    """The setting for which a server chooses defaults: the length of a request, the GPUs that share a layer, whether it
+    reads images.
     """
 
     context: int
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
     images: bool = False
 
 
-Choice = Callable[[Card, Asked], Defaults]
+Choice = Callable[[Card, Setting], Defaults]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +140,15 @@ _IMAGES: Final = 5120
 def _prompts(longest: int, chunk: int) -> Choice:
     """V0: a step takes a whole request, or a chunk of a text where requests are longer than `longest`."""
 
-    def choose(_card: Card, asked: Asked) -> Defaults:
-        if asked.context > longest and not asked.images:
+    def choose(_card: Card, setting: Setting) -> Defaults:
+        if setting.context > longest and not setting.images:
             return Defaults(0.9, chunk, 256)
-        return Defaults(0.9, max(asked.context, _IMAGES if asked.images else 2048), 256)
+        return Defaults(0.9, max(setting.context, _IMAGES if setting.images else 2048), 256)
 
     return choose
 
 
-def _named_large(card: Card, _asked: Asked) -> Defaults:
+def _named_large(card: Card, _setting: Setting) -> Defaults:
     large = any(name in card.name.lower() for name in ("h100", "h200"))
     return Defaults(0.9, 8192 if large else 2048, 1024)
 
@@ -156,12 +156,12 @@ def _named_large(card: Card, _asked: Asked) -> Defaults:
 def _by_size(utilization: float = 0.9, *, a100: bool = False, largest: int = 8192) -> Choice:
     """V1: more on cards of 70 GiB, A100s only where `a100`; `largest` tokens on those of 160."""
 
-    def choose(card: Card, asked: Asked) -> Defaults:
+    def choose(card: Card, setting: Setting) -> Defaults:
         if card.bytes >= 70 * GiB and (a100 or "a100" not in card.name.lower()):
             tokens, seqs = largest if card.bytes >= 160 * GiB else 8192, 1024
         else:
             tokens, seqs = 2048, 256
-        return Defaults(utilization, min(tokens, seqs * asked.context), seqs)
+        return Defaults(utilization, min(tokens, seqs * setting.context), seqs)
 
     return choose
 
@@ -244,10 +244,10 @@ def _left_by(reserved: Callable[[float, int, int], float], chunks: _Tiers) -> Ch
     are the tokens of a step on cards smaller than as many GiB.
     """
 
-    def choose(card: Card, asked: Asked) -> Defaults:
+    def choose(card: Card, setting: Setting) -> Defaults:
         size = card.bytes / MiB
         tokens = next((count for most, count in chunks if size < most * 1024), 16_384)
-        return Defaults(round((size - reserved(size, tokens, asked.tp)) / size, 3), tokens, 1)
+        return Defaults(round((size - reserved(size, tokens, setting.tp)) / size, 3), tokens, 1)
 
     return choose
 
@@ -255,9 +255,9 @@ def _left_by(reserved: Callable[[float, int, int], float], chunks: _Tiers) -> Ch
 def _by_gpus(large: bool = False) -> Choice:
     """A share by the number of GPUs; of cards above 80 GiB all but 13, where `large`."""
 
-    def choose(card: Card, asked: Asked) -> Defaults:
+    def choose(card: Card, setting: Setting) -> Defaults:
         size = card.bytes / MiB
-        share = next(share for gpus, share in _SHARES if asked.tp >= gpus)
+        share = next(share for gpus, share in _SHARES if setting.tp >= gpus)
         if large and size > 81_920:
             share = (size - 13 * 1024) / size
         return Defaults(share, 2048 if size < 25_000 else 8192, 1)

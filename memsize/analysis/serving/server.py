@@ -68,8 +68,8 @@ _ASSUMED = (
     "adapters and the models of speculative decoding come on top of what the server may take",
 )
 _ENCODER = (
-    "images have the size that the config names, and transformers' own encoder reads them: the server's may need less, so "
-    "that the cache has at least these blocks"
+    "images have the size that the config names, and transformers' own encoder reads them: the server's may need less, "
+    "so that the cache has at least these blocks"
 )
 _ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lets it"
 _STATEFUL = ("linear", "mamba", "recurrent", "conv")
