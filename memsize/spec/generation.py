@@ -286,17 +286,26 @@ class Serving:
         rules = self.rules
         defaults = rules.choose(card, Setting(context, self.tensor_parallel_size, images))
         tokens = self.max_num_batched_tokens or defaults.tokens
+        utilization = self.gpu_memory_utilization or defaults.utilization
+        seqs = min(self.max_num_seqs or defaults.seqs, tokens)
+        filled_in = (
+            (self.gpu_memory_utilization, f"{utilization:.3g} of the memory"),
+            (self.max_num_batched_tokens, f"{tokens:,} tokens of a step"),
+            (self.max_num_seqs, f"{seqs:,} sequences"),
+            (self.block_size, f"blocks of {rules.block}"),
+        )
         return ServerArguments(
             rules=rules,
-            utilization=self.gpu_memory_utilization or defaults.utilization,
+            utilization=utilization,
             block=self.block_size or rules.block,
             tokens=tokens,
-            seqs=min(self.max_num_seqs or defaults.seqs, tokens),
+            seqs=seqs,
             context=context,
             tp=self.tensor_parallel_size,
             kv_dtype=self.kv_cache_dtype,
             kv_bytes=self._cache_bytes,
             has_graphs=rules.graphs and not self.enforce_eager,
+            defaults=tuple(text for value, text in filled_in if value is None),
         )
 
 
@@ -305,7 +314,8 @@ class ServerArguments:
     """The arguments of a server on one card, all of them filled in.
 
     `tokens` and `seqs` are those of one step, `context` is the length of a request, `kv_bytes` a size of the cache that
-    is set (None: what is left). `has_graphs` says whether room for CUDA graphs is counted.
+    is set (None: what is left). `has_graphs` says whether room for CUDA graphs is counted. `defaults` are the arguments
+    that the server chose, in words.
     """
 
     rules: Rules
@@ -318,6 +328,13 @@ class ServerArguments:
     kv_dtype: str | None = None
     kv_bytes: int | None = None
     has_graphs: bool = False
+    defaults: tuple[str, ...] = ()
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Assumptions for the report: the rules of the release, and what it chose."""
+        chosen = f"{', '.join(self.defaults)}: the defaults of {self.rules.name} on this card"
+        return (*([chosen] if self.defaults else []), *self.rules.assumed)
 
     @property
     def record(self) -> ServingArguments:

@@ -112,7 +112,7 @@ class ImageRun:
 
 
 def _encoder(model: Any) -> Any:
-    owners = (getattr(model, "base_model", None), model)
+    owners: tuple[Any, ...] = (getattr(model, "base_model", None), model)
     return next((owner.get_image_features for owner in owners if hasattr(owner, "get_image_features")), None)
 
 
@@ -123,7 +123,7 @@ def reads_images(model: Any) -> bool:
 
 def text_config(model: Any) -> Any:
     """The config of a model's language part; the config itself where there are no others."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

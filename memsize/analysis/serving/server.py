@@ -151,7 +151,7 @@ class Server:
             remedied=remedied,
             findings=SERVING_RULES.findings((tuple(rows), served, self.runner.gpu, budget, remedied)),
             notes=tuple(dict.fromkeys(notes)),
-            assumptions=(*served.rules.assumed, *_ASSUMED, *self._of_parts(has_states)),
+            assumptions=(*served.assumed, *_ASSUMED, *self._of_parts(has_states)),
         )
 
     def _of_parts(self, has_states: bool) -> tuple[str, ...]:
