@@ -49,15 +49,8 @@ def remedies_for_server(base: ServedModel, context: int, needed: Callable[[Serve
     )
     ladders = (Ladder(map(_on_cards, _CARDS), until="refusal"), Ladder(larger, until="refusal"))
     scenario = base.scenario.name
-    return try_remedies(
-        search,
-        (*_REMEDIES, _smaller_steps(base, context)),
-        ladders,
-        scenario=scenario,
-        gpu=own.name,
-        size=context,
-        combine=False,
-    )
+    remedies = (*_REMEDIES, _smaller_steps(base, context))
+    return try_remedies(search, remedies, ladders, scenario=scenario, gpu=own.name, size=context, combine=False)
 
 
 def _stored_as(name: str, title: str) -> Remedy[ServedModel]:
