@@ -79,10 +79,15 @@ class Group:
 
 def errors() -> list[Error]:
     """Every predicted row: those of the figures here, and those whose errors alone are kept."""
-    own = [
-        Error(row.row.source.kind, row.row.figure, row.row.source.name, row.error, row.outside) for row in compared()
-    ]
+    own = [Error(row.row.source.kind, _figure(row), row.row.source.name, row.error, row.outside) for row in compared()]
     return [*own, *(Error(gap.kind, _ELSEWHERE[gap.source][1], gap.source, gap.error, gap.outside) for gap in gaps())]
+
+
+def _figure(row: Compared) -> str:
+    """The figure of a line: a server's are its cache, in any unit, and the parts of what it takes beside it."""
+    if row.row.source.kind != "servers":
+        return row.row.figure
+    return "cache" if row.row.figure in ("cache", *COUNTS) else "parts"
 
 
 def gaps() -> list[Gap]:
