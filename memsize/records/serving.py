@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field as attribute
 from operator import attrgetter
-from typing import Any, ClassVar, Final, NamedTuple, NotRequired, TypedDict
+from typing import Any, ClassVar, Final, NamedTuple, TypedDict
 
 from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Cell
@@ -24,10 +24,16 @@ class LayerGroup(NamedTuple):
     window: int | None = None
 
 
-class ServingArguments(TypedDict):
+class _Newer(TypedDict, total=False):
+    """Arguments that files of older versions do not have."""
+
+    server: str
+    kv_bytes: int | None
+
+
+class ServingArguments(_Newer):
     """The arguments of a server: `memsize.spec.generation.ServerArguments` by the names that answers have for them."""
 
-    server: NotRequired[str]
     utilization: float
     block: int
     batched_tokens: int
@@ -35,7 +41,6 @@ class ServingArguments(TypedDict):
     context: int | None
     tp: int
     kv_dtype: str | None
-    kv_bytes: NotRequired[int | None]
 
 
 class Concurrency(NamedTuple):
