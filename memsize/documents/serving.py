@@ -101,7 +101,7 @@ def _row_data(row: ServingRow) -> dict[str, Any]:
             "blocks": paged.blocks._asdict(),
             "tokens": paged.tokens._asdict(),
             "concurrency": paged.concurrency._asdict(),
-            "longest": paged.longest._asdict(),
+            "longest": paged.longest and paged.longest._asdict(),
         },
         **values_of(row, "shortage", "reason"),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field as attribute
-from operator import attrgetter
 from typing import Any, ClassVar, Final, NamedTuple, TypedDict
 
 from memsize.records.answer import Answer, TableFrame
@@ -74,7 +73,7 @@ class Paged:
     blocks: Interval
     tokens: Interval
     concurrency: Concurrency
-    longest: Interval = _NOTHING
+    longest: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +97,40 @@ class ServingRow:
 _NO_CACHE: Final = Paged(_NOTHING, 0, 0, _NOTHING, _NOTHING, Concurrency(0, 0))
 
 
+def _drawn(value: Any, draw: Callable[[Any], Cell]) -> Cell:
+    return None if value is None else draw(value)
+
+
 def _end(figure: str, draw: Callable[[Any], Cell]) -> dict[str, Any]:
     """The getters of one end of an interval of `Paged`; without one files have None, documents 0."""
-    read = attrgetter(figure)
+    name, _, end = figure.partition(".")
+
+    def read(paged: Paged) -> Any:
+        interval = getattr(paged, name)
+        return None if interval is None else getattr(interval, end)
+
     return {
         "get": lambda row: None if row.paged is None else read(row.paged),
-        "cell": lambda row, _: None if row.reason is not None else draw(read(row.paged or _NO_CACHE)),
+        "cell": lambda row, _: None if row.reason is not None else _drawn(read(row.paged or _NO_CACHE), draw),
     }
 
 
 def _interval(
-    key: str, title: str, kind: Kind, weight: int, hint: str, *, figure: str = "", draw: Callable[[Any], Cell] = int
+    key: str,
+    title: str,
+    kind: Kind,
+    weight: int,
+    hint: str,
+    *,
+    figure: str = "",
+    draw: Callable[[Any], Cell] = int,
+    optional: bool = False,
 ) -> tuple[Field[ServingRow], Field[ServingRow]]:
     """Both ends of an interval, beside one another."""
     low, high = (_end(f"{figure or key}.{end}", draw) for end in ("low", "high"))
     return (
-        field(f"{key}_from", title, kind, weight, hint, key=key, **low),
-        field(f"{key}_to", "to", kind, weight, "and at most", key=f"{key}_high", beside=key, **high),
+        field(f"{key}_from", title, kind, weight, hint, key=key, optional=optional, **low),
+        field(f"{key}_to", "to", kind, weight, "and at most", key=f"{key}_high", beside=key, optional=optional, **high),
     )
 
 
@@ -133,7 +149,7 @@ SERVING_FIELDS: Final = Fields[ServingRow](
     *_interval("blocks", "blocks from", COUNT, 80, "blocks of the cache, at least"),
     *_interval("tokens", "tokens from", COUNT, 95, "tokens that they hold, at least"),
     *_interval("concurrency", "requests from", COUNT, 93, _CONCURRENCY_HINT, draw=_requests),
-    *_interval("longest", "longest from", COUNT, 70, _LONGEST_HINT),
+    *_interval("longest", "longest from", COUNT, 70, _LONGEST_HINT, optional=True),
     field("graphs_from", kind=BYTES, get=lambda row: row.graphs.low),
     field("graphs_to", kind=BYTES, get=lambda row: row.graphs.high),
     field("shortage", kind=BYTES),

@@ -203,11 +203,14 @@ def _what_is_too_long(evidence: Served) -> Iterator[Finding]:
         return
     paged = row.paged
     missing = (paged.request_blocks - paged.blocks.low) * paged.block_bytes
-    values = {"scenario": row.scenario, "context": serving.context, "missing": Bytes(missing)}
+    values: dict[str, object] = {"scenario": row.scenario, "context": serving.context, "missing": Bytes(missing)}
     text = (
         "Under {scenario} one request of {context} tokens may not fit the cache, by {missing}: vLLM does not start "
         "then, but for a lower max_model_len."
     )
+    if paged.longest is not None:
+        values |= {"longest": paged.longest.low}
+        text += " The longest that fits has {longest} tokens."
     yield Finding("request-too-long", text, values, bytes=missing, brief=text)
 
 
