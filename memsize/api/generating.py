@@ -131,7 +131,6 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
     with model_of(model, report_progress, where.name) as loaded:
         from memsize.analysis.runner import Runner
         from memsize.analysis.serving.server import MIXED, Server, served_scenarios
-        from memsize.loading.hubs.huggingface import QUANTIZED
         from memsize.workloads.generation import generate_of
         from memsize.workloads.serving import reads_images
 
@@ -142,8 +141,7 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
         runner = Runner(
             loaded.name, loaded.model, inputs, training=False, gpu=where, stack=gpu.releases, whole=model.whole
         )
-        notes = [note for note in loaded.notes if not note.startswith(QUANTIZED)]
-        return Server(runner, prompts, request.serving, progress=report_progress).report(scenarios, notes)
+        return Server(runner, prompts, request.serving, progress=report_progress).report(scenarios, loaded.notes)
 
 
 def _one_of(gpus: int, model: ModelRequest, report_progress: Callable[[str], None]) -> ModelRequest:

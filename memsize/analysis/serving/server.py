@@ -23,6 +23,7 @@ from memsize.device.cuda_libraries import COMMUNICATOR
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.device.replay import replay
 from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.loading.hubs import checkpoint_config_of
 from memsize.model.input_tensors import ModelInputs
 from memsize.precision.checkpoint_quantization import checkpoint_layout
 from memsize.records.columns import distinct
@@ -328,7 +329,7 @@ def served_scenarios(scenarios: Sequence[Scenario], model: Any, rules: Rules) ->
 
     Raises `ScenarioError` where another scenario alone would quantize such a model anew.
     """
-    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
+    quantization = checkpoint_config_of(model)
     if not isinstance(quantization, dict):
         return tuple(scenarios)
     method = quantization.get("quant_method", "no method")
