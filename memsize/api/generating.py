@@ -118,6 +118,11 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
     own. `scenarios` are as for `report` (None: as given, and its weights in fp8 and int4), `gpu` and `stack` as for
     `trace`.
 
+    `server` is a release, such as ``"vllm=0.9.2"`` or ``"sglang=0.5.9"`` (None: the newest vLLM that is known); it
+    gives what is left out here, and PyTorch's release where there is no `stack`. `kv_cache_memory` is the size of the
+    cache in place of what is left, in bytes or as ``"40GiB"``; `enforce_eager` captures no CUDA graphs. Where the
+    model's config says that its checkpoint is quantized, the weights as given are those of the checkpoint.
+
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
     model, gpu, report_progress = replace(request.model, mode="eval"), request.gpu, progress or (lambda _: None)
@@ -127,12 +132,14 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
         model = _one_of(request.serving.tensor_parallel_size, model, report_progress)
     with model_of(model, report_progress, where.name) as loaded:
         from memsize.analysis.runner import Runner
-        from memsize.analysis.serving.server import Server
+        from memsize.analysis.serving.server import MIXED, Server, served_scenarios
         from memsize.workloads.generation import generate_of
+        from memsize.workloads.serving import reads_images
 
         generate_of(loaded.model, loaded.name)  # before a prompt is made, as for a generation
+        scenarios = served_scenarios(scenarios, loaded.model, request.serving.rules)
         prompts = prompts_of(model, loaded)
-        inputs = prompts(1)
+        inputs = prompts(MIXED if reads_images(loaded.model) else 1)
         runner = Runner(
             loaded.name, loaded.model, inputs, training=False, gpu=where, stack=gpu.releases, whole=model.whole
         )

@@ -34,6 +34,7 @@ def rules() -> Rules:
         pointwise,
         reductions,
         rnn,
+        sorting,
         sparse,
     )
 

@@ -21,6 +21,7 @@ from memsize.cuda.autocast import autocast_region
 from memsize.errors import ScenarioError, first_line
 from memsize.known_values.toeplitz import cast
 from memsize.model.input_tensors import cast_floating
+from memsize.precision.checkpoint_quantization import CHECKPOINT, quantize_as
 from memsize.precision.layouts import LAYOUTS, Layout
 from memsize.precision.quantization_config import quantization_of
 from memsize.precision.quantized import (
@@ -180,6 +181,8 @@ def _quantized(model: nn.Module, scenario: Scenario) -> Recipe:
     if layout.startswith(TORCHAO):
         quantized = apply_torchao(model, layout[len(TORCHAO) :])
         return Recipe(model, floating_dtype(model), run_precision(scenario), quantized)
+    if layout.startswith(CHECKPOINT):
+        return _stored_as(model, scenario, quantize_as(model, layout[len(CHECKPOINT) :]))
     if LAYOUTS[layout].packed:
         # torch.ao converts float32 modules only; the others quantize a model in the dtype it has.
         model.to(torch.float32)
@@ -193,7 +196,15 @@ def _stored_under_layout(
     skipped: tuple[str, ...] | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Recipe:
-    quantized = apply_layout(model, layout, skipped)
+    return _stored_as(model, scenario, apply_layout(model, layout, skipped), autocast)
+
+
+def _stored_as(
+    model: nn.Module,
+    scenario: Scenario,
+    quantized: Quantized,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Recipe:
     precision = run_precision(
         scenario,
         autocast=autocast,
