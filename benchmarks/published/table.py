@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, get_args
 
 from benchmarks.published.rows import FOLDER, Compared, compared
 from benchmarks.published.shared import Gap
-from benchmarks.published.sources import NOT_COUNTED, SOURCES
+from benchmarks.published.sources import NOT_COUNTED, SOURCES, Kind
 from memsize.units import MiB
 
 GAPS: Final = FOLDER / "gaps.csv"
@@ -22,14 +22,7 @@ GAPS: Final = FOLDER / "gaps.csv"
 LOW: Final = 0.01
 """From this share on, a prediction below the measurement counts as too low."""
 
-_ORDER: Final = (
-    "linear networks",
-    "transformers, training",
-    "transformers, inference",
-    "LoRA and adapters",
-    "vision transformers",
-    "convolutional networks",
-)
+_ORDER: Final = get_args(Kind)
 _ELSEWHERE: Final = {
     "gpumemnet": ("200 perceptrons of the GPUMemNet data set", "device", "A100 40GB", "medium"),
     "xmem": ("xMem's runs that did not run out of memory", "reserved", "RTX 3060 12GB, A100", "low"),
@@ -100,8 +93,9 @@ def keep(stored: Iterable[Gap]) -> None:
 
 
 def grouped() -> dict[tuple[str, str], Group]:
-    """The lines of the first table by kind and figure."""
-    ordered = sorted(errors(), key=lambda error: (_ORDER.index(error.kind), error.figure))
+    """The lines of the first table by kind and figure: what PyTorch measured, without what `nvidia-smi` shows."""
+    measured = [error for error in errors() if error.figure != "device"]
+    ordered = sorted(measured, key=lambda error: (_ORDER.index(error.kind), error.figure))
     return {key: Group.of(list(rows)) for key, rows in groupby(ordered, key=lambda error: (error.kind, error.figure))}
 
 
