@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from memsize.errors import InputError
 
@@ -25,32 +26,74 @@ class Bytes(int):
     __slots__ = ()
 
 
-def format_bytes(count: int, unit: str = "MiB") -> str:
-    """`count` bytes as text in `unit` (a key of `UNITS` or `DECIMAL`): ``format_bytes(36895604) == "35.19 MiB"``.
+AUTO: Final = "auto"
+"""In place of a unit's name: the unit that suits the size."""
 
-    Less than a tenth of the unit is written in a smaller one, as in ``format_bytes(9640) == "9.41 KiB"``, where two
-    decimals show more of it.
+
+class Unit(NamedTuple):
+    """A unit to draw sizes in: its name and its bytes. A `rounded` one has the digits that people read, no more."""
+
+    name: str
+    bytes: int
+    rounded: bool = False
+
+    def amount(self, count: int) -> str:
+        """`count` bytes without the unit's name: a number in a column that has one unit.
+
+        Two decimals, but bytes are whole, and rounded GiB have three significant digits: 0.05, 4.88, 48.8, 1,463.
+        """
+        amount = count / self.bytes
+        if self.bytes == 1 or (self._is_gib and amount >= 99.95):
+            return f"{amount:,.0f}"
+        return f"{amount:,.1f}" if self._is_gib and amount >= 9.995 else f"{amount:,.2f}"
+
+    @property
+    def _is_gib(self) -> bool:
+        return self.rounded and self.bytes == GiB
+
+
+def unit_for(largest: int, name: str = AUTO, *, beside: int = 0) -> Unit:
+    """The unit called `name` (a key of `UNITS` or `DECIMAL`), or by default the one that suits sizes up to `largest`.
+
+    That is GiB from 1 GiB on (beside sizes that large from a tenth of it on, so that they compare), else MiB, or a
+    smaller unit where less than a tenth of a MiB would be shown.
     """
-    unit = telling_unit(count, unit)
-    return f"{amount_in(count, unit)} {unit}"
+    if name != AUTO:
+        return Unit(name, _BOTH[name])
+    name = _with_tenth(largest, "GiB" if max(largest, beside) >= GiB else "MiB")
+    return Unit(name, UNITS[name], rounded=True)
 
 
-def telling_unit(count: int, unit: str) -> str:
-    """`unit`, or the largest smaller one that `count` bytes, if there are any, have at least a tenth of."""
-    while 0 < count < _BOTH[unit] / 10:
-        unit = _SMALLER[unit]
-    return unit
+def _with_tenth(count: int, name: str) -> str:
+    """The unit called `name`, or the largest smaller one that `count` bytes, if there are any, have a tenth of."""
+    while 0 < count < _BOTH[name] / 10:
+        name = _SMALLER[name]
+    return name
 
 
-def amount_in(count: int, unit: str) -> str:
-    """`count` bytes in `unit`, without its name: a number of a column that has one unit.
+def format_bytes(count: int, unit: str = AUTO) -> str:
+    """`count` bytes as text: ``format_bytes(36895604) == "35.19 MiB"``, and 48.8 GiB in place of 49,971.20 MiB.
 
-    Two decimals, except that `B` is exact. A positive count too small to show is drawn as ``<0.01``: only nothing is 0.
+    With the name of a `unit` they are drawn in that, but less than a tenth of it in a smaller one, as in
+    ``format_bytes(9640, "MiB") == "9.41 KiB"``.
     """
-    if unit == "B":
-        return f"{count:,}"
-    amount = count / _BOTH[unit]
-    return "<0.01" if count > 0 and amount < 0.005 else f"{amount:,.2f}"
+    drawn = unit_for(count, unit if unit == AUTO else _with_tenth(count, unit))
+    return f"{drawn.amount(count)} {drawn.name}"
+
+
+def format_together(sizes: Collection[int], unit: str = AUTO) -> dict[int, str]:
+    """The texts of sizes that a sentence compares: in units that suit them together.
+
+    GiB have two decimals where three significant digits would make different sizes look equal.
+    """
+    if unit != AUTO:
+        return {size: format_bytes(size, unit) for size in sizes}
+    units = {size: unit_for(size, beside=max(sizes)) for size in sizes}
+    texts = {size: f"{own.amount(size)} {own.name}" for size, own in units.items()}
+    if len({*texts.values()}) < len(texts):
+        exact = Unit("GiB", GiB)
+        texts |= {size: f"{exact.amount(size)} GiB" for size, own in units.items() if own.name == "GiB"}
+    return texts
 
 
 def signed_share(before: int, after: int) -> str:

@@ -65,6 +65,12 @@ def test_an_unknown_card_is_refused_with_the_nearest(name, nearest):
         card(name)
 
 
+@pytest.mark.parametrize("size", ["48GB", "15109 MiB", "0.5tb"])
+def test_a_size_is_no_card(size):
+    with pytest.raises(InputError, match=f"'{size}' is a size and no GPU: give it as the budget"):
+        card(size)
+
+
 def test_a_name_like_no_other_is_answered_with_all():
     with pytest.raises(InputError, match="known: Tesla P100 16GB"):
         card("?")

@@ -76,8 +76,8 @@ def test_a_figure_says_what_it_is_about() -> None:
 def test_a_limit_is_a_line_where_it_is_near() -> None:
     figure = asked(13_000 * MiB).plot()
     (line,) = figure.layout.shapes
-    assert (line.x0, line.x1) == (13_000, 13_000)
-    assert figure.layout.annotations[0].text == "Tesla T4: 13,000.00 MiB"
+    assert (line.x0, line.x1) == (13_000 / 1024, 13_000 / 1024)
+    assert figure.layout.annotations[0].text == "Tesla T4: 12.7 GiB"
     # More than twice what is needed would leave the bar no room.
     assert not asked(28_001 * MiB).plot().layout.shapes
 

@@ -54,8 +54,8 @@ def test_casting_does_shrink_what_is_stored(scenario: str) -> None:
     finding = one(precision.summary_assumes_four_bytes, Evidence(given, {scenario: half}))
     # 524,288 elements: 2 MiB in four bytes each, 1 MiB in two
     assert finding.bytes == 2**20
-    assert finding.text().startswith("Casting to fp16 or bf16 does shrink what is stored, 2.00 MiB → 1.00 MiB.")
-    assert "prints 2.00 MB afterwards multiplies 524,288 parameters" in finding.text()
+    assert finding.text().startswith("Casting to fp16 or bf16 does shrink the parameters, 2.00 MiB → 1.00 MiB.")
+    assert "prints 2.00 MB afterwards assumes 4 bytes for each of the 524,288 parameters" in finding.text()
 
 
 def test_the_first_scenario_that_halves_is_compared() -> None:
@@ -98,7 +98,7 @@ def test_autocast_casts_no_parameter() -> None:
     finding = one(precision.amp_keeps_fp32_parameters, Evidence(AMP, {"amp-bf16": AMP}, amp="amp-bf16"))
     assert (finding.bytes, finding.layers, finding.values["dtype"]) == (200, ("a",), "bf16")
     assert finding.values["bytes"] == 400
-    assert "stay float32, and 200 B of bf16 copies come on top" in finding.text("B")
+    assert "stay float32, and each forward adds 200 B of bf16 copies" in finding.text("B")
     assert not list(precision.amp_keeps_fp32_parameters(Evidence(AMP, {"amp-bf16": AMP})))
     assert not list(precision.amp_keeps_fp32_parameters(Evidence(AMP, {"amp-bf16": trace()}, amp="amp-bf16")))
 
@@ -361,7 +361,10 @@ def test_a_role_is_named_from_a_twentieth_of_the_peak_and_four_at_most() -> None
 @pytest.mark.parametrize(("fp16", "told"), [(998, True), (999, False), (1000, False), (1001, False)])
 def test_another_scenario_peaks_lowest_where_it_saves_more_than_a_thousandth(fp16: int, told: bool) -> None:
     evidence = Evidence(trace(), peaks={"as-given": peak(1000), "fp16": peak(fp16)})
-    assert one(training.training_peak, evidence).in_brief("B").endswith(f" fp16 peaks lowest, at {fp16} B.") == told
+    assert (
+        one(training.training_peak, evidence).in_brief("B").endswith(f" The lowest peak is that of fp16: {fp16} B.")
+        == told
+    )
 
 
 def test_which_scenarios_peak_is_told() -> None:
@@ -396,18 +399,18 @@ def test_a_step_of_the_targets_own_is_told_as_such() -> None:
         (
             peak(phase="forward", parameter=100, gradient=100, optimizer_state=201, master_weight=100),
             "in the forward:",
-            "Parameters, gradients and optimizer state are 501 B of it, whatever the batch.",
+            "Parameters, gradients and optimizer state take 501 B of it at any batch size.",
         ),
         # 300 B are the parameters', 250 B more the model's too
         (
             peak(parameter=300, workspace=150, gathered_parameter=100, activation=450),
             "in the backward:",
-            "What does not depend on the batch is 550 B of it, mostly parameters.",
+            "550 B of it, mostly parameters, do not depend on the batch size.",
         ),
         (
             peak(workspace=501),
             "in the backward:",
-            "What does not depend on the batch is 501 B of it, mostly workspaces.",
+            "501 B of it, mostly workspaces, do not depend on the batch size.",
         ),
     ],
 )

@@ -45,6 +45,7 @@ from tests.pages import check_golden as check
 from tests.records import Bind, FitRow, Remedied, RemedyRow
 
 MiB = 1 << 20
+GiB = 1 << 30
 CONTEXT = cuda_context().high
 """What the CUDA context may take of the usual card."""
 
@@ -347,7 +348,7 @@ def test_a_mac_has_no_context() -> None:
     # Three quarters of 64 GiB are what Metal recommends.
     assert mac.device == mac.allocator == 48 << 30
     assert mac.notes and "MPS" in mac.notes[0]
-    with pytest.raises(InputError, match=r"nothing is left after a margin of 51,200\.00 MiB"):
+    with pytest.raises(InputError, match=r"nothing is left after a margin of 50\.0 GiB"):
         budgets("M2 Max 64GB", margin="50GiB")
 
 
@@ -373,7 +374,7 @@ def test_the_local_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert here.card.capability == (8, 6) and here.card.platform == "CUDA"
     # What others have taken is told, not taken off: they may be gone when the model runs.
-    assert here.notes == ("4,000.00 MiB of Some GPU (local) are taken right now: --margin leaves room for what stays",)
+    assert here.notes == ("3.91 GiB of Some GPU (local) are taken right now: --margin leaves room for what stays",)
     assert [budget.name for budget in budgets("t4,local")] == ["Tesla T4", "Some GPU (local)"]
     fit = fit_of(Narrow(), "4000,64", gpu="local")
     assert row_of(fit).gpu == "Some GPU (local)" and row_of(fit).status == "found"
@@ -661,8 +662,8 @@ def test_where_no_other_run_made_the_same_events_the_same_phase_is_compared() ->
     cost = next(finding for finding in fit.findings if finding.code == "fit-fixed-cost")
     assert cost.bytes == row.fixed
     assert cost.text() == (
-        "No size could fit: optimizer state, workspaces and 2 more take 80.25 MiB, and temporaries at the peak, in "
-        "optimizer, 16.00 MiB more, whatever it is: 6.25 MiB more than there are."
+        "No batch can fit: optimizer state, workspaces and 2 more alone take 80.25 MiB, and temporaries at the peak, "
+        "in optimizer, 16.00 MiB more, 6.25 MiB more than PyTorch can use."
     )
 
 
@@ -690,10 +691,10 @@ def test_more_scenarios_and_gpus() -> None:
     assert (table["Tesla T4"] < table["A100 40GB"]).all() and (table["A100 40GB"] < table["A100 80GB"]).all()
     # Two cards of one capability share their runs.
     assert fit.runs < sum(len(row.looked) for row in fit.fit_rows) + 1
-    assert "fp16 fits most" in repr(fit.why()) or "bf16 fits most" in repr(fit.why())
+    assert "fp16 allows the largest batch" in repr(fit.why()) or "bf16 allows the largest batch" in repr(fit.why())
     # Figures name the card that they are of.
     first, others, *_ = (finding.text() for finding in fit.why())
-    assert first.startswith(f"Under fp32 on Tesla T4, batch {table['Tesla T4']['fp32']:,} needs")
+    assert first.startswith(f"Under fp32 on Tesla T4, the largest batch is {table['Tesla T4']['fp32']:,}: it needs")
     more = " and ".join(f"{table[card]['fp32']:,} on {card}" for card in ("A100 80GB", "A100 40GB"))
     assert others == f"The largest batch that fits is {more}."
 
@@ -703,7 +704,7 @@ def test_cards_on_which_everything_fits_have_no_largest_batch() -> None:
     rows = (row, replace(row, gpu="A100", status="endless"), replace(row, gpu="H100", status="endless"))
     evidence = FitEvidence(rows, (), "batch")
     told = [finding.text() for finding in what_fits_on_the_others(evidence)]
-    assert told == ["Memory is no limit on A100 and H100."]
+    assert told == ["Any batch fits on A100 and H100."]
 
 
 def test_a_fraction_of_the_card_is_what_the_allocator_gets() -> None:
@@ -714,7 +715,7 @@ def test_a_fraction_of_the_card_is_what_the_allocator_gets() -> None:
     assert [row.size for row in quarter.fit_rows] == [row.size for row in plain.fit_rows]
     assert row_of(quarter).peak == row_of(plain).peak
     told = next(finding for finding in quarter.findings if finding.code == "budget").text()
-    assert told.endswith(f"the CUDA context may take {CONTEXT / MiB:.2f} MiB and the allocator may take 400.00 MiB.")
+    assert told.endswith(f"the CUDA context may take {CONTEXT / GiB:.2f} GiB and the allocator may take 0.39 GiB.")
     ample = budgets(budget=1600 * MiB, fraction=0.75)
     assert ample[0].allocator == 1600 * MiB - CONTEXT
     with pytest.raises(InputError, match="for the CUDA context and the 100% that the allocator may not take"):
@@ -792,7 +793,7 @@ def test_the_failure_and_the_range_that_works() -> None:
     refused = next(finding for finding in fit.findings if finding.code == "fit-refused")
     assert f"It ran with {min(first.ran)} to {max(first.ran)}" in refused.text() and "too many for me" in refused.text()
     if first.status == "open":
-        assert "the model refuses batch" in fit.why()[0].text()
+        assert "the model refuses " in fit.why()[0].text()
     # The other card takes over what was refused: for its shapes, not for the card.
     assert not set(first.refused) & set(second.looked)
 
@@ -826,7 +827,9 @@ def test_free_memory_that_a_request_does_not_fit_into_is_told(alive: int, in_pie
     held = Bind("backward", "head", "mm", "activation", 500 * MiB, {"activation": alive * MiB})
     row = FitRow("fp32", "fp32", "T4", 10_000 * MiB, "found", size=1, next_size=2, next_peak=99_000 * MiB, bind=held)
     (finding,) = what_binds(FitEvidence((row,), budgets("t4"), "batch"))
-    text = f" {10_500 - alive:,}.00 MiB are free, in pieces too small for the 500.00 MiB asked for: expandable segments"
+    # 500 MiB are 0.488 GiB.
+    free = f"{(10_500 - alive) / 1024:.2f} GiB"
+    text = f" {free} are free, in pieces too small for the 0.49 GiB asked for: expandable segments"
     assert (text in finding.text()) == in_pieces
     assert ("in pieces" in finding.text()) == in_pieces
 
@@ -860,7 +863,7 @@ def test_what_does_not_depend_on_the_batch_is_too_much() -> None:
     assert codes[0] == "fit-none" and "fit-fixed-cost" in codes and "fit-refused" in codes
     cost = next(finding for finding in fit.findings if finding.code == "fit-fixed-cost")
     assert cost.bytes is not None and cost.bytes >= 4 * 4 * parameters
-    assert "more than there are" in cost.text()
+    assert "more than PyTorch can use" in cost.text()
     refused = next(finding for finding in fit.findings if finding.code == "fit-refused")
     assert "batch 1" in refused.text() and "more than 1 value per channel" in refused.text()
 

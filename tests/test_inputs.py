@@ -35,6 +35,8 @@ specs = st.builds(InputSpec, st.none() | names, shapes, st.none() | st.sampled_f
         ("label=", InputSpec("label", ())),
         (":int64", InputSpec(None, (), "int64")),
         ("()", InputSpec(None, ())),
+        ("[3,64,64]", InputSpec(None, (3, 64, 64))),
+        ("x=(512, ):int64", InputSpec("x", (512,), "int64")),
     ],
 )
 def test_reads_an_input(text: str, spec: InputSpec) -> None:

@@ -21,7 +21,7 @@ from memsize.documents.sections import Bars, Limit, Part
 from memsize.records.answer import Renderable
 from memsize.render import render
 from memsize.render.html import LIBRARIES, SCRIPTS, _bars as drawn_bars, script
-from memsize.units import UNITS, format_bytes
+from memsize.units import format_bytes, unit_for
 from tests import records
 from tests.browser import Opened, browser, wait_until
 from tests.gpus import timeline
@@ -222,21 +222,21 @@ def test_a_page_names_what_its_figures_were_made_with() -> None:
     page = render(replace(records.toy_report(), gpu="T4"), "html")
     assert f"page by memsize {memsize.__version__}, Python {platform.python_version()}" in page
     assert f"PyTorch {records.toy().torch}" in page
-    assert "Tesla T4: 14,909.44 MiB of memory (" in page and "compute capability 7.5" in page
+    assert "Tesla T4: 14.6 GiB of memory (" in page and "compute capability 7.5" in page
 
 
-@pytest.mark.parametrize("unit", ["B", "KiB", "MiB", "MB"])
+@pytest.mark.parametrize("unit", ["auto", "B", "KiB", "MiB", "GiB", "MB"])
 def test_sums_that_scripts_draw_read_like_all_others(unit: str, chromium: Any, blank: Any, tmp_path: Path) -> None:
     sizes = [0, 1, 5242, 5243, 2**17, 3 * 2**17, 5 * 2**17, 7 * 2**17, 2**20 + 1, 1_005_000, 1_015_000, 123_456_789_012]
     report = wide_report(20)
     with opened(chromium, tmp_path, report, unit=unit) as page:
         group, total = page.locator("tr.group td.bytes").first, page.locator("#layers tfoot td.bytes").first
         assert int(group.get_attribute("data-sum")) == 210 * 1024 == int(total.get_attribute("data-value"))
-        assert group.inner_text() == total.inner_text() == format_bytes(210 * 1024, unit).rpartition(" ")[0]
+        assert group.inner_text() == total.inner_text() == unit_for(210 * 1024, unit).amount(210 * 1024)
     source = files("memsize.render").joinpath("page", "size.js").read_text()
-    blank.set_content(f"<body data-unit='{unit}' data-unit-bytes='{UNITS.get(unit, 10**6)}'></body>")
+    blank.set_content(f"<body data-unit='{unit}'></body>")
     drawn = blank.evaluate(f"sizes => {{ {source}; return sizes.map(size); }}", sizes)
-    assert drawn == [format_bytes(size, unit) if size else f"0 {unit}" for size in sizes]
+    assert drawn == [format_bytes(size, unit) if size else f"0 {unit_for(0, unit).name}" for size in sizes]
 
 
 def column(page: Any, place: int, rows: str = "#layers tbody tr") -> list[str]:
@@ -416,7 +416,7 @@ def test_the_page_is_copied_as_markdown(chromium: Any, tmp_path: Path) -> None:
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         page.get_by_role("button", name="Copy as markdown").click()
         page.get_by_role("button", name="Copied").wait_for()
-        assert page.evaluate("navigator.clipboard.readText()") == render(report, "markdown")
+        assert page.evaluate("navigator.clipboard.readText()") == render(report, "markdown", unit="MiB")
         page.locator("#layers").get_by_role("button", name="Copy table").click()
         page.locator("#layers").get_by_role("button", name="Copied").wait_for()
         table = page.evaluate("navigator.clipboard.readText()")

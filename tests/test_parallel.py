@@ -390,7 +390,7 @@ def test_what_is_wrong_with_the_command(
 
 BUDGET = cuda_context().high + 200 * 2**20
 """200 MiB are left beside the CUDA context."""
-SIZE = f"{BUDGET / 2**20:,.2f} MiB"
+SIZE = format_bytes(BUDGET)
 
 
 @pytest.fixture(scope="module")
@@ -412,7 +412,7 @@ def test_the_fewest_gpus_are_found(fitted: Any) -> None:
     assert budget.text().startswith(
         f"The allocator gets 200.00 MiB before NCCL's buffers (--margin leaves room for them): each GPU of {SIZE}"
     )
-    assert [note for note in fitted.notes if "NCCL's buffers may take up to 2,048.00 MiB" in note]
+    assert [note for note in fitted.notes if "NCCL's buffers may take up to 2.00 GiB" in note]
 
 
 SAMPLE = 16 * MiB
@@ -486,8 +486,10 @@ def test_each_row_is_told_as_soon_as_it_is_known() -> None:
     assert [text.partition(",")[0] for text in told] == [
         f"Under fp32 on {number} x GPU of {SIZE}" for number in (1, 2, 4)
     ]
-    assert told[0].endswith(f"{fit.fit_rows[0].next_peak / MiB:,.2f} MiB, and there are 200.00 MiB.")
-    assert [f", batch {row.size:,} needs" in text for row, text in zip(fit.fit_rows[1:], told[1:], strict=True)] == [
+    assert told[0].endswith(f"{fit.fit_rows[0].next_peak / MiB:,.2f} MiB, and PyTorch can use 200.00 MiB.")
+    assert [
+        f", the largest batch is {row.size:,}: it" in text for row, text in zip(fit.fit_rows[1:], told[1:], strict=True)
+    ] == [
         True,
         True,
     ]

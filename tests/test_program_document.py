@@ -127,9 +127,7 @@ def test_a_script_that_failed_is_said_to_have_failed_first() -> None:
 
 def test_what_fits_is_said_with_its_largest_tensor() -> None:
     text = program().findings[0].text()
-    assert (
-        "340.00 MiB to 690.00 MiB of 14,909.44 MiB" in text and "8.00 MiB of activations, is made at net.py:12" in text
-    )
+    assert "0.33 GiB to 0.67 GiB of 14.6 GiB" in text and "8.00 MiB of activations, is made at net.py:12" in text
 
 
 def test_what_does_not_fit_is_said_with_its_line() -> None:
@@ -137,11 +135,13 @@ def test_what_does_not_fit_is_said_with_its_line() -> None:
     run = replace(program(), refused=(refused, refused), failure="OutOfMemoryError")
     assert codes(run) == ["run-out-of-memory"]
     (found,) = RULES.findings(run)
-    where = "at net.py:12, in forward 2 of body, relu asks for 20.00 MiB where 5.00 MiB are left"
-    assert found.in_brief() == f"Tesla T4 is too small: {where}."
-    assert found.text() == (f"Tesla T4 is too small: {where}; PyTorch raises OutOfMemoryError, the first of 2 times.")
+    where = "at net.py:12, in forward 2 of body: relu needs 20.00 MiB, 5.00 MiB are left"
+    assert found.in_brief() == f"Out of memory on Tesla T4 {where}."
+    assert found.text() == (
+        f"Out of memory on Tesla T4 {where}; PyTorch raises OutOfMemoryError, the first of 2 times."
+    )
     (found,) = RULES.findings(replace(run, trace=replace(run.trace, notes=(UNCOMPILED,))))
-    assert found.in_brief() == f"Tesla T4 is too small without torch.compile: {where}."
+    assert found.in_brief() == f"Out of memory on Tesla T4 without torch.compile {where}."
 
 
 @pytest.mark.parametrize(
@@ -158,11 +158,11 @@ def test_a_program_that_goes_on_is_told_whether_the_rest_fits(count: int, steps:
     refused = Refused(20 * MiB, 5 * MiB, 100 * MiB, "relu", "body", "forward 2", "net.py:12")
     run = replace(program(), refused=(refused,) * count, steps=steps, went_on=after)
     (found,) = (each for each in RULES.findings(run) if each.code == "run-out-of-memory")
-    told = told.format(peak="340.00 MiB to 690.00 MiB of 14,909.44 MiB at the peak")
+    told = told.format(peak="0.33 GiB to 0.67 GiB of 14.6 GiB at the peak")
     times = "once, at net.py:12" if count == 1 else "2 times, first at net.py:12"
     assert found.in_brief() == f"The program runs out of Tesla T4's memory {times}, and goes on: {told}."
     assert found.text().endswith(f". The program goes on: {told}.")
-    assert "at net.py:12, in forward 2 of body, relu asks for 20.00 MiB where 5.00 MiB are left" in found.text()
+    assert "at net.py:12, in forward 2 of body: relu needs 20.00 MiB, 5.00 MiB are left" in found.text()
 
 
 def test_a_layer_that_is_a_number_does_not_read_as_a_count() -> None:
@@ -176,9 +176,9 @@ def test_the_verdict_is_short_and_why_says_all() -> None:
     run = replace(found, growth=Growth(MiB, "net.py:12", None), kept_gradients=KeptGradients(MiB, "late", "train.py:9"))
     told = document(replace(run, findings=RULES.findings(run)))
     assert [finding.in_brief() for finding in told.verdict()] == [
-        "It fits on Tesla T4: 340.00 MiB to 690.00 MiB of 14,909.44 MiB at the peak, in backward 1 of body.",
+        "It fits on Tesla T4: 0.33 GiB to 0.67 GiB of 14.6 GiB at the peak, in backward 1 of body.",
         "Every step leaves 1.00 MiB behind, made at net.py:12.",
-        "zero_grad at train.py:9 comes after the forward, which runs beside 1.00 MiB of gradients.",
+        "zero_grad at train.py:9 comes after the forward, so 1.00 MiB of old gradients stay alive during it.",
     ]
     (reasons,) = told.reasons()
     assert isinstance(reasons, Findings) and reasons.findings == RULES.findings(run)

@@ -146,7 +146,7 @@ def told(runs: RankRuns) -> list[str]:
 
 def test_the_worst_rank_is_named() -> None:
     assert told(two_kinds()) == [
-        "All 8 ranks fit on Tesla T4: ranks 0–5 need most, 340.00 MiB to 690.00 MiB of 14,909.44 MiB at the peak, in "
+        "All 8 ranks fit on Tesla T4: ranks 0–5 need most, 0.33 GiB to 0.67 GiB of 14.6 GiB at the peak, in "
         "backward 1 of body.",
         "Ranks 6 and 7 hold 2.00 MiB less of tensors at the peak, 2.00 MiB of it parameters.",
         "6 of 8 ranks were run: 0 and 3–7.",
@@ -156,14 +156,14 @@ def test_the_worst_rank_is_named() -> None:
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ((3, 3), "each takes 340.00"),
-        ((3, 3, 1), "ranks 0 and 1 need most, 340.00"),
-        ((3, 1), "rank 0 needs most, 340.00"),
+        ((3, 3), "each takes 0.33"),
+        ((3, 3, 1), "ranks 0 and 1 need most, 0.33"),
+        ((3, 1), "rank 0 needs most, 0.33"),
     ],
 )
 def test_ranks_of_two_kinds_that_need_as_much_are_said_together(sizes: Sequence[int], said: str) -> None:
     kinds = tuple(RankGroup((rank,), of_size(size)) for rank, size in enumerate(sizes))
-    assert f"All {len(sizes)} ranks fit on Tesla T4: {said} MiB" in told(RankRuns(len(sizes), 1, kinds))[0]
+    assert f"All {len(sizes)} ranks fit on Tesla T4: {said} GiB" in told(RankRuns(len(sizes), 1, kinds))[0]
 
 
 def test_a_rank_that_does_not_fit_is_the_worst() -> None:
@@ -173,12 +173,12 @@ def test_a_rank_that_does_not_fit_is_the_worst() -> None:
     runs = replace(runs, groups=(runs.groups[0], small))
     assert runs.worst is small
     assert told(runs)[0] == (
-        "Tesla T4 is too small for ranks 6 and 7 of 8: at net.py:12, in forward 2 of body, relu asks for 20.00 MiB "
-        "where 5.00 MiB are left."
+        "Out of memory on Tesla T4 for ranks 6 and 7 of 8 at net.py:12, in forward 2 of body: relu needs 20.00 MiB, "
+        "5.00 MiB are left."
     )
     eager = replace(small, run=replace(small.run, trace=replace(small.run.trace, notes=(UNCOMPILED,))))
     runs = replace(runs, groups=(runs.groups[0], eager))
-    assert told(runs)[0].startswith("Tesla T4 is too small without torch.compile for ranks 6 and 7 of 8: at")
+    assert told(runs)[0].startswith("Out of memory on Tesla T4 without torch.compile for ranks 6 and 7 of 8 at")
     handled = replace(small, run=replace(small.run, went_on=WentOn(3, None)))
     assert told(replace(runs, groups=(runs.groups[0], handled)))[0].endswith("are left; the program goes on.")
 

@@ -300,7 +300,7 @@ def test_nccl_takes_memory_of_the_gpu_for_each_group() -> None:
     low, high = cuda_context(card("t4"), ops={event.op for event in step.trace.events} - {""})
     assert peak.device == (peak.reserved + low, peak.reserved + high + 2 * 2_048 * MiB)
     (note,) = (note for note in step.trace.notes if "NCCL" in note)
-    assert "up to 4,096.00 MiB" in note and "2 groups" in note and "NVIDIA/nccl#864" in note
+    assert "up to 4.00 GiB" in note and "2 groups" in note and "NVIDIA/nccl#864" in note
 
 
 def test_nccl_takes_more_of_the_gpu_where_a_group_exchanges_all_to_all() -> None:
@@ -330,7 +330,7 @@ def test_nccl_takes_a_buffer_for_a_group_of_one_process() -> None:
     made = traced(step, World(4))
     assert made.peak.nccl == (0, (2 * 2_048 + 512) * MiB)
     (note,) = (note for note in made.trace.notes if "NCCL" in note)
-    assert "up to 4,608.00 MiB of the GPU outside PyTorch for 2 groups of processes and 1 group of one process" in note
+    assert "up to 4.50 GiB of the GPU outside PyTorch for 2 groups of processes and 1 group of one process" in note
     assert "(NVIDIA/nccl#864 and #2363)" in note
 
 
@@ -350,7 +350,7 @@ def test_a_run_may_not_fit_for_what_nccl_takes() -> None:
     short, context = run.peak.shortage, cuda_context(card("t4"), ops={event.op for event in run.trace.events} - {""})
     assert short is not None and not short.certain and short.nccl == 2_048 * MiB
     said = out_of_memory(short, "the run", "Tesla T4").text()
-    taken = f"{context.high / MiB + 2_048:,.2f} MiB"
+    taken = format_bytes(context.high + 2_048 * MiB)
     assert said.startswith(f"The run may not fit on Tesla T4: if the CUDA context and NCCL's buffers take {taken}, ")
     alone = traced(step, World(1)).peak.shortage
     assert alone is not None and not alone.certain and alone.nccl == 512 * MiB

@@ -271,7 +271,7 @@ def test_every_option_is_documented() -> None:
     for name in cli.memsize.list_commands(context):
         command = cli.memsize.get_command(context, name)
         assert command is not None
-        page = {"fit-script": "fit", "init": "check"}.get(name, name)
+        page = NAMED_ON.get(name, name)
         text = text_of(DOCS / f"{page}.md")
         assert f"`memsize {name}`" in text and f"`memsize {name}`" in text_of(README)
         for option in (parameter for parameter in command.params if isinstance(parameter, click.Option)):
@@ -280,6 +280,9 @@ def test_every_option_is_documented() -> None:
     lines = [line for page in PAGES for line in text_of(page).splitlines() if "memsize" in line or line.startswith("|")]
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "\n".join(lines))) <= known | OTHERS
 
+
+NAMED_ON = {"fit-script": "fit", "init": "check", "gpus": "fit", "models": "targets"}
+"""The pages of commands that have none of their own."""
 
 OTHERS = {"--config", "--epochs", "--index-url", "--lr", "--memsize-update", "--page", "--resume"}
 """Options of other programs on the same lines."""

@@ -73,7 +73,7 @@ def test_shards_are_offloaded_and_spread_over_more_gpus(hybrid: Fit) -> None:
     assert (more.title, more.outcome) == ("hsdp=2x8, with the same batch on each", "fits")
     assert more.peak == needed("hsdp=2x8") <= 100 * MiB < needed("hsdp=2x4")
     (enough,) = [finding.text() for finding in hybrid.findings if finding.code == "remedy-enough"]
-    assert enough.endswith("so are LoRA and 16 GPUs.")
+    assert enough.endswith("LoRA, 16 GPUs.")
 
 
 def test_what_means_nothing_for_ranks_is_said(copied: Fit, hybrid: Fit) -> None:

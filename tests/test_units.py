@@ -1,11 +1,22 @@
-"""Bytes in text: two decimals of a unit that says something of them."""
+"""Bytes in text: in the unit that suits them, or in the one that the reader chose."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given, strategies as st
 
-from memsize.units import DECIMAL, UNITS, amount_in, format_bytes, parse_bytes, signed_share
+from memsize.units import (
+    AUTO,
+    DECIMAL,
+    UNITS,
+    GiB,
+    MiB,
+    format_bytes,
+    format_together,
+    parse_bytes,
+    signed_share,
+    unit_for,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,24 +33,52 @@ from memsize.units import DECIMAL, UNITS, amount_in, format_bytes, parse_bytes, 
         (9_640, "kB", "9.64 kB"),
         (99, "KB", "99 B"),
         (3, "B", "3 B"),
+        (2**30 - 1, AUTO, "1,024.00 MiB"),
+        (2**30, AUTO, "1.00 GiB"),
+        (10_725_883_904, AUTO, "9.99 GiB"),  # 9.98926
+        (10_737_418_239, AUTO, "10.0 GiB"),
+        (80_358 * 2**20, AUTO, "78.5 GiB"),  # 78.475
+        (99_949 * GiB // 1000, AUTO, "99.9 GiB"),
+        (99_951 * GiB // 1000, AUTO, "100 GiB"),
+        (1_463 * GiB, AUTO, "1,463 GiB"),
+        (80_358 * 2**20, "GiB", "78.47 GiB"),
+        (9_640, AUTO, "9.41 KiB"),
     ],
 )
 def test_bytes_in_prose(count: int, unit: str, text: str) -> None:
     assert format_bytes(count, unit) == text
 
 
-@given(st.integers(0, 2**50), st.sampled_from(sorted(UNITS | DECIMAL)))
+@given(st.integers(0, 2**50), st.sampled_from([AUTO, *sorted(UNITS | DECIMAL)]))
 def test_what_is_told_is_close(count: int, unit: str) -> None:
     """Rounding to two decimals of at least a tenth of the unit is off by a twentieth at most."""
     assert abs(parse_bytes(format_bytes(count, unit).replace(",", "")) - count) <= count / 20
 
 
 def test_a_column_has_one_unit() -> None:
-    assert [amount_in(count, "MiB") for count in (0, 1, 5_243, 2**20)] == ["0.00", "<0.01", "0.01", "1.00"]
-    assert amount_in(1_234, "B") == "1,234"
+    assert [unit_for(9, "MiB").amount(count) for count in (0, 1, 5_243, 2**20)] == ["0.00", "0.00", "0.01", "1.00"]
+    assert unit_for(9, "B").amount(1_234) == "1,234"
+    column = (50 * MiB, GiB // 2, 48 * GiB, 640 * GiB)
+    assert unit_for(max(column)).name == "GiB"
+    assert [unit_for(max(column)).amount(count) for count in column] == ["0.05", "0.50", "48.0", "640"]
+    assert [unit_for(size).name for size in (0, 102, 2**10, 2**20 // 10 + 1, GiB - 1)] == "MiB B KiB MiB MiB".split()
 
 
 def test_a_change_is_a_share_of_what_was() -> None:
     changes = ((200, 100), (200, 300), (200, 200), (200, 372), (0, 5))
     shares = ["−50.0%", "+50.0%", "+0.0%", "+86.0%", "from nothing"]
     assert [signed_share(before, after) for before, after in changes] == shares
+
+
+def test_sizes_of_one_sentence_compare() -> None:
+    """A tenth of a GiB is 107,374,182.4 bytes. 14,596.00 MiB and 14,596.44 MiB are both 14.25 GiB."""
+    texts = format_together([340 * MiB, 14_909 * MiB, 107_374_182, 9_640])
+    assert [*texts.values()] == ["0.33 GiB", "14.6 GiB", "102.40 MiB", "9.41 KiB"]
+    assert [*format_together([14_546 * MiB, 14_596 * MiB, 14_630 * MiB]).values()] == [
+        "14.21 GiB",
+        "14.25 GiB",
+        "14.29 GiB",
+    ]
+    assert format_together([3 * MiB, 5]) == {3 * MiB: "3.00 MiB", 5: "5 B"}
+    assert format_together([14_546 * MiB], "MiB") == {14_546 * MiB: "14,546.00 MiB"}
+    assert format_together([]) == {}

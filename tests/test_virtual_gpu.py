@@ -752,7 +752,10 @@ def test_a_share_of_the_card_is_a_bound() -> None:
         assert program.refused[0].free == card("t4").bytes // 2 - kept.nbytes
 
 
-@pytest.mark.parametrize(("gib", "sentence"), [(1, "The allocator may take {} of the card."), (8, "may take {} of Te")])
+@pytest.mark.parametrize(
+    ("gib", "sentence"),
+    [(1, "The allocator may take {} of the card."), (8, "T4 (the allocator may take {} of it)")],
+)
 def test_the_verdict_knows_the_share_that_the_script_takes(tmp_path: Path, gib: int, sentence: str) -> None:
     half = card("t4").bytes // 2
     found, _ = ran(
@@ -1224,7 +1227,7 @@ def test_a_refused_request_names_the_layer_as_the_tables_do(tmp_path: Path) -> N
         """,
     )
     assert isinstance(error, torch.OutOfMemoryError) and found.refused[0].layer == "b.0"
-    assert "in forward 1 of b.0, addmm asks for 64.00 GiB" in found.findings[0].text("GiB")
+    assert "in forward 1 of b.0: addmm needs 64.00 GiB" in found.findings[0].text("GiB")
 
 
 def test_state_that_is_loaded_as_memory_runs_out_is_state(tmp_path: Path) -> None:

@@ -309,9 +309,9 @@ NOT_COUNTED: Final = (
     (
         "Liger-Kernel's embeddings, ORPO and SimPO, 28 figures",
         _LIGER,
-        "their processes hold what torch.compile keeps of benchmarks before: 12,240.0 and 13,769.6 MiB beside the "
-        "predictions of the embeddings, the same to 5 KiB from 1,024 to 131,072 rows, and 2,084.0 MiB beside those of ORPO "
-        "and SimPO with 1,024 tokens. ORPO's with 4,096 grow half as fast as its script asks for: they are of another one",
+        "their processes hold more, as it seems what torch.compile keeps of benchmarks before: 12,240.0 and 13,769.6 MiB "
+        "beside the predictions of the embeddings, the same to 5 KiB from 1,024 to 131,072 rows, and 2,084.0 MiB beside "
+        "those of ORPO and SimPO with 1,024 tokens. ORPO's with 4,096 grow half as fast as its script asks for",
     ),
     (
         "torch.compile in Liger-Kernel's, torchao's and the book's tables",

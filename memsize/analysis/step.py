@@ -33,7 +33,7 @@ from memsize.records.report import Report
 from memsize.records.roles import noun
 from memsize.records.run_file import read_run
 from memsize.records.trace import Event, Trace
-from memsize.units import amount_in, format_bytes
+from memsize.units import format_bytes, format_together
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -158,10 +158,12 @@ class StepTrace(Saveable):
         stack = f" with {self.trace.stack}" if self.trace.stack else ""
         rank = f", {self.trace.world}" if self.trace.world.size > 1 else ""
         lines = [f"{self.trace.model}{under} on {self.gpu}{stack}{rank}: {where}"]
-        lines += [f"  {name:<10} {_in_mib(getattr(peak, name))}" for name in ("requested", "allocated", "reserved")]
+        levels = {name: getattr(peak, name) for name in ("requested", "allocated", "reserved")}
+        sizes = format_together([*levels.values(), *peak.roles.values()])
+        lines += [f"  {name:<10} {sizes[size]}" for name, size in levels.items()]
         lines += [f"  device     {format_bytes(peak.device.low)} to {format_bytes(peak.device.high)}"]
         width = max(map(len, ("optimizer state", *peak.roles)))
-        lines += [f"    {role:<{width}}  {_in_mib(size)}" for role, size in peak.roles.items()]
+        lines += [f"    {role:<{width}}  {sizes[size]}" for role, size in peak.roles.items()]
         if peak.collectives:
             kinds = (f"{item.count} × {item.kind} of {format_bytes(item.bytes)}" for item in peak.collectives)
             lines.append(f"  in a step  {', '.join(kinds)} together")
@@ -173,11 +175,6 @@ class StepTrace(Saveable):
         if peak.shortage:
             lines.append(out_of_memory(peak.shortage, "the run", self.gpu).text())
         return "\n".join(map(printable, lines))
-
-
-def _in_mib(size: int) -> str:
-    """A size of a list, which has one unit."""
-    return f"{amount_in(size, 'MiB')} MiB"
 
 
 ALLOCATED: Final = "allocated_bytes.all.peak"

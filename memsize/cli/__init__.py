@@ -48,6 +48,11 @@ _QUESTIONS = {
         "init": "Write the first limits of a project.",
         "verify": "Compare predictions with a real GPU.",
     },
+    "Which names are there?": {
+        "gpus": "List the GPUs whose memory is known.",
+        "models": "List the models that timm, torchvision and transformers define.",
+        "scenarios": "List the ways to store and run a model.",
+    },
 }
 """The commands by the question that they answer, and what each does: the overview of them imports none. Each is in a
 module of its name except those of `_MODULES`.
@@ -57,6 +62,7 @@ _MODULES = {
     "run": "program",  # `memsize.cli.run` starts them all, below
     "fit-script": "fit",
     "init": "check",
+    **dict.fromkeys("gpus models scenarios".split(), "names"),
     **dict.fromkeys("checkpoint diff explain generate layout serve sweep timeline verify".split(), "answers"),
 }
 
@@ -69,7 +75,8 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for question, commands in _QUESTIONS.items():
-            with formatter.section(question):
+            formatter.write(f"\n{question}\n")  # a section's heading would end in a colon
+            with formatter.indentation():
                 formatter.write_dl(list(commands.items()))
 
     def invoke(self, ctx: click.Context) -> object:

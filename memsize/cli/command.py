@@ -16,8 +16,9 @@ from memsize.cli.working import Session, say, working
 from memsize.errors import InputError
 from memsize.processes.workers import side_by_side
 from memsize.records.run_file import is_run_file
-from memsize.render import FORMATS, IMAGES, USUAL
+from memsize.render import FORMATS, IMAGES
 from memsize.spec.options import Option, build, options_of
+from memsize.units import AUTO
 
 WITH_SNAPSHOT = {**FORMATS, "snapshot": (".pickle", ".pkl")}
 """The formats of an answer that holds a run's events: a snapshot is for PyTorch's memory viewer."""
@@ -211,7 +212,7 @@ def asking(function: str, request: Any) -> Callable[[Any, Callable[[str], None]]
 
 def parts_shown(progress: Any, output: Destination) -> dict[str, Any]:
     """The keywords by which a search tells what it is doing, and what a row says once it is there."""
-    unit = output.unit or USUAL
+    unit = output.unit or AUTO
     return {"progress": progress, "found": lambda part: progress.found(part.text(unit))}
 
 
@@ -263,7 +264,7 @@ _DEBUG = click.Option(
 
 def _output_options(formats: Formats, command: str) -> tuple[click.Option, ...]:
     file: dict[str, Any] = {"type": click.Path(path_type=Path), "metavar": "FILE"}
-    unit = "Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB. [default: MiB, or smaller for a tiny model]"
+    unit = "Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB. [default: by size]"
     form = f"Output format: {', '.join({**formats, **IMAGES})}. [default: from the suffix of -o, else text]"
     saved = f": memsize {command} run.memsize shows it again." if command else ", for memsize.load."
     return (

@@ -17,9 +17,9 @@ from memsize.errors import OutputError, UnknownOutputError, suggestion
 from memsize.interrupt import Interrupted
 from memsize.records.answer import Renderable, Saveable
 from memsize.records.run_file import check_writable
-from memsize.render import FORMATS, IMAGES, USUAL, check_images, format_of, image, pieces
+from memsize.render import FORMATS, IMAGES, check_images, format_of, image, pieces
 from memsize.render.screen import Screen
-from memsize.units import DECIMAL, UNITS
+from memsize.units import AUTO, DECIMAL, UNITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Destination:
             say(f"{file} was not written")
         output = self if self.file is None else destination(None, None, False, unit=self.unit)
         if output.format in _WORDLESS:
-            say(part.findings[0].text(self.unit or USUAL))
+            say(part.findings[0].text(self.unit or AUTO))
         else:
             output.write(output.drawn(part, **view))
 
@@ -108,7 +108,7 @@ def destination(
 
     Raises `OutputError` for what would only fail after the work is done.
     """
-    if unit is not None:
+    if unit not in (None, AUTO):
         units = (*UNITS, *DECIMAL)
         alike = (name for name in units if name.lower() == unit.lower())
         match = unit if unit in units else next(alike, None)

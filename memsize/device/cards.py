@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from memsize.errors import UnknownInputError, nearest, quoted
+from memsize.errors import InputError, UnknownInputError, nearest, quoted
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.units import GiB, MiB
 
@@ -192,6 +192,8 @@ def _key(name: str) -> str:
     return f"apple{key[mac.end() :]}" if mac and mac[0] else key
 
 
+_SIZE: Final = re.compile(r"\d+(?:\.\d+)?[kmgt]i?b")
+
 CARDS: dict[str, Card] = {card.name: card for card in _TABLE}
 _BY_KEY: Final = {_key(name): card for card in _TABLE for name in (card.name, *card.aliases)}
 
@@ -261,5 +263,7 @@ def card(name: str) -> Card:
     key = _key(name)
     if key in _BY_KEY:
         return _BY_KEY[key]
+    if _SIZE.fullmatch(key):
+        raise InputError(f"{quoted(name)} is a size and no GPU: give it as the budget")
     near = nearest(key, {key: gpu.name for key, gpu in _BY_KEY.items()}, most=4)
     raise UnknownInputError("GPU", name, CARDS, near=near, problem=f"no GPU {quoted(name)} in the table")

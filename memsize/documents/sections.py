@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from memsize.records.cells import Cell, Label, Missing
+from memsize.records.cells import Cell, Label, Missing, Signed
 from memsize.records.fields import Column, Fields
 from memsize.records.finding import Finding
 from memsize.records.gpu import STREAM_FIELDS, TRAFFIC_FIELDS, Card, StreamShare
@@ -14,7 +14,7 @@ from memsize.records.roles import Role, noun
 from memsize.records.timeline import Timeline
 from memsize.records.trace import Failure, InputTensor, Trace
 from memsize.records.world import Traffic
-from memsize.units import Bytes
+from memsize.units import Bytes, Unit, unit_for
 
 Phrase = tuple[str | Bytes, ...]
 """Words and sizes, drawn with a space between them."""
@@ -173,6 +173,15 @@ class Table:
     def keys(self) -> tuple[str, ...]:
         """The keys of the columns."""
         return tuple(column.key for column in self.columns)
+
+    def units(self, name: str) -> tuple[Unit, ...]:
+        """The unit of each column: the one called `name`, or with `AUTO` what suits its sizes beside the others'."""
+        largest = [0] * len(self.columns)
+        for row in (*self.rows, self.total or ()):
+            for position, cell in enumerate(row):
+                if isinstance(cell, Bytes | Signed):
+                    largest[position] = max(largest[position], abs(cell))
+        return tuple(unit_for(size, name, beside=max(largest, default=0)) for size in largest)
 
     def picked(self, keys: Iterable[str]) -> Table:
         """The table with the columns of `keys` alone, in their order."""

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from fnmatch import filter as matching
 from importlib.machinery import SourceFileLoader
@@ -59,6 +59,7 @@ def load(
     target, or the line of the user's code that failed.
     """
     target = parse_target(target) if isinstance(target, str) else target
+    target = _of_library(target) or target
     if target.library is not None:
         from memsize.loading.hubs import load_library_model
 
@@ -84,6 +85,24 @@ def load(
         return LoadedModel(model, label, tuple(filter(None, notes)), scope, inputs)
 
     return _retry_with_gpu(attempt, gpu_context)
+
+
+def _of_library(target: Target) -> Target | None:
+    """The model of timm or torchvision that the bare name of a missing module means, as in ``resnet50``."""
+    name = target.module
+    if name is None or target.name is not None or "." in name or importlib.util.find_spec(name) or _is_here(name):
+        return None
+    from memsize.loading.hubs import model_names
+
+    for library in ("timm", "torchvision"):
+        with suppress(TargetError):  # it is not installed
+            if name in model_names(library):
+                return Target(None, None, name, library)
+    return None
+
+
+def _is_here(name: str) -> bool:
+    return Path(name).is_dir() or Path(f"{name}.py").is_file()
 
 
 def load_inputs(text: str, gpu_context: GpuContextFactory = nullcontext) -> InputMaker:

@@ -9,6 +9,7 @@ from memsize import files
 from memsize.printable import printable
 from memsize.records.fields import BYTES, Fields, FlatTable, field
 from memsize.records.finding import Finding
+from memsize.units import AUTO
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -38,7 +39,7 @@ class Renderable:
 
         return plotted(self, picture, unit, **view)
 
-    def styled(self, table: str = "", unit: str = "MiB") -> Styler:
+    def styled(self, table: str = "", unit: str = AUTO) -> Styler:
         """One of `tables()`, the first without a name, as pandas styles it for a notebook: bytes in `unit`, with bars.
 
         Raises `OutputError` for an unknown table or unit.

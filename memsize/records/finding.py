@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from memsize.units import Bytes, format_bytes
+from memsize.units import AUTO, Bytes, format_together
 
 SHOWN_NAMES = 2
 """The number of names that a sentence spells out from a long list."""
@@ -44,13 +44,13 @@ class Finding:
             for _, name, spec, conversion in Formatter().parse(template):
                 if name is not None and (name not in self.values or spec not in _SPECS or conversion):
                     raise ValueError(f"a sentence has no value for {name!r:.60} in {template!r:.60}")
-            _Sentence("MiB").vformat(template, (), self.values)
+            _Sentence(AUTO).vformat(template, (), self.values)
 
-    def text(self, unit: str = "MiB") -> str:
+    def text(self, unit: str = AUTO) -> str:
         """The sentence, with byte figures in `unit`."""
         return _Sentence(unit).vformat(self.template, (), self.values)
 
-    def in_brief(self, unit: str = "MiB") -> str:
+    def in_brief(self, unit: str = AUTO) -> str:
         """The shortest form of the finding."""
         return _Sentence(unit).vformat(self.brief or self.template, (), self.values)
 
@@ -64,12 +64,18 @@ class _Sentence(Formatter):
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
+        self.sizes: dict[int, str] = {}
+
+    def vformat(self, format_string: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        used = (kwargs.get(name or "") for _, name, _, _ in self.parse(format_string))
+        self.sizes = format_together({value for value in used if isinstance(value, Bytes)}, self.unit)
+        return super().vformat(format_string, args, kwargs)
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if format_spec:
             return str(super().format_field(value, format_spec))
         if isinstance(value, Bytes):
-            return format_bytes(value, self.unit)
+            return self.sizes[value]
         if isinstance(value, int) and not isinstance(value, bool):
             return f"{value:,}"
         if isinstance(value, tuple):

@@ -6,19 +6,18 @@ document (`memsize.documents`), knows none of them in particular, and adds no fa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from json import dumps
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from memsize.documents import Document, document
-from memsize.documents.sections import Bars, Chart, Section, Table
+from memsize.documents import document
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.printable import printable_lines
 from memsize.records.answer import Renderable
 from memsize.render.screen import WHOLE, Screen, painted
-from memsize.units import DECIMAL, UNITS, Bytes, telling_unit
+from memsize.units import AUTO, DECIMAL, UNITS
 
 if TYPE_CHECKING:
     from pandas.io.formats.style import Styler
@@ -44,11 +43,6 @@ All are called alike: with a document, the unit of bytes, and the screen, which 
 drawn in pieces.
 """
 
-USUAL: Final = "MiB"
-"""The unit that sizes are drawn in where nobody names one, unless that says nothing of a tiny model."""
-
-_WITH_TABLES: Final = ("text", "markdown", "html", "notebook")
-
 FORMATS: Final[Mapping[str, tuple[str, ...]]] = {name: suffixes for name, (_, suffixes) in _FORMATS.items() if suffixes}
 """The formats of files, each with its suffixes."""
 IMAGES: Final[Mapping[str, tuple[str, ...]]] = {"png": (".png",), "svg": (".svg",)}
@@ -67,9 +61,10 @@ def render(
 ) -> str:
     """`answer` in one of `FORMATS`, ending in a newline; or as ``"notebook"``, which is a part of a page.
 
-    `unit` is the unit of bytes (json and csv always hold exact bytes); the default is MiB, or a smaller unit for a
-    model so tiny that its sizes in MiB would round to nothing. Text fits `width` characters if that is set, and shows
-    only the parts that `height` lines have room for; without `height` it is complete. `colour` is for a terminal.
+    `unit` is the unit of bytes (json and csv always hold exact bytes); by default each column, picture and figure in a
+    sentence has the one that suits its size, with three significant digits from 1 GiB on. Text fits `width` characters
+    if that is set, and shows only the parts that `height` lines have room for; without `height` it is complete.
+    `colour` is for a terminal.
     `view` sets fields of the answer's document that choose what is shown, such as `depth` and `columns` of a report.
     json holds everything, whatever `view` says; csv holds the document's first flat table.
 
@@ -87,9 +82,7 @@ def pieces(
     _check_unit(unit)
     function, _ = _FORMATS[format]
     shown = document(answer, **view)
-    # Sizes in data are exact, whatever the unit of their sentences.
-    unit = unit or (unit_of(shown) if format in _WITH_TABLES else USUAL)
-    drawn: str | Iterator[str] = resolve_name(function)(shown, unit, screen)
+    drawn: str | Iterator[str] = resolve_name(function)(shown, unit or AUTO, screen)
     texts = (drawn,) if isinstance(drawn, str) else drawn
     # Whatever a renderer let through: no format needs a control character, but for a terminal's colours.
     if screen.colour:
@@ -105,7 +98,7 @@ def plotted(answer: Renderable, picture: Literal["overview", "layers"], unit: st
     """
     _check_unit(unit)
     shown = document(answer, **view)
-    return resolve_name(f"memsize.render.figures:{picture}")(shown, unit or unit_of(shown))
+    return resolve_name(f"memsize.render.figures:{picture}")(shown, unit or AUTO)
 
 
 def styler(answer: Renderable, table: str, unit: str) -> Styler:
@@ -137,7 +130,7 @@ def check_images() -> None:
 
 
 def _check_unit(unit: str | None) -> None:
-    if unit is not None and unit not in UNITS | DECIMAL:
+    if unit not in (None, AUTO) and unit not in UNITS | DECIMAL:
         raise UnknownOutputError("unit", unit, UNITS | DECIMAL)
 
 
@@ -150,26 +143,3 @@ def format_of(name: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> st
     raise OutputError(
         f"cannot tell a format from the file name {name!r}: end it in one of {suffixes_text}, or name the format"
     )
-
-
-def unit_of(document: Document[Any]) -> str:
-    """MiB; or for a tiny model the unit in which the largest of the sizes below each other says something.
-
-    In MiB a table of its layers would be a column of ``<0.01``.
-    """
-    least = UNITS[USUAL] // 10
-    # What is drawn as bars is most of it, and costs less than all sections.
-    bars = document.bars()
-    if bars and any(size > least for size in _sizes([bars])):
-        return USUAL
-    return telling_unit(max(_sizes(document.sections()), default=0), USUAL)
-
-
-def _sizes(sections: Iterable[Section]) -> Iterator[int]:
-    for section in sections:
-        if isinstance(section, Bars) and section.kind == "bytes":
-            yield from (bar.total for bar in section.bars)
-        elif isinstance(section, Chart):
-            yield max(section.timeline.reserved, default=0)
-        elif isinstance(section, Table):
-            yield from (cell for row in section.rows for cell in row if isinstance(cell, Bytes))

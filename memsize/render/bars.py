@@ -12,6 +12,7 @@ from memsize.documents.sections import Bar, Bars, Limit
 from memsize.printable import printable
 from memsize.render.cell_text import columns_of, draw_bytes, draw_cell, shorten
 from memsize.render.screen import styled
+from memsize.units import Unit, format_bytes, unit_for
 
 WIDTH: Final = 100
 """How wide bars and their figures are where nobody says."""
@@ -46,13 +47,16 @@ class _Column(NamedTuple):
         return max(map(len, (*self.title, *self.figures)))
 
 
-def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
-    """Draw `bars` in at most `width` characters if possible: the smallest parts share a column to save room.
+def lines(bars: Bars, unit_name: str, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
+    """Draw `bars` in at most `width` characters if possible, with bytes in the unit called `unit_name`. The smallest
+    parts share a column to save room.
 
     Marks distinguish the parts, or with `colour` the colours of their roles.
     """
     label = max(LABEL, (width or WIDTH) * 2 // 5) if _plain(bars) else LABEL
-    title = printable(f"{bars.title}, {unit}" if bars.kind == "bytes" else bars.title)
+    scale = longest_drawn(bars)
+    unit = unit_for(scale, unit_name)
+    title = printable(f"{bars.title}, {unit.name}" if bars.kind == "bytes" else bars.title)
     names = _Column(tuple(textwrap.wrap(title, label)), tuple(_names(bar, label) for bar in bars.bars))
     totals = _Column((), tuple(_draw(bars, bar.total, unit) for bar in bars.bars))
     shown = _shown(bars, unit, (width or WIDTH) - names.width - totals.width - 2 * len(_GAP) - LEAST)
@@ -62,7 +66,6 @@ def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = Fal
         columns.append(_others(bars, shown, unit))
     used = sum(column.width + len(_GAP) for column in (names, *columns, totals))
     room = min(max((width or WIDTH) - used, LEAST), MOST)
-    scale = longest_drawn(bars)
     drawn = [_limited(_bar(bar, marks, scale, room), bars, scale, room) for bar in bars.bars]
     texts = [*_rows([names, *columns], drawn, totals, room)]
     if not _plain(bars):
@@ -71,7 +74,7 @@ def lines(bars: Bars, unit: str, width: int | None = None, *, colour: bool = Fal
         )
     yield from (_inked(line, bars, marks, colour) for line in texts)
     if bars.limit:
-        text = f"{printable(bars.limit.title)}: {_draw(bars, bars.limit.size, unit)} {unit}"
+        text = f"{printable(bars.limit.title)}: {limit_text(bars, bars.limit, unit_name)}"
         yield f"{_LIMIT} {text}" if bars.limit.size <= scale else text + taken(bars, bars.limit)
 
 
@@ -106,7 +109,7 @@ def _inked(line: str, bars: Bars, marks: dict[int, str], colour: bool) -> str:
 
 def _names(bar: Bar, width: int) -> str:
     """Join the names that a bar stands for in at most `width` characters; a count stands for names without room."""
-    names = [draw_cell(label, "") for label in bar.labels]
+    names = [draw_cell(label, unit_for(0)) for label in bar.labels]
     for count in range(len(names), 0, -1):
         more = f" +{len(names) - count}" if count < len(names) else ""
         text = f"{', '.join(names[:count])}{more}"
@@ -117,14 +120,14 @@ def _names(bar: Bar, width: int) -> str:
     return names[0] if columns_of(names[0]) <= width else shorten(names[0], width - columns_of(end)) + end
 
 
-def _draw(bars: Bars, size: int, unit: str) -> str:
+def _draw(bars: Bars, size: int, unit: Unit) -> str:
     """Format a size without its unit, which the title has; an empty text for 0."""
     if not size:
         return ""
     return draw_bytes(size, unit) if bars.kind == "bytes" else f"{size:,}"
 
 
-def _shown(bars: Bars, unit: str, room: int) -> list[int]:
+def _shown(bars: Bars, unit: Unit, room: int) -> list[int]:
     """Return the indices of the parts whose figures fit in `room` characters, in their order.
 
     Bars of a single part have none: their only figure is the total at their end.
@@ -147,12 +150,12 @@ def _plain(bars: Bars) -> bool:
     return all(sum(map(bool, bar.sizes)) < 2 for bar in bars.bars)
 
 
-def _figures(bars: Bars, position: int, unit: str, mark: str) -> _Column:
+def _figures(bars: Bars, position: int, unit: Unit, mark: str) -> _Column:
     figures = tuple(_draw(bars, bar.sizes[position], unit) for bar in bars.bars)
     return _Column(_wrapped(mark + bars.parts[position].title, figures), figures)
 
 
-def _others(bars: Bars, shown: Sequence[int], unit: str) -> _Column:
+def _others(bars: Bars, shown: Sequence[int], unit: Unit) -> _Column:
     """The column of all parts without one of their own, even if it is one part: its name is too long for a column."""
     rest = [position for position in range(len(bars.parts)) if position not in shown]
     figures = tuple(_draw(bars, sum(bar.sizes[position] for position in rest), unit) for bar in bars.bars)
@@ -180,6 +183,11 @@ def _bar(bar: Bar, marks: dict[int, str], scale: int, room: int) -> str:
     lengths = (end - start for start, end in zip([0, *ends], ends, strict=False))
     drawn = "".join(marks.get(position, _OTHER) * length for position, length in zip(order, lengths, strict=True))
     return drawn or (marks.get(order[0], _OTHER) if bar.total else "")
+
+
+def limit_text(bars: Bars, limit: Limit, unit_name: str) -> str:
+    """The size of a limit, which may be far longer than the bars."""
+    return format_bytes(limit.size, unit_name) if bars.kind == "bytes" else f"{limit.size:,}"
 
 
 def taken(bars: Bars, limit: Limit) -> str:

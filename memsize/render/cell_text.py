@@ -11,7 +11,7 @@ from memsize.printable import LONGEST, printable, printable_lines
 from memsize.records.cells import Cell, Change, Label, Missing, Path, Share, Signed, Sized, Specs, Words
 from memsize.records.fields import Column
 from memsize.records.trace import Failure, TensorSpec
-from memsize.units import Bytes, amount_in, format_bytes
+from memsize.units import AUTO, Bytes, Unit, format_bytes
 
 UNKNOWN = "–"
 MINUS = "−"
@@ -22,7 +22,7 @@ MODELLED = "* modelled: not all of its figures come from a run"
 """What the mark behind a scenario's name means."""
 
 
-def draw_cell(cell: Cell, unit: str) -> str:
+def draw_cell(cell: Cell, unit: Unit) -> str:
     """A cell as text. Bytes are drawn without their unit: it stands once, in the column's title."""
     match cell:
         case None:
@@ -44,7 +44,7 @@ def draw_cell(cell: Cell, unit: str) -> str:
         case Signed():
             return f"{'+' if cell > 0 else ''}{draw_bytes(cell, unit)}"
         case Sized():
-            return format_bytes(cell, unit)
+            return format_bytes(cell, AUTO if unit.rounded else unit.name)
         case Bytes():
             return draw_bytes(cell, unit)
         case int():
@@ -52,9 +52,9 @@ def draw_cell(cell: Cell, unit: str) -> str:
     return printable(str(cell))
 
 
-def draw_bytes(count: int, unit: str) -> str:
+def draw_bytes(count: int, unit: Unit) -> str:
     """`count` in `unit`, without the unit's name; exactly nothing is ``0``."""
-    return f"{MINUS if count < 0 else ''}{amount_in(abs(count), unit)}" if count else "0"
+    return f"{MINUS if count < 0 else ''}{unit.amount(abs(count))}" if count else "0"
 
 
 def draw_specs(specs: Sequence[TensorSpec]) -> str:
@@ -73,9 +73,9 @@ def _runs(texts: Sequence[str]) -> str:
     return ", ".join(text if count == 1 else f"{text} ×{count}" for text, count in runs)
 
 
-def draw_title(column: Column, unit: str) -> str:
+def draw_title(column: Column, unit: Unit) -> str:
     """A column's title on one line, with the unit where its cells are bytes."""
-    return f"{column.title}, {unit}" if column.kind == "bytes" else column.title
+    return f"{column.title}, {unit.name}" if column.kind == "bytes" else column.title
 
 
 def draw_phrases(title: Title, unit: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from memsize.records.roles import noun
 from memsize.records.timeline import Timeline
 from memsize.render.cell_text import draw_bytes
 from memsize.render.screen import styled
-from memsize.units import format_bytes
+from memsize.units import Unit, format_bytes, unit_for
 
 WIDTH: Final = 100
 """How wide a chart is where nobody says."""
@@ -25,7 +25,8 @@ def lines(timeline: Timeline, unit: str, width: int | None = None, *, colour: bo
     """The chart of a timeline that has events, in at most `width` characters; in `colour` each role has its own."""
     peaks = [format_bytes(max(column), unit) for column in timeline.live.values()]
     labels = [noun(role) for role in timeline.live]
-    left = max(map(len, (*labels, draw_bytes(timeline.peak.bytes, unit)))) + 1
+    scale = unit_for(timeline.peak.bytes, unit)
+    left = max(map(len, (*labels, draw_bytes(timeline.peak.bytes, scale)))) + 1
     right = max(map(len, (*peaks, "at most")))
     room = max((width or WIDTH) - left - 2 - right, LEAST)
     events = timeline.columns(room)
@@ -34,7 +35,7 @@ def lines(timeline: Timeline, unit: str, width: int | None = None, *, colour: bo
     phases = [(phase.name, phase.start) for phase in timeline.phases]
     drawn = [
         _mark(timeline, spread, left, left + room + 2 + right, unit),
-        *_bars([timeline.total[event] for event in spread], timeline.peak.bytes, left, unit),
+        *_bars([timeline.total[event] for event in spread], timeline.peak.bytes, left, scale),
         *(f"{'':<{left}} {_band(names, len(timeline), room)}" for names in (steps, phases) if names),
         f"{'':<{left}} {'each line to its own height'[:room]:<{room}} {'at most':>{right}}",
     ]
@@ -59,11 +60,11 @@ def _mark(timeline: Timeline, spread: Sequence[int], left: int, width: int, unit
     return f"{'':<{position}}▼"
 
 
-def _bars(values: Sequence[int], most: int, left: int, unit: str) -> Iterator[str]:
+def _bars(values: Sequence[int], most: int, left: int, unit: Unit) -> Iterator[str]:
     """`HEIGHT` rows of bars, the highest value as high as they all."""
     levels = [_level(value, most, HEIGHT * _EIGHTHS) for value in values]
     for row in reversed(range(HEIGHT)):
-        label = draw_bytes(most, unit) if row == HEIGHT - 1 else unit if row == HEIGHT - 2 else ""
+        label = draw_bytes(most, unit) if row == HEIGHT - 1 else unit.name if row == HEIGHT - 2 else ""
         bars = (_BLOCKS[min(max(level - row * _EIGHTHS, 0), _EIGHTHS)] for level in levels)
         yield f"{label:>{left - 1}} │{''.join(bars)}"
 

@@ -22,7 +22,7 @@ from memsize.records.roles import TITLES, noun
 from memsize.records.timeline import Timeline
 from memsize.render.bars import longest_drawn
 from memsize.render.cell_text import MODEL, draw_phrases
-from memsize.units import DECIMAL, UNITS, amount_in, format_bytes
+from memsize.units import format_bytes, unit_for
 
 if TYPE_CHECKING:
     from pandas.io.formats.style import Styler
@@ -103,7 +103,8 @@ def _titled(document: Document[Any], unit: str, figure: Figure) -> Figure:
 def _bars(bars: Bars, unit: str) -> Figure:
     """One stacked bar for each row, from the top, and a line at the limit where that is near."""
     of_bytes = bars.kind == "bytes"
-    scale = (UNITS | DECIMAL)[unit] if of_bytes else 1
+    drawn_in = unit_for(longest_drawn(bars), unit)
+    scale = drawn_in.bytes if of_bytes else 1
     places = list(range(len(bars.bars)))
     figure = _plotly().Figure()
     for position, part in enumerate(bars.parts):
@@ -118,7 +119,7 @@ def _bars(bars: Bars, unit: str) -> Figure:
             marker={"color": TITLES[part.role].colour},
         )
     names = [escape(printable(", ".join(label.text for label in bar.labels))) for bar in bars.bars]
-    title = escape(printable(f"{bars.title}, {unit}" if of_bytes else bars.title))
+    title = escape(printable(f"{bars.title}, {drawn_in.name}" if of_bytes else bars.title))
     figure.update_layout(barmode="stack", xaxis={"title": title, "tickformat": ","}, legend={"traceorder": "normal"})
     figure.update_yaxes(tickvals=places, ticktext=names, autorange="reversed")
     if bars.limit and bars.limit.size <= longest_drawn(bars):
@@ -130,7 +131,8 @@ def _bars(bars: Bars, unit: str) -> Figure:
 
 def _run(timeline: Timeline, unit: str) -> Figure:
     """Live bytes after each event, stacked by role, below lines of all of them and of what the allocator holds."""
-    events, scale = timeline.columns(POINTS), (UNITS | DECIMAL)[unit]
+    events, drawn_in = timeline.columns(POINTS), unit_for(max(timeline.reserved), unit)
+    scale = drawn_in.bytes
     figure = _plotly().Figure()
     for role, column in timeline.live.items():
         area = {"stackgroup": "live", "line": {"shape": "hv", "width": 0}, "fillcolor": TITLES[role].colour}
@@ -141,7 +143,7 @@ def _run(timeline: Timeline, unit: str) -> Figure:
     _add_level(figure, "reserved", timeline.reserved, events, scale, line=_line("dash"))
     marks = next((marks for marks in (timeline.phases, timeline.steps) if len(marks) <= MARKS), ())
     figure.update_xaxes(title="event", tickvals=[mark.start for mark in marks], ticktext=[str(mark) for mark in marks])
-    figure.update_yaxes(title=f"memory, {unit}", rangemode="tozero", tickformat=",")
+    figure.update_yaxes(title=f"memory, {drawn_in.name}", rangemode="tozero", tickformat=",")
     text = f"{format_bytes(timeline.peak.bytes, unit)} live in {_where(timeline, timeline.peak.event)}"
     figure.add_annotation(x=timeline.peak.event, y=timeline.peak.bytes / scale, text=text, bgcolor=_PAPER)
     return figure.update_layout(hovermode="x unified")
@@ -205,10 +207,12 @@ def styled_table(table: FlatTable, unit: str) -> Styler:
     # Pandas measures bars in floats: it cannot compare integers of which some are missing, nor columns of zeros alone.
     frame = frame.astype(dict.fromkeys(sizes, "float64"))
     some = [name for name in sizes if frame[name].fillna(0).any()]
+    most = max((float(frame[name].abs().max()) for name in some), default=0.0)
+    drawn_in = unit_for(int(most), unit)
 
     def amount(size: Any) -> str:
-        return amount_in(int(size), unit)
+        return drawn_in.amount(int(size))
 
     styler = frame.style.hide(axis="index").format(precision=3, na_rep="", escape="html")
     styler.format(amount, subset=sizes, na_rep="").set_properties(subset=sizes, **{"text-align": "right"})
-    return styler.bar(subset=some, color=_BAR).set_caption(f"bytes in {unit}")
+    return styler.bar(subset=some, color=_BAR).set_caption(f"bytes in {drawn_in.name}")

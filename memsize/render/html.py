@@ -32,7 +32,7 @@ from memsize.render import bars, markdown, plot
 from memsize.render.cell_text import MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrase, draw_phrases
 from memsize.render.screen import WHOLE, Screen
 from memsize.render.text import LEFT
-from memsize.units import DECIMAL, UNITS, Bytes
+from memsize.units import Bytes, Unit, unit_for
 from memsize.version import VERSION
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ def _drawn(document: Document[Any], unit: str, *, standalone: bool) -> str:
             # How a Content-Security-Policy names the one inline script that it lets run.
             "script_hash": f"sha256-{base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()}",
             "markdown": _packed(markdown.draw(document, unit)),
-            "unit_bytes": (UNITS | DECIMAL)[unit],
             "made_with": [
                 *(draw_phrase(phrase, unit) for phrase in document.versions()),
                 f"page by memsize {VERSION}, Python {platform.python_version()}",
@@ -118,6 +117,7 @@ def _shared(unit: str, standalone: bool) -> dict[str, Any]:
         "picture": plot.picture,
         "stop": draw_failure,
         "modelled": MODELLED,
+        "columns": lambda table, unit: zip(table.columns, table.units(unit), strict=True),
         "body": _body,
         "bars": _bars,
         "cell": draw_cell,
@@ -171,13 +171,14 @@ def _packed(text: str) -> str:
     return base64.b64encode(gzip.compress(printable_lines(text).encode(), mtime=0)).decode()
 
 
-def _bars(section: Bars, unit: str) -> SimpleNamespace:
+def _bars(section: Bars, unit_name: str) -> SimpleNamespace:
     """Bars with every size drawn, and lengths in percent of what is drawn."""
     scale = bars.longest_drawn(section) or 1
-    limit = section.limit
+    limit, unit = section.limit, unit_for(scale, unit_name)
     is_near = limit is not None and limit.size <= scale
     return SimpleNamespace(
         keys=section.parts,
+        unit=unit.name,
         bars=[
             SimpleNamespace(
                 labels=bar.labels,
@@ -186,20 +187,20 @@ def _bars(section: Bars, unit: str) -> SimpleNamespace:
             )
             for bar in section.bars
         ],
-        limit=_size(section, limit.size, unit) if limit else "",
+        limit=bars.limit_text(section, limit, unit_name) if limit else "",
         limit_at=round(100 * limit.size / scale, 2) if limit and is_near else None,
         limit_taken=bars.taken(section, limit) if limit and not is_near else "",
     )
 
 
-def _pieces(section: Bars, bar: Bar, scale: int, unit: str) -> Iterator[SimpleNamespace]:
+def _pieces(section: Bars, bar: Bar, scale: int, unit: Unit) -> Iterator[SimpleNamespace]:
     for part, size in zip(section.parts, bar.sizes, strict=True):
         if size:
             title = f"{part.title} {_size(section, size, unit)}"
             yield SimpleNamespace(width=round(100 * size / scale, 2), role=part.role, title=title)
 
 
-def _size(section: Bars, size: int, unit: str) -> str:
+def _size(section: Bars, size: int, unit: Unit) -> str:
     return draw_bytes(size, unit) if section.kind == "bytes" else f"{size:,}"
 
 
@@ -214,12 +215,13 @@ def _body(table: Table, unit: str) -> Iterator[Markup]:
     largest = [
         max((cell for cell in column if isinstance(cell, Bytes)), default=0) for column in zip(*table.rows, strict=True)
     ]
-    yield from (_row(table, row, largest, unit) for row in table.rows)
+    units = table.units(unit)
+    yield from (_row(table, row, largest, units) for row in table.rows)
 
 
 def _total(table: Table, unit: str) -> Markup:
     """The cells of the row below the table. A total has no bar."""
-    return _row(table, table.total or (), [0] * len(table.columns), unit) if table.total else Markup("")
+    return _row(table, table.total, [0] * len(table.columns), table.units(unit)) if table.total else Markup("")
 
 
 def _is_hidden(table: Table, column: Column) -> bool:
@@ -227,19 +229,20 @@ def _is_hidden(table: Table, column: Column) -> bool:
     return column.optional and not table.chosen
 
 
-def _row(table: Table, row: tuple[Cell, ...], largest: list[int], unit: str) -> Markup:
+def _row(table: Table, row: tuple[Cell, ...], largest: list[int], units: tuple[Unit, ...]) -> Markup:
     hidden = [_is_hidden(table, column) for column in table.columns]
+    cells = zip(row, table.columns, largest, hidden, units, strict=True)
     return Markup(
         "".join(
-            _drawn_cell(cell, column.kind, column.role, most, unit, is_hidden)
-            for cell, column, most, is_hidden in zip(row, table.columns, largest, hidden, strict=True)
+            _drawn_cell(cell, column.kind, column.role, most, own_unit, is_hidden)
+            for cell, column, most, is_hidden, own_unit in cells
         )
     )
 
 
 # Equal numbers of different types are drawn differently: bytes, counts, shares.
 @lru_cache(maxsize=_KEPT, typed=True)
-def _drawn_cell(cell: Cell, kind: str, role: Role | None, largest: int, unit: str, hidden: bool) -> str:
+def _drawn_cell(cell: Cell, kind: str, role: Role | None, largest: int, unit: Unit, hidden: bool) -> str:
     """A cell with its bar, which is as long as its share of the column's `largest`.
 
     Scripts sort and sum `data-value`, which cells of text lack; `data-path` is the module that the cell names.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from memsize.documents import Document
@@ -13,6 +13,7 @@ from memsize.render import bars, chart
 from memsize.render.cell_text import MODELLED, draw_cell, draw_failure, draw_phrases, draw_title
 from memsize.render.screen import WHOLE, Screen
 from memsize.render.text import LEFT
+from memsize.units import Unit
 
 _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|#~"})
 
@@ -61,12 +62,13 @@ def _block(section: Section, unit: str) -> Iterator[str]:
 
 
 def _table(table: Table, unit: str) -> Iterator[str]:
-    yield _line([_escaped(draw_title(column, unit)) for column in table.columns])
+    units = table.units(unit)
+    yield _line([_escaped(draw_title(column, own)) for column, own in zip(table.columns, units, strict=True)])
     yield _line([":---" if column.kind in LEFT else "---:" for column in table.columns])
     for row in table.rows:
-        yield _line([_cell(cell, unit) for cell in row])
+        yield _line(map(_cell, row, units))
     if table.total:
-        yield _line([f"**{text}**" if text else "" for text in (_cell(cell, unit) for cell in table.total)])
+        yield _line([f"**{text}**" if text else "" for text in map(_cell, table.total, units)])
     if table.modelled:
         yield ""
         yield _escaped(MODELLED)
@@ -75,11 +77,11 @@ def _table(table: Table, unit: str) -> Iterator[str]:
         yield from (f"- {_escaped(f'{remark.row}: {remark.status}: {remark.text}')}" for remark in table.remarks)
 
 
-def _line(cells: Sequence[str]) -> str:
+def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cell(cell: Cell, unit: str) -> str:
+def _cell(cell: Cell, unit: Unit) -> str:
     text = draw_cell(cell, unit)
     if isinstance(cell, Path | Specs) and text:
         # A backtick would end the code that the name is drawn as.

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from memsize.records.roles import Role, noun
 from memsize.records.timeline import Timeline
 from memsize.render.cell_text import MODEL, draw_bytes, shorten_path
-from memsize.units import DECIMAL, UNITS, format_bytes
+from memsize.units import format_bytes, unit_for
 
 POINTS: Final = 900
 """How many moments are drawn: about one for each pixel."""
@@ -51,6 +51,7 @@ class Frame(NamedTuple):
 def picture(timeline: Timeline, unit: str) -> dict[str, Any]:
     """Everything that the template draws of a timeline that has events, in the picture's units."""
     frame = Frame(len(timeline), max(timeline.reserved))
+    scale = unit_for(frame.most, unit)
     moments = timeline.columns(POINTS)
     edges = [frame.x(position * len(timeline) / len(moments)) for position in range(len(moments) + 1)]
     lines = {"allocated": timeline.allocated, "reserved": timeline.reserved}
@@ -61,8 +62,8 @@ def picture(timeline: Timeline, unit: str) -> dict[str, Any]:
             name: _points(_outline(edges, [frame.y(column[event]) for event in moments]))
             for name, column in lines.items()
         },
-        "ticks": [(frame.y(size), draw_bytes(size, unit)) for size in _ticks(frame.most, unit)],
-        "unit": unit,
+        "ticks": [(frame.y(size), draw_bytes(size, scale)) for size in _ticks(frame.most, scale.bytes)],
+        "unit": scale.name,
         "steps": [_box(frame, step.start, step.stop, str(step), str(step)) for step in timeline.steps],
         "phases": list(_phases(timeline, frame, unit)),
         "layers": list(_layers(timeline, frame, unit, MARKS)),
@@ -103,9 +104,8 @@ def _points(corners: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:g},{y:g}" for x, y in corners)
 
 
-def _ticks(most: int, unit: str) -> list[int]:
+def _ticks(most: int, scale: int) -> list[int]:
     """Four to nine round sizes from nothing to `most`."""
-    scale = (UNITS | DECIMAL)[unit]
     step = 10.0 ** (len(str(int(most / scale))) - 1) if most >= scale else scale and most / scale / 5
     for finer in (1, 2, 5, 10):
         if most / scale / (step / finer) >= 4:

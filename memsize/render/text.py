@@ -26,6 +26,7 @@ from memsize.render.cell_text import (
     shorten_path,
 )
 from memsize.render.screen import WHOLE, Screen, styled
+from memsize.units import Unit
 
 _OPENING: Final = (Title, Verdict, Bars, Chart, Stop)
 """What is drawn however low a screen is."""
@@ -180,11 +181,11 @@ def _table(table: Table, unit: str, screen: Screen) -> Iterator[str]:
     width, colour, table = screen.width, screen.colour, table.usual()
     if table.caption:
         yield styled(printable(table.caption), "bold", colour)
-    totals = [draw_cell(cell, unit) for cell in table.total] if table.total else [""] * len(table.columns)
     drawn = []
-    for position, (column, total) in enumerate(zip(table.columns, totals, strict=True)):
-        body = tuple(draw_cell(row[position], unit) for row in table.rows)
-        drawn.append(_Drawn(column, _title(column, unit, body, total), body, total))
+    for position, (column, own_unit) in enumerate(zip(table.columns, table.units(unit), strict=True)):
+        body = tuple(draw_cell(row[position], own_unit) for row in table.rows)
+        total = draw_cell(table.total[position], own_unit) if table.total else ""
+        drawn.append(_Drawn(column, _title(column, own_unit, body, total), body, total))
     columns_shown = drawn if width is None else _fit(drawn, width, table.chosen)
     for line in _grid(columns_shown, table.total is not None):
         yield styled(line, "soft", colour and not line.strip("- "))
@@ -197,9 +198,9 @@ def _table(table: Table, unit: str, screen: Screen) -> Iterator[str]:
         yield from _wrapped(f"{remark.row}: {remark.status}: {remark.text}", width, "", "  ")
 
 
-def _title(column: Column, unit: str, body: Sequence[str], total: str) -> tuple[str, ...]:
+def _title(column: Column, unit: Unit, body: Sequence[str], total: str) -> tuple[str, ...]:
     """Wrap a title to the width of the numbers below it, with the unit of bytes on a line of its own."""
-    unit_line = (unit,) if column.kind == "bytes" else ()
+    unit_line = (unit.name,) if column.kind == "bytes" else ()
     if column.kind in LEFT:
         return (draw_title(column, unit), *unit_line)
     room = max(map(len, (*column.title.split(), *body, total)), default=1)

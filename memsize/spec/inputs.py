@@ -39,6 +39,7 @@ _ALIASES = {
 """Torch's second names, and the short ones that scenarios go by."""
 
 _SCALAR = "()"
+_BRACKETED = re.compile(r"[\[(]([^\[\]()]+?),?\s*[\])]")
 _SEPARATOR = re.compile(r"\s*[,xX×]\s*")
 _WHOLE = re.compile(r"[0-9]{1,20}")
 _SPAN = re.compile(r"(-?[0-9]{1,20})\.\.(-?[0-9]{1,20})", re.ASCII)
@@ -95,8 +96,8 @@ class InputSpec:
 def parse_input(text: str) -> InputSpec:
     """The input that ``[name=]sizes[:dtype[:least..greatest]]`` describes; raises `InputError` saying what is wrong.
 
-    Sizes are separated by commas or ``x`` and leave the batch dimension out. A name or a dtype alone
-    (``"label=:int64"``), or ``()``, is one number per sample.
+    Sizes are separated by commas or ``x``, with or without brackets, and leave the batch dimension out. A name or a
+    dtype alone (``"label=:int64"``), or ``()``, is one number per sample.
     """
     head, equals, rest = text.rpartition("=")
     sizes, colon, rest = (part.strip() for part in rest.partition(":"))
@@ -108,7 +109,8 @@ def parse_input(text: str) -> InputSpec:
         if ranged and not limits:
             how = "write it like 0..999, from the least value to the greatest"
             raise InputError(f"{span!r} is not a range: {how}")
-        parts = () if sizes in ("", _SCALAR) else _SEPARATOR.split(sizes)
+        bare = match[1] if (match := _BRACKETED.fullmatch(sizes)) else sizes
+        parts = () if bare in ("", _SCALAR) else _SEPARATOR.split(bare.strip())
         for part in parts:
             if not _WHOLE.fullmatch(part):
                 raise InputError(f"{quoted(part)} is not a size: sizes are whole numbers above 0; {_EXAMPLES}")

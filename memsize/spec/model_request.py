@@ -76,7 +76,9 @@ class ModelRequest:
         metavar="FUNCTION",
     )
     seq_len: int | None = option(None, "Tokens per text for hf: models.", shown="512, or what fits", least=1)
-    batch_size: int | None = option(None, "Samples per batch.", flags=("-b", "--batch-size"), shown="1", least=1)
+    batch_size: int | None = option(
+        None, "Samples per batch.", flags=("-b", "--batch", "--batch-size"), shown="1", least=1
+    )
     arguments: Mapping[str, object] = option(
         {},
         "Argument for the constructor or function: a Python literal, or a bare word for a string. Repeatable.",

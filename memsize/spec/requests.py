@@ -278,7 +278,7 @@ class GenerateRequest:
     batch_size: int | str | Iterable[int] = option(
         1,
         "Sequences at once; several sizes.",
-        flags=("-b", "--batch-size"),
+        flags=("-b", "--batch", "--batch-size"),
         kind="list",
         metavar="N,…",
         old=("batches", "--batch"),

@@ -71,6 +71,14 @@ TORCHAO = "torchao:"
 """A scenario `torchao:Int8WeightOnlyConfig` applies that torchao configuration itself."""
 
 
+_ALIASES = {
+    **dict.fromkeys(("float32", "float"), "fp32"),
+    **dict.fromkeys(("float16", "half"), "fp16"),
+    "bfloat16": "bf16",
+}
+"""PyTorch's names of the dtypes that scenarios cast to."""
+
+
 def select(names: str | Iterable[str] | None) -> tuple[Scenario, ...]:
     """The scenarios that `names` asks for, in the table's order: a comma list, names, ``"all"``, or None for `DEFAULT`.
 
@@ -82,13 +90,14 @@ def select(names: str | Iterable[str] | None) -> tuple[Scenario, ...]:
         raise ScenarioError(f"no scenario given: choose from {', '.join(SCENARIOS)}, or all")
     if "all" in requested:
         requested = tuple(SCENARIOS)
-    named = {name: scenario_named(name) for name in requested}
+    named = {scenario.name: scenario for scenario in map(scenario_named, requested)}
     scenarios = tuple(scenario for name, scenario in SCENARIOS.items() if name in named)
     return scenarios + tuple(scenario for name, scenario in named.items() if name not in SCENARIOS)
 
 
 def scenario_named(name: str) -> Scenario:
     """The scenario called `name`; raises `ScenarioError` with the nearest names when there is none."""
+    name = _ALIASES.get(name, name)
     if name in SCENARIOS:
         return SCENARIOS[name]
     if name.startswith(TORCHAO) and name != TORCHAO:

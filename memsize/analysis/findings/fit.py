@@ -65,14 +65,14 @@ class FitEvidence(NamedTuple):
 RULES = Rules[FitEvidence]()
 
 _ANSWERS: Final[dict[Status, str]] = {
-    "found": "Under {scenario}, {vary} {size} needs {peak} of {budget}; {vary} {next} needs {next_peak}",
-    "open": "Under {scenario}, {vary} {size} fits and {vary} {next} does not; what lies between was not run",
+    "found": "Under {scenario}, the largest {vary} is {size}: it needs {peak} of {budget}; {next} needs {next_peak}",
+    "open": "Under {scenario}, {vary} {size} fits and {vary} {next} does not; the sizes in between were not run",
     "refused": "Under {scenario}, {vary} {size} needs {peak} of {budget}; {vary} {next} is refused by the model",
-    "endless": "Under {scenario}, memory is no limit: even {vary} {size} needs no more than {peak} of {budget}",
+    "endless": "Under {scenario}, any {vary} fits: even {size} needs only {peak} of {budget}",
     "constant": "Under {scenario}, nothing but the input grows with {vary}: {vary} {size} needs {peak} of {budget}",
-    "none": "Under {scenario}, nothing fits: {vary} {next} needs {next_peak}, and there are {budget}",
-    "fits": "Under {scenario}, {vary} {size} fits: it needs {peak} of {budget}, and {beyond} are left",
-    "exceeds": "Under {scenario}, {vary} {size} does not fit: it needs {peak}, {beyond} more than there are",
+    "none": "Under {scenario}, nothing fits: {vary} {next} needs {next_peak}, and PyTorch can use {budget}",
+    "fits": "Under {scenario}, {vary} {size} fits: it needs {peak} of {budget}, {beyond} are left",
+    "exceeds": "Under {scenario}, {vary} {size} does not fit: it needs {peak}, {beyond} more than PyTorch can use",
 }
 
 
@@ -129,9 +129,9 @@ def answer_in_words(row: FitRow, vary: str, *, several: bool) -> Finding:
     }
     text = _ANSWERS[row.status]
     if row.status == "open" and row.next_size in row.refused:
-        text = "Under {scenario}, {vary} {size} fits and the model refuses {vary} {next}; what lies between was not run"
+        text = "Under {scenario}, {vary} {size} fits and the model refuses {next}; the sizes in between were not run"
     elif row.status == "open" and row.next_size is None:
-        text = "Under {scenario}, {vary} {size} fits; what lies beyond was not run"
+        text = "Under {scenario}, {vary} {size} fits; larger ones were not run"
     if several:
         text = text.replace("Under {scenario}", "Under {scenario} on {gpu}", 1)
     return Finding(f"fit-{row.status}", text + ".", values, bytes=row.peak, brief=text + ".")
@@ -155,7 +155,7 @@ def what_fits_on_the_others(evidence: FitEvidence) -> Iterator[Finding]:
         ("fits", "It fits on {cards}."),
         ("exceeds", "It does not fit on {cards}."),
         ("none", "Nothing fits on {cards}."),
-        ("endless", "Memory is no limit on {cards}."),
+        ("endless", "Any {vary} fits on {cards}."),
     ):
         cards = tuple(row.gpu for row in others if row.status == status)
         if cards:
@@ -206,8 +206,8 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         if bind.request <= free and free * 10 > alive
         else ""
     )
-    where = "It runs out in" if bind.request else "The peak is in"
-    brief = f"{where} {{phase}}{at} where {{held}} of {{alive}} are {{role}}."
+    where = "Memory runs out in" if bind.request else "The peak is in"
+    brief = f"{where} {{phase}}{at} where {{role}} take {{held}} of the {{alive}} in use."
     yield Finding(
         "fit-binds",
         f"{brief}{most}{in_pieces}{adds}",
@@ -252,8 +252,9 @@ def _fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
         total = fixed if besides else standing
         yield Finding(
             "fit-fixed-cost",
-            f"No size could fit: {{roles}} take {{standing}}{besides}, whatever it is: {{beyond}} more than there are.",
+            f"No {{vary}} can fit: {{roles}} alone take {{standing}}{besides}, {{beyond}} more than PyTorch can use.",
             {
+                "vary": evidence.vary,
                 "roles": tuple(noun(role) for role in row.standing),
                 "standing": Bytes(standing),
                 "besides": Bytes(total - standing),
@@ -261,7 +262,7 @@ def _fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
                 "beyond": Bytes(total - row.budget),
             },
             bytes=total,
-            brief="No size could fit: {roles} take {standing}, whatever it is.",
+            brief="No {vary} can fit: {roles} alone take {standing}.",
         )
 
 
@@ -275,10 +276,10 @@ def _most(evidence: FitEvidence) -> Iterator[Finding]:
     size, least = best.size or 0, first.size or 0
     if size <= least:
         return
-    ratio = f", {size / least:.1f} times as much" if least else ""
+    ratio = f", {size / least:.1f} times that of {{first}}" if least else ""
     where = " on {gpu}" if len(evidence.budgets) > 1 else ""
-    text = f"{{best}} fits most{where}, {{vary}} {{size}}{ratio}."
-    values = {"best": best.scenario, "gpu": best.gpu, "vary": evidence.vary, "size": size}
+    text = f"{{best}} allows the largest {{vary}}{where}: {{size}}{ratio}."
+    values = {"best": best.scenario, "first": first.scenario, "gpu": best.gpu, "vary": evidence.vary, "size": size}
     yield Finding("fit-most", text, values, bytes=best.peak, brief=text)
 
 
@@ -322,17 +323,17 @@ def what_is_enough(remedied: Remedied, vary: str) -> Iterator[Finding]:
     alone = tuple(row.name for row in enough)
     values = {"vary": vary, "size": remedied.size, "scenario": remedied.scenario}
     if alone:
-        rest = _listed(alone[1:])
-        also = f"; so {'are' if len(alone) > 2 else 'is'} {{rest}}" if len(alone) > 1 else ""
-        text = f"To fit {{vary}} {{size}} under {{scenario}}, {{first}} is enough by itself{also}."
-        yield Finding("remedy-enough", text, values | {"first": alone[0], "rest": rest}, brief=text)
+        text = "{names} makes {vary} {size} fit under {scenario}."
+        if len(alone) > 1:
+            text = "Any one of these makes {vary} {size} fit under {scenario}: {names}."
+        yield Finding("remedy-enough", text, values | {"names": ", ".join(alone)}, brief=text)
     if remedied.combination:
         together = {"together": _listed(remedied.combination), "peak": Bytes(remedied.combined or 0)}
         so_far = "That changes what is learnt" if alone else "No remedy is enough for {vary} {size} under {scenario}"
         text = f"{so_far}; {{together}} together need {{peak}}."
         yield Finding("remedy-combination", text, values | together, bytes=remedied.combined, brief=text)
     elif not alone:
-        text = "No remedy, and no set of them that was tried, fits {vary} {size}."
+        text = "No remedy, and no combination that was tried, makes {vary} {size} fit."
         yield Finding("remedy-none", text, values, brief=text)
 
 

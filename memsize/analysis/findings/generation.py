@@ -47,13 +47,13 @@ def _what_fits(evidence: Evidence) -> Iterator[Finding]:
     }
     what = "Under {scenario}, {batch} {sequences} of {prompt} + {new} {tokens}"
     if peak.shortage is None:
-        text = what + (" fits" if row.batch == 1 else " fit") + ": {peak} reserved, at most in {phase}."
+        text = what + (" fits" if row.batch == 1 else " fit") + ": {peak} reserved, the peak is in {phase}."
         yield Finding("generation-fits", text, values, bytes=peak.reserved, brief=text)
     else:
         end = peak.shortage
         values |= {"phase": end.phase, "request": Bytes(end.request), "free": Bytes(end.free)}
         does = " does" if row.batch == 1 else " do"
-        text = what + does + " not fit: {phase} asks for {request} where {free} are free; {peak} would be reserved."
+        text = what + does + " not fit: {phase} needs {request}, {free} are free; {peak} would be reserved."
         yield Finding("generation-exceeds", text, values, bytes=peak.reserved, brief=text)
 
 
@@ -82,9 +82,9 @@ def _what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
         "hosted": Bytes(row.hosted),
         "pinned": Bytes(row.pinned),
     }
-    grows = "{token} more for each token of a sequence" if row.per_token else "which grows no more"
-    text = "The KV cache holds {cache} in the end, {sequence} for each sequence, " + grows + " (layers: {kinds})."
-    brief = "The KV cache holds {cache} in the end, " + grows + "."
+    grows = "{token} per token of a sequence" if row.per_token else "whatever the length"
+    text = "The KV cache grows to {cache}, {sequence} per sequence, " + grows + " (layers: {kinds})."
+    brief = "The KV cache grows to {cache}, " + grows + "."
     if row.hosted:
         text += " {hosted} of it are on the host, where PyTorch keeps {pinned} pinned, in blocks of powers of two."
         brief += " {hosted} of it are on the host."
@@ -104,11 +104,11 @@ def _what_proposes(evidence: Evidence) -> Iterator[Finding]:
         "cache": Bytes(cache),
         "scenario": row.scenario,
     }
-    text = "{tokens} tokens are looked up before each step, none of which turns out to be right: the most it may need."
+    text = "{tokens} tokens are looked up before each step, and each is assumed to be rejected, the worst case."
     if evidence.draft.assistant:
         text = (
             "The assistant {assistant} holds {weights} of the weights under {scenario} and {cache} of the KV cache. It "
-            "proposes {tokens} tokens before each step, none of which turns out to be right: the most it may need."
+            "proposes {tokens} tokens before each step, and each is assumed to be rejected, the worst case."
         )
     yield Finding("proposed-tokens", text, values, bytes=row.assistant + cache)
 
@@ -118,7 +118,7 @@ def _what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
     row = max(_ran(evidence.rows), key=lambda row: row.transient)
     if row.transient * 100 < row.decode.peak:
         return
-    text = "A decode step needs {transient} for a moment beyond what stays, at batch {batch} under {scenario}."
+    text = "A decode step temporarily needs {transient} more, at batch {batch} under {scenario}."
     values = {"transient": Bytes(row.transient), "batch": row.batch, "scenario": row.scenario}
     yield Finding("decode-transient", text, values, bytes=row.transient)
 
@@ -129,13 +129,11 @@ def _what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
     beyond = row.prefill.peak - max(row.decode.peak, row.prefill.end)
     if beyond * 20 < row.prefill.peak:
         return
-    text = (
-        "The prefill of {prompt} tokens is what decides at batch {batch}: it needs {beyond} more than any later step."
-    )
+    text = "The prefill of {prompt} tokens sets the peak at batch {batch}: it needs {beyond} more than any later step."
     if evidence.draft is None:
         text += " Reading the prompt in chunks (--prefill-chunk-size) may lower that."
     values = {"prompt": row.prompt, "batch": row.batch, "beyond": Bytes(beyond)}
-    brief = "The prefill decides at batch {batch}: it needs {beyond} more than any step after it."
+    brief = "The prefill sets the peak at batch {batch}: it needs {beyond} more than any later step."
     yield Finding("prefill-transient", text, values, bytes=beyond, brief=brief)
 
 

@@ -74,12 +74,12 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "summary-assumes-4-bytes",
             "The parameters are stored in {each} bytes each, {bytes} in all. A summary that prints {printed} "
-            "MB multiplies {parameters} parameters by 4 bytes whatever they are stored in, as torchsummary "
+            "MB assumes 4 bytes for each of the {parameters} parameters, whatever their dtype, as torchsummary "
             "does{others}.",
             values | {"each": f"{stored.parameter_bytes / stored.parameters:.3g}"},
             bytes=stored.parameter_bytes,
-            brief="The parameters take {each} bytes each, {bytes} in all; a summary that says {printed} counts 4 bytes "
-            "for each.",
+            brief="The parameters take {each} bytes each, {bytes} in all; a summary that says {printed} assumes 4 "
+            "bytes per parameter.",
         )
         return
     half = next((t for name in ("fp16", "bf16", "apex-O3") if (t := evidence.totals(name))), None)
@@ -88,13 +88,13 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
     halved = half.parameter_bytes * 2 == stored.parameter_bytes
     yield Finding(
         "summary-assumes-4-bytes",
-        "Casting to fp16 or bf16 does shrink what is stored, {bytes} → {half}. A summary that still prints "
-        "{printed} MB afterwards multiplies {parameters} parameters by 4 bytes whatever they are stored in, "
+        "Casting to fp16 or bf16 does shrink the parameters, {bytes} → {half}. A summary that still prints "
+        "{printed} MB afterwards assumes 4 bytes for each of the {parameters} parameters, whatever their dtype, "
         "as torchsummary does{others}.",
         values | {"half": Bytes(half.parameter_bytes)},
         bytes=stored.parameter_bytes - half.parameter_bytes,
-        brief=f"Casting to fp16 or bf16 {'halves' if halved else 'shrinks'} what is stored, {{bytes}} → {{half}}; a "
-        "summary that still says {printed} counts 4 bytes for each parameter.",
+        brief=f"Casting to fp16 or bf16 {'halves' if halved else 'shrinks'} the parameters, {{bytes}} → {{half}}; a "
+        "summary that still says {printed} assumes 4 bytes per parameter.",
     )
 
 
@@ -108,13 +108,13 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
         return
     pays = ""
     if crossing is not None and crossing.batch is None:
-        pays = " With this input it needs more than float32 at every batch size."
+        pays = " With this input autocast needs more memory than float32 at every batch size."
     elif crossing is not None and crossing.batch != 1:
-        pays = " It needs less than float32 from batch {batch} on."
+        pays = " Autocast needs less memory than float32 from batch {batch} on."
     yield Finding(
         "amp-keeps-fp32-parameters",
         "Autocast casts no parameter: parameters ({bytes}), their gradients and the optimizer state stay float32, and "
-        "{cast} of {dtype} copies come on top during each forward.",
+        "each forward adds {cast} of {dtype} copies.",
         {
             "bytes": Bytes(totals.parameter_bytes),
             "cast": Bytes(totals.cast_bytes),
@@ -123,7 +123,7 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
         },
         bytes=totals.cast_bytes,
         layers=tuple(layer.path for layer in evidence.runs[amp].layers if layer.cast_bytes),
-        brief="Autocast casts no parameter: {bytes} stay, and {cast} of {dtype} copies come on top." + pays,
+        brief="Autocast leaves the parameters in float32 ({bytes}) and adds {cast} of {dtype} copies." + pays,
     )
     if crossing is not None:
         yield _amp_crossover(crossing)
@@ -170,9 +170,9 @@ def what_binds_the_batch(evidence: Evidence) -> Iterator[Finding]:
     }
     if parameters // 2 < per_sample:
         code = "activations-dominate"
-        brief = "A larger batch is bounded by activations: {sample} for each sample in float32."
+        brief = "Activations limit the batch size: each sample keeps {sample} in float32."
         text = (
-            "A larger batch is bounded by activations: each sample keeps {sample} in float32. Halving the "
+            "Activations limit the batch size: each sample keeps {sample} in float32. Halving the "
             "{parameters} of parameters frees {half}, less than one more sample needs."
         )
     else:

@@ -51,8 +51,9 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     if not run.refused:
         return
     first, allowed = run.refused[0], _allowed(run)
-    small = "The allocator may take {allowed} of {card}, which is too little" if allowed else "{card} is too small"
-    brief = f"{small}{eagerly(run)}: at {{line}}, in {{where}}, {{op}} asks for {{bytes}} where {{free}} are left"
+    limit = " (the allocator may take {allowed} of it)" if allowed else ""
+    brief = f"Out of memory on {{card}}{limit}{eagerly(run)} at {{line}}, in {{where}}: {{op}} needs {{bytes}}, "
+    brief += "{free} are left"
     template = f"{brief}; PyTorch raises OutOfMemoryError"
     if len(run.refused) > 1:
         template += ", the first of {count} times"
@@ -313,8 +314,8 @@ def _gradients(run: ProgramRun) -> Iterator[Finding]:
             ": without the argument they are freed for activations",
         ),
         "late": (
-            "zero_grad at {line} comes after the forward, which runs beside {bytes} of gradients",
-            ": called before it, they are freed for activations",
+            "zero_grad at {line} comes after the forward, so {bytes} of old gradients stay alive during it",
+            ": call it before the forward",
         ),
         "none": ("{bytes} of gradients are alive while the next step's forward runs: no zero_grad frees them", ""),
     }[gradients.reason]
@@ -353,8 +354,8 @@ def _ranks_refused(runs: RankRuns) -> Iterator[Finding]:
             first = group.run.refused[0]
             ends = "." if group.run.went_on is None else "; the program goes on."
             template = (
-                f"{{card}} is too small{eagerly(group.run)} for {{ranks}} of {{size}}: at {{line}}, in {{where}}, "
-                f"{{op}} asks for {{bytes}} where {{free}} are left{ends}"
+                f"Out of memory on {{card}}{eagerly(group.run)} for {{ranks}} of {{size}} at {{line}}, in {{where}}: "
+                f"{{op}} needs {{bytes}}, {{free}} are left{ends}"
             )
             values = {"card": group.run.card.name, "ranks": runs.named(group), "size": runs.size}
             values |= request_in_words(first)

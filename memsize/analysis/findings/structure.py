@@ -33,7 +33,7 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
             continue
         yield Finding(
             "quantization-leaves-layers",
-            "{name} shrinks {done} to {small} and leaves {left} alone ({reason}): {size} stay {dtypes}.",
+            "{name} shrinks {done} to {small} and does not convert {left} ({reason}): {size} stay {dtypes}.",
             {
                 "name": name,
                 "done": layers_of(done),
@@ -45,7 +45,7 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
             },
             bytes=size,
             layers=tuple(skipped),
-            brief="{name} leaves {left} alone: {size} stay {dtypes}.",
+            brief="{name} does not convert {left}: {size} stay {dtypes}.",
         )
 
 
@@ -137,7 +137,7 @@ def unregistered(evidence: Evidence) -> Iterator[Finding]:
         yield _about(
             hidden,
             "unregistered-tensors",
-            "Held without being registered: {names} ({bytes}). parameters(), state_dict(), .to() and .half() "
+            "Not registered: {names} ({bytes}). parameters(), state_dict(), .to() and .half() "
             "do not see them; nn.ModuleList, nn.Parameter and register_buffer make them part of the model.",
         )
 

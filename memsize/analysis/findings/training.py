@@ -33,7 +33,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
     peak = evidence.peaks[name]
     best = min(evidence.peaks, key=lambda other: (evidence.peaks[other].requested, other != name))
     least = evidence.peaks[best].requested
-    lowest = " {best} peaks lowest, at {least}." if (peak.requested - least) * 1000 > peak.requested else ""
+    lowest = " The lowest peak is that of {best}: {least}." if (peak.requested - least) * 1000 > peak.requested else ""
     largest = [(role, size) for role, size in peak.roles.items() if size * 20 >= peak.requested][:4]
     spread = evidence.spread
     how, among = (" and {parallel}", " on one of {gpus} GPUs") if spread else ("", "")
@@ -63,7 +63,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
         bytes=peak.requested,
         layers=(peak.peak_layer,) if peak.peak_layer else (),
         brief=f"A training step with {{optimizer}}{how} peaks at {{requested}}{among} in {{name}}, in the {{where}}: "
-        "{gpu} would show {low} to {high} of {total}." + lowest,
+        "nvidia-smi would show {low} to {high} of the {total} of {gpu}." + lowest,
         moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs and not evidence.spread else None,
     )
 
@@ -82,11 +82,11 @@ def _bytes_of_roles(peak: GpuEstimate, roles: Iterable[Role]) -> int:
 
 def _advice(peak: GpuEstimate) -> str:
     if peak.peak_phase == "optimizer":
-        return "The update's temporaries take {temporary} of it, whatever the batch: a fused optimizer has none."
+        return "The update's temporaries take {temporary} of it at any batch size: a fused optimizer has none."
     if _bytes_of_roles(peak, PER_PARAMETER) * 2 > peak.requested:
-        return "Parameters, gradients and optimizer state are {states} of it, whatever the batch."
+        return "Parameters, gradients and optimizer state take {states} of it at any batch size."
     if _bytes_of_roles(peak, FIXED) * 2 > peak.requested:
-        return "What does not depend on the batch is {constant} of it, mostly {main}."
+        return "{constant} of it, mostly {main}, do not depend on the batch size."
     return "Most of it grows with the batch."
 
 

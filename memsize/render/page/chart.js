@@ -144,12 +144,12 @@ function redrawChart(chart) {
 }
 
 function axis(chart) {
-  const { left, right } = sides(chart);
+  const { left, right } = sides(chart), unit = unitFor(chart.most);
   return [
     draw("text", { class: "soft", x: left - 8, y: EDGES.top - 12, "text-anchor": "end" }, unit.name),
-    ...ticks(chart.most).flatMap((bytes) => [
+    ...ticks(chart.most, unit).flatMap((bytes) => [
       draw("line", { class: "rule", x1: left, x2: right, y1: yOf(chart, bytes), y2: yOf(chart, bytes) }),
-      draw("text", { class: "soft", x: left - 8, y: yOf(chart, bytes) + 4, "text-anchor": "end" }, amount(bytes)),
+      draw("text", { class: "soft", x: left - 8, y: yOf(chart, bytes) + 4, "text-anchor": "end" }, amount(bytes, unit)),
     ]),
     draw("text", { class: "soft", x: left - 8, y: EDGES.top + PLOT + 20, "text-anchor": "end" }, "module"),
   ];

@@ -56,7 +56,8 @@ function tensorText(storage) {
 /** The largest storages, and what the others hold together. */
 function storageTable(panel, alive) {
   const { run } = panel;
-  const rows = alive.slice(0, panel.isWhole ? alive.length : LISTED).map((entry) => storageRow(panel, entry));
+  const unit = unitFor(Math.max(0, ...alive.map((entry) => entry.bytes)));
+  const rows = alive.slice(0, panel.isWhole ? alive.length : LISTED).map((entry) => storageRow(panel, entry, unit));
   const rest = alive.slice(rows.length);
   const more = rest.length
     ? make("button", { type: "button", onclick: () => { panel.isWhole = true; panel.list.replaceChildren(storageTable(panel, alive)); } },
@@ -68,11 +69,11 @@ function storageTable(panel, alive) {
     make("tbody", {}, ...rows)), more);
 }
 
-function storageRow(panel, { storage: index, bytes, born }) {
+function storageRow(panel, { storage: index, bytes, born }, unit) {
   const { run } = panel, storage = run.storages[index], path = storage.layer < 0 ? null : run.layers[storage.layer];
   const module = path === null ? "" : make("button", { type: "button", class: "link", onclick: () => panel.choose(path) }, path || "(model)");
   return make("tr", { "data-storage": index },
-    make("td", { class: "bytes", "data-value": bytes, title: `${count(bytes)} B` }, amount(bytes)),
+    make("td", { class: "bytes", "data-value": bytes, title: `${count(bytes)} B` }, amount(bytes, unit)),
     make("td", {}, swatch(storage.role), ` ${storage.role}`), make("td", { class: "name" }, tensorText(storage)),
     make("td", {}, storage.op), make("td", { class: "name" }, module), make("td", { class: "text" }, phaseName(run.phases[run.phaseAt[born]])),
     run.lines.length ? make("td", { class: "name" }, storage.line) : null);

@@ -8,7 +8,7 @@ function cellValue(cell) {
 }
 
 /**
- * The columns of a table: `key`, `kind`, `title`, whether they are figures, say by how much something
+ * The columns of a table: `key`, `kind`, `title`, the `unit` of their bytes, whether they are figures, say by how much something
  * changed, and add up. */
 function readColumns(table) {
   return [...table.tHead.rows[0].cells].map((head, index) => ({
@@ -17,6 +17,7 @@ function readColumns(table) {
     key: head.dataset.key,
     kind: head.dataset.kind,
     title: head.firstChild.textContent.trim(),
+    unit: head.dataset.unit ? { ...unitFor(0, head.dataset.unit), isRounded: document.body.dataset.unit === "auto" } : null,
     isFigure: ["bytes", "count", "share"].includes(head.dataset.kind),
     isSigned: [...table.tBodies[0].rows].some((row) => /^[+−]/.test(row.cells[index].textContent)),
     adds: Boolean(table.tFoot?.rows[0].cells[index].dataset.value),

@@ -1,38 +1,50 @@
-// Bytes as text, just as the figures in the page's tables are drawn: in the page's unit, two decimals.
+// Bytes as text, just as the figures in the page's tables are drawn: in the page's unit, or in the one that suits them.
 
-const unit = { name: document.body.dataset.unit, bytes: Number(document.body.dataset.unitBytes) };
+const UNITS = { B: 1, KiB: 1024, MiB: 1024 ** 2, GiB: 1024 ** 3, TiB: 1024 ** 4, kB: 1e3, KB: 1e3, MB: 1e6, GB: 1e9, TB: 1e12 };
 
-/** `bytes` without the unit's name: `35.19`. Exactly nothing is `0`, and what is too small to show is `<0.01`. */
-function amount(bytes, whole = unit.bytes) {
+/** The unit called `name`, or with "auto" the one that suits sizes up to `most`: `name`, `bytes`, and whether it is `rounded`. */
+function unitFor(most, name = document.body.dataset.unit) {
+  if (name !== "auto") return { name, bytes: UNITS[name], isRounded: false };
+  const suited = most >= UNITS.GiB ? "GiB" : withTenth(most, "MiB");
+  return { name: suited, bytes: UNITS[suited], isRounded: true };
+}
+
+/** The unit called `name`, or the largest smaller one that `bytes`, if there are any, have a tenth of. */
+function withTenth(bytes, name) {
+  const isBinary = name.endsWith("iB");
+  const smaller = isBinary ? ["TiB", "GiB", "MiB", "KiB", "B"] : ["TB", "GB", "MB", "kB", "B"];
+  let unit = name === "KB" ? "kB" : name;
+  while (bytes > 0 && bytes < UNITS[unit] / 10) unit = smaller[smaller.indexOf(unit) + 1];
+  return unit;
+}
+
+/** `bytes` in `unit`, without its name: two decimals, or three significant digits of rounded GiB. Exactly nothing is `0`. */
+function amount(bytes, unit) {
   if (!bytes) return "0";
-  if (whole === 1) return count(bytes);
-  const size = bytes / whole;
-  if (size > 0 && size < 0.005) return "<0.01";
-  const [before, decimals] = twoDecimals(size).split(".");
-  return `${count(Number(before))}.${decimals}`;
+  const size = bytes / unit.bytes, isGiB = unit.isRounded && unit.name === "GiB";
+  if (unit.bytes === 1 || isGiB && size >= 99.95) return count(evenlyRounded(size, 0));
+  const decimals = isGiB && size >= 9.995 ? 1 : 2;
+  const [before, after] = evenlyRounded(size, decimals).split(".");
+  return `${count(Number(before))}.${after}`;
 }
 
 /** By how much bytes grew or shrank, without the unit's name: `+1.53`. */
-function changed(bytes) {
-  return `${bytes > 0 ? "+" : bytes < 0 ? "−" : ""}${amount(Math.abs(bytes))}`;
+function changed(bytes, unit) {
+  return `${bytes > 0 ? "+" : bytes < 0 ? "−" : ""}${amount(Math.abs(bytes), unit)}`;
 }
 
 /** Python rounds what lies just between two figures to the even one (0.125 to 0.12), `toFixed` up (to 0.13). */
-function twoDecimals(number) {
-  const isRoundedUp = (number * 8) % 4 === 1;
-  return (isRoundedUp ? number - 0.005 : number).toFixed(2);
+function evenlyRounded(number, decimals) {
+  const text = number.toFixed(decimals), step = 10 ** -decimals;
+  const isTie = (number * 2 ** (decimals + 1)) % 1 === 0 && Number(`${number}e${decimals}`) % 1 === 0.5;
+  return isTie && Number(text.at(-1)) % 2 ? (number - step / 2).toFixed(decimals) : text;
 }
 
-/** `bytes` with the unit's name: less than a tenth of the unit in a smaller one. */
+/** `bytes` with the name of the unit that suits them, or of the page's: less than a tenth of it in a smaller one. */
 function size(bytes) {
-  const isBinary = unit.name.endsWith("iB");
-  const names = isBinary ? ["B", "KiB", "MiB", "GiB", "TiB"] : ["B", "kB", "MB", "GB", "TB"];
-  let { name, bytes: whole } = unit;
-  while (bytes > 0 && bytes < whole / 10) {
-    whole /= isBinary ? 1024 : 1000;
-    name = names[Math.round(Math.log(whole) / Math.log(isBinary ? 1024 : 1000))];
-  }
-  return `${amount(bytes, whole)} ${name}`;
+  const { unit: name } = document.body.dataset;
+  const unit = unitFor(bytes, name === "auto" ? name : withTenth(bytes, name));
+  return `${amount(bytes, unit)} ${unit.name}`;
 }
 
 // `toLocaleString` makes such a format anew for each figure, which takes longer than all else on a page of many layers.
@@ -47,7 +59,7 @@ function share(part, whole) {
 }
 
 /** Four to nine round sizes from nothing to `most` bytes. */
-function ticks(most) {
+function ticks(most, unit) {
   const whole = most / unit.bytes;
   if (!(whole > 0)) return [0];
   const power = 10 ** Math.floor(Math.log10(whole));

@@ -50,7 +50,7 @@ function summary(state, matches) {
     .filter((column) => column.kind === "bytes" && column.adds)
     .map((column) => [column, columnSum(matches, column.index)])
     .filter(([, sum]) => sum);
-  return [`${count(matches.length)} of ${count(state.rows.length)} rows`, ...sums.map(([column, sum]) => `${column.title} ${column.isSigned ? `${changed(sum)} ${unit.name}` : size(sum)}`)].join(" · ");
+  return [`${count(matches.length)} of ${count(state.rows.length)} rows`, ...sums.map(([column, sum]) => `${column.title} ${column.isSigned ? `${changed(sum, column.unit)} ${column.unit.name}` : size(sum)}`)].join(" · ");
 }
 
 // Sorting
@@ -139,7 +139,7 @@ function groupRow(state, node) {
 function drawnAs(column) {
   if (column.kind === "share") return (part) => `${(100 * part).toFixed(0)}%`;
   if (column.kind !== "bytes") return count;
-  return column.isSigned ? changed : amount;
+  return (bytes) => (column.isSigned ? changed : amount)(bytes, column.unit);
 }
 
 function foldByKey(state, node, event) {
@@ -268,7 +268,7 @@ function tableMarkdown(state) {
   const shown = state.columns.filter((column) => !column.head.hidden);
   const escape = (text) => text.trim().replace(/[\\`*_[\]<>|#~]/g, "\\$&");
   const line = (texts) => `| ${texts.join(" | ")} |`;
-  const title = (column) => escape(column.kind === "bytes" ? `${column.title}, ${unit.name}` : column.title);
+  const title = (column) => escape(column.kind === "bytes" ? `${column.title}, ${column.unit.name}` : column.title);
   const cells = (row) => line(shown.map((column) => escape(row.cells[column.index].textContent)));
   const leaves = [...state.table.tBodies[0].rows].filter((row) => !row.classList.contains("group"));
   return [
