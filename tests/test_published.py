@@ -71,7 +71,7 @@ def test_a_line_of_the_tables() -> None:
 
 def test_the_readme_counts_the_rows_of_the_data() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    counts = [int(found) for found in re.findall(r"^\| [^|]+ \| (?:allocated|reserved|device) \| (\d+) \|", text, re.M)]
+    counts = [int(found) for found in re.findall(r"^\| [^|]+ \| (\d+) \| \d+ \| \d+\.\d\d % \|", text, re.M)]
     measured = [error for error in table.errors() if error.figure != "device"]
     assert sum(counts) == len(measured) > 400
     # Twelve kinds of workload, none of them with more than a quarter of the rows
@@ -83,14 +83,14 @@ def test_the_readme_counts_the_rows_of_the_data() -> None:
     ("kind", "median", "most", "worst"),
     [
         ("decoders, forward and backward", 0.001, 0.0125, 0.0125),
-        ("encoders, forward and backward", 0.005, 0.0167, 0.0167),
+        ("encoders, forward and backward", 0.005, 0.016, 0.017),
         ("transformers, whole steps", 0.0025, 0.01, 0.01),
         ("diffusion transformers, adapters", 0.001, 0.0015, 0.0015),
         ("gated MLPs", 1e-5, 1e-5, 1e-5),
-        ("rotary embeddings", 1e-5, 1e-4, 1e-4),
+        ("norms and rotary embeddings", 1e-4, 2e-4, 2e-4),
         ("losses of language models", 1e-5, 2e-4, 2e-3),
         ("LoRA and adapters", 0.001, 0.002, 0.002),
-        ("convolutional networks", 0.001, 0.001, 0.001),
+        ("convolutional networks", 0.002, 0.0025, 0.0025),
     ],
 )
 def test_how_near_allocated_is(kind: str, median: float, most: float, worst: float) -> None:
