@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,12 +20,14 @@ from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, 
 from memsize.errors import ForwardError, MemsizeError
 from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.library import Plans
+from memsize.loading.hubs import checkpoint_config_of
 from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.input_tensors import ModelInputs
 from memsize.model.materialize import executable, executable_call
 from memsize.model.meta_copy import MetaCopier
 from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import dtype_name
+from memsize.precision.quantization_config import quantization_of
 from memsize.precision.recipes import apply_scenario, floating_dtype
 from memsize.records.finding import join_names
 from memsize.records.gpu import DEFAULT_GPU, Card
@@ -43,9 +45,19 @@ from memsize.workloads import Forward, Proof, Workload, kept_for_backward
 _CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
 _LATE = "the forward registers {}: the model is shown as it is after a first forward"
 _SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
+_QUANTIZED = "its config says that weights are quantized ({}): as-given stores and runs them so"
+_UNQUANTIZED = "its config says that weights are quantized ({}): they are shown as they are without that"
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
-Edit = Callable[[Setup], Setup]
+
+@dataclass(frozen=True, slots=True)
+class ModelEdit:
+    """Changes a meta copy before a scenario does; raises `memsize.analysis.remedies.NotApplicable`."""
+
+    change: Callable[[nn.Module], None]
+
+
+Edit = Callable[[Setup], Setup] | ModelEdit
 """Changes a meta copy that is ready to run; raises `memsize.analysis.remedies.NotApplicable`."""
 Listener = Callable[[ModuleCallRecorder], None]
 
@@ -205,10 +217,11 @@ class Runner:
     def _setup(
         self, scenario: Scenario, batch_size: int | None, resized: Callable[[Call], Call], edits: tuple[Edit, ...]
     ) -> Setup:
-        setup = self.setup(scenario, batch_size)
+        before = tuple(edit for edit in edits if isinstance(edit, ModelEdit))
+        setup = self.setup(scenario, batch_size, before)
         setup = replace(setup, call=resized(setup.call))
         for edit in edits:
-            setup = edit(setup)
+            setup = setup if isinstance(edit, ModelEdit) else edit(setup)
         return setup
 
     def _run(
@@ -217,8 +230,6 @@ class Runner:
         setup = make()
         if listener is not None:
             setup = replace(setup, listener=listener)
-        if scenario.recipe != "quantized" and not self.late:
-            setup = replace(setup, stored=partial(self._stored_tensors, _storage_key(scenario)))
         if not self.execute:
             setup = replace(setup, ended=partial(self._note_counting, numbers_of(setup.model)))
         before = _registered(setup.model)
@@ -269,8 +280,8 @@ class Runner:
             self._stored[storage] = stored_tensors(copied)
         return self._stored[storage]
 
-    def setup(self, scenario: Scenario, batch_size: int | None = None) -> Setup:
-        """A fresh copy, ready to run under the scenario; `batch_size` overrides that of the inputs."""
+    def setup(self, scenario: Scenario, batch_size: int | None = None, edits: tuple[ModelEdit, ...] = ()) -> Setup:
+        """A fresh copy with these `edits`, ready to run under the scenario; `batch_size` overrides the inputs'."""
         batch_size = self.inputs.batch_size if batch_size is None else batch_size
         if scenario.recipe == "as-given":
             scenario = replace(scenario, autocast=own_autocast(self.model))
@@ -280,9 +291,12 @@ class Runner:
             give_shapes(
                 copied, self.inputs.call(batch_size, floating_dtype(copied)), self.training, always=bool(self.late)
             )
+        for edit in edits:
+            edit.change(copied)
         recipe = apply_scenario(copied, scenario)
         if recipe.quantized:
             self.skipped_layers[scenario.name] = dict(recipe.quantized.left)
+        is_shared = recipe.quantized is None and not edits and not self.late
         call = self.call(scenario, recipe.floating, batch_size)
         if self.execute:
             with undisturbed():
@@ -299,6 +313,7 @@ class Runner:
             precision=recipe.precision,
             gpu=GpuSetup(self.gpu.capability, workspaces(self.gpu, self.plans, self.stack), self.stack),
             buckets=buckets_of(self.model),
+            stored=partial(self._stored_tensors, _storage_key(scenario)) if is_shared else stored_tensors,
         )
 
     def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:
@@ -313,9 +328,15 @@ class Runner:
         floating = self._given_floating if scenario.recipe == "as-given" and self._inputs_are_cast else None
         cast = (_CAST.format(dtype_name(floating)),) if floating is not None else ()
         hidden = (_SCRIPTED.format(join_names(_outermost(self._scripted))),) if self._scripted else ()
+        stored = (_quantized_note(self.model),) if scenario.recipe == "as-given" else ()
         late = (_LATE.format(join_names(self.late)),) if self.late else ()
         stack = self.stack.note(str(torch.__version__))
-        return (*cast, *hidden, *late, *filter(None, (_EXECUTED if self.execute else None, self.gpu.note, stack)))
+        return (
+            *cast,
+            *hidden,
+            *late,
+            *filter(None, (*stored, _EXECUTED if self.execute else None, self.gpu.note, stack)),
+        )
 
     @cached_property
     def _scripted(self) -> tuple[str, ...]:
@@ -340,11 +361,11 @@ class Runner:
         return False
 
 
-def plans_of(card: Card) -> Plans:
-    """The convolution workspaces on a card, by this machine's cuDNN if it has one."""
-    from memsize.kernels.cudnn.library import installed
+def plans_of(card: Card, stack: Stack = INSTALLED) -> Plans:
+    """The convolution workspaces on a card, by the stack's cuDNN if this machine has it, else by another one."""
+    from memsize.kernels.cudnn.installed import installed
 
-    return Plans(card.capability, installed)
+    return Plans(card.capability, partial(installed, stack.cudnn_release), wanted=stack.cudnn_release)
 
 
 def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) -> Workspaces:
@@ -362,6 +383,17 @@ def own_autocast(model: nn.Module) -> str | None:
     """The lower precision of autocast that the training step of the model's own runs in; None where there is none."""
     step = model_defined_step_of(model)
     return step.autocast if step else None
+
+
+def _quantized_note(model: nn.Module) -> str | None:
+    """A note on the weights of a quantized checkpoint; None for another model."""
+    config, quantization = checkpoint_config_of(model), quantization_of(model)
+    if config is None:
+        return None
+    if quantization is not None:
+        return _QUANTIZED.format(quantization.method)
+    method = config.get("quant_method", "some method") if isinstance(config, dict) else "some method"
+    return _UNQUANTIZED.format(method)
 
 
 def is_float32(model: nn.Module, trace: Trace) -> bool:

@@ -98,6 +98,15 @@ def _rank(text: str) -> int | Which:
     return int(text)
 
 
+_TRAINED_PARTS: Final = ("lora", "adapter", "base", "freeze")
+
+
+def _trained_if_adapted(request: Any, is_trained: bool = True) -> None:
+    """Train a request's model with the usual optimizer where it has adapters and nothing else was asked for."""
+    if request.training is None and is_trained and request.model.mode != "eval" and request.model.trained_parts.adapter:
+        object.__setattr__(request, "training", Training())
+
+
 @dataclass(frozen=True, kw_only=True)
 class _ModelRun:
     model: ModelRequest = _model()
@@ -105,6 +114,9 @@ class _ModelRun:
     parallel: Parallel | str | None = _parallel()
     gpu: Gpu = part(Gpu)
     execute: bool = _execute()
+
+    def __post_init__(self) -> None:
+        _trained_if_adapted(self, getattr(self, "step", None) is None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +188,7 @@ class GuardRequest:
 class VerifyRequest:
     """A prediction compared with a real GPU."""
 
-    model: ModelRequest = _model(without=("whole",))
+    model: ModelRequest = _model(without=("whole", *_TRAINED_PARTS))
     training: Training | None = part(Training, **_TRAINING)
     scenario: str = _scenario()
     device: int = option(0, "CUDA device to run on.", least=0)
@@ -189,7 +201,7 @@ class VerifyRequest:
 class LayoutRequest:
     """The effect of channels last on a model."""
 
-    model: ModelRequest = _model(without=("whole",))
+    model: ModelRequest = _model(without=("whole", *_TRAINED_PARTS))
     scenario: str = _scenario()
 
 
@@ -238,6 +250,9 @@ class FitRequest:
     )
     crossovers: bool = option(False, "Report from which size autocast pays off, and where the peak moves.")
 
+    def __post_init__(self) -> None:
+        _trained_if_adapted(self, self.generation is None and self.prompt is None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitScriptRequest:
@@ -261,7 +276,7 @@ class FitScriptRequest:
 class GenerateRequest:
     """The memory of a language model while it generates."""
 
-    model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode"))
+    model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode", "freeze"))
     prompt: int | str | Iterable[int] = option(
         512, "Tokens of the prompt; several lengths.", kind="list", metavar="N,…"
     )
@@ -299,7 +314,7 @@ class GenerateRequest:
 class ServeRequest:
     """The memory of a paged server."""
 
-    model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode"))
+    model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode", *_TRAINED_PARTS))
     serving: Serving = part(Serving)
     scenarios: str | Iterable[str] | None = _scenarios(SERVED)
     gpu: Gpu = part(Gpu, without=("allocator",))

@@ -63,6 +63,11 @@ _TABLE = (
     Scenario("int4-weight", "int4 weights in groups", "quantized", layout="int4-weight"),
     Scenario("fp8-weight", "float8_e4m3fn weights, one scale per output channel", "quantized", layout="fp8-weight"),
     Scenario("nf4", "4-bit NormalFloat weights with block scales", "quantized", layout="nf4"),
+    Scenario("nf4-double", "the same with double quantization", "quantized", layout="nf4-double"),
+    Scenario("fp4", "4-bit float weights with block scales", "quantized", layout="fp4"),
+    Scenario("int8", "bitsandbytes' LLM.int8", "quantized", layout="int8"),
+    Scenario("mxfp4", "4-bit weights, a one-byte scale per 32", "quantized", layout="mxfp4"),
+    Scenario("nvfp4", "4-bit weights, a float8 scale per 16", "quantized", layout="nvfp4"),
 )
 
 SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in _TABLE}

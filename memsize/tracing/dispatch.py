@@ -54,7 +54,7 @@ class OpFacts:
         self.same = SAME_DTYPE.get(func)
         self.copies = COPIES.get(func)
         self.flops = formula_of(func)
-        self.temporaries = TEMPORARIES.get(func)
+        self.temporaries = TEMPORARIES.get(func) or TEMPORARIES.get(self.traits.name)
         self.is_cublas = func in CUBLAS
         self.is_biased = func in BIASED
         self.result_first = func in RESULT_FIRST

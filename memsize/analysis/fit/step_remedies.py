@@ -18,13 +18,12 @@ from memsize.analysis.fit.optimized_models import (
 )
 from memsize.analysis.fit.run_cache import RunVariant
 from memsize.analysis.remedies import Changes, NotApplicable, Remedy
-from memsize.analysis.runner import Edit
+from memsize.analysis.runner import Edit, ModelEdit
+from memsize.spec.adapters import RANK
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import SCENARIOS, quantized_from
 from memsize.spec.training import Training, parse_optimizer
 
-RANK: Final = 16
-"""The rank of adapters."""
 _FUSED: Final = ("adam", "adamw", "sgd", "sgd-momentum", "adagrad")
 _ADAMS: Final = ("adam", "adamw")
 _MOST_PARTS: Final = 64
@@ -144,12 +143,12 @@ def _chunked_cross_entropy(variant: RunVariant) -> RunVariant:
 def _lora(variant: RunVariant) -> RunVariant:
     _training(variant)
     _check_undivided(variant)
-    return variant.edited(LowRank(RANK))
+    return variant.edited(ModelEdit(LowRank(RANK)))
 
 
 def _qlora(variant: RunVariant) -> RunVariant:
     _training(variant)
-    return quantized(variant, "nf4").edited(LowRank(RANK))
+    return quantized(variant, "nf4").edited(ModelEdit(LowRank(RANK)))
 
 
 def _check_undivided(variant: RunVariant) -> None:
