@@ -425,6 +425,7 @@ def verify(
 def virtual_gpu(
     gpu: Gpu | str | None = None,
     *,
+    stack: Stack | str | None = None,
     allocator: AllocatorConfig | str | None = None,
     steps: int = 0,
     allow_writes: bool = False,

@@ -717,6 +717,21 @@ def test_heads_that_share_keys_have_gradients_of_their_own_inside() -> None:
     assert taken[-2:] == [2 * 2 * 24 * 8 * 64] * 2 and len(taken) == 4
 
 
+# cuda/EmbeddingBackwardKernel.cu: `max_partial_segment = numel / NROWS_PER_THREAD + max_segments`
+@pytest.mark.parametrize(
+    ("tokens", "table", "sums"), [(3072, 1000, 0), (4096, 1000, 409 + 1000), (4096, 50_000, 409 + 4096)]
+)
+def test_the_gradient_of_an_embedding_sums_rows_of_one_index_in_float32(tokens: int, table: int, sums: int) -> None:
+    backward = torch.ops.aten.embedding_dense_backward.default
+    grad, indices = meta(tokens, 64, dtype=BF16), meta(tokens, dtype=torch.int64)
+    taken = [each.bytes for each in kernel_temporaries(backward, (grad, indices, table, -1, False))]
+    distinct = min(tokens, table)
+    assert taken == [
+        *[8 * n for n in (tokens, tokens, tokens, distinct, distinct, sums) if sums],
+        *[4 * sums * 64][:sums],
+    ]
+
+
 CUDNN_FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from itertools import accumulate, count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import safetensors.torch
@@ -123,6 +123,71 @@ def test_a_tensor_on_meta_is_there_right_after_a_backward() -> None:
     with gpu():
         nn.Linear(8, 8).cuda()(torch.ones(4, 8, device="cuda")).sum().backward()
         assert torch.zeros(3, device="meta").is_meta
+
+
+MEBIBYTE = 1024**2
+
+
+class _Keeping(torch.autograd.Function):
+    """The identity, whose gradient is a new tensor that stays alive."""
+
+    kept: ClassVar[list[torch.Tensor]] = []
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        _Keeping.kept.append(gradients[0] * 1)
+        return _Keeping.kept[-1]
+
+
+# input_buffer.cpp `accumulate`: the sum so far and one more gradient; where somebody keeps the first, the sum is new.
+@pytest.mark.parametrize(("use", "alive"), [(lambda x: x * 3.0, 2), (_Keeping.apply, 6)])
+def test_gradients_that_meet_are_summed_in_place_if_nobody_keeps_them(use: Callable[[Any], Any], alive: int) -> None:
+    """Four gradients of 1 MiB: those that are kept are alive at the end, with their sum and what is made of it."""
+    with memsize.virtual_gpu("t4"):
+        hidden = torch.empty(512, 512, device="cuda", requires_grad=True) * 2
+        loss = sum(use(hidden).sum() for _ in range(4))
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss.backward()
+        rounded = (torch.cuda.max_memory_allocated() - before) / MEBIBYTE
+        _Keeping.kept.clear()
+    assert alive <= rounded < alive + 0.01
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_copies_the_expanded_gradient_of_a_sum(norm: Callable[[int], nn.Module]) -> None:
+    """The copy and the gradient of the input, 8 MiB each (cuda/layer_norm_kernel.cu: ``dY.contiguous()``)."""
+    with memsize.virtual_gpu("t4"):
+        layer = norm(1024).to("cuda", torch.bfloat16)
+        loss = layer(torch.empty(4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)).sum()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss.backward()
+        taken = torch.cuda.max_memory_allocated() - before
+    assert 16 <= taken / MEBIBYTE < 17
+
+
+def test_a_model_that_the_block_drops_leaves_the_gpu() -> None:
+    with memsize.virtual_gpu("t4"):
+        for _ in range(2):
+            model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256)).cuda()
+            del model
+            assert torch.cuda.memory_allocated() == 0
+
+
+def test_the_gpu_of_a_block_has_the_stack_that_it_names() -> None:
+    """cuBLAS takes 32 MiB on Blackwell from PyTorch 2.12 on, before that as much as on other cards (Context.cpp)."""
+    taken = []
+    for stack in ("torch=2.11", "torch=2.12"):
+        with memsize.virtual_gpu("b200", stack=stack):
+            product = torch.ones(128, 128, device="cuda") @ torch.ones(128, 128, device="cuda")
+            del product
+            taken.append(torch.cuda.memory_allocated())
+    assert taken == [8_519_680, 32 * 1024**2]
 
 
 def test_a_model_that_goes_to_meta_leaves_the_gpu() -> None:

@@ -22,12 +22,13 @@ class UnbuiltError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Requirements for pip, and a commit of a repository whose files are unpacked beside them."""
+    """Requirements for pip, and a commit of a repository of which some folders are unpacked beside them."""
 
     name: str
     requirements: tuple[str, ...] = ()
     repository: str | None = None
     commit: str | None = None
+    folders: tuple[str, ...] = ()
     dependencies: bool = True
 
     @property
@@ -36,8 +37,12 @@ class Environment:
         return cache() / self.name
 
 
-LITGPT: Final = "https://github.com/Lightning-AI/litgpt"
-"""Where LitGPT is cloned from; the variable `MEMSIZE_LITGPT` names a clone at hand instead."""
+CLONES: Final = {
+    "https://github.com/Lightning-AI/litgpt": "MEMSIZE_LITGPT",
+    "https://github.com/huggingface/peft": "MEMSIZE_PEFT",
+}
+"""Repositories, and the variables that name a clone at hand instead."""
+LITGPT, PEFT = CLONES
 _LIGHTNING: Final = (
     "lightning==2.5.5",
     "pytorch-lightning==2.5.5",
@@ -52,7 +57,19 @@ def _transformers(version: str) -> Environment:
 
 
 def _litgpt(commit: str) -> Environment:
-    return Environment(f"litgpt-{commit[:8]}", _LIGHTNING, LITGPT, commit, dependencies=False)
+    return Environment(f"litgpt-{commit[:8]}", _LIGHTNING, LITGPT, commit, ("lit_gpt",), dependencies=False)
+
+
+_DIFFUSERS: Final = (
+    "diffusers==0.38.0",
+    "transformers==5.10.2",
+    "huggingface-hub<2",
+    "tokenizers<0.23.1",
+    "accelerate",
+    *"httpx httpcore h11 anyio sniffio hf-xet requests Pillow importlib_metadata zipp certifi idna urllib3".split(),
+)
+"""Without what comes with memsize's own packages, PyTorch among them."""
+_PEFT_FOLDERS: Final = ("src/peft", "method_comparison/image-gen/experiments")
 
 
 ENVIRONMENTS: Final[Mapping[str, Environment]] = {
@@ -63,6 +80,10 @@ ENVIRONMENTS: Final[Mapping[str, Environment]] = {
         _transformers("4.50.3"),
         _litgpt("0cc02afa1dca7434418cf612690da13d38d294fd"),
         _litgpt("e894d307aa4de0a0285adc2c7b8394c0d53f3e0b"),
+        *(
+            Environment(f"peft-{commit[:8]}", _DIFFUSERS, PEFT, commit, _PEFT_FOLDERS, dependencies=False)
+            for commit in ("638b395f92528ebde2b507bbe11b9c4cb40a8f8b", "a5526d27a9d47d1e8264d5e1b1f96c0fdc79464e")
+        ),
     )
 }
 
@@ -100,12 +121,12 @@ def _unpack(environment: Environment, path: Path) -> None:
     """The files of a commit: from a clone at hand, or from one made for this."""
     if environment.repository is None or environment.commit is None:
         return
-    clone = os.environ.get("MEMSIZE_LITGPT")
+    clone = os.environ.get(CLONES[environment.repository])
     if clone is None:
         clone = str(path / ".clone")
         _run(["git", "clone", "--quiet", "--bare", environment.repository, clone])
     archive = path / ".files.tar"
-    _run(["git", "-C", clone, "archive", "--output", str(archive), environment.commit, "lit_gpt"])
+    _run(["git", "-C", clone, "archive", "--output", str(archive), environment.commit, *environment.folders])
     shutil.unpack_archive(archive, path, filter="data")
     archive.unlink()
 

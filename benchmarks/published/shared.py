@@ -156,7 +156,7 @@ def _xmem_gap(number: int, row: dict[str, str]) -> Gap | None:
         print(f"left out: {row['model']}: {error}", file=sys.stderr)
         return None
     measured, said = int(row["ground_nvml_delta_bytes"]), step.peak.reserved
-    kind = "convolutional networks" if row["model"] in VISION else "transformers, training"
+    kind = "convolutional networks" if row["model"] in VISION else "transformers, whole steps"
     return Gap("xmem", number, kind, said / measured - 1, off_by(_reserved(step), measured) / measured)
 
 

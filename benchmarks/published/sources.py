@@ -16,14 +16,22 @@ from typing import Final, Literal
 Confidence = Literal["high", "medium", "low"]
 Kind = Literal[
     "linear networks",
-    "transformers, training",
+    "encoders, forward and backward",
+    "decoders, forward and backward",
+    "transformers, whole steps",
     "transformers, inference",
     "LoRA and adapters",
+    "diffusion transformers, adapters",
     "vision transformers",
     "convolutional networks",
+    "gated MLPs",
+    "mixtures of experts",
+    "norms and rotary embeddings",
+    "losses of language models",
     "servers",
 ]
 
+MiB: Final = 2**20
 MB: Final = 10**6
 GB: Final = 10**9
 GIB: Final = 2**30
@@ -72,7 +80,9 @@ def _table(
 ) -> Source:
     """A table of eager beside SDPA attention in half precision, as the documentation of transformers has them."""
     training = "/train" in name
-    kind: Kind = "transformers, training" if training else "transformers, inference"
+    encodes = name.startswith(("bert", "distilbert", "albert"))
+    trained: Kind = "encoders, forward and backward" if encodes else "decoders, forward and backward"
+    kind: Kind = trained if training else "transformers, inference"
     script = _TRAIN if training else _INFER
     return Source(name, kind, title, where, gpu, stack, "allocated", MB, confidence, inferred, environment, script)
 
@@ -189,7 +199,7 @@ _ALL: Final = (
         for name, kind, confidence, inferred in (
             (
                 "transformers",
-                "transformers, training",
+                "transformers, whole steps",
                 "medium",
                 "its release of transformers is not stated",
             ),
@@ -256,7 +266,68 @@ _SERVERS: Final = tuple(
     )
 )
 
-SOURCES: Final[Mapping[str, Source]] = {source.name: source for source in (*_ALL, *_SERVERS)}
+_BOOK: Final = "https://github.com/rasbt/LLMs-from-scratch/tree/28c65cdfbc/ch05/10_llm-training-speed"
+_LIGER: Final = "https://github.com/linkedin/Liger-Kernel, commit ead96b618e, benchmark/data/all_benchmark_data.csv"
+_PEFT: Final = "https://github.com/huggingface/peft, commit 5d602fdbff, method_comparison/image-gen/results"
+_OF_THE_DAY: Final = "the release of PyTorch is not stated: that of the day"
+_OPERATORS: Final[tuple[tuple[str, Kind, str, str, str], ...]] = (
+    ("geglu", "gated MLPs", "GEGLU, 4096 to 11008", "A100 80GB", "torch=2.4,cuda=12.1"),
+    ("swiglu", "gated MLPs", "SwiGLU, 4096 to 11008", "A100 80GB", "torch=2.4,cuda=12.1"),
+    ("tiled-geglu", "gated MLPs", "GEGLU, 2048 to 4096", "GeForce RTX 4090", "torch=2.9,cuda=12.8"),
+    ("experts", "mixtures of experts", "Qwen3-30B's layer of experts", "H100 80GB", "torch=2.10,cuda=12.8"),
+    ("layer-norm-2.4", "norms and rotary embeddings", "LayerNorm", "A100 80GB", "torch=2.4,cuda=12.1"),
+    ("layer-norm-2.7", "norms and rotary embeddings", "LayerNorm", "H100 80GB", "torch=2.7,cuda=12.6"),
+    ("rms-norm", "norms and rotary embeddings", "Llama's RMSNorm", "A100 80GB", "torch=2.4,cuda=12.1"),
+    ("added-rms-norm", "norms and rotary embeddings", "RMSNorm of a sum", "H100 80GB", "torch=2.10,cuda=12.8"),
+    ("native-rms-norm", "norms and rotary embeddings", "nn.RMSNorm", "H100 80GB", "torch=2.12,cuda=13.0"),
+    ("rotary", "norms and rotary embeddings", "Llama's rotary embedding", "A100 80GB", "torch=2.4,cuda=12.1"),
+    ("rotary-complex", "norms and rotary embeddings", "Llama 4's rotary embedding", "H100 80GB", "torch=2.7,cuda=12.6"),
+    ("cross-entropy", "losses of language models", "cross-entropy", "A100 80GB", "torch=2.4,cuda=12.1"),
+    ("jsd", "losses of language models", "Jensen-Shannon divergence", "H100 80GB", "torch=2.4,cuda=12.1"),
+    ("jsd-head", "losses of language models", "the same with two heads", "H100 80GB", "torch=2.4,cuda=12.1"),
+    ("jsd-tokens", "losses of language models", "the same by token", "B200", "torch=2.12,cuda=13.0"),
+    ("total-variation", "losses of language models", "total variation", "H100 80GB", "torch=2.10,cuda=12.8"),
+    ("grpo", "losses of language models", "GRPO with two heads", "A100 80GB", "torch=2.7,cuda=12.6"),
+)
+"""Liger-Kernel's benchmarks of eager PyTorch: name, kind, title, GPU, and stack."""
+
+_NEWER: Final = (
+    Source(
+        "book/gpt",
+        "transformers, whole steps",
+        "the book's GPT with 124M parameters, change by change",
+        _BOOK,
+        "A100 40GB",
+        "torch=2.6,cuda=12.4",
+        "reserved",
+        2**30,
+        "medium",
+        "the scripts between the first and the last, from their description; the size of the A100",
+    ),
+    *(
+        Source(
+            f"peft/flux2-klein-{release}",
+            "diffusion transformers, adapters",
+            "FLUX.2-klein with PEFT's adapters",
+            _PEFT,
+            "L40S",
+            f"torch={release},cuda=13.0",
+            "reserved",
+            MiB,
+            "medium",
+            "the segments that the text encoder and the VAE leave behind",
+            environment,
+            "method_comparison/image-gen/run.py of the day of the results",
+        )
+        for release, environment in (("2.12", "peft-638b395f"), ("2.13", "peft-a5526d27"))
+    ),
+    *(
+        Source(f"liger/{name}", kind, title, _LIGER, gpu, stack, "allocated", MiB, "medium", _OF_THE_DAY)
+        for name, kind, title, gpu, stack in _OPERATORS
+    ),
+)
+
+SOURCES: Final[Mapping[str, Source]] = {source.name: source for source in (*_ALL, *_NEWER, *_SERVERS)}
 
 NOT_COUNTED: Final = (
     (
@@ -299,6 +370,25 @@ NOT_COUNTED: Final = (
         "Llama-3.1-8B with 35,000 tokens in vLLM 0.6.4",
         f"{_ISSUES}/10517",
         "the step of 62 MiB has the logits of fewer sequences than by default, and how many is not stated",
+    ),
+    (
+        "Liger-Kernel's embeddings, ORPO and SimPO, 28 figures",
+        _LIGER,
+        "their processes hold more, as it seems what torch.compile keeps of benchmarks before: 12,240.0 and 13,769.6 "
+        "MiB beside the predictions of the embeddings, the same to 5 KiB from 1,024 to 131,072 rows, and 2,084.0 MiB "
+        "beside those of ORPO and SimPO with 1,024 tokens. ORPO's with 4,096 grow half as fast as its script asks for",
+    ),
+    (
+        "six of PEFT's runs on FLUX.2-klein",
+        _PEFT,
+        "BOFT compiles an extension, SHiRA's indices depend on values, LoKr ran with a later script, HRA's prediction "
+        "runs out of memory; those of FourierFT and FRoD take long: the first took 13 % more than predicted in an "
+        "earlier state of memsize, cuFFT's work areas are not known, the second 0.7 % less",
+    ),
+    (
+        "torch.compile in Liger-Kernel's, torchao's and the book's tables",
+        f"{_LIGER}; {_BOOK}; https://github.com/pytorch/ao, torchao/optim/README.md",
+        "other figures than eager PyTorch's",
     ),
     (
         "Optimizer in the backward pass",

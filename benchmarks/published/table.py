@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, get_args
 
 from benchmarks.published.rows import COUNTS, FOLDER, Compared, compared
 from benchmarks.published.shared import Gap
-from benchmarks.published.sources import NOT_COUNTED, SOURCES
+from benchmarks.published.sources import NOT_COUNTED, SOURCES, Kind
 from memsize.units import MiB
 
 GAPS: Final = FOLDER / "gaps.csv"
@@ -22,15 +22,7 @@ GAPS: Final = FOLDER / "gaps.csv"
 LOW: Final = 0.01
 """From this share on, a prediction below the measurement counts as too low."""
 
-_ORDER: Final = (
-    "linear networks",
-    "transformers, training",
-    "transformers, inference",
-    "LoRA and adapters",
-    "vision transformers",
-    "convolutional networks",
-    "servers",
-)
+_ORDER: Final = get_args(Kind)
 _ELSEWHERE: Final = {
     "gpumemnet": ("200 perceptrons of the GPUMemNet data set", "device", "A100 40GB", "medium"),
     "xmem": ("xMem's runs that did not run out of memory", "reserved", "RTX 3060 12GB, A100", "low"),
@@ -106,8 +98,9 @@ def keep(stored: Iterable[Gap]) -> None:
 
 
 def grouped() -> dict[tuple[str, str], Group]:
-    """The lines of the first table by kind and figure."""
-    ordered = sorted(errors(), key=lambda error: (_ORDER.index(error.kind), error.figure))
+    """The lines of the first table by kind and figure: what PyTorch measured, without what `nvidia-smi` shows."""
+    measured = [error for error in errors() if error.figure != "device"]
+    ordered = sorted(measured, key=lambda error: (_ORDER.index(error.kind), error.figure))
     return {key: Group.of(list(rows)) for key, rows in groupby(ordered, key=lambda error: (error.kind, error.figure))}
 
 
@@ -128,6 +121,21 @@ def summary() -> str:
         for (kind, figure), g in grouped().items()
     ]
     return _markdown(head, lines, "llrrrrrr")
+
+
+def short() -> str:
+    """The README's table: a line for each kind of workload, whichever figure was measured."""
+    measured = [error for error in errors() if error.figure != "device"]
+    head = ["workloads", "rows", "sources", "median error", "95 % within", "worst", "too low by more than 1 %"]
+    lines = []
+    for kind in _ORDER:
+        of_kind = [error for error in measured if error.kind == kind]
+        if of_kind:
+            g = Group.of(of_kind)
+            lines.append(
+                [kind, str(g.count), str(g.sources), _share(g.median), _share(g.most), _signed(g.worst), _low(g)]
+            )
+    return _markdown(head, lines, "lrrrrrr")
 
 
 def by_source() -> str:
@@ -239,7 +247,7 @@ _TABLE: Final = re.compile(r"^\| workloads \|.*\n(?:\|.*\n)+", re.MULTILINE)
 def written(root: Path) -> dict[Path, str]:
     """Each page with its tables as the stored predictions have them."""
     readme = root / "README.md"
-    pages = {readme: _TABLE.sub(lambda _: summary(), readme.read_text(encoding="utf-8"))}
+    pages = {readme: _TABLE.sub(lambda _: short(), readme.read_text(encoding="utf-8"))}
     for name, parts in _PAGES.items():
         text = (root / name).read_text(encoding="utf-8")
         for mark, make in parts.items():

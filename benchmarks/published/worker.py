@@ -12,7 +12,14 @@ from benchmarks.zoo.operators import declare
 from memsize.device.allocation_events import variants
 from memsize.device.replay import replay
 
-RECIPES = {"litgpt": "litgpt", "vit-l": "vision", "preflight": "preflight"}
+RECIPES = {
+    "litgpt": "litgpt",
+    "vit-l": "vision",
+    "preflight": "preflight",
+    "liger": "liger",
+    "book": "book_gpt",
+    "peft": "image_adapters",
+}
 """The recipe of sources by the first part of their name; the rest are the attention tables."""
 
 
@@ -26,6 +33,8 @@ def predict(row: Row) -> tuple[int, int, int]:
         return size, least, most
     recipe = importlib.import_module(f"benchmarks.published.recipes.{RECIPES.get(family, 'attention_tables')}")
     step = recipe.predict(row)
+    if isinstance(step, int):
+        return step, step, step
     predicted: int = getattr(step.peak, row.figure)
     possible = [replay(events, step.config, streams=step.trace.streams) for events in variants(step.trace)]
     sizes = [predicted, *(getattr(replayed, row.figure).bytes for replayed in possible)]

@@ -134,6 +134,7 @@ def virtual_gpu(
     allow_writes: bool,
     name: str = "this program",
     world: World | None = None,
+    stack: Stack = INSTALLED,
 ) -> Iterator[VirtualGpu]:
     """Let the block have a virtual GPU, as a process of `world` if it is named; it ends after `steps` optimizer steps
     (0: at its own end).
@@ -141,7 +142,7 @@ def virtual_gpu(
     Modules that the block moves there are back on the CPU, with their values, when it is over, and so is what it makes
     the default device.
     """
-    program = program_on(name, Settings(card, config, steps, world, True, INSTALLED, allow_writes))
+    program = program_on(name, Settings(card, config, steps, world, True, stack, allow_writes))
     region = VirtualGpu()
     error: BaseException | None = None
     restore = CpuRestore()

@@ -129,12 +129,19 @@ def virtual_gpu(request: VirtualGpuRequest) -> AbstractContextManager[VirtualGpu
         gpu.run, gpu.trace
 
     The block ends after `steps` optimizer steps (0: at its own end). Modules that it moves to the GPU are back on the
-    CPU, with their values, when it is over. With a `world`, such as ``World(8, rank=3)``, the block is that process of
-    a distributed job. Raises `InputError` when one is open already, and for a process that is in a group already.
+    CPU, with their values, when it is over. `stack` is its PyTorch and CUDA, as for `trace`. With a `world`, such as
+    ``World(8, rank=3)``, the block is that process of a distributed job. Raises `InputError` when one is open already,
+    and for a process that is in a group already.
     """
     from memsize.analysis import program
 
-    where, allocator = card(request.gpu.name or DEFAULT_GPU), AllocatorConfig.parse_optional(request.gpu.allocator)
+    gpu = request.gpu
+    allocator = AllocatorConfig.parse_optional(gpu.allocator, gpu.releases.release)
     return program.virtual_gpu(
-        where, allocator, steps=request.steps, allow_writes=request.allow_writes, world=request.world
+        card(gpu.name or DEFAULT_GPU),
+        allocator,
+        steps=request.steps,
+        allow_writes=request.allow_writes,
+        world=request.world,
+        stack=gpu.releases,
     )

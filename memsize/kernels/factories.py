@@ -3,18 +3,26 @@ writing into them by index."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from math import ceil
 from typing import Any
 
 import torch
 
-from memsize.kernels.registry import copies_of, copy_unless_contiguous, overloads, shape_rule
+from memsize.kernels.registry import (
+    Temporary,
+    copies_of,
+    copy_unless_contiguous,
+    overloads,
+    shape_rule,
+    temporaries_of,
+)
 from memsize.kernels.strides import Shape
 from memsize.kernels.tensors import (
     META,
     Tensor,
+    accumulation,
     are_alike,
     are_floating,
     are_plain,
@@ -183,6 +191,27 @@ def _embedding_backward(grad: Any, indices: Any, count: int, _padding: int, _by_
     if not are_plain(grad, indices) or not grad.dim() or grad.shape[:-1] != indices.shape:
         return NotImplemented
     return empty((count, grad.shape[-1]), grad.dtype)
+
+
+_UNSORTED, _ROWS_OF_PART = 3072, 10
+"""Up to so many indices are not sorted; so many rows of equal index are summed at a time."""
+
+
+@temporaries_of(torch.ops.aten.embedding_dense_backward.default)
+def _embedding_backward_temporaries(
+    grad: Any, indices: Any, count: int, _padding: int, by_frequency: bool
+) -> Iterator[Temporary]:
+    """The indices in order, where equal ones begin, and the sums of up to ten rows that share an index: there is room
+    for one sum of each index and one of every ten rows (cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu).
+    """
+    rows, width = indices.numel(), grad.shape[-1]
+    if rows <= _UNSORTED and not by_frequency:
+        return
+    distinct = min(rows, count)
+    parts = rows // _ROWS_OF_PART + distinct
+    for length in (rows, rows, rows, distinct, distinct, parts, *([rows] if by_frequency else [])):
+        yield Temporary((length,), indices.dtype)
+    yield Temporary((parts, width), accumulation(grad.dtype))
 
 
 # -- writing by index -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memsize.kernels.registry import (
+    Copies,
     Temporary,
     copies_of,
     copy_unless_contiguous,
@@ -41,6 +42,18 @@ same_dtype(slice(0, 4), _aten.native_layer_norm.default)  # cuda/layer_norm_kern
 # cuda/layer_norm_kernel.cu `layer_norm_cuda`: expect_contiguous; group_norm.cpp `native_group_norm` (until PyTorch 2.13
 # `group_norm` itself has done so before)
 copies_of(_aten.native_layer_norm.default, _aten.native_group_norm.default)(copy_unless_contiguous)
+
+
+@copies_of(
+    _aten.native_layer_norm_backward.default,
+    *(getattr(_aten, name).default for name in ("_fused_rms_norm_backward",) if hasattr(_aten, name)),
+)
+def _backward_copies(args: Any, _: Any) -> Copies:
+    """The input and the gradient, row by row (cuda/layer_norm_kernel.cu `LayerNormBackwardKernelImpl`): the gradient of
+    a sum right after the norm is expanded."""
+    for tensor in (args[1], args[0]):
+        if not tensor.is_contiguous():
+            yield tensor, "row-major"
 
 
 def _gradients(mask: Any, tensor: Tensor, shape: Shape, dtype: torch.dtype, row_major: bool = True) -> Any:

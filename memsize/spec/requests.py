@@ -381,7 +381,7 @@ class CellRequest:
 class VirtualGpuRequest:
     """A GPU that isn't there, for a ``with`` block."""
 
-    gpu: Gpu = part(Gpu, without=("stack",), name={"positional": True})
+    gpu: Gpu = part(Gpu, name={"positional": True})
     steps: int = _steps(0)
     allow_writes: bool = _allow_writes()
     world: World | None = option(None, "The process of a distributed job.", written=False)

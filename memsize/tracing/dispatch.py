@@ -23,10 +23,12 @@ from memsize.known_values.evaluation import SPECIAL, Evaluator
 from memsize.known_values.op_traits import traits_of
 from memsize.known_values.propagation import carry_over, propagate, tell_sign
 from memsize.torch_internals.sparse_tensors import with_parts
+from memsize.tracing.gradient_sums import ADD, is_summed_in_place, owners_of_sum
 from memsize.tracing.overrides import compiles, overridden
 
 DETACH = torch.ops.aten.detach.default
 _CLONE = torch.ops.aten.clone.default
+_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _SINGLE: dict[str, Any] = {
     f"aten::_foreach_{name}": getattr(torch.ops.aten, {"norm": "linalg_vector_norm"}.get(name, name))
     for name in "add add_ sub sub_ mul mul_ div div_ neg neg_ zero_ copy_ norm".split()
@@ -83,6 +85,7 @@ class MetaDispatchMode(TorchDispatchMode):
 
     def __init__(self, device: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        owners_of_sum()
         self.device = torch.device(device)
         self.evaluator = Evaluator()
         self._computes = device != "meta"
@@ -113,6 +116,8 @@ class MetaDispatchMode(TorchDispatchMode):
         """The result of `func`, with its constants beside it. `op` are its facts, where they were looked up."""
         if func is _CLONE and args[0].layout is torch.sparse_coo and _is_new_gradient(args[0]):
             return with_parts(args[0], lambda part: part)
+        if func is ADD and is_summed_in_place(args, kwargs):
+            return self.run_op(_ADD_IN_PLACE, args, kwargs)
         op = op or self.op_facts[func]
         if op.single is not None and _has_sparse(args):
             with self:  # as CUDA's list kernels do, entry by entry

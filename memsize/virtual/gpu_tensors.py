@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import TensorWeakRef
 
 from memsize.known_values.values import CONSTANT
 from memsize.processes.patches import Patch, calling, wrapping
@@ -360,11 +363,11 @@ class Generator(torch._C.Generator):
 
 
 class CpuRestore:
-    """The tensors of the CPU that became stand-ins while this was open."""
+    """The tensors of the CPU that became stand-ins while this was open, but for those that the program drops."""
 
     def __init__(self) -> None:
-        self._swapped: list[tuple[Tensor, Tensor]] = []
-        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self._swapped: list[tuple[Callable[[], Tensor | None], Tensor]] = []
+        self._buffers: list[tuple[ReferenceType[nn.Module], str, Tensor]] = []
 
     def replacements(self) -> Iterator[Patch]:
         """Patch the functions that move a tensor or a module in place."""
@@ -374,12 +377,12 @@ class CpuRestore:
     def _swapping(self, original: Callable[[Tensor, Tensor], None], one: Tensor, other: Tensor) -> None:
         original(one, other)
         if is_meta(one) and not is_meta(other):
-            self._swapped.append((one, other))
+            self._swapped.append((_weakly(one), other))
 
     def _applying(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for name, buffer in module._buffers.items():
             if buffer is not None and not is_meta(buffer):
-                self._buffers.append((module, name, buffer))
+                self._buffers.append((ReferenceType(module), name, buffer))
         return original(module, *args, **kwargs)
 
     @contextmanager
@@ -388,10 +391,17 @@ class CpuRestore:
         try:
             yield
         finally:
-            for one, other in reversed(self._swapped):
-                if is_meta(one):
+            for stand_in, other in reversed(self._swapped):
+                one = stand_in()
+                if one is not None and is_meta(one):
                     torch._C._swap_tensor_impl(one, other)
-            for module, name, buffer in reversed(self._buffers):
-                now = module._buffers.get(name)
-                if now is not None and is_meta(now):
-                    module._buffers[name] = buffer
+            for owner, name, buffer in reversed(self._buffers):
+                buffers = getattr(owner(), "_buffers", {})
+                if buffers.get(name) is not None and is_meta(buffers[name]):
+                    buffers[name] = buffer
+
+
+def _weakly(tensor: Tensor) -> Callable[[], Tensor | None]:
+    """PyTorch exchanges no wrapper that has weak references, and a later move of the module would do so."""
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    return (lambda: tensor) if is_wrapper else TensorWeakRef(tensor)

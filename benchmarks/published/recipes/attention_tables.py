@@ -64,7 +64,7 @@ WITHOUT_MASK: Final = frozenset({"distilbert/train"})
 def predict(row: Row) -> StepTrace:
     """The run of a row: steps without an optimizer, or forwards."""
     model = _built(row)
-    if row.source.kind == "transformers, training":
+    if "/train" in row.source.name:
         return traced(row, model, _training, _texts(row))
     return traced(row, model.eval().to(torch.float16), _inference, _masked(row))
 
