@@ -22,7 +22,8 @@ from memsize.device.allocation_events import requests, variants
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.replay import replay
-from memsize.kernels.cudnn.library import Convolution, Library, Plans, estimate, installed
+from memsize.kernels.cudnn.installed import installed
+from memsize.kernels.cudnn.library import Convolution, Plans, PlanSource, estimate
 from memsize.records.measurement import SoftwareStack
 from memsize.records.trace import Trace
 
@@ -55,7 +56,7 @@ def convolutions(gpu: str) -> dict[Convolution, int]:
     return plans.answers
 
 
-def judged(gpu: str, library: Library) -> tuple[Any, ...]:
+def judged(gpu: str, library: PlanSource) -> tuple[Any, ...]:
     """How near the estimates are on one card: shares of the convolutions, and of all bytes of workspace."""
     capability = card(gpu).capability
     rows = []
@@ -73,7 +74,7 @@ def _share(flags: Sequence[bool]) -> str:
     return f"{sum(flags) / len(flags):.0%}"
 
 
-def peaks(entry: Entry, library: Library) -> tuple[Any, ...]:
+def peaks(entry: Entry, library: PlanSource) -> tuple[Any, ...]:
     """The peaks of one workload: without workspaces, by estimates with their interval, and by cuDNN."""
     where = stack("h100")
     guess = entry.case.trace(where, Plans(where.capability))
@@ -103,7 +104,7 @@ def _reserved(events: Iterable[tuple[int, int]]) -> int:
     return replay(events, AllocatorConfig()).reserved.bytes // MIB
 
 
-def tables(library: Library, gpus: Sequence[str] = GPUS, every: bool = False) -> Iterator[str]:
+def tables(library: PlanSource, gpus: Sequence[str] = GPUS, every: bool = False) -> Iterator[str]:
     """Both tables, ready to print."""
     titles = ("GPU", "convolutions", "within 10 %", "below twice", "estimated / said", "median share")
     yield tabulate((judged(gpu, library) for gpu in gpus), titles, "github", disable_numparse=True)

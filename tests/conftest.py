@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from benchmarks.zoo.operators import declare
-from memsize.kernels.cudnn.library import Library, installed
+from memsize.kernels.cudnn.library import Library
 from tests import arbitrary as arbitrary  # it registers strategies for records
 
 # The plugin under test, also where the project was not installed anew since it became an entry point.
@@ -134,13 +134,13 @@ def write(tmp_path: Path) -> Write:
 @pytest.fixture(scope="session")
 def cudnn() -> Library:
     """cuDNN itself, as an installed `nvidia-cudnn-cu13` brings it; a test is skipped without."""
+    from tests.deep import installed_cudnn
+
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MEMSIZE_CUDNN")
         if CUDNN:
             patch.setenv("MEMSIZE_CUDNN", CUDNN)
-        installed.cache_clear()
-        found = installed()
-    installed.cache_clear()
+        found = installed_cudnn()
     if found is None:
         pytest.skip("no cuDNN that can be asked without a GPU")
     return found

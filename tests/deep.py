@@ -25,6 +25,7 @@ from memsize.depth.repeated import (
     RepeatedBlocks as RepeatedBlocks,
     Repetition as Repetition,
 )
+from memsize.kernels.cudnn import handle, installed
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation as Generation
 from memsize.spec.model_request import ModelRequest
@@ -38,6 +39,8 @@ from memsize.workloads.parallel import ParallelSteps as ParallelSteps
 from memsize.workloads.training import TrainingSteps as TrainingSteps
 
 WIDTH = 4
+
+cudnn_handle, cudnn_releases = handle, installed
 
 
 class Block(nn.Module):
@@ -118,3 +121,14 @@ def assert_same(run: Trace, whole: Trace) -> None:
     notes = tuple(note for note in run.notes if "by repetition" not in note)
     assert len(run.notes) - len(notes) == bool(run.extended_from)
     assert different_part(replace(run, notes=notes), whole) == ""
+
+
+def installed_cudnn(wanted: str | None = None) -> Any:
+    """The cuDNN that a process which has loaded none would ask."""
+    cudnn_releases.installed.cache_clear()
+    cudnn_releases._opened.cache_clear()
+    cudnn_releases._loaded.clear()
+    try:
+        return cudnn_releases.installed(wanted)
+    finally:
+        cudnn_releases.installed.cache_clear()

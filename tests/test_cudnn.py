@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +22,12 @@ from memsize.analysis.runner import Runner
 from memsize.errors import InputError
 from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.backend import CudnnError
-from memsize.kernels.cudnn.library import OLDEST, Convolution, Library, Plan, Plans, estimate, installed
+from memsize.kernels.cudnn.library import OLDEST, Convolution, Library, Plan, Plans, estimate
 from memsize.loading.weightless import Weightless
 from memsize.records.trace import Event
 from memsize.units import dotted_cudnn
 from memsize.workloads import Forward
+from tests.deep import cudnn_handle, cudnn_releases, installed_cudnn
 from tests.gpus import card, cuda_context, estimate_gpu, is_estimated, replay, requests, variants
 from tests.models import SCENARIOS, Ledger, Workspaces, inputs_from_data
 
@@ -80,7 +84,7 @@ class Asked:
     capability: tuple[int, int]
     convolutions: list[Convolution]
 
-    source = None
+    source = release = wanted = None
 
     def workspace(self, convolution: Convolution) -> int:
         self.convolutions.append(convolution)
@@ -379,6 +383,22 @@ class Answering:
         return tuple(filter(None, (self.plan(convolution, gpu), Plan(900, frozenset()))))
 
 
+def test_benchmark_tries_all_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two calls of a convolution allocates the largest workspace (900), the second that of its plan."""
+    monkeypatch.setattr("memsize.kernels.cudnn.installed.installed", lambda wanted: Answering())
+
+    def taken(benchmark: bool) -> list[int]:
+        layer = nn.Conv2d(64, 64, 1, bias=False).to("meta")
+        with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
+            trace = memsize.trace(
+                nn.Sequential(layer, layer), (64, 8, 8), scenario="as-given", optimizer=None, gpu="a100"
+            ).trace
+        return [storage.bytes for storage in trace.storages if storage.role == "workspace"]
+
+    assert taken(False) == [700, 700]
+    assert taken(True) == [900, 700]
+
+
 def test_the_library_is_asked_once() -> None:
     library = Answering()
     plans = Plans(A100, lambda: library)  # type: ignore[arg-type, return-value]
@@ -414,17 +434,13 @@ def test_an_unknown_card_is_estimated() -> None:
 
 
 def test_which_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def found() -> Library | None:
-        installed.cache_clear()
-        return installed()
-
     file = tmp_path / "libcudnn.so.9"
     file.write_bytes(b"no library")
-    assert found() is None  # as the tests are set up
+    assert installed_cudnn() is None  # as the tests are set up
     monkeypatch.setenv("MEMSIZE_CUDNN", str(file))
-    assert found() is None
+    assert installed_cudnn() is None
     monkeypatch.setenv("MEMSIZE_CUDNN", "libm.so.6")
-    assert found() is None
+    assert installed_cudnn() is None
     monkeypatch.delenv("MEMSIZE_CUDNN")
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     tried: list[str] = []
@@ -436,16 +452,143 @@ def test_which_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # The system's own is looked for by the loader: to ask a compiler would start processes.
     monkeypatch.setattr("memsize.kernels.cudnn.library.Backend", missing)
     monkeypatch.delattr("subprocess.Popen")
-    assert found() is None and tried == ["libcudnn.so.9"]
-    installed.cache_clear()
+    assert installed_cudnn() is None and tried == ["libcudnn.so.9"]
+
+
+@pytest.fixture
+def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with three releases, as pip and NVIDIA's archive lay them out; each opens as the path it has."""
+    for release, inside in (("9.15.1", "nvidia/cudnn"), ("9.24.0", "nvidia/cudnn"), ("9.19.0", "")):
+        root = tmp_path / release / inside
+        for folder in ("lib", "include"):
+            (root / folder).mkdir(parents=True)
+        (root / "lib" / "libcudnn.so.9").touch()
+        names = zip(("MAJOR", "MINOR", "PATCHLEVEL"), release.split("."), strict=True)
+        header = "".join(f"#define CUDNN_{name} {number}\n" for name, number in names)
+        (root / "include" / "cudnn_version.h").write_text(header)
+    monkeypatch.setenv("MEMSIZE_CUDNN", str(tmp_path))
+    for name in ("Library", "SeparateLibrary"):
+        monkeypatch.setattr(f"memsize.kernels.cudnn.installed.{name}", lambda path, name=name: (name, path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("wanted", "folder"),
+    [("9.24", "9.24.0"), ("9.15.0", "9.15.1"), ("9.19.0", "9.19.0"), (None, "9.24.0"), ("9.1.0", "9.24.0")],
+)
+def test_the_release_of_the_stack_is_asked(releases: Path, wanted: str | None, folder: str) -> None:
+    kind, path = installed_cudnn(wanted)
+    assert kind == "Library" and Path(path).relative_to(releases).parts[0] == folder
+
+
+def test_a_second_release_gets_a_process_of_its_own(releases: Path) -> None:
+    installed_cudnn("9.24")
+    assert cudnn_releases.installed("9.24")[0] == "Library"  # type: ignore[index]
+    assert cudnn_releases.installed("9.19")[0] == "SeparateLibrary"  # type: ignore[index]
+
+
+def test_folders_and_files_are_listed(releases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = releases / "9.15.1", releases / "9.19.0" / "lib" / "libcudnn.so.9"
+    monkeypatch.setenv("MEMSIZE_CUDNN", f"{one}:{other}")
+    assert installed_cudnn("9.19")[1] == str(other)
+    assert installed_cudnn("9.15")[1] == str(one / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9")
+
+
+def test_a_process_answers_as_the_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Known:
+        def __init__(self, path: str) -> None:
+            if path == "old":
+                raise CudnnError("too old")
+
+        def __str__(self) -> str:
+            return "9.19.0"
+
+        def plan(self, convolution: Convolution, capability: tuple[int, int]) -> Plan | None:
+            if capability == (15, 0):
+                raise CudnnError("does not know it")
+            return Plan(convolution.operands, frozenset({4, 1})) if convolution == PLAIN else None
+
+        def plans(self, convolution: Convolution, capability: tuple[int, int]) -> tuple[Plan, ...]:
+            return Plan(1, frozenset()), Plan(capability[0], frozenset({0}))
+
+    for name in ("Library", "HandleLibrary"):
+        monkeypatch.setattr(f"memsize.kernels.cudnn.installed.{name}", Known)
+    other = PLAIN._replace(operation="data")
+    asked = [("plan", PLAIN, A100), ("plan", other, A100), ("plans", PLAIN, T4), ("plan", PLAIN, (15, 0))]
+    questions = StringIO("".join(json.dumps((name, str(c), gpu)) + "\n" for name, c, gpu in asked))
+    answers = StringIO()
+    cudnn_releases.serve("new", questions, answers)
+    assert [json.loads(line) for line in answers.getvalue().splitlines()] == [
+        ["9.19.0"],
+        [[OPERANDS, [1, 4]]],
+        [],
+        [[1, []], [7, [0]]],
+        {"error": "does not know it"},
+    ]
+    cudnn_releases.serve("old", StringIO(), answers := StringIO())
+    assert json.loads(answers.getvalue()) == {"error": "too old"}
+
+
+def test_a_process_whose_library_does_not_load() -> None:
+    with pytest.raises(CudnnError, match="cannot open shared object"):
+        cudnn_releases.SeparateLibrary("/nowhere/libcudnn.so.9")
+
+
+def test_the_answers_of_another_release_are_estimates() -> None:
+    for wanted, source in (("9.99", "9.99.0"), (None, "9.99.0"), ("9.1.0", None)):
+        plans = Plans(A100, Answering, wanted=wanted)  # type: ignore[arg-type]
+        assert plans.workspace(PLAIN) == 700
+        assert plans.source(plans.answers) == source and plans.release == "9.99.0"
+
+
+def test_a_stack_that_has_another_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peaks are intervals around what the installed one says, and a note names both."""
+    monkeypatch.setattr("memsize.kernels.cudnn.installed.installed", lambda wanted: Answering())
+    trace = conv_trace(gpu="a100", stack="torch=2.6")
+    assert trace.cudnn is None and is_estimated(trace)
+    assert any("cuDNN 9.99.0 is asked, the stack has 9.1.0" in note for note in trace.notes)
+    trace = conv_trace(gpu="a100", stack="torch=2.6,cudnn=9.99")
+    assert trace.cudnn == "9.99.0" and not is_estimated(trace)
 
 
 def test_an_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(version=OLDEST - 1, newest=900)
     monkeypatch.setattr("memsize.kernels.cudnn.library.Backend", lambda path: old)
-    with pytest.raises(CudnnError, match=r"cuDNN 9\.10\.99 cannot be asked"):
+    with pytest.raises(CudnnError, match=r"cuDNN 9\.10\.99 is older than 9\.11"):
         Library("libcudnn.so.9")
     assert (dotted_cudnn(91_501), dotted_cudnn(8907)) == ("9.15.1", "8.9.7")
+
+
+def test_what_a_handle_begins_with() -> None:
+    """The compute capability stands at byte 96, the multiprocessors at 28, the memory at 72."""
+    description = cudnn_handle.described((8, 6))
+    at = {offset: struct.unpack_from("<i", description, offset)[0] for offset in (0, 12, 28, 32, 96, 100)}
+    assert at == {0: 2**31 - 1, 12: 1024, 28: 84, 32: 32, 96: 860, 100: 13_000} and len(description) == 104
+    assert struct.unpack_from("<q", description, 72) == (80 << 30,)
+
+
+def test_what_a_conversion_takes() -> None:
+    """All three tensors with channels in steps of 16 bytes, and 16 bytes: 22 images of 134 channels count as 136."""
+    odd = PLAIN._replace(dtype="float32", x=(22, 134, 17, 17), w=(211, 134, 1, 1), y=(22, 211, 9, 9))
+    assert cudnn_handle.converted(odd) == 4 * (22 * 136 * 17 * 17 + 212 * 136 + 22 * 212 * 9 * 9) + 16 == 5_085_232
+    assert cudnn_handle.converted(PLAIN) == OPERANDS + 16
+    assert cudnn_handle.converted(PLAIN._replace(channels_last=True)) == 0
+
+
+@pytest.mark.parametrize("version", [8907, 91_100])
+def test_a_handle_is_written_for_some_releases_only(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsize.kernels.cudnn.handle.Backend", lambda path: SimpleNamespace(version=version))
+    with pytest.raises(CudnnError, match="a handle that it did not make"):
+        cudnn_handle.HandleLibrary("libcudnn.so.9")
+
+
+def test_an_old_release_gets_a_process_of_its_own(releases: Path) -> None:
+    (releases / "9.19.0" / "include" / "cudnn_version.h").write_text(
+        "#define CUDNN_MAJOR 9\n#define CUDNN_MINOR 1\n#define CUDNN_PATCHLEVEL 0\n"
+    )
+    kind, path = installed_cudnn("9.1")
+    assert kind == "SeparateLibrary" and Path(path).relative_to(releases).parts[0] == "9.19.0"
+    assert installed_cudnn()[0] == "Library"
 
 
 # -- cuDNN itself ------------------------------------------------------------------------------------------------------
@@ -513,7 +656,7 @@ def test_cudnn_refuses_what_it_does_not_know(cudnn: Library) -> None:
 
 
 def test_a_trace_by_cudnn(cudnn: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsize.kernels.cudnn.library.installed", lambda: cudnn)
+    monkeypatch.setattr("memsize.kernels.cudnn.installed.installed", lambda wanted: cudnn)
     trace = conv_trace(gpu="h100")
     plan = cudnn.plan(PLAIN._replace(tf32=torch.backends.cudnn.allow_tf32), H100)
     assert plan is not None and trace.cudnn == str(cudnn)

@@ -43,11 +43,28 @@ def workspaces(trace: Trace) -> list[int]:
         ("torch=2.6,cuda=12.4", Stack("2.6", "12.4")),
         (" cuda = 11.6 ", Stack(cuda="11.6")),
         ("cuda=12.8,torch=2.9.1", Stack("2.9.1", "12.8")),
+        ("cudnn=9.8", Stack(cudnn="9.8")),
     ],
 )
 def test_a_stack_is_read(text, stack):
     assert Stack.parse(text) == Stack.of(text) == Stack.of(stack) == stack
     assert Stack.of(None) == INSTALLED
+
+
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [
+        ("", None),
+        ("torch=2.0", "8.5.0"),
+        ("torch=2.6.0", "9.1.0"),
+        ("torch=2.9", "9.10.2"),
+        ("torch=2.9,cudnn=9.8", "9.8"),
+    ],
+)
+def test_a_stack_names_its_cudnn(text, release):
+    """The pins of PyTorch's wheels on PyPI: nvidia-cudnn-cu11==8.5.0.96 for 2.0, -cu12==9.1.0.70 for 2.6, …"""
+    assert Stack.parse(text).cudnn_release == release
+    assert all(Stack(torch).cudnn_release for torch in RELEASES)
 
 
 @given(st.sampled_from([None, *RELEASES]), st.sampled_from([None, "11.6", "12", "12.4", "13.0"]))
@@ -68,7 +85,8 @@ def test_parsing_inverts_writing(release, cuda):
         ("2.6", "cannot read '2.6' in a stack: write it like torch=2.6,cuda=12.4"),
         ("torch=", "cannot read 'torch=' in a stack"),
         ("torch=2.6,torch=2.7", "cannot read 'torch=2.7' in a stack"),
-        ("cudnn=9", "cannot read 'cudnn=9' in a stack"),
+        ("nccl=2", "cannot read 'nccl=2' in a stack"),
+        ("cudnn=9", "cuDNN 9 cannot be read: write it like 9.10"),
     ],
 )
 def test_what_is_refused(text, message):
@@ -175,9 +193,7 @@ def test_the_installed_stack_is_the_default():
 
 def test_what_cannot_be_switched_is_said():
     (note,) = memsize.trace(net(), (64,), stack="torch=2.6,cuda=12.4").trace.notes[:1]
-    assert note.startswith(
-        "cuBLAS's workspaces, the layout of flash attention's result, the caching allocator's settings"
-    )
+    assert note.startswith("cuBLAS's workspaces, cuDNN's release, the layout of flash attention's result")
     assert (
         "are those of torch=2.6,cuda=12.4; the other kernels, autocast's policy" in note and torch.__version__ in note
     )

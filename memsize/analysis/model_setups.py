@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -151,11 +151,11 @@ class ModelSetups:
         return self._copier.copy()
 
 
-def plans_of(card: Card) -> Plans:
-    """The convolution workspaces on a card, by this machine's cuDNN if it has one."""
-    from memsize.kernels.cudnn.library import installed
+def plans_of(card: Card, stack: Stack = INSTALLED) -> Plans:
+    """The convolution workspaces on a card, by the stack's cuDNN if this machine has it, else by another one."""
+    from memsize.kernels.cudnn.installed import installed
 
-    return Plans(card.capability, installed)
+    return Plans(card.capability, partial(installed, stack.cudnn_release), wanted=stack.cudnn_release)
 
 
 def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) -> Workspaces:

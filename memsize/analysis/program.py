@@ -88,7 +88,7 @@ def program_on(
     return Program(
         name=name,
         card=card,
-        workspaces=workspaces(card, plans_of(card), stack),
+        workspaces=workspaces(card, plans_of(card, stack), stack),
         config=settings.config,
         steps=settings.steps,
         files=files,

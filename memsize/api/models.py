@@ -84,7 +84,7 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
                 raise InputError(f"{unused} {why}")
             return stored_report(loaded.name, loaded.model, loaded.notes)
         run = with_inputs(model, loaded)
-        plans = plans_of(where or card(DEFAULT_GPU)) if where or training else None
+        plans = plans_of(where or card(DEFAULT_GPU), gpu.releases) if where or training else None
         runner = Runner(
             *run.run, gpu=where, execute=request.execute, plans=plans, stack=gpu.releases, whole=model.whole
         )
@@ -167,7 +167,7 @@ def step_trace(
             *model.run,
             gpu=where,
             execute=request.execute,
-            plans=plans_of(where),
+            plans=plans_of(where, gpu.releases),
             stack=gpu.releases,
             whole=request.model.whole,
         )

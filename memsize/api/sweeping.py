@@ -312,7 +312,7 @@ class _Shared:
                     *model.run,
                     gpu=where,
                     execute=execute,
-                    plans=plans_of(where),
+                    plans=plans_of(where, cell.stack),
                     stack=cell.stack,
                     whole=subject.whole,
                 )

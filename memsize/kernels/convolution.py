@@ -166,6 +166,10 @@ def _misfits(operands: tuple[torch.Tensor, ...], last: bool) -> Copies:
 # -- workspaces -------------------------------------------------------------------------------------------------------
 
 _ASKED = "the workspaces of convolutions are those that cuDNN {} takes"
+_OTHER = (
+    "the workspaces of convolutions are estimates: cuDNN {} is asked, the stack has {}. Others choose other plans; "
+    "MEMSIZE_CUDNN names the folder of a release"
+)
 _ESTIMATED = (
     "the workspaces of convolutions are estimates: where nvidia-cudnn-cu13 is installed, cuDNN itself is asked for them"
 )
@@ -188,8 +192,10 @@ class Operands(NamedTuple):
 class ConvolutionWorkspaces:
     """The bytes that cuDNN, or PyTorch's own kernel, takes from the allocator during each convolution of a run.
 
-    PyTorch's settings of cuDNN are those of when the run begins. `met` collects the convolutions that ran on cuDNN,
-    with their workspaces.
+    PyTorch's settings of cuDNN are those of when the run begins, apart from its benchmark, which a program may switch
+    on at any time: then the first call of each convolution allocates the largest workspace of all plans, and later
+    calls are taken to run the heuristics' first plan (Conv_v8.cpp, `generate_and_filter_plans`). `met` collects the
+    convolutions that ran on cuDNN, with their workspaces.
     """
 
     plans: Plans
@@ -197,6 +203,8 @@ class ConvolutionWorkspaces:
     deterministic: bool
     tf32: bool
     met: dict[Convolution, int] = field(default_factory=dict)
+    benchmarked: set[Convolution] = field(default_factory=set)
+    """The convolutions whose plans the benchmark has tried."""
 
     @classmethod
     def on(cls, plans: Plans) -> ConvolutionWorkspaces:
@@ -209,7 +217,10 @@ class ConvolutionWorkspaces:
         """Notes on the source of the workspaces; none where no workspace was taken."""
         if not any(self.met.values()):
             return ()
-        return (_ESTIMATED if self.source is None else _ASKED.format(self.source),)
+        if self.source is not None:
+            return (_ASKED.format(self.source),)
+        other = self.plans.release
+        return (_OTHER.format(other, self.plans.wanted) if other and self.plans.wanted else _ESTIMATED,)
 
     @property
     def source(self) -> str | None:
@@ -248,7 +259,11 @@ class ConvolutionWorkspaces:
             deterministic=self.deterministic,
             tf32=self.tf32,
         )
-        size = self.met[convolution] = self.plans.workspace(convolution)
+        size = self.plans.workspace(convolution)
+        if torch.backends.cudnn.benchmark and convolution not in self.benchmarked:
+            self.benchmarked.add(convolution)
+            size = max(size, self.plans.benchmarked(convolution))
+        self.met[convolution] = max(size, self.met.get(convolution, 0))
         return size
 
     def _runs_on_cudnn(self, call: Operands) -> bool:

@@ -20,9 +20,18 @@ NEWEST: Final[Release] = (2, 14)
 _CUDA: Final = (11, 13)
 """The first and the last major release of CUDA that those were built with."""
 
+_CUDNN: Final = {
+    **dict.fromkeys([(2, 1), (2, 2), (2, 3)], "8.9.2"),
+    **dict.fromkeys([(2, 4), (2, 5), (2, 6)], "9.1.0"),
+    **dict.fromkeys([(2, 8), (2, 9), (2, 10)], "9.10.2"),
+    **dict.fromkeys([(2, 12), (2, 13)], "9.20.0"),
+    **{(2, 0): "8.5.0", (2, 7): "9.5.1", (2, 11): "9.19.0", (2, 14): "9.24.0"},
+}
+"""The cuDNN that the wheels on PyPI require (``Requires-Dist``). Builds for another CUDA may have another one."""
+
 _NOTE: Final = (
-    "cuBLAS's workspaces, the layout of flash attention's result, the caching allocator's settings and the CUDA "
-    "context are those of {}; the other kernels, autocast's policy, the optimizers and cuDNN are those of the "
+    "cuBLAS's workspaces, cuDNN's release, the layout of flash attention's result, the caching allocator's settings "
+    "and the CUDA context are those of {}; the other kernels, autocast's policy and the optimizers are those of the "
     "PyTorch {} that is installed here"
 )
 
@@ -31,13 +40,15 @@ _NOTE: Final = (
 class Stack:
     """Releases as people write them: ``Stack("2.6", "12.4")``. None, for either, is what is installed.
 
-    `loading` is what `CUDA_MODULE_LOADING` says, ``"lazy"`` or ``"eager"``; None: what CUDA and PyTorch do by
-    themselves. Raises `InputError` for a release whose rules are not known.
+    `cudnn` is the release of cuDNN; None: the one that PyTorch's wheels require. `loading` is what
+    `CUDA_MODULE_LOADING` says, ``"lazy"`` or ``"eager"``; None: what CUDA and PyTorch do by themselves. Raises
+    `InputError` for a release whose rules are not known.
     """
 
     torch: str | None = None
     cuda: str | None = None
     loading: Loading | None = None
+    cudnn: str | None = None
 
     def __post_init__(self) -> None:
         if self.torch is not None and not ("." in self.torch and OLDEST <= (release(self.torch) or (0, 0)) <= NEWEST):
@@ -45,6 +56,8 @@ class Stack:
             raise InputError(f"PyTorch {self.torch} is not known: its memory is simulated for {simulated}")
         if self.cuda is not None and not _CUDA[0] <= (release(self.cuda) or (0, 0))[0] <= _CUDA[1]:
             raise InputError(f"CUDA {self.cuda} is not known: PyTorch's stacks have {_CUDA[0]}.0 to {_CUDA[1]}.x")
+        if self.cudnn is not None and not ("." in self.cudnn and release(self.cudnn)):
+            raise InputError(f"cuDNN {self.cudnn} cannot be read: write it like 9.10")
         if self.loading is not None and self.loading not in get_args(Loading):
             raise InputError(f"CUDA loads its modules lazy or eager, not {self.loading}")
 
@@ -70,7 +83,7 @@ class Stack:
 
     def note(self, installed: str) -> str | None:
         """Say what follows it, and what stays that of the `installed` PyTorch; None for the installed one itself."""
-        return _NOTE.format(self, installed) if self.torch or self.cuda else None
+        return _NOTE.format(self, installed) if self.torch or self.cuda or self.cudnn else None
 
     def in_environment(self, module_loading: str | None) -> Stack:
         """Return the stack of a process whose `CUDA_MODULE_LOADING` that is; CUDA ignores what it does not know."""
@@ -81,6 +94,11 @@ class Stack:
     def release(self) -> Release | None:
         """Major and minor of its PyTorch; None where that is the installed one."""
         return None if self.torch is None else release(self.torch)
+
+    @property
+    def cudnn_release(self) -> str | None:
+        """The release of its cuDNN; None is any that is installed."""
+        return self.cudnn or (_CUDNN[self.release] if self.release else None)
 
 
 INSTALLED: Final = Stack()
@@ -97,7 +115,7 @@ class Gpu:
     name: str | None = option(None, "GPU to simulate: a100, t4, h100 …", key="gpu", shown="a100", metavar="NAME")
     stack: Stack | str | None = option(
         None,
-        "PyTorch and CUDA on the GPU: torch=2.6,cuda=12.4; loading=eager: all of CUDA's kernels.",
+        "PyTorch and CUDA on the GPU: torch=2.6,cuda=12.4; cudnn=9.10; loading=eager: all of CUDA's kernels.",
         shown="those installed",
         metavar="RELEASES",
     )

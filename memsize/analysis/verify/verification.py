@@ -21,7 +21,8 @@ from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, 
 from memsize.device.replay import replay_within
 from memsize.errors import InputError
 from memsize.kernels.convolution import ConvolutionWorkspaces
-from memsize.kernels.cudnn.library import Convolution, Plans, installed
+from memsize.kernels.cudnn.installed import installed
+from memsize.kernels.cudnn.library import Convolution, Plans
 from memsize.kernels.semantics import CUDNN
 from memsize.model.input_tensors import ModelInputs, input_tensors
 from memsize.records.aggregates import live_bytes, split_phase

@@ -27,6 +27,7 @@ class Kind(IntEnum):
     ENGINE = 2
     ENGINE_CONFIG = 3
     HEURISTICS = 4
+    EXECUTION_PLAN = 5
     FORWARD = 10
     FILTER = 11
     DATA = 12
@@ -51,6 +52,10 @@ class Attribute(IntEnum):
     HEURISTICS_DEVICE = 204
     CONFIG_ENGINE = 300
     CONFIG_WORKSPACE = 303
+    PLAN_HANDLE = 400
+    PLAN_CONFIG = 401
+    PLAN_WORKSPACE = 402
+    GRAPH_HANDLE = 800
     GRAPH_OPERATIONS = 801
     TENSOR_ALIGNMENT = 900
     TENSOR_TYPE = 901
@@ -64,6 +69,7 @@ class Attribute(IntEnum):
 class Type(IntEnum):
     """`cudnnBackendAttributeType_t`."""
 
+    HANDLE = 0
     DATA_TYPE = 1
     INT64 = 3
     FLOAT = 4
@@ -76,6 +82,7 @@ class Type(IntEnum):
 
 
 _C: Final[dict[Type, Any]] = {
+    Type.HANDLE: Handle,
     Type.INT64: ctypes.c_int64,
     Type.FLOAT: ctypes.c_float,
     Type.DOUBLE: ctypes.c_double,

@@ -6,21 +6,19 @@ is a pure function of the convolution, of cuDNN's release, and of the GPU's comp
 23 networks on four generations, other figures for memory, shared memory, caches, clocks and the tensors' alignment
 moved the first plan's workspace in 30 of 36,000 answers; the number of multiprocessors moves it on Turing alone.
 
-Limits: cuDNN 9.11 or newer, found as the library of an installed `nvidia-cudnn-cu12` or `-cu13`, or of the system.
+Limits: cuDNN 9.11 or newer here, older ones in `memsize.kernels.cudnn.handle`. From 9.5 to 9.11 the lists lack plans
+whose kernels are only made ready beside a driver. What follows them mostly takes as much: of 700 convolutions on an
+A100, the first workspaces of 9.11 and 9.12 differ by more than 2 % of the tensors in 2 %.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import os
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import cache
 from math import prod
-from pathlib import Path
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, Protocol, get_args
 
 from memsize.errors import InputError
 from memsize.kernels.cudnn.backend import Attribute, Backend, CudnnError, Descriptors, Handle, Kind, Type
@@ -49,8 +47,6 @@ _TENSOR_CORE, _DOWN_CONVERTED, _NONDETERMINISTIC = 0, 1, 4
 _FEW: Final = 8
 _NOTES: Final = 16
 _ALIGNMENT: Final = 16
-_PLACES: Final = ("nvidia/cudnn", "torch")
-"""Packages that contain it: NVIDIA's own, and builds of PyTorch that bundle it."""
 _MULTIPROCESSORS: Final = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132}
 """The number on the most common card of each compute capability: V100, T4, A100, A10, L40S, H100."""
 
@@ -123,7 +119,7 @@ class Library:
         self.version = self._backend.version
         if self.version < OLDEST:
             raise CudnnError(
-                f"cuDNN {dotted_cudnn(self.version)} cannot be asked without a GPU: 9.11 is the first that can"
+                f"cuDNN {dotted_cudnn(self.version)} is older than 9.11, the first that reads the description of a GPU"
             )
         self._devices: dict[tuple[int, int], Handle] = {}
         self._plan_of: dict[tuple[Convolution, tuple[int, int]], Plan | None] = {}
@@ -151,45 +147,21 @@ class Library:
         """Return the allowed plans among the first `most` of one list of the heuristics."""
         device = self._device(capability)
         with Descriptors(self._backend) as descriptors:
-            configs = _configs(descriptors, _graph(descriptors, convolution), device, mode, most)
+            configs = configs_of(descriptors, graph_of(descriptors, convolution), device, mode, most)
             plans = [_plan(descriptors, config) for config in configs]
-        return [plan for plan in plans if _is_allowed(plan, convolution)]
+        return [plan for plan in plans if is_allowed(plan, convolution)]
 
     def _device(self, capability: tuple[int, int]) -> Handle:
         if capability not in self._devices:
             if _device_version(capability) > self._backend.newest:
                 raise CudnnError(f"cuDNN {self} does not know compute capability {capability[0]}.{capability[1]}")
-            text = json.dumps(_device_properties(capability)).encode()
+            text = json.dumps(device_properties(capability)).encode()
             attribute = (Attribute.DEVICE_JSON, Type.CHAR, text)
             self._devices[capability] = self._devices_alive.make(Kind.DEVICE, attribute)
         return self._devices[capability]
 
 
-@cache
-def installed() -> Library | None:
-    """The cuDNN of this machine, None where there is none that can be asked.
-
-    `MEMSIZE_CUDNN` names another library, or is ``none``.
-    """
-    for path in _candidates():
-        try:
-            return Library(path)
-        except (OSError, AttributeError, CudnnError):
-            continue
-    return None
-
-
-def _candidates() -> Iterator[str]:
-    named = os.environ.get("MEMSIZE_CUDNN")
-    if named is not None:
-        yield from () if named.lower() in ("", "none") else (named,)
-        return
-    packages = (Path(entry) / folder / "lib" / "libcudnn.so.9" for entry in sys.path if entry for folder in _PLACES)
-    yield from (str(path) for path in packages if path.exists())
-    yield "libcudnn.so.9"  # of the system, or one that PyTorch has loaded
-
-
-def _device_properties(capability: tuple[int, int]) -> dict[str, object]:
+def device_properties(capability: tuple[int, int]) -> dict[str, object]:
     """A description of a GPU of this compute capability; apart from its multiprocessors, any other figures would do."""
     major, minor = capability
     return {
@@ -209,7 +181,8 @@ def _device_version(capability: tuple[int, int]) -> int:
     return 100 * capability[0] + 10 * capability[1]
 
 
-def _graph(descriptors: Descriptors, convolution: Convolution) -> Handle:
+def graph_of(descriptors: Descriptors, convolution: Convolution, *more: tuple[int, Type, list[int]]) -> Handle:
+    """The graph of one convolution; `more` are other attributes of it."""
     kind, first = _OPERATIONS[convolution.operation]
     compute = "float64" if convolution.dtype == "float64" else "float32"
     rank = len(convolution.stride)
@@ -231,7 +204,7 @@ def _graph(descriptors: Descriptors, convolution: Convolution) -> Handle:
         (first + 1, scale, [0.0]),
         *((first + 2 + offset, Type.DESCRIPTOR, [handle]) for offset, handle in enumerate((geometry, w, x, y))),
     )
-    return descriptors.make(Kind.GRAPH, (Attribute.GRAPH_OPERATIONS, Type.DESCRIPTOR, [operation]))
+    return descriptors.make(Kind.GRAPH, *more, (Attribute.GRAPH_OPERATIONS, Type.DESCRIPTOR, [operation]))
 
 
 def _tensor(descriptors: Descriptors, name: str, shape: tuple[int, ...], convolution: Convolution) -> Handle:
@@ -248,13 +221,15 @@ def _tensor(descriptors: Descriptors, name: str, shape: tuple[int, ...], convolu
     )
 
 
-def _configs(descriptors: Descriptors, graph: Handle, device: Handle, mode: int, most: int | None) -> list[Handle]:
+def configs_of(
+    descriptors: Descriptors, graph: Handle, device: Handle | None, mode: int, most: int | None
+) -> list[Handle]:
     """Return the engine configurations that the heuristics of `mode` offer, the best first, no more than `most`."""
     heuristics = descriptors.make(
         Kind.HEURISTICS,
         (Attribute.HEURISTICS_GRAPH, Type.DESCRIPTOR, [graph]),
         (Attribute.HEURISTICS_MODE, Type.HEURISTICS_MODE, [mode]),
-        (Attribute.HEURISTICS_DEVICE, Type.DESCRIPTOR, [device]),
+        *([] if device is None else [(Attribute.HEURISTICS_DEVICE, Type.DESCRIPTOR, [device])]),
     )
     count = descriptors.count(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR)
     configs = [descriptors.empty(Kind.ENGINE_CONFIG) for _ in range(count if most is None else min(count, most))]
@@ -267,14 +242,19 @@ def _configs(descriptors: Descriptors, graph: Handle, device: Handle, mode: int,
 def _plan(descriptors: Descriptors, config: Handle) -> Plan:
     workspace = (ctypes.c_int64 * 1)()
     descriptors.read(config, Attribute.CONFIG_WORKSPACE, Type.INT64, workspace)
+    return Plan(int(workspace[0]), notes_of(descriptors, config))
+
+
+def notes_of(descriptors: Descriptors, config: Handle) -> frozenset[int]:
+    """Return cuDNN's notes on the numbers of a configuration's engine."""
     engine = (Handle * 1)(descriptors.empty(Kind.ENGINE))
     descriptors.read(config, Attribute.CONFIG_ENGINE, Type.DESCRIPTOR, engine)
     notes = (ctypes.c_int * _NOTES)()
     written = descriptors.read(Handle(engine[0]), Attribute.ENGINE_NOTES, Type.NOTE, notes)
-    return Plan(int(workspace[0]), frozenset(notes[:written]))
+    return frozenset(notes[:written])
 
 
-def _is_allowed(plan: Plan, convolution: Convolution) -> bool:
+def is_allowed(plan: Plan, convolution: Convolution) -> bool:
     """Whether PyTorch would try the plan (Conv_v8.cpp, `filterEngineConfigs`)."""
     refused = {_DOWN_CONVERTED}
     if convolution.deterministic:
@@ -290,56 +270,78 @@ _FEW_CHANNELS: Final = 4
 """Up to this many input channels, plans read an image in the format that it has."""
 
 
+class PlanSource(Protocol):
+    """A source of plans: `Library`, or the same in another process."""
+
+    def plan(self, convolution: Convolution, capability: tuple[int, int]) -> Plan | None: ...
+    def plans(self, convolution: Convolution, capability: tuple[int, int]) -> tuple[Plan, ...]: ...
+
+
 class Plans:
     """The workspaces that cuDNN takes on a GPU of compute capability `capability`, one for each convolution met.
 
     `library` loads the library to ask when the first convolution comes, since loading it takes memory. `recorded` holds
-    answers that cuDNN `release` gave earlier, which take precedence. `greedy` answers with the most that PyTorch's
-    benchmark may allocate: the largest workspace of all plans that it tries.
+    answers that cuDNN `release` gave earlier, which take precedence. `wanted` is the release of the simulated stack;
+    answers of another are estimates. `greedy` answers with the most that PyTorch's benchmark may allocate: the largest
+    workspace of all plans that it tries.
     """
 
     def __init__(
         self,
         capability: tuple[int, int],
-        library: Callable[[], Library | None] = lambda: None,
+        library: Callable[[], PlanSource | None] = lambda: None,
         *,
         recorded: Mapping[Convolution, int] | None = None,
         release: str | None = None,
+        wanted: str | None = None,
         greedy: bool = False,
     ) -> None:
         self.capability = capability
         self.greedy = greedy
+        self.wanted = wanted
         self.answers: dict[Convolution, int] = dict(recorded or {})
         """Bytes of workspace, by convolution."""
         self.estimated: set[Convolution] = set()
         """The convolutions whose answer is an estimate."""
+        self.release = release if recorded else None
+        """The cuDNN that answered; None before one did."""
         self._library = library
-        self._release = release if recorded else None
 
     def workspace(self, convolution: Convolution) -> int:
         """The bytes that the convolution takes beside its tensors while it runs."""
         size = self.answers.get(convolution)
         if size is None:
-            size = self.answers[convolution] = self._ask(convolution)
+            size = self.answers[convolution] = self._ask(convolution, self.greedy)
         return size
+
+    def benchmarked(self, convolution: Convolution) -> int:
+        """The bytes that PyTorch's benchmark allocates to try all plans of a convolution."""
+        return self._ask(convolution, greedy=True)
 
     def source(self, convolutions: Collection[Convolution]) -> str | None:
         """Return the cuDNN release that answered for `convolutions`; None if there are none, or one is an estimate."""
-        return self._release if convolutions and self.estimated.isdisjoint(convolutions) else None
+        return self.release if convolutions and self.estimated.isdisjoint(convolutions) else None
 
-    def _ask(self, convolution: Convolution) -> int:
+    def _ask(self, convolution: Convolution, greedy: bool) -> int:
         library = self._library()
         if library is not None:
             with suppress(CudnnError):  # a GPU newer than the library, say
-                if self.greedy:
+                if greedy:
                     plans = library.plans(convolution, self.capability)
                 else:
                     first = library.plan(convolution, self.capability)
                     plans = (first,) if first else ()
-                self._release = self._release or str(library)
+                self.release = self.release or str(library)
+                if not is_release(self.release, self.wanted):
+                    self.estimated.add(convolution)
                 return max((plan.workspace for plan in plans), default=0)
         self.estimated.add(convolution)
-        return estimate(convolution, self.capability) * (_GREED if self.greedy else 1)
+        return estimate(convolution, self.capability) * (_GREED if greedy else 1)
+
+
+def is_release(release: str, wanted: str | None) -> bool:
+    """Whether two releases choose alike, as far as is known: ``9.1.0`` is ``9.1``. None is any."""
+    return wanted is None or release.split(".")[:2] == wanted.split(".")[:2]
 
 
 _GREED: Final = 3
