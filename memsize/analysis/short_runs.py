@@ -29,6 +29,8 @@ _LENGTHS: Final = (SHORTEST, SHORTEST + 1, SHORTEST + 2)
 _MOST_PLANS: Final = 8
 _WORTHWHILE: Final = 0.8
 """The part of the time of runs of the whole model that short ones may take."""
+_LATER: Final = 0.6
+"""The same where the first run was whole: runs of other steps, as under autocast, need a plan of their own."""
 _PLAN: Final = 1.4
 """By how much the first short runs take longer than those that follow: what they extend to is planned."""
 _PROOF: Final = 0.3
@@ -73,7 +75,7 @@ class ShortRuns:
         whole, first, later = self.blocks.whole, _PLAN * self.blocks.first_runs, self.blocks.shortest
         runs = self.whole_runs[kind] + 1
         if has_proof:  # it is made of short models once more, to compare the two
-            return first + runs * later <= _WORTHWHILE * whole * runs
+            return first + runs * later <= _LATER * whole * runs
         return _PROOF * (whole + first) + first + (runs - 1) * later <= _WORTHWHILE * whole * runs
 
     def extended(self, run: RunShort, kind: Hashable, record: Record | None = None) -> Trace | None:
