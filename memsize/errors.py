@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from types import TracebackType
 from typing import Any, Final
 
 from memsize.printable import LONGEST, printable_lines
@@ -188,12 +188,14 @@ class ExitError(RuntimeError):
     """
 
 
-@contextmanager
-def exits_caught() -> Iterator[None]:
+class exits_caught:  # noqa: N801 - reads as the context manager that it is
     """Turn `SystemExit` and the like of the user's code into `ExitError`. Ctrl-C passes unchanged."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise ExitError(in_one_line(error)).with_traceback(error.__traceback__) from error
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, (Exception, KeyboardInterrupt)):
+            raise ExitError(in_one_line(error)).with_traceback(traceback) from error

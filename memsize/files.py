@@ -73,6 +73,8 @@ def check_writable(path: Path, *, overwrite: bool = False) -> None:
             raise _exists(path)
     except OSError as error:
         raise _unwritable(path, error) from error
+    except ValueError as error:  # a null byte, which no file's name has
+        raise OutputError(f"cannot write {path}: {error}") from error
     real = Path(os.path.realpath(path))
     # Renaming would replace even a file that its owner made read-only.
     if not os.access(real.parent, os.W_OK) or (real.exists() and not os.access(real, os.W_OK)):
@@ -150,7 +152,10 @@ def _unwritable(path: Path, error: OSError) -> OutputError:
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open the file at `path` for reading. Raises OSError, also for a device, which has no end, or a pipe."""
     # Not blocking, so that a pipe which nobody writes to is refused and not waited for.
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except ValueError as error:  # a null byte, which no file's name has
+        raise OSError(EINVAL, str(error)) from None
     try:
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -243,6 +244,12 @@ def test_files_that_are_no_python(models: None, capsys: pytest.CaptureFixture[st
     path.write_text("{}")
     target = str(path.parent if path.parent.name else path)
     assert part in refused(capsys, "report", target, "--input", "4")
+
+
+@pytest.mark.parametrize("command", [["sweep", ""], ["checkpoint", ""], ["report", "timm:resnet18", "--save", ""]])
+def test_an_empty_name_is_no_folder(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command) == 2
+    assert re.search("Invalid value for .*: the name is empty", capsys.readouterr().err)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -43,6 +43,13 @@ def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
         write(tmp_path / ("x" * 256), "")
 
 
+def test_a_name_with_a_null_byte_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"cannot write .*: embedded null byte"):
+        write(tmp_path / "a\0b", "")
+    with pytest.raises(OSError, match="embedded null byte"):
+        read(tmp_path / "a\0b", 100)
+
+
 @pytest.mark.parametrize("existing", [True, False])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "ctrl-c"])
 def test_a_failure_leaves_the_old_file_and_no_litter(

@@ -107,6 +107,30 @@ def test_the_host_holds_what_lives_there_at_one_time() -> None:
     assert f"the host holds at most {format_bytes(2 * MiB)} of copies" in copies
 
 
+def test_pinned_memory_is_rounded_and_kept_and_counts_once() -> None:
+    run = program()
+    with run.open():
+        copy = torch.zeros(SIDE, SIDE, device="cuda").cpu()
+        first = torch.empty(3 * MiB, dtype=torch.uint8, pin_memory=True)
+        assert first.is_pinned()
+        del first
+        copy.pin_memory()  # in place: a stand-in holds nothing that could be copied
+    use = run.ledger.host_memory.use
+    # three MiB take four, which are kept; the copy is pageable at first, then pinned in a MiB of its own
+    assert (use.tensors, use.pinned, use.blocks) == (MiB, 3 * MiB, 5 * MiB)
+    assert use.needs == 5 * MiB
+    assert [(row.requested, row.reserved) for row in use.rows] == [(MiB, MiB), (3 * MiB, 5 * MiB), (None, 5 * MiB)]
+
+
+def test_workers_of_a_loader_make_batches_ahead() -> None:
+    run = program()
+    with run.open():
+        data = torch.utils.data.TensorDataset(torch.zeros(16, 1000))
+        for (batch,) in torch.utils.data.DataLoader(data, batch_size=4, num_workers=1, prefetch_factor=3):
+            batch.cuda()
+    assert run.ledger.host_memory.use.batches == 3 * 4 * 1000 * 4
+
+
 def test_gradients_go_back_to_where_the_values_came_from() -> None:
     with program().open():
         weight = torch.ones(SIDE, SIDE, device="cuda", requires_grad=True)

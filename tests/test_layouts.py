@@ -86,7 +86,8 @@ class TestTable:
             assert all(
                 p.bytes == torch.Size(p.spec.shape).numel() * getattr(torch, p.spec.dtype).itemsize for p in parts
             )
-            assert sum(p.bytes for p in parts) < rows * columns * 2 + 26 * (rows + 1) + 64
+            # the tables of 4-bit values and of double quantization: 16 and 256 float32
+            assert sum(p.bytes for p in parts) < rows * columns * 2 + 26 * (rows + 1) + 64 + 1024
 
 
 class TestTorchAo:
@@ -270,6 +271,19 @@ class TestBitsandbytes:
         real = copy.deepcopy(model)
         real._parameters["weight"] = four_bit(model.weight.detach(), False)
         assert_same_weights(model, "nf4", real)
+
+    @pytest.mark.parametrize("shape", [(70, 130), (16, 64), (300, 300)])
+    def test_nf4_with_double_quantization(self, four_bit: Callable[..., Any], shape: tuple[int, int]) -> None:
+        model = nn.Linear(*reversed(shape), bias=False)
+        real = copy.deepcopy(model)
+        real._parameters["weight"] = four_bit(model.weight.detach(), True)
+        assert modelled_bytes(model, "nf4-double") == stored_bytes(real)
+
+    def test_llm_int8(self) -> None:
+        library = pytest.importorskip("bitsandbytes")
+        model = nn.Linear(130, 70, bias=False)
+        values, absmax, _ = library.functional.int8_vectorwise_quant(model.weight.detach().half())
+        assert modelled_bytes(model, "int8") == values.nbytes + absmax.nbytes
 
     def test_double_quantization_is_read(self, four_bit: Callable[..., Any]) -> None:
         model = nn.Module()

@@ -90,25 +90,48 @@ def test_a_backward_that_runs_out_leaves_no_graph_behind() -> None:
         assert not out_of_memory.faults(reference, number, by_size=False, handled=True), number
 
 
-def test_gradients_of_the_first_backward_are_gradients(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backward",
+    [
+        "loss.backward()",
+        "torch.autograd.grad(loss, list(model.parameters()))",
+        "torch.autograd.grad(loss, list(model.parameters()), create_graph=True)",
+    ],
+)
+def test_gradients_of_the_first_backward_are_gradients(backward: str, tmp_path: Path) -> None:
     """Beside 32 weights of 256 MiB, and 36 MiB of segments for small tensors and cuBLAS, a T4 has 6,605 MiB left for
     gradients: 25 are finished when the next one does not fit.
     """
     answer = run(
         tmp_path,
-        """
+        f"""
         import torch
         from torch import nn
         with torch.device("cuda"):
             model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False) for _ in range(32)])
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            model(torch.randn(4, 8192)).sum().backward()
+            loss = model(torch.randn(4, 8192)).sum()
+            {backward}
         """,
     )
     roles = answer.peak.roles
     assert answer.ran_out and roles["parameter"] == 32 * 256 * MiB
     assert roles["gradient"] == 25 * 256 * MiB and roles["temporary"] < MiB
     assert (answer.refused[0].bytes, answer.refused[0].layer) == (256 * MiB, str(32 - 25 - 1))
+
+
+def test_what_a_script_assigns_as_gradients_is_known_without_an_optimizer(tmp_path: Path) -> None:
+    """Beside 14 parameters of 512 MiB, 14 gradients of 512 MiB leave 273 MiB on a T4."""
+    answer = run(
+        tmp_path,
+        """
+        import torch
+        parameters = [torch.nn.Parameter(torch.empty(2**27, device="cuda")) for _ in range(14)]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        torch.empty(2**27, device="cuda")
+        """,
+    )
+    assert answer.ran_out and dict(answer.peak.roles) == {"parameter": 14 * 512 * MiB, "gradient": 14 * 512 * MiB}
 
 
 def test_a_search_for_the_batch_that_fits_finds_it_where_the_optimizer_runs_out(

@@ -15,7 +15,7 @@ from benchmarks.published.rows import Compared, Row, compared, read, rows
 from benchmarks.published.sources import SOURCES
 from benchmarks.published.table import Error, Group
 from benchmarks.published.worker import predict
-from memsize import Stack
+from memsize import Serving, Stack
 from tests.records import Interval
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +34,10 @@ def test_every_source_says_where_it_is_and_what_it_ran() -> None:
     assert {row.source.name for row in rows()} == set(SOURCES)
     for source in SOURCES.values():
         assert source.where.startswith("https://")
-        assert Stack.parse(source.stack).torch
+        stack = (
+            Stack(Serving(server=source.stack).rules.torch) if source.kind == "servers" else Stack.parse(source.stack)
+        )
+        assert stack.torch
         assert source.environment is None or source.environment in ENVIRONMENTS
         # What is inferred lowers the confidence, unless it is the release that first has what was measured.
         assert source.confidence == "high" or source.inferred
@@ -70,7 +73,10 @@ def test_a_line_of_the_tables() -> None:
 
 def test_the_readme_counts_the_rows_of_the_data() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    counts = [int(found) for found in re.findall(r"^\| [^|]+ \| (?:allocated|reserved|device) \| (\d+) \|", text, re.M)]
+    counts = [
+        int(found)
+        for found in re.findall(r"^\| [^|]+ \| (?:allocated|reserved|device|cache|parts) \| (\d+) \|", text, re.M)
+    ]
     assert sum(counts) == len(compared()) + len(table.gaps())
 
 

@@ -161,21 +161,30 @@ def test_which_weight_is_kept_for_backward() -> None:
         assert (layer.weight.data_ptr() in pointers) == own, kernel
 
 
+class Copies(TorchDispatchMode):
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made += func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+        return func(*args, **(kwargs or {}))
+
+
 def test_the_passing_copy_is_made_in_the_forward_and_again_in_the_backward() -> None:
-    class Copies(TorchDispatchMode):
-        made = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.made += func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
-            return func(*args, **(kwargs or {}))
-
     for kernel, forward, backward in (("copy freed", 1, 1), ("copy kept", 1, 0), ("quantized", 0, 0)):
         layer, _ = running(kernel)  # type: ignore[arg-type]
         with Copies() as copies:
-            total = layer(torch.ones(2, 3, requires_grad=True)).sum()
+            total = layer(torch.ones(8, 3, requires_grad=True)).sum()
             assert copies.made == forward
             total.backward()
         assert copies.made == forward + backward
+
+
+def test_up_to_four_rows_are_multiplied_without_a_copy() -> None:
+    """As `gemm_4bit` unpacks the weight in its kernel for a decode step."""
+    layer, _ = running("copy freed")
+    with Copies() as copies:
+        layer(torch.ones(4, 3, requires_grad=True))
+    assert copies.made == 0
 
 
 def test_an_input_without_a_gradient_needs_no_second_copy() -> None:

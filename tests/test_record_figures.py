@@ -544,6 +544,12 @@ def test_what_a_weight_of_128_by_256_becomes() -> None:
     # a float32 for each 64 of 32,768 elements, and 16 codes
     assert sizes("nf4") == [16_384, 512 * 4, 16 * 4]
     assert sizes("nf4", (1, 65)) == [33, 2 * 4, 64]
+    # an absmax of a byte; of them 512 / 256 float32, an offset and 256 codes
+    assert sizes("nf4-double") == [16_384, 512, 16 * 4, 4, 2 * 4, 256 * 4]
+    assert sizes("int8") == [32_768, 128 * 4]
+    # a byte for each 32 elements, one for each 16 and a float32 for all
+    assert sizes("mxfp4") == [16_384, 32_768 // 32]
+    assert sizes("nvfp4") == [16_384, 32_768 // 16, 4]
     assert [LAYOUTS["int4-weight"].skips((4, n)) is None for n in (127, 128, 129, 256)] == [False, True, False, True]
     widths = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int64": 8, "int8": 1}
     for dtype, width in (widths | {"uint8": 1, "qint8": 1}).items():
@@ -560,6 +566,11 @@ def test_what_quantized_layers_keep_of_their_copies() -> None:
         "fp8-weight": ("copy kept", False, None, True),
         "int4-weight": ("quantized", False, None, True),
         "nf4": ("copy freed", False, "uint8", True),
+        "nf4-double": ("copy freed", False, "uint8", True),
+        "fp4": ("copy freed", False, "uint8", True),
+        "int8": ("int8 product", False, "int8", True),
+        "mxfp4": ("copy freed", False, "uint8", True),
+        "nvfp4": ("copy freed", False, "uint8", True),
     }
 
 

@@ -13,14 +13,13 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
-from memsize import Serving
 from memsize.analysis.serving.kv_blocks import FULL, SLIDING, block_layout
-from memsize.analysis.serving.server import LEAST_OUTSIDE
+from memsize.analysis.serving.server import OUTSIDE
 from memsize.cli import run
-from memsize.errors import InputError, UnknownInputError
-from memsize.units import GiB, MiB
+from memsize.errors import InputError, ScenarioError, UnknownInputError
+from memsize.units import GiB
 from memsize.workloads.caches import CachedLayer
-from tests.gpus import card, cuda_context
+from tests.gpus import card
 from tests.records import Concurrency, Interval
 
 pytest.importorskip("transformers")
@@ -46,6 +45,8 @@ GEMMA = {
     "head_dim": 16,
     "sliding_window": 100,
 }
+PLAIN: dict[str, Any] = {"server": "vllm=0.19.0", "scenarios": "as-given"}
+"""A release that takes 90 % of a card, counts no CUDA graphs, and gives the cache's size by the blocks of one group."""
 PUBLISHED = Path(__file__).parent.parent.parent / "shared" / "truth" / "published.csv"
 
 
@@ -60,18 +61,20 @@ def config(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_a_cache_takes_what_is_left(config: Callable[..., str]) -> None:
-    report = memsize.serve(config(**SMALL), gpu="t4", scenarios="as-given", max_num_batched_tokens=64, max_num_seqs=4)
+    report = memsize.serve(config(**SMALL), gpu="t4", max_num_batched_tokens=64, max_num_seqs=4, **PLAIN)
     (row,) = report.ran
     assert row.paged is not None
-    # embedding and head, 2 × (query, key, value, output, gate, up, down, 2 norms), a norm; and rotary frequencies
+    # embedding and head, 2 × (query, key, value, output, gate, up, down, 2 norms), a norm; in blocks of 512 bytes
     hidden, inner, keys = 64, 128, 32
-    weights = (
-        2 * 100 * hidden + 2 * (2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * inner + 2 * hidden) + hidden
-    )
-    assert row.weights - 2 * weights in range(0, 200)
+    layer = [hidden * hidden] * 2 + [hidden * keys] * 2 + [3 * hidden * inner] + [hidden] * 2
+    weights = sum(-(-2 * size // 512) * 512 for size in [100 * hidden] * 2 + layer * 2 + [hidden])
+    frequencies = 2 * 512  # as they are, and as they were
+    table = 1000 * 16 * 2  # sines and cosines of 8 frequencies at each position
+    padding = 2 * 28 * hidden * 2  # 100 tokens to a multiple of 64
+    assert row.weights == weights + frequencies + table + padding
     budget = int(card("t4").bytes * 0.9)
     assert report.budget == budget
-    assert row.non_torch == (LEAST_OUTSIDE, cuda_context(card("t4")).high)
+    assert row.non_torch == OUTSIDE
     assert row.paged.available == tuple(budget - row.weights - row.profile - each for each in row.non_torch[::-1])
     block = 16 * 2 * LAYER
     blocks = [size // block for size in row.paged.available]
@@ -80,24 +83,34 @@ def test_a_cache_takes_what_is_left(config: Callable[..., str]) -> None:
     assert [*row.paged.tokens] == [count * 16 for count in blocks]
     assert row.paged.request_blocks == 63  # 1,000 positions
     assert [*row.paged.concurrency] == [count / 63 for count in blocks]
+    assert row.paged.longest == (1000, 1000)
 
 
 def test_the_largest_step_has_the_tokens_and_the_logits_that_were_asked_for(config: Callable[..., str]) -> None:
     target = config(**SMALL | {"vocab_size": 50_000})
 
-    def profile(**options: int) -> int:
-        return memsize.serve(target, scenarios="as-given", **options).ran[0].profile
+    def profile(server: str, **options: int) -> int:
+        return memsize.serve(target, server=server, scenarios="as-given", **options).ran[0].profile
 
-    few, more = (profile(max_num_batched_tokens=64, max_num_seqs=seqs) for seqs in (4, 36))
-    # for each row: logits in bfloat16 and float32, the latter sorted, their places in int64, shares, and a mask
-    assert more - few == pytest.approx(32 * 50_000 * (2 + 4 + 4 + 8 + 4 + 1), rel=0.01)
-    assert profile(max_num_batched_tokens=60_000, max_num_seqs=1) > 60_000 * (64 + 3 * 128) * 2  # the inside of an MLP
+    def of_a_row(server: str, few: int, more: int) -> float:
+        least, most = (profile(server, max_num_batched_tokens=256, max_num_seqs=seqs) for seqs in (few, more))
+        return (most - least) / (more - few) / 50_000
+
+    # Logits in bfloat16 and float32, the latter sorted, their places in int64; and what sorting takes: up to 127 rows
+    # their values twice and three times pairs of 32-bit numbers, from 128 on places, and values and places again.
+    assert of_a_row("vllm=0.9.2", 60, 120) == pytest.approx(2 + 4 + 4 + 8 + (2 * 4 + 3 * 8), rel=0.01)
+    assert of_a_row("vllm=0.9.2", 128, 256) == pytest.approx(2 + 4 + 4 + 8 + (8 + 4 + 8), rel=0.01)
+    # Later releases sort nothing: logits in float32, shares, and random numbers.
+    assert of_a_row("vllm=0.19.0", 128, 256) == pytest.approx(2 + 4 + 4 + 4, rel=0.01)
+    most = profile("vllm=0.19.0", max_num_batched_tokens=60_000, max_num_seqs=1)
+    # the residual stream, a layer's input and its result before the MLP; gate and up in one product, and their result;
+    # sines and cosines, tokens and positions, and the workspace of cuBLAS
+    assert most == pytest.approx(60_000 * ((3 * 64 + 3 * 128 + 2 * 16) * 2 + 2 * 8) + 8_519_680, rel=0.03)
 
 
 def test_windows_and_full_attention_share_one_pool_of_blocks(config: Callable[..., str]) -> None:
-    report = memsize.serve(
-        config(**SMALL | GEMMA), scenarios="as-given", max_model_len=1000, max_num_batched_tokens=64, max_num_seqs=4
-    )
+    options: dict[str, Any] = {"max_model_len": 1000, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    report = memsize.serve(config(**SMALL | GEMMA), **options, **PLAIN)
     paged = report.ran[0].paged
     assert paged is not None
     assert sorted(group[1:] for group in report.groups if group.window) == [(2, 100)] * 5
@@ -139,7 +152,7 @@ def test_groups_hold_every_layer_once(full: int, sliding: int, block: int, windo
     assert sum(group.layers for group in layout.groups if group.kind == FULL) == full
     assert sum(group.layers for group in layout.groups if group.kind == SLIDING) == sliding
     assert max(group.layers for group in layout.groups) * 64 * block <= layout.block_bytes
-    paged = layout.paged(Interval(size, 2 * size), Serving(block_size=block), 1000)
+    paged = layout.paged(Interval(size, 2 * size), 1000, 64)
     assert 0 <= size - paged.blocks.low * layout.block_bytes < layout.block_bytes
     assert paged.blocks.low <= paged.blocks.high
     assert paged.request_blocks >= -(-1000 // block)
@@ -169,7 +182,7 @@ def test_a_window_keeps_one_token_less_than_its_width(window: int, blocks: int) 
     65 + 64 are 9; one more since a window may begin in the middle of a block.
     """
     layout = block_layout([CachedLayer(SLIDING, 64)], window, 16, "it")
-    assert layout.request(Serving(max_num_batched_tokens=64), 1000) == blocks
+    assert layout.request(1000, 64) == blocks
 
 
 MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
@@ -264,41 +277,37 @@ def test_a_block_holds_more_of_smaller_tokens() -> None:
     layout = block_layout([CachedLayer(SLIDING, 32), CachedLayer(FULL, 64)], 100, 16, "it")
     assert layout.tokens == (32, 16)
     assert layout.block_bytes == 16 * 64
-    assert (
-        layout.request(Serving(max_num_batched_tokens=64), 1000) == 6 + 1 + 63
-    )  # 163 tokens by 32, one more, 1,000 by 16
+    assert layout.request(1000, 64) == 6 + 1 + 63  # 163 tokens by 32, one more, 1,000 by 16
     with pytest.raises(InputError, match="tokens of two sizes"):
         block_layout([CachedLayer(SLIDING, 48), CachedLayer(FULL, 64)], 100, 16, "it")
 
 
 def test_too_small_a_card_says_by_how_much(config: Callable[..., str]) -> None:
-    report = memsize.serve(
-        config(**SMALL), gpu="t4", gpu_memory_utilization=0.0001, scenarios="as-given", max_num_batched_tokens=64
-    )
+    report = memsize.serve(config(**SMALL), gpu="t4", gpu_memory_utilization=0.0001, max_num_batched_tokens=64, **PLAIN)
     (row,) = report.ran
     assert row.paged is None
-    assert row.shortage == row.weights + row.profile + LEAST_OUTSIDE + 16 * 2 * LAYER - report.budget
+    assert row.shortage == row.weights + row.profile + OUTSIDE.low + 16 * 2 * LAYER - report.budget
     assert report.why()[0].code == "serves-none"
     assert "nothing is left for the KV cache" in str(report)
 
 
 def test_what_makes_room_for_a_request(config: Callable[..., str]) -> None:
-    options: dict[str, Any] = {"scenarios": "as-given", "max_num_batched_tokens": 64, "max_num_seqs": 4, "gpu": "t4"}
+    options: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "gpu": "t4", **PLAIN}
     target = config(**SMALL)
-    found = memsize.serve(target, max_model_len=10**8, **options)
+    found = memsize.serve(target, max_model_len=6 * 10**7, **options)
     assert found.remedied is not None
     rows = {row.name: row for row in found.remedied.rows}
-    assert set(rows) == {"2 cards", "fp8 KV cache", "GeForce RTX 5090", "smaller steps", "fp8 weights"} | {
+    assert set(rows) == {"2 cards", "fp8 KV cache", "RTX 4000 Ada", "smaller steps", "fp8 weights"} | {
         "int4 weights",
         "more of the card",
     }
-    request = 10**8 // 16 * 16 * 2 * LAYER
+    request = 6 * 10**7 // 16 * 16 * 2 * LAYER
     (row,) = found.ran
     assert found.remedied.peak == row.weights + row.profile + row.non_torch.high + request
     assert rows["fp8 KV cache"].saved == request // 2
-    assert rows["2 cards"].outcome == rows["GeForce RTX 5090"].outcome == "fits"
+    assert rows["2 cards"].outcome == rows["RTX 4000 Ada"].outcome == "fits"
     assert rows["more of the card"].outcome == "saves"
-    divided = memsize.serve(target, max_model_len=10**8, tensor_parallel_size=2, **options).ran[0]
+    divided = memsize.serve(target, max_model_len=6 * 10**7, tensor_parallel_size=2, **options).ran[0]
     assert rows["2 cards"].peak == divided.weights + divided.profile + divided.non_torch.high + request // 2
     assert "room with any one of" in str(found)
     assert memsize.serve(target, max_model_len=100, **options).remedied is None
@@ -307,8 +316,8 @@ def test_what_makes_room_for_a_request(config: Callable[..., str]) -> None:
 def test_a_step_is_run_once_for_one_model(config: Callable[..., str]) -> None:
     """The cache's dtype and the part of the card change nothing of it."""
     said: list[str] = []
-    options: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "scenarios": "as-given", "gpu": "t4"}
-    found = memsize.serve(config(**SMALL), max_model_len=10**8, progress=said.append, **options)
+    options: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "gpu": "t4", **PLAIN}
+    found = memsize.serve(config(**SMALL), max_model_len=6 * 10**7, progress=said.append, **options)
     assert found.remedied is not None
     assert said.count("as-given: a step of 64 tokens") == 3  # as asked, by 2 cards, on a larger card
     most = SMALL.get("max_position_embeddings", 2048)
@@ -364,6 +373,189 @@ def test_what_is_not_covered(entries: dict[str, Any], message: str, config: Call
 def test_what_cannot_be_asked(options: dict[str, Any], message: str, config: Callable[..., str]) -> None:
     with pytest.raises((InputError, UnknownInputError), match=message):
         memsize.serve(config(**SMALL), scenarios="as-given", **options)
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ("vlm=0.9.2", "no server 'vlm': did you mean vllm"),
+        ("tgi", "no server 'tgi'"),
+        ("vllm=0.9.7", r"vLLM '0\.9\.7' is not a known release: the nearest are 0\.9\.2 and 0\.10\.0"),
+        ("vllm=0.1", r"vLLM '0\.1' is not a known release: the nearest are 0\.4\.1"),
+        ("vllm=new", "vLLM 'new' is not a known release"),
+        ("sglang=0.5.23", r"SGLang '0\.5\.23' is not a known release: the nearest are 0\.5\.9"),
+    ],
+)
+def test_an_unknown_server(server: str, message: str, config: Callable[..., str]) -> None:
+    with pytest.raises((InputError, UnknownInputError), match=message):
+        memsize.serve(config(**SMALL), scenarios="as-given", server=server)
+
+
+def test_defaults_are_those_of_the_release_on_the_card(config: Callable[..., str]) -> None:
+    """vLLM's `EngineArgs` and `SchedulerConfig`, SGLang's `ServerArgs`."""
+    target = config(**SMALL | {"max_position_embeddings": 40_000})
+
+    def chosen(server: str, gpu: str, **options: Any) -> tuple[Any, ...]:
+        asked = memsize.serve(target, server=server, gpu=gpu, scenarios="as-given", **options).asked
+        return asked["batched_tokens"], asked["seqs"], asked["utilization"], asked["block"]
+
+    assert chosen("vllm=0.4.1", "h100") == (40_000, 256, 0.9, 16)  # a whole prompt
+    assert chosen("vllm=0.6.4.post1", "h100") == (512, 256, 0.9, 16)  # in chunks, beyond 32,768
+    assert chosen("vllm=0.6.4", "h100", max_model_len=1000) == (2048, 256, 0.9, 16)
+    assert chosen("vllm=0.8.5", "a100-80gb") == (8192, 1024, 0.9, 16)
+    assert chosen("vllm=v0.9.2", "a100-80gb") == (2048, 256, 0.9, 16)
+    assert chosen("vllm=0.9.2", "h100") == (8192, 1024, 0.9, 16)
+    assert chosen("vllm", "b200") == (16_384, 1024, 0.92, 16)
+    assert chosen("sglang=0.4.2", "h100")[::2] == (8192, 0.88)
+    # 81,009 MiB less what is left for steps: 512, 1.5 for each of 8,192 tokens, 2 for each of 256 sequences, an eighth
+    size = card("h100").bytes / 2**20
+    share = round((size - (512 + 8192 * 1.5 + 256 * 2 + 128)) / size, 3)
+    assert chosen("sglang=0.5.9", "h100") == (8192, 1, share, 1)
+
+
+def test_a_release_between_two_that_were_read_says_so(config: Callable[..., str]) -> None:
+    between, read = (
+        memsize.serve(config(**SMALL), server=f"vllm={release}", scenarios="as-given").assumptions
+        for release in ("0.8.4", "0.8.5")
+    )
+    assert (
+        "vLLM 0.8.4 was not read: it follows vLLM 0.8.0, and what changed up to 0.8.5 may be in it already" in between
+    )
+    assert not any("was not read" in text for text in read)
+
+
+def test_rules_of_windows_follow_the_release(config: Callable[..., str]) -> None:
+    """Each layer has a cache like those of full attention up to 0.9.0; the cache's size is that of whole requests from
+    0.21 on; from 0.26 on a window waits for the tokens of two steps.
+    """
+
+    def served(release: str) -> Any:
+        options: dict[str, Any] = {"max_model_len": 1000, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+        report = memsize.serve(config(**SMALL | GEMMA), server=f"vllm={release}", scenarios="as-given", **options)
+        return report, report.ran[0].paged
+
+    report, paged = served("0.9.0")
+    assert report.groups == ((FULL, 12, None),)
+    assert paged.request_blocks == 63
+    report, paged = served("0.19.0")
+    assert paged.request_blocks == 5 * 12 + 63  # 99 + 64 tokens take 11 blocks, and one more
+    assert paged.tokens.low == paged.blocks.low // 6 * 16
+    _, paged = served("0.21.0")
+    assert paged.request_blocks == 5 * 12 + 63
+    assert paged.tokens.low == int(paged.blocks.low / paged.request_blocks * 1000)
+    _, paged = served("0.26.0")
+    assert paged.request_blocks == 5 * 16 + 63  # 99 + 2 × 64 tokens take 15 blocks, and one more
+
+
+def test_a_cache_of_a_set_size(config: Callable[..., str]) -> None:
+    options: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "gpu": "t4", **PLAIN}
+    (row,) = memsize.serve(config(**SMALL), kv_cache_memory="1MiB", **options).ran
+    assert row.paged is not None
+    assert row.paged.available == (2**20, 2**20)
+    assert row.paged.blocks == (256, 256)  # of 16 tokens in two layers
+    assert row.paged.longest == (1000, 1000)
+    (row,) = memsize.serve(config(**SMALL), kv_cache_memory=16 * 2 * LAYER * 10, **options).ran
+    assert row.paged is not None
+    assert row.paged.longest == (160, 160)
+    (row,) = memsize.serve(config(**SMALL), kv_cache_memory="15GiB", **options).ran
+    assert row.paged is None
+    assert row.shortage > 0
+
+
+def test_room_for_cuda_graphs_is_an_interval(config: Callable[..., str]) -> None:
+    options: dict[str, Any] = {"scenarios": "as-given", "gpu_memory_utilization": 0.9, "gpu": "a100"}
+    captured, eager = (
+        memsize.serve(config(**SMALL), server="vllm=0.20.0", enforce_eager=is_eager, **options).ran[0]
+        for is_eager in (False, True)
+    )
+    assert captured.graphs.high > captured.graphs.low > 0
+    assert eager.graphs == (0, 0)
+    assert captured.paged and eager.paged
+    assert eager.paged.available.high - captured.paged.available.high == captured.graphs.low
+    assert any("CUDA graphs" in text for text in memsize.serve(config(**SMALL), **PLAIN).assumptions)
+
+
+WIDE = SMALL | {"hidden_size": 512, "intermediate_size": 1024}
+LINEARS = 2 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1024)
+"""Numbers of the weights of linear layers, without the head."""
+QUANTIZED: dict[str, tuple[dict[str, Any], float]] = {
+    # the config; bytes that a number takes: packed, and for each group of 32 a scale in bfloat16 and its zero
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32}, 0.5 + (2 + 0.5) / 32),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, 0.5 + 2 / 32),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, 1 + 4 / 1024),
+    "NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5 + 1 / 16),
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {
+                "group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
+            },
+        },
+        0.5 + 2 / 32,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_quantized_checkpoint_is_served_as_it_is(name: str, config: Callable[..., str]) -> None:
+    entries, width = QUANTIZED[name]
+    options: dict[str, Any] = {"server": "vllm=0.9.2", "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    (plain,) = memsize.serve(config(**WIDE), scenarios="as-given", **options).ran
+    report = memsize.serve(config(**WIDE | {"quantization_config": entries}), **options)
+    (row,) = report.ran  # no other scenario quantizes it anew
+    assert plain.weights - row.weights == pytest.approx(LINEARS * (2 - width), rel=0.02)  # in blocks of 512 bytes
+    assert row.title == f"weights of the checkpoint ({entries['quant_method']})"
+    assert not any("as they are without that" in note for note in report.notes)
+
+
+def test_layers_that_a_checkpoint_does_not_quantize(config: Callable[..., str]) -> None:
+    entries = QUANTIZED["fp8"][0]
+    options: dict[str, Any] = {"scenarios": "as-given", "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    every, some = (
+        memsize.serve(config(**WIDE | {"quantization_config": entries | ignored}), **options).ran[0].weights
+        for ignored in ({}, {"modules_to_not_convert": ["lm_head", "model.layers.1"]})
+    )
+    assert some - every == pytest.approx(LINEARS / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scenarios": "fp8-weight"}, r"quantized already \(awq\): serve it as-given"),
+        ({"scenarios": "as-given", "method": "hqq"}, "quantized by 'hqq', which is not covered"),
+    ],
+)
+def test_what_a_quantized_checkpoint_cannot_be(
+    options: dict[str, Any], message: str, config: Callable[..., str]
+) -> None:
+    entries = {"quant_method": options.pop("method", "awq")}
+    with pytest.raises(ScenarioError, match=message):
+        memsize.serve(config(**SMALL | {"quantization_config": entries}), **options)
+
+
+VISION = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "image_token_index": 99,
+    "text_config": {name: value for name, value in SMALL.items() if name != "architectures"},
+    "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 256}
+    | {"num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 28, "patch_size": 14, "projection_dim": 64},
+    "dtype": "bfloat16",
+}
+
+
+def test_images_are_encoded_before_the_step(config: Callable[..., str]) -> None:
+    """A step of 8,192 tokens may stand for 2,048 images of 4; V0 reads one with each of 256 sequences, in the step."""
+    options: dict[str, Any] = {"scenarios": "as-given", "gpu": "h100", "max_num_batched_tokens": 8192}
+    said: list[str] = []
+    report = memsize.serve(config(**VISION), server="vllm=0.9.2", max_num_seqs=4096, progress=said.append, **options)
+    assert "as-given: 2,048 images" in said
+    assert any("transformers' own encoder reads them" in text for text in report.assumptions)
+    # the input and the output of a layer's MLP, with its inside before and after the activation
+    assert report.ran[0].profile > 2048 * 5 * (2 * 64 + 2 * 256) * 2
+    (text,) = memsize.serve(config(**SMALL), server="vllm=0.7.3", max_model_len=1000, **options).ran
+    (both,) = memsize.serve(config(**VISION), server="vllm=0.7.3", max_model_len=1000, **options).ran
+    assert both.weights > text.weights
 
 
 def test_only_a_config_can_be_divided() -> None:
@@ -430,27 +622,56 @@ def test_the_tokens_that_were_published(config: Callable[..., str]) -> None:
         assert cache // paged.block_bytes * 16 == pytest.approx(float(row["measured"]), rel=0.02)
 
 
-def test_the_blocks_of_a_log(config: Callable[..., str]) -> None:
-    """Qwen2.5-1.5B on an L40S of 44.39 GiB: 78,115 blocks at a utilization of 0.85, 305.14 requests of 4,096 tokens.
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
+QWEN25 = QWEN3 | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1536, "head_dim": 128}
+QWEN25 |= {"intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+LOGS: dict[str, tuple[dict[str, Any], str, float, dict[str, Any], tuple[float, float, float], int | None]] = {
+    # config, card, its GiB; arguments; GiB of weights, of the step, and of the cache; blocks
+    "Qwen2.5-1.5B, L40S": (
+        QWEN25, "l40s", 44.39,
+        {"server": "vllm=0.7.3", "gpu_memory_utilization": 0.85, "max_model_len": 4096},
+        (2.88, 1.40, 33.37), 78_115,
+    ),
+    "Llama-3.1-8B, RTX 3090, 20,000 tokens": (
+        LLAMA, "rtx3090", 23.58, {"server": "vllm=0.6.4", "max_model_len": 20_000}, (14.99, 2.07, 3.81), 1952,
+    ),
+    "Llama-3.1-8B, RTX 3090, 29,000 tokens": (
+        LLAMA, "rtx3090", 23.58, {"server": "vllm=0.6.4", "max_model_len": 29_000}, (14.99, 2.99, 2.89), 1478,
+    ),
+    "Qwen2.5-1.5B, T4": (
+        QWEN25 | {"dtype": "float16"}, "t4", 14.56,
+        {"server": "vllm=0.7.3", "gpu_memory_utilization": 0.5, "max_num_batched_tokens": 32_768},
+        (2.8875, 2.02, 2.36), 5519,
+    ),
+    "Llama-3.1-8B, H100": (LLAMA, "h100", 79.14, {"server": "vllm=0.6.6"}, (14.99, 1.19, 54.93), None),
+}  # fmt: skip
+"""vllm-project/vllm#10517, and logs in public repositories."""
 
-    From a log of vLLM 0.7 in a public repository: weights 2.88 GiB, activations 1.40, outside PyTorch 0.08.
-    """
-    qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1536, "head_dim": 128}
-    qwen |= {"intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
-    target = config(**QWEN3 | qwen)
-    utilization = 0.85 * 44.39 * GiB / card("l40s").bytes
+
+@pytest.mark.parametrize("log", LOGS)
+def test_the_parts_of_a_log(log: str, config: Callable[..., str]) -> None:
+    entries, gpu, size, options, (weights, step, cache), blocks = LOGS[log]
+    share = options.get("gpu_memory_utilization", 0.9) * size * GiB / card(gpu).bytes
     report = memsize.serve(
-        target,
-        gpu="l40s",
-        gpu_memory_utilization=utilization,
-        max_num_batched_tokens=4096,
-        max_model_len=4096,
-        scenarios="as-given",
+        config(**entries), gpu=gpu, scenarios="as-given", **options | {"gpu_memory_utilization": share}
     )
     (row,) = report.ran
     assert row.paged is not None
-    assert row.weights == pytest.approx(2.88 * GiB, abs=10 * MiB)
-    for blocks in row.paged.blocks:
-        assert blocks == pytest.approx(78_115, rel=0.02)
-    for requests in row.paged.concurrency:
-        assert requests == pytest.approx(305.14, rel=0.02)
+    assert row.weights == pytest.approx(weights * GiB, rel=0.01)
+    assert row.profile == pytest.approx(step * GiB, rel=0.01)
+    low, high = row.paged.available
+    assert low <= (cache + 0.005) * GiB and (cache - 0.005) * GiB <= high
+    assert high - low < 0.07 * cache * GiB
+    if blocks is not None:
+        assert row.paged.blocks.low <= blocks <= row.paged.blocks.high

@@ -108,7 +108,10 @@ def test_how_a_cell_runs_follows_from_its_settings() -> None:
 MISTAKES: dict[str, tuple[str, str]] = {
     "nothing": ("", 'x.toml needs a target, such as target = ["timm:resnet*", "model.py:Net"]'),
     "no target": ("[[target]]\nbatch_size = 2", "x.toml:1: a section needs a target"),
-    "an unknown key": ('target = "m.py:N"\nbatchsize = 3', "x.toml has no key 'batchsize': did you mean batch_size?"),
+    "an unknown key": (
+        'target = "m.py:N"\nbatchsize = 3',
+        "x.toml has no key 'batchsize': did you mean batch_size, base?",
+    ),
     "a key for all": ('batchsize = 3\n[[target]]\ntarget = "m.py:N"', "x.toml has no key 'batchsize'"),
     "a key of a section": (
         'train = "sgd"\n[[target]]\ntarget = "m.py:N"\n\n[[target]]\ntarget = "m.py:N"\nbatch = 2',

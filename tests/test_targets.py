@@ -263,13 +263,6 @@ def test_the_dtype_of_a_config_is_the_models(write: Write, transformers: Any) ->
     assert report.totals.parameter_bytes == 2 * TINY_PARAMETERS
 
 
-def test_quantized_configs_say_so(write: Write, transformers: Any) -> None:
-    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    write("gptq/config.json", json.dumps(TINY | quantized))
-    (note,) = load(f"hf:{write('gptq/x', '').parent}").notes
-    assert "(gptq)" in note
-
-
 @pytest.mark.parametrize(
     ("target", "kind", "expected"),
     [

@@ -135,8 +135,10 @@ def test_a_limit_ends_neither_the_run_nor_the_next_case(limits: Limits, part: st
     found = list(outcomes(cases, 2, limits))
     assert sorted(each.case.name for each in found) == ["bert", "resnet", "vit"]
     for outcome in found:
-        assert re.search(part, outcome.inference.reason) and outcome.inference.reason == outcome.training.reason
-        assert outcome.uncounted == outcome.training.reason and not outcome.counts_agree
+        # Without memory, each part fails where it happens to need some.
+        for reason in (outcome.inference.reason, outcome.training.reason, outcome.uncounted):
+            assert re.search(part, reason)
+        assert not outcome.counts_agree
 
 
 # The results file

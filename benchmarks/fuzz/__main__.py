@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import shutil
 import sys
 import tempfile
@@ -97,6 +98,7 @@ def _numbers(kinds: Sequence[str], chosen: argparse.Namespace) -> Iterator[tuple
 def _warm_up(folder: Path) -> None:
     """Import all that commands import, so that a trial which reads data has no reason to import anything."""
     declare()
+    importlib.import_module("encodings.raw_unicode_escape")  # how old pickles write text
     # A pool of threads does not live on in a forked process, which would wait for it.
     torch.set_num_threads(1)
     sound: list[tuple[tuple[str, ...], str, bytes]] = [

@@ -175,7 +175,7 @@ def _faults(code: int, folder: Path, debug: bool) -> Sequence[str]:
         faults.append("traceback")
     if code == 2 and not re.search(r"(?i)^error: ", err, re.MULTILINE):
         faults.append(f"no error is said: {err[:200]!r}")
-    if len(err) > 5000:
+    if len(err) > (20_000 if debug else 5000):
         faults.append(f"{len(err):,} characters of errors")
     if SECRET in out + err:
         faults.append("shows the environment")

@@ -17,6 +17,8 @@ from memsize.records.verification import off_by
 FOLDER: Final = Path(__file__).parent
 MEASUREMENTS: Final = FOLDER / "measurements.csv"
 PREDICTIONS: Final = FOLDER / "predictions.csv"
+COUNTS: Final = ("blocks", "tokens")
+"""Figures that are no bytes."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,18 @@ class Row:
 
     @property
     def figure(self) -> str:
-        """Which of the allocator's peaks was published: ``allocated`` or ``reserved``."""
+        """Which of the allocator's peaks was published, ``allocated`` or ``reserved``, or which part of a server."""
         return self.values.get("figure", self.source.figure)
 
     @property
     def measured(self) -> int:
-        """The figure in bytes."""
-        return round(float(self.published) * self.source.unit)
+        """The figure in bytes; of blocks and tokens their number."""
+        return round(float(self.published) * self.unit)
+
+    @property
+    def unit(self) -> int:
+        """The bytes of the published figure's unit."""
+        return 1 if self.figure in COUNTS else self.source.unit
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,12 @@ Kind = Literal[
     "LoRA and adapters",
     "vision transformers",
     "convolutional networks",
+    "servers",
 ]
 
 MB: Final = 10**6
 GB: Final = 10**9
+GIB: Final = 2**30
 _SDPA: Final = "https://huggingface.co/docs/transformers"
 _TRAIN: Final = "https://gist.github.com/fxmarty/7e75cc3942d6974e4849093ebea0a331"
 _INFER: Final = "https://gist.github.com/fxmarty/5113e4304fbdd38c9c3702ce44683f6a"
@@ -39,8 +41,9 @@ _PREFLIGHT: Final = (
 class Source:
     """A published table.
 
-    `gpu` and `stack` are what it was measured on, as `memsize.trace` takes them; `unit` is the bytes of the published
-    figures' unit; `environment` names the releases in `environments`, None for those that are installed here.
+    `gpu` and `stack` are what it was measured on, as `memsize.trace` takes them, and of a server its release; `unit` is
+    the bytes of the published figures' unit; `environment` names the releases in `environments`, None for those that
+    are installed here.
     """
 
     name: str
@@ -49,7 +52,7 @@ class Source:
     where: str
     gpu: str
     stack: str
-    figure: Literal["allocated", "reserved"]
+    figure: Literal["allocated", "reserved", "cache"]
     unit: int
     confidence: Confidence
     inferred: str
@@ -195,7 +198,65 @@ _ALL: Final = (
     ),
 )
 
-SOURCES: Final[Mapping[str, Source]] = {source.name: source for source in _ALL}
+_ISSUES: Final = "https://github.com/vllm-project/vllm/issues"
+_PULLS: Final = "https://github.com/vllm-project/vllm/pull"
+_SERVERS: Final = tuple(
+    Source(
+        f"server/{name}", "servers", title, where, gpu, server, "cache", GIB, "medium" if inferred else "high", inferred
+    )
+    for name, title, where, gpu, server, inferred in (
+        ("llama-3.1", "Llama-3.1-8B", f"{_ISSUES}/10517", "RTX 3090", "vllm=0.6.4", ""),
+        ("a6000", "OPT-125m, Llama-2-7B GPTQ, Zephyr-7B AWQ", f"{_PULLS}/4454", "RTX A6000", "vllm=0.4.1", ""),
+        (
+            "qwen2.5-72b",
+            "Qwen2.5-72B GPTQ",
+            f"{_ISSUES}/11230",
+            "RTX A6000",
+            "vllm=0.6.4",
+            "the card is not named, its 47.74 GiB are; other processes are on it",
+        ),
+        ("llama-3", "Llama-3-8B", f"{_PULLS}/10511", "H100 80GB", "vllm=0.6.6", "logged on the branch that became it"),
+        (
+            "llama-3.2-vision",
+            "Llama-3.2-11B-Vision",
+            f"{_PULLS}/12126",
+            "H100 80GB",
+            "vllm=0.6.6",
+            "logged on a branch between 0.6.6 and 0.7.0",
+        ),
+        ("qwen3-235b", "Qwen3-235B-A22B FP8, four GPUs", f"{_ISSUES}/21348", "H100 80GB", "vllm=0.9.2", ""),
+        (
+            "qwen3-235b-sglang",
+            "Qwen3-235B-A22B FP8, four GPUs",
+            f"{_ISSUES}/21348",
+            "H100 80GB",
+            "sglang=0.4.9",
+            "SGLang's release is not stated: that of the month",
+        ),
+        ("qwen3-1.7b", "Qwen3-1.7B, tokens of a cache", f"{_ISSUES}/33263", "H100 80GB", "vllm=0.14.0", ""),
+        (
+            "gemma-4-26b",
+            "Gemma 4 26B-A4B",
+            "https://myoceane.fr/index.php/ai-vllm-a100-gemma-4",
+            "A100 80GB",
+            "vllm=0.19.0",
+            "the config of its image encoder",
+        ),
+        *(
+            (
+                f"gemma-4-31b-{release}",
+                "Gemma 4 31B AWQ",
+                f"{_ISSUES}/43308",
+                "A100 80GB",
+                f"vllm={release}.0",
+                "the length of a request; the figures are rounded to two and three digits",
+            )
+            for release in ("0.20", "0.21")
+        ),
+    )
+)
+
+SOURCES: Final[Mapping[str, Source]] = {source.name: source for source in (*_ALL, *_SERVERS)}
 
 NOT_COUNTED: Final = (
     (
@@ -233,6 +294,11 @@ NOT_COUNTED: Final = (
         "LitGPT with bitsandbytes",
         _LITGPT,
         "its kernels and their buffers need a GPU",
+    ),
+    (
+        "Llama-3.1-8B with 35,000 tokens in vLLM 0.6.4",
+        f"{_ISSUES}/10517",
+        "the step of 62 MiB has the logits of fewer sequences than by default, and how many is not stated",
     ),
     (
         "Optimizer in the backward pass",

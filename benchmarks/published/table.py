@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from benchmarks.published.rows import FOLDER, Compared, compared
+from benchmarks.published.rows import COUNTS, FOLDER, Compared, compared
 from benchmarks.published.shared import Gap
 from benchmarks.published.sources import NOT_COUNTED, SOURCES
 from memsize.units import MiB
@@ -29,6 +29,7 @@ _ORDER: Final = (
     "LoRA and adapters",
     "vision transformers",
     "convolutional networks",
+    "servers",
 )
 _ELSEWHERE: Final = {
     "gpumemnet": ("200 perceptrons of the GPUMemNet data set", "device", "A100 40GB", "medium"),
@@ -78,10 +79,15 @@ class Group:
 
 def errors() -> list[Error]:
     """Every predicted row: those of the figures here, and those whose errors alone are kept."""
-    own = [
-        Error(row.row.source.kind, row.row.figure, row.row.source.name, row.error, row.outside) for row in compared()
-    ]
+    own = [Error(row.row.source.kind, _figure(row), row.row.source.name, row.error, row.outside) for row in compared()]
     return [*own, *(Error(gap.kind, _ELSEWHERE[gap.source][1], gap.source, gap.error, gap.outside) for gap in gaps())]
+
+
+def _figure(row: Compared) -> str:
+    """The figure of a line: a server's are its cache, in any unit, and the parts of what it takes beside it."""
+    if row.row.source.kind != "servers":
+        return row.row.figure
+    return "cache" if row.row.figure in ("cache", *COUNTS) else "parts"
 
 
 def gaps() -> list[Gap]:
@@ -134,6 +140,7 @@ def by_source() -> str:
         if name in SOURCES:
             source = SOURCES[name]
             stack = source.stack.replace("=", " ").replace(",", ", ").replace("cuda", "CUDA")
+            stack = stack.replace("vllm", "vLLM").replace("sglang", "SGLang")
             title, measured_on, confidence = f"{name}: {source.title}", f"{source.gpu}, {stack}", source.confidence
         else:
             title, _, measured_on, confidence = _ELSEWHERE[name]
@@ -180,8 +187,10 @@ def _line(compared_row: Compared) -> list[str]:
     return [
         words,
         compared_row.row.figure,
-        _mib(compared_row.row.measured),
-        _mib(compared_row.predicted),
+        *(
+            f"{count:,} {compared_row.row.figure}" if compared_row.row.figure in COUNTS else _mib(count)
+            for count in (compared_row.row.measured, compared_row.predicted)
+        ),
         _signed(compared_row.error),
     ]
 

@@ -19,6 +19,11 @@ RECIPES = {"litgpt": "litgpt", "vit-l": "vision", "preflight": "preflight"}
 def predict(row: Row) -> tuple[int, int, int]:
     """The row's figure in bytes: as predicted, and the least and the most that the workspaces of convolutions allow."""
     family = row.source.name.partition("/")[0]
+    if family == "server":
+        from benchmarks.published.recipes import serving
+
+        size, least, most = (round(figure * row.unit) for figure in serving.predict(row))
+        return size, least, most
     recipe = importlib.import_module(f"benchmarks.published.recipes.{RECIPES.get(family, 'attention_tables')}")
     step = recipe.predict(row)
     predicted: int = getattr(step.peak, row.figure)

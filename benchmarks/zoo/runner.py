@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.zoo.case import Attempt, Case, Outcome
+from benchmarks.zoo.operators import declare
 from memsize.errors import in_one_line
 from memsize.processes.spread import Died, TimeLimitError, spread, time_limited
 
@@ -34,6 +35,7 @@ def outcome(case: Case, limits: Limits) -> Outcome:
     from benchmarks.zoo.trial import parts
 
     known_parts: dict[str, Any] = {}
+    declare()  # an import that the limits cut off could not be begun again: its operators stay registered
     try:
         # What libraries print is not ours: it goes where errors go.
         with contextlib.redirect_stdout(sys.stderr), _memory_limited(limits.memory), time_limited(limits.seconds):

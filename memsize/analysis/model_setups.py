@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -13,31 +16,43 @@ from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, 
 from memsize.errors import ForwardError
 from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.library import Plans
+from memsize.loading.hubs import checkpoint_config_of
 from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.input_tensors import ModelInputs
 from memsize.model.materialize import executable, executable_call
 from memsize.model.meta_copy import MetaCopier
+from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import dtype_name
+from memsize.precision.quantization_config import quantization_of
 from memsize.precision.recipes import apply_scenario, floating_dtype
 from memsize.records.finding import join_names
 from memsize.records.gpu import DEFAULT_GPU, Card
-from memsize.records.trace import Trace
+from memsize.records.trace import StoredTensor, Trace
 from memsize.spec.model_request import Call
-from memsize.spec.scenario import Scenario
+from memsize.spec.scenario import CompileMode, Scenario
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import undisturbed
 from memsize.tracing.ddp import buckets_of
 from memsize.tracing.ledger import Workspaces
-from memsize.tracing.run import GpuSetup, Setup, give_shapes
+from memsize.tracing.run import GpuSetup, Run, Setup, give_shapes
 from memsize.workloads import kept_for_backward
 
 _CAST = "the floating inputs were cast to {}, which the model computes in: it does not run on them as they are given"
 _LATE = "the forward registers {}: the model is shown as it is after a first forward"
 _SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
+_QUANTIZED = "its config says that weights are quantized ({}): as-given stores and runs them so"
+_UNQUANTIZED = "its config says that weights are quantized ({}): they are shown as they are without that"
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
 StorageKey = tuple[str | None, bool]
 """How a scenario holds the parameters, unless it quantizes them: their dtype, and whether norms stay as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEdit:
+    """Changes a meta copy before a scenario does; raises `memsize.analysis.remedies.NotApplicable`."""
+
+    change: Callable[[nn.Module], None]
 
 
 class ModelSetups:
@@ -73,9 +88,10 @@ class ModelSetups:
         self.late: tuple[str, ...] = ()
         """The parameters and buffers that the forward was found to register."""
         self._copier = MetaCopier(model)
+        self._stored: dict[StorageKey, tuple[StoredTensor, ...]] = {}
 
-    def setup(self, scenario: Scenario, batch_size: int | None = None) -> Setup:
-        """A fresh copy, ready to run under the scenario; `batch_size` overrides that of the inputs."""
+    def setup(self, scenario: Scenario, batch_size: int | None = None, edits: tuple[ModelEdit, ...] = ()) -> Setup:
+        """A fresh copy with these `edits`, ready to run under the scenario; `batch_size` overrides the inputs'."""
         batch_size = self.inputs.batch_size if batch_size is None else batch_size
         if scenario.recipe == "as-given":
             scenario = replace(scenario, autocast=own_autocast(self.model))
@@ -85,9 +101,12 @@ class ModelSetups:
             give_shapes(
                 copied, self.inputs.call(batch_size, floating_dtype(copied)), self.training, always=bool(self.late)
             )
+        for edit in edits:
+            edit.change(copied)
         recipe = apply_scenario(copied, scenario)
         if recipe.quantized:
             self.skipped_layers[scenario.name] = dict(recipe.quantized.left)
+        is_shared = recipe.quantized is None and not edits and not self.late
         call = self.call(scenario, recipe.floating, batch_size)
         if self.execute:
             with undisturbed():
@@ -104,6 +123,8 @@ class ModelSetups:
             precision=recipe.precision,
             gpu=GpuSetup(self.gpu.capability, workspaces(self.gpu, self.plans, self.stack), self.stack),
             buckets=buckets_of(self.model),
+            compiled=None if scenario.compile is None else _compiled(scenario.compile, self.gpu),
+            stored=partial(self._stored_tensors, storage_key(scenario)) if is_shared else stored_tensors,
         )
 
     def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:
@@ -118,9 +139,11 @@ class ModelSetups:
         floating = self._given_floating if scenario.recipe == "as-given" and self._inputs_are_cast else None
         cast = (_CAST.format(dtype_name(floating)),) if floating is not None else ()
         hidden = (_SCRIPTED.format(join_names(_outermost(self._scripted))),) if self._scripted else ()
+        stored = _quantized_note(self.model) if scenario.recipe == "as-given" else None
         late = (_LATE.format(join_names(self.late)),) if self.late else ()
+        executed = _EXECUTED if self.execute else None
         stack = self.stack.note(str(torch.__version__))
-        return (*cast, *hidden, *late, *filter(None, (_EXECUTED if self.execute else None, self.gpu.note, stack)))
+        return (*cast, *hidden, *late, *filter(None, (stored, executed, self.gpu.note, stack)))
 
     @cached_property
     def _scripted(self) -> tuple[str, ...]:
@@ -143,6 +166,12 @@ class ModelSetups:
         except ForwardError:
             return True
         return False
+
+    def _stored_tensors(self, storage: StorageKey, copied: nn.Module) -> tuple[StoredTensor, ...]:
+        """The stored tensors of a copy; all copies with one `storage` key store the same."""
+        if storage not in self._stored:
+            self._stored[storage] = stored_tensors(copied)
+        return self._stored[storage]
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
@@ -169,10 +198,30 @@ def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) 
     )
 
 
+def _compiled(mode: CompileMode, gpu: Card) -> Callable[[Run], AbstractContextManager[None]]:
+    """The region in which a run's model is compiled. The compiler is imported here: that takes as long as torch."""
+    with warnings.catch_warnings():  # PyTorch's own modules use what PyTorch deprecates
+        warnings.simplefilter("ignore")
+        from memsize.compile.region import compiled_model
+
+    return partial(compiled_model, mode=mode, capability=gpu.capability)
+
+
 def own_autocast(model: nn.Module) -> str | None:
     """The lower precision of autocast that the training step of the model's own runs in; None where there is none."""
     step = model_defined_step_of(model)
     return step.autocast if step else None
+
+
+def _quantized_note(model: nn.Module) -> str | None:
+    """A note on the weights of a quantized checkpoint; None for another model."""
+    config, quantization = checkpoint_config_of(model), quantization_of(model)
+    if config is None:
+        return None
+    if quantization is not None:
+        return _QUANTIZED.format(quantization.method)
+    method = config.get("quant_method", "some method") if isinstance(config, dict) else "some method"
+    return _UNQUANTIZED.format(method)
 
 
 def is_float32(model: nn.Module, trace: Trace) -> bool:

@@ -27,6 +27,7 @@ from memsize.processes.rank_processes import opened
 from memsize.processes.user_code import is_library, parsed
 from memsize.processes.workers import Workers, can_fork, cores, side_by_side, silent
 from memsize.records.gpu import Card
+from memsize.records.host import UNUSED
 from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankGroup, RankRuns
 from memsize.records.trace import Trace
@@ -163,7 +164,7 @@ def _same(one: ProgramRun, other: ProgramRun) -> bool:
     def on_gpu(trace: Trace) -> Trace:
         """Drop the rank, the notes, and the ops after which memory was let go of, which may be of the host."""
         events = tuple(event if event.delta > 0 else event._replace(op="") for event in trace.events)
-        return replace(trace, world=ALONE, notes=(), events=events)
+        return replace(trace, world=ALONE, notes=(), host=UNUSED, events=events)
 
     return on_gpu(one.trace) == on_gpu(other.trace)
 

@@ -14,6 +14,7 @@ from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.fit import Remedied, RemedyRow
+from memsize.units import format_bytes
 
 Variant = TypeVar("Variant")
 
@@ -50,10 +51,11 @@ class Remedy(Generic[Variant]):
 
 
 class Need(NamedTuple):
-    """The bytes that a variant needs, and the bytes that it may take."""
+    """The bytes that a variant needs, the bytes that it may take, and those of the `host` that it offloads to."""
 
     bytes: int
     capacity: int
+    host: int = 0
 
     @property
     def fits(self) -> bool:
@@ -99,6 +101,8 @@ class RemedySearch(Generic[Variant]):
         except _REFUSALS as error:
             return RemedyRow(*columns, "not here", reason=str(error))
         saved = without.bytes - need.bytes
+        if need.host:
+            columns = (*columns[:2], f"{remedy.cost}; {format_bytes(need.host)} of the host's memory", remedy.changes)
         helps = saved + need.capacity - without.capacity >= self.least_saving
         outcome: Literal["fits", "saves", "no help"] = "saves" if helps else "no help"
         return RemedyRow(*columns, "fits" if need.fits and not without.fits else outcome, need.bytes, saved)

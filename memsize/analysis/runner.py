@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import nn
 
-from memsize.analysis.model_setups import ModelSetups, StorageKey, storage_key
+from memsize.analysis.model_setups import ModelEdit, ModelSetups, storage_key
 from memsize.analysis.short_runs import ShortRuns
 from memsize.depth.counters import Numbers, is_counting, numbers_of
 from memsize.depth.repeated import FoldedPath
@@ -20,19 +20,19 @@ from memsize.depth.trace_extension import NotRepeatedError
 from memsize.errors import ForwardError, MemsizeError
 from memsize.kernels.cudnn.library import Plans
 from memsize.model.input_tensors import ModelInputs
-from memsize.model.stored import stored_tensors
 from memsize.records.gpu import Card
-from memsize.records.trace import StoredTensor, Trace
+from memsize.records.trace import Trace
 from memsize.spec.model_request import Call
 from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import forget_run
+from memsize.torch_internals.module_tree import paths_of
 from memsize.tracing.ddp import buckets_of
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup
 from memsize.workloads import Forward, Proof, Workload, kept_for_backward
 
-Edit = Callable[[Setup], Setup]
+Edit = Callable[[Setup], Setup] | ModelEdit
 """Changes a meta copy that is ready to run; raises `memsize.analysis.remedies.NotApplicable`."""
 Listener = Callable[[ModuleCallRecorder], None]
 
@@ -87,7 +87,6 @@ class Runner(ModelSetups):
         self._short_runners: dict[nn.Module, Runner] = {}
         self._whole: dict[Hashable, tuple[_RunRequest, Trace]] = {}
         """The first run of all layers, by the kind of its proof."""
-        self._stored: dict[StorageKey, tuple[StoredTensor, ...]] = {}
 
     def run(
         self,
@@ -108,11 +107,11 @@ class Runner(ModelSetups):
         `ScenarioError` or `ForwardError` where no run is possible.
         """
         request = _RunRequest(workload, scenario, batch_size, resized, edits)
-        proof = None if self.whole or self.execute else workload.proof
+        proof = None if self.whole or self.execute or scenario.compile else workload.proof
         try:
             if proof is None:
                 return self._run(request, listener)
-            extended = self._extended(request) if self._is_proven(proof, workload, listener) else None
+            extended = self._extended(request) if self._is_proven(proof, request, listener) else None
             return extended or self._run_whole(request, proof, listener)
         finally:
             forget_run()
@@ -143,30 +142,32 @@ class Runner(ModelSetups):
             self.skipped_layers[name] = self.short_runs.unfolded(trace, skipped)
         return replace(trace, notes=(*trace.notes, self.short_runs.note))
 
-    def _is_proven(self, proof: Proof, workload: Workload, listener: Listener | None) -> bool:
+    def _is_proven(self, proof: Proof, request: _RunRequest, listener: Listener | None) -> bool:
         """Whether runs of short models extend to those of the whole one, as one run of that shows."""
         if self.late or self.is_counting or buckets_of(self.model) is not None:
             return False
         refusals = self.short_runs.refusals
         if proof.kind not in refusals:
             first = self._whole.get(proof.kind)
-            if not first and workload == proof.workload:
+            if not first and request.workload == proof.workload:
                 return False  # it takes no longer than its proof
             if not self.short_runs.are_worthwhile(proof.kind, bool(first)):
                 return False
             try:
-                request, whole = first or self._run_proof(proof, listener)
+                proven, whole = first or self._run_proof(proof, request.scenario, listener)
             except MemsizeError as error:  # a proof that fails once is not tried for each run
                 refusals[proof.kind] = str(error)
                 return False
             if self.late or self.is_counting:
                 return False
-            refusals[proof.kind] = self.short_runs.refusal(whole, partial(self._run_short, request), request.kind)
+            refusals[proof.kind] = self.short_runs.refusal(whole, partial(self._run_short, proven), proven.kind)
             self._whole.pop(proof.kind, None)
         return not refusals[proof.kind]
 
-    def _run_proof(self, proof: Proof, listener: Listener | None) -> tuple[_RunRequest, Trace]:
-        request = _RunRequest(proof.workload, SCENARIOS["as-given"])
+    def _run_proof(self, proof: Proof, scenario: Scenario, listener: Listener | None) -> tuple[_RunRequest, Trace]:
+        """Run all layers as they are, or cast as the runs that follow: in half precision attention is fewer ops."""
+        is_cast = listener is None and scenario.recipe == "cast"
+        request = _RunRequest(proof.workload, scenario if is_cast else SCENARIOS["as-given"])
         return request, self._run(request, listener)
 
     def _run_short(self, request: _RunRequest, model: nn.Module) -> Trace:
@@ -194,19 +195,18 @@ class Runner(ModelSetups):
         return self._short_runners[model]
 
     def _setup(self, request: _RunRequest) -> Setup:
-        setup = self.setup(request.scenario, request.batch_size)
+        before = tuple(edit for edit in request.edits if isinstance(edit, ModelEdit))
+        setup = self.setup(request.scenario, request.batch_size, before)
         setup = replace(setup, call=request.resized(setup.call))
         for edit in request.edits:
-            setup = edit(setup)
+            setup = setup if isinstance(edit, ModelEdit) else edit(setup)
         return setup
 
     def _run(self, request: _RunRequest, listener: Listener | None) -> Trace:
-        setup, scenario = self._setup(request), request.scenario
+        setup = self._setup(request)
         if listener is not None:
             setup = replace(setup, listener=listener)
-        if scenario.recipe != "quantized" and not self.late:
-            setup = replace(setup, stored=partial(self._stored_tensors, storage_key(scenario)))
-        if not self.execute:
+        if not self.execute and (self.whole or self.short_runs.blocks is not None):
             setup = replace(setup, ended=partial(self._note_counting, numbers_of(setup.model)))
         before = _registered(setup.model)
         failed: ForwardError | None = None
@@ -216,7 +216,7 @@ class Runner(ModelSetups):
             failed = error
         after = _registered(setup.model)
         if not self.late and len(after) > len(before):  # a wrapper inside the model gives them other names
-            self.late = tuple(name for name in after if name not in before)
+            self.late = tuple(".".join(filter(None, name)) for name in after if name not in before)
             return self._run(request, listener)
         if failed is not None:
             raise failed
@@ -236,7 +236,7 @@ class Runner(ModelSetups):
     def kept_for_backward(self, scenario: Scenario, batch_size: int) -> int:
         """Bytes that one forward keeps for backward at a batch size, parameters apart."""
         forward = Forward()
-        if not self.whole and not self.execute and self._is_proven(forward.proof, forward, None):
+        if not self.whole and not self.execute and self._is_proven(forward.proof, _RunRequest(forward, scenario), None):
             return self.short_runs.affine(
                 lambda model: self._short_runner(model).kept_for_backward(scenario, batch_size)
             )
@@ -246,21 +246,16 @@ class Runner(ModelSetups):
         """Reuse what `other` was found to store for what `scenario` stores."""
         self._stored[storage_key(scenario)] = self._stored[storage_key(other)]
 
-    def _stored_tensors(self, storage: StorageKey, copied: nn.Module) -> tuple[StoredTensor, ...]:
-        """The stored tensors of a copy; all copies with one `storage` key store the same."""
-        if storage not in self._stored:
-            self._stored[storage] = stored_tensors(copied)
-        return self._stored[storage]
 
-
-def _registered(model: nn.Module) -> list[str]:
-    """The names of the parameters and buffers, each tensor by its first one."""
-    met: set[int] = set()
-    names: tuple[list[str], list[str]] = ([], [])
-    for path, module in model.named_modules():
-        for collected, own in zip(names, (module._parameters, module._buffers), strict=True):
-            for name, tensor in own.items():
-                if tensor is not None and id(tensor) not in met:
-                    met.add(id(tensor))
-                    collected.append(f"{path}.{name}" if path else name)
-    return [*names[0], *names[1]]
+def _registered(model: nn.Module) -> list[tuple[str, str]]:
+    """The parameters and buffers, each tensor by the path of its first module and its name there."""
+    parameters: dict[int, tuple[str, str]] = {}
+    buffers: dict[int, tuple[str, str]] = {}
+    for module, path in paths_of(model).items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                parameters.setdefault(id(parameter), (path, name))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in parameters:
+                buffers.setdefault(id(buffer), (path, name))
+    return [*parameters.values(), *buffers.values()]

@@ -15,7 +15,7 @@ from memsize.spec import requests
 from memsize.spec.generation import GENERATED, searched_generation
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import on_each, spread_of
-from memsize.spec.scenario import select
+from memsize.spec.scenario import refuse_compiled, selected
 from memsize.spec.vary import parse_vary
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ def fit(
     """
     vary = parse_vary(request.vary)
     generation = searched_generation(vary, request.generation, request.prompt)
-    scenarios = select(GENERATED if generation and request.scenarios is None else request.scenarios)
+    scenarios = selected(request.scenarios, request.compile, GENERATED if generation else None)
+    if generation:
+        refuse_compiled(scenarios, "generations")
     steps = {
         "train": request.training,
         "crossovers": request.crossovers,
@@ -86,7 +88,7 @@ def fit(
         size=model.batch_size if vary.batch else None,
         remedies=request.remedies,
         crossovers=request.crossovers,
-        default=request.scenarios is None,
+        default=request.scenarios is None and not request.compile,
         generation=generation,
     )
     report_progress, show = progress or (lambda _: None), found or (lambda _: None)

@@ -15,7 +15,7 @@ from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.generation import GENERATED, SERVED, Generation
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.requests import GenerateRequest, ServeRequest
-from memsize.spec.scenario import select
+from memsize.spec.scenario import refuse_compiled, select
 
 if TYPE_CHECKING:
     from memsize.records.generation import GenerationReport
@@ -45,6 +45,7 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
     model, gpu, report_progress = replace(request.model, mode="eval"), request.gpu, progress or (lambda _: None)
     where, allocator = card(gpu.name or DEFAULT_GPU), AllocatorConfig.of(gpu.allocator, gpu.releases.release)
     scenarios = select(GENERATED if request.scenarios is None else request.scenarios)
+    refuse_compiled(scenarios, "generations")
     lengths, sizes = sorted(set(_counts(request.prompt, "prompts"))), _counts(request.batch_size, "batches")
     generations = [replace(request.generation, prompt=length, draft=request.draft) for length in lengths]
     _check(generations[0], sizes, own_step=request.step is not None)
@@ -117,20 +118,28 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
     own. `scenarios` are as for `report` (None: as given, and its weights in fp8 and int4), `gpu` and `stack` as for
     `trace`.
 
+    `server` is a release, such as ``"vllm=0.9.2"`` or ``"sglang=0.5.9"`` (None: the newest vLLM that is known); it
+    gives what is left out here, and PyTorch's release where there is no `stack`. `kv_cache_memory` is the size of the
+    cache in place of what is left, in bytes or as ``"40GiB"``; `enforce_eager` captures no CUDA graphs. Where the
+    model's config says that its checkpoint is quantized, the weights as given are those of the checkpoint.
+
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
     model, gpu, report_progress = replace(request.model, mode="eval"), request.gpu, progress or (lambda _: None)
     where, scenarios = card(gpu.name or DEFAULT_GPU), select(SERVED if request.scenarios is None else request.scenarios)
+    refuse_compiled(scenarios, "servers")
     if request.serving.tensor_parallel_size > 1:
         model = _one_of(request.serving.tensor_parallel_size, model, report_progress)
     with model_of(model, report_progress, where.name) as loaded:
         from memsize.analysis.runner import Runner
-        from memsize.analysis.serving.server import Server
+        from memsize.analysis.serving.server import MIXED, Server, served_scenarios
         from memsize.workloads.generation import generate_of
+        from memsize.workloads.serving import reads_images
 
         generate_of(loaded.model, loaded.name)  # before a prompt is made, as for a generation
+        scenarios = served_scenarios(scenarios, loaded.model, request.serving.rules)
         prompts = prompts_of(model, loaded)
-        inputs = prompts(1)
+        inputs = prompts(MIXED if reads_images(loaded.model) else 1)
         runner = Runner(
             loaded.name, loaded.model, inputs, training=False, gpu=where, stack=gpu.releases, whole=model.whole
         )

@@ -6,7 +6,7 @@ All take a `ModelRequest`, made of the keywords that `ModelRequest.of` explains.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from memsize.errors import InputError
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.parallel import spread_of
 from memsize.spec.requests import LayoutRequest, ReportRequest, TimelineRequest, TraceRequest, VerifyRequest
-from memsize.spec.scenario import scenario_named, select
+from memsize.spec.scenario import Scenario, compiled_from, refuse_compiled, scenario_named, selected
 from memsize.spec.training import USUAL_STEPS, Training
 
 if TYPE_CHECKING:
@@ -59,8 +59,9 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
     """
     model, training, gpu = request.model, request.training, request.gpu
-    scenarios, report_progress = select(request.scenarios), progress or (lambda _: None)
+    scenarios, report_progress = selected(request.scenarios, request.compile), progress or (lambda _: None)
     spread = spread_of(request.parallel, training, execute=request.execute)
+    _refuse_run_compiled(scenarios, world=None, execute=request.execute)
     refuse_resizing(model)
     where = card(gpu.name) if gpu.name else None
     allocator = AllocatorConfig.parse_optional(gpu.allocator, gpu.releases.release)
@@ -69,7 +70,14 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
         from memsize.analysis.report import ReportBuilder, stored_report
         from memsize.analysis.runner import Runner
 
-        if not (model.has_input or loaded.maker or training or request.execute or request.scenarios is not None):
+        if not (
+            model.has_input
+            or loaded.maker
+            or training
+            or request.execute
+            or request.compile
+            or request.scenarios is not None
+        ):
             options: dict[str, object] = {
                 "batch_size": model.batch_size,
                 "seq_len": model.seq_len,
@@ -91,7 +99,7 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
         builder = ReportBuilder(
             runner, training, parallel=spread, peaks=where is not None, config=allocator, progress=report_progress
         )
-        return builder.build(scenarios, default=request.scenarios is None, notes=run.notes)
+        return builder.build(scenarios, default=request.scenarios is None and not request.compile, notes=run.notes)
 
 
 @takes(TraceRequest)
@@ -153,13 +161,16 @@ def step_trace(
     training, gpu = request.training, request.gpu
     where, scenario = card(gpu.name or DEFAULT_GPU), scenario_named(request.scenario)
     allocator = AllocatorConfig.of(gpu.allocator, gpu.releases.release)
+    scenario = compiled_from(scenario) if request.compile and not scenario.compile else scenario
     spread = spread_of(request.parallel, training, loop=loop is not None, execute=request.execute)
+    _refuse_run_compiled((scenario,), world, request.execute)
     refuse_resizing(request.model)
     own = training is not None and training.is_own
     with opened(request.model, progress or (lambda _: None), where.name, own=own) as model:
         from memsize.analysis.model_setups import plans_of
         from memsize.analysis.ranks import others_asked
         from memsize.analysis.runner import Runner
+        from memsize.torch_internals.isolation import collector_paused
         from memsize.workloads.parallel import RankLoop, steps_on
         from memsize.workloads.training import OwnLoop
 
@@ -179,8 +190,13 @@ def step_trace(
                 workload = RankLoop(loop, world, where, steps=steps)
             return runner.run(workload, scenario).in_rows()
 
-        with others_asked(traced, world):
+        with collector_paused(), others_asked(traced, world):
             return StepTrace(traced(world), where.name, allocator)
+
+
+def _refuse_run_compiled(scenarios: Iterable[Scenario], world: World | None, execute: bool) -> None:
+    if world is not None or execute:
+        refuse_compiled(scenarios, "runs on the CPU" if execute else "several GPUs")
 
 
 @takes(VerifyRequest)
@@ -198,6 +214,7 @@ def verify(request: VerifyRequest, *, progress: Callable[[str], None] | None = N
     from memsize.records.verification import read_measurements
 
     scenario, report_progress = scenario_named(request.scenario), progress or (lambda _: None)
+    refuse_compiled((scenario,), "comparisons with a GPU")
     refuse_resizing(request.model)
     if request.device and request.against is not None:
         raise InputError("device is a GPU of this machine, and a saved measurement (against) needs none: leave out one")
@@ -230,6 +247,7 @@ def layout(request: LayoutRequest, *, progress: Callable[[str], None] | None = N
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
     """
     scenario = scenario_named(request.scenario)
+    refuse_compiled((scenario,), "memory formats")
     refuse_resizing(request.model)
     with opened(request.model, progress or (lambda _: None)) as model:
         from memsize.analysis.findings.layout import RULES

@@ -130,7 +130,8 @@ def model_of(
         with _users_code_runs():
             loaded = load(target, subject.arguments, machine, own=own)
             with loaded.importable(), _guarded(loaded.module):
-                yield Loaded(loaded.name, loaded.module, loaded.notes, maker=loaded.inputs, machine=machine)
+                module = _with_trained_parts(loaded.module, subject)
+                yield Loaded(loaded.name, module, loaded.notes, maker=loaded.inputs, machine=machine)
         return
     from torch import nn
 
@@ -141,7 +142,16 @@ def model_of(
     if subject.arguments:
         raise InputError("arguments are for a target, which is built with them: this module is there already")
     with _users_code_runs(), _guarded(model):
-        yield Loaded(type(model).__name__, model, (), maker=None, machine=machine)
+        yield Loaded(type(model).__name__, _with_trained_parts(model, subject), (), maker=None, machine=machine)
+
+
+def _with_trained_parts(model: nn.Module, subject: ModelRequest) -> nn.Module:
+    """The model with the adapters, the base and the frozen parts that the subject asks for; itself without any."""
+    if not (parts := subject.trained_parts):
+        return model
+    from memsize.precision.adapters import with_trained_parts
+
+    return with_trained_parts(model, parts)
 
 
 @contextmanager

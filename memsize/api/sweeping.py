@@ -181,7 +181,8 @@ def _tasks(folder: Path, cells: Mapping[int, Cell], jobs: int | None, timeout: f
     models: dict[str, dict[str, list[int]]] = {}
     for number, cell in cells.items():
         own = cell.training is not None and cell.training.is_own
-        traces = models.setdefault(repr((cell.settings["target"], cell.settings.get("arguments"), own)), {})
+        model = repr((cell.settings["target"], cell.settings.get("arguments"), cell.subject.trained_parts, own))
+        traces = models.setdefault(model, {})
         traces.setdefault(repr(_trace_of(cell)), []).append(number)
     processes = jobs or os.cpu_count() or 1
     fair = sum(map(len, models.values())) // (_SHARE * processes)

@@ -83,6 +83,15 @@ class RequestCommand(click.Command):
                 yield from rest
 
 
+class _Path(click.Path):
+    """The name of a file or a folder; pathlib would take the empty one for the working folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the name is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class RequestOption(click.Option):
     """An option of a request: a saved run cannot follow it any more."""
 
@@ -103,7 +112,7 @@ def parameters(request: type) -> list[click.Parameter]:
 def _argument(choice: Option) -> click.Argument:
     several: dict[str, Any] = {"nargs": -1, "type": click.UNPROCESSED} if choice.kind == "texts" else {}
     if choice.kind == "path":
-        several["type"] = click.Path(path_type=Path)
+        several["type"] = _Path(path_type=Path)
     if choice.key in _TARGETS:
         several["shell_complete"] = _complete_files
     if choice.default not in (None, ""):
@@ -139,7 +148,7 @@ def _type(choice: Option) -> Any:
     if choice.choices:
         return click.Choice(choice.choices)
     if choice.kind == "path":
-        return click.Path(path_type=Path)
+        return _Path(path_type=Path)
     if choice.kind == "count":
         return click.INT if choice.least is None else click.IntRange(min=int(choice.least))
     return click.FLOAT if choice.kind == "number" else click.STRING
@@ -263,7 +272,7 @@ _DEBUG = click.Option(
 
 
 def _output_options(formats: Formats, command: str) -> tuple[click.Option, ...]:
-    file: dict[str, Any] = {"type": click.Path(path_type=Path), "metavar": "FILE"}
+    file: dict[str, Any] = {"type": _Path(path_type=Path), "metavar": "FILE"}
     unit = "Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB. [default: by size]"
     form = f"Output format: {', '.join({**formats, **IMAGES})}. [default: from the suffix of -o, else text]"
     saved = f": memsize {command} run.memsize shows it again." if command else ", for memsize.load."

@@ -21,7 +21,6 @@ from torch import Tensor
 from memsize.cuda import autocast
 from memsize.kernels.semantics import Semantics, current
 from memsize.torch_internals.dispatch_key import KEY, Kernel, exclude, key_excluded, overload
-from memsize.torch_internals.meta import is_meta
 
 Backend = Literal["flash", "efficient", "cudnn", "math"]
 _HALVES = (torch.float16, torch.bfloat16)
@@ -208,7 +207,7 @@ def _attention(
             call = Attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, *gpu)
             backend = choose_backend(call)
             # CUDA's own kernels have rules for meta tensors, but none for CPU tensors.
-            if is_meta(query) or backend == "math":
+            if semantics.is_stand_in(query) or backend == "math":
                 if mask is not None and mask.dtype is torch.bool:
                     least = -torch.inf
                     call = call._replace(

@@ -28,7 +28,6 @@ from torch import Tensor
 from memsize.kernels.semantics import current
 from memsize.kernels.tensors import channels_last_format, is_dense_channels_last
 from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
-from memsize.torch_internals.meta import is_meta
 
 _TRAINING_BATCH, _EVALUATION_BATCH = 880_801, 65_535
 _INDEXED = 2**31 - 1
@@ -50,7 +49,7 @@ def kernels() -> Mapping[str, Kernel]:
 def _stands_in(tensor: Tensor) -> bool:
     """Whether CUDA's kernel can be called for its result on `tensor`; on the CPU it could not run."""
     semantics = current()
-    return semantics is not None and semantics.meta and is_meta(tensor)
+    return semantics is not None and semantics.is_stand_in(tensor)
 
 
 # -- batch norm -------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def _layers(name: str, form: str) -> Kernel:
                 outputs = _cudnn(name, form, semantics, *args)
                 if outputs is not None:
                     return outputs[: 3 if name == "lstm" else 2]
-            if not is_meta(args[0]):
+            if not (is_meta(args[0]) or (semantics is not None and semantics.is_stand_in(args[0]))):
                 return overload(f"{name}.{form}")(*args)
         # The operator is a composite: what it calls is seen again, and cast by autocast.
         return getattr(getattr(torch.ops.aten, name), form).decompose(*args)
@@ -54,7 +54,7 @@ def _layers(name: str, form: str) -> Kernel:
 
 def _takes_cudnn(tensor: Tensor, semantics: Semantics) -> bool:
     """Whether cuDNN takes this input. A CPU tensor can stand for a GPU's, but cuDNN could not run it."""
-    if not (semantics.meta and is_meta(tensor) and tensor.numel() and torch._C._get_cudnn_enabled()):
+    if not (semantics.is_stand_in(tensor) and tensor.numel() and torch._C._get_cudnn_enabled()):
         return False
     if tensor.dtype is torch.bfloat16:
         return semantics.cudnn >= _BFLOAT16_CUDNN and semantics.capability >= _BFLOAT16_CAPABILITY
@@ -147,7 +147,7 @@ def _cell(name: str) -> Kernel:
 def _fused(name: str, tensor: Tensor, hidden: Tensor, state: Tensor, weights: tuple[Tensor | None, ...]) -> Any:
     """Return what the fused kernel returns; None where it does not run: on the CPU, and, for a GRU, outside a trace."""
     semantics = current()
-    if semantics is None or not (semantics.meta and is_meta(tensor)):
+    if semantics is None or not semantics.is_stand_in(tensor):
         return None
     input_weight, hidden_weight, *biases = weights
     assert input_weight is not None and hidden_weight is not None

@@ -150,7 +150,8 @@ def extended(shorter: Table, longer: Sequence[Table], blocks: Sequence[int]) -> 
         origin += [np.arange(start, at), np.tile(before, blocks[kind])]
         # What a block more adds to the numbers of the repetition before, and to those of the one behind.
         first = longer[kind].numbers[to : to + length] + others[before] + own[before] * (blocks[kind] - 1)
-        numbers.extend(first + (own[behind] - own[before]) * number for number in range(blocks[kind]))
+        steps = np.arange(blocks[kind])[:, None, None] * (own[behind] - own[before])
+        numbers.append((first + steps).reshape(blocks[kind] * length, first.shape[1]))
         start = at
     rows = np.concatenate([*origin, np.arange(start, end)])
     return Extension(shorter.keys[rows], np.concatenate([*numbers, (shorter.numbers + growth)[start:]]), rows)

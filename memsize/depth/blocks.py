@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -134,9 +134,14 @@ def _repetition(path: str, stem: str, children: Sequence[nn.Module], likeness: L
     if max(Counter(map(type, children)).values()) < _LEAST:
         return None
     features = [likeness.features(child) for child in children]
+    numbers: dict[Hashable, int] = {}
+    try:
+        common = [numbers.setdefault(block.common, len(numbers)) for block in features]
+    except TypeError:  # an attribute that has no hash
+        return None
     best: Stack | None = None
     for period in range(1, min(_LONGEST_PERIOD, len(children) // _LEAST) + 1):
-        for start, count in _runs([block.common for block in features], period):
+        for start, count in _runs(common, period):
             if best is not None and period * count <= best.repeated.period * best.repeated.count:
                 continue
             counting = counted(features[start:], period, count)
@@ -147,7 +152,7 @@ def _repetition(path: str, stem: str, children: Sequence[nn.Module], likeness: L
     return best
 
 
-def _runs(common: Sequence[Any], period: int) -> Iterator[tuple[int, int]]:
+def _runs(common: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
     """Yield where blocks begin to repeat, and how many periods there are, `_LEAST` at the least."""
     start = 0
     for position in range(period, len(common) + 1):

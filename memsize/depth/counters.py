@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+
+from memsize.torch_internals.module_tree import paths_of
+
+_COUNTERS: dict[type, Callable[[Any], object]] = {int: int, float: float, list: len, itertools.count: repr}
+"""What can count, and how its number is read."""
 
 Numbers = Mapping[Hashable, object]
 """Numbers, and lengths of lists, by where they are."""
@@ -20,13 +25,13 @@ def numbers_of(model: nn.Module) -> Numbers:
     """Return the numbers that modules of `model` have, their classes, and the globals and closures of their methods."""
     numbers: dict[Hashable, object] = {}
     of_kinds: dict[type, dict[str, object]] = {}
-    for path, module in model.named_modules():
+    for module, path in paths_of(model).items():
         kind = type(module)
         if kind not in of_kinds:
             of_kinds[kind] = {name: number for of in reversed(_own(kind)) for name, number in _numbers(vars(of))}
         # An attribute of the class stands for that of a module until that is set.
-        own = of_kinds[kind] | dict(_numbers(vars(module)))
-        numbers.update((("module", path, name), number) for name, number in own.items())
+        for name, number in (*of_kinds[kind].items(), *_numbers(vars(module))):
+            numbers["module", path, name] = number
     for base in {base for kind in of_kinds for base in _own(kind)}:
         numbers.update(((base, *names), number) for names, number in _of_methods(base))
     return numbers
@@ -55,12 +60,8 @@ def _of_methods(kind: type) -> Iterator[tuple[tuple[str, ...], object]]:
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     for name, value in list(values.items()):
-        if type(value) in (int, float):
-            yield name, value
-        elif type(value) is list:
-            yield name, len(value)
-        elif isinstance(value, itertools.count):
-            yield name, repr(value)
+        if (kind := type(value)) in _COUNTERS:
+            yield name, _COUNTERS[kind](value)
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -6,6 +6,7 @@ Whole numbers may differ from module to module by the same amount each time, as 
 from __future__ import annotations
 
 import types
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,7 +17,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-_PLAIN: Final = (type(None), bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, Enum, type, slice, range)
+from memsize.torch_internals.module_tree import paths_of
+
+_PLAIN: Final = (type(None), bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, Enum, type, range)
+_USUAL: Final = frozenset({type(None), bool, str, int})
+_HOLDERS: Final = frozenset({dict, OrderedDict, list, tuple})
 _MOST_NESTED: Final = 6
 _OWN: Final = ("_modules", "_compiled_call_impl")
 
@@ -40,7 +45,7 @@ class Likeness:
     def __init__(self, model: nn.Module) -> None:
         self._holders: dict[int, int] = {}
         """How many modules hold a tensor or a module, by its id."""
-        for module in model.modules():
+        for module in paths_of(model):
             for part in (*module._parameters.values(), *module._buffers.values(), *module._modules.values()):
                 if part is not None:
                     self._holders[id(part)] = self._holders.get(id(part), 0) + 1
@@ -48,10 +53,11 @@ class Likeness:
 
     def features(self, block: nn.Module) -> Features:
         """Return the features of one block."""
-        paths = {id(module): path for path, module in block.named_modules()}
+        modules = paths_of(block)
+        paths = {id(module): path for module, path in modules.items()}
         numbers: dict[Key, int] = {}
-        common = []
-        for path, module in block.named_modules():
+        common: list[Hashable] = []
+        for module, path in modules.items():
             for name, value in vars(module).items():
                 if name in _OWN:
                     continue
@@ -69,8 +75,14 @@ class Likeness:
 
     def _feature(self, value: Any, paths: Mapping[int, str], nested: int) -> Hashable:
         kind = type(value)
-        if isinstance(value, _PLAIN) or kind is int:
+        if kind in _USUAL or isinstance(value, _PLAIN):
             return kind, value
+        if kind in _HOLDERS and not value:  # as most attributes are: hook tables
+            return kind, ()
+        if kind is nn.Parameter:
+            return self._tensor(value)
+        if kind is slice:  # which has no hash before Python 3.12
+            return kind, value.start, value.stop, value.step
         if kind is float:
             # A rate may differ from block to block, as that of stochastic depth does.
             return kind, value if value in (0.0, 1.0) else "between"

@@ -95,11 +95,22 @@ def cuda_context(where: Card | None = None, stack: Stack = INSTALLED, ops: Colle
     where = where or card(DEFAULT_GPU)
     if where.platform == "MPS":
         return Interval(0, 0)
+    driver, code = _driver(where), _code_of_libraries(where, stack, ops)
+    return Interval((driver.low + code.low) // MiB * MiB, -(-(driver.high + code.high) // MiB) * MiB)
+
+
+def code_of_libraries(where: Card, stack: Stack = INSTALLED, ops: Collection[str] | None = None) -> Interval:
+    """The part of a CUDA context that comes with the first calls of libraries, after CUDA is initialized."""
+    code = _code_of_libraries(where, stack, ops)
+    return Interval(code.low // MiB * MiB, -(-code.high // MiB) * MiB)
+
+
+def _code_of_libraries(where: Card, stack: Stack, ops: Collection[str] | None) -> Interval:
     build = _build(stack)
     cuda = build.cuda if stack.cuda is None else release(stack.cuda) or build.cuda
     kinds = {name: _kinds(name, ops) for name in build.libraries}
     cells = {name: nearest_code(build.libraries[name], where.capability) for name, count in kinds.items() if count}
-    driver, own = _driver(where), sum(_OWN.get(name, 0) for name in cells)
+    own = sum(_OWN.get(name, 0) for name in cells)
     ends = []
     for loading in loadings(cuda, stack.loading):
         if loading == "eager":
@@ -107,8 +118,7 @@ def cuda_context(where: Card | None = None, stack: Stack = INSTALLED, ops: Colle
             ends.append(Interval(sum(certain), sum(cell.most for cell in cells.values())))
         else:
             ends.append(Interval(0, sum(_loaded(cell, kinds[name]) for name, cell in cells.items())))
-    low, high = driver.low + min(end.low for end in ends), driver.high + own + max(end.high for end in ends)
-    return Interval(low // MiB * MiB, -(-high // MiB) * MiB)
+    return Interval(min(end.low for end in ends), own + max(end.high for end in ends))
 
 
 def loadings(cuda: Release, module_loading: Loading | None = None) -> tuple[Loading, ...]:

@@ -179,7 +179,7 @@ def stream_shares(trace: Trace, flow: AllocationEvents, replayed: Replay) -> tup
     flow = AllocationEvents(flow.storages[allocated], flow.deltas[allocated], flow.streams)
     streams = numbers(trace.storages, "stream")[flow.storages]
     shares = []
-    for stream in np.unique(streams).tolist():
+    for stream in sorted(set(streams.tolist())):
         part = AllocationEvents(flow.storages[streams == stream], flow.deltas[streams == stream], {})
         shares.append(_stream_share(trace, part, stream=stream, replayed=replayed))
     return tuple(shares) if len(shares) > 1 else ()

@@ -31,7 +31,7 @@ from memsize.documents.timeline import alive_table, course_table
 from memsize.records.cells import Label
 from memsize.records.fields import role_fields
 from memsize.records.peak_by_module import MODULE_FIELDS, peak_by_module
-from memsize.records.program import CHILD_FIELDS, TENSOR_FIELDS, Assumed, ProgramRun
+from memsize.records.program import CHILD_FIELDS, HOST_FIELDS, TENSOR_FIELDS, Assumed, ProgramRun
 from memsize.records.ranks import GROUP_FIELDS, RankRuns, spans
 from memsize.records.roles import in_order
 from memsize.records.timeline import Timeline, step_courses
@@ -73,6 +73,7 @@ class ProgramDocument(Document[ProgramRun]):
             *stream_tables(run.peak.streams),
             *((tensor_table(run),) if run.tensors else ()),
             *((child_table(run),) if run.children else ()),
+            *((host_table(run),) if run.trace.host.needs else ()),
             *listed("Assumed", tuple(map(_assumed, run.assumed))),
             *listed("Not written", run.unwritten),
             *listed("Notes", run.trace.notes),
@@ -124,6 +125,7 @@ class ProgramDocument(Document[ProgramRun]):
             "growth": growth and {**growth._asdict(), "holder": growth.holder and growth.holder._asdict()},
             "kept_gradients": run.kept_gradients and run.kept_gradients._asdict(),
             **values_of(run, "waits", "unwritten"),
+            "host": run.trace.host._asdict(),
             "children": [child._asdict() for child in run.children],
             "assumed": [assumed._asdict() for assumed in run.assumed],
             "findings": findings_data(run.findings, unit),
@@ -147,6 +149,11 @@ def tensor_table(run: ProgramRun) -> Table:
 def child_table(run: ProgramRun) -> Table:
     """One row for each process that the program started, in the order in which they ended."""
     return Table.of("processes", "Processes", CHILD_FIELDS, run.children, caption="Processes that the script started")
+
+
+def host_table(run: ProgramRun) -> Table:
+    """One row for each kind of host memory."""
+    return Table.of("host", "Host memory", HOST_FIELDS, run.trace.host.rows, caption="Memory of the host")
 
 
 def _assumed(assumed: Assumed) -> str:

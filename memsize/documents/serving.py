@@ -29,6 +29,7 @@ _PARTS = (
     Part("weights", "weights", "parameter"),
     Part("profile", "the largest step", "temporary"),
     Part("non_torch", "outside PyTorch", "workspace"),
+    Part("graphs", "CUDA graphs", "communication"),
     Part("kv_cache", "KV cache", "KV cache"),
 )
 
@@ -59,6 +60,7 @@ class ServingDocument(Document[ServingReport]):
         rows = []
         for row in self.answer.ran:
             sizes = {"weights": row.weights, "profile": row.profile, "non_torch": row.non_torch.high}
+            sizes["graphs"] = row.graphs.high
             sizes["kv_cache"] = row.paged.available.low if row.paged else 0
             rows.append((Label(row.scenario, hint=row.title), sizes))
         bars = Bars.of("taken on a card", _PARTS, rows)
@@ -90,6 +92,7 @@ def _row_data(row: ServingRow) -> dict[str, Any]:
     return {
         **values_of(row, "scenario", "weights", "profile"),
         "non_torch": row.non_torch._asdict(),
+        "graphs": row.graphs._asdict(),
         "paged": paged
         and {
             "available": paged.available._asdict(),
@@ -98,6 +101,7 @@ def _row_data(row: ServingRow) -> dict[str, Any]:
             "blocks": paged.blocks._asdict(),
             "tokens": paged.tokens._asdict(),
             "concurrency": paged.concurrency._asdict(),
+            "longest": paged.longest and paged.longest._asdict(),
         },
         **values_of(row, "shortage", "reason"),
     }
@@ -109,4 +113,5 @@ def title(report: ServingReport) -> Title:
     cards = report.card.name if arguments["tp"] == 1 else f"each of {arguments['tp']} {report.card.name}"
     step = f"steps of {arguments['batched_tokens']:,} tokens, {arguments['seqs']:,} sequences"
     taken = f"{arguments['utilization']:.0%} of its memory, blocks of {arguments['block']} tokens"
-    return Title(report.model, ((step,), (f"on {cards}: {taken}",)))
+    server = f"by {arguments['server']}: " if "server" in arguments else ""
+    return Title(report.model, ((f"{server}{step}",), (f"on {cards}: {taken}",)))

@@ -26,6 +26,7 @@ def rules() -> Rules:
     """Return every shape rule, by overload. The families are imported at the first call."""
     from memsize.kernels import (  # noqa: F401
         attention,
+        bitsandbytes,
         convolution,
         factories,
         matmul,
@@ -33,6 +34,7 @@ def rules() -> Rules:
         pointwise,
         reductions,
         rnn,
+        sorting,
         sparse,
     )
 

@@ -47,6 +47,12 @@ def _made_like(
     return formatted(tensor.shape, dtype, channels_last=True) if tensor.dim() == rank else NotImplemented
 
 
+@shape_rule("aten::_unsafe_view")
+def _viewed(tensor: Any, size: Any) -> Any:
+    """The same memory; PyTorch's `meta` kernel is Python."""
+    return torch.ops.aten.view.default(tensor, size) if are_plain(tensor) else NotImplemented
+
+
 @shape_rule("aten::randn")
 def _normal(size: Any, *, dtype: Any = None, **options: Any) -> Any:
     """Row-major; PyTorch's `meta` kernel is Python that imports sympy, as is that of the next."""

@@ -94,7 +94,9 @@ class Temporary(NamedTuple):
 
 
 TEMPORARIES: dict[Any, Callable[..., Iterator[Temporary]]] = {}
-"""The allocations alive at the peak of a kernel, by overload: functions of an op's arguments."""
+"""The allocations alive at the peak of a kernel, by overload, or by the name of a library's op: functions of an op's
+arguments.
+"""
 
 
 def temporaries_of(*ops: Any) -> Callable[[_F], _F]:

@@ -44,10 +44,20 @@ class Semantics:
     observer: CastObserver | None
     release: tuple[int, int] | None = None
     copies: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=dict)
+    fakes: bool = False
+    """Whether tensors on the CPU are fakes, which stand for CUDA tensors and compute nothing."""
 
     def stands_for_cuda(self, tensor: Tensor) -> bool:
         """Whether `tensor` would be on the GPU."""
-        return (self.meta and is_meta(tensor)) or (self.cpu and tensor.is_cpu)
+        return self.is_stand_in(tensor) or (self.cpu and tensor.is_cpu)
+
+    def is_stand_in(self, tensor: Tensor) -> bool:
+        """Whether CUDA's kernel can be called for its result on `tensor`; on the CPU it could not run."""
+        return (self.meta and is_meta(tensor)) or (self.fakes and tensor.is_cpu)
+
+    def for_fakes(self) -> Semantics:
+        """The same GPU, for the fakes on the CPU that a compiler traces with. It keeps no copies."""
+        return Semantics(False, False, self.capability, self.cudnn, None, self.release, fakes=True)
 
 
 class _Thread(threading.local):

@@ -18,8 +18,10 @@ _FILLS: dict[str, Any] = {
 """Ops that fill a tensor with one number: the number, or the name of the argument that gives it."""
 
 _EMPTY = frozenset(
-    f"aten::{name}" for name in "empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split()
+    f"aten::{name}"
+    for name in "empty empty_like empty_strided empty_permuted new_empty new_empty_strided _efficientzerotensor".split()
 )
+"""Ops whose results are read as zeros: those of `_efficientzerotensor` have no memory that a kernel could read."""
 _QUANTIZING = frozenset(
     f"aten::{name}"
     for name in "quantize_per_tensor quantize_per_tensor_dynamic quantize_per_channel dequantize".split()

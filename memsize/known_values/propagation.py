@@ -68,9 +68,14 @@ def propagate(op: OpTraits, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     lead = args[0] if args else None
     if isinstance(lead, list) and lead:
         lead = lead[0]
-    if isinstance(lead, torch.Tensor) and lead.layout in PARTS:
+    if not isinstance(lead, torch.Tensor):
+        _propagate_constants(op, func, args, kwargs, result)
+    elif lead.layout in PARTS:
         return  # values are kept for strided tensors alone
-    if isinstance(lead, torch.Tensor) and constant_of(lead) is None:  # as nearly always
+    elif is_meta(lead) and entry_of(lead) is None:  # as nearly always
+        if op.informative:
+            _inform(op, args, kwargs, result)
+    elif constant_of(lead) is None:
         state = None if diagonals_of(lead) is None else _state_for(op, func, args, kwargs)
         if state is not None and follow(op, func, args, kwargs, result, state):
             return
@@ -89,7 +94,8 @@ def carry_over(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 def assumption_of(args: Any, kwargs: Any) -> str | None:
     """The assumption under which the arguments are known, if any."""
     states = [state_of(item) for item in args if isinstance(item, torch.Tensor)]
-    nested = [item for item in args if isinstance(item, (list, tuple))]
+    # Most lists are sizes.
+    nested = [item for item in args if isinstance(item, (list, tuple)) and item and type(item[0]) is not int]
     if nested or kwargs:
         states += [state_of(tensor) for tensor in tensors_in((nested, kwargs))]
     return first_assumption(states)

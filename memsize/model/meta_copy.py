@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsize.errors import MemsizeError
 from memsize.model.meta_tensors import MetaTensors, Plain
+from memsize.torch_internals.module_tree import paths_of
 
 _ATOMIC = (
     type(None),
@@ -83,7 +84,7 @@ class MetaCopier:
 
     def copy(self) -> nn.Module:
         """A new copy, as `meta_copy` makes it."""
-        for module in () if self._learned.modules else self._model.modules():
+        for module in () if self._learned.modules else paths_of(self._model):
             if _is_sharded(module):
                 raise MemsizeError(
                     f"{type(module).__name__} holds shards of its parameters: pass the model as it is before it is "
@@ -143,7 +144,7 @@ class _Copy:
     # -- modules ------------------------------------------------------------------------------------------------------
 
     def module(self, model: nn.Module) -> nn.Module:
-        originals = [module for module in map(inside, model.modules()) if id(module) not in self.memo]
+        originals = [module for module in map(inside, paths_of(model)) if id(module) not in self.memo]
         # An empty copy first: attributes may refer to any module, including their own owner.
         for module in originals:
             if isinstance(module, torch.jit.ScriptModule):

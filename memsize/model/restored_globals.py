@@ -20,6 +20,7 @@ from torch import nn
 
 from memsize.loading.scope import is_users
 from memsize.processes.patches import MISSING, assign
+from memsize.torch_internals.module_tree import paths_of
 
 _is_users_file = cache(is_users)
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
@@ -28,7 +29,7 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 @contextmanager
 def restored_globals(model: nn.Module) -> Iterator[None]:
     """Put the user's classes among those of `model`, and the globals that their methods name, back at the end."""
-    kinds = {kind for used in {type(module) for module in model.modules()} for kind in used.__mro__}
+    kinds = {kind for used in set(map(type, paths_of(model))) for kind in used.__mro__}
     classes = [kind for kind in kinds if any(map(_is_users, vars(kind).values()))]
     functions = [value for cls in classes for value in vars(cls).values() if isinstance(value, types.FunctionType)]
     attributes = [(cls, _contents(vars(cls), vars(cls))) for cls in classes]

@@ -32,6 +32,7 @@ from memsize.model.tensor_storage import (
 )
 from memsize.records.byte_ownership import own_bytes
 from memsize.records.trace import Kind, StoredPart, StoredTensor, TensorSpec
+from memsize.torch_internals.module_tree import paths_of
 
 _MODULE_STATE = frozenset(vars(nn.Module())) | {"_c"}
 _HOLDER = re.compile(r"(?:^|\.)(?:_packed_params|_all_weight_values(\.\d+))$")
@@ -52,14 +53,14 @@ def stored_tensors(model: nn.Module) -> tuple[StoredTensor, ...]:
     counted before has 0 bytes and a `tied_to`. Of several views of one block, each gets its own extent, and the first
     of them also the bytes that none covers.
     """
-    modules = list(model.named_modules())
-    order = {path: index for index, (path, _) in enumerate(modules)}
+    modules = paths_of(model)
+    order = {path: index for index, path in enumerate(modules.values())}
     tensors: list[_NamedTensor] = []
     seen: set[int] = set()
-    for path, module in modules:
+    for module, path in modules.items():
         tensors += _own(module, f"{path}." if path else "", path)
         seen.update(map(id, (module, *module._parameters.values(), *module._buffers.values())))
-    for path, module in modules:
+    for module, path in modules.items():
         tensors += _unregistered(module, f"{path}." if path else "", path, seen)
     rows = map(_row, tensors, _shares(tensors))
     return tuple(sorted(rows, key=lambda row: order[row.layer]))

@@ -10,10 +10,16 @@ compare byte for byte. What a library leaves alone stays as the model has it.
 | `int8-weight`  | torchao 0.18 `Int8WeightOnlyConfig`            | N·K int8, N float32, N int8                |
 | `fp8-weight`   | torchao 0.18 `Float8WeightOnlyConfig`          | N·K float8_e4m3fn, N float32               |
 | `int4-weight`  | torchao 0.18 `Int4WeightOnlyConfig`            | N·K/2 bytes, 2·N·K/128 floats of its dtype |
-| `nf4`          | bitsandbytes `Linear4bit`, `nf4`               | N·K/2 bytes, N·K/64 + 16 float32           |
+| `nf4`, `fp4`   | bitsandbytes `Linear4bit`                      | N·K/2 bytes, N·K/64 + 16 float32           |
+| `nf4-double`   | the same with double quantization              | N·K/2 + N·K/64 bytes, N·K/16384 + 273 f32  |
+| `int8`         | bitsandbytes `Linear8bitLt`                    | N·K int8, N float32                        |
+| `mxfp4`        | OCP MX 1.0, as GPT-OSS stores its experts      | N·K/2 bytes, N·K/32 scales of a byte       |
+| `nvfp4`        | ModelOpt and compressed-tensors                | N·K/2 bytes, N·K/16 float8, 1 float32      |
 
-Proved with real layers on a CPU: all but `int4-weight`, whose quantizing kernel (mslk) needs a GPU. There torchao's own
-`quantize_` and `Int4Tensor.from_hp` ran with that kernel replaced by one of the shapes that `Int4Tensor` documents.
+Proved with real layers on a CPU: all but `int4-weight`, whose quantizing kernel (mslk) needs a GPU, and the last two.
+There torchao's own `quantize_` and `Int4Tensor.from_hp` ran with that kernel replaced by one of the shapes that
+`Int4Tensor` documents. `mxfp4` and `nvfp4` are the tensors of checkpoints (`Mxfp4GptOssExperts` of transformers 5.23,
+`NVFP4PackedCompressor` of compressed-tensors).
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -38,9 +45,9 @@ BLOCK = 64
 _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 
 
-Kernel = Literal["quantized", "copy kept", "copy freed", "no gradient"]
+Kernel = Literal["quantized", "copy kept", "copy freed", "copy in backward", "int8 product", "no gradient"]
 """How a layer multiplies: with the quantized values themselves, with a copy that is kept for backward, with a copy that
-backward makes again, or without a gradient.
+backward makes again, with one that backward alone makes, with int8 values of its input too, or without a gradient.
 """
 
 
@@ -52,7 +59,8 @@ class Layout:
     them. `weight` gives the parts of one weight from its shape and floating dtype, `skips` why a weight of some shape
     is left alone (None: it is not). A `packed` layout takes the bias into the packed object too. `claims` is the dtype
     that the quantized weight shows to PyTorch: None for the dtype that it had. `kernel` says how its layers multiply
-    (`memsize.precision.quantized.run_as`).
+    (`memsize.precision.quantized.run_as`). `heads`: it converts the output layer of a transformers model too, and
+    `experts`: the 3-dimensional weights of its experts, whatever their class.
     """
 
     name: str
@@ -67,6 +75,8 @@ class Layout:
     claims: str | None = None
     skips: Callable[[Shape], str | None] = lambda shape: None
     note: str = ""
+    heads: bool = True
+    experts: bool = False
 
     def bias(self, module: str, shape: Shape, dtype: str) -> Parts:
         """The parts that stand for a bias of a module of class `module`; nothing when the layout leaves biases alone.
@@ -132,8 +142,50 @@ def nf4_blocks(shape: Shape, dtype: str) -> Parts:
     )
 
 
+def nf4_double_blocks(shape: Shape, dtype: str) -> Parts:
+    """The same with double quantization: an absmax is a byte, with a float32 per 256 of them, an offset and a table.
+
+    Source: bitsandbytes 0.50, `functional.quantize_4bit(compress_statistics=True)` and `quantize_blockwise`.
+    """
+    data, _, code = nf4_blocks(shape, dtype)
+    blocks = -(-math.prod(shape) // BLOCK)
+    return (
+        data,
+        part("quant_state.absmax", "uint8", (blocks,)),
+        code,
+        part("quant_state.offset", "float32", ()),
+        part("quant_state.state2.absmax", "float32", (-(-blocks // 256),)),
+        part("quant_state.state2.code", "float32", (256,)),
+    )
+
+
+def llm_int8_rows(shape: Shape, dtype: str) -> Parts:
+    """bitsandbytes' `Int8Params`: int8 values and one float32 absmax a row (`functional.int8_vectorwise_quant`)."""
+    return part("CB", "int8", shape), part("SCB", "float32", shape[:-1])
+
+
+def mxfp4_blocks(shape: Shape, dtype: str) -> Parts:
+    """Two e2m1 values a byte, and one e8m0 scale per 32 elements of a row."""
+    *rows, columns = shape
+    return part("blocks", "uint8", (*rows, -(-columns // 2))), part("scales", "uint8", (*rows, -(-columns // 32)))
+
+
+def nvfp4_blocks(shape: Shape, dtype: str) -> Parts:
+    """Two e2m1 values a byte, one float8_e4m3fn scale per 16 elements of a row, and one float32 for the weight."""
+    *rows, columns = shape
+    return (
+        part("weight_packed", "uint8", (*rows, -(-columns // 2))),
+        part("weight_scale", "float8_e4m3fn", (*rows, -(-columns // 16))),
+        part("weight_global_scale", "float32", (1,)),
+    )
+
+
 def _not_grouped(shape: Shape) -> str | None:
     return f"{shape[-1]} input features are not a multiple of the group of {GROUP}" if shape[-1] % GROUP else None
+
+
+def _not_in_blocks(block: int, shape: Shape) -> str | None:
+    return f"{shape[-1]} input features are not a multiple of the block of {block}" if shape[-1] % block else None
 
 
 _TABLE = (
@@ -156,7 +208,27 @@ _TABLE = (
     Layout("fp8-weight", "torchao's Float8WeightOnlyConfig", "torchao Float8Tensor", float8_rows, "copy kept"),
     Layout(
         "nf4", "bitsandbytes' 4-bit Linear", "bitsandbytes Params4bit", nf4_blocks, "copy freed",
-        claims="uint8", note="without double quantization",
+        claims="uint8", note="without double quantization", heads=False,
+    ),
+    Layout(
+        "nf4-double", "bitsandbytes' 4-bit Linear", "bitsandbytes Params4bit", nf4_double_blocks, "copy freed",
+        claims="uint8", heads=False,
+    ),
+    Layout(
+        "fp4", "bitsandbytes' 4-bit Linear", "bitsandbytes Params4bit", nf4_blocks, "copy freed",
+        claims="uint8", note="without double quantization", heads=False,
+    ),
+    Layout(
+        "int8", "bitsandbytes' LLM.int8", "bitsandbytes Int8Params", llm_int8_rows, "int8 product",
+        claims="int8", heads=False,
+    ),
+    Layout(
+        "mxfp4", "MXFP4", "MXFP4", mxfp4_blocks, "copy freed", claims="uint8", heads=False, experts=True,
+        skips=partial(_not_in_blocks, 32),
+    ),
+    Layout(
+        "nvfp4", "NVFP4", "NVFP4", nvfp4_blocks, "copy freed", claims="uint8", heads=False, experts=True,
+        skips=partial(_not_in_blocks, 16),
     ),
 )  # fmt: skip
 

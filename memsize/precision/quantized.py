@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from memsize.loading.hubs import quiet
 from memsize.model.stored import TORCHSCRIPT_CONSTANT, stored_tensors
 from memsize.model.tensor_storage import dtype_name, wrapper_name
 from memsize.precision.layouts import Kernel, Layout, Parts
+from memsize.precision.quantization_config import is_skipped
 from memsize.records.trace import Output, StoredTensor, TensorSpec, Trace
 from memsize.spec.scenario import Scenario
 
@@ -48,20 +50,25 @@ class Quantized:
     note: str = ""
 
 
-def apply_layout(model: nn.Module, layout: Layout) -> Quantized:
+def apply_layout(model: nn.Module, layout: Layout, skipped: tuple[str, ...] | None = None) -> Quantized:
     """How `model` would be stored under `layout`. Its shapes stay; replaced parameters stop requiring a gradient.
+
+    Modules that match a pattern of `skipped` stay as they are (None: those that the library skips by default).
 
     Raises `ScenarioError` when the layout covers nothing in the model, when the library would refuse it, or when the
     model already holds quantized tensors.
     """
     _refuse_quantized(model)
+    patterns = _skipped_by_default(model, layout) if skipped is None else skipped
     replaced: dict[str, Parts] = {}
     left: dict[str, str] = {}
     converted: list[tuple[nn.Module, str]] = []
     for path, module in model.named_modules():
-        if not any(parameter is not None for parameter in module._parameters.values()):
+        if is_adapter(module) or not any(parameter is not None for parameter in module._parameters.values()):
             continue
         reason = _left_alone(module, path, layout)
+        if reason is None and is_skipped(path, patterns):
+            reason = f"{layout.library} leaves it alone"
         if reason:
             left[path] = reason
         else:
@@ -77,6 +84,41 @@ def apply_layout(model: nn.Module, layout: Layout) -> Quantized:
     _freeze(model, converted)
     run_as(layout.kernel, dict.fromkeys(module for module, _ in converted))
     return Quantized(layout.name, replaced, left, layout.wrapper, layout.packed, layout.claims, note=layout.note)
+
+
+_ADAPTER: Final = "_memsize_adapter"
+_BASE: Final = "_memsize_base"
+
+
+def mark_adapter(module: nn.Module) -> None:
+    """Note that the parameters of `module` are an adapter's: no scenario casts or quantizes them."""
+    vars(module)[_ADAPTER] = True
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether `module` was marked as part of an adapter."""
+    return _ADAPTER in vars(module)
+
+
+def mark_base(model: nn.Module, layout: str) -> None:
+    """Note that every scenario stores the linear layers of `model` under `layout`."""
+    vars(model)[_BASE] = layout
+
+
+def base_of(model: nn.Module) -> str | None:
+    """The layout of the quantized base with which `model`, or the model that it copies, was marked."""
+    return vars(model).get(_BASE)
+
+
+def converts(model: nn.Module, layout: Layout) -> bool:
+    """Whether `layout` converts a layer of `model`."""
+    patterns = _skipped_by_default(model, layout)
+    named = (
+        (path, module)
+        for path, module in model.named_modules()
+        if any(p is not None for p in module._parameters.values())
+    )
+    return any(_left_alone(m, path, layout) is None and not is_skipped(path, patterns) for path, m in named)
 
 
 def stored_under(tensors: tuple[StoredTensor, ...], quantized: Quantized) -> tuple[StoredTensor, ...]:
@@ -122,6 +164,8 @@ def _left_alone(module: nn.Module, path: str, layout: Layout) -> str | None:
         return "not initialised yet"
     if isinstance(module, _UNCONVERTED):
         return "the output projection of an attention module is read directly"
+    if layout.experts and _has_experts(module):
+        return None
     classes = tuple(getattr(nn, name) for name in layout.modules)
     if not (isinstance(module, classes) if layout.subclasses else type(module) in classes):
         return f"{layout.library} converts {layout.converts} only"
@@ -140,10 +184,33 @@ def _left_alone(module: nn.Module, path: str, layout: Layout) -> str | None:
     return next(filter(None, (layout.skips(tuple(weight.shape)) for weight in weights)), None)
 
 
+def _has_experts(module: nn.Module) -> bool:
+    """Whether `module` is the experts of a layer in one: transformers' classes of 3-dimensional weights."""
+    weights = (p for p in module._parameters.values() if p is not None)
+    return type(module).__name__.endswith("Experts") and any(weight.dim() == 3 for weight in weights)
+
+
+def _skipped_by_default(model: nn.Module, layout: Layout) -> tuple[str, ...]:
+    """The modules of a transformers model that its quantizers leave alone, unless `layout` takes heads too.
+
+    Source: transformers 5.23, `quantizers/base.py`: `get_keys_to_not_convert`: output embeddings, what is tied, and the
+    module of the last parameter.
+    """
+    ask = getattr(model, "get_output_embeddings", None)
+    if layout.heads or not callable(ask):
+        return ()
+    names = [name for name, _ in nn.Module.named_parameters(model)]
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    head = ask()
+    paths = [path for path, module in model.named_modules() if head is not None and module is head]
+    return tuple(re.escape(name.removesuffix(".weight")) for name in (*tied, *tied.values(), *names[-1:], *paths))
+
+
 def _parts(module: nn.Module, layout: Layout) -> dict[str, Parts]:
     replacing: dict[str, Parts] = {}
+    least = 3 if layout.experts and _has_experts(module) else 0
     for name, parameter in module._parameters.items():
-        if parameter is not None:
+        if parameter is not None and parameter.dim() >= least:
             shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
             make = layout.weight if parameter.dim() > 1 else partial(layout.bias, type(module).__name__)
             replacing[name] = make(shape, dtype)
@@ -224,41 +291,68 @@ def run_as(kernel: Kernel, modules: Iterable[nn.Module]) -> None:
     """Let `modules` (of a copy that memsize may change) make the copies that a library's quantized modules make.
 
     Sources: torchao's `Int8Tensor` and `Float8Tensor` (a weight-only linear multiplies by a copy of the weight in the
-    input's dtype, which autograd keeps for the input's gradient), bitsandbytes' `MatMul4Bit` (a copy in the forward and
-    one in the backward, none kept), torch.ao (int8 kernels without a gradient).
+    input's dtype, which autograd keeps for the input's gradient), bitsandbytes 0.50's `MatMul4Bit` and `gemm_4bit` (a
+    copy in the forward and one in the backward, none kept), its `MatMul8bitLt` (see `_UnpackedLinear`), transformers'
+    `FP8LinearFunction` (a copy in the backward), torch.ao (int8 kernels without a gradient).
     """
     for module in modules:
         if kernel == "no gradient":
             vars(module)["forward"] = torch.no_grad()(module.forward)
         elif kernel == "copy kept" and isinstance(module, nn.Linear):
             vars(module)["forward"] = partial(_with_copy, module)
-        elif kernel == "copy freed" and isinstance(module, nn.Linear):
-            vars(module)["forward"] = partial(_with_passing_copy, module)
+        elif kernel in _UNPACKED and isinstance(module, nn.Linear):
+            vars(module)["forward"] = partial(_unpacked, kernel, module)
+
+
+_UNPACKED: Final = ("copy freed", "copy in backward", "int8 product")
+_FUSED_ROWS: Final = 4
+"""Up to so many rows, `gemm_4bit` unpacks the weight in its kernel on every GPU (`_GEMM_4BIT_CUSTOM_FLOOR_M`)."""
+
+
+def is_unpacked(module: nn.Module) -> bool:
+    """Whether `run_as` lets `module` unpack its weight as bitsandbytes' layers do."""
+    return getattr(vars(module).get("forward"), "func", None) is _unpacked
 
 
 def _with_copy(module: nn.Linear, x: Tensor) -> Tensor:
     return functional.linear(x, module.weight.to(x.dtype, copy=True), module.bias)
 
 
-def _with_passing_copy(module: nn.Linear, x: Tensor) -> Any:
-    return _PassingCopy.apply(x, module.weight, module.bias)  # type: ignore[no-untyped-call]
+def _unpacked(kernel: Kernel, module: nn.Linear, x: Tensor) -> Any:
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    bias = None if module.bias is None else module.bias.to(dtype)
+    result = _UnpackedLinear.apply(x.to(dtype), module.weight, bias, kernel)  # type: ignore[no-untyped-call]
+    return result.to(x.dtype)
 
 
-class _PassingCopy(torch.autograd.Function):
-    """A linear layer whose weight is unpacked for each product and dropped after it."""
+class _UnpackedLinear(torch.autograd.Function):
+    """A linear layer whose weight is unpacked for a product and dropped after it, in the forward or the backward.
+
+    An int8 product takes values of its input in float16 and int8, makes one in int32, and keeps its input (bitsandbytes
+    0.50, `autograd/_functions.py`: `MatMul8bitLt`, and `int8_scaled_mm` in `backends/default`).
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.has_bias = bias is not None
-        return functional.linear(x, weight.to(x.dtype, copy=True), bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
+        ctx.save_for_backward(weight, *((x,) if kernel == "int8 product" else ()))
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if kernel == "copy freed" and x.numel() > _FUSED_ROWS * x.shape[-1]:
+            return functional.linear(x, weight.to(x.dtype, copy=True), bias)
+        rows, outputs, half = x.shape[:-1], weight.shape[0], x
+        if kernel == "int8 product":
+            half = x.to(torch.float16)
+            _ = torch.empty_like(half, dtype=torch.int8), x.new_empty((*rows, outputs), dtype=torch.int32)
+        del half
+        # Stored values of another dtype are unpacked in registers, which no op on `meta` does.
+        return functional.linear(x, weight, bias) if weight.dtype == x.dtype else x.new_empty((*rows, outputs))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, Tensor | None]:
-        (weight,) = ctx.saved_tensors
-        gradient = gradients[0]
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, Tensor | None, None]:
+        weight, gradient = ctx.saved_tensors[0], gradients[0]
+        has_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
+        bias = gradient.flatten(0, -2).sum(0, dtype=ctx.bias_dtype) if has_bias else None
         back = gradient.matmul(weight.to(gradient.dtype, copy=True)) if ctx.needs_input_grad[0] else None
-        return back, None, gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return back, None, bias, None
 
 
 # Figures that a run on `meta` cannot show

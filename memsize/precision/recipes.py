@@ -21,8 +21,17 @@ from memsize.cuda.autocast import autocast_region
 from memsize.errors import ScenarioError, first_line
 from memsize.known_values.toeplitz import cast
 from memsize.model.input_tensors import cast_floating
-from memsize.precision.layouts import LAYOUTS
-from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
+from memsize.precision.checkpoint_quantization import CHECKPOINT, quantize_as
+from memsize.precision.layouts import LAYOUTS, Layout
+from memsize.precision.quantization_config import quantization_of
+from memsize.precision.quantized import (
+    Quantized,
+    apply_layout,
+    apply_torchao,
+    base_of,
+    is_adapter,
+    stored_under,
+)
 from memsize.records.trace import StoredTensor, TensorSpec
 from memsize.spec.scenario import TORCHAO, Scenario
 
@@ -68,15 +77,23 @@ def apply_scenario(model: nn.Module, scenario: Scenario) -> Recipe:
     """
     if scenario.dtype is not None:
         _cast(model, _dtype(scenario.dtype), scenario.keep_norms)
+    base = base_of(model)
+    if base and scenario.recipe in ("apex", "quantized"):
+        raise ScenarioError(f"the base is stored as {base} already")
     if scenario.recipe == "quantized":
         return _quantized(model, scenario)
     if scenario.cast_io:
         _cast_inputs_and_outputs(model, _dtype(scenario.dtype))
+    autocast = partial(autocast_region, _dtype(scenario.autocast)) if scenario.autocast else nullcontext
+    stored = quantization_of(model) if scenario.recipe == "as-given" else None
+    if base:
+        return _stored_under_layout(model, scenario, LAYOUTS[base], autocast=autocast)
+    if stored:
+        return _stored_under_layout(model, scenario, stored.layout, stored.skipped, autocast=autocast)
     is_cast = scenario.dtype is not None and scenario.recipe in ("cast", "autocast")
     floating = _dtype(scenario.dtype) if is_cast else floating_dtype(model)
     if scenario.recipe == "apex":
         floating = torch.float32
-    autocast = partial(autocast_region, _dtype(scenario.autocast)) if scenario.autocast else nullcontext
     rewrite = _with_masters if scenario.master_weights else tuple
     return Recipe(model, floating, run_precision(scenario, autocast=autocast, rewrite=rewrite))
 
@@ -108,10 +125,12 @@ def _dtype(name: str | None) -> torch.dtype:
 
 def _cast(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
     try:
-        _cast_floating(model, torch.float32 if keep_norms else dtype)
-        for module in model.modules() if keep_norms else ():
-            # apex's `convert_network`: batch norms with parameters of their own stay float32.
-            if not (isinstance(module, _BatchNorm) and module.affine):
+        has_adapters = any(map(is_adapter, model.modules()))
+        if not has_adapters:
+            _cast_floating(model, torch.float32 if keep_norms else dtype)
+        for module in model.modules() if keep_norms or has_adapters else ():
+            # apex's `convert_network`: batch norms with parameters of their own stay float32, as adapters do.
+            if not (is_adapter(module) or (keep_norms and isinstance(module, _BatchNorm) and module.affine)):
                 _cast_own(module, dtype)
     except Exception as error:  # a wrapper subclass may raise anything when it is asked to change its dtype
         raise ScenarioError(f"the model's tensors cannot be cast to {dtype}: {first_line(error)}") from error
@@ -162,12 +181,33 @@ def _quantized(model: nn.Module, scenario: Scenario) -> Recipe:
     if layout.startswith(TORCHAO):
         quantized = apply_torchao(model, layout[len(TORCHAO) :])
         return Recipe(model, floating_dtype(model), run_precision(scenario), quantized)
+    if layout.startswith(CHECKPOINT):
+        return _stored_as(model, scenario, quantize_as(model, layout[len(CHECKPOINT) :]))
     if LAYOUTS[layout].packed:
         # torch.ao converts float32 modules only; the others quantize a model in the dtype it has.
         model.to(torch.float32)
-    quantized = apply_layout(model, LAYOUTS[layout])
+    return _stored_under_layout(model, scenario, LAYOUTS[layout])
+
+
+def _stored_under_layout(
+    model: nn.Module,
+    scenario: Scenario,
+    layout: Layout,
+    skipped: tuple[str, ...] | None = None,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Recipe:
+    return _stored_as(model, scenario, apply_layout(model, layout, skipped), autocast)
+
+
+def _stored_as(
+    model: nn.Module,
+    scenario: Scenario,
+    quantized: Quantized,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Recipe:
     precision = run_precision(
         scenario,
+        autocast=autocast,
         rewrite=partial(stored_under, quantized=quantized),
         sizes={name: sum(part.bytes for part in parts) for name, parts in quantized.replaced.items()},
     )

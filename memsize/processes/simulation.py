@@ -200,6 +200,19 @@ class ThreadPatches:
         missing = [override for override in self._choose() if (id(override.owner), override.name) not in in_place]
         simulation.patches.apply(self, map(self._patch, missing))
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Restore the originals while open, in all threads."""
+        simulation = running()
+        if simulation is None or not simulation.patches.of(self):  # also inside itself
+            yield
+            return
+        simulation.patches.restore(self)
+        try:
+            yield
+        finally:
+            self.renew()
+
     def _patch(self, override: Override) -> Patch:
         owner, name, replacement = override
         original, applies = getattr(owner, name), self._applies

@@ -43,6 +43,11 @@ class Totals:
     multiply_adds: int | None = None
 
     @property
+    def frozen(self) -> float:
+        """The share of the parameters without a gradient; 0 where none has one."""
+        return 1 - self.trainable / self.parameters if self.trainable else 0.0
+
+    @property
     def stored(self) -> int:
         """Bytes stored by the model itself: parameters, buffers and unregistered tensors."""
         return self.parameter_bytes + self.buffer_bytes + self.attribute_bytes

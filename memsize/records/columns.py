@@ -49,8 +49,11 @@ class Shapes:
         return len(self.starts)
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
+        # A list is cut much faster than an array, and is made from all sizes.
+        sizes = self.sizes.tolist() if len(self.sizes) < 8 * len(self) else self.sizes
         for start, rank in zip(self.starts.tolist(), self.ranks.tolist(), strict=True):
-            yield tuple(self.sizes[start : start + rank].tolist())
+            shape = sizes[start : start + rank]
+            yield tuple(shape if isinstance(shape, list) else shape.tolist())
 
     def __getitem__(self, rows: slice | Integers) -> Shapes:
         return Shapes(self.sizes, self.starts[rows], self.ranks[rows])

@@ -327,7 +327,7 @@ class Bind:
     """The reason why a size does not fit: the failed request, when and where, and the role with most live bytes.
 
     `roles` are the bytes alive at that moment by role, the request included; `largest` are the tensors of one shape
-    that hold most of them.
+    that hold most of them. `frozen` is the share of the parameters without a gradient, where others have one.
     """
 
     phase: str
@@ -337,3 +337,4 @@ class Bind:
     request: int
     roles: dict[Role, int]
     largest: Alike | None = None
+    frozen: float = 0.0

@@ -9,6 +9,7 @@ from memsize.records.answer import Answer
 from memsize.records.fields import BYTES, COUNT, PATH, ROLE, SPECS, TEXT, Fields, FlatTable, field, shown
 from memsize.records.finding import Finding
 from memsize.records.gpu import Card, GpuEstimate, Interval
+from memsize.records.host import HostRow
 from memsize.records.roles import Role
 from memsize.records.schema import Size
 from memsize.records.trace import TensorSpec, Trace
@@ -136,6 +137,13 @@ CHILD_FIELDS: Final = Fields[ChildRun](
     field("low", "GPU, at least", BYTES, 85, "what nvidia-smi would show for it at its peak, at least"),
     field("high", "GPU, at most", BYTES, 90, "what nvidia-smi would show for it at its peak, at most"),
     field("failure", "failed with", TEXT, 95, "the error or the status that ended it"),
+)
+
+
+HOST_FIELDS: Final = Fields[HostRow](
+    field("kind", "memory of the host", TEXT, 100, "what it is for"),
+    field("requested", "tensors", BYTES, 80, "the most that tensors ask for", nullable=True),
+    field("reserved", "takes", BYTES, 90, "what the process keeps for them"),
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field as attribute
-from operator import attrgetter
 from typing import Any, ClassVar, Final, NamedTuple, TypedDict
 
 from memsize.records.answer import Answer, TableFrame
@@ -24,8 +23,15 @@ class LayerGroup(NamedTuple):
     window: int | None = None
 
 
-class ServingArguments(TypedDict):
-    """The arguments of a server: `memsize.spec.generation.Serving` by the names that answers have for them."""
+class _Newer(TypedDict, total=False):
+    """Arguments that files of older versions do not have."""
+
+    server: str
+    kv_bytes: int | None
+
+
+class ServingArguments(_Newer):
+    """The arguments of a server: `memsize.spec.generation.ServerArguments` by the names that answers have for them."""
 
     utilization: float
     block: int
@@ -51,10 +57,14 @@ def _requests(count: float) -> str:
     return f"{int(count):,}" if count >= 100 else f"{int(count * 100 + 1e-6) / 100:,.2f}"
 
 
+_NOTHING = Interval(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Paged:
     """A paged cache of `available` bytes: how many `blocks` of `block_bytes` it has, the `tokens` that they hold, and
-    how many requests of the whole context it serves at once. `request_blocks` are those of one such request.
+    how many requests of the whole context it serves at once. `request_blocks` are those of one such request, `longest`
+    is the length of the longest request that fits.
     """
 
     available: Interval
@@ -63,16 +73,14 @@ class Paged:
     blocks: Interval
     tokens: Interval
     concurrency: Concurrency
-
-
-_NOTHING = Interval(0, 0)
+    longest: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ServingRow:
     """One scenario on each card. `weights` is what the model stores there, `profile` what the largest step needs beyond
-    them, `non_torch` what is taken outside PyTorch. `paged` is None where nothing is left, by `shortage` bytes at
-    least, or where the scenario could not be run, for the `reason`.
+    them, `non_torch` what is taken outside PyTorch, `graphs` what is set aside for CUDA graphs. `paged` is None where
+    nothing is left, by `shortage` bytes at least, or where the scenario could not be run, for the `reason`.
     """
 
     scenario: str
@@ -80,6 +88,7 @@ class ServingRow:
     weights: int = 0
     profile: int = 0
     non_torch: Interval = _NOTHING
+    graphs: Interval = _NOTHING
     paged: Paged | None = None
     shortage: int = 0
     reason: str | None = None
@@ -88,27 +97,45 @@ class ServingRow:
 _NO_CACHE: Final = Paged(_NOTHING, 0, 0, _NOTHING, _NOTHING, Concurrency(0, 0))
 
 
+def _drawn(value: Any, draw: Callable[[Any], Cell]) -> Cell:
+    return None if value is None else draw(value)
+
+
 def _end(figure: str, draw: Callable[[Any], Cell]) -> dict[str, Any]:
     """The getters of one end of an interval of `Paged`; without one files have None, documents 0."""
-    read = attrgetter(figure)
+    name, _, end = figure.partition(".")
+
+    def read(paged: Paged) -> Any:
+        interval = getattr(paged, name)
+        return None if interval is None else getattr(interval, end)
+
     return {
         "get": lambda row: None if row.paged is None else read(row.paged),
-        "cell": lambda row, _: None if row.reason is not None else draw(read(row.paged or _NO_CACHE)),
+        "cell": lambda row, _: None if row.reason is not None else _drawn(read(row.paged or _NO_CACHE), draw),
     }
 
 
 def _interval(
-    key: str, title: str, kind: Kind, weight: int, hint: str, *, figure: str = "", draw: Callable[[Any], Cell] = int
+    key: str,
+    title: str,
+    kind: Kind,
+    weight: int,
+    hint: str,
+    *,
+    figure: str = "",
+    draw: Callable[[Any], Cell] = int,
+    optional: bool = False,
 ) -> tuple[Field[ServingRow], Field[ServingRow]]:
     """Both ends of an interval, beside one another."""
     low, high = (_end(f"{figure or key}.{end}", draw) for end in ("low", "high"))
     return (
-        field(f"{key}_from", title, kind, weight, hint, key=key, **low),
-        field(f"{key}_to", "to", kind, weight, "and at most", key=f"{key}_high", beside=key, **high),
+        field(f"{key}_from", title, kind, weight, hint, key=key, optional=optional, **low),
+        field(f"{key}_to", "to", kind, weight, "and at most", key=f"{key}_high", beside=key, optional=optional, **high),
     )
 
 
 _CACHE_HINT: Final = "what is left for the cache, at least"
+_LONGEST_HINT: Final = "the longest request that the cache holds, at least"
 _CONCURRENCY_HINT: Final = "requests of the whole context at once, at least"
 
 SERVING_FIELDS: Final = Fields[ServingRow](
@@ -122,6 +149,9 @@ SERVING_FIELDS: Final = Fields[ServingRow](
     *_interval("blocks", "blocks from", COUNT, 80, "blocks of the cache, at least"),
     *_interval("tokens", "tokens from", COUNT, 95, "tokens that they hold, at least"),
     *_interval("concurrency", "requests from", COUNT, 93, _CONCURRENCY_HINT, draw=_requests),
+    *_interval("longest", "longest from", COUNT, 70, _LONGEST_HINT, optional=True),
+    field("graphs_from", kind=BYTES, get=lambda row: row.graphs.low),
+    field("graphs_to", kind=BYTES, get=lambda row: row.graphs.high),
     field("shortage", kind=BYTES),
     field("reason"),
     lacks=lambda row: row.reason is not None,

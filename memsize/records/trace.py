@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, NamedTuple
 
+from memsize.records.host import UNUSED, HostUse
 from memsize.records.roles import Role
 from memsize.records.schema import Index, Size
 from memsize.records.world import ALONE, Collective, World
@@ -255,6 +256,8 @@ class Trace:
     """How many periods of its repeated blocks the models had whose runs this one extends (`memsize.depth`); empty for a
     run of the whole model.
     """
+    host: HostUse = UNUSED
+    """The host memory that the run took beside the GPU."""
     stack: str = ""
     """The PyTorch and CUDA that a GPU was simulated with (``"torch=2.6,cuda=12.4"``); empty for the installed ones."""
 

@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from memsize.errors import InputError
+from memsize.records.gpu import Card
 from memsize.spec.options import check_fields, option
+from memsize.spec.servers import Rules, Setting, rules_of
 from memsize.spec.vary import Vary
+from memsize.units import parse_bytes
 
 if TYPE_CHECKING:
     from memsize.records.serving import ServingArguments
@@ -214,25 +217,39 @@ SERVED: Final = ("as-given", "fp8-weight", "int4-weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """The arguments of a server, as vLLM calls them.
+    """The arguments of a server, as vLLM calls them; None for those that the server chooses.
 
-    A block of its cache is for `block_size` tokens. One step runs `max_num_batched_tokens` tokens of up to
-    `max_num_seqs` sequences. `max_model_len` is the length that a request may have (None: the model's positions).
-    `tensor_parallel_size` GPUs hold a part of each layer. `kv_cache_dtype` is a name of `KV_BYTES`, None for the
-    model's own.
+    `server` is a release, such as ``"vllm=0.9.2"``. A block of its cache is for `block_size` tokens. One step runs
+    `max_num_batched_tokens` tokens of up to `max_num_seqs` sequences. `max_model_len` is the length that a request may
+    have (None: the model's positions). `tensor_parallel_size` GPUs hold a part of each layer. `kv_cache_dtype` is a
+    name of `KV_BYTES`, None for the model's own. `kv_cache_memory` is the size of the cache, in place of what is left.
+    `enforce_eager` captures no CUDA graphs.
     """
 
-    gpu_memory_utilization: float = option(
-        0.9,
+    server: str | None = option(
+        None,
+        "The server and its release: vllm=0.9.2, sglang=0.5.9.",
+        shown="the newest vLLM that is known",
+        metavar="RELEASE",
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
         "The part of the card's memory that the server may take.",
+        shown="the server's",
         metavar="PART",
         old=("utilization", "--utilization"),
     )
-    block_size: int = option(16, "Tokens of a block.", least=1, old=("block", "--block"))
-    max_num_batched_tokens: int = option(
-        8192, "Tokens of one step at most.", least=1, old=("batched_tokens", "--max-batched-tokens")
+    block_size: int | None = option(None, "Tokens of a block.", shown="the server's", least=1, old=("block", "--block"))
+    max_num_batched_tokens: int | None = option(
+        None,
+        "Tokens of one step at most.",
+        shown="the server's",
+        least=1,
+        old=("batched_tokens", "--max-batched-tokens"),
     )
-    max_num_seqs: int = option(256, "Sequences of one step at most.", least=1, old=("seqs", "--max-seqs"))
+    max_num_seqs: int | None = option(
+        None, "Sequences of one step at most.", shown="the server's", least=1, old=("seqs", "--max-seqs")
+    )
     max_model_len: int | None = option(
         None, "Tokens of a request.", shown="the model's positions", least=1, old=("context", "--context")
     )
@@ -240,27 +257,96 @@ class Serving:
     kv_cache_dtype: str | None = option(
         None, "Keep the cache in this dtype.", choices=tuple(KV_BYTES), old=("kv_dtype", "--kv-dtype")
     )
+    kv_cache_memory: str | int | None = option(
+        None, "Size of the cache, in place of what is left: 40GiB.", metavar="SIZE"
+    )
+    enforce_eager: bool = option(False, "Capture no CUDA graphs.")
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             part = f"{self.gpu_memory_utilization:g}"
             raise InputError(f"gpu_memory_utilization is {part}: it is a part of the card's memory, such as 0.9")
+        rules_of(self.server)
+        if self._cache_bytes is not None and self._cache_bytes < 1:
+            raise InputError("kv_cache_memory is the size of a cache, such as 40GiB")
+
+    @property
+    def _cache_bytes(self) -> int | None:
+        size = self.kv_cache_memory
+        return parse_bytes(size) if isinstance(size, str) else size
+
+    @property
+    def rules(self) -> Rules:
+        """The rules of the server."""
+        return rules_of(self.server)
+
+    def chosen(self, card: Card, context: int, *, images: bool = False) -> ServerArguments:
+        """Fill in what the server chooses on `card`, for requests of `context` tokens."""
+        rules = self.rules
+        defaults = rules.choose(card, Setting(context, self.tensor_parallel_size, images))
+        tokens = self.max_num_batched_tokens or defaults.tokens
+        utilization = self.gpu_memory_utilization or defaults.utilization
+        seqs = min(self.max_num_seqs or defaults.seqs, tokens)
+        filled_in = (
+            (self.gpu_memory_utilization, f"{utilization:.3g} of the memory"),
+            (self.max_num_batched_tokens, f"{tokens:,} tokens of a step"),
+            (self.max_num_seqs, f"{seqs:,} sequences"),
+            (self.block_size, f"blocks of {rules.block}"),
+        )
+        return ServerArguments(
+            rules=rules,
+            utilization=utilization,
+            block=self.block_size or rules.block,
+            tokens=tokens,
+            seqs=seqs,
+            context=context,
+            tp=self.tensor_parallel_size,
+            kv_dtype=self.kv_cache_dtype,
+            kv_bytes=self._cache_bytes,
+            has_graphs=rules.graphs and not self.enforce_eager,
+            defaults=tuple(text for value, text in filled_in if value is None),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerArguments:
+    """The arguments of a server on one card, all of them filled in.
+
+    `tokens` and `seqs` are those of one step, `context` is the length of a request, `kv_bytes` a size of the cache that
+    is set (None: what is left). `has_graphs` says whether room for CUDA graphs is counted. `defaults` are the arguments
+    that the server chose, in words.
+    """
+
+    rules: Rules
+    utilization: float
+    block: int
+    tokens: int
+    seqs: int
+    context: int
+    tp: int = 1
+    kv_dtype: str | None = None
+    kv_bytes: int | None = None
+    has_graphs: bool = False
+    defaults: tuple[str, ...] = ()
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Assumptions for the report: the rules of the release, and what it chose."""
+        chosen = f"{', '.join(self.defaults)}: the defaults of {self.rules.name} on this card"
+        return (*([chosen] if self.defaults else []), *self.rules.assumed)
 
     @property
     def record(self) -> ServingArguments:
         """The arguments by the names that answers have for them."""
         return {
-            "utilization": self.gpu_memory_utilization,
-            "block": self.block_size,
-            "batched_tokens": self.max_num_batched_tokens,
-            "seqs": self.max_num_seqs,
-            "context": self.max_model_len,
-            "tp": self.tensor_parallel_size,
-            "kv_dtype": self.kv_cache_dtype,
+            "server": self.rules.name,
+            "utilization": self.utilization,
+            "block": self.block,
+            "batched_tokens": self.tokens,
+            "seqs": self.seqs,
+            "context": self.context,
+            "tp": self.tp,
+            "kv_dtype": self.kv_dtype,
+            "kv_bytes": self.kv_bytes,
         }
-
-    @property
-    def rows(self) -> int:
-        """The sequences of a profile run: no more than there are tokens."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)

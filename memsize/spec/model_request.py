@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from memsize.errors import InputError
+from memsize.spec.adapters import BASES, PEFT_CONFIGS, TrainedParts, parse_adapter, parse_base, parse_lora
 from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, parse_input, parse_inputs
 from memsize.spec.options import option
 
@@ -54,7 +55,7 @@ class ModelRequest:
     `source` that makes them, a function or its name. Where none is given, a library's model may know its own.
 
     `batch_size` is for inputs that are made, `seq_len` for texts that are. What is left None is for the question to
-    choose.
+    choose. `lora`, `adapter`, `base` and `freeze` say what is trained (`memsize.spec.adapters`).
     """
 
     model: nn.Module | str = option("", "", key="target", positional=True)
@@ -92,6 +93,26 @@ class ModelRequest:
         None, "Run the model in training or evaluation mode.", shown="train", choices=("train", "eval")
     )
     whole: bool = option(False, "Run every layer, even if layers repeat.")
+    lora: str | None = option(
+        None,
+        "Train LoRA adapters alone: r=16,targets=q_proj;v_proj. Also dropout=0.05, and train=classifier for modules "
+        "that are trained as they are.",
+        metavar="OPTIONS",
+    )
+    adapter: str | None = option(
+        None,
+        f"Train adapters of another kind, made by peft: {', '.join(PEFT_CONFIGS)}, as in dora:r=16.",
+        metavar="KIND",
+    )
+    base: str | None = option(
+        None, f"Store the linear layers frozen and quantized: {', '.join(BASES)}.", metavar="FORMAT"
+    )
+    freeze: str | Iterable[str] | None = option(
+        None,
+        "Freeze the modules and parameters of these names, separated by commas: embeddings,encoder.layer.0*.",
+        kind="list",
+        metavar="PATTERNS",
+    )
 
     def __post_init__(self) -> None:
         model: object = self.model
@@ -113,11 +134,24 @@ class ModelRequest:
                 raise InputError(f"a {what} of {size:.3g} is more than a tensor can hold (2^63 - 1)")
         if self.mode not in (None, "train", "eval"):
             raise InputError(f"no mode {self.mode!r}: it is train or eval")
+        if self.lora is not None and self.adapter is not None:
+            raise InputError("lora and adapter are both given: leave one of them out")
+        if self.base is not None:
+            parse_base(self.base)
+        self.trained_parts  # noqa: B018 - refuses what cannot be read
 
     @property
     def has_input(self) -> bool:
         """Whether an input was given."""
         return bool(self.specs) or self.call is not None or self.source is not None
+
+    @property
+    def trained_parts(self) -> TrainedParts:
+        """The adapters, the base and the frozen parts that `lora`, `adapter`, `base` and `freeze` ask for."""
+        adapter = parse_adapter(self.adapter) if self.adapter is not None else None
+        adapter = parse_lora(self.lora) if self.lora is not None else adapter
+        patterns = self.freeze.split(",") if isinstance(self.freeze, str) else self.freeze or ()
+        return TrainedParts(adapter, self.base, tuple(filter(None, map(str.strip, patterns))))
 
     @classmethod
     def of(
@@ -133,6 +167,10 @@ class ModelRequest:
         arguments: Mapping[str, object] | None = None,
         mode: Mode | None = None,
         whole: bool = False,
+        lora: str | None = None,
+        adapter: str | None = None,
+        base: str | None = None,
+        freeze: str | Iterable[str] | None = None,
     ) -> ModelRequest:
         """The subject that the arguments of a question describe; one that is there already comes as it is.
 
@@ -163,7 +201,8 @@ class ModelRequest:
             call = values, keywords | dict(beside or {})
         elif args or kwargs:
             call = tuple(args or ()), dict(kwargs or {})
-        rest = {"batch_size": batch_size, "seq_len": seq_len, "mode": mode, "whole": whole}
+        rest: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "mode": mode, "whole": whole}
+        rest |= {"lora": lora, "adapter": adapter, "base": base, "freeze": freeze}
         return cls(model, specs, call=call, source=source, arguments=dict(arguments or {}), **rest)  # type: ignore[arg-type]
 
 

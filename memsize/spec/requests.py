@@ -60,6 +60,10 @@ def _execute() -> Any:
     return option(False, "Compute for real, on the CPU: for models with data-dependent control flow.")
 
 
+def _compile(help: str = "Compile the model with torch.compile, and show it beside the model as it is written.") -> Any:
+    return option(False, help)
+
+
 def _jobs(help: str = "Processes that run scenarios side by side.", default: int | None = None) -> Any:
     return option(default, help, flags=("-j", "--jobs"), shown="one per core", least=1)
 
@@ -98,6 +102,15 @@ def _rank(text: str) -> int | Which:
     return int(text)
 
 
+_TRAINED_PARTS: Final = ("lora", "adapter", "base", "freeze")
+
+
+def _trained_if_adapted(request: Any, is_trained: bool = True) -> None:
+    """Train a request's model with the usual optimizer where it has adapters and nothing else was asked for."""
+    if request.training is None and is_trained and request.model.mode != "eval" and request.model.trained_parts.adapter:
+        object.__setattr__(request, "training", Training())
+
+
 @dataclass(frozen=True, kw_only=True)
 class _ModelRun:
     model: ModelRequest = _model()
@@ -106,12 +119,16 @@ class _ModelRun:
     gpu: Gpu = part(Gpu)
     execute: bool = _execute()
 
+    def __post_init__(self) -> None:
+        _trained_if_adapted(self, getattr(self, "step", None) is None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRequest(_ModelRun):
     """A report on each byte of a model."""
 
     scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
+    compile: bool = _compile()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +151,7 @@ class TimelineRequest(_ModelRun):
     """Live memory over training steps, or over one inference."""
 
     scenario: str = _scenario()
+    compile: bool = _compile("Compile the model with torch.compile.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +194,7 @@ class GuardRequest:
 class VerifyRequest:
     """A prediction compared with a real GPU."""
 
-    model: ModelRequest = _model(without=("whole",))
+    model: ModelRequest = _model(without=("whole", *_TRAINED_PARTS))
     training: Training | None = part(Training, **_TRAINING)
     scenario: str = _scenario()
     device: int = option(0, "CUDA device to run on.", least=0)
@@ -189,7 +207,7 @@ class VerifyRequest:
 class LayoutRequest:
     """The effect of channels last on a model."""
 
-    model: ModelRequest = _model(without=("whole",))
+    model: ModelRequest = _model(without=("whole", *_TRAINED_PARTS))
     scenario: str = _scenario()
 
 
@@ -216,6 +234,7 @@ class FitRequest:
     budget: str | int | None = _budget()
     margin: str | int = _margin()
     scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
+    compile: bool = _compile()
     training: Training | None = part(Training, without=("steps",), **_TRAINING)
     parallel: str | Iterable[str] | None = option(
         None,
@@ -237,6 +256,9 @@ class FitRequest:
         shown="if the batch in --batch-size doesn't fit",
     )
     crossovers: bool = option(False, "Report from which size autocast pays off, and where the peak moves.")
+
+    def __post_init__(self) -> None:
+        _trained_if_adapted(self, self.generation is None and self.prompt is None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +283,7 @@ class FitScriptRequest:
 class GenerateRequest:
     """The memory of a language model while it generates."""
 
-    model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode"))
+    model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode", "freeze"))
     prompt: int | str | Iterable[int] = option(
         512, "Tokens of the prompt; several lengths.", kind="list", metavar="N,…"
     )
@@ -299,7 +321,7 @@ class GenerateRequest:
 class ServeRequest:
     """The memory of a paged server."""
 
-    model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode"))
+    model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode", *_TRAINED_PARTS))
     serving: Serving = part(Serving)
     scenarios: str | Iterable[str] | None = _scenarios(SERVED)
     gpu: Gpu = part(Gpu, without=("allocator",))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal, cast, get_args
 
 from memsize.errors import ScenarioError, UnknownScenarioError
 
 Recipe = Literal["as-given", "cast", "autocast", "apex", "quantized"]
+CompileMode = Literal["default"]
+"""The modes of `torch.compile`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """One way to store and run a model.
 
+    `compile` is the mode of `torch.compile` under which the model's calls are compiled, None where it runs eagerly.
     `dtype` is what floating parameters are cast to (None: left as they are), before any are quantized. `autocast`
     is the lower precision of an autocast region around the forward. `keep_norms` leaves batch norms in float32,
     `master_weights` says that the optimizer holds float32 copies, `cast_io` that floating inputs are cast to
@@ -31,6 +34,7 @@ class Scenario:
     master_weights: bool = False
     cast_io: bool = False
     layout: str | None = None
+    compile: CompileMode | None = None
 
     @property
     def is_modelled(self) -> bool:
@@ -63,10 +67,17 @@ _TABLE = (
     Scenario("int4-weight", "int4 weights in groups", "quantized", layout="int4-weight"),
     Scenario("fp8-weight", "float8_e4m3fn weights, one scale per output channel", "quantized", layout="fp8-weight"),
     Scenario("nf4", "4-bit NormalFloat weights with block scales", "quantized", layout="nf4"),
+    Scenario("nf4-double", "the same with double quantization", "quantized", layout="nf4-double"),
+    Scenario("fp4", "4-bit float weights with block scales", "quantized", layout="fp4"),
+    Scenario("int8", "bitsandbytes' LLM.int8", "quantized", layout="int8"),
+    Scenario("mxfp4", "4-bit weights, a one-byte scale per 32", "quantized", layout="mxfp4"),
+    Scenario("nvfp4", "4-bit weights, a float8 scale per 16", "quantized", layout="nvfp4"),
 )
 
 SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in _TABLE}
 DEFAULT = ("as-given", "fp32", "fp16", "bf16", "amp-fp16", "amp-bf16", "int8-weight")
+COMPILED: Final = "+compile"
+"""A scenario `amp-bf16+compile` is `amp-bf16` with the model compiled by `torch.compile`."""
 TORCHAO = "torchao:"
 """A scenario `torchao:Int8WeightOnlyConfig` applies that torchao configuration itself."""
 
@@ -95,14 +106,45 @@ def select(names: str | Iterable[str] | None) -> tuple[Scenario, ...]:
     return scenarios + tuple(scenario for name, scenario in named.items() if name not in SCENARIOS)
 
 
+def selected(
+    names: str | Iterable[str] | None, compile: bool, usual: str | Iterable[str] | None = None
+) -> tuple[Scenario, ...]:
+    """The scenarios that `names` asks for, as `select` does, or else `usual`; with `compile` each is followed by itself
+    compiled, and where no names are given the model is shown as it is: each scenario is compiled anew.
+    """
+    if not compile:
+        return select(usual if names is None else names)
+    chosen = select("as-given" if names is None else names)
+    return tuple(s for one in chosen for s in ((one,) if one.compile else (one, compiled_from(one))))
+
+
+def refuse_compiled(scenarios: Iterable[Scenario], purpose: str) -> None:
+    """Raise `ScenarioError` where one of `scenarios` is compiled: its figures for `purpose` are not predicted."""
+    for scenario in scenarios:
+        if scenario.compile:
+            raise ScenarioError(f"{scenario.name}: compiled code is not predicted for {purpose}")
+
+
 def scenario_named(name: str) -> Scenario:
     """The scenario called `name`; raises `ScenarioError` with the nearest names when there is none."""
     name = _ALIASES.get(name, name)
     if name in SCENARIOS:
         return SCENARIOS[name]
+    base, compiled, mode = name.partition(COMPILED)
+    if compiled:
+        return compiled_from(scenario_named(base), mode.removeprefix(":") or "default")
     if name.startswith(TORCHAO) and name != TORCHAO:
         return Scenario(name, f"torchao.quantization.quantize_ with {name[len(TORCHAO) :]}", "quantized", layout=name)
     raise UnknownScenarioError("scenario", name, SCENARIOS)
+
+
+def compiled_from(scenario: Scenario, mode: str = "default") -> Scenario:
+    """The scenario in which calls of the model are compiled; raises `ScenarioError` for an unknown mode."""
+    if mode not in get_args(CompileMode):
+        raise UnknownScenarioError("compile mode", mode, get_args(CompileMode))
+    suffix = COMPILED if mode == "default" else f"{COMPILED}:{mode}"
+    title = f"{scenario.title}, compiled by torch.compile"
+    return replace(scenario, name=f"{scenario.name}{suffix}", title=title, compile=cast("CompileMode", mode))
 
 
 def quantized_from(scenario: Scenario, name: str) -> Scenario:

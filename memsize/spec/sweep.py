@@ -19,7 +19,9 @@ from memsize.spec.section import MODEL_KEYS, by_new_keys, check_key, parsed_toml
 from memsize.spec.stack import Stack
 from memsize.spec.training import Training
 
-AXES: Final = tuple("target train scenario mode stack allocator parallel seq_len batch_size gpu".split())
+AXES: Final = tuple(
+    "target lora adapter base train scenario mode stack allocator parallel seq_len batch_size gpu".split()
+)
 """The keys that may have several values, slowest first: the next cell is that of another GPU."""
 INFERENCE: Final = "none"
 """The value of `train` that stands for one forward without gradients."""

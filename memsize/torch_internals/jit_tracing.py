@@ -19,6 +19,8 @@ is_tracing: Final[Any] = torch._C._get_tracing_state
 """Whether this thread records a graph: the graph's state, or None."""
 _set: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
 _convolution: Any = torch._convolution
+_OF_CONVOLUTION: Final = 9
+"""So many arguments of `_convolution` are those of `convolution`."""
 _TRACER: Any = torch._C._parse_dispatch_key("Tracer")
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -64,9 +66,20 @@ def record_convolution(args: Any) -> torch.Tensor:
     """Run `aten.convolution`, and record `_convolution`, as PyTorch's kernel would behind the dispatch mode."""
     cudnn: Any = torch.backends.cudnn
     options = (cudnn.benchmark, cudnn.deterministic, cudnn.enabled, cudnn.allow_tf32)
-    with _recording_allowed():
+    with _recording_allowed(), _shaped_convolution():
         recorded: torch.Tensor = _convolution(*args, *options)
     return recorded
+
+
+@contextmanager
+def _shaped_convolution() -> Iterator[None]:
+    """While open, `_convolution` works on `meta`. PyTorch 2.13 brought a kernel (torch/_meta_registrations.py)."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_convolution", "Meta"):
+        yield
+    else:
+        with torch.library._scoped_library("aten", "IMPL", "Meta") as library:
+            library.impl("_convolution", lambda *args: torch.ops.aten.convolution.default(*args[:_OF_CONVOLUTION]))
+            yield
 
 
 def record_as(tensor: torch.Tensor, recorded: torch.Tensor) -> None:

@@ -22,8 +22,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) is tuple and all(isinstance(item, torch.Tensor) for item in value):
-        yield from value
+    elif type(value) is tuple and all(item is None or isinstance(item, torch.Tensor) for item in value):
+        yield from (item for item in value if item is not None)
     else:
         yield from _walk(value, set())
 

@@ -23,7 +23,7 @@ from memsize.known_values.evaluation import SPECIAL, Evaluator
 from memsize.known_values.op_traits import traits_of
 from memsize.known_values.propagation import carry_over, propagate, tell_sign
 from memsize.torch_internals.sparse_tensors import with_parts
-from memsize.tracing.overrides import overridden
+from memsize.tracing.overrides import compiles, overridden
 
 DETACH = torch.ops.aten.detach.default
 _CLONE = torch.ops.aten.clone.default
@@ -52,7 +52,7 @@ class OpFacts:
         self.same = SAME_DTYPE.get(func)
         self.copies = COPIES.get(func)
         self.flops = formula_of(func)
-        self.temporaries = TEMPORARIES.get(func)
+        self.temporaries = TEMPORARIES.get(func) or TEMPORARIES.get(self.traits.name)
         self.is_cublas = func in CUBLAS
         self.is_biased = func in BIASED
         self.result_first = func in RESULT_FIRST
@@ -76,6 +76,10 @@ class MetaDispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         # The default imports torch._dynamo, which takes as long as importing torch.
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return compiles()
 
     def __init__(self, device: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -105,11 +109,11 @@ class MetaDispatchMode(TorchDispatchMode):
             return carry_over(args[0], func(*args))
         return self.run_op(func, args, kwargs or {})
 
-    def run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of `func`, with its constants beside it."""
+    def run_op(self, func: Any, args: Any, kwargs: Any, op: OpFacts | None = None) -> Any:
+        """The result of `func`, with its constants beside it. `op` are its facts, where they were looked up."""
         if func is _CLONE and args[0].layout is torch.sparse_coo and _is_new_gradient(args[0]):
             return with_parts(args[0], lambda part: part)
-        op = self.op_facts[func]
+        op = op or self.op_facts[func]
         if op.single is not None and _has_sparse(args):
             with self:  # as CUDA's list kernels do, entry by entry
                 lists = [values if isinstance(values, (list, tuple)) else repeat(values) for values in args]

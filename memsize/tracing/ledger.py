@@ -7,7 +7,8 @@ each storage records the event of its end. Nothing is added up here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -114,6 +115,10 @@ class Ledger(MetaDispatchMode):
         self._numbers: dict[Lines, int] = {}
         """The position in `lines` of each line."""
         self._saved: list[weakref.ref[SavedTensor]] = []
+        self.layer_of_path: Mapping[str, int] = {}
+        """The layers by the paths of their modules."""
+        self._compiled: set[int] = set()
+        """Storages that compiled code made, whose own layers and lines are known."""
         self._handles: set[bool] = set()
         self._lt_handles: set[bool] = set()
 
@@ -133,7 +138,7 @@ class Ledger(MetaDispatchMode):
             self._keep_workspace(self._handles, self.workspaces.blas, op.name)
         self._mark_read(args)
         replaced = () if op.sparse_rule is None else parts_of(args)  # alive until the new ones are there
-        result = self.run_op(func, args, kwargs)
+        result = self.run_op(func, args, kwargs, op)
         if self.counts and op.flops is not None:
             count = op.flops(*args, **kwargs, out_val=result) // FLOPS_OF_ONE
             self.multiply_adds[self.clock.layer] = self.multiply_adds.get(self.clock.layer, 0) + count
@@ -239,7 +244,9 @@ class Ledger(MetaDispatchMode):
         live = self.live.get(address)
         if live is not None:
             return live.index
-        index = self._open(role, storage.nbytes() if size is None else size, op, tensor.dtype, shape_of(tensor))
+        if size is None:
+            size = 0 if tensor._is_zerotensor() else storage.nbytes()  # a tangent of zeros, of forward-mode autograd
+        index = self._open(role, size, op, tensor.dtype, shape_of(tensor))
         reference = _StorageRef(storage, self._leave)
         reference.address, reference.index = address, index
         self.live[address] = reference
@@ -294,13 +301,15 @@ class Ledger(MetaDispatchMode):
         else:  # a wrapper keeps what it is made of
             pieces = map(self.index_of, plain_tensors(tensor)) if is_wrapper(tensor) else ()
             storages = [piece for piece in pieces if piece >= 0 and self.rows[piece].role not in _NOT_SAVED]
-        line = self._line() if storages else -1
-        saved = SavedTensor(without_graph(tensor), storages, self.clock.layer, line)
+        layer, line = self.clock.layer, self._line() if storages else -1
+        if not self._compiled.isdisjoint(storages):  # compiled code saves everything at its end
+            layer, line = self.rows[storages[0]].layer, self.rows[storages[0]].line
+        saved = SavedTensor(without_graph(tensor), storages, layer, line)
         if storages:
             self._saved.append(weakref.ref(saved))
             for row in map(self.rows.__getitem__, storages):
                 if row.saved_by < 0:
-                    row.saved_by, row.saved_at = self.clock.layer, line
+                    row.saved_by, row.saved_at = layer, line
                     if row.role in _UNCLAIMED:
                         row.role = "activation"
         return saved
@@ -341,6 +350,43 @@ class Ledger(MetaDispatchMode):
     def size(self, index: int) -> int:
         """The most bytes that storage `index` has taken."""
         return self.rows[index].most_bytes
+
+    # -- compiled code (`memsize.compile`) ----------------------------------------------------------------------------
+
+    @contextmanager
+    def inside_compiled(self, arguments: Iterable[Any]) -> Iterator[None]:
+        """Compiled code runs with these `arguments`: it says itself which layer and line an allocation belongs to."""
+        clock = self.clock
+        clock.tick()
+        self._mark_read(arguments)
+        before = clock.layer, clock.pinned, self.line
+        clock.pinned = clock.layer
+        try:
+            yield
+        finally:
+            clock.layer, clock.pinned, self.line = before
+
+    def move_to(self, path: str, line: tuple[str, int] | None) -> None:
+        """Attribute what compiled code does next to the module of this `path` and to this line of a forward."""
+        clock = self.clock
+        clock.layer = clock.pinned = self.layer_of_path.get(path, clock.layer)
+        is_known = line is not None and not clock.backward
+        self.line = self._numbers.setdefault((line,), len(self._numbers)) if line and is_known else -1
+
+    def allocated(self, tensor: torch.Tensor, op: str) -> None:
+        """Compiled code has allocated `tensor` for the result of `op`."""
+        self.clock.tick()
+        self.last_op = op
+        self._compiled.add(self.enter(tensor, "temporary", op))
+
+    def launched(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Compiled code has called a kernel for a result whose memory was there: record what it takes besides."""
+        op = self.op_facts[func]
+        self.clock.tick()
+        self.last_op = op.name
+        if op.is_cublas and self.workspaces.blas and takes_cublas(args):
+            self._keep_workspace(self._handles, self.workspaces.blas, op.name)
+        self._note_kernel(op, args, kwargs, None)
 
     # -- a step recorded without being run (`memsize.tracing.repetition`) --------------------------------------------
 

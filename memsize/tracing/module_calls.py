@@ -24,6 +24,7 @@ from memsize.model.tensor_storage import plain_tensors, spec_of
 from memsize.processes.ctrl_c import raise_waiting
 from memsize.records.trace import Memory, Output, TensorSpec
 from memsize.torch_internals.isolation import CompilerImport
+from memsize.torch_internals.module_tree import paths_of
 from memsize.torch_internals.pytree import arguments_in, tensors_in
 from memsize.tracing.ledger import Ledger
 
@@ -197,7 +198,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def _all_seen(model: nn.Module) -> list[ModuleRecord]:
-    paths = {module: path for path, module in model.named_modules()}
+    paths = paths_of(model)
     aliases: dict[nn.Module, list[str]] = {}
     for module, path in paths.items():
         for name, child in module._modules.items():

@@ -62,10 +62,30 @@ def override_imported() -> None:
     _overrides.renew()
 
 
+class Compiles:
+    """A part of simulations in which code that the user compiles is compiled."""
+
+    leaves_cycles = False
+    """Whether something was traced since the last collection."""
+
+
+def compiles() -> bool:
+    """Whether `torch.compile` compiles in this thread's simulation."""
+    simulation = current()
+    return simulation is not None and simulation.get(Compiles) is not None
+
+
+@contextmanager
+def suspended_overrides() -> Iterator[None]:
+    """Restore PyTorch's functions while open: the compiler knows them by their identity."""
+    with _overrides.suspended():
+        yield
+
+
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Run code as it is written: `torch.compile` steps aside, and TorchScript neither fuses nor reorders."""
-    dynamo = sys.modules.get("torch._dynamo")
+    dynamo = None if compiles() else sys.modules.get("torch._dynamo")
     optimizes = torch._C._get_graph_executor_optimize()
     torch._C._set_graph_executor_optimize(False)
     try:

@@ -25,6 +25,7 @@ from memsize.records.trace import Failure, Layer, Storage, StoredTensor, Trace
 from memsize.spec.model_request import Call
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import undisturbed
+from memsize.torch_internals.module_tree import paths_of
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ddp import Buckets
 from memsize.tracing.failure import explain
@@ -104,6 +105,8 @@ class RunDevice:
 class Setup:
     """The setup of a run: a copy of the user's model that memsize may run and change, and its arguments.
 
+    `compiled` opens the region in which calls of the model are compiled; None where it runs as it is written.
+
     `name` is what the user calls the model. `precision` is what the scenario does in the run, `gpu` is the GPU to
     simulate, and `buckets` are those of distributed training. `stored` finds the tensors that the model stores. `notes`
     go into the trace. `listener` receives the calls that the run recorded, `ended` the model before globals that its
@@ -125,6 +128,7 @@ class Setup:
     listener: Callable[[ModuleCallRecorder], None] = lambda _: None
     ended: Callable[[nn.Module], None] = lambda _: None
     machine: RunDevice = field(default_factory=RunDevice)
+    compiled: Callable[[Run], AbstractContextManager[Any]] | None = None
 
 
 def stored_only(name: str, model: nn.Module) -> Trace:
@@ -145,6 +149,7 @@ class Run:
         self.ledger = setup.machine.ledger(setup)
         self.ledger.counts = tables
         self.calls = ModuleCallRecorder(setup.model, self.ledger)
+        self.ledger.layer_of_path = {seen.path: index for index, seen in enumerate(self.calls.seen)}
         self._notes: list[str] = []
         if enter:
             self.enter_inputs()
@@ -162,8 +167,9 @@ class Run:
                 torch.set_num_threads(1)
             try:
                 machine = self.setup.machine.regions(self.setup, self.ledger)
+                compiled = () if self.setup.compiled is None else (self.setup.compiled(self),)
                 with exits_caught():
-                    for region in (self.calls.watched(inner), *machine):
+                    for region in (*compiled, self.calls.watched(inner), *machine):
                         regions.enter_context(region)
                     yield
                     regions.close()
@@ -214,7 +220,7 @@ class Run:
     def enter_inputs(self) -> None:
         """Record the storages that exist before the run: the model's and its inputs'."""
         ledger, sizes = self.ledger, self.setup.precision.sizes
-        there = set(map(id, self.setup.model.modules()))
+        there = set(map(id, paths_of(self.setup.model)))
         ledger.line = -1
         for index, seen in enumerate(self.calls.seen):
             if id(seen.module) not in there:  # a stage of a pipeline drops the layers of others
@@ -240,9 +246,11 @@ class Run:
         reaches them.
         """
         ledger = self.ledger
-        model = self.setup.model
-        tensors: dict[str, torch.Tensor] = dict(nn.Module.named_parameters(model, remove_duplicate=False))
-        tensors |= nn.Module.named_buffers(model, remove_duplicate=False)
+        tensors = {
+            f"{path}.{name}" if path else name: tensor
+            for module, path in paths_of(self.setup.model).items()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        }
 
         def seen(tensor: StoredTensor) -> StoredTensor:
             source = tensors.get(tensor.name)
@@ -269,7 +277,7 @@ def wants_shapes(model: nn.Module) -> bool:
     """Whether a parameter or buffer has no shape yet. Checked before every run, so without `parameters()`, which looks
     for ties.
     """
-    for module in model.modules():
+    for module in paths_of(model):
         for own in (module._parameters, module._buffers):
             if any(tensor is not None and is_lazy(tensor) for tensor in own.values()):
                 return True

@@ -44,6 +44,8 @@ class RunPosition:
         self.phases = ["setup"]
         self.phase = 0
         self.interrupted: Interrupted | None = None
+        self.pinned: int | None = None
+        """The layer of ops while compiled code runs, which is one op for autograd."""
         self._depth = 0
         self._outside: tuple[int, int, int] | None = None
         self._numbers = [0]
@@ -131,7 +133,9 @@ class RunPosition:
         if self._outside is None:
             self._outside = (self._phase_after_backward(), self.layer, self._depth)
             self.phase = self.index("backward")
-        if self._depth == self._outside[2]:
+        if self.pinned is not None:
+            self.layer = self.pinned
+        elif self._depth == self._outside[2]:
             # A module that runs inside of where backward began is recomputed by a checkpoint.
             node = _node()
             number = _NO_NUMBER if node is None else node._sequence_nr()

@@ -64,7 +64,7 @@ def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     yield wrapping(Tensor, "numpy", _numpy)
     yield Tensor, "data", property(_data.__get__, partial(_set_data, ledger))
     yield Tensor, "grad", property(_grad.__get__, partial(_set_grad, ledger), _grad.__delete__)
-    moves = {"to": calling(partial(_to, False), Tensor.to), "cuda": calling(partial(_to, True), Tensor.cuda)}
+    moves = {"to": calling(partial(_to, ledger), Tensor.to), "cuda": calling(_cuda, Tensor.cuda)}
     moves["get_device"] = lambda t: devices().number_of(t) if _is_on_gpu(t) else _base.get_device(t)
     yield from ((Tensor, name, move) for name, move in moves.items())
     yield wrapping(nn.Module, "to", _move_module, ledger)
@@ -79,6 +79,8 @@ def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     yield wrapping(torch.UntypedStorage, "data_ptr", _storage_address)
     yield wrapping(torch.UntypedStorage, "copy_", _copy_storage)
     yield wrapping(torch.UntypedStorage, "__getitem__", _slice_storage, ledger)
+    yield wrapping(torch.UntypedStorage, "share_memory_", _share_storage)
+    yield wrapping(torch.UntypedStorage, "is_shared", lambda original, s: _is_stand_in_storage(s) or original(s))
     yield Tensor, "pin_memory", lambda t, *device: host_memory.pin(t)
     yield Tensor, "is_pinned", lambda t, *device: host_memory.holds(t)
     yield Tensor, "record_stream", lambda t, stream: ledger.hand_over(t, stream)
@@ -110,11 +112,31 @@ def _numpy(original: Callable[..., Any], tensor: Tensor, **options: Any) -> Any:
     return original(_TO_COPY(tensor.detach(), device=_CPU) if is_there else tensor, **options)
 
 
-def _to(always: bool, original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _to(ledger: VirtualLedger, original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``x.to("meta")`` of a tensor on the GPU is another, which takes nothing there; there is no way back.
+
+    Only the name is that of the program: as an object, `meta` may be where memsize itself moves a stand-in.
+    """
+    if is_meta(tensor) and not below_autograd():
+        if is_own_meta(tensor):
+            if _goes_to_gpu(*args, **kwargs):
+                return _cuda(original, tensor)
+        elif any(type(named) is str and named == "meta" for named in (*args[:1], kwargs.get("device"))):
+            return _off_gpu(ledger, tensor, _dtype_of(*args, **kwargs))
+    return original(tensor, *args, **kwargs)
+
+
+def _cuda(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """PyTorch's error where the program's own `meta` tensors are moved to the GPU; `Module.to` explains it further."""
-    if is_own_meta(tensor) and not below_autograd() and (always or _goes_to_gpu(*args, **kwargs)):
+    if is_own_meta(tensor) and not below_autograd():
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     return original(tensor, *args, **kwargs)
+
+
+def _off_gpu(ledger: VirtualLedger, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    with ledger.aside():
+        kind = tensor.dtype if dtype is None else dtype
+        return claim(torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta"))  # type: ignore[no-any-return]
 
 
 def _move_module(
@@ -125,10 +147,7 @@ def _move_module(
 
     def left(tensor: Tensor) -> Tensor:
         kind = dtype if dtype is not None and (tensor.is_floating_point() or tensor.is_complex()) else tensor.dtype
-        if not is_stand_in(tensor):
-            return tensor.to(device, kind)
-        with ledger.aside():
-            return claim(torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta"))  # type: ignore[no-any-return]
+        return _off_gpu(ledger, tensor, kind) if is_stand_in(tensor) else tensor.to(device, kind)
 
     leaves = device is not None and device.type == "meta"
     return module._apply(left) if leaves else original(module, *args, **kwargs)
@@ -145,6 +164,12 @@ def _goes_to_gpu(*args: Any, **kwargs: Any) -> bool:
         return _is_on_gpu(args[0])
     device = torch._C._nn._parse_to(*args, **kwargs)[0]
     return device is not None and device.type == "cuda"
+
+
+def _dtype_of(*args: Any, **kwargs: Any) -> torch.dtype | None:
+    """Return the dtype that the arguments of `Tensor.to` name, None without one."""
+    named = (value.dtype if isinstance(value, Tensor) else value for value in (*args, *kwargs.values()))
+    return next((value for value in named if isinstance(value, torch.dtype)), None)
 
 
 def _fill(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -197,9 +222,18 @@ def _copy_storage(original: Callable[..., Any], storage: Any, source: Any, *opti
     return storage.fill_(0) if storage.device.type == "cpu" else storage
 
 
+def _is_stand_in_storage(storage: Any) -> bool:
+    return storage.device.type == "meta" and not is_own_storage(storage)
+
+
+def _share_storage(original: Callable[..., Any], storage: Any, *args: Any, **options: Any) -> Any:
+    """Memory of a GPU can be shared as it is (torch/storage.py)."""
+    return storage if _is_stand_in_storage(storage) else original(storage, *args, **options)
+
+
 def _slice_storage(ledger: VirtualLedger, original: Callable[..., Any], storage: Any, index: Any) -> Any:
     """On the GPU a slice of a storage is another one with the same memory; `meta` has none."""
-    if not isinstance(index, slice) or storage.device.type != "meta" or is_own_storage(storage):
+    if not isinstance(index, slice) or not _is_stand_in_storage(storage):
         return original(storage, index)
     begin, end, step = index.indices(storage.nbytes())
     if step != 1:
@@ -236,11 +270,13 @@ def _set_data(ledger: VirtualLedger, tensor: Tensor, value: Tensor) -> None:
 
 
 def _set_grad(ledger: VirtualLedger, tensor: Tensor, gradient: Tensor | None) -> None:
-    """``x.grad = y`` of which only one has memory, as the other came from the GPU: both are stand-ins then."""
+    """``x.grad = y``; where only one has memory, as the other came from the GPU, both are stand-ins from here on."""
     if gradient is not None and is_meta(tensor) != is_meta(gradient):
         standing, real = (tensor, gradient) if is_meta(tensor) else (gradient, tensor)
         if devices().is_on_host(standing) and _is_cpu.__get__(real):
             ledger.stand_in(real)
+    if gradient is not None and is_stand_in(tensor):
+        ledger.mark_gradient(tensor, gradient)
     _grad.__set__(tensor, gradient)
 
 

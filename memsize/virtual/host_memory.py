@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from memsize.processes.patches import LatePatches, Patch, wrapping
+from memsize.records.host import HostUse
+from memsize.torch_internals.pytree import tensors_in
 from memsize.units import format_bytes
 from memsize.virtual.device_assignment import devices
 
@@ -33,24 +37,78 @@ class HostMemory:
         self._live: Counter[int] = Counter()
         """How many blocks of each size are in use."""
         self._most: Counter[int] = Counter()
-        self._addresses: set[int] = set()
-        self._bytes = Counter(pinned=0, copied=0)
-        self._peaks = Counter(pinned=0, copied=0)
+        self._addresses: dict[int, int] = {}
+        """Bytes of the pinned storages by their addresses."""
+        self._copies: dict[int, int] = {}
+        """The same of copies that are not pinned."""
+        self._bytes = Counter(pinned=0, copied=0, managed=0, pageable=0)
+        self._peaks = Counter(pinned=0, copied=0, managed=0, pageable=0)
+        self._batches: dict[int, int] = {}
+        """Bytes that the workers of each data loader make ahead."""
+        self._needs = 0
+
+    @property
+    def use(self) -> HostUse:
+        """The memory that was taken, by kind."""
+        peaks, batches = self._peaks, sum(self._batches.values())
+        return HostUse(
+            peaks["pageable"], peaks["pinned"], self.pinned_bytes, peaks["managed"], batches, self._needs + batches
+        )
 
     @property
     def peak(self) -> int:
         """The most bytes that pinned tensors had at one time."""
         return self._peaks["pinned"]
 
-    def copied(self, storage: torch.UntypedStorage) -> None:
-        """Count the copy of a GPU's tensor in `storage` until its end."""
-        size = storage.nbytes()
-        self._count("copied", size)
-        weakref.finalize(storage, self._count, "copied", -size)
+    def copied(self, storage: torch.UntypedStorage, kind: str = "copied") -> None:
+        """Count the copy of a GPU's tensor in `storage`, or memory of another `kind`, until its end."""
+        size, address = storage.nbytes(), storage._cdata
+        self._count(kind, size)
+        if kind == "copied":
+            self._copies[address] = size
+            self._count("pageable", size)
+        weakref.finalize(storage, self._end, kind, address, size)
+
+    def _end(self, kind: str, address: int, size: int) -> None:
+        self._count(kind, -size)
+        if kind == "copied":
+            self._count("pageable", -self._copies.pop(address, 0))
+
+    def later(self) -> dict[str, LatePatches]:
+        """Patches for libraries, by the module that they are in."""
+        return {"bitsandbytes.functional": self._of_bitsandbytes, "torch.utils.data.dataloader": self._of_loaders}
+
+    def _of_loaders(self, dataloader: Any) -> Iterator[Patch]:
+        """Workers make `prefetch_factor` batches ahead, each; with `pin_memory` another batch is on its way."""
+        yield wrapping(dataloader._MultiProcessingDataLoaderIter, "_process_data", self._prefetched)
+
+    def _prefetched(self, original: Callable[..., Any], loader: Any, *data: Any) -> Any:
+        batch = original(loader, *data)
+        ahead = loader._num_workers * loader._prefetch_factor * sum(tensor.nbytes for tensor in tensors_in(batch))
+        self._batches[id(loader._dataset)] = max(self._batches.get(id(loader._dataset), 0), ahead)
+        return batch
+
+    def _of_bitsandbytes(self, functional: Any) -> Iterator[Patch]:
+        """The pages of a paged optimizer's state, which the driver moves to the GPU while there is room for them.
+
+        Source: bitsandbytes 0.50, `functional.get_paged`: managed memory, as a tensor on the CPU.
+        """
+
+        def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
+            paged: Any = torch.empty(shape, dtype=dtype)  # which takes no memory, since nothing is written to it
+            paged.is_paged, paged.page_deviceid = True, getattr(device, "index", 0)
+            self.copied(paged.untyped_storage(), "managed")
+            return paged  # type: ignore[no-any-return]
+
+        yield functional, "get_paged", get_paged
+        for name in ("fill", "prefetch_tensor"):
+            yield functional, name, lambda *_, **__: None
 
     def _count(self, kind: str, size: int) -> None:
         self._bytes[kind] += size
         self._peaks[kind] = max(self._peaks[kind], self._bytes[kind])
+        if size > 0:
+            self._needs = max(self._needs, self._bytes["pageable"] + self._bytes["managed"] + self.pinned_bytes)
 
     @property
     def pinned_bytes(self) -> int:
@@ -65,7 +123,8 @@ class HostMemory:
         size, address = storage.nbytes(), storage._cdata
         if size and address not in self._addresses:
             block = pinned_block(size)
-            self._addresses.add(address)
+            self._addresses[address] = size
+            self._count("pageable", -self._copies.pop(address, 0))
             self._live[block] += 1
             self._most[block] = max(self._most[block], self._live[block])
             self._count("pinned", size)
@@ -79,7 +138,7 @@ class HostMemory:
         return tensor.untyped_storage()._cdata in self._addresses
 
     def _give(self, address: int, size: int, block: int) -> None:
-        self._addresses.discard(address)
+        self._addresses.pop(address, None)
         self._live[block] -= 1
         self._count("pinned", -size)
 
@@ -89,6 +148,11 @@ class HostMemory:
             yield (
                 f"beside the GPU, at most {format_bytes(self.peak)} are in pinned memory of the host; PyTorch keeps "
                 f"{format_bytes(self.pinned_bytes)} for it, in blocks of powers of two"
+            )
+        if managed := self._peaks["managed"]:
+            yield (
+                f"paged optimizers keep {format_bytes(managed)} of state in managed memory: in the host's memory, and "
+                "on the GPU beside these figures while there is room"
             )
         if copied := self._peaks["copied"]:
             yield (

@@ -21,7 +21,8 @@ from memsize.processes.user_code import users_frames, variables
 from memsize.records.aggregates import split_phase
 from memsize.records.timeline import AROUND
 from memsize.records.trace import InputTensor, StoredTensor
-from memsize.torch_internals.jit_tracing import traced_again, untraced
+from memsize.torch_internals.jit_tracing import is_tracing, traced_again, untraced
+from memsize.torch_internals.module_tree import paths_of
 from memsize.torch_internals.pytree import arguments_in, tensors_in
 from memsize.tracing.module_calls import ModuleCallRecorder, module_type, record_of, version_of
 from memsize.virtual.device_assignment import devices
@@ -84,12 +85,11 @@ class ProgramCalls(ModuleCallRecorder):
 
     def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            index = self._index(module)
+            if index < 0 and is_tracing() is None and not _is_on_gpu(module, args, kwargs):
+                return original(module, *args, **kwargs)
             with untraced():
-                index = self._index(module)
-                if index < 0 and (
-                    any(tensor.is_cuda for tensor in arguments_in((args, kwargs)))
-                    or any(parameter.is_cuda for parameter in module.parameters())
-                ):
+                if index < 0 and _is_on_gpu(module, args, kwargs):
                     index = self._add(module)
                 if index < 0:
                     with traced_again():
@@ -194,3 +194,13 @@ class ProgramCalls(ModuleCallRecorder):
         if is_open:
             self._returned(index, result, start, arguments)
         return result
+
+
+def _is_on_gpu(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a call has arguments on the GPU, or parameters. It is asked at each call of a module on the CPU."""
+    if any(tensor.is_cuda for tensor in arguments_in((*args, *kwargs.values()) if kwargs else args)):
+        return True
+    modules = paths_of(module) if module._modules else (module,)
+    return any(
+        parameter.is_cuda for part in modules for parameter in part._parameters.values() if parameter is not None
+    )

@@ -104,7 +104,12 @@ def virtual_gpu(
         threads = regions.enter_context(Threads(ledger, semantics))
         line = regions.enter_context(connected(world.rank)) if world is not None else None
         replaced = (threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
-        own = {**_late_process_patches(ledger, line), **launches.later(ledger), overrides.FLEX: _overridden}
+        own = {
+            **_late_process_patches(ledger, line),
+            **launches.later(ledger),
+            **ledger.host_memory.later(),
+            overrides.FLEX: _overridden,
+        }
         regions.enter_context(_patched(SuspendablePatches(simulation.patches, replaced, {**own, **later})))
         yield
 

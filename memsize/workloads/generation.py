@@ -145,7 +145,9 @@ def generate_of(model: nn.Module, name: str) -> Callable[..., Any]:
 
 def positions(model: nn.Module) -> int | None:
     """Return the number of positions in the config of a transformers model; None where it does not say."""
-    count = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    config: Any = getattr(model, "config", None)
+    of_text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    count = getattr(config, "max_position_embeddings", None) or getattr(of_text, "max_position_embeddings", None)
     return count if isinstance(count, int) and count > 0 else None
 
 

@@ -124,7 +124,8 @@ def run_rank(setup: Setup, world: World, card: Card, steps: int, make: Callable[
         run.note(note)
     trace = run.trace()
     deferred = ledger.order.deferred(len(trace.events))
-    return replace(trace, world=world, collectives=tuple(ledger.collectives), deferred=deferred)
+    host = ledger.host_memory.use
+    return replace(trace, world=world, collectives=tuple(ledger.collectives), deferred=deferred, host=host)
 
 
 # -- the usual loop ---------------------------------------------------------------------------------------------------
@@ -149,6 +150,8 @@ class ParallelSteps(Workload):
         scenario, parallel = scenario_named(setup.scenario), self.parallel
         if reason := parallel.refuses(scenario):
             raise ScenarioError(reason)
+        if setup.precision.sizes:
+            raise ScenarioError(f"a quantized base is not trained under {parallel.kind} here")
         notes = (*setup.notes, *how(setup.model, parallel, scenario))
         setup = replace(spread_setup(setup, parallel), notes=notes)
         model = setup.model

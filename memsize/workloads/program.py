@@ -291,10 +291,10 @@ class Program:
             notes=(
                 *ledger.evaluator.notes,
                 *(convolutions.notes if convolutions else ()),
-                *ledger.host_memory.notes(),
                 *nccl_notes(ledger.collectives),
                 *filter(None, (self.stack.note(str(torch.__version__)),)),
             ),
+            host=ledger.host_memory.use,
             stack=str(self.stack),
             cudnn=convolutions.source if convolutions else None,
             failure=failure,

@@ -1,35 +1,62 @@
 """The largest step of a server, and the part of a model that each of its GPUs stores.
 
-The step is what vLLM runs to find out how much memory is left for the cache (`GPUModelRunner.profile_run`): a forward,
-without a cache, of all the tokens that a step may have; the head on one row of each sequence; and a sampling by top-k
-and top-p, which sorts the logits in float32 (`vllm/v1/sample/ops/topk_topp_sampler.py`).
+The step is what vLLM runs to find out how much memory is left for the cache (`profile_run` of its model runners): a
+forward, without a cache, of all the tokens that a step may have; the head on one row of each sequence; and a sampling
+by top-k and top-p. That sorts the logits (`vllm/model_executor/layers/sampler.py` in V0, `vllm/v1/sample/ops/
+topk_topp_sampler.py` in V1), or searches for thresholds (`topk_topp_triton.py`, FlashInfer's
+`top_k_top_p_sampling_from_logits`), which makes two copies of them.
+
+The forward is transformers' own, but for what vLLM has one kernel for: a norm makes nothing beside its result
+(`vllm/model_executor/layers/layernorm.py`), the gate of an MLP is one product with what it is multiplied by
+(`vllm/model_executor/models/llama.py`), and experts have two buffers, of the tokens times the experts of each
+(`fused_experts_impl` in `vllm/model_executor/layers/fused_moe/fused_moe.py`).
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from memsize.errors import InputError
+from memsize.known_values.values import set_filled
+from memsize.model.input_tensors import ModelInputs
 from memsize.records.trace import Trace
+from memsize.spec.model_request import Call
+from memsize.spec.servers import Products, Sampler
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Run, Setup
 from memsize.workloads import Inference, Proof, Workload
 
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_MARLIN_ROWS = 1024
+"""The rows that Marlin sums in float32 at most (`determine_reduce_max_m`)."""
+_CHUNK = 32_768
+"""The tokens that experts take at a time (`VLLM_FUSED_MOE_CHUNK_SIZE`)."""
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _PADDED = 64
+_TOKEN = 3
+"""A token of a text: none that models give a meaning of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRun(Workload):
-    """One step without a cache: the last tokens of `seqs` texts are sampled; `tp` cards share the vocabulary."""
+    """One step without a cache: the last tokens of `seqs` texts are sampled by `sampler`; `tp` cards share the
+    vocabulary. `products` is how packed weights are multiplied by; `holds_gate` says that a gated MLP has the result of
+    its first product to its end. Images that are among the inputs are read too where it runs `with_images`.
+    """
 
     seqs: int
     tp: int = 1
+    sampler: Sampler = "sorts in float32"
+    products: Products = "reads"
+    holds_gate: bool = False
+    with_images: bool = False
 
     @property
     def proof(self) -> Proof:
@@ -39,15 +66,76 @@ class ProfileRun(Workload):
         body, head = text_model(setup.model, setup.name)
         tokens = _tokens(setup)
         run = Run(setup)
+        names = {id(module): name for name, module in setup.model.named_modules()}
+        root = names[id(body)]
+        quantized = {name.removesuffix(".weight").removeprefix(f"{root}.") for name in setup.precision.sizes}
+        _fuse(body, self, quantized)
+        _forget_states(body)
         with run.recording(), torch.no_grad(), setup.precision.autocast():
-            hidden = body(tokens, use_cache=False).last_hidden_state
+            inputs = setup.call[1] if self.with_images else {"input_ids": tokens}
+            hidden = body(**inputs, use_cache=False).last_hidden_state
             last = hidden[: self.seqs, -1].contiguous()
             width = getattr(head, "weight", last).dtype
             logits = head(last.to(width) if width.is_floating_point else last)  # Mamba's residuals are in float32
             if self.tp > 1:
                 logits = torch.cat([logits] * self.tp, dim=-1)
-            run.result = _sampled(logits)
+            run.result = _sampled(logits, self.sampler)
         return run.trace()
+
+
+class ImageRun(Workload):
+    """The encoder of images, as a server runs it before a step. `tokens` and `bytes` are those of the last run's
+    result."""
+
+    def __init__(self) -> None:
+        self.tokens = self.bytes = 0
+
+    @staticmethod
+    def suits(model: Any) -> bool:
+        """Whether a model has an encoder that can be run by itself."""
+        return _encoder(model) is not None
+
+    def run(self, setup: Setup) -> Trace:
+        """Encode the images among the inputs."""
+        encode = _encoder(setup.model)
+        assert encode is not None
+        images = {name: value for name, value in setup.call[1].items() if "pixel" in name or "image" in name}
+        run = Run(setup)
+        with run.recording(), torch.no_grad(), setup.precision.autocast():
+            run.result = encode(**images)
+            # Some return the results of layers too: the embeddings come last, or by this name.
+            embeddings = getattr(run.result, "pooler_output", None)
+            results = list(tensors_in(run.result if embeddings is None else embeddings))
+            self.tokens = sum(result.numel() // result.shape[-1] for result in results)
+            self.bytes = sum(result.numel() * result.itemsize for result in results)
+        return run.trace()
+
+
+def _encoder(model: Any) -> Any:
+    owners: tuple[Any, ...] = (getattr(model, "base_model", None), model)
+    return next((owner.get_image_features for owner in owners if hasattr(owner, "get_image_features")), None)
+
+
+def reads_images(model: Any) -> bool:
+    """Whether a model of transformers reads images beside texts."""
+    return getattr(getattr(model, "config", None), "vision_config", None) is not None
+
+
+def text_config(model: Any) -> Any:
+    """The config of a model's language part; the config itself where there are no others."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def text_only(inputs: ModelInputs, length: int) -> ModelInputs:
+    """Inputs that have nothing but the tokens of texts of `length`."""
+
+    def make(batch: int) -> Call:
+        tokens = inputs.make(batch)[1]["input_ids"]
+        texts, mask = (tokens.new_zeros(batch, length) for _ in range(2))
+        return (), {"input_ids": set_filled(texts, _TOKEN), "attention_mask": set_filled(mask, 1)}
+
+    return replace(inputs, make=make)
 
 
 def text_model(model: nn.Module, name: str) -> tuple[Any, nn.Module]:
@@ -64,15 +152,183 @@ def _tokens(setup: Setup) -> torch.Tensor:
     return kwargs["input_ids"] if "input_ids" in kwargs else next(iter(tensors_in(args)))
 
 
-def _sampled(logits: torch.Tensor) -> torch.Tensor:
-    """Filter logits by a top-k of the whole vocabulary and a top-p."""
-    logits = logits.float()
+def _sampled(logits: torch.Tensor, sampler: Sampler) -> torch.Tensor:
+    """Filter logits by a top-k of the whole vocabulary and a top-p, and sample from what is left."""
+    if sampler != "sorts":
+        logits = logits.float()
+    if sampler != "searches":
+        logits = _filtered(logits)
+    shares = logits.softmax(dim=-1, dtype=torch.float32)
+    return shares.div_(torch.empty_like(shares).exponential_()).argmax(dim=-1)
+
+
+def _filtered(logits: torch.Tensor) -> torch.Tensor:
     ordered, places = logits.sort(dim=-1)
     ordered.masked_fill_(ordered < ordered[:, :1], -torch.inf)
     shares = ordered.softmax(dim=-1)
-    torch.cumsum(shares, dim=-1, out=shares)
-    ordered.masked_fill_(shares <= 0.01, -torch.inf)
-    return logits.scatter_(dim=-1, index=places, src=ordered)
+    ordered.masked_fill_(shares.cumsum(dim=-1) <= 0.01, -torch.inf)
+    return torch.empty_like(ordered).scatter_(dim=-1, index=places, src=ordered)
+
+
+# -- kernels of its own ------------------------------------------------------------------------------------------------
+
+
+def _fuse(body: nn.Module, run: ProfileRun, packed: Set[str]) -> None:
+    """Let the layers of a copy of a model take what those of a server take. `packed` are the paths of linear layers
+    whose weights are packed integers.
+    """
+    for path, module in body.named_modules():
+        experts = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+        if all(isinstance(weight, torch.Tensor) and weight.dim() == 3 for weight in experts):
+            vars(module)["forward"] = partial(_experts, module)
+        elif type(module).__name__.endswith("RMSNorm"):
+            vars(module)["forward"] = _norm
+        elif path in packed and isinstance(module, nn.Linear):
+            vars(module)["forward"] = partial(_product, module, run.products)
+        elif all(isinstance(getattr(module, name, None), nn.Linear) for name in _GATED):
+            vars(module)["forward"] = partial(_gated, module, run, f"{path}.gate_proj" in packed)
+    _forget_embeddings(body)
+
+
+def _forget_embeddings(body: Any) -> None:
+    """Free the embeddings once the first layer has read them: a server adds to them in place."""
+    parts = (body, getattr(body, "decoder", None))
+    lists = (getattr(part, "layers", None) for part in parts)
+    layers = next((layers for layers in lists if isinstance(layers, nn.ModuleList)), None)
+    embedding = body.get_input_embeddings()
+    if not layers or not isinstance(embedding, nn.Module):
+        return
+    first, embed, results = layers[0].forward, embedding.forward, []
+
+    def embedded(*args: Any, **kwargs: Any) -> Any:
+        results.append(embed(*args, **kwargs))
+        return results[-1]
+
+    def layer(*args: Any, **kwargs: Any) -> Any:
+        result = first(*args, **kwargs)
+        while results:
+            results.pop().untyped_storage().resize_(0)
+        return result
+
+    vars(embedding)["forward"], vars(layers[0])["forward"] = embedded, layer
+
+
+def _forget_states(model: nn.Module) -> None:
+    """Free the states between the layers of image encoders, but for those that the config lists: transformers returns
+    them all (`MllamaVisionEncoder` in vLLM's `model_executor/models/mllama.py`).
+    """
+    for module in model.modules():
+        listed = getattr(getattr(module, "config", None), "intermediate_layers_indices", None)
+        layers = getattr(module, "layers", None)
+        if listed and isinstance(layers, nn.ModuleList):
+            # Encoders with fewer layers than that return none but the last.
+            returned = listed if max(listed) < len(layers) else ()
+            for number, layer in enumerate(layers[1:]):
+                if number not in returned:
+                    vars(layer)["forward"] = partial(_freeing_states, layer.forward)
+
+
+def _freeing_states(forward: Callable[..., Any], *, hidden_states: torch.Tensor, **options: Any) -> Any:
+    result = forward(hidden_states, **options)
+    hidden_states.untyped_storage().resize_(0)
+    return result
+
+
+def _gated(module: Any, run: ProfileRun, is_packed: bool, states: torch.Tensor) -> torch.Tensor:
+    """A gated MLP: gate and up are one product."""
+    inner = module.down_proj.in_features
+    both = states.new_empty(*states.shape[:-1], 2 * inner)
+    if is_packed:
+        _scratch(run.products, states, 2 * inner)
+    activated = states.new_empty(*states.shape[:-1], inner)
+    if not run.holds_gate:
+        del both
+    result: torch.Tensor = module.down_proj(activated)
+    return result
+
+
+def _product(module: nn.Linear, products: Products, states: torch.Tensor) -> torch.Tensor:
+    result = states.new_empty(*states.shape[:-1], module.out_features)
+    _scratch(products, states, module.out_features)
+    return result
+
+
+def _scratch(products: Products, states: torch.Tensor, width: int) -> None:
+    """Allocate the scratch memory of a product with packed integers: the weight as numbers, of ExLlama (`gptq_gemm` in
+    vLLM's csrc/quantization/gptq/q_gemm.cu) and AWQ (awq.py); or Marlin's copy of its input and its sums in float32
+    (csrc/quantization/gptq_marlin/gptq_marlin.cu).
+    """
+    inputs = states.shape[-1]
+    if products == "unpacks":
+        states.new_empty(inputs, width)
+        return
+    rows = min(-(-states.numel() // inputs // 64) * 64, _MARLIN_ROWS)
+    copied = states.new_empty(states.shape) if products == "copies" else None
+    sums = states.new_empty(rows, width, dtype=torch.float32)
+    del copied, sums
+
+
+def _norm(states: torch.Tensor, *_: Any, **_options: Any) -> torch.Tensor:
+    return torch.empty_like(states)
+
+
+def _experts(module: Any, states: torch.Tensor, chosen: torch.Tensor, *_: Any, **_options: Any) -> torch.Tensor:
+    """The experts' products, in place: one buffer for what goes in and out of the activation, one for its result."""
+    width = states.shape[-1]
+    inner = module.down_proj[0].numel() // width
+    rows = min(states.numel() // width, _CHUNK) * chosen.shape[-1]
+    products = states.new_empty(rows * max(2 * inner, width))
+    activated = states.new_empty(rows, inner)
+    del products, activated
+    return states
+
+
+# -- what only a server stores -----------------------------------------------------------------------------------------
+
+
+def rotary_tables(model: Any) -> int:
+    """Bytes of vLLM's tables of sines and cosines, one for each kind of rotary embedding: all positions times the width
+    that is turned, in the dtype of the model (`vllm/model_executor/layers/rotary_embedding`, `get_rope`).
+    """
+    config = text_config(model)
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return 0
+    kinds = {kind: entries for kind, entries in rope.items() if isinstance(entries, dict)} or {"": rope}
+    tables = {
+        (*sorted((name, str(entry)) for name, entry in entries.items()), width): _positions(config, entries) * width
+        for kind, entries in kinds.items()
+        for width in [int(_head_dim(config, kind) * entries.get("partial_rotary_factor", 1))]
+    }
+    return sum(tables.values()) * int(model.dtype.itemsize)
+
+
+def _head_dim(config: Any, kind: str) -> int:
+    kinds = getattr(config, "layer_types", None) or ()
+    if getattr(config, "per_layer_config", None) and kind in kinds:
+        config = config.per_layer_config[kinds.index(kind)]
+    of_head = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
+    return int(of_head or config.hidden_size // config.num_attention_heads)
+
+
+def _positions(config: Any, rope: dict[str, Any]) -> int:
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1
+    positions = config.max_position_embeddings
+    if kind == "yarn":
+        positions = rope.get("original_max_position_embeddings") or positions
+    return int(positions * factor) if kind in ("yarn", "linear", "dynamic") else int(positions)
+
+
+def vocabulary_padding(model: Any) -> int:
+    """Bytes of the rows that vLLM adds to embedding and head, so that they are a multiple of 64
+    (`vllm/model_executor/layers/vocab_parallel_embedding.py`).
+    """
+    weights = {
+        id(layer.weight): layer.weight
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings())
+        if isinstance(getattr(layer, "weight", None), torch.Tensor)
+    }
+    return sum(-len(weight) % _PADDED * weight[0].numel() * weight.itemsize for weight in weights.values())
 
 
 # -- one GPU's part ---------------------------------------------------------------------------------------------------

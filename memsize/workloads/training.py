@@ -176,7 +176,7 @@ class Loop:
         self.clip = own.clip if own else 0
         self.losses = Losses(training.loss, self.ledger)
         scaled = setup.precision.scaled if training.scaler is None else training.scaler
-        self.scaler = torch.amp.GradScaler("cuda") if scaled else None
+        self.scaler = torch.GradScaler("cuda") if scaled else None
         self.average = _copies(self.parameters, self.ledger, "optimizer state") if training.ema else []
 
     def __call__(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Final, NamedTuple
 
+from memsize.analysis.findings.training import activations_stay
 from memsize.errors import first_line
 from memsize.records.finding import Finding, Rules, layer_in_words
 from memsize.records.fit import ANSWERED, Alike, Budget, Crossing, FitRow, Remedied, Status, gpus_in_words
@@ -229,6 +230,13 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         layers=(bind.layer,) if bind.layer else (),
         brief=f"{brief}{adds}",
     )
+
+
+@RULES.rule("fit-adapters")
+def what_adapters_leave(evidence: FitEvidence) -> Iterator[Finding]:
+    """Where activations limit the size, freezing more of the parameters would not help."""
+    if (row := evidence.first) is not None and row.bind is not None:
+        yield from activations_stay(row.bind.roles, row.bind.frozen, "fit-adapters")
 
 
 def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:

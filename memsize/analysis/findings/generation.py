@@ -13,7 +13,7 @@ from memsize.records.fit import Remedied
 from memsize.records.generation import GenerationRow
 from memsize.records.gpu import Card, GpuEstimate
 from memsize.records.serving import ServingRow
-from memsize.spec.generation import Draft, Serving
+from memsize.spec.generation import Draft, ServerArguments
 from memsize.units import Bytes
 from memsize.workloads.generation import OF_ASSISTANT
 
@@ -156,8 +156,8 @@ def _estimate(row: GenerationRow) -> GpuEstimate:
 
 # -- serving -----------------------------------------------------------------------------------------------------------
 
-Served = tuple[tuple[ServingRow, ...], Serving, Card, int, Remedied | None]
-"""The rows, how the model is served (its context given), the card, what the server may take of it, and what would make
+Served = tuple[tuple[ServingRow, ...], ServerArguments, Card, int, Remedied | None]
+"""The rows, how the model is served, the card, what the server may take of it, and what would make
 room for a request where there is none.
 """
 
@@ -168,7 +168,7 @@ SERVING_RULES = Rules[Served]()
 def _what_is_served(evidence: Served) -> Iterator[Finding]:
     rows, serving, card, budget, _ = evidence
     row = next(row for row in rows if row.reason is None)
-    cards = card.name if serving.tensor_parallel_size == 1 else f"each of {serving.tensor_parallel_size} {card.name}"
+    cards = card.name if serving.tp == 1 else f"each of {serving.tp} {card.name}"
     values: dict[str, object] = {"scenario": row.scenario, "card": cards, "budget": Bytes(budget)}
     if row.paged is None:
         taken = row.weights + row.profile + row.non_torch.low
@@ -185,7 +185,7 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
         "tokens": paged.tokens.low,
         "most": paged.tokens.high,
         "requests": paged.concurrency.texts()[0],
-        "context": serving.max_model_len,
+        "context": serving.context,
     }
     text = (
         "Under {scenario}, {card} keeps at least {cache} for the KV cache: {tokens} to {most} tokens, or {requests} "
@@ -203,11 +203,14 @@ def _what_is_too_long(evidence: Served) -> Iterator[Finding]:
         return
     paged = row.paged
     missing = (paged.request_blocks - paged.blocks.low) * paged.block_bytes
-    values = {"scenario": row.scenario, "context": serving.max_model_len, "missing": Bytes(missing)}
+    values: dict[str, object] = {"scenario": row.scenario, "context": serving.context, "missing": Bytes(missing)}
     text = (
         "Under {scenario} one request of {context} tokens may not fit the cache, by {missing}: vLLM does not start "
         "then, but for a lower max_model_len."
     )
+    if paged.longest is not None:
+        values |= {"longest": paged.longest.low}
+        text += " The longest that fits has {longest} tokens."
     yield Finding("request-too-long", text, values, bytes=missing, brief=text)
 
 
@@ -245,7 +248,7 @@ def _what_a_step_takes(evidence: Served) -> Iterator[Finding]:
         "{profile} stay free for the largest step, of {tokens} tokens and the logits of {seqs} sequences: fewer of "
         "either leave more for the cache."
     )
-    values = {"profile": Bytes(row.profile), "tokens": serving.max_num_batched_tokens, "seqs": serving.rows}
+    values = {"profile": Bytes(row.profile), "tokens": serving.tokens, "seqs": serving.seqs}
     yield Finding("step-transient", text, values, bytes=row.profile)
 
 

@@ -23,6 +23,8 @@ from memsize.records.world import ALONE
 from memsize.units import Bytes
 
 RULES: Final = Rules[ProgramRun]()
+_LARGE_ON_HOST: Final = 1 << 30
+"""From this many bytes of host memory on, a verdict names them."""
 CAUSES: Final = ("run-needs-gpu", "run-missing-package", "run-needs-launcher", "run-divides-heads")
 """Findings that say why a program failed, and what to change."""
 
@@ -239,6 +241,14 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
         brief=f"{brief}.",
         moment=Moment(run.trace.scenario, aggregates.summit(run.trace)),
     )
+
+
+@RULES.rule("run-host")
+def _host(run: ProgramRun) -> Iterator[Finding]:
+    """The memory of the host, which a verdict names from 1 GiB on."""
+    if (needs := run.trace.host.needs) >= _LARGE_ON_HOST:
+        text = "Beside the GPU, the script needs {needs} of the host's memory, without what Python and PyTorch take."
+        yield Finding("run-host", text, {"needs": Bytes(needs)}, bytes=needs, brief=text)
 
 
 @RULES.rule("run-no-step")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
 from memsize.analysis.findings.evidence import Evidence, bytes_of
 from memsize.analysis.findings.unfinished_runs import moment, out_of_memory
@@ -66,6 +67,33 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
         "nvidia-smi would show {low} to {high} of the {total} of {gpu}." + lowest,
         moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs and not evidence.spread else None,
     )
+
+
+@RULES.rule("adapters-leave-activations")
+def _adapters(evidence: Evidence) -> Iterator[Finding]:
+    name = next((name for name in ("as-given", "fp32", *evidence.peaks) if name in evidence.peaks), None)
+    if name is not None:
+        frozen = evidence.stored.frozen
+        yield from activations_stay(evidence.peaks[name].roles, frozen, "adapters-leave-activations")
+
+
+_FROZEN: Final = 0.9
+"""From this share of frozen parameters on, little is left to save by freezing."""
+
+
+def activations_stay(roles: Mapping[Role, int], frozen: float, code: str) -> Iterator[Finding]:
+    """Say that most of a peak grows with the batch although few parameters are trained (peft#2196)."""
+    total, grows = sum(roles.values()), sum(size for role, size in roles.items() if role not in FIXED)
+    if frozen < _FROZEN or grows * 4 < total * 3:
+        return
+    text = (
+        "Only {trained} % of the parameters are trained, so gradients and optimizer state are {states}; but {share} % "
+        "of the peak, {grows}, grows with the batch, and adapters do not change it. Activation checkpointing, a "
+        "shorter input or a smaller batch does."
+    )
+    states = sum(roles.get(role, 0) for role in ("gradient", "optimizer state", "master weight"))
+    shares = {"trained": f"{100 * (1 - frozen):.2g}", "share": round(100 * grows / total)}
+    yield Finding(code, text, shares | {"states": Bytes(states), "grows": Bytes(grows)}, bytes=grows, brief=text)
 
 
 @RULES.rule("no-training-step")

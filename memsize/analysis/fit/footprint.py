@@ -17,6 +17,7 @@ from memsize.device.allocator_config import SEGMENT_STEP, AllocatorConfig
 from memsize.device.gpu_estimate import roles_of
 from memsize.device.replay import Prefixes, Replay, replay
 from memsize.errors import InputError
+from memsize.records.aggregates import totals
 from memsize.records.columns import rows_at
 from memsize.records.fit import Alike, Bind
 from memsize.records.roles import FIXED
@@ -198,6 +199,7 @@ def limit_of(run: Footprint, capacity: int | None) -> Bind:
         request=failure.request if failure else 0,
         roles=roles,
         largest=most and most._replace(logits=bool(most.spec.shape) and most.spec.shape[-1] in vocabularies),
+        frozen=totals(trace).frozen,
     )
 
 

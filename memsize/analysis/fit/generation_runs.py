@@ -12,6 +12,7 @@ from torch import nn
 from memsize.analysis.fit.run_cache import Run, RunCache, RunVariant
 from memsize.analysis.fit.search import LIMIT
 from memsize.analysis.generation.generator import Generator
+from memsize.analysis.model_setups import ModelEdit
 from memsize.errors import ForwardError, InputError
 from memsize.model.input_tensors import input_tensors
 from memsize.spec.generation import Generation
@@ -93,7 +94,8 @@ class GenerationRunCache(RunCache):
         key = variant.run_key._replace(generation=None, sequences=None, split=1)
         if key not in self._generators:
             runner = self._runner(variant)
-            self._generators[key] = Generator(runner, self._prompts, variant.scenario, edits=variant.edits)
+            edits = tuple(edit for edit in variant.edits if not isinstance(edit, ModelEdit))  # of trainings alone
+            self._generators[key] = Generator(runner, self._prompts, variant.scenario, edits=edits)
         generation, batch, generator = variant.generation, -(-size // variant.split), self._generators[key]
         if self.vary.context:
             new = generation.max_new_tokens

@@ -14,8 +14,7 @@ signed and unsigned values; parameters of fewer than 4,096 elements keep float32
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +23,10 @@ from torch import nn
 from torch.nn import functional
 
 from memsize.analysis.remedies import NotApplicable
+from memsize.errors import InputError
 from memsize.model.stored import stored_tensors
+from memsize.precision.adapters import add_adapters, has_adapters
+from memsize.spec.adapters import Adapter
 from memsize.spec.scenario import scenario_named
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Setup
@@ -194,11 +196,13 @@ def write_in_place(setup: Setup) -> Setup:
 
 def freeze_all_but_head(setup: Setup) -> Setup:
     """Train only the last module that has parameters."""
+    if has_adapters(setup.model):
+        raise NotApplicable("adapters alone are trained already")
     owners = [module for module in setup.model.modules() if module._parameters]
     trained = [module for module in owners if any(p.requires_grad for p in module.parameters(recurse=False))]
     if len(trained) < 2:
         raise NotApplicable("one module is trained at most")
-    _freeze(setup.model)
+    setup.model.requires_grad_(False)
     for parameter in trained[-1].parameters(recurse=False):
         parameter.requires_grad_(True)
     return setup
@@ -206,49 +210,14 @@ def freeze_all_but_head(setup: Setup) -> Setup:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """LoRA: everything is frozen, and each linear layer gains ``B·A·x``, with A [rank, in] and B [out, rank]."""
+    """LoRA of this rank beside every linear layer but the head, as ``--lora r=RANK`` trains it."""
 
     rank: int
 
-    def __call__(self, setup: Setup) -> Setup:
-        linears = list(_linears(setup.model))
-        if not linears:
-            raise NotApplicable("the model has no linear layer")
-        _freeze(setup.model)
-        for module, inside, outside in linears:
-            self._adapt(module, inside, outside)
-        return setup
-
-    def _adapt(self, module: nn.Module, inside: int, outside: int) -> None:
-        weight, forward = module.weight, module.forward
-        dtype = weight.dtype if isinstance(weight, torch.Tensor) and weight.is_floating_point() else torch.float32
-        down, up = (
-            torch.empty(shape, dtype=dtype, device="meta") for shape in ((self.rank, inside), (outside, self.rank))
-        )
-        module.register_parameter("lora_a", nn.Parameter(down))
-        module.register_parameter("lora_b", nn.Parameter(up))
-
-        def adapted(x: torch.Tensor) -> torch.Tensor:
-            added = functional.linear(functional.linear(x, module.lora_a), module.lora_b)  # type: ignore[arg-type]
-            result: torch.Tensor = forward(x) + added / math.sqrt(self.rank)
-            return result
-
-        module.forward = adapted
-
-
-def _freeze(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, int, int]]:
-    """Linear layers with their widths; transformers' `Conv1D` is one that stores its weight the other way round."""
-    ask = getattr(model, "get_output_embeddings", None)
-    head = ask() if callable(ask) else None
-    for module in model.modules():
-        if module is head:
-            continue
-        if isinstance(module, nn.Linear):
-            yield module, module.in_features, module.out_features
-        elif type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nx", None), int):
-            yield module, int(module.nx), int(module.nf)  # type: ignore[arg-type]
+    def __call__(self, model: nn.Module) -> None:
+        if has_adapters(model):
+            raise NotApplicable("adapters are trained already")
+        try:
+            add_adapters(model, Adapter(rank=self.rank))
+        except InputError as error:
+            raise NotApplicable(str(error)) from error

@@ -186,7 +186,9 @@ class RemedyWork:
 
     def _search(self, base: RunVariant, size: int) -> RemedySearch[RunVariant]:
         def measure(variant: RunVariant) -> Need:
-            return Need(self.runs.run(variant, size).needs(variant.capacity), variant.capacity)
+            run = self.runs.run(variant, size)
+            host = run.trace.host.needs if variant.parallel and variant.parallel.offload else 0
+            return Need(run.needs(variant.capacity), variant.capacity, host)
 
         return RemedySearch(base, measure, SEGMENT)
 

@@ -17,14 +17,14 @@ from memsize.analysis.fit.optimized_models import (
     write_in_place,
 )
 from memsize.analysis.fit.run_cache import RunVariant
+from memsize.analysis.model_setups import ModelEdit
 from memsize.analysis.remedies import Changes, NotApplicable, Remedy
 from memsize.analysis.runner import Edit
+from memsize.spec.adapters import RANK
 from memsize.spec.parallel import Parallel
-from memsize.spec.scenario import SCENARIOS, quantized_from
+from memsize.spec.scenario import COMPILED, SCENARIOS, compiled_from, quantized_from
 from memsize.spec.training import Training, parse_optimizer
 
-RANK: Final = 16
-"""The rank of adapters."""
 _FUSED: Final = ("adam", "adamw", "sgd", "sgd-momentum", "adagrad")
 _ADAMS: Final = ("adam", "adamw")
 _MOST_PARTS: Final = 64
@@ -46,9 +46,10 @@ def remedy(name: str, title: str, cost: str, changes: Changes, apply: Apply, gro
 
 
 def _in_lower_precision(variant: RunVariant, name: str) -> RunVariant:
-    if variant.scenario.name not in ("as-given", "fp32"):
+    if variant.scenario.name.removesuffix(COMPILED) not in ("as-given", "fp32"):
         raise NotApplicable(f"the scenario is {variant.scenario.name} already")
-    return replace(variant, scenario=SCENARIOS[name])
+    other = SCENARIOS[name]
+    return replace(variant, scenario=compiled_from(other) if variant.scenario.compile else other)
 
 
 def _autocast(variant: RunVariant) -> RunVariant:
@@ -144,12 +145,12 @@ def _chunked_cross_entropy(variant: RunVariant) -> RunVariant:
 def _lora(variant: RunVariant) -> RunVariant:
     _training(variant)
     _check_undivided(variant)
-    return variant.edited(LowRank(RANK))
+    return variant.edited(ModelEdit(LowRank(RANK)))
 
 
 def _qlora(variant: RunVariant) -> RunVariant:
     _training(variant)
-    return quantized(variant, "nf4").edited(LowRank(RANK))
+    return quantized(variant, "nf4").edited(ModelEdit(LowRank(RANK)))
 
 
 def _check_undivided(variant: RunVariant) -> None:

@@ -16,6 +16,7 @@ has the dtype of the model, and one input less than its convolution is wide (`ma
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +24,11 @@ from dataclasses import dataclass
 from memsize.errors import InputError
 from memsize.records.gpu import Interval
 from memsize.records.serving import Concurrency, LayerGroup, Paged
-from memsize.spec.generation import Serving
 from memsize.workloads.caches import CachedLayer
 
 FULL, SLIDING, LATENT, STATE = "full attention", "sliding window", "latent attention", "state"
 _KINDS = (FULL, SLIDING, LATENT, STATE)
+_ENDLESS = 2**40
 _ALIGNED = 16
 """The tokens that a block with a state has are a multiple of this."""
 
@@ -50,8 +51,10 @@ class BlockLayout:
             return (f"a block has {tokens:,} tokens in place of {block:,}, so that it holds the state of a layer",)
         return ()
 
-    def request(self, serving: Serving, context: int) -> int:
-        """Count the blocks of one request of `context` tokens (`max_memory_usage_bytes` of each group)."""
+    def request(self, context: int, step: int) -> int:
+        """Count the blocks of one request of `context` tokens (`max_memory_usage_bytes` of each group), of which `step`
+        are new before the oldest leave a window.
+        """
         count = 0
         for group, tokens in zip(self.groups, self.tokens, strict=True):
             if not tokens:
@@ -61,43 +64,69 @@ class BlockLayout:
             else:
                 # A window may begin in the middle of a block, and a step's tokens are added before the oldest are
                 # dropped.
-                cached = min(group.window - 1 + serving.max_num_batched_tokens, context)
+                cached = min(group.window - 1 + step, context)
                 count += -(-cached // tokens) + 1
         return count
 
-    def paged(self, available: Interval, serving: Serving, context: int) -> Paged:
-        """Compute the cache that fills `available` bytes, with tokens as vLLM logs them (`_report_kv_cache_config`)."""
-        request = self.request(serving, context)
+    def paged(
+        self, available: Interval, context: int, step: int, *, by_requests: bool = False, positions: int | None = None
+    ) -> Paged:
+        """Compute the cache that fills `available` bytes. Its tokens are those that vLLM logs: of the blocks of one
+        group (`_report_kv_cache_config`), or of as many requests as there is room for. No request has more than
+        `positions`.
+        """
+        request = self.request(context, step)
         blocks = Interval(*(size // self.block_bytes for size in available))
         tokens = min(filter(None, self.tokens), default=context)
+        concurrency = Concurrency(*(count / request for count in blocks))
+        if by_requests:
+            capacity = Interval(*(int(requests * context) for requests in concurrency))
+        else:
+            capacity = Interval(*(count // len(self.groups) * tokens for count in blocks))
         return Paged(
             available=available,
             block_bytes=self.block_bytes,
             request_blocks=request,
             blocks=blocks,
-            tokens=Interval(*(count // len(self.groups) * tokens for count in blocks)),
-            concurrency=Concurrency(*(count / request for count in blocks)),
+            tokens=capacity,
+            concurrency=concurrency,
+            longest=Interval(*(self._longest(count, step, positions or _ENDLESS) for count in blocks)),
         )
 
+    def _longest(self, blocks: int, step: int, positions: int) -> int:
+        """The longest request that `blocks` hold (`estimate_max_model_len`)."""
+        return bisect_right(range(1, positions + 1), blocks, key=lambda context: self.request(context, step))
 
-def block_layout(layers: Sequence[CachedLayer], window: int | None, block: int, name: str) -> BlockLayout:
+
+def block_layout(
+    layers: Sequence[CachedLayer],
+    window: int | None,
+    block: int,
+    name: str,
+    *,
+    windows: bool = True,
+    padding: float = 1.5,
+) -> BlockLayout:
     """Lay out the blocks of a model. The `bytes` of a layer are those of one token, or of its whole state; `window` is
-    the width of its sliding windows.
+    the width of its sliding windows, which have blocks of their own where `windows`, and else those of full attention.
+    Kinds of layers are padded to equally many where one has less than `padding` times as many as the other.
 
     Raises `InputError` for layers that these rules do not cover.
     """
+    if not windows and len({layer.kind for layer in layers}) > 1:
+        layers = [layer._replace(kind=FULL) if layer.kind == SLIDING else layer for layer in layers]
     count = Counter(layer.kind for layer in layers)
     other = next((kind for kind in count if kind not in _KINDS), None)
     if other or not count:
         raise InputError(f"{name} caches {other or 'nothing'}: paged caches of attention and of states are covered")
     if SLIDING in count and window is None:
         raise InputError(f"{name} has layers with a sliding window, and its config does not say how wide it is")
-    windows = {SLIDING: window}
+    width_of = {SLIDING: window}
     if len(count) == 1:
         (kind,) = count
         tokens = 0 if kind == STATE else block
         size = (tokens or 1) * sum(layer.bytes for layer in layers)
-        return BlockLayout((LayerGroup(kind, len(layers), windows.get(kind)),), size, (tokens,))
+        return BlockLayout((LayerGroup(kind, len(layers), width_of.get(kind)),), size, (tokens,))
     sizes = dict.fromkeys((layer.kind, layer.bytes) for layer in layers)
     if len(sizes) > len(count):
         raise InputError(f"{name} has layers of one kind that cache more than others of it: not covered")
@@ -110,11 +139,11 @@ def block_layout(layers: Sequence[CachedLayer], window: int | None, block: int, 
             raise InputError(f"{name} has tokens of two sizes in its cache, and the larger is no multiple of the other")
     page, tokens_of = block * largest, {STATE: 0} | {kind: block * largest // size for kind, size in of_token.items()}
     most, least = max(count.values()), min(count.values())
-    together = most if most < 1.5 * least else least  # padding is cheap below 1.5 times as many
+    together = most if most < padding * least else least
     groups: list[LayerGroup] = []
     for kind, number in count.items():
         tables = -(-number // together)
-        groups += [LayerGroup(kind, len(range(first, number, tables)), windows.get(kind)) for first in range(tables)]
+        groups += [LayerGroup(kind, len(range(first, number, tables)), width_of.get(kind)) for first in range(tables)]
     return BlockLayout(tuple(groups), page * together, tuple(tokens_of[group.kind] for group in groups))
 
 

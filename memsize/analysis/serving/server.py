@@ -9,40 +9,67 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from memsize.analysis.findings.generation import SERVING_RULES
-from memsize.analysis.remedies import Ladder, Need, Remedy, RemedySearch, try_remedies
+from memsize.analysis.remedies import Need
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
-from memsize.device.cards import CARDS
-from memsize.device.cuda_context import cuda_context
+from memsize.analysis.serving.server_remedies import ServedModel, arguments_of, remedies_for_server
+from memsize.device.cuda_context import code_of_libraries, cuda_context
+from memsize.device.cuda_libraries import COMMUNICATOR
 from memsize.device.gpu_estimate import estimate_gpu
+from memsize.device.replay import replay
 from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.loading.hubs import checkpoint_config_of
+from memsize.model.input_tensors import ModelInputs
+from memsize.precision.checkpoint_quantization import checkpoint_layout
+from memsize.records.columns import distinct
 from memsize.records.fit import Remedied
-from memsize.records.gpu import Card, Interval
+from memsize.records.gpu import Interval
 from memsize.records.serving import ServingReport, ServingRow
-from memsize.spec.generation import KV_BYTES, Generation, Serving
-from memsize.spec.scenario import Scenario, quantized_from
+from memsize.records.trace import Trace
+from memsize.spec.generation import KV_BYTES, Generation, ServerArguments, Serving
+from memsize.spec.scenario import Scenario
+from memsize.spec.servers import GRAPHS, Rules
+from memsize.spec.stack import Stack
 from memsize.torch_internals.isolation import collector_paused
-from memsize.units import GiB, format_bytes
+from memsize.units import GiB
 from memsize.workloads.caches import CachedLayer
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
-from memsize.workloads.serving import ProfileRun, part_of, text_model
+from memsize.workloads.serving import (
+    ImageRun,
+    ProfileRun,
+    reads_images,
+    rotary_tables,
+    text_config,
+    text_model,
+    text_only,
+    vocabulary_padding,
+)
 
-LEAST_OUTSIDE: Final = GiB // 100
-"""The least that vLLM's logs in public repositories call non_torch_memory: 0.01 to 0.08 GiB on one card, 0.16 on an
-H100 (vllm-project/vllm#12126), 0.20 on each of sixteen (#14447). That is what came after the CUDA context was made. The
-most is the whole context, which engines counted until vllm-project/vllm#19312.
+OUTSIDE: Final = Interval(GiB // 100, GiB * 16 // 100)
+"""The least and the most that vLLM's logs in public repositories call non_torch_memory on one card, of what came after
+its CUDA context: 0.01 to 0.08 GiB, 0.12 and 0.16 on H100s (vllm-project/vllm#12126). It is the code of PyTorch's
+libraries and of vLLM's own kernels, of which only the former is counted by `memsize.device.cuda_context`.
 """
+_COMMUNICATORS: Final = 2
+"""NCCL's communicators of cards that share layers: PyTorch's and vLLM's own (`distributed/device_communicators`)."""
 _WEIGHTS = ("parameter", "buffer")
+MIXED: Final = 8192
+"""The tokens of a prompt with images: more than those stand for."""
 _PROMPT = 8
 """The tokens of the prompt that is traced to measure the bytes of one more token in the cache."""
 _ASSUMED = (
-    "the largest step runs transformers' own forward: the fused kernels of a server need less between its layers",
-    "CUDA graphs come on top of what the server may take, and so do adapters and the models of speculative decoding",
+    "the largest step runs transformers' own forward, with one kernel for a norm and for a layer's experts: other "
+    "fused kernels of the server may need less between its layers",
+    "adapters and the models of speculative decoding come on top of what the server may take",
+)
+_ENCODER = (
+    "images have the size that the config names, and transformers' own encoder reads them: the server's may need less, "
+    "so that the cache has at least these blocks"
 )
 _ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lets it"
 _STATEFUL = ("linear", "mamba", "recurrent", "conv")
@@ -51,9 +78,17 @@ _PLAIN = (
     "layers with a state run transformers' plain PyTorch code, which needs far more for a moment than a server's "
     "kernels: the cache has at least these blocks"
 )
-UTILIZATION: Final = 0.95
-"""The largest part of a GPU's memory that is tried."""
-_CARDS: Final = (2, 4, 8)
+
+
+class Profile(NamedTuple):
+    """A largest step: the bytes of the weights, those that it needs beyond them, those that are free in its segments,
+    and the ops that it runs.
+    """
+
+    weights: int
+    step: int
+    free: int
+    ops: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -64,8 +99,8 @@ class Server:
     prompts: Prompts
     serving: Serving
     progress: Callable[[str], None] = lambda _: None
-    _profiles: dict[tuple[object, ...], tuple[int, int]] = field(default_factory=dict)
-    """For each model, the bytes of its weights, and the bytes that its largest step needs beyond them."""
+    _profiles: dict[tuple[object, ...], Profile] = field(default_factory=dict)
+    """By model and step."""
 
     def report(self, scenarios: Sequence[Scenario], notes: Sequence[str]) -> ServingReport:
         """Compute one row for each scenario.
@@ -78,6 +113,7 @@ class Server:
         context = self.serving.max_model_len or most
         if context is None:
             raise InputError(f"{self.runner.name} does not say how long a request may be: give --max-model-len")
+        served = arguments_of(self.runner, self.serving, context)
         rows: list[ServingRow] = []
         layouts: list[BlockLayout] = []
         errors: list[Exception] = []
@@ -85,14 +121,13 @@ class Server:
             for scenario in scenarios:
                 row = ServingRow(scenario.name, scenario.title)
                 try:
-                    layouts.append(self._layout(scenario, config))
-                    rows.append(self._row(row, scenario, layouts[-1], context))
+                    layouts.append(self._layout(scenario, config, served))
+                    rows.append(self._row(row, scenario, layouts[-1], served))
                 except (ScenarioError, ForwardError) as error:
                     errors.append(error)
                     rows.append(replace(row, reason=str(error)))
         if not layouts or len(errors) == len(rows):
             raise errors[0]
-        serving = replace(self.serving, max_model_len=context)
         ran = next(number for number, row in enumerate(rows) if row.reason is None)
         paged = rows[ran].paged
         starts = paged is not None and paged.concurrency.low >= 1
@@ -100,51 +135,58 @@ class Server:
         beyond = (
             f"the model has positions for {most or 0:,} tokens: vLLM takes no longer context on its own ({_ALLOWED})"
         )
-        notes = (*notes, *([beyond] if most and context > most else []), *layouts[0].notes(self.serving.block_size))
+        notes = (*notes, *([beyond] if most and context > most else []), *layouts[0].notes(served.block))
+        budget = self._budget(served)
+        has_states = any(group.kind == STATE for group in layouts[0].groups)
         return ServingReport(
             model=self.runner.name,
             card=self.runner.gpu,
-            asked=serving.record,
-            budget=self._budget,
+            asked=served.record,
+            budget=budget,
             groups=layouts[0].groups,
             serving_rows=tuple(rows),
             remedied=remedied,
-            findings=SERVING_RULES.findings((tuple(rows), serving, self.runner.gpu, self._budget, remedied)),
+            findings=SERVING_RULES.findings((tuple(rows), served, self.runner.gpu, budget, remedied)),
             notes=tuple(dict.fromkeys(notes)),
-            assumptions=(*_ASSUMED, *([_PLAIN] if any(group.kind == STATE for group in layouts[0].groups) else [])),
+            assumptions=(*served.assumed, *_ASSUMED, *self._of_parts(has_states)),
         )
+
+    def _of_parts(self, has_states: bool) -> tuple[str, ...]:
+        """Assumptions about parts that only some models have."""
+        return (*([_PLAIN] if has_states else []), *([_ENCODER] if reads_images(self.runner.model) else []))
 
     def _config(self) -> Any:
         """The config of the model; raises `InputError` for a model that is not covered."""
         name, config = self.runner.name, getattr(self.runner.model, "config", None)
-        for part, what in (("vision_config", "images"), ("audio_config", "sound")):
-            if getattr(config, part, None) is not None:
-                raise InputError(f"{name} also reads {what}: serve the config of its text model")
+        if getattr(config, "audio_config", None) is not None:
+            raise InputError(f"{name} also reads sound: serve the config of its text model")
         is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
         if is_chunked or getattr(config, "is_encoder_decoder", False):
             what = "chunked attention" if is_chunked else "an encoder"
             raise InputError(f"{name} has {what}: only full and latent attention, windows and states are covered")
         text_model(self.runner.model, name)
-        return config
+        return text_config(self.runner.model)
 
-    @property
-    def _budget(self) -> int:
-        return int(self.runner.gpu.bytes * self.serving.gpu_memory_utilization)
+    def _budget(self, served: ServerArguments) -> int:
+        """The part of the card that the server may take: a set size of the cache comes on top of the rest."""
+        return int(self.runner.gpu.bytes * (1 if served.kv_bytes else served.utilization))
 
     def _remedied(self, scenario: Scenario, config: Any, context: int) -> Remedied:
-        def needed(served: ServedModel) -> int:
-            server = replace(self, runner=served.runner, serving=served.serving)
-            layout = server._layout(served.scenario, config)
-            row = server._row(ServingRow("", ""), served.scenario, layout, context)
-            request = layout.request(served.serving, context) * layout.block_bytes
-            return row.weights + row.profile + row.non_torch.high + request
+        def needed(model: ServedModel) -> Need:
+            server = replace(self, runner=model.runner, serving=model.serving)
+            served = arguments_of(model.runner, model.serving, context)
+            layout = server._layout(model.scenario, config, served)
+            row = server._row(ServingRow("", ""), model.scenario, layout, served)
+            request = layout.request(context, served.tokens * served.rules.in_flight) * layout.block_bytes
+            taken = row.weights + row.profile + row.non_torch.high + row.graphs.high + request
+            return Need(taken, server._budget(served))
 
         return remedies_for_server(ServedModel(self.runner, self.serving, scenario), context, needed)
 
-    def _layout(self, scenario: Scenario, config: Any) -> BlockLayout:
+    def _layout(self, scenario: Scenario, config: Any, served: ServerArguments) -> BlockLayout:
         self.progress(f"{scenario.name}: the cache of one token")
         workload = GenerationSteps(Generation(prompt=_PROMPT, max_new_tokens=2))
-        trace = self.runner.with_inputs(self.prompts(_PROMPT), 1).run(workload, scenario)
+        trace = self.runner.with_inputs(self._texts(_PROMPT), 1).run(workload, scenario)
         steps = workload.record.steps
         cached = (storage for storage in trace.storages if storage.role == "KV cache" and storage.bytes)
         own = min((storage.bytes // math.prod(storage.shape) for storage in cached), default=1)
@@ -159,32 +201,148 @@ class Server:
                 layers.append(CachedLayer(STATE, state_bytes(now, state_width)))
             if kind := now.kind.removeprefix(STATE).removeprefix(" and "):
                 layers.append(CachedLayer(kind, (now.bytes - before.bytes) // own * width))
+        if not served.rules.encodes_first:  # V0 has a cache for each layer, also for those that read images
+            most = max(layers, key=lambda layer: layer.bytes)
+            layers = [layer if layer.bytes else most for layer in layers]
         if self.serving.tensor_parallel_size > 1 and any(layer.states for layer in steps[1]):
             raise InputError(f"{self.runner.name} keeps states as in Mamba: memsize does not divide those among cards")
         window = getattr(config, "sliding_window", None)
-        return block_layout(layers, window, self.serving.block_size, self.runner.name)
+        rules = served.rules
+        return block_layout(
+            layers, window, served.block, self.runner.name, windows=rules.windows, padding=rules.padding
+        )
 
-    def _row(self, row: ServingRow, scenario: Scenario, layout: BlockLayout, context: int) -> ServingRow:
-        serving, runner = self.serving, self.runner
-        run = runner, scenario, serving.max_num_batched_tokens, serving.rows, serving.tensor_parallel_size
-        weights, profile = self._profiles.get(run) or self._profiles.setdefault(run, self._profiled(scenario))
-        outside = Interval(LEAST_OUTSIDE, cuda_context(runner.gpu, runner.stack).high)
-        left = [self._budget - weights - profile - taken for taken in reversed(outside)]
-        row = replace(row, weights=weights, profile=profile, non_torch=outside)
-        if left[1] < layout.block_bytes:
-            return replace(row, shortage=layout.block_bytes - left[1])
-        available = Interval(max(left[0], 0), left[1])
-        return replace(row, paged=layout.paged(available, serving, context))
+    def _row(self, row: ServingRow, scenario: Scenario, layout: BlockLayout, served: ServerArguments) -> ServingRow:
+        run = self.runner, scenario, served.tokens, served.seqs, served.tp, served.rules
+        profile = self._profiles.get(run) or self._profiles.setdefault(run, self._profiled(scenario, served))
+        graphs = Interval(*GRAPHS) if served.has_graphs else Interval(0, 0)
+        outside = self._outside(profile, served)
+        row = replace(row, weights=profile.weights, profile=profile.step, non_torch=outside, graphs=graphs)
+        rest = self._budget(served) - profile.weights - profile.step
+        left = Interval(rest - outside.high - graphs.high, rest - outside.low - graphs.low)
+        if served.kv_bytes is not None:
+            missing = served.kv_bytes - left.high
+            left = Interval(served.kv_bytes, served.kv_bytes) if missing <= 0 else Interval(-missing, -missing)
+        if left.high < layout.block_bytes:
+            return replace(row, shortage=layout.block_bytes - left.high)
+        step = served.tokens * served.rules.in_flight
+        available = Interval(max(left.low, 0), left.high)
+        limit = positions(self.runner.model)
+        paged = layout.paged(available, served.context, step, by_requests=served.rules.by_requests, positions=limit)
+        return replace(row, paged=paged)
 
-    def _profiled(self, scenario: Scenario) -> tuple[int, int]:
-        self.progress(f"{scenario.name}: a step of {self.serving.max_num_batched_tokens:,} tokens")
-        serving = self.serving
-        length = serving.max_num_batched_tokens // serving.rows
-        texts = -(-serving.max_num_batched_tokens // length)
-        runner = self.runner.with_inputs(self.prompts(length), texts)
-        trace = runner.run(ProfileRun(serving.rows, serving.tensor_parallel_size), scenario)
-        weights = sum(storage.bytes for storage in trace.storages if storage.role in _WEIGHTS)
-        return weights, estimate_gpu(trace, runner.gpu).allocated - weights
+    def _outside(self, profile: Profile, served: ServerArguments) -> Interval:
+        """Memory taken beside tensors, as the release counts it: outside PyTorch, and where it counts segments also
+        what is free in them, which depends on the order of all allocations.
+        """
+        stack = self._stack(served)
+        if served.rules.outside == "all":
+            outside = cuda_context(self.runner.gpu, stack, profile.ops)
+        else:
+            code = code_of_libraries(self.runner.gpu, stack, profile.ops)
+            outside = Interval(max(code.low, OUTSIDE.low), max(code.high, OUTSIDE.high))
+        if served.rules.profiles or served.kv_bytes is not None:
+            context = Interval(0, 0)
+        else:  # its share of memory is that of what was free beside the CUDA context
+            whole = cuda_context(self.runner.gpu, stack, ())
+            context = Interval(*(round(end * served.utilization) for end in whole))
+        groups = _COMMUNICATORS * COMMUNICATOR.high if served.tp > 1 else 0
+        beside = Interval(0, groups + profile.free)
+        return Interval(*(sum(ends) for ends in zip(outside, context, beside, strict=True)))
+
+    def _stack(self, served: ServerArguments) -> Stack:
+        """The stack of the request; where it names no PyTorch, the one that the server pins."""
+        stack = self.runner.stack
+        return stack if stack.torch else replace(stack, torch=served.rules.torch)
+
+    def _profiled(self, scenario: Scenario, served: ServerArguments) -> Profile:
+        self.progress(f"{scenario.name}: a step of {served.tokens:,} tokens")
+        runner, rules = self.runner, served.rules
+        has_images = reads_images(runner.model)
+        seqs = self._sequences(scenario, served) if has_images and not rules.encodes_first else served.seqs
+        length = served.tokens // seqs
+        in_step = has_images and not rules.encodes_first
+        inputs = self.prompts(length) if in_step else self._texts(length)
+        holds_gate = rules.holds_gate(str(text_config(runner.model).model_type))
+        run = ProfileRun(seqs, served.tp, rules.sampler, rules.products, holds_gate, in_step)
+        trace = self._on(inputs, -(-served.tokens // length), served).run(run, scenario)
+        weights = weights_in(trace)
+        estimate = estimate_gpu(trace, runner.gpu)
+        step, free = estimate.allocated - weights, estimate.reserved - estimate.allocated
+        if has_images and rules.encodes_first:
+            encoded = self._encoded(scenario, served)
+            step = max(encoded.step, encoded.result + step)
+        padding = vocabulary_padding(runner.model) if served.tp == 1 else 0  # a part of it is padded already
+        tables = rotary_tables(runner.model) + padding
+        ops = frozenset(distinct(trace.events, "op") - {""})
+        return Profile(weights + tables, step if rules.profiles else 0, free if rules.reserved else 0, ops)
+
+    def _on(self, inputs: ModelInputs, batch: int, served: ServerArguments) -> Runner:
+        """A runner with other inputs, on the stack of the server."""
+        runner = self.runner.with_inputs(inputs, batch)
+        runner.stack = self._stack(served)
+        return runner
+
+    def _texts(self, length: int) -> ModelInputs:
+        """Texts of `length` tokens, without images."""
+        return text_only(self.prompts(MIXED), length) if reads_images(self.runner.model) else self.prompts(length)
+
+    def _sequences(self, scenario: Scenario, served: ServerArguments) -> int:
+        """The sequences of a step, where each has an image: those of a decoder have its tokens too."""
+        tokens = self._images(scenario, served, 1).tokens
+        return served.seqs if not tokens else max(1, min(served.seqs, served.tokens // tokens))
+
+    def _encoded(self, scenario: Scenario, served: ServerArguments) -> Encoded:
+        """The largest run of the encoder, of as many images as the tokens of a step may stand for."""
+        one = self._images(scenario, served, 1)
+        if not one.tokens:
+            return one
+        images = max(1, min(max(served.tokens, one.tokens) // one.tokens, served.seqs))
+        self.progress(f"{scenario.name}: {images:,} images")
+        return self._images(scenario, served, images)
+
+    def _images(self, scenario: Scenario, served: ServerArguments, images: int) -> Encoded:
+        encoder = ImageRun()
+        if not encoder.suits(self.runner.model):
+            return Encoded(0, 0, 0)
+        trace = self._on(self.prompts(MIXED), images, served).run(encoder, scenario)
+        step = estimate_gpu(trace, self.runner.gpu).allocated - weights_in(trace)
+        return Encoded(encoder.tokens // images, step, encoder.bytes)
+
+
+class Encoded(NamedTuple):
+    """A run of an image encoder: the tokens of an image, the bytes that the run needs, and those of its results."""
+
+    tokens: int
+    step: int
+    result: int
+
+
+def weights_in(trace: Trace) -> int:
+    """Bytes of the blocks of parameters and buffers, as they are when the model is loaded."""
+    stored = [event for event in trace.events if trace.storages[event.storage].role in _WEIGHTS and event.delta > 0]
+    return replay((event.storage, event.delta) for event in stored).allocated.bytes
+
+
+def served_scenarios(scenarios: Sequence[Scenario], model: Any, rules: Rules) -> tuple[Scenario, ...]:
+    """The scenarios to serve `model` under: as given means as its checkpoint is quantized, where its config says so.
+
+    Raises `ScenarioError` where another scenario alone would quantize such a model anew.
+    """
+    quantization = checkpoint_config_of(model)
+    if not isinstance(quantization, dict):
+        return tuple(scenarios)
+    method = quantization.get("quant_method", "no method")
+    layout = checkpoint_layout(quantization, unpacked=rules.products == "unpacks")
+    title = f"weights of the checkpoint ({method})"
+    served = tuple(
+        replace(scenario, title=title, recipe="quantized", layout=layout)
+        for scenario in scenarios
+        if scenario.recipe == "as-given"
+    )
+    if not served:
+        raise ScenarioError(f"the checkpoint's weights are quantized already ({method}): serve it as-given")
+    return served
 
 
 def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None:
@@ -193,106 +351,3 @@ def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None
     hidden = is_stateful and not any(layer.states for layer in layers)
     if hidden or any(layer.kind == STATE and not layer.states for layer in layers):
         raise InputError(f"{name} keeps states in a form of its own: of those a paged server's blocks are not known")
-
-
-# -- remedies for a server that does not start -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A model on one GPU, how it is served, and how it is stored."""
-
-    runner: Runner
-    serving: Serving
-    scenario: Scenario
-
-    @property
-    def budget(self) -> int:
-        """The bytes of its GPU that the server may take."""
-        return int(self.runner.gpu.bytes * self.serving.gpu_memory_utilization)
-
-
-def remedies_for_server(base: ServedModel, context: int, needed: Callable[[ServedModel], int]) -> Remedied:
-    """Try each remedy for one request of `context` tokens; `needed` returns the bytes that it needs on each GPU."""
-    search = RemedySearch(base, lambda served: Need(needed(served), served.budget))
-    own = base.runner.gpu
-    larger = (
-        _on_gpu(card)
-        for card in sorted(CARDS.values(), key=lambda card: card.bytes)
-        if card.platform == "CUDA" and card.bytes > own.bytes
-        if card.bytes * base.serving.gpu_memory_utilization >= search.need.bytes
-    )
-    ladders = (Ladder(map(_on_cards, _CARDS), until="refusal"), Ladder(larger, until="refusal"))
-    scenario = base.scenario.name
-    return try_remedies(search, _REMEDIES, ladders, scenario=scenario, gpu=own.name, size=context, combine=False)
-
-
-def _stored_as(name: str, title: str) -> Remedy[ServedModel]:
-    def apply(served: ServedModel) -> ServedModel:
-        if served.scenario.recipe == "quantized":
-            raise InputError("the weights are quantized already")
-        return replace(served, scenario=quantized_from(served.scenario, name))
-
-    return Remedy(f"{title} weights", f"--scenario {name}", "rounded weights", "numbers", apply)
-
-
-def _fp8_cache(served: ServedModel) -> ServedModel:
-    if served.serving.kv_cache_dtype is not None:
-        raise InputError(f"the cache is in {served.serving.kv_cache_dtype} already")
-    return replace(served, serving=replace(served.serving, kv_cache_dtype="fp8"))
-
-
-def _smaller_steps(served: ServedModel) -> ServedModel:
-    tokens = served.serving.max_num_batched_tokens // 4
-    if tokens < 1:
-        raise InputError("a step has no fewer tokens")
-    return replace(served, serving=replace(served.serving, max_num_batched_tokens=tokens))
-
-
-def _more_of_the_card(served: ServedModel) -> ServedModel:
-    if served.serving.gpu_memory_utilization >= UTILIZATION:
-        raise InputError(f"the server may take {served.serving.gpu_memory_utilization:.0%} of the card already")
-    return replace(served, serving=replace(served.serving, gpu_memory_utilization=UTILIZATION))
-
-
-_REMEDIES: Final = (
-    _stored_as("fp8-weight", "fp8"),
-    _stored_as("int4-weight", "int4"),
-    Remedy("fp8 KV cache", "--kv-cache-dtype fp8", "rounded keys and values", "numbers", _fp8_cache),
-    Remedy(
-        "smaller steps", "a quarter of --max-num-batched-tokens", "long prompts take longer", "speed", _smaller_steps
-    ),
-    Remedy(
-        "more of the card",
-        f"--gpu-memory-utilization {UTILIZATION}",
-        "less room for CUDA graphs and whatever else is on it",
-        "nothing",
-        _more_of_the_card,
-    ),
-)
-
-
-def _on_cards(cards: int) -> Remedy[ServedModel]:
-    def apply(served: ServedModel) -> ServedModel:
-        if served.serving.tensor_parallel_size > 1:
-            raise InputError("the model is divided among cards already")
-        runner = served.runner
-        part = part_of(runner.model, cards, runner.name)
-        divided = Runner(
-            runner.name, part, runner.inputs, False, gpu=runner.gpu, stack=runner.stack, whole=runner.whole
-        )
-        return replace(served, runner=divided, serving=replace(served.serving, tensor_parallel_size=cards))
-
-    name, option = f"{cards} cards", f"--tensor-parallel-size {cards}"
-    return Remedy(name, option, f"{cards} cards in place of one", "hardware", apply)
-
-
-def _on_gpu(card: Card) -> Remedy[ServedModel]:
-    def apply(served: ServedModel) -> ServedModel:
-        runner = served.runner
-        moved = Runner(
-            runner.name, runner.model, runner.inputs, False, gpu=card, stack=runner.stack, whole=runner.whole
-        )
-        return replace(served, runner=moved)
-
-    return Remedy(card.name, f"a card of {format_bytes(card.bytes)}", "another card", "hardware", apply)

@@ -25,11 +25,22 @@ MOST_MODULES: Final = 250_000
 """Modules of a library's model: one of 384 experts in each of 60 layers has 120,000."""
 
 
+_CHECKPOINT_CONFIG: Final = "_memsize_quantization_config"
 _LOADERS: Final = {
     "hf": ("huggingface", "load_transformers_model"),
     "timm": ("image_models", "load_timm_model"),
     "torchvision": ("image_models", "load_torchvision_model"),
 }
+
+
+def mark_quantized(model: nn.Module, config: object) -> None:
+    """Note on `model`, which holds floating weights, how its checkpoint quantizes them."""
+    vars(model)[_CHECKPOINT_CONFIG] = config
+
+
+def checkpoint_config_of(model: nn.Module) -> object:
+    """Return the `quantization_config` with which `model`, or the model that it copies, was marked; None without."""
+    return vars(model).get(_CHECKPOINT_CONFIG)
 
 
 def load_library_model(target: Target, arguments: Mapping[str, object]) -> LoadedModel:

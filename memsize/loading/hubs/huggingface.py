@@ -22,6 +22,7 @@ from memsize.loading.hubs import (
     first_cause,
     import_library,
     is_broken,
+    mark_quantized,
     unknown_name,
 )
 from memsize.loading.hubs.huggingface_inputs import config_input_maker
@@ -78,9 +79,12 @@ def _load(name: str, arguments: Mapping[str, object]) -> LoadedModel:
     label = f"hf:{name}"
     file = _config_file(name)
     data = _read(file) if file else _by_architecture(transformers, name) or _read(_cached(name))
+    stored = data.pop("quantization_config", None)
     config, notes = _config(transformers, data, arguments, label)
     kind = model_class(transformers, config, label)
     module, built = build_library_model(lambda: kind._from_config(config), label, {})
+    if stored:
+        mark_quantized(module, stored)
     maker = config_input_maker(module, _preprocessor(file or Path()))
     return LoadedModel(module, f"{label} ({kind.__name__})", (*notes, *built), inputs=maker)
 
@@ -144,7 +148,7 @@ def _cached(name: str) -> Path:
 def _config(
     transformers: Any, data: dict[str, Any], arguments: Mapping[str, object], label: str
 ) -> tuple[Any, tuple[str, ...]]:
-    data, notes = dict(data), []
+    data = dict(data)
     model_type = data.pop("model_type", None)
     if not model_type:
         architecture = _attribute(transformers, data["architectures"][0])
@@ -152,10 +156,6 @@ def _config(
     if model_type not in transformers.CONFIG_MAPPING:
         own = " It comes with code of its own, which memsize does not run." if data.get("auto_map") else ""
         raise TargetError(f"transformers {transformers.__version__} knows no model type {model_type!r}.{own}")
-    quantized = data.pop("quantization_config", None)
-    if quantized:
-        method = quantized.get("quant_method", "some method") if isinstance(quantized, dict) else "some method"
-        notes.append(f"its config says that weights are quantized ({method}): they are shown as they are without that")
     data.pop("auto_map", None)
     kind = transformers.CONFIG_MAPPING[model_type]
     defaults = kind()
@@ -171,7 +171,7 @@ def _config(
         raise
     except Exception as error:  # configs check themselves, each in its own words
         raise TargetError(f"{label} is not a {kind.__name__}: {first_line(error)}") from error
-    return config, (*notes, *_place_placeholders(config))
+    return config, tuple(_place_placeholders(config))
 
 
 def _place_placeholders(config: Any) -> Iterator[str]:

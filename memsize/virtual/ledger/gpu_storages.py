@@ -2,9 +2,10 @@
 
 Clues show what memory is for at the moment it is made, so that a run that ends there has its roles right.
 Autograd hands a parameter its first gradient in an `AccumulateGrad` node: it detaches the tensor that the backward
-made, or copies it where something else shares or uses it (torch/csrc/autograd/functions/accumulate_grad.h). A custom
-function that computes the gradient of a weight in its own forward, as fused losses do, makes it like the weight. An
-optimizer fills or copies tensors for its state in its first step; its other results come from arithmetic.
+made, or copies it where something else shares or uses it (torch/csrc/autograd/functions/accumulate_grad.h). To
+`torch.autograd.grad` it returns the gradient instead, after the hooks of the tensor (torch/csrc/autograd/engine.cpp). A
+custom function that computes the gradient of a weight in its own forward, as fused losses do, makes it like the weight.
+An optimizer fills or copies tensors for its state in its first step; its other results come from arithmetic.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memsize.known_values.evaluation import as_stand_ins
-from memsize.model.tensor_storage import plain_tensors
+from memsize.model.tensor_storage import PLAIN_TYPES, plain_tensors
 from memsize.processes.patches import assigned
 from memsize.processes.user_code import Lines, variables
 from memsize.records.aggregates import split_phase
@@ -34,7 +35,7 @@ from memsize.records.world import Collective, CollectiveKind
 from memsize.torch_internals.meta import is_meta
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.run_position import RunPosition
-from memsize.tracing.saved_tensors import SavedTensor
+from memsize.tracing.saved_tensors import SavedTensor, without_graph
 from memsize.virtual.device_assignment import HOST, DeviceAssignment
 from memsize.virtual.host_memory import HostMemory
 from memsize.virtual.ledger.backward_queue import BackwardQueue
@@ -127,7 +128,7 @@ class GpuStorages(Ledger):
         self.order = StreamOrder(lambda: len(self.events))
         self.collectives: list[Collective] = []
         self.host_memory = HostMemory()
-        self.backward_queue = BackwardQueue(self.aside)
+        self.backward_queue = BackwardQueue(self.aside, self.mark_gradient)
         self.likely_state: set[int] | None = None
         """Storages that an optimizer's first step has made, as far as they look like its state; else `None`."""
         self.has_state: Callable[[], bool] = lambda: False
@@ -187,14 +188,21 @@ class GpuStorages(Ledger):
     def _follow_clues(self, func: Any, args: Any, result: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             variable = _parameter_of_first_gradient(func)
-            if variable is not None:  # a parameter, or the whole one of a sharded one
-                owner = next(iter(plain_tensors(variable)))
-                self.mark_unowned(owner)
-                role, index = _GRADIENTS.get(self._role_of(owner)), self.index_of(result)
-                if role is not None and index >= 0 and self.rows[index].role in ("temporary", "activation"):
-                    self.rows[index].role = role
+            if variable is not None:
+                self.mark_gradient(variable, result)
         elif _is_gradient_of_own_forward(func, args, result) and self._role_of(args[0]) == "parameter":
             self.mark(result, "gradient")
+
+    def mark_gradient(self, variable: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Mark what autograd hands to `variable`, if that is a parameter, or the whole one of a sharded one."""
+        owner = next(iter(plain_tensors(variable)))
+        self.mark_unowned(owner)
+        role = _GRADIENTS.get(self._role_of(owner))
+        if role is None:
+            return
+        for index in map(self.index_of, plain_tensors(gradient)):
+            if index >= 0 and self.rows[index].role in ("temporary", "activation"):
+                self.rows[index].role = role
 
     def _role_of(self, tensor: torch.Tensor) -> Role:
         index = self.index_of(tensor)
@@ -222,6 +230,8 @@ class GpuStorages(Ledger):
 
     def saved(self, tensor: torch.Tensor) -> SavedTensor:
         """As the base class has it; a leaf that the program differentiates by is a parameter."""
+        if type(tensor) in PLAIN_TYPES and not is_meta(tensor) and not tensor.is_quantized:  # which nobody records
+            return SavedTensor(without_graph(tensor), (), self.clock.layer, -1)
         self.mark_unowned(tensor)
         return super().saved(tensor)
 

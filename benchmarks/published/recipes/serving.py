@@ -1,0 +1,138 @@
+"""Logs of servers: what vLLM and SGLang said of the parts of a card's memory, and of the cache that was left.
+
+A row's words are the server's arguments, `model` (a config below), `gib` (the card's memory as the log has it) and the
+`figure`: GiB of the weights, the step, both at once (``peak``) or the cache, and the cache in blocks or tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import memsize
+from benchmarks.published.rows import Row
+from memsize.device.cards import card
+from memsize.records.serving import ServingRow
+from memsize.units import GiB
+
+_LLAMA: Final = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "dtype": "bfloat16",
+}  # fmt: skip
+_LLAMA_2: Final = _LLAMA | {
+    "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
+    "dtype": "float16",
+}  # fmt: skip
+_QWEN: Final = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768,
+}  # fmt: skip
+_QWEN_1B: Final = _QWEN | {
+    "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+    "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+_GEMMA: Final = {
+    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "dtype": "bfloat16", "vocab_size": 262144,
+    "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32,
+    "num_key_value_heads": 16, "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True, "sliding_window": 1024, "max_position_embeddings": 262144,
+    "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+}  # fmt: skip
+_GEMMA_MOE: Final = _GEMMA | {
+    "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128,
+    "top_k_experts": 8, "moe_intermediate_size": 704,
+}  # fmt: skip
+_GPTQ: Final = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+_PACKED: Final = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+
+_CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
+    "llama-3.1-8b": _LLAMA | {"max_position_embeddings": 131072},
+    "llama-3-8b": _LLAMA | {"max_position_embeddings": 8192},
+    "opt-125m": {"architectures": ["OPTForCausalLM"], "model_type": "opt", "dtype": "float16"},
+    "llama-2-7b-gptq": _LLAMA_2 | {"quantization_config": _GPTQ | {"desc_act": True}},
+    "zephyr-7b-awq": _LLAMA_2
+    | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "intermediate_size": 14336}
+    | {"num_key_value_heads": 8, "max_position_embeddings": 32768, "sliding_window": 4096}
+    | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}},
+    "qwen2.5-1.5b": _QWEN_1B | {"dtype": "bfloat16"},
+    "qwen2.5-1.5b-fp16": _QWEN_1B | {"dtype": "float16"},
+    "qwen2.5-72b-gptq": _QWEN
+    | {"hidden_size": 8192, "intermediate_size": 29696, "num_hidden_layers": 80, "num_attention_heads": 64}
+    | {"num_key_value_heads": 8, "vocab_size": 152064, "dtype": "float16", "tie_word_embeddings": False}
+    | {"quantization_config": _GPTQ | {"desc_act": False}},
+    "qwen3-1.7b": _QWEN_1B
+    | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144}
+    | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"},
+    "qwen3-235b-fp8": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 4096, "dtype": "bfloat16",
+        "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+        "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+        "quantization_config": {
+            "quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
+        },
+    },
+    "gemma-4-31b-awq": _GEMMA
+    | {
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "ignore": ["lm_head"], "config_groups": {"0": {"weights": _PACKED}},
+        }
+    },
+    "gemma-4-26b-a4b": {
+        "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "dtype": "bfloat16",
+        "text_config": _GEMMA_MOE,
+        "vision_config": {
+            "model_type": "gemma4_vision", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 72,
+        },
+    },
+    "llama-3.2-11b-vision": {
+        "architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama", "dtype": "bfloat16",
+        "text_config": {"model_type": "mllama_text_model"},
+        "vision_config": {
+            "model_type": "mllama_vision_model", "image_size": 560, "intermediate_layers_indices": [3, 7, 15, 23, 30],
+        },
+    },
+}  # fmt: skip
+_ABOUT: Final = ("model", "figure", "gib")
+
+
+def predict(row: Row) -> tuple[float, float, float]:
+    """The figure of a row, and the least and the most that it may be: GiB, blocks or tokens."""
+    options = {name: value for name, value in row.values.items() if name not in _ABOUT}
+    served = _served(
+        row.source.gpu, row.source.stack, row.values["model"], row.values.get("gib"), tuple(options.items())
+    )
+    sizes = {"weights": served.weights, "step": served.profile, "peak": served.weights + served.profile}
+    if row.figure in sizes:
+        size = sizes[row.figure] / GiB
+        return size, size, size
+    assert served.paged is not None
+    low, high = getattr(served.paged, {"cache": "available"}.get(row.figure, row.figure))
+    scale = GiB if row.figure == "cache" else 1
+    return (low + high) / 2 / scale, low / scale, high / scale
+
+
+@cache
+def _served(gpu: str, server: str, model: str, gib: str | None, options: tuple[tuple[str, str], ...]) -> ServingRow:
+    arguments: dict[str, Any] = {name: _value(value) for name, value in options}
+    if gib is not None:
+        share = arguments.get("gpu_memory_utilization", 0.9) * float(gib) * GiB / card(gpu).bytes
+        arguments["gpu_memory_utilization"] = share
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(_CONFIGS[model]))
+        report = memsize.serve(f"hf:{path}", gpu=gpu, server=server, scenarios="as-given", **arguments)
+    return report.ran[0]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

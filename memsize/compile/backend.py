@@ -1,0 +1,81 @@
+"""The backend that Dynamo gives its graphs to: AOTAutograd, the partitioner and Inductor as PyTorch calls them.
+
+Dynamo's graphs are of `meta` tensors. They are traced with fakes on the CPU, on which CUDA's semantics apply; what the
+partitioner makes of them is moved to CUDA and lowered by Inductor.
+
+Source: torch/_inductor/compile_fx.py (`compile_fx`, `compile_fx_inner`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._inductor import compile_fx
+from torch.fx import GraphModule, Interpreter
+
+from memsize.compile.decompositions import cuda_decompositions
+from memsize.compile.devices import CPU, CUDA, META, Move
+from memsize.compile.gpu import planning
+from memsize.kernels.semantics import current, switched_on
+from memsize.torch_internals.dispatch_key import suspended
+from memsize.tracing.overrides import suspended_overrides
+
+Note = Callable[[str], None]
+
+
+class Compiler:
+    """Compiles graphs for a GPU of this `capability`; `note` receives what the figures of compiled code rest on."""
+
+    def __init__(self, capability: tuple[int, int], note: Note) -> None:
+        self._capability = capability
+        self._note = note
+        self.graphs = 0
+
+    def __call__(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        """Compile a graph of Dynamo's."""
+        self.graphs += 1
+        move = Move(CPU)
+        with planning(self._capability), _tracing():
+            moved = [move.value(fake) for fake in _fakes(module, inputs)]
+            return compile_fx.compile_fx(
+                move.graph(module), moved, inner_compile=self._lower, decompositions=cuda_decompositions(), **options
+            )
+
+    def _lower(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        """Lower one graph of the partition."""
+        move = Move(CUDA)
+        with planning(self._capability), suspended(), suspended_overrides():
+            try:
+                return compile_fx.compile_fx_inner(move.graph(module), [move.value(v) for v in inputs], **options)
+            except Exception as error:
+                self._note(_UNLOWERED.format(_reason(error)))
+                return _interpreted(Move(META).graph(module))
+
+
+def _fakes(module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of a graph as Dynamo traced it with."""
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return [node.meta.get("example_value", value) for node, value in zip(nodes, inputs, strict=True)]
+
+
+_UNLOWERED = (
+    "a compiled graph could not be lowered here ({}): what it keeps for backward is that of compiled code, but its "
+    "operations run one by one, unfused: the real peak may be lower"
+)
+
+
+def _reason(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _interpreted(module: GraphModule) -> Any:
+    return make_boxed_func(lambda *args: Interpreter(module).run(*args))
+
+
+def _tracing() -> Any:
+    """CUDA's semantics for the fakes of a trace."""
+    semantics = current()
+    assert semantics is not None, "compiled code is for a simulated GPU"
+    return switched_on(semantics.for_fakes())

@@ -1,0 +1,74 @@
+"""Graphs of fake tensors moved from one device to another.
+
+The backward of a traced graph needs autograd's engine, which asks the driver for a stream where tensors are on CUDA. So
+graphs are traced with tensors on the CPU and are moved to CUDA afterwards, before they are lowered.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+CUDA: Final = torch.device("cuda", 0)
+META: Final = torch.device("meta")
+CPU: Final = torch.device("cpu")
+_VALUES: Final = ("val", "example_value")
+"""The names under which a node keeps its fake results."""
+
+
+class Move:
+    """Moves what is not on `device` there. A tensor that occurs several times is moved once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, tuple[FakeTensor, FakeTensor]] = {}
+        """By the id of the original, which is kept alive."""
+
+    def value(self, value: Any) -> Any:
+        """Move a tensor, a device, or those inside a container."""
+        if isinstance(value, FakeTensor):
+            return self._tensor(value)
+        if isinstance(value, torch.device):
+            return self._device
+        if isinstance(value, (list, tuple)):
+            moved = [self.value(item) for item in value]
+            return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+        return value
+
+    def graph(self, module: GraphModule) -> GraphModule:
+        """Move the fake results and the devices named in `module`, in place, and in the graphs inside it."""
+        for part in module.modules():
+            if isinstance(part, GraphModule):
+                for node in part.graph.nodes:
+                    self._node(node)
+                part.recompile()
+        return module
+
+    def _node(self, node: Node) -> None:
+        for name in _VALUES:
+            if name in node.meta:
+                node.meta[name] = self.value(node.meta[name])
+        if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+            node.args = tuple(self.value(a) if isinstance(a, torch.device) else a for a in node.args)
+            node.kwargs = {k: self.value(v) if isinstance(v, torch.device) else v for k, v in node.kwargs.items()}
+
+    def _tensor(self, tensor: FakeTensor) -> FakeTensor:
+        if tensor.device == self._device:
+            return tensor
+        if id(tensor) not in self._moved:
+            self._moved[id(tensor)] = tensor, fake_like(tensor, tensor.fake_mode, self._device)
+        return self._moved[id(tensor)][1]
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
+    """Return a fake of the layout of `tensor` on `device`."""
+    with _disable_current_modes(), torch._C._DisableTorchDispatch():
+        layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    fake = FakeTensor(mode, layout, device)
+    if tensor.requires_grad:
+        fake.requires_grad_()
+    return fake

@@ -1,0 +1,226 @@
+"""The GPU that Inductor compiles for: its properties, and a backend that plans memory and leaves kernels out.
+
+Inductor decides by the properties of the device how reductions are split and which operations are fused. Its own
+scheduler and wrapper run unchanged; only the bodies of kernels, which need Triton and take no memory, are not written.
+
+Source: torch/_inductor/codegen/common.py (`register_backend_for_device`), codegen/simd.py (`codegen_node_schedule`),
+codegen/triton.py (`TritonKernel.call_kernel`), codegen/wrapper.py, torch/_dynamo/device_interface.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final
+
+import torch
+import torch._inductor.config as inductor_config
+import torch._inductor.scheduler as inductor_scheduler
+from torch._dynamo import device_interface
+from torch._inductor import ir
+from torch._inductor.codegen import common
+from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.virtualized import V
+
+from memsize.compile.bindings import without_driver
+from memsize.compile.origins import Origins
+from memsize.processes.patches import Patch, Patches
+
+_MULTIPROCESSORS: Final = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 142, (9, 0): 132, (10, 0): 148}
+"""By compute capability, of its largest card (NVIDIA's data sheets of V100, T4, A100, A10, L40, H100, B200)."""
+
+
+@dataclass(frozen=True)
+class GpuProperties:
+    """The properties that Inductor reads, by the names of `torch.cuda.get_device_properties`."""
+
+    major: int
+    minor: int
+    multi_processor_count: int
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block_optin: int = 166912
+    warp_size: int = 32
+    gcnArchName: str = ""  # noqa: N815 - PyTorch's name
+
+    @classmethod
+    def of(cls, capability: tuple[int, int]) -> GpuProperties:
+        return cls(*capability, _MULTIPROCESSORS.get(capability, 108))
+
+
+def _interface(properties: GpuProperties) -> type[device_interface.CudaInterface]:
+    class PlannedGpu(device_interface.CudaInterface):
+        """A GPU that only has properties."""
+
+        class Worker(device_interface.CudaInterface.Worker):
+            @staticmethod
+            def get_device_properties(device: Any = None) -> Any:
+                return properties
+
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        @staticmethod
+        def device_count() -> int:
+            return 1
+
+        @staticmethod
+        def current_device() -> int:
+            return 0
+
+        @staticmethod
+        def get_device_properties(device: Any = None) -> Any:
+            return properties
+
+        @staticmethod
+        def get_compute_capability(device: Any = None) -> int:
+            return properties.major * 10 + properties.minor
+
+        @staticmethod
+        def is_bf16_supported(including_emulation: bool = False) -> bool:
+            return properties.major >= 8
+
+        @staticmethod
+        def is_triton_capable(device: Any = None) -> bool:
+            return True
+
+        @staticmethod
+        def raise_if_triton_unavailable(device: Any = None) -> None:
+            return None
+
+    return PlannedGpu
+
+
+class PlannedKernel(TritonKernel):
+    """A kernel without a body: the scheduler learns from it which buffers are written in place or never made."""
+
+    def codegen_kernel(self, name: str | None = None) -> str:
+        return ""
+
+    def call_kernel(self, name: str, node: Any = None, deallocate_ws: bool = True) -> None:
+        wrapper = V.graph.wrapper_code
+        for workspace in self.args.workspace_args:
+            wrapper.generate_workspace_allocation(workspace)
+        self.args.python_argdefs()
+        if deallocate_ws:
+            for workspace in reversed(self.args.workspace_args):
+                wrapper.generate_workspace_deallocation(workspace)
+
+
+class PlannedScheduling(TritonScheduling):
+    """The scheduling of Triton's kernels, none of which is defined or timed."""
+
+    kernel_type = PlannedKernel
+    _numbers = count()
+
+    def define_kernel(self, src_code: str, node_schedule: Any, kernel: Any) -> str:
+        return f"kernel_{next(self._numbers)}"
+
+    def codegen_sync(self) -> None:
+        return None
+
+
+class PlannedWrapper(PythonWrapperCodegen):
+    """Inductor's wrapper, which also says of each allocation where it comes from, and asks nothing of a driver."""
+
+    @staticmethod
+    def create(*args: Any, **kwargs: Any) -> Any:
+        is_subgraph = args[0] if args else kwargs["is_subgraph"]
+        wrapper: Any = PlannedWrapper
+        return PythonWrapperCodegen.create(*args, **kwargs) if is_subgraph else wrapper()
+
+    def codegen_device_guard_enter(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def codegen_device_guard_exit(self) -> None:
+        return None
+
+    def make_buffer_allocation(self, buffer: Any) -> str:
+        return f"{_here(buffer)}; {super().make_buffer_allocation(buffer)}"
+
+    def generate_extern_kernel_out(self, node: ir.ExternKernelOut) -> None:
+        _writes(self, node)
+        super().generate_extern_kernel_out(node)
+
+    def generate_extern_kernel_alloc(self, node: ir.ExternKernelAlloc) -> None:
+        _writes(self, node)
+        super().generate_extern_kernel_alloc(node)
+
+    def generate_fallback_kernel(self, node: ir.FallbackKernel) -> None:
+        _writes(self, node)
+        super().generate_fallback_kernel(node)
+
+
+def _writes(wrapper: Any, node: Any) -> None:
+    wrapper.writeline(_here(node))
+
+
+def _here(buffer: Any) -> str:
+    number = Origins.of(V.graph).number(getattr(buffer, "origins", ()), isinstance(buffer, ir.ExternKernel))
+    return f"here({number})"
+
+
+@contextmanager
+def planning(capability: tuple[int, int]) -> Iterator[None]:
+    """While open, Inductor compiles graphs on `CUDA` for a GPU of this capability, and writes no kernels."""
+    properties = GpuProperties.of(capability)
+    common.init_backend_registration()
+    interfaces: Any = device_interface.device_interfaces
+    codegens: Any = common.device_codegens
+    before = dict(interfaces), dict(codegens)
+    names = dict.fromkeys(("cuda", "cuda:0"), _interface(properties))
+    patches: list[Patch] = [
+        (inductor_scheduler, "has_triton", lambda: True),
+        (torch.cuda, "get_device_properties", lambda *_: properties),
+        (torch.cuda, "get_device_capability", lambda *_: (properties.major, properties.minor)),
+        (GraphLowering, "_compile_to_module", _unloaded),
+        *without_driver(),
+    ]
+    try:
+        device_interface.get_registered_device_interfaces()
+        interfaces.update(names)
+        common.register_backend_for_device("cuda", PlannedScheduling, PlannedWrapper)
+        DeviceProperties.create.cache_clear()
+        with Patches().applied(patches), inductor_config.patch(_SETTINGS):
+            yield
+    finally:
+        for registry, entries in zip((interfaces, codegens), before, strict=True):
+            registry.clear()
+            registry.update(entries)
+        DeviceProperties.create.cache_clear()
+
+
+_SETTINGS: Final = {
+    "force_disable_caches": True,
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "nan_asserts": False,
+    "compile_threads": 1,
+    "triton.cudagraphs": False,
+}
+"""Compiled code is neither kept on disk nor checked while it runs: it computes nothing."""
+
+
+class Planned:
+    """The plan to run, in the place of the module that Inductor loads."""
+
+    __file__ = "<memsize>"
+    runner = None
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+
+def _unloaded(graph: GraphLowering) -> Planned:
+    """Run Inductor's code generation, and load what it wrote in a namespace of ours."""
+    from memsize.compile.generated import loaded
+
+    code, _ = graph.codegen()
+    return Planned(loaded(code.value, Origins.of(graph), {**graph.constants, **graph.torchbind_constants}))

@@ -1,0 +1,239 @@
+"""Compiled code: what it keeps, allocates and frees, against eager code, arithmetic, and PyTorch's own compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._ordered_set import OrderedSet
+
+import memsize
+from memsize.records.aggregates import alive, live_bytes, totals
+from memsize.records.trace import Trace
+
+COMPILED = "+compile"
+
+
+class Gelus(nn.Module):
+    """Pointwise steps between two products: compiled, they are one kernel without results in between."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width, bias=False)
+        self.down = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x).exp().sin() * 2).cos())
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Breaking(nn.Module):
+    """A branch on a known number in the middle, at which Dynamo breaks the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).exp()
+        torch._dynamo.graph_break()
+        return self.second(x.sin())
+
+
+def traced(model: nn.Module, scenario: str, size: tuple[int, ...] = (32, 64), **options: Any) -> Trace:
+    options.setdefault("optimizer", "sgd")
+    return memsize.trace(model, input_size=size, batch_size=8, scenario=scenario, **options).trace
+
+
+def peak(trace: Trace) -> int:
+    return max(live_bytes(trace.events))
+
+
+@contextmanager
+def default_partition() -> Iterator[None]:
+    """The partition that saves what autograd would save, instead of Inductor's."""
+    import torch._inductor.config as config
+    from torch._functorch.partitioners import default_partition as partition
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Default(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **options: Any) -> Any:
+            options.pop("compiler", None)
+            return partition(gm, joint_inputs, **options)
+
+        def uuid(self) -> str:
+            return "default"
+
+    with config.patch(custom_partitioner_fn=Default()):
+        yield
+
+
+def test_pointwise_steps_are_one_kernel_and_are_recomputed() -> None:
+    model = Gelus()
+    eager, compiled = traced(model, "fp32"), traced(model, "fp32" + COMPILED)
+    one = 8 * 32 * 64 * 4  # bytes of a float32 activation
+    # Eager code keeps the product, exp, sin, its double, silu and cos; compiled code the product and what the second
+    # product multiplies. The input is kept by both.
+    assert totals(compiled).saved_bytes == 3 * one
+    assert totals(eager).saved_bytes > totals(compiled).saved_bytes
+    assert peak(compiled) < peak(eager)
+
+
+@pytest.mark.parametrize("scenario", ["fp32", "amp-bf16"])
+def test_nothing_is_left_that_eager_code_would_not_leave(scenario: str) -> None:
+    model = Attention()
+    left = [live_bytes(traced(model, name).events)[-1] for name in (scenario, scenario + COMPILED)]
+    assert left[0] == left[1]
+
+
+def test_allocations_belong_to_layers_and_lines() -> None:
+    compiled = traced(Attention(), "fp32" + COMPILED)
+    results = [s for s in compiled.storages if s.op == "_scaled_dot_product_efficient_attention"]
+    attention = max(results, key=lambda storage: storage.bytes)
+    assert compiled.layers[attention.layer].path == "" and attention.role == "activation"
+    product = next(s for s in compiled.storages if s.op == "addmm" and s.shape == (256, 192))
+    assert compiled.layers[product.layer].path == "qkv"
+    line = compiled.line_of(compiled.storages.index(product))
+    assert line is not None and line.startswith("test_compile.py:")
+
+
+def test_gradients_and_parameters_keep_their_roles() -> None:
+    compiled = traced(Attention(), "fp32" + COMPILED)
+    by_role = {"parameter": 0, "gradient": 0}
+    last = len(compiled.events)
+    for storage, size in alive(compiled, last - 1).items():
+        role = compiled.storages[storage].role
+        if role in by_role:
+            by_role[role] += size
+    parameters = sum(p.numel() * 4 for p in Attention().parameters())
+    assert by_role == {"parameter": parameters, "gradient": parameters}
+
+
+def test_a_graph_break_is_no_obstacle() -> None:
+    model = Breaking()
+    eager, compiled = traced(model, "fp32"), traced(model, "fp32" + COMPILED)
+    assert peak(compiled) <= peak(eager)
+    assert {s.op for s in compiled.storages} >= {"addmm", "mm"}
+
+
+def test_steps_after_the_first_compile_nothing_anew() -> None:
+    compiled = traced(Attention(), "fp32" + COMPILED, steps=3)
+    phases = {name: index for index, name in enumerate(compiled.phases)}
+    deltas = [
+        sorted(event.delta for event in compiled.events if event.phase == phases[f"backward {step}"]) for step in (2, 3)
+    ]
+    assert deltas[0] == deltas[1]
+
+
+def test_autocast_casts_inside_compiled_code() -> None:
+    compiled = traced(Gelus(), "amp-bf16" + COMPILED)
+    products = {s.dtype for s in compiled.storages if s.op in ("mm", "addmm") and s.role == "activation"}
+    assert products == {"bfloat16"}
+
+
+def test_an_inference_frees_as_it_goes() -> None:
+    model = Gelus()
+    eager, compiled = traced(model, "fp32", optimizer=None), traced(model, "fp32" + COMPILED, optimizer=None)
+    assert peak(compiled) <= peak(eager)
+    assert len(compiled.events) < len(eager.events)
+
+
+def test_what_cannot_be_lowered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.graph as graph
+
+    def refuses(self: Any, *args: Any) -> Any:
+        raise NotImplementedError("aten.mystery has no lowering")
+
+    monkeypatch.setattr(graph.GraphLowering, "codegen", refuses)
+    model = Gelus()
+    eager, compiled = traced(model, "fp32"), traced(model, "fp32" + COMPILED)
+    (note,) = {note for note in compiled.notes if "could not be lowered" in note}
+    assert "aten.mystery" in note
+    assert totals(compiled).saved_bytes < totals(eager).saved_bytes  # what the partition saves is known all the same
+
+
+@pytest.mark.parametrize("scenario", ["fp32", "amp-bf16", "bf16"])
+@pytest.mark.parametrize(
+    "model", [Gelus, Attention, lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))]
+)
+def test_the_default_partition_saves_what_eager_code_saves(model: Any, scenario: str) -> None:
+    with default_partition():
+        compiled = traced(model(), scenario + COMPILED)
+    assert totals(compiled).saved_bytes == totals(traced(model(), scenario)).saved_bytes
+
+
+def test_the_compiler_is_imported_only_when_it_is_asked_for(python: Any) -> None:
+    code = (
+        "import sys, torch, memsize; memsize.report(torch.nn.Linear(4, 4), input_size=(4,)); "
+        "assert not {'torch._inductor', 'memsize.compile.region'} & sys.modules.keys()"
+    )
+    assert python("-c", code).returncode == 0
+
+
+def test_compile_shows_each_scenario_beside_itself_compiled() -> None:
+    table = memsize.report(Gelus(), input_size=(32, 64), batch_size=8, scenarios="fp32", compile=True).scenarios
+    assert list(table.index) == ["fp32", "fp32+compile"]
+    assert table.loc["fp32+compile", "saved_bytes"] == 3 * 8 * 32 * 64 * 4
+    assert table.loc["fp32", "saved_bytes"] > table.loc["fp32+compile", "saved_bytes"]
+
+
+def test_fit_finds_the_larger_batch_of_compiled_code() -> None:
+    fit = memsize.fit(Gelus(), input_size=(4096, 64), scenarios="fp32", compile=True, train="sgd", budget="1GiB")
+    sizes = fit.rows.set_index("scenario")["size"]
+    assert sizes["fp32+compile"] > sizes["fp32"]
+
+
+@pytest.mark.parametrize("options", [{"execute": True}, {"parallel": "ddp=2"}])
+def test_what_is_not_predicted_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(memsize.MemsizeError, match="compiled code is not predicted for"):
+        memsize.timeline(Gelus(), input_size=(32, 64), train="sgd", compile=True, **options)
+
+
+@contextmanager
+def estimates() -> Iterator[list[int]]:
+    """The peak of each graph's own buffers, as Inductor's scheduler estimates it, in the order of compilation."""
+    from torch._inductor import memory
+    from torch._inductor.graph import GraphLowering
+
+    peaks: list[int] = []
+    original = GraphLowering._update_scheduler
+
+    def updated(graph: Any) -> None:
+        original(graph)
+        nodes, outputs = graph.scheduler.nodes, OrderedSet(graph.get_output_names())
+        freeable = memory.get_freeable_input_buf(nodes, OrderedSet(graph.graph_inputs))
+        peaks.append(memory.estimate_peak_memory(nodes, freeable, outputs)[0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphLowering, "_update_scheduler", updated)
+        yield peaks
+
+
+@pytest.mark.parametrize("scenario", ["fp32", "amp-bf16"])
+@pytest.mark.parametrize("model", [Gelus, Attention])
+def test_the_forward_peaks_where_inductor_says(model: Any, scenario: str) -> None:
+    """The estimate knows no buffer that is written in place."""
+    import torch._inductor.config as config
+
+    with estimates() as peaks, config.patch(inplace_buffers=False):
+        trace = traced(model(), scenario + COMPILED)
+    forward = trace.phases.index("forward 1")
+    own = [e for e in trace.events if e.phase == forward and trace.storages[e.storage].role != "workspace"]
+    seeds = 2 * 8  # of the attention's dropout, which memory-efficient attention without dropout leaves on the CPU
+    assert peaks[0] - max(live_bytes(own)) == (seeds if model is Attention and scenario == "fp32" else 0)
