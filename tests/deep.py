@@ -91,7 +91,8 @@ def traced(
         runner = Runner(*request.run, whole=whole)
         if not whole:  # a first run is that of all layers, and may be the proof of the next
             runner.run(workload, SCENARIOS["as-given"])
-            runner.short_runs.whole_runs = 10  # then short runs are worth it for any model
+            if workload.proof is not None:  # as if so many had been made that short runs are worth it for any model
+                runner.short_runs.whole_runs[workload.proof.kind] = 10
         return runner.run(workload, SCENARIOS[scenario])
 
 

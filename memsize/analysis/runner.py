@@ -119,7 +119,7 @@ class Runner(ModelSetups):
     def _run_whole(self, request: _RunRequest, proof: Proof, listener: Listener | None) -> Trace:
         """The trace of a request from a run of all layers, which may be the proof of runs that follow."""
         trace = self._run(request, listener)
-        self.short_runs.whole_runs += 1
+        self.short_runs.whole_runs[proof.kind] += 1
         if request.is_plain and proof.kind not in self.short_runs.refusals:
             self._whole.setdefault(proof.kind, (request, trace))
         return trace
@@ -149,8 +149,9 @@ class Runner(ModelSetups):
         refusals = self.short_runs.refusals
         if proof.kind not in refusals:
             first = self._whole.get(proof.kind)
-            # A run that proves itself takes no longer than its proof.
-            if (not first and request.workload == proof.workload) or not self.short_runs.are_worthwhile(bool(first)):
+            if not first and request.workload == proof.workload:
+                return False  # it takes no longer than its proof
+            if not self.short_runs.are_worthwhile(proof.kind, bool(first)):
                 return False
             try:
                 proven, whole = first or self._run_proof(proof, request.scenario, listener)

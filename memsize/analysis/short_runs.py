@@ -7,7 +7,7 @@ workload whose short runs do not differ by repetition alone.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, replace
 from functools import cached_property, partial
@@ -29,6 +29,8 @@ _LENGTHS: Final = (SHORTEST, SHORTEST + 1, SHORTEST + 2)
 _MOST_PLANS: Final = 8
 _WORTHWHILE: Final = 0.8
 """The part of the time of runs of the whole model that short ones may take."""
+_LATER: Final = 0.6
+"""The same where the first run was whole: runs of other steps, as under autocast, need a plan of their own."""
 _PLAN: Final = 1.4
 """By how much the first short runs take longer than those that follow: what they extend to is planned."""
 _PROOF: Final = 0.3
@@ -56,8 +58,8 @@ class ShortRuns:
         """The lengths, beginning with one that was long enough."""
         self._refused: dict[Hashable, str] = {}
         """The kinds of which runs don't extend, and why."""
-        self.whole_runs = 0
-        """How many runs of the whole model were made where short ones might have been."""
+        self.whole_runs: Counter[Hashable] = Counter()
+        """How many runs of the whole model were made where short ones might have been, by the kind of their proof."""
         self.refusals: dict[Hashable, str] = {}
         """For each kind of proof that was tried: why it failed, or an empty text."""
 
@@ -66,14 +68,14 @@ class ShortRuns:
         """The blocks that repeat; None where nothing repeats often enough."""
         return find_blocks(self._model)
 
-    def are_worthwhile(self, has_proof: bool) -> bool:
+    def are_worthwhile(self, kind: Hashable, has_proof: bool) -> bool:
         """Whether short runs take less time than those of the whole model, if as many follow as were made."""
         if self.blocks is None:
             return False
         whole, first, later = self.blocks.whole, _PLAN * self.blocks.first_runs, self.blocks.shortest
-        runs = self.whole_runs + 1
+        runs = self.whole_runs[kind] + 1
         if has_proof:  # it is made of short models once more, to compare the two
-            return first + runs * later <= _WORTHWHILE * whole * runs
+            return first + runs * later <= _LATER * whole * runs
         return _PROOF * (whole + first) + first + (runs - 1) * later <= _WORTHWHILE * whole * runs
 
     def extended(self, run: RunShort, kind: Hashable, record: Record | None = None) -> Trace | None:
@@ -150,7 +152,7 @@ class ShortRuns:
         """The reasons why runs of the whole model were not extended from short ones."""
         if self.blocks is None:
             return ("nothing repeats",)
-        if not self.are_worthwhile(has_proof=True):
+        if not any(self.are_worthwhile(kind, has_proof=True) for kind in self.whole_runs):
             return ("too few layers repeat",)
         return tuple(dict.fromkeys(filter(None, (*self.refusals.values(), *self._refused.values()))))
 
