@@ -21,13 +21,12 @@ from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.input_tensors import ModelInputs
 from memsize.model.materialize import executable, executable_call
 from memsize.model.meta_copy import MetaCopier
-from memsize.model.stored import stored_tensors
 from memsize.model.tensor_storage import dtype_name
 from memsize.precision.quantization_config import quantization_of
 from memsize.precision.recipes import apply_scenario, floating_dtype
 from memsize.records.finding import join_names
 from memsize.records.gpu import DEFAULT_GPU, Card
-from memsize.records.trace import StoredTensor, Trace
+from memsize.records.trace import Trace
 from memsize.spec.model_request import Call
 from memsize.spec.scenario import CompileMode, Scenario
 from memsize.spec.stack import INSTALLED, Stack
@@ -88,7 +87,6 @@ class ModelSetups:
         self.late: tuple[str, ...] = ()
         """The parameters and buffers that the forward was found to register."""
         self._copier = MetaCopier(model)
-        self._stored: dict[StorageKey, tuple[StoredTensor, ...]] = {}
 
     def setup(self, scenario: Scenario, batch_size: int | None = None, edits: tuple[ModelEdit, ...] = ()) -> Setup:
         """A fresh copy with these `edits`, ready to run under the scenario; `batch_size` overrides the inputs'."""
@@ -106,7 +104,6 @@ class ModelSetups:
         recipe = apply_scenario(copied, scenario)
         if recipe.quantized:
             self.skipped_layers[scenario.name] = dict(recipe.quantized.left)
-        is_shared = recipe.quantized is None and not edits and not self.late
         call = self.call(scenario, recipe.floating, batch_size)
         if self.execute:
             with undisturbed():
@@ -124,7 +121,6 @@ class ModelSetups:
             gpu=GpuSetup(self.gpu.capability, workspaces(self.gpu, self.plans, self.stack), self.stack),
             buckets=buckets_of(self.model),
             compiled=None if scenario.compile is None else _compiled(scenario.compile, self.gpu),
-            stored=partial(self._stored_tensors, storage_key(scenario)) if is_shared else stored_tensors,
         )
 
     def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:
@@ -166,12 +162,6 @@ class ModelSetups:
         except ForwardError:
             return True
         return False
-
-    def _stored_tensors(self, storage: StorageKey, copied: nn.Module) -> tuple[StoredTensor, ...]:
-        """The stored tensors of a copy; all copies with one `storage` key store the same."""
-        if storage not in self._stored:
-            self._stored[storage] = stored_tensors(copied)
-        return self._stored[storage]
 
     # -- copies -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import nn
 
-from memsize.analysis.model_setups import ModelEdit, ModelSetups, storage_key
+from memsize.analysis.model_setups import ModelEdit, ModelSetups, StorageKey, storage_key
 from memsize.analysis.short_runs import ShortRuns
 from memsize.depth.counters import Numbers, is_counting, numbers_of
 from memsize.depth.repeated import FoldedPath
@@ -20,8 +20,9 @@ from memsize.depth.trace_extension import NotRepeatedError
 from memsize.errors import ForwardError, MemsizeError
 from memsize.kernels.cudnn.library import Plans
 from memsize.model.input_tensors import ModelInputs
+from memsize.model.stored import stored_tensors
 from memsize.records.gpu import Card
-from memsize.records.trace import Trace
+from memsize.records.trace import StoredTensor, Trace
 from memsize.spec.model_request import Call
 from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.stack import INSTALLED, Stack
@@ -85,6 +86,7 @@ class Runner(ModelSetups):
         """Whether a run changed numbers that the model's code may decide by: one of its calls may be another."""
         self.short_runs = ShortRuns(model, self.copy)
         self._short_runners: dict[nn.Module, Runner] = {}
+        self._stored: dict[StorageKey, tuple[StoredTensor, ...]] = {}
         self._whole: dict[Hashable, tuple[_RunRequest, Trace]] = {}
         """The first run of all layers, by the kind of its proof."""
 
@@ -206,6 +208,8 @@ class Runner(ModelSetups):
         setup = self._setup(request)
         if listener is not None:
             setup = replace(setup, listener=listener)
+        if self._stores_alike(request):
+            setup = replace(setup, stored=partial(self._stored_tensors, storage_key(request.scenario)))
         if not self.execute and (self.whole or self.short_runs.blocks is not None):
             setup = replace(setup, ended=partial(self._note_counting, numbers_of(setup.model)))
         before = _registered(setup.model)
@@ -241,6 +245,17 @@ class Runner(ModelSetups):
                 lambda model: self._short_runner(model).kept_for_backward(scenario, batch_size)
             )
         return kept_for_backward(self.setup(scenario, batch_size))
+
+    def _stores_alike(self, request: _RunRequest) -> bool:
+        """Whether the copy of a setup that was just made stores what all others of its storage key do."""
+        is_quantized = request.scenario.name in self.skipped_layers
+        return not (is_quantized or self.late or any(isinstance(edit, ModelEdit) for edit in request.edits))
+
+    def _stored_tensors(self, storage: StorageKey, copied: nn.Module) -> tuple[StoredTensor, ...]:
+        """The stored tensors of a copy; all copies with one `storage` key store the same."""
+        if storage not in self._stored:
+            self._stored[storage] = stored_tensors(copied)
+        return self._stored[storage]
 
     def same_stored(self, scenario: Scenario, other: Scenario) -> None:
         """Reuse what `other` was found to store for what `scenario` stores."""
