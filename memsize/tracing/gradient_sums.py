@@ -49,10 +49,13 @@ def _owners(args: Any) -> Owners | None:
 
 @cache
 def owners_of_sum() -> Owners:
-    """The references to a sum that only the engine holds, counted in a small backward; call it outside of a run."""
+    """The references to a sum that only the engine holds, counted in a small backward; call it outside of a run.
+
+    On the CPU: kernels of `meta` tensors in Python import torch._dynamo, which takes as long as importing torch.
+    """
     look = _Look()  # type: ignore[no-untyped-call]
     with torch.inference_mode(False), torch.enable_grad(), look:
-        tensor = torch.empty(2, device="meta", requires_grad=True) * 2
+        tensor = torch.zeros(2, requires_grad=True) * 2
         (tensor * 2 + tensor * 3).sum().backward()
     return look.owners
 
