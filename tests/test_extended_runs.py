@@ -656,9 +656,9 @@ def test_points_of_a_sweep_share_what_repeats(tmp_path: Path, monkeypatch: pytes
         calls.clear()
         answer = memsize.sweep(grid | {"whole": whole}, jobs=1, results=tmp_path / f"{whole}.jsonl")
         rows.append([(row.roles, row.allocated, row.reserved, row.device) for row in answer.sweep_rows])
-        # Two of three steps are run. The proof is a forward, with two short ones. Steps need 4 and 5 layers, which the
-        # first point tries after 3 and 4; each further point runs 4.
-        assert len(calls) == (3 * 2 * 40 if whole else 40 + (3 + 4) + 2 * (3 + 4 + 5) + 2 * 2 * 4)
+        # Two of three steps are run. The proof is a forward, with two short ones. The first point runs steps with 3
+        # and 4 layers; each further point runs 3.
+        assert len(calls) == (3 * 2 * 40 if whole else 40 + (3 + 4) + 2 * (3 + 4) + 2 * 2 * 3)
     assert rows[0] == rows[1]
 
 

@@ -260,7 +260,7 @@ def has_option(text: str, option: str) -> bool:
     return re.search(rf"(?<![\w-]){option}(?![\w-])", text) is not None
 
 
-SHARED = ("report.md", "peaks.md", "targets.md")
+SHARED = ("report.md", "peaks.md", "targets.md", "compile.md")
 """The pages of the options that several commands have; each command's own options are on its own page."""
 
 
