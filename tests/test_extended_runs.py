@@ -196,7 +196,7 @@ def _of_torchvision(settings: dict[str, Any]) -> nn.Module:
     [
         ("torchvision", "vit", {"image_size": 64, "patch_size": 8}),
         ("timm", "vit_tiny_patch16_224", {"img_size": 64, "depth": 14, "drop_path_rate": 0.1}),
-        pytest.param("timm", "resnet50", {"layers": (1, 1, 14, 1)}, marks=ALL),
+        pytest.param("timm", "resnet50", {"layers": (1, 1, 30, 1)}, marks=ALL),
     ],
 )
 @pytest.mark.parametrize(("workload", "scenario"), [(Forward(), "as-given"), (STEPS, "amp-fp16")])
