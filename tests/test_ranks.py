@@ -24,7 +24,7 @@ from memsize.cli import run
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.known_values.data_dependent import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
 from memsize.processes.workers import can_fork
-from memsize.ranks.peer_checks import LonelyStore
+from memsize.ranks.peers import LonelyStore
 from memsize.ranks.sharding import _chunked
 from memsize.render import render
 from memsize.units import MiB, format_bytes

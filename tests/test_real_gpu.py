@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from memsize import AllocatorConfig
-from memsize.analysis.program import run_program
-from memsize.analysis.real_gpu import needs_gpu
+from memsize.analysis.program import needs_gpu, run_program
 from memsize.cli import run as command
 from tests.gpus import card
 from tests.records import NeedsGpu

@@ -15,9 +15,8 @@ from typing import Any, Final
 
 from torch import nn
 
-from memsize.depth.blocks import SHORTEST, ModelBlocks, find_blocks, shorten
+from memsize.depth.blocks import SHORTEST, FoldedPath, ModelBlocks, find_blocks, one_more, shorten
 from memsize.depth.extension_plan import ExtensionPlan
-from memsize.depth.repeated import FoldedPath, one_more
 from memsize.depth.trace_extension import NotRepeatedError, plan_extension
 from memsize.errors import MemsizeError
 from memsize.records.finding import join_names

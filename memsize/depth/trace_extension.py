@@ -17,8 +17,8 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from memsize.depth.alignment import Extension, Integers, Table, extended
+from memsize.depth.blocks import Repetition, one_more
 from memsize.depth.extension_plan import ExtensionPlan, IndexedRows, LayerRow, TensorRow, structure_of
-from memsize.depth.repeated import Repetition, one_more
 from memsize.records.trace import DeferredFree, Layer, StoredTensor, Trace
 from memsize.records.world import Collective
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from memsize.errors import InputError
 from memsize.processes.patches import Patch, assign, calling, wrapping
-from memsize.ranks.peer_checks import LonelyStore
+from memsize.ranks.peers import LonelyStore
 from memsize.records.world import World
 
 JOINED: Final = (

@@ -33,7 +33,7 @@ from memsize.known_values.data_dependent import UNCOMPILED
 from memsize.processes.patches import LatePatches, Patch, SuspendablePatches, calling
 from memsize.processes.rank_processes import RankConnection, connected
 from memsize.processes.simulation import open_simulation, running
-from memsize.ranks import collectives, group, objects, peer_checks, sharding
+from memsize.ranks import collectives, group, peers, sharding
 from memsize.records.gpu import Card
 from memsize.records.world import World
 from memsize.spec.stack import INSTALLED, Stack
@@ -61,7 +61,7 @@ _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
 _SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor")}
-_APART = frozenset({"torch._dynamo", overrides.FLEX, launches.MODULE, *_SHARDING, *peer_checks.REACHING})
+_APART = frozenset({"torch._dynamo", overrides.FLEX, launches.MODULE, *_SHARDING, *peers.REACHING})
 """Packages that are imported among the originals, of which they make tables, classes and TorchScript."""
 _REMEMBERING = (
     "transformers.utils.import_utils",
@@ -270,8 +270,7 @@ def _process_patches(world: World, ledger: VirtualLedger, line: RankConnection |
         yield owner, "spawn", partial(_spawn, world)
     if group.is_available():
         yield from group.replacements(world)
-        yield from objects.replacements(ledger.evaluator.rely_on, line)
-        yield from peer_checks.replacements(ledger.evaluator.rely_on)
+        yield from peers.replacements(ledger.evaluator.rely_on, line)
         yield from collectives.replacements()
         yield from sharding.replacements(ledger.in_pytorch)
 
@@ -282,7 +281,7 @@ def _late_process_patches(
     """Return the patches of PyTorch's modules for several processes, by module name, for when they are imported."""
     if not group.is_available():
         return {}
-    return {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}
+    return {**sharding.later(ledger, ledger.aside, alone=line is None), **peers.later()}
 
 
 def _spawn(world: World, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, **options: Any) -> Any:

@@ -37,7 +37,7 @@ from memsize.ranks.collectives import (
     waited,
     waits,
 )
-from memsize.ranks.peer_checks import check_devices, check_layouts, check_ranks
+from memsize.ranks.peers import check_devices, check_layouts, check_ranks
 from memsize.records.aggregates import split_phase
 from memsize.torch_internals.jit_tracing import is_tracing, record_as, record_convolution, untraced
 from memsize.torch_internals.meta import is_meta
