@@ -105,23 +105,9 @@ def _as_trace(report: CheckpointReport) -> Trace:
         steps = tensor.layer.split(".") if tensor.layer else []
         paths |= dict.fromkeys(".".join(steps[: depth + 1]) for depth in range(len(steps)))
     above = {path.rpartition(".")[0] for path in paths if path}
-    layers = tuple(
-        Layer(
-            path=path,
-            type="",
-            depth=path.count(".") + 1 if path else 0,
-            leaf=path not in above,
-            calls=0,
-            outputs=(),
-            parameters=0,
-            trainable=0,
-            parameter_bytes=0,
-            buffer_bytes=0,
-            output_bytes=0,
-            saved_bytes=0,
-            cast_bytes=0,
-        )
-        for path in paths
+    no_figures = (0,) * 7
+    layers = (
+        Layer(path, "", path.count(".") + 1 if path else 0, path not in above, 0, (), *no_figures) for path in paths
     )
     return Trace(
         model=report.contents.path,
@@ -130,7 +116,7 @@ def _as_trace(report: CheckpointReport) -> Trace:
         batch_size=None,
         torch="",
         inputs=(),
-        layers=layers,
+        layers=tuple(layers),
         tensors=tensors,
     )
 
@@ -209,7 +195,6 @@ def _how(pair: Pair, parents: Mapping[Node, Node], partners: Mapping[Node, Node]
 
 
 def _stored(node: Node, exact: bool) -> set[object]:
-    """The tensors of a layer itself: their names and shapes, and if `exact` also how they are stored."""
     return {
         (local_name(tensor), tensor.spec.shape, *((tensor.spec.dtype, tensor.bytes, tensor.parts) if exact else ()))
         for tensor in node.tensors

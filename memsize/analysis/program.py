@@ -40,7 +40,7 @@ from memsize.virtual.saved_weights import Files
 from memsize.workloads.program import Program, StopProgram
 from memsize.workloads.program_steps import Zeroed
 
-LARGEST: Final = 15
+_LARGEST: Final = 15
 """How many of the storages alive at the peak are listed."""
 _OWN: Final = ("parameter", "buffer", "optimizer state", "gradient", "workspace", "communication")
 """Roles of what may stay from step to step."""
@@ -76,8 +76,10 @@ def run_program(
     progress(f"{name}: starting")
     with isolated(), torchvision_importable():
         error = program.run(path, arguments, module)
-    if module and isinstance(error, ImportError) and _is_runpys(error):
-        raise InputError(f"cannot run the module {path}: {error}") from error
+    if module and isinstance(error, ImportError):
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+        if innermost.f_code.co_filename == runpy.run_module.__code__.co_filename:  # and not code of its package
+            raise InputError(f"cannot run the module {path}: {error}") from error
     progress(f"{name}: adding up what it held")
     return program_run(program, " ".join((path, *arguments)), error), error
 
@@ -100,12 +102,6 @@ def program_on(
         stack=stack,
         processes=processes or ChildProcesses(files, settings),
     )
-
-
-def _is_runpys(error: ImportError) -> bool:
-    """Return whether `error` comes from the search for the module, and not from code of its package."""
-    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-    return innermost.f_code.co_filename == runpy.run_module.__code__.co_filename
 
 
 class VirtualGpu:
@@ -195,9 +191,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
 
 
 def _went_on(program: Program, trace: Trace, error: BaseException | None) -> WentOn | None:
-    """How the program goes on after the last refused request; None where that ended it, by itself or by an error that
-    was raised for it.
-    """
+    """How the program goes on after the last refused request; None where that ended it."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     refusal = program.last_refused
@@ -213,7 +207,7 @@ def _largest(trace: Trace) -> Iterator[LiveTensor]:
     peak = summit(trace)
     live = alive(trace, peak) if peak >= 0 else {}
     born = {event.storage: event.phase for event in trace.events if event.delta > 0}
-    for index in sorted(live, key=lambda index: (-live[index], index))[:LARGEST]:
+    for index in sorted(live, key=lambda index: (-live[index], index))[:_LARGEST]:
         storage = trace.storages[index]
         yield LiveTensor(
             bytes=live[index],

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, replace
 from functools import cached_property, partial
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
@@ -186,9 +186,8 @@ class ShortRuns:
 
 def different_part(a: Trace, b: Trace) -> str:
     """Return the name of a part in which two runs differ, apart from how they were made; empty where there is none."""
-    parts = (part.name for part in fields(Trace) if part.name != "extended_from")
-    return next((name for name in parts if not _equal(getattr(a, name), getattr(b, name))), "")
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return bool(a == b or b == a)
+    for part in fields(Trace):
+        one, other = getattr(a, part.name), getattr(b, part.name)
+        if part.name != "extended_from" and not (one == other or other == one):
+            return part.name
+    return ""

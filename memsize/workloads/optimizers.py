@@ -112,7 +112,6 @@ def mark_state(ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _outside(ledger: Ledger, value: Any) -> Any:
-    """Wrap a closure, so that its work is not part of the optimizer's phase."""
     if not callable(value):
         return value
 

@@ -27,7 +27,7 @@ from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
 from memsize.torch_internals.isolation import collector_paused
 from memsize.workloads.caches import CachedLayer
-from memsize.workloads.generation import DECODE, PREFILL, Prompts, is_assistants, positions
+from memsize.workloads.generation import ASSISTANT, DECODE, PREFILL, Prompts, positions
 
 _WEIGHTS = ("parameter", "buffer")
 _NONE_RIGHT = "none of the tokens that are proposed is right: no step needs more than those that are taken then"
@@ -166,7 +166,7 @@ class GenerationWork:
     def _row(self, row: GenerationRow, generated: Generated) -> GenerationRow:
         trace = generated.trace
         prefill, decode = _phases(trace, PREFILL, DECODE)
-        layers = {index for index, layer in enumerate(trace.layers) if is_assistants(layer.path)}
+        layers = {index for index, layer in enumerate(trace.layers) if layer.path.partition(".")[0] == ASSISTANT}
         weights = (trace.storages[index] for index in places(trace.storages, "role", _WEIGHTS)) if layers else ()
         return replace(
             row,

@@ -42,6 +42,7 @@ from memsize.workloads.generation import GenerationSteps, Prompts, positions
 from memsize.workloads.serving import (
     ImageRun,
     ProfileRun,
+    image_encoder,
     part_of,
     reads_images,
     rotary_tables,
@@ -303,9 +304,9 @@ class Server:
         return self._images(scenario, served, images)
 
     def _images(self, scenario: Scenario, served: ServerArguments, images: int) -> Encoded:
-        encoder = ImageRun()
-        if not encoder.suits(self.runner.model):
+        if image_encoder(self.runner.model) is None:
             return Encoded(0, 0, 0)
+        encoder = ImageRun()
         trace = self._on(self.prompts(MIXED), images, served).run(encoder, scenario)
         step = estimate_gpu(trace, self.runner.gpu).allocated - weights_in(trace)
         return Encoded(encoder.tokens // images, step, encoder.bytes)
