@@ -74,6 +74,11 @@ class ModelBlocks:
         counts = (SHORTEST,) * len(self.groups)
         return self.shortest + sum(self.modules(one_more(counts, group)) for group in range(len(counts)))
 
+    @property
+    def of_runs(self) -> int:
+        """The modules of all models that are run, if a few runs of the shortest follow the first."""
+        return self.first_runs + _MORE_RUNS * self.shortest
+
 
 def find_blocks(model: nn.Module) -> ModelBlocks | None:
     """Return the blocks of `model` whose repetition saves most; None where nothing repeats often enough."""
@@ -82,20 +87,20 @@ def find_blocks(model: nn.Module) -> ModelBlocks | None:
     groups: dict[int, list[Stack]] = {}
     for stack in _stacks(model):
         groups.setdefault(stack.repeated.count, []).append(stack)
-    saving = sorted(groups.values(), key=lambda group: -sum(map(_saved, group)))
+
+    def saved(group: list[Stack]) -> int:
+        return sum(stack.modules * (stack.repeated.count - SHORTEST) for stack in group)
+
+    saving = sorted(groups.values(), key=saved, reverse=True)
     total = sum(1 for _ in model.modules())
     best = None
     for size in range(1, len(saving) + 1):
         chosen = tuple(map(tuple, saving[:size]))
         inside = sum(stack.modules * stack.repeated.count for group in chosen for stack in group)
         blocks = ModelBlocks(chosen, total - inside)
-        if best is None or _of_runs(blocks) < _of_runs(best):
+        if best is None or blocks.of_runs < best.of_runs:
             best = blocks
     return best
-
-
-def _of_runs(blocks: ModelBlocks) -> int:
-    return blocks.first_runs + _MORE_RUNS * blocks.shortest
 
 
 def _stacks(model: nn.Module) -> Iterator[Stack]:
@@ -111,10 +116,6 @@ def _stacks(model: nn.Module) -> Iterator[Stack]:
         if stack is not None:
             outer.append(stem)
             yield stack
-
-
-def _saved(stack: Stack) -> int:
-    return stack.modules * (stack.repeated.count - SHORTEST)
 
 
 def _stem(path: str, module: nn.Module) -> str | None:
@@ -173,7 +174,17 @@ def shorten(model: nn.Module, blocks: ModelBlocks, counts: Sequence[int]) -> Non
             repeated = stack.repeated
             without = slice(repeated.start + repeated.period * count, repeated.stop)
             removed.setdefault(repeated.stop + repeated.behind, without)
-            _take_out(model, stack, without)
+            holder, fewer = model.get_submodule(stack.path), without.stop - without.start
+            children = list(holder.children())
+            for child in children[without.stop :]:
+                modules: dict[str, Any] = dict(child.named_modules())
+                for path, name in stack.counting:
+                    if path in modules and type(vars(modules[path]).get(name)) is int:
+                        vars(modules[path])[name] -= fewer
+            stem = repeated.stem.removeprefix(f"{stack.path}." if stack.path else "")
+            del children[without]
+            holder._modules.clear()
+            holder._modules.update({f"{stem}{number}": child for number, child in enumerate(children)})
     for owner in _owners(model):
         for name, value in list(vars(owner).items()):
             if type(value) in (list, tuple) and len(value) in removed and not name.startswith("__"):
@@ -181,25 +192,6 @@ def shorten(model: nn.Module, blocks: ModelBlocks, counts: Sequence[int]) -> Non
                 vars(owner)[name] = value[: without.start] + value[without.stop :]
             elif type(value) is int and value in removed and _COUNTS.search(name) and not isinstance(owner, nn.Module):
                 vars(owner)[name] = value - (removed[value].stop - removed[value].start)
-
-
-def _take_out(model: nn.Module, stack: Stack, without: slice) -> None:
-    """Take blocks out of a stack, and count those behind them anew."""
-    holder, fewer = model.get_submodule(stack.path), without.stop - without.start
-    children = list(holder.children())
-    for child in children[without.stop :]:
-        for path, name in stack.counting:
-            module: Any = child.get_submodule(path) if _has(child, path) else None
-            if module is not None and type(vars(module).get(name)) is int:
-                vars(module)[name] -= fewer
-    stem = stack.repeated.stem.removeprefix(f"{stack.path}." if stack.path else "")
-    del children[without]
-    holder._modules.clear()
-    holder._modules.update({f"{stem}{number}": child for number, child in enumerate(children)})
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    return any(path == other for other, _ in module.named_modules())
 
 
 def _owners(model: nn.Module) -> Iterator[Any]:
@@ -215,13 +207,9 @@ def _owners(model: nn.Module) -> Iterator[Any]:
                     if id(owner) not in met and not isinstance(owner, nn.Module):
                         met.add(id(owner))
                         yield owner
-                        waiting += [
-                            part for part in vars(owner).values() if type(part) is type(owner) or _is_config(part)
-                        ]
-
-
-def _is_config(value: Any) -> bool:
-    return type(value).__name__.endswith("Config") and hasattr(value, "__dict__")
+                        for part in vars(owner).values():
+                            is_config = type(part).__name__.endswith("Config") and hasattr(part, "__dict__")
+                            waiting += [part] if type(part) is type(owner) or is_config else []
 
 
 # -- where blocks repeat, and how their names count --------------------------------------------------------------------
@@ -261,16 +249,10 @@ class RepeatedBlocks:
         """The number behind the last period."""
         return self.start + self.period * self.count
 
-    def number(self, path: str) -> int:
-        """Return the number of the child that `path` is in; -1 where it is in none."""
-        if not path.startswith(self.stem):
-            return WITHOUT_NUMBER
-        number = path[len(self.stem) :].partition(".")[0]
-        return int(number) if number.isdigit() else WITHOUT_NUMBER
-
     def fold(self, path: str) -> tuple[FoldedPath, int]:
         """Return `path` without the number of its child, and that number; children before the first period keep it."""
-        number = self.number(path)
+        name = path[len(self.stem) :].partition(".")[0] if path.startswith(self.stem) else ""
+        number = int(name) if name.isdigit() else WITHOUT_NUMBER
         if number < self.start:
             return FoldedPath("", None, path), WITHOUT_NUMBER
         kind = (number - self.start) % self.period if number < self.stop else self.stop - number - 1

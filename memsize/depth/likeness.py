@@ -170,7 +170,14 @@ def numbers_of(model: nn.Module) -> Numbers:
         for name, number in (*of_kinds[kind].items(), *_numbers(vars(module))):
             numbers["module", path, name] = number
     for base in {base for kind in of_kinds for base in _own(kind)}:
-        numbers.update(((base, *names), number) for names, number in _of_methods(base))
+        seen: set[int] = set()
+        for method in [value for value in vars(base).values() if isinstance(value, types.FunctionType)]:
+            if id(method.__globals__) not in seen:
+                seen.add(id(method.__globals__))
+                numbers.update(((base, "globals", name), n) for name, n in _numbers(method.__globals__))
+            closure = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)
+            cells = {name: cell.cell_contents for name, cell in closure if _is_filled(cell)}
+            numbers.update(((base, "closure", method.__name__, name), n) for name, n in _numbers(cells))
     return numbers
 
 
@@ -180,19 +187,7 @@ def is_counting(before: Numbers, after: Numbers) -> bool:
 
 
 def _own(kind: type) -> list[type]:
-    """Return a class and its bases, apart from PyTorch's."""
     return [kind for kind in kind.__mro__ if not kind.__module__.startswith("torch.") and kind is not object]
-
-
-def _of_methods(kind: type) -> Iterator[tuple[tuple[str, ...], object]]:
-    seen: set[int] = set()
-    for method in [value for value in vars(kind).values() if isinstance(value, types.FunctionType)]:
-        if id(method.__globals__) not in seen:
-            seen.add(id(method.__globals__))
-            yield from ((("globals", name), number) for name, number in _numbers(method.__globals__))
-        closure = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)
-        cells = {name: cell.cell_contents for name, cell in closure if _is_filled(cell)}
-        yield from ((("closure", method.__name__, name), number) for name, number in _numbers(cells))
 
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:

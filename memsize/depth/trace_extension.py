@@ -20,7 +20,6 @@ from memsize.depth.alignment import Extension, Integers, Table, extended
 from memsize.depth.blocks import Repetition, one_more
 from memsize.depth.extension_plan import ExtensionPlan, IndexedRows, LayerRow, TensorRow, structure_of
 from memsize.records.trace import DeferredFree, Layer, StoredTensor, Trace
-from memsize.records.world import Collective
 
 _MOST_DIMENSIONS: Final = 8
 _NUMBER: Final = re.compile(r"(?<![\d.,])(\d+)(?![\d.,]*\d)")
@@ -134,21 +133,18 @@ def extended_texts(shorter: Sequence[str], longer: Sequence[Sequence[str]], bloc
     """Return the texts of a model that has more blocks than that of `shorter`, as `extended` does: their numbers may
     count blocks. Raises `NotRepeatedError` where they differ otherwise.
     """
-    return tuple(_extended_text(*texts, blocks=blocks) for texts in zip_longest(shorter, *longer, fillvalue=""))
-
-
-def _extended_text(shorter: str, *longer: str, blocks: Sequence[int]) -> str:
-    parts = [_NUMBER.split(text) for text in (shorter, *longer)]
-    if any(other[::2] != parts[0][::2] for other in parts):
-        raise NotRepeatedError("notes of the short runs differ")
-    numbers = [[int(number) for number in numbers] for numbers in zip(*(part[1::2] for part in parts), strict=True)]
-    if any(len({*of_runs}) > 1 and max(of_runs) > 999 for of_runs in numbers):
-        raise NotRepeatedError("sizes in notes of the short runs differ")
-    parts[0][1::2] = [
-        f"{first + sum((other - first) * count for other, count in zip(others, blocks, strict=True))}"
-        for first, *others in numbers
-    ]
-    return "".join(parts[0])
+    texts = []
+    for of_runs in zip_longest(shorter, *longer, fillvalue=""):
+        first, *others = (_NUMBER.split(text) for text in of_runs)
+        if any(other[::2] != first[::2] for other in others):
+            raise NotRepeatedError("notes of the short runs differ")
+        for part in range(1, len(first), 2):
+            number, *more = (int(parts[part]) for parts in (first, *others))
+            if {*more} - {number} and max(number, *more) > 999:
+                raise NotRepeatedError("sizes in notes of the short runs differ")
+            first[part] = str(number + sum((one - number) * count for one, count in zip(more, blocks, strict=True)))
+        texts.append("".join(first))
+    return tuple(texts)
 
 
 class _Folding:
@@ -167,17 +163,28 @@ class _Folding:
         self.event_keys: Integers = np.zeros(0, dtype=np.int64)
 
     def tables(self) -> _Tables[Table]:
-        trace = self.trace
+        trace, others = self.trace, self.keys.others
+        storages, events = self._storages(), self._events()
+        of = self.event_keys
+        deferred = (
+            (others(("deferred", int(of[free.event]), free.until < 0)), (free.event, free.until))
+            for free in trace.deferred
+        )
+        # One that grows with the depth is split from some size on, as a bucket of DDP is.
+        collectives = (
+            (others((one._replace(layer=0, event=0), self.paths[one.layer])), (one.layer, one.event))
+            for one in trace.collectives
+        )
         return _Tables(
             layers=_table(map(self._layer, trace.layers), 3 + len(_LAYER_SIZES)),
             outputs=_table(self._passed("outputs"), 0),
             inputs=_table(self._passed("inputs"), 0),
             tensors=_table(map(self._tensor, trace.tensors), 2),
-            storages=self._storages(),
-            events=self._events(),
-            deferred=_table(map(self._deferred, trace.deferred), 2),
-            emptied=_table(((self.keys.others("emptied"), (event,)) for event in trace.emptied), 1),
-            collectives=_table(map(self._collective, trace.collectives), 2),
+            storages=storages,
+            events=events,
+            deferred=_table(deferred, 2),
+            emptied=_table(((others("emptied"), (event,)) for event in trace.emptied), 1),
+            collectives=_table(collectives, 2),
         )
 
     def _grows(self, path: int) -> bool:
@@ -198,7 +205,6 @@ class _Folding:
         return self.keys.layers(key), (number, len(layer.outputs), len(layer.inputs), *sizes.values())
 
     def _passed(self, what: str) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """Rows of the tensors that layers returned or got, for one table of all."""
         for path, layer in zip(self.paths, self.trace.layers, strict=False):
             for tensor in getattr(layer, what):
                 yield self.keys.others((path, tensor)), ()
@@ -246,15 +252,6 @@ class _Folding:
             zip(of, sizes, phase, path, op, first.tolist(), last.tolist(), strict=True)
         )
         return Table(self.event_keys, numbers)
-
-    def _deferred(self, free: DeferredFree) -> tuple[int, tuple[int, ...]]:
-        of = int(self.event_keys[free.event])
-        return self.keys.others(("deferred", of, free.until < 0)), (free.event, free.until)
-
-    def _collective(self, collective: Collective) -> tuple[int, tuple[int, ...]]:
-        # One that grows with the depth is split from some size on, as a bucket of DDP is.
-        key = collective._replace(layer=0, event=0), self.paths[collective.layer]
-        return self.keys.others(key), (collective.layer, collective.event)
 
 
 def _ends(storage: Integers, delta: Integers) -> tuple[Integers, Integers]:
@@ -314,7 +311,6 @@ def _plan(
     whole: _Tables[Extension],
     notes: tuple[str, ...],
 ) -> ExtensionPlan:
-    """The plan by which `whole` comes from the tables of the shorter run."""
     paths = [keys.layers.keys[key][1] for key in whole.layers.keys.tolist()]
     for passed, column in ((whole.outputs, 1), (whole.inputs, 2)):
         of = [keys.others.keys[key][0] for key in passed.keys.tolist()]

@@ -117,7 +117,15 @@ def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, 
             f"dp: nn.DataParallel splits the batch over {parallel.size} GPUs, and copies the model to each for every "
             f"forward; shown is GPU {parallel.world.rank}",
         )
-    notes = [_on_stages(model, parallel.stages)] if parallel.is_pipeline else []
+    notes = []
+    if parallel.is_pipeline:
+        blocks = blocks_in_line(model)
+        per_stage, more = divmod(len(blocks.modules), parallel.stages)
+        size = f"{per_stage + 1} or {per_stage}" if more else str(per_stage)
+        notes.append(
+            f"pp: {parallel.stages} stages, each with {size} of {blocks}, {blocks.source}, under PyTorch's "
+            "Schedule1F1B; the batch is that of one microbatch"
+        )
     if parallel.tensor > 1:
         notes.append(plan_in_words(model, parallel.tensor))
     if parallel.kind == "tp":
@@ -172,16 +180,6 @@ def _padded(model: nn.Module, parallel: Parallel) -> Iterator[str]:
     yield (
         f"{name} has {rows}, which FSDP divides: each GPU holds at least one, and {format_bytes(weight[0].nbytes)} are "
         "gathered for each of them (shard_placement_fn divides another dimension, where that goes evenly)"
-    )
-
-
-def _on_stages(model: nn.Module, stages: int) -> str:
-    blocks = blocks_in_line(model)
-    per_stage, more = divmod(len(blocks.modules), stages)
-    size = f"{per_stage + 1} or {per_stage}" if more else str(per_stage)
-    return (
-        f"pp: {stages} stages, each with {size} of {blocks}, {blocks.source}, under PyTorch's Schedule1F1B; the batch "
-        "is that of one microbatch"
     )
 
 
@@ -274,14 +272,12 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
     except ImportError:
         raise InputError("tensor parallelism by a model's own plan wants transformers 5.20 or newer") from None
-    apply_tensor_parallelism(model, mesh, _apart(model, model._expand_parallel_plan(plan)))
-
-
-def _apart(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
-    """Return `plan` without layers that share another's weight: the library ties weights after dividing them."""
+    # Layers that share another's weight stay whole: the library ties weights after dividing them.
     there = {name for name, _ in model.named_parameters()}
     tied = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False) if name not in there}
-    return {name: style for name, style in plan.items() if not tied & {name, name.rpartition(".")[0]}}
+    styles = model._expand_parallel_plan(plan).items()
+    plan = {name: style for name, style in styles if not tied & {name, name.rpartition(".")[0]}}
+    apply_tensor_parallelism(model, mesh, plan)
 
 
 def plan_of(model: Any, size: int) -> dict[str, str]:

@@ -86,7 +86,7 @@ def report_generation(
         if all(row.estimate is None for row in rows):
             raise next(result.error for result in results if result.error)
         remedied = remedies(rows, work.generators.values())
-        largest = work.trace(max(results, key=_requested))
+        largest = work.trace(max(results, key=lambda result: getattr(result.row.estimate, "requested", 0)))
     config, most = getattr(runner.model, "config", None), positions(runner.model)
     tokens = max(generation.prompt + generation.max_new_tokens for generation in request.generations)
     beyond = f"the model has positions for {most or 0:,} tokens: its answers to {tokens:,} have no meaning"
@@ -104,10 +104,6 @@ def report_generation(
         allocator=json.dumps(plain(request.config)),
         trace=largest,
     )
-
-
-def _requested(result: RowResult) -> int:
-    return result.row.estimate.requested if result.row.estimate else 0
 
 
 class GenerationWork:

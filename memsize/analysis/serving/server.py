@@ -139,7 +139,6 @@ class Server:
         )
         notes = (*notes, *([beyond] if most and context > most else []), *layouts[0].notes(served.block))
         budget = self._budget(served)
-        has_states = any(group.kind == STATE for group in layouts[0].groups)
         return ServingReport(
             model=self.runner.name,
             card=self.runner.gpu,
@@ -150,12 +149,13 @@ class Server:
             remedied=remedied,
             findings=SERVING_RULES.findings((tuple(rows), served, self.runner.gpu, budget, remedied)),
             notes=tuple(dict.fromkeys(notes)),
-            assumptions=(*served.assumed, *_ASSUMED, *self._of_parts(has_states)),
+            assumptions=(
+                *served.assumed,
+                *_ASSUMED,
+                *([_PLAIN] if any(group.kind == STATE for group in layouts[0].groups) else []),
+                *([_ENCODER] if reads_images(self.runner.model) else []),
+            ),
         )
-
-    def _of_parts(self, has_states: bool) -> tuple[str, ...]:
-        """Assumptions about parts that only some models have."""
-        return (*([_PLAIN] if has_states else []), *([_ENCODER] if reads_images(self.runner.model) else []))
 
     def _config(self) -> Any:
         """The config of the model; raises `InputError` for a model that is not covered."""
@@ -261,9 +261,12 @@ class Server:
         self.progress(f"{scenario.name}: a step of {served.tokens:,} tokens")
         runner, rules = self.runner, served.rules
         has_images = reads_images(runner.model)
-        seqs = self._sequences(scenario, served) if has_images and not rules.encodes_first else served.seqs
-        length = served.tokens // seqs
         in_step = has_images and not rules.encodes_first
+        image = self._images(scenario, served, 1) if has_images else Encoded(0, 0, 0)
+        seqs = served.seqs
+        if in_step and image.tokens:  # each sequence has an image, whose tokens are those of a decoder too
+            seqs = max(1, min(seqs, served.tokens // image.tokens))
+        length = served.tokens // seqs
         inputs = self.prompts(length) if in_step else self._texts(length)
         holds_gate = rules.holds_gate(str(text_config(runner.model).model_type))
         run = ProfileRun(seqs, served.tp, rules.sampler, rules.products, holds_gate, in_step)
@@ -272,36 +275,23 @@ class Server:
         estimate = estimate_gpu(trace, runner.gpu)
         step, free = estimate.allocated - weights, estimate.reserved - estimate.allocated
         if has_images and rules.encodes_first:
-            encoded = self._encoded(scenario, served)
-            step = max(encoded.step, encoded.result + step)
+            if image.tokens:  # as many images as the tokens of a step may stand for
+                images = max(1, min(max(served.tokens, image.tokens) // image.tokens, served.seqs))
+                self.progress(f"{scenario.name}: {images:,} images")
+                image = self._images(scenario, served, images)
+            step = max(image.step, image.result + step)
         padding = vocabulary_padding(runner.model) if served.tp == 1 else 0  # a part of it is padded already
         tables = rotary_tables(runner.model) + padding
         ops = frozenset(distinct(trace.events, "op") - {""})
         return Profile(weights + tables, step if rules.profiles else 0, free if rules.reserved else 0, ops)
 
     def _on(self, inputs: ModelInputs, batch: int, served: ServerArguments) -> Runner:
-        """A runner with other inputs, on the stack of the server."""
         runner = self.runner.with_inputs(inputs, batch)
         runner.stack = self._stack(served)
         return runner
 
     def _texts(self, length: int) -> ModelInputs:
-        """Texts of `length` tokens, without images."""
         return text_only(self.prompts(MIXED), length) if reads_images(self.runner.model) else self.prompts(length)
-
-    def _sequences(self, scenario: Scenario, served: ServerArguments) -> int:
-        """The sequences of a step, where each has an image: those of a decoder have its tokens too."""
-        tokens = self._images(scenario, served, 1).tokens
-        return served.seqs if not tokens else max(1, min(served.seqs, served.tokens // tokens))
-
-    def _encoded(self, scenario: Scenario, served: ServerArguments) -> Encoded:
-        """The largest run of the encoder, of as many images as the tokens of a step may stand for."""
-        one = self._images(scenario, served, 1)
-        if not one.tokens:
-            return one
-        images = max(1, min(max(served.tokens, one.tokens) // one.tokens, served.seqs))
-        self.progress(f"{scenario.name}: {images:,} images")
-        return self._images(scenario, served, images)
 
     def _images(self, scenario: Scenario, served: ServerArguments, images: int) -> Encoded:
         if image_encoder(self.runner.model) is None:
@@ -357,7 +347,7 @@ def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None
 
 # -- other ways to serve the model -------------------------------------------------------------------------------------
 
-UTILIZATION: Final = 0.95
+_UTILIZATION: Final = 0.95
 """The largest part of a GPU's memory that is tried."""
 _CARDS: Final = (2, 4, 8)
 
@@ -425,9 +415,9 @@ def _more_of_the_card(served: ServedModel) -> ServedModel:
     share = serving.gpu_memory_utilization
     if share is None:
         share = arguments_of(served.runner, serving, serving.max_model_len or 1).utilization
-    if share >= UTILIZATION:
+    if share >= _UTILIZATION:
         raise InputError(f"the server may take {share:.0%} of the card already")
-    return replace(served, serving=replace(serving, gpu_memory_utilization=UTILIZATION))
+    return replace(served, serving=replace(serving, gpu_memory_utilization=_UTILIZATION))
 
 
 _REMEDIES: Final = (
@@ -436,7 +426,7 @@ _REMEDIES: Final = (
     Remedy("fp8 KV cache", "--kv-cache-dtype fp8", "rounded keys and values", "numbers", _fp8_cache),
     Remedy(
         "more of the card",
-        f"--gpu-memory-utilization {UTILIZATION}",
+        f"--gpu-memory-utilization {_UTILIZATION}",
         "less room for CUDA graphs and whatever else is on it",
         "nothing",
         _more_of_the_card,
@@ -449,10 +439,7 @@ def _on_cards(cards: int) -> Remedy[ServedModel]:
         if served.serving.tensor_parallel_size > 1:
             raise InputError("the model is divided among cards already")
         runner = served.runner
-        part = part_of(runner.model, cards, runner.name)
-        divided = Runner(
-            runner.name, part, runner.inputs, False, gpu=runner.gpu, stack=runner.stack, whole=runner.whole
-        )
+        divided = replace(runner, model=part_of(runner.model, cards, runner.name))
         return replace(served, runner=divided, serving=replace(served.serving, tensor_parallel_size=cards))
 
     name, option = f"{cards} cards", f"--tensor-parallel-size {cards}"
@@ -461,10 +448,6 @@ def _on_cards(cards: int) -> Remedy[ServedModel]:
 
 def _on_gpu(card: Card) -> Remedy[ServedModel]:
     def apply(served: ServedModel) -> ServedModel:
-        runner = served.runner
-        moved = Runner(
-            runner.name, runner.model, runner.inputs, False, gpu=card, stack=runner.stack, whole=runner.whole
-        )
-        return replace(served, runner=moved)
+        return replace(served, runner=replace(served.runner, gpu=card))
 
     return Remedy(card.name, f"a card of {format_bytes(card.bytes)}", "another card", "hardware", apply)
