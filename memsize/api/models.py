@@ -341,12 +341,16 @@ def remade(model: nn.Module, optimizer: Any) -> Callable[[list[Any]], Any]:
         raise InputError(f"optimizer is {quoted(str(optimizer))}: give the one of your loop, or None")
     trained = (p for p in model.parameters() if p.requires_grad)
     numbers = {id(parameter): number for number, parameter in enumerate(trained)}
+
+    def plain(value: Any) -> Any:  # a learning rate may be a tensor on the GPU
+        return value.item() if hasattr(value, "item") else value
+
     groups = []
     for group in optimizer.param_groups:
         chosen = [numbers[id(p)] for p in group["params"] if id(p) in numbers]
-        groups.append((chosen, {name: _plain(value) for name, value in group.items() if name != "params"}))
+        groups.append((chosen, {name: plain(value) for name, value in group.items() if name != "params"}))
     arguments = inspect.signature(type(optimizer)).parameters
-    defaults = {name: _plain(value) for name, value in optimizer.defaults.items() if name in arguments}
+    defaults = {name: plain(value) for name, value in optimizer.defaults.items() if name in arguments}
 
     def make(parameters: list[Any]) -> Any:
         groups_of_copy = ({"params": [parameters[n] for n in chosen]} | options for chosen, options in groups if chosen)
@@ -354,11 +358,6 @@ def remade(model: nn.Module, optimizer: Any) -> Callable[[list[Any]], Any]:
 
     make.__name__ = type(optimizer).__name__
     return make
-
-
-def _plain(value: Any) -> Any:
-    """An option of an optimizer; a learning rate may be a tensor on the GPU."""
-    return value.item() if hasattr(value, "item") else value
 
 
 def budget_of(budget: str | int | None) -> int | None:

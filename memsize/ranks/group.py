@@ -64,14 +64,9 @@ def wanted(size: int, world: World) -> str:
     return f"this program wants {size} processes, one for each GPU, and it is run with {gpus}: {run} …"
 
 
-def is_available() -> bool:
-    """Whether this build of PyTorch has process groups."""
-    return dist.is_available()
-
-
 def is_joined() -> bool:
     """Whether this process is in a group."""
-    return is_available() and dist.is_initialized()
+    return dist.is_available() and dist.is_initialized()
 
 
 @contextmanager
@@ -83,7 +78,7 @@ def started(world: World | None) -> Iterator[None]:
     PyTorch was built without torch.distributed.
     """
     there = is_joined()
-    if world is not None and not is_available():
+    if world is not None and not dist.is_available():
         raise InputError("this build of PyTorch has no torch.distributed")
     if world is not None and there:
         raise InputError(JOINED)
@@ -91,27 +86,27 @@ def started(world: World | None) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of TorchScript, which compiles it from functions that are replaced next
             import torch.distributed.optim  # noqa: F401
+
+    def forget_meshes() -> None:
+        """Reset DTensor's sharding decisions and random numbers: it cannot tell the meshes of different ranks apart."""
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor import _random, debug
+
+            debug._clear_sharding_prop_cache()
+            assign(_random, "_rng_tracker", None)
+
     before, hook = dict(os.environ), sys.excepthook
-    _forget_meshes()
+    forget_meshes()
     os.environ.update({} if world is None or world.one_process else environment(world))
     try:
         yield
     finally:
         if not there and is_joined():
             dist.destroy_process_group()
-        _forget_meshes()
+        forget_meshes()
         assign(sys, "excepthook", hook)
         os.environ.clear()
         os.environ.update(before)
-
-
-def _forget_meshes() -> None:
-    """Reset DTensor's sharding decisions and random numbers: it cannot tell the meshes of different ranks apart."""
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _random, debug
-
-        debug._clear_sharding_prop_cache()
-        assign(_random, "_rng_tracker", None)
 
 
 class Backends:
@@ -172,12 +167,10 @@ class Backends:
         return [torch.device(name) for name in config.get_device_backend_map()]
 
 
-class NoNCCL:
+class _NoNCCL:
     """`ProcessGroupNCCL` in builds of PyTorch that lack it: no group is one, and its options decide nothing here."""
 
     class Options(SimpleNamespace):
-        """Options that accept any attribute."""
-
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
@@ -198,7 +191,7 @@ def replacements(world: World) -> Iterator[Patch]:
         yield owner, "split_group", calling(_split_group, open_group)
         yield owner, "is_nccl_available", lambda: True
         if not hasattr(owner, "ProcessGroupNCCL"):
-            yield owner, "ProcessGroupNCCL", NoNCCL
+            yield owner, "ProcessGroupNCCL", _NoNCCL
     waits = dist.Work.wait
     yield dist.Work, "wait", lambda work, timeout=None: waits(work)  # what is over is not waited for
     device_types = calling(backends.devices, vars(dist.ProcessGroup)["_device_types"])

@@ -268,7 +268,7 @@ class _Apart(SourceFileLoader):
 def _process_patches(world: World, ledger: VirtualLedger, line: RankConnection | None) -> Iterator[Patch]:
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         yield owner, "spawn", partial(_spawn, world)
-    if group.is_available():
+    if torch.distributed.is_available():
         yield from group.replacements(world)
         yield from peers.replacements(ledger.evaluator.rely_on, line)
         yield from collectives.replacements()
@@ -279,7 +279,7 @@ def _late_process_patches(
     ledger: VirtualLedger, line: RankConnection | None
 ) -> dict[str, Callable[[Any], Iterator[Patch]]]:
     """Return the patches of PyTorch's modules for several processes, by module name, for when they are imported."""
-    if not group.is_available():
+    if not torch.distributed.is_available():
         return {}
     return {**sharding.later(ledger, ledger.aside, alone=line is None), **peers.later()}
 

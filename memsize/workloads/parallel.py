@@ -296,12 +296,10 @@ class StageLoop(Loop):
         self._schedule = Schedule1F1B(staged, self._count, loss_fn=self._loss)
         if self.scaler is not None:  # its scale is made by the first loss, which other ranks don't have
             self.scaler.scale(torch.zeros((), device=device))
-        self._batch = [self._whole(tensor) for tensor in stage.takes] if stage.is_first else []
-
-    def _whole(self, tensor: Tensor) -> Tensor:
-        whole = tensor.repeat(self._count, *(1 for _ in tensor.shape[1:]))
-        self.ledger.mark(whole, "input")
-        return whole
+        takes = stage.takes if stage.is_first else ()
+        self._batch = [tensor.repeat(self._count, *(1 for _ in tensor.shape[1:])) for tensor in takes]
+        for whole in self._batch:
+            run.ledger.mark(whole, "input")
 
     def _forward_and_backward(self) -> None:
         targets: dict[str, Any] = {}

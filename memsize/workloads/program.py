@@ -24,7 +24,7 @@ from memsize.processes.patches import Patch, assigned, wrapping
 from memsize.processes.user_code import Lines, running_lines, shown
 from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
-from memsize.records.trace import Failure, Layer, StoredTensor, Trace
+from memsize.records.trace import Failure, Layer, Trace
 from memsize.records.world import World
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing.ledger import Workspaces
@@ -185,9 +185,11 @@ class Program:
 
         def watch() -> None:
             while not over.wait(_PROGRESS_EVERY) and not self.steps.done:
-                seconds = time.monotonic() - started
+                so_far = "no optimizer step so far" if self.ledger.events else "nothing on the GPU so far"
+                end = "; Ctrl-C ends it" + " with a report of what ran" * bool(self.ledger.events)
+                end *= time.monotonic() - started >= _LONG
                 if line := shown(running_lines(Program.run.__code__, program)):
-                    self.steps.progress(self._where(line, seconds))
+                    self.steps.progress(f"at {line}, {so_far}{end}")
 
         watching = threading.Thread(target=watch, daemon=True)
         watching.start()
@@ -196,13 +198,6 @@ class Program:
         finally:
             over.set()
             watching.join()
-
-    def _where(self, line: str, seconds: float) -> str:
-        """Return the progress of a program that has made no optimizer step in so many seconds."""
-        used = bool(self.ledger.events)
-        so_far = "no optimizer step so far" if used else "nothing on the GPU so far"
-        how = ("; Ctrl-C ends it" + " with a report of what ran" * used) if seconds >= _LONG else ""
-        return f"at {line}, {so_far}{how}"
 
     def _relied(self, assumption: str) -> None:
         lines = self._assumed.setdefault(assumption, {})
@@ -263,7 +258,14 @@ class Program:
         ledger, calls, names = self.ledger, self.calls, self._root_names()
         storages = ledger.storages(calls.saved_storages)
         tensors = tuple(
-            _of_root(tensor, names[number]) for number, root in enumerate(calls.roots) for tensor in root.tensors
+            replace(
+                tensor,
+                name=_path(name, tensor.name),
+                layer=_path(name, tensor.layer),
+                tied_to=tensor.tied_to and _path(name, tensor.tied_to),
+            )
+            for name, root in zip(names, calls.roots, strict=False)
+            for tensor in root.tensors
         )
         seen, failure = self._seen_layers(), None
         if error is not None:
@@ -311,7 +313,6 @@ class Program:
         return [root.name for root in self.calls.roots] if len(self.calls.roots) > 1 else [""]
 
     def _seen_layers(self) -> list[ModuleRecord]:
-        """The layers that were called, their paths with the names of their roots."""
         calls, names = self.calls, self._root_names()
         return [
             replace(record, path=_path(names[calls.root_of[i]], record.path)) for i, record in enumerate(calls.seen)
@@ -324,11 +325,6 @@ _NOTHING = Layer("", "program", 0, True, 0, (), 0, 0, 0, 0, 0, 0, 0)
 
 def _path(root: str, path: str) -> str:
     return ".".join(filter(None, (root, path)))
-
-
-def _of_root(tensor: StoredTensor, root: str) -> StoredTensor:
-    tied = tensor.tied_to and _path(root, tensor.tied_to)
-    return replace(tensor, name=_path(root, tensor.name), layer=_path(root, tensor.layer), tied_to=tied)
 
 
 def _unless_stopped(show: Callable[[Any], object], args: Any) -> None:

@@ -123,9 +123,8 @@ def _as_trained(run: Run) -> Iterator[None]:
 
 @contextmanager
 def gradients_marked(run: Run) -> Iterator[None]:
-    """While open, the gradients of the run's model are marked as they are accumulated; those of parameters that are
-    offloaded are left alone, as PyTorch copies them otherwise where somebody watches, and those of flat parameters,
-    which are whole until they are reduced.
+    """While open, gradients of the run's model are marked as they are accumulated; not those of offloaded parameters,
+    as PyTorch copies them otherwise where somebody watches, nor of flat ones, which are whole until they are reduced.
     """
     ledger = run.ledger
 
@@ -181,7 +180,10 @@ class Loop:
 
     def __call__(self) -> None:
         with self.ledger.clock.during("zero_grad"):
-            self._zero_grad()
+            views = self.setup.buckets is not None and self.setup.buckets.views  # views of buckets, which stay
+            self.optimizer.zero_grad(set_to_none=self.training.set_to_none and not views)
+            for parameter in self.parameters if self.masters is not None else ():
+                parameter.grad = None
         for _ in range(self.accumulate):
             self._forward_and_backward()
         if self.clip:
@@ -193,13 +195,6 @@ class Loop:
         if self.average:
             with self.ledger.clock.during("ema"), torch.no_grad():
                 torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 0.001)
-
-    def _zero_grad(self) -> None:
-        views = self.setup.buckets is not None and self.setup.buckets.views  # views of buckets, which stay
-        self.optimizer.zero_grad(set_to_none=self.training.set_to_none and not views)
-        if self.masters is not None:
-            for parameter in self.parameters:
-                parameter.grad = None
 
     def _forward_and_backward(self) -> None:
         args, kwargs = self.setup.call
@@ -215,28 +210,25 @@ class Loop:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def _step(self) -> None:
-        if self.masters is not None:
-            self._step_masters()
-        elif self.scaler is None:
+        if self.masters is None and self.scaler is None:
             self.optimizer.step()
-        else:
-            with self.ledger.clock.during("optimizer"):
+            return
+        with self.ledger.clock.during("optimizer"):
+            if self.masters is None:
+                assert self.scaler is not None
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
-
-    def _step_masters(self) -> None:
-        """apex O2: gradients are copied to float32, the masters are updated, and the parameters are made from them."""
-        assert self.masters is not None
-        with self.ledger.clock.during("optimizer"):
-            for master, parameter in zip(self.masters, self.parameters, strict=True):
-                if parameter.grad is not None and master is not parameter:
+                return
+            # apex O2: gradients are copied to float32, the masters are updated, and the parameters are made from them.
+            lower = [pair for pair in zip(self.masters, self.parameters, strict=True) if pair[0] is not pair[1]]
+            for master, parameter in lower:
+                if parameter.grad is not None:
                     master.grad = parameter.grad.detach().to(torch.float32)
                     self.ledger.mark(master.grad, "gradient")
             self.optimizer.step()
             with torch.no_grad():
-                for master, parameter in zip(self.masters, self.parameters, strict=True):
-                    if master is not parameter:
-                        parameter.copy_(master)
+                for master, parameter in lower:
+                    parameter.copy_(master)
 
 
 def one_number(loss: Any) -> torch.Tensor:
