@@ -117,13 +117,9 @@ def _result(programs: list[Program]) -> dict[str, Any] | None:
     """Return the process's peak on the GPU, and the error that ended it, as data; None where there is neither."""
     error: BaseException | None = getattr(sys, "last_value", None)
     failed = {"failure": None if error is None else textwrap.shorten(in_one_line(error), _LONGEST, placeholder=" …")}
-    for program in programs:
-        if program.trace().events:
-            return _peak(program) | failed
-    return None if error is None else {**NO_GPU_USE, "command": _command(), **failed}
-
-
-def _peak(program: Program) -> dict[str, Any]:
+    program = next((program for program in programs if program.trace().events), None)
+    if program is None:
+        return None if error is None else {**NO_GPU_USE, "command": _command(), **failed}
     from memsize.device.gpu_estimate import estimate_gpu
 
     peak = estimate_gpu(program.trace(), program.card, config=program.memory.config)
@@ -135,4 +131,5 @@ def _peak(program: Program) -> dict[str, Any]:
         "low": peak.device.low,
         "high": peak.device.high,
         "ran_out": bool(program.refused),
+        **failed,
     }

@@ -20,18 +20,14 @@ import torch
 from memsize.analysis.findings.program import RULES
 from memsize.analysis.model_setups import plans_of, workspaces
 from memsize.analysis.timeline import snapshot
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import device_since, estimate_gpu
 from memsize.errors import InputError, message_of
 from memsize.loading.library_imports import torchvision_importable
 from memsize.processes.user_code import is_library, is_outside, line_of
 from memsize.records.aggregates import alive, split_phase, summit
 from memsize.records.codec import plain
-from memsize.records.gpu import Card
 from memsize.records.program import ChildRun, Growth, KeptGradients, LiveTensor, NeedsGpu, ProgramRun, WentOn
 from memsize.records.trace import Trace
-from memsize.records.world import World
-from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import default_device_kept, isolated
 from memsize.virtual.gpu_tensors import CpuRestore
 from memsize.virtual.guards.child_processes import ChildProcesses, Settings
@@ -51,24 +47,16 @@ _ENOUGH: Final = 3
 def run_program(
     path: str,
     arguments: Sequence[str],
-    card: Card,
-    config: AllocatorConfig | None,
+    settings: Settings,
     *,
-    steps: int,
-    module: bool,
-    allow_writes: bool = False,
-    offline: bool = False,
-    world: World | None = None,
-    bounded: bool = True,
-    stack: Stack = INSTALLED,
+    module: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[ProgramRun, BaseException | None]:
     """Run a script (or a module) with its own arguments and return its run, with the error that ended it, if any.
 
-    The program is one process of `world` (None: alone) on a card whose software is `stack`; unless the card is
-    `bounded`, nothing is too large for it. `progress` is called with what the program is doing.
+    `progress` is called with what the program is doing.
     """
-    program = program_on(path, Settings(card, config, steps, world, bounded, stack, allow_writes, offline))
+    program = program_on(path, settings)
     if not module and not Path(path).is_file():
         raise InputError(f"no such script: {path}")
     name = Path(path).name
@@ -89,19 +77,8 @@ def program_on(
 ) -> Program:
     """Return a program on such a machine, which has not begun, with the `files` and `processes` that it has already."""
     card, stack, files = settings.card, settings.stack, files or Files(settings.allowed)
-    return Program(
-        name=name,
-        card=card,
-        workspaces=workspaces(card, plans_of(card, stack), stack),
-        config=settings.config,
-        steps=settings.steps,
-        files=files,
-        snapshot=snapshot,
-        world=settings.world,
-        bounded=settings.bounded,
-        stack=stack,
-        processes=processes or ChildProcesses(files, settings),
-    )
+    own = workspaces(card, plans_of(card, stack), stack)
+    return Program(name, settings, own, files, processes or ChildProcesses(files, settings), snapshot)
 
 
 class VirtualGpu:
@@ -124,23 +101,13 @@ class VirtualGpu:
 
 
 @contextmanager
-def virtual_gpu(
-    card: Card,
-    config: AllocatorConfig | None,
-    *,
-    steps: int,
-    allow_writes: bool,
-    name: str = "this program",
-    world: World | None = None,
-    stack: Stack = INSTALLED,
-) -> Iterator[VirtualGpu]:
-    """Let the block have a virtual GPU, as a process of `world` if it is named; it ends after `steps` optimizer steps
-    (0: at its own end).
+def virtual_gpu(settings: Settings, name: str = "this program") -> Iterator[VirtualGpu]:
+    """Let the block have a virtual GPU.
 
     Modules that the block moves there are back on the CPU, with their values, when it is over, and so is what it makes
     the default device.
     """
-    program = program_on(name, Settings(card, config, steps, world, True, stack, allow_writes))
+    program = program_on(name, settings)
     region = VirtualGpu()
     error: BaseException | None = None
     restore = CpuRestore()

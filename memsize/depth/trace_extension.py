@@ -317,12 +317,30 @@ def _plan(
         counts = whole.layers.numbers[:, column].tolist()
         if of != [path for path, count in zip(paths, counts, strict=True) for _ in range(count)]:
             raise NotRepeatedError("a layer has the outputs of another")
+    layers = []
+    for key, (number, outputs, inputs, *sizes), origin in _rows(whole.layers):
+        _, of, aliases, grows = keys.layers.keys[key]
+        grown = dict(zip(_LAYER_SIZES, sizes, strict=True)) if grows else {}
+        row = LayerRow(
+            origin=origin,
+            path=keys.paths.keys[of].unfold(number),
+            aliases=tuple(alias.unfold(number) for alias in aliases),
+            outputs=outputs,
+            inputs=inputs,
+            grown={name: size for name, size in grown.items() if size != getattr(shorter.layers[origin], name)},
+        )
+        layers.append(row)
+    tensors = []
+    for key, (number, tied_number), origin in _rows(whole.tensors):
+        _, name, layer, tied = keys.tensors.keys[key]
+        tied_to = None if tied is None else tied.unfold(tied_number)
+        tensors.append(TensorRow(origin, name.unfold(number), layer.unfold(number), tied_to))
     return ExtensionPlan(
         structure=structure_of(shorter),
-        layers=[_layer_row(shorter, keys, *row) for row in _rows(whole.layers)],
+        layers=layers,
         outputs=whole.outputs.origin.tolist(),
         inputs=whole.inputs.origin.tolist(),
-        tensors=[_tensor_row(keys, *row) for row in _rows(whole.tensors)],
+        tensors=tensors,
         storages=_indexed(whole.storages, first.storages, ("layer", "saved_by")),
         events=_indexed(whole.events, first.events, ("storage", "layer")),
         deferred=tuple(DeferredFree(*numbers) for numbers in whole.deferred.numbers.tolist()),
@@ -330,29 +348,6 @@ def _plan(
         collectives=[(origin, layer, event) for _, (layer, event), origin in _rows(whole.collectives)],
         notes=notes,
     )
-
-
-def _layer_row(shorter: Trace, keys: _Keys, key: int, numbers: Sequence[int], origin: int) -> LayerRow:
-    alike = shorter.layers[origin]
-    _, of, aliases, grows = keys.layers.keys[key]
-    number, outputs, inputs, *sizes = numbers
-    return LayerRow(
-        origin=origin,
-        path=keys.paths.keys[of].unfold(number),
-        aliases=tuple(alias.unfold(number) for alias in aliases),
-        outputs=outputs,
-        inputs=inputs,
-        grown={
-            name: size for name, size in zip(_LAYER_SIZES, sizes, strict=True) if grows and size != getattr(alike, name)
-        },
-    )
-
-
-def _tensor_row(keys: _Keys, key: int, numbers: Sequence[int], origin: int) -> TensorRow:
-    _, name, layer, tied = keys.tensors.keys[key]
-    number, tied_number = numbers
-    tied_to = None if tied is None else tied.unfold(tied_number)
-    return TensorRow(origin, name.unfold(number), layer.unfold(number), tied_to)
 
 
 def _indexed(table: Extension, short: Table, fields: tuple[str, str]) -> IndexedRows:

@@ -22,11 +22,9 @@ from memsize.device.cuda_libraries import nccl_notes
 from memsize.errors import first_line
 from memsize.processes.patches import Patch, assigned, wrapping
 from memsize.processes.user_code import Lines, running_lines, shown
-from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
 from memsize.records.trace import Failure, Layer, Trace
 from memsize.records.world import World
-from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleRecord
 from memsize.tracing.run import layer_rows
@@ -58,11 +56,7 @@ class StopProgram(SystemExit):
 
 
 class Program:
-    """A program on a GPU that isn't there, until it has made `steps` optimizer steps (0: to its own end).
-
-    `config` holds the settings of the caching allocator; None: those that the environment has when it is first used.
-    `world` is the job of which it is one process (None: it was started alone). Where it is not `bounded`, nothing is
-    too large for the card. `stack` is the software on the GPU. `processes` are those that it starts.
+    """A program on a GPU that isn't there, with these `settings`. `processes` are those that it starts.
 
     `snapshot` makes of what has run what `torch.cuda.memory._snapshot` returns.
     """
@@ -70,35 +64,35 @@ class Program:
     def __init__(
         self,
         name: str,
-        card: Card,
+        settings: Settings,
         workspaces: Workspaces,
-        config: AllocatorConfig | None,
-        steps: int = 3,
         files: Files | None = None,
-        snapshot: Callable[[Trace, AllocatorConfig], dict[str, Any]] = lambda trace, config: {},
-        world: World | None = None,
-        bounded: bool = True,
-        stack: Stack = INSTALLED,
         processes: ChildProcesses | None = None,
+        snapshot: Callable[[Trace, AllocatorConfig], dict[str, Any]] = lambda trace, config: {},
     ) -> None:
+        card = settings.card
         self.name = name
         self.card = card
-        self._config = config
-        self.world = world
-        self.stack = stack
+        self._config = settings.config
+        self.world = settings.world
+        self.stack = settings.stack
         self.stopped = False
         self.waits = Waits()
         self.gpu_variables: tuple[Held, ...] = ()
         """The variables that hold tensors on the GPU when the program is stopped."""
-        self.files = files or Files()
-        settings = Settings(card, config, steps, world, bounded, stack, self.files.allowed)
+        self.files = files or Files(settings.allowed)
         self.processes = processes or ChildProcesses(self.files, settings)
         self.ledger = VirtualLedger(workspaces, self._after_op, self._allocate)
         self.ledger.evaluator.observer = self._relied
         self.memory = DeviceMemory(
-            card.bytes, cuda_context(card, stack).low, self._settings, self.ledger.events, self.ledger.streams, bounded
+            card.bytes,
+            cuda_context(card, settings.stack).low,
+            self._allocator_config,
+            self.ledger.events,
+            self.ledger.streams,
+            settings.bounded,
         )
-        self.steps = ProgramSteps(self.ledger, steps, self._stop_after_steps, lambda: shown(self._lines()))
+        self.steps = ProgramSteps(self.ledger, settings.steps, self._stop_after_steps, lambda: shown(self._lines()))
         self.calls = ProgramCalls(self.ledger, self._before_forward)
         self._refused: list[tuple[int, int, Refused]] = []
         """Each with the number of events before it, and the layer as the clock numbers it."""
@@ -147,7 +141,7 @@ class Program:
             self.processes.gpu = driver.gpu
             yield
 
-    def _settings(self) -> AllocatorConfig:
+    def _allocator_config(self) -> AllocatorConfig:
         self.stack = self.stack.in_environment(os.environ.get("CUDA_MODULE_LOADING"))
         if self._config is not None:
             return self._config

@@ -26,6 +26,7 @@ from memsize.records.fit import Budget, Fit, FitRow, FitRun
 from memsize.records.gpu import Card
 from memsize.records.trace import Trace
 from memsize.spec.vary import VariedScript
+from memsize.virtual.guards.child_processes import Settings
 
 ScriptRun: TypeAlias = tuple[Trace, AllocatorConfig, str]
 """The trace of a script, its allocator settings, and how it failed (empty: it did not)."""
@@ -75,9 +76,8 @@ class ScriptRuns:
     def trace(self, value: int) -> ScriptRun:
         """Run the script with a value."""
         arguments = self.script.valued(value)
-        program, error = run_program(
-            self.script.path, arguments, self._card, self._config, steps=self._steps, module=False, bounded=False
-        )
+        settings = Settings(self._card, self._config, self._steps, bounded=False)
+        program, error = run_program(self.script.path, arguments, settings)
         if isinstance(error, KeyboardInterrupt):  # which reaches the script where it runs in this process
             raise error
         failure = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
