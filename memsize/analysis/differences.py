@@ -80,10 +80,7 @@ def _peak_of(trace: Trace) -> FigureOf:
 
 
 def _as_trace(report: CheckpointReport) -> Trace:
-    """The tensors of a file as those of a model, with a layer for each key that they stand under.
-
-    What belongs to the model counts as parameters: a file does not tell them from buffers.
-    """
+    """The tensors of a file as those of a model, with a layer for each key. A file does not tell which are buffers."""
     weights = {id(tensor) for tensor in report.breakdown.of("model")}
     tensors = tuple(
         StoredTensor(

@@ -116,10 +116,7 @@ class ModelSetups:
         )
 
     def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:
-        """The arguments of one call under `scenario`, whose floating inputs come in `floating`.
-
-        A model as it is gets inputs of the dtypes that the user chose, unless it does not run on them.
-        """
+        """The arguments of a call, floating ones in `floating`; as-given keeps the user's where the model runs on them."""
         as_chosen = scenario.recipe == "as-given" and not self._inputs_are_cast
         return self.inputs.call(batch_size, floating, typed_too=not as_chosen)
 

@@ -75,11 +75,7 @@ def run_ranks(
     jobs: int | None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> RankRuns:
-    """All ranks of a program that is run as one of `world`, or as many as it takes to know what each holds; `run_rank`
-    runs one of them.
-
-    `jobs` are run side by side; None: one for each core.
-    """
+    """Run `which` ranks of a program with `run_rank`, `jobs` side by side (None: one for each core)."""
     processes = RankProcesses(run_rank, world, cores() if jobs is None else jobs, progress)
     if which == "all":
         processes.run(range(world.size))
@@ -115,9 +111,7 @@ def run_as_rank(
 def others_asked(
     run_rank: Callable[[World], object], world: World | None, prepare: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """While open, ranks of `world` that wait for what another one sends get it: `run_rank` runs that one in a process
-    apart, as far as that, once `prepare` has done what all of them need.
-    """
+    """While open, ranks that wait for what another sends get it: `run_rank` runs that one in a process apart."""
     if world is None or world.one_process:
         yield
         return

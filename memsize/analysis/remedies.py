@@ -151,9 +151,7 @@ class RemedySearch(Generic[Variant]):
     def _pair(
         self, trials: Sequence[Trial[Variant]], chosen: Sequence[Remedy[Variant]]
     ) -> tuple[list[Remedy[Variant]], int] | None:
-        """Find two remedies that fit together, among the pairs whose savings add up to most. They change the training
-        only if one of `chosen` does.
-        """
+        """Find two remedies that fit together. They change the training only if one of `chosen` does."""
         trains = any(remedy.changes == "training" for remedy in chosen)
         savings = [(remedy, row.saved or 0) for remedy, row in trials if trains or remedy.changes != "training"]
         pairs = [(one, two) for one, two in combinations(savings, 2) if not one[0].groups & two[0].groups]

@@ -91,10 +91,7 @@ def timeline(
 
 
 def phases(trace: Trace, few: int = _FEW) -> Iterator[Phase]:
-    """Runs of events of the same phase.
-
-    Up to `few` events outside every phase (the seed of a backward, a scaled loss) belong to the one that follows them.
-    """
+    """Runs of events of the same phase; up to `few` outside every phase (the seed of a backward) belong to the next."""
     start = stop = 0
     for index, events in groupby(trace.events, key=attrgetter("phase")):
         stop += sum(1 for _ in events)

@@ -49,9 +49,7 @@ class Insertion(NamedTuple):
 
 
 def insertions(shorter: Integers, longer: Integers) -> list[Insertion] | None:
-    """Return the segments that turn `shorter` into `longer`, each a repetition of what stands right before it and right
-    behind it; None where there are no such segments.
-    """
+    """Return the segments that turn `shorter` into `longer`, each a repetition of its neighbours; None without any."""
     return _Search(shorter, longer).segments(0, 0, 0)
 
 
@@ -64,9 +62,7 @@ class _Search:
         self.tries = 0
 
     def segments(self, at: int, to: int, last: int) -> list[Insertion] | None:
-        """Return the segments from row `at` of the shorter table and `to` of the longer one, of which they may repeat
-        what stands from `last` on.
-        """
+        """Return the segments from two rows on, which may repeat what stands from `last` on."""
         alike = _common(self.shorter[at:], self.longer[to:])
         at, to = at + alike, to + alike
         if at == len(self.shorter) and to == len(self.longer):

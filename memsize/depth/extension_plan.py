@@ -21,9 +21,7 @@ _FIELDS: Final = {kind: (tuple(kind.__slots__), attrgetter(*kind.__slots__)) for
 
 
 class LayerRow(NamedTuple):
-    """A layer of the deep model: the one of the short model that it is like, its names, how many tensors it returns and
-    gets, and the figures that grow with the depth.
-    """
+    """A layer of the deep model: the short one that it is like, its names, tensors, and figures that grow."""
 
     origin: int
     path: str

@@ -32,9 +32,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The features that blocks have in common if they are alike, and the whole numbers of a block, which may count the
-    blocks.
-    """
+    """The features that like blocks have in common, and the whole numbers of a block, which may count the blocks."""
 
     common: Hashable
     numbers: Mapping[Key, int]
@@ -134,9 +132,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def counted(blocks: Sequence[Features], period: int, count: int) -> frozenset[Key] | None:
-    """Return the whole numbers that count blocks, in `count` periods of `period` of them; None where a number differs
-    otherwise.
-    """
+    """Return the whole numbers that count blocks in `count` periods; None where a number differs otherwise."""
     counting = set()
     for kind in range(period):
         alike = [blocks[kind + period * number].numbers for number in range(count)]

@@ -130,9 +130,7 @@ def _planned(
 
 
 def extended_texts(shorter: Sequence[str], longer: Sequence[Sequence[str]], blocks: Sequence[int]) -> tuple[str, ...]:
-    """Return the texts of a model that has more blocks than that of `shorter`, as `extended` does: their numbers may
-    count blocks. Raises `NotRepeatedError` where they differ otherwise.
-    """
+    """Extend texts whose numbers may count blocks. Raises `NotRepeatedError` where they differ otherwise."""
     texts = []
     for of_runs in zip_longest(shorter, *longer, fillvalue=""):
         first, *others = (_NUMBER.split(text) for text in of_runs)
@@ -255,10 +253,7 @@ class _Folding:
 
 
 def _ends(storage: Integers, delta: Integers) -> tuple[Integers, Integers]:
-    """Return which events are the first of their storage, and which are the last and leave nothing of it.
-
-    Raises `NotRepeatedError` where a storage has fewer than no bytes.
-    """
+    """Return which events are the first of their storage, and which are the last and leave nothing of it."""
     order = np.argsort(storage, kind="stable")
     starts = np.append(True, np.diff(storage[order]) != 0)
     total = np.cumsum(delta[order])

@@ -35,9 +35,7 @@ Assume = Callable[[str], None]
 
 
 def replacements(assume: Assume, line: RankConnection | None) -> Iterator[Patch]:
-    """Patch the functions that send objects and numbers (by `line` if other ranks are run), or that let processes be at
-    different points.
-    """
+    """Patch the functions that send objects and numbers, by `line` if other ranks are run, or that wait for others."""
     from torch.distributed.algorithms.join import Join
 
     exchange = _Exchange(assume, line, dist.broadcast)

@@ -44,10 +44,7 @@ class Workload(Protocol):
         return None
 
     def run(self, setup: Setup) -> Trace:
-        """Run the workload on `setup`, whose model it may change.
-
-        Raises `ForwardError` when the model's own code fails; its `trace` holds the layers that ran.
-        """
+        """Run the workload on `setup`, whose model it may change; the `trace` of a `ForwardError` has what ran."""
         ...
 
 

@@ -102,10 +102,7 @@ class Program:
         self._end: int | None = None
 
     def run(self, path: str, arguments: Sequence[str], module: bool = False) -> BaseException | None:
-        """Run the script `path` (or the module of that name) with its own command line, as ``python`` would.
-
-        Returns the error that it ended with: None where it came to its end or was stopped.
-        """
+        """Run a script (or a module) with its own command line, and return the error that it ended with."""
         with self._watched(), self.open(), _command_line(path, arguments, module):
             try:
                 if module:

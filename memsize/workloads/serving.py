@@ -158,9 +158,7 @@ def _sampled(logits: torch.Tensor, sampler: Sampler) -> torch.Tensor:
 
 
 def _fuse(body: nn.Module, run: ProfileRun, packed: Set[str]) -> None:
-    """Let the layers of a copy of a model take what those of a server take. `packed` are the paths of linear layers
-    whose weights are packed integers.
-    """
+    """Let the layers of a model take what a server's do. `packed` are the paths of those with packed integers."""
     for path, module in body.named_modules():
         experts = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
         if all(isinstance(weight, torch.Tensor) and weight.dim() == 3 for weight in experts):

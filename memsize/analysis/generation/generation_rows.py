@@ -35,10 +35,7 @@ _NONE_RIGHT = "none of the tokens that are proposed is right: no step needs more
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """The question: each of `generations` at each of `batches` under each of `scenarios`.
-
-    `loop` generates in place of the model's own `generate`.
-    """
+    """Each of `generations` at each of `batches` under each of `scenarios`. `loop` takes the place of `generate`."""
 
     generations: Sequence[Generation]
     batches: Sequence[int]

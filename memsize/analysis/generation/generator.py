@@ -139,10 +139,7 @@ class Generator:
         return _generated(sample, generation, pieces=pieces, lengths={node for piece in pieces for node in piece.nodes})
 
     def derive(self, generation: Generation, batch: int) -> Generated:
-        """Build a generation from a polynomial, without tracing, if one covers it; else as `run` does.
-
-        The layer rows are then those of the largest traced generation.
-        """
+        """Build a generation without tracing if a polynomial covers it, its layers those of the largest; else `run`."""
         polynomial = self._polynomial(generation, batch)
         start, last = generation.start, generation.last
         beginning = polynomial and polynomial.at(GenerationPoint(batch, start, last))
@@ -229,9 +226,7 @@ class Generator:
         return self.samples[traced]
 
     def _repeating(self, generation: Generation, batch: int) -> Generated | None:
-        """Build a generation whose steps repeat after 8, with rows of masks padded to a multiple of 8, from its first
-        steps, its last steps, and two in the middle that have to agree. None where they do not repeat.
-        """
+        """Build a generation whose steps repeat after 8: from first, last, and two in the middle that must agree."""
         most = _STEADY + ALIGNED - 1
         first = most + (generation.steps - most) % ALIGNED
         if generation.steps < first + 2 * ALIGNED:

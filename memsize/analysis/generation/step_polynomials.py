@@ -40,10 +40,7 @@ _MOST_TRACED: Final = 64
 
 
 class Polynomials:
-    """The polynomials with some `terms` that are determined by their values at as many `points`.
-
-    Raises `ValueError` where the points do not determine them.
-    """
+    """The polynomials with some `terms` that their values at as many `points` determine; else a `ValueError`."""
 
     def __init__(self, points: Sequence[tuple[int, ...]], terms: Sequence[Powers]) -> None:
         self._terms = terms

@@ -34,10 +34,7 @@ SETUP = -1
 
 
 class StepEvent(NamedTuple):
-    """An event of a step, in a layer and by an op, about the storage in `slot` of the step `age` steps before.
-
-    `stage` tells phases of one step apart.
-    """
+    """An event about the storage in `slot` of the step `age` steps before. `stage` tells phases of one step apart."""
 
     age: int
     slot: int
