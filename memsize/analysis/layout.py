@@ -99,6 +99,11 @@ class FormatLedger(Ledger):
         return result
 
     def _compare(self, func: Any, args: Any, result: torch.Tensor) -> None:
+        def was_last(tensor: torch.Tensor) -> bool:
+            index = self.index_of(tensor)
+            is_image = index in self._last and self.rows[index].role not in ("parameter", "buffer")
+            return is_image and format_of(tensor) in ("channels last", "other")  # and not row-major as it stands
+
         after = format_of(result)
         if func in _COPIES:
             if not _same_order(args[0], result):
@@ -106,17 +111,11 @@ class FormatLedger(Ledger):
                 self._copied(func, args[0], after, hidden=False, size=result.untyped_storage().nbytes())
                 if after == "row-major" and self.index_of(args[0]) in self._last:
                     self._lost(func, result)
-        elif after in ("row-major", "other") and any(map(self._was_last, _tensors(args))):
+        elif after in ("row-major", "other") and any(map(was_last, _tensors(args))):
             if after == "row-major":
                 self._lost(func, result)
             else:
                 self._last.add(self.index_of(result))
-
-    def _was_last(self, tensor: torch.Tensor) -> bool:
-        index = self.index_of(tensor)
-        if index not in self._last or self.rows[index].role in ("parameter", "buffer"):
-            return False
-        return format_of(tensor) in ("channels last", "other")
 
     def _copied(self, func: Any, source: torch.Tensor, after: Format, hidden: bool, size: int | None = None) -> None:
         copy = Copy(

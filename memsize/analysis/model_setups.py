@@ -116,7 +116,7 @@ class ModelSetups:
         )
 
     def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:
-        """The arguments of a call, floating ones in `floating`; as-given keeps the user's where the model runs on them."""
+        """The arguments of a call, floating ones in `floating`; as-given keeps the user's where it runs on them."""
         as_chosen = scenario.recipe == "as-given" and not self._inputs_are_cast
         return self.inputs.call(batch_size, floating, typed_too=not as_chosen)
 

@@ -265,20 +265,20 @@ class ReportBuilder:
         """The run under a scenario; raises `ScenarioError` or `ForwardError` when there can be none."""
         if scenario.name not in self._traces:
             self.progress(scenario.name)
-            self._traces[scenario.name] = self._run(scenario).in_rows()
+            listener = self._observe if scenario.recipe == "as-given" else lambda _: None
+            trace = None
+            if self.training is not None and self.parallel is None:
+                from memsize.workloads.training import TrainingSteps
+
+                try:
+                    trace = self.runner.run(TrainingSteps(self.training), scenario, listener=listener)
+                except (ForwardError, InputError) as error:
+                    # The forward alone may still run: then that is what the tables show.
+                    self._untrained[scenario.name] = _one_line(error)
+            if trace is None:
+                trace = self.runner.run(Forward(), scenario, listener=listener)
+            self._traces[scenario.name] = trace.in_rows()
         return self._traces[scenario.name]
-
-    def _run(self, scenario: Scenario) -> Trace:
-        listener = self._observe if scenario.recipe == "as-given" else lambda _: None
-        if self.training is not None and self.parallel is None:
-            from memsize.workloads.training import TrainingSteps
-
-            try:
-                return self.runner.run(TrainingSteps(self.training), scenario, listener=listener)
-            except (ForwardError, InputError) as error:
-                # The forward alone may still run: then that is what the tables show.
-                self._untrained[scenario.name] = _one_line(error)
-        return self.runner.run(Forward(), scenario, listener=listener)
 
     def _observe(self, calls: ModuleCallRecorder) -> None:
         """Note whether torchinfo may read the very copy that was run as it is."""

@@ -136,8 +136,12 @@ class Runner(ModelSetups):
                 return False  # it takes no longer than its proof
             if not self.short_runs.are_worthwhile(proof.kind, bool(first)):
                 return False
+            # As they are, or cast as the runs that follow: in half precision attention is fewer ops.
+            is_cast = listener is None and request.scenario.recipe == "cast"
+            scenario = request.scenario if is_cast else SCENARIOS["as-given"]
+            proof_request = _RunRequest(proof.workload, scenario)
             try:
-                proven, whole = first or self._run_proof(proof, request.scenario, listener)
+                proven, whole = first or (proof_request, self._run(proof_request, listener))
             except MemsizeError as error:  # a proof that fails once is not tried for each run
                 refusals[proof.kind] = str(error)
                 return False
@@ -146,12 +150,6 @@ class Runner(ModelSetups):
             refusals[proof.kind] = self.short_runs.refusal(whole, partial(self._run_short, proven), proven.kind)
             self._whole.pop(proof.kind, None)
         return not refusals[proof.kind]
-
-    def _run_proof(self, proof: Proof, scenario: Scenario, listener: Listener | None) -> tuple[_RunRequest, Trace]:
-        """Run all layers as they are, or cast as the runs that follow: in half precision attention is fewer ops."""
-        is_cast = listener is None and scenario.recipe == "cast"
-        request = _RunRequest(proof.workload, scenario if is_cast else SCENARIOS["as-given"])
-        return request, self._run(request, listener)
 
     def _run_short(self, request: _RunRequest, model: nn.Module) -> Trace:
         runner = self._short_runner(model)

@@ -8,7 +8,7 @@ of this rank's objects. Objects that only another rank has stay unchanged here.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
@@ -24,7 +24,9 @@ from memsize.known_values.values import constant_of, is_small
 from memsize.processes.patches import Patch, calling
 from memsize.processes.rank_processes import RankConnection
 from memsize.ranks.collectives import write
+from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
+from memsize.torch_internals.pytree import arguments_in
 
 _ALIKE: Final = "what other ranks send as objects is taken to be what this rank sends"
 _KEPT: Final = "objects that another rank sends to this one stay as they are here"
@@ -211,31 +213,25 @@ def later() -> dict[str, Callable[[Any], Iterator[Patch]]]:
     return {module: partial(_refused, *refusal) for module, refusal in REACHING.items()}
 
 
-def check_ranks(func: Any, args: Any, size: int) -> None:
-    """Raise `InputError` if the arguments of a collective name a rank outside its group of `size` ranks."""
+def check(kind: CollectiveKind, func: Any, args: Any, group: dist.ProcessGroup) -> None:
+    """Raise the error that a collective would end with: of a rank outside its group, of CPU tensors where the group's
+    backend does not support them, or of sparse ones that NCCL does not add up (ProcessGroupNCCL.cpp,
+    `allreduce_sparse`; `DistributedDataParallel` does so with sparse gradients).
+    """
     for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.name in _PEERS and not 0 <= value < size:
-            last = size - 1
-            raise InputError(f"no rank {value} among {size}, which {func} names: they are counted from 0 to {last}")
-
-
-def check_devices(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
-    """Raise PyTorch's error if a collective moves CPU tensors and the group's backend does not support the CPU."""
+        if argument.name in _PEERS and not 0 <= value < group.size():
+            last = group.size() - 1
+            raise InputError(f"no rank {value} among {last + 1}, which {func} names: they are counted from 0 to {last}")
     devices: Any = group
-    where = {device.type for device in devices._device_types}
+    where, tensors = {device.type for device in devices._device_types}, list(arguments_in(args))
     if "cpu" not in where and any(not is_meta(tensor) and tensor.device.type == "cpu" for tensor in tensors):
         raise RuntimeError("No backend type associated with device type cpu")
-
-
-def check_layouts(tensors: Iterable[Any], group: dist.ProcessGroup) -> None:
-    """Raise NCCL's error if a collective would add up sparse tensors on the GPU, unless the group's backend for CUDA is
-    another one (ProcessGroupNCCL.cpp, `allreduce_sparse`). `DistributedDataParallel` does so with sparse gradients."""
-    sparse = any(is_meta(tensor) and tensor.layout is not torch.strided for tensor in tensors)
-    if (
-        sparse
-        and dist.distributed_c10d.BackendConfig(dist.get_backend(group)).get_device_backend_map()["cuda"] == "nccl"
-    ):
-        raise RuntimeError("NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead.")
+    if kind == "all-reduce" and any(is_meta(tensor) and tensor.layout is not torch.strided for tensor in tensors):
+        backends: Any = dist.distributed_c10d.BackendConfig(dist.get_backend(group))
+        if backends.get_device_backend_map()["cuda"] == "nccl":
+            raise RuntimeError(
+                "NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead."
+            )
 
 
 def _from_somebody(

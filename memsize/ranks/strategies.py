@@ -127,7 +127,11 @@ def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, 
             "Schedule1F1B; the batch is that of one microbatch"
         )
     if parallel.tensor > 1:
-        notes.append(plan_in_words(model, parallel.tensor))
+        styles = Counter(plan_of(model, parallel.tensor).values())
+        tied = len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)])
+        whole = "; layers whose weights are tied stay whole" if tied else ""
+        words = join_names(tuple(f"{n} x {style}" for style, n in styles.items()))
+        notes.append(f"tp: the model's own tp_plan ({words}){whole}")
     if parallel.kind == "tp":
         notes.append("the optimizer updates one parameter after the other (foreach=False), as some are divided")
     if parallel.kind == "ddp":
@@ -209,7 +213,12 @@ def blocks_of(model: nn.Module) -> Blocks:
     own = [module for module in model.modules() if type(module).__name__ in hinted and module is not model]
     if own:
         return Blocks(_inner_first(own), "the model's own _no_split_modules")
-    repeated = [child for module in model.modules() if isinstance(module, _LISTS) for child in _alike(module)]
+    repeated: list[nn.Module] = []
+    for module in model.modules():
+        children = list(dict.fromkeys(module.children())) if isinstance(module, _LISTS) else []
+        is_one_class = len({type(child) for child in children}) == 1 and len(children) > 1
+        if is_one_class and not isinstance(children[0], _WITHOUT_FORWARD):
+            repeated += [child for child in children if any(True for _ in child.parameters())]
     nested = [module for module in repeated if any(True for _ in module.children())]
     return Blocks(_inner_first(nested or repeated), "the layers that repeat in a list or a sequence")
 
@@ -246,13 +255,6 @@ def _planned(model: Any) -> Iterator[nn.ModuleList]:
         children = getattr(base, name, None)
         if isinstance(children, nn.ModuleList):
             yield children
-
-
-def _alike(several: nn.Module) -> list[nn.Module]:
-    children = list(dict.fromkeys(several.children()))
-    one_class = len({type(child) for child in children}) == 1 and len(children) > 1
-    usable = one_class and not isinstance(children[0], _WITHOUT_FORWARD)
-    return [child for child in children if any(True for _ in child.parameters())] if usable else []
 
 
 def _inner_first(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
@@ -296,14 +298,6 @@ def plan_of(model: Any, size: int) -> dict[str, str]:
             largest = max(number for number in range(1, size) if heads % number == 0)
             raise InputError(f"{heads} {words} cannot be divided evenly over tp={size}: over tp={largest} they can")
     return dict(plan)
-
-
-def plan_in_words(model: nn.Module, size: int) -> str:
-    """Describe the plan that divides `model` over `size` GPUs, for the report."""
-    styles = Counter(plan_of(model, size).values())
-    tied = len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)])
-    whole = "; layers whose weights are tied stay whole" if tied else ""
-    return f"tp: the model's own tp_plan ({join_names(tuple(f'{n} x {style}' for style, n in styles.items()))}){whole}"
 
 
 # -- tp head split ---------------------------------------------------------------------------------------------------

@@ -162,7 +162,11 @@ class Loop:
         self.parameters = _trainable(setup.model)
         if not self.parameters:
             raise InputError("no parameter of the model requires a gradient: there is nothing to train")
-        self.masters = _master_copies(self.parameters, self.ledger) if setup.precision.masters else None
+        self.masters: list[torch.Tensor] | None = None
+        if setup.precision.masters:  # one in float32 for each of lower precision; a float32 parameter is its own
+            lower = [p for p in self.parameters if p.dtype is not torch.float32]
+            copies = dict(zip(map(id, lower), _copies(lower, ledger, "master weight"), strict=True))
+            self.masters = [copies[id(p)].requires_grad_() if id(p) in copies else p for p in self.parameters]
         own = model_defined_step_of(setup.model) if training.is_own else None
         if training.is_own and own is None:
             kind = type(setup.model).__name__
@@ -237,13 +241,6 @@ def one_number(loss: Any) -> torch.Tensor:
         got = spec_of(loss) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise InputError(f"the loss is {got}: a backward starts from a tensor with one element")
     return loss
-
-
-def _master_copies(parameters: list[torch.Tensor], ledger: Ledger) -> list[torch.Tensor]:
-    """A float32 master for every parameter of lower precision; a float32 parameter is its own."""
-    lower = [p for p in parameters if p.dtype is not torch.float32]
-    copies = dict(zip(map(id, lower), _copies(lower, ledger, "master weight"), strict=True))
-    return [copies[id(p)].requires_grad_() if id(p) in copies else p for p in parameters]
 
 
 def _copies(parameters: list[torch.Tensor], ledger: Ledger, role: Any) -> list[torch.Tensor]:
