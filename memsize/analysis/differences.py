@@ -119,10 +119,7 @@ def _as_trace(report: CheckpointReport) -> Trace:
 
 
 def paired_tensors(before: Trace, after: Trace, layers: Iterable[Pair]) -> tuple[Change, ...]:
-    """Every tensor of both models once: those of layers that are the same, by their names there; others by their own.
-
-    A packed module holds its weight under another name than the module it was converted from.
-    """
+    """Every tensor of both models once: those of layers that are the same by their names there, others by their own."""
     unpaired = {tensor.name: tensor for tensor in after.tensors}
     renamed: dict[str, str] = {}
     for old, new in layers:
@@ -140,10 +137,8 @@ def paired_tensors(before: Trace, after: Trace, layers: Iterable[Pair]) -> tuple
 
 
 def layer_changes(layers: Sequence[Pair]) -> tuple[LayerChange, ...]:
-    """The layers that changed, in the order of the second model.
-
-    What is below a layer that was added, removed or renamed as a whole is counted with it, so that the rows and the
-    layers that did not change add up to the model.
+    """The layers that changed, in the order of the second model. What is below a layer that was added, removed or
+    renamed as a whole is counted with it, so that the rows and the layers that did not change add up to the model.
     """
     parents = {child: node for pair in layers for node in pair if node for child in node.children}
     partners = {old: new for old, new in layers if old and new}

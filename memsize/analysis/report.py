@@ -338,10 +338,8 @@ def _one_line(error: Exception) -> str:
 
 
 def torchinfo_reading(model: nn.Module, call: Call) -> ToolReport | None:
-    """The totals of `torchinfo.summary` for a meta copy, which it runs and hooks; None if it fails.
-
-    torchinfo walks anything that PyTorch runs, so it runs here as everything does: on `meta`, answered by shape rules.
-    Without arguments it does not run it, and adds up what is registered.
+    """The totals of `torchinfo.summary` for a meta copy, run on `meta`; None if it fails. Without arguments it does not
+    run it, and adds up what is registered.
     """
     import torchinfo
 
@@ -358,11 +356,9 @@ def torchinfo_reading(model: nn.Module, call: Call) -> ToolReport | None:
 
 
 def counts_without_running(calls: ModuleCallRecorder) -> bool:
-    """Whether torchinfo counts the same for a model without running it as it does when it runs it.
-
-    It does where each module is registered once and is first called by the module that holds it, during that one's own
-    first call: torchinfo then meets the same modules, each inside the same one. A model for which its hooks may fail
-    (they want tensors with dimensions) is not one of these.
+    """Whether torchinfo counts the same for a model without running it as it does when it runs it: each module is
+    registered once, is first called by the module that holds it, during that one's own first call, and returns tensors
+    with dimensions, which its hooks want.
     """
     seen = calls.seen
     index = {layer.path: position for position, layer in enumerate(seen)}

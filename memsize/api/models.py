@@ -123,15 +123,14 @@ def trace(request: TraceRequest) -> StepTrace:
     a name (``"adamw"``, ``"adamw:fused"``, ``"sgd:momentum=0.9"``), a function from parameters to an optimizer, or None
     for one inference without gradients. `loss` is a name of `memsize.spec.training.LOSSES`, a function of the model's
     output, or None for the loss that the output suggests. `steps` steps are run, each with
-    `gradient_accumulation_steps` backwards;
-    `set_to_none` is `zero_grad`'s, `ema` keeps an averaged copy of the parameters, `scaler` uses a GradScaler (None:
-    under float16 autocast). `step` replaces all of that by a loop of your own: ``step(model)`` is called once with a
-    copy of the model and returns the body of the loop, which is called `steps` times with the inputs. With `world` it
-    runs as one process of many: ``step(model)`` shards or wraps the copy by PyTorch's own code (`fully_shard`,
-    `DistributedDataParallel`, `parallelize_module`), in a process group that is there already. `parallel` does that
-    without code: ``"fsdp=8"``, ``"ddp=8"`` and ``"pp=4"`` run the usual loop as one process of many. `gpu` is
-    the GPU to simulate, `stack` its PyTorch and CUDA, `allocator` the settings of its caching allocator, as
-    `PYTORCH_CUDA_ALLOC_CONF` writes them. `execute` really computes, on the CPU.
+    `gradient_accumulation_steps` backwards; `set_to_none` is `zero_grad`'s, `ema` keeps an averaged copy of the
+    parameters, `scaler` uses a GradScaler (None: under float16 autocast). `step` replaces all of that by a loop of your
+    own: ``step(model)`` is called once with a copy of the model and returns the body of the loop, which is called
+    `steps` times with the inputs. With `world` it runs as one process of many: ``step(model)`` shards or wraps the copy
+    by PyTorch's own code (`fully_shard`, `DistributedDataParallel`, `parallelize_module`), in a process group that is
+    there already. `parallel` does that without code: ``"fsdp=8"``, ``"ddp=8"`` and ``"pp=4"`` run the usual loop as one
+    process of many. `gpu` is the GPU to simulate, `stack` its PyTorch and CUDA, `allocator` the settings of its caching
+    allocator, as `PYTORCH_CUDA_ALLOC_CONF` writes them. `execute` really computes, on the CPU.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
     """

@@ -71,11 +71,10 @@ def is_joined() -> bool:
 
 @contextmanager
 def started(world: World | None) -> Iterator[None]:
-    """Give this process the environment variables of its rank in `world`, if there is one; on exit, restore the old
-    ones and leave any group that was joined meanwhile.
+    """Give this process the environment variables of its rank in `world`; on exit, restore the old ones and leave
+    groups.
 
-    Raises `InputError` for a `world` if this process is already in a group, which may be one of real processes, or if
-    PyTorch was built without torch.distributed.
+    Raises `InputError` for a `world` if this process is in a group already, or PyTorch has no torch.distributed.
     """
     there = is_joined()
     if world is not None and not dist.is_available():

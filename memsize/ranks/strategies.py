@@ -205,8 +205,8 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """Return the blocks of a model: the modules that its library lists in ``_no_split_modules``, or else the children
-    of one class in a ModuleList or Sequential (preferably those that have children themselves). May be empty.
+    """Return the modules that the library lists in ``_no_split_modules``, or else the children of one class in a
+    ModuleList or Sequential, preferably those that have children themselves. May be empty.
     """
     hints = (getattr(module, "_no_split_modules", None) for module in model.modules())
     hinted = {name for names in hints if isinstance(names, (list, tuple, set)) for name in names}
@@ -308,9 +308,8 @@ _DISTRIBUTED: Final = "torch DTensor"
 
 
 def undivided(failure: str, trace: Trace, ranks: int) -> tuple[str, str] | None:
-    """Explain a view that fails because heads are divided over `ranks` processes: return a sentence with the
-    placeholder ``{shape}``, and the shape that the view asks for. Return `None` if the run in `trace` failed for
-    another reason.
+    """Explain a view that fails because heads are divided over `ranks` processes: a sentence with the placeholder
+    ``{shape}``, and the shape that the view asks for. `None` if the run in `trace` failed for another reason.
     """
     match = _VIEW.search(failure)
     if match is None or not any(tensor.wrapper == _DISTRIBUTED for tensor in trace.tensors):

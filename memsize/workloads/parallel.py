@@ -63,11 +63,9 @@ _LARGEST: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class RankLoop(Workload):
-    """The user's own loop, run as one process of `world`.
-
-    `make_body(model)` is called once with a copy of the user's model, of which nothing is on the GPU yet: it shards the
-    model, or wraps it, and returns the body, which is called `steps` times with the inputs. What the copy still stores
-    then is on the GPU from the first step on, and whole parameters that were sharded never are.
+    """The user's own loop, run as one process of `world`. `make_body(model)` shards or wraps a copy of the user's
+    model, of which nothing is on the GPU yet, and returns the body, which is called `steps` times. What the copy still
+    stores then is on the GPU from the first step on, and whole parameters that were sharded never are.
     """
 
     make_body: Callable[[nn.Module], Body]

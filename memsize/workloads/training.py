@@ -57,10 +57,8 @@ class TrainingSteps(Workload):
 
     @property
     def _repeats(self) -> bool:
-        """Whether a step that would repeat the one before need not be run.
-
-        An optimizer from elsewhere may do something every so often, and whoever asks for more steps than usual looks
-        for what the first ones don't show.
+        """Whether a step that would repeat the one before need not be run. An optimizer from elsewhere may do something
+        every so often, and whoever asks for more steps than usual looks for what the first ones don't show.
         """
         is_regular = isinstance(self.options.optimizer, str) and not self.options.is_own
         return is_regular and self.options.steps <= USUAL_STEPS
@@ -73,11 +71,8 @@ def is_regular(training: Training) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnLoop(Workload):
-    """The user's own loop.
-
-    `make_body(model)` is called once with a copy of the user's model and returns the body, which is called `steps`
-    times with the inputs; whatever it makes outside the body (optimizer, scaler, averaged copy) exists from the first
-    step on.
+    """The user's own loop. `make_body(model)` is called once with a copy of the user's model and returns the body,
+    which is called `steps` times with the inputs; whatever it makes outside the body exists from the first step on.
     """
 
     make_body: Callable[[nn.Module], Body]

@@ -75,10 +75,8 @@ class Structure:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step: its structure and its sizes.
-
-    The order of the sizes: the bytes that each event adds, the bytes of each storage, the dimensions of all storages,
-    the bytes of each layer of the cache, the bytes of all their tensors on the host.
+    """One step: its structure and its sizes: the bytes that each event adds, the bytes of each storage, the dimensions
+    of all storages, the bytes of each layer of the cache, the bytes of all their tensors on the host.
     """
 
     structure: Structure
@@ -162,9 +160,7 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
 
 def columns_of(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> dict[str, Any]:
     """Build the fields of a trace that come from its steps, the setup first, each with the numbers of its events to
-    record (None: all of them).
-
-    If an event of a storage is dropped, later events of the storage must be dropped too.
+    record (None: all). If an event of a storage is dropped, later ones must be too.
     """
     import numpy as np
 
