@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -69,20 +70,19 @@ def start(folder: str) -> None:
                 processes.report(result)
 
     atexit.register(end)
-    sys.meta_path.insert(0, _AfterImport("torch", simulate))
+    sys.meta_path.insert(0, _AfterTorch(simulate))
 
 
 _LONGEST: Final = 200
 """Characters of an error, of which a launcher's lists all of its processes."""
 
 
-class _AfterImport(MetaPathFinder):
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name = name
-        self._then = then
+@dataclass(eq=False)
+class _AfterTorch(MetaPathFinder):
+    then: Callable[[], None]
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self._name:
+        if name != "torch":
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
@@ -92,7 +92,7 @@ class _AfterImport(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 original(module)
-                self._then()
+                self.then()
 
             loader.exec_module = exec_module
         return spec

@@ -82,7 +82,14 @@ def run_ranks(
         between: dict[int, int] = {}
     else:
         between = distinct(processes)
-    runs = RankRuns(world.size, world.nodes, tuple(_groups(processes.runs, between)))
+    groups: list[RankGroup] = []
+    waiting = sorted(processes.runs)
+    while waiting:
+        run = processes.runs[waiting[0]]
+        ran = tuple(rank for rank in waiting if _same(run, processes.runs[rank]))
+        groups.append(RankGroup(ran, run, tuple(rank for rank, like in between.items() if like in ran)))
+        waiting = [rank for rank in waiting if rank not in ran]
+    runs = RankRuns(world.size, world.nodes, tuple(groups))
     return replace(runs, findings=RANK_RULES.findings(runs))
 
 
@@ -138,15 +145,6 @@ def distinct(processes: RankProcesses) -> dict[int, int]:
         processes.run([rank for part in cut for rank in part])
         parts = cut
     return represented
-
-
-def _groups(runs: dict[int, ProgramRun], between: dict[int, int]) -> Iterator[RankGroup]:
-    waiting = sorted(runs)
-    while waiting:
-        run = runs[waiting[0]]
-        ran = tuple(rank for rank in waiting if _same(run, runs[rank]))
-        yield RankGroup(ran, run, tuple(rank for rank, like in between.items() if like in ran))
-        waiting = [rank for rank in waiting if rank not in ran]
 
 
 def _same(one: ProgramRun, other: ProgramRun) -> bool:

@@ -117,7 +117,7 @@ class Backends:
         """The store of the group of all processes."""
         self._whole: Any = None
         self._is_ours = False
-        self._parts: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.parts: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def join(
         self,
@@ -146,20 +146,15 @@ class Backends:
         usual = original()
         return self._store if usual and self._store else usual
 
-    def opened(self, group: Any, backend: str | None) -> None:
-        """Keep the backend of a subgroup, which has that of all processes where none is named."""
-        if backend and isinstance(group, dist.ProcessGroup):
-            self._parts[group] = dist.Backend(backend)
-
     def of(self, original: Callable[..., Any], group: Any = None) -> Any:
         """Replace `get_backend`: return the requested backend. `original` checks that this rank is in the group."""
         original(group)
-        return self._whole if group is None else self._parts.get(group, self._whole)
+        return self._whole if group is None else self.parts.get(group, self._whole)
 
     def devices(self, original: Any, group: Any) -> list[torch.device]:
         """Return the devices that a group's backend supports: the fake backend claims all devices."""
-        backend = self._parts.get(group, self._whole)
-        if backend in (None, _UNNAMED) or (self._is_ours and group not in self._parts):
+        backend = self.parts.get(group, self._whole)
+        if backend in (None, _UNNAMED) or (self._is_ours and group not in self.parts):
             devices: list[torch.device] = original.__get__(group)
             return devices
         config: Any = dist.distributed_c10d.BackendConfig(backend)
@@ -215,7 +210,8 @@ def _without_backend(backends: Backends, original: Callable[..., Any], *args: An
     for name in ("pg_options", "device_id"):
         options.pop(name, None)
     group = original(*args[:2], **options)
-    backends.opened(group, backend)
+    if backend and isinstance(group, dist.ProcessGroup):  # else it has the backend of all processes
+        backends.parts[group] = dist.Backend(backend)
     return group
 
 
