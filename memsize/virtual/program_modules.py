@@ -135,7 +135,10 @@ class ProgramCalls(ModuleCallRecorder):
         grad = torch.is_grad_enabled()
         self.ledger.counts = not root.trained
         if grad and root.called and not root.trained:
-            self._forget(root)
+            for layer, seen in enumerate(self.seen):
+                if self.roots[self.root_of[layer]] is root:
+                    seen.calls, seen.inputs, seen.outputs = 0, [], []
+                    self.ledger.multiply_adds.pop(layer, None)
         name = AROUND if grad else "evaluation"
         clock = self.ledger.clock
         current, _ = split_phase(clock.phases[clock.phase])
@@ -173,12 +176,6 @@ class ProgramCalls(ModuleCallRecorder):
         elif current in ("setup", AROUND) and not any(root.has_weights for root in self.roots):
             self._before_forward()
             clock.phase = clock.index("forward")
-
-    def _forget(self, root: Root) -> None:
-        for index, seen in enumerate(self.seen):
-            if self.roots[self.root_of[index]] is root:
-                seen.calls, seen.inputs, seen.outputs = 0, [], []
-                self.ledger.multiply_adds.pop(index, None)
 
     def _call_module(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> Any:
         clock = self.ledger.clock

@@ -63,10 +63,6 @@ class Files(FileGuard):
         """Note that `size` bytes of stand-ins would have been written to `path`."""
         self.saved[shown(path)] = size
 
-    def has_counted(self, path: str) -> bool:
-        """Whether some would have been written there."""
-        return shown(path) in self.saved
-
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """While open, files that were there before are left as they are; the empty ones are removed at its end."""
@@ -223,19 +219,16 @@ class _Opened:
         return getattr(self._file, name)
 
     def __getitem__(self, part: Any) -> torch.Tensor:
-        return self._there(self._file[part])
+        return self._file[part].to(self._device)  # type: ignore[no-any-return]
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        return self._there(self._file.get_tensor(name))
+        return self._file.get_tensor(name).to(self._device)  # type: ignore[no-any-return]
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
         return {name: self.get_tensor(name) for name in self._file.offset_keys()}
 
     def get_slice(self, name: str) -> _Opened:
         return _Opened(self._file.get_slice(name), self._device)
-
-    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device)
 
 
 # -- checkpoints of `torch.distributed.checkpoint` ---------------------------------------------------------------------
@@ -289,7 +282,7 @@ def _load_sharded(
     files: Files, original: Callable[..., Any], state_dict: Any, storage_reader: Any, *args: Any, **options: Any
 ) -> Any:
     path = _path(storage_reader)
-    there = files.has_counted(path) or (Path(path) / _METADATA).is_file()
+    there = shown(path) in files.saved or (Path(path) / _METADATA).is_file()
     if not there or not _stands_aside(state_dict):
         return original(state_dict, storage_reader, *args, **options)
     return None
