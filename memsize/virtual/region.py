@@ -10,7 +10,7 @@ that is imported, called or recorded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -98,12 +98,13 @@ def virtual_gpu(
         threads = regions.enter_context(Threads(ledger, semantics))
         line = regions.enter_context(connected(world.rank)) if world is not None else None
         replaced = (threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
-        own = {
-            **_late_process_patches(ledger, line),
+        own: dict[str, LatePatches] = {
             **launches.later(ledger),
             **ledger.host_memory.later(),
             overrides.FLEX: overrides.override_imported,
         }
+        if group.is_available():
+            own |= {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}
         regions.enter_context(_patched(SuspendablePatches(simulation.patches, replaced, {**own, **later})))
         yield
 
@@ -260,15 +261,6 @@ def _process_patches(world: World, ledger: VirtualLedger, line: RankConnection |
         yield from peer_checks.replacements(ledger.evaluator.rely_on)
         yield from collectives.replacements()
         yield from sharding.replacements(ledger.in_pytorch)
-
-
-def _late_process_patches(
-    ledger: VirtualLedger, line: RankConnection | None
-) -> dict[str, Callable[[Any], Iterator[Patch]]]:
-    """Return the patches of PyTorch's modules for several processes, by module name, for when they are imported."""
-    if not group.is_available():
-        return {}
-    return {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}
 
 
 def _spawn(world: World, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, **options: Any) -> Any:

@@ -173,7 +173,13 @@ def _load_mapped(
     load: Callable[..., Any], f: Any, map_location: Any = None, pickle_module: Any = None, **options: Any
 ) -> Any:
     to_meta = isinstance(map_location, (str, torch.device)) and torch.device(map_location).type == "meta"
-    if options.get("mmap") or to_meta or not _can_be_mapped(f):
+    is_archive = isinstance(f, (str, os.PathLike)) and zipfile.is_zipfile(f)
+    if options.get("mmap") or to_meta or not is_archive:
+        return load(f, map_location, pickle_module, **options)
+    with zipfile.ZipFile(f) as archive:
+        entries = archive.infolist()
+    is_code = any(entry.filename.endswith("/constants.pkl") for entry in entries)
+    if is_code or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         return load(f, map_location, pickle_module, **options)
     restore = _get_restore_location(map_location)
 
@@ -182,16 +188,6 @@ def _load_mapped(
         return restored.clone() if restored.device.type == "cpu" else restored
 
     return load(f, placed, pickle_module, **options | {"mmap": True})
-
-
-def _can_be_mapped(f: Any) -> bool:
-    """Whether `f` is a file as `torch.save` writes it: an archive of state, in which nothing is compressed."""
-    if not isinstance(f, (str, os.PathLike)) or not zipfile.is_zipfile(f):
-        return False
-    with zipfile.ZipFile(f) as archive:
-        entries = archive.infolist()
-    is_code = any(entry.filename.endswith("/constants.pkl") for entry in entries)
-    return not is_code and all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
 
 
 def _safe_open(original: Callable[..., Any], filename: Any, framework: Any, device: Any = "cpu", **options: Any) -> Any:
