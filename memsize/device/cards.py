@@ -94,6 +94,8 @@ def card(name: str) -> Card:
     if key in _BY_KEY:
         return _BY_KEY[key]
     if _SIZE.fullmatch(key):
-        raise InputError(f"{quoted(name)} is a size and no GPU: give it as the budget")
+        raise InputError(
+            f"{quoted(name)} is a size, not a GPU: name one of those that memsize gpus lists, or give fit a --budget"
+        )
     near = nearest(key, {key: gpu.name for key, gpu in _BY_KEY.items()}, most=4)
     raise UnknownInputError("GPU", name, CARDS, near=near, problem=f"no GPU {quoted(name)} in the table")
