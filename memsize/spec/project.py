@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 from memsize.errors import InputError, UnknownInputError, quoted
 from memsize.records.check import SEVERITIES, Severity
 from memsize.spec.options import check_type
-from memsize.spec.section import MODEL_KEYS, ModelSection, by_new_keys, parsed_toml, refuse_unknown, section_of
+from memsize.spec.section import MODEL_KEYS, ModelSection, parsed_toml, refuse_unknown, section_of
 from memsize.units import parse_bytes
 
 NAME: Final = "pyproject.toml"
@@ -200,7 +200,7 @@ def _section(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _target(file: Path, line: int, section: Mapping[str, Any]) -> CheckedTarget:
     try:
-        return parse_section(by_new_keys(section, f"{file.name}:{line}"), line)
+        return parse_section(section, line)
     except InputError as error:
         raise InputError(f"{file.name}:{line}: {error}") from None
 

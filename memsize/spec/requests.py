@@ -292,18 +292,14 @@ class GenerateRequest:
         None,
         "A smaller model, which proposes tokens before each step.",
         metavar="TARGET",
-        old=("assistant", "--assistant"),
     )
-    prompt_lookup_num_tokens: int | None = option(
-        None, "N tokens before each step, looked up in the prompt.", least=1, old=("lookup", "--lookup")
-    )
+    prompt_lookup_num_tokens: int | None = option(None, "N tokens before each step, looked up in the prompt.", least=1)
     batch_size: int | str | Iterable[int] = option(
         1,
         "Sequences at once; several sizes.",
         flags=("-b", "--batch", "--batch-size"),
         kind="list",
         metavar="N,…",
-        old=("batches", "--batch"),
     )
     step: Callable[..., Any] | str | None = option(
         None, "A loop in place of generate: file.py:function.", metavar="FUNCTION"
@@ -417,7 +413,6 @@ class ExplainRequest:
         "Compare with the peak that this saved run predicts: of memsize run, timeline or report --train.",
         kind="path",
         metavar="RUN",
-        old=("beside", "--beside"),
     )
     device: int | None = option(None, "GPU to explain.", shown="the fullest", least=0)
 
