@@ -18,13 +18,7 @@ from memsize.checkpoints.checkpoint_report import (
     CheckpointReport,
     FileRow,
 )
-from memsize.checkpoints.contents import (
-    PROBLEMS,
-    USES,
-    Group,
-    Match,
-    View,
-)
+from memsize.checkpoints.contents import PROBLEMS, USES, Group, Match, View
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, values_of
 from memsize.documents.sections import Bars, Part, Section, Table, Title, listed
 from memsize.records.cells import Path, Share

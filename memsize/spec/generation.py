@@ -229,18 +229,10 @@ class Serving:
         metavar="RELEASE",
     )
     gpu_memory_utilization: float | None = option(
-        None,
-        "The part of the card's memory that the server may take.",
-        shown="the server's",
-        metavar="PART",
+        None, "The part of the card's memory that the server may take.", shown="the server's", metavar="PART"
     )
     block_size: int | None = option(None, "Tokens of a block.", shown="the server's", least=1)
-    max_num_batched_tokens: int | None = option(
-        None,
-        "Tokens of one step at most.",
-        shown="the server's",
-        least=1,
-    )
+    max_num_batched_tokens: int | None = option(None, "Tokens of one step at most.", shown="the server's", least=1)
     max_num_seqs: int | None = option(None, "Sequences of one step at most.", shown="the server's", least=1)
     max_model_len: int | None = option(None, "Tokens of a request.", shown="the model's positions", least=1)
     tensor_parallel_size: int = option(1, "Cards that share a layer.", least=1)

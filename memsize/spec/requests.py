@@ -289,17 +289,11 @@ class GenerateRequest:
     )
     generation: Generation = part(Generation)
     assistant_model: nn.Module | str | None = option(
-        None,
-        "A smaller model, which proposes tokens before each step.",
-        metavar="TARGET",
+        None, "A smaller model, which proposes tokens before each step.", metavar="TARGET"
     )
     prompt_lookup_num_tokens: int | None = option(None, "N tokens before each step, looked up in the prompt.", least=1)
     batch_size: int | str | Iterable[int] = option(
-        1,
-        "Sequences at once; several sizes.",
-        flags=("-b", "--batch", "--batch-size"),
-        kind="list",
-        metavar="N,…",
+        1, "Sequences at once; several sizes.", flags=("-b", "--batch", "--batch-size"), kind="list", metavar="N,…"
     )
     step: Callable[..., Any] | str | None = option(
         None, "A loop in place of generate: file.py:function.", metavar="FUNCTION"
