@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from memsize.documents import Case, Document
-from memsize.documents.sections import Bar, Bars, Findings, Limit, Notes, Part, Section, Table, Title, listed
+from memsize.documents.sections import Bar, Bars, Findings, Limit, Notes, Part, Section, Table, Title
+from memsize.documents.shared import listed
 from memsize.records.cells import Label
 from memsize.records.check import FIGURE_FIELDS, SEVERITIES, Check, CheckedFigure, CheckedModel, Problem
 

@@ -7,19 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data
-from memsize.documents.sections import (
-    Bars,
-    Findings,
-    Notes,
-    Part,
-    Phrase,
-    Remark,
-    Section,
-    Table,
-    Title,
-    listed,
-    role_part,
-)
+from memsize.documents.sections import Bars, Findings, Notes, Part, Phrase, Remark, Section, Table, Title
+from memsize.documents.shared import listed, role_part
 from memsize.records.aggregates import stored_dtypes, totals
 from memsize.records.answer import FindingList
 from memsize.records.cells import Cell, Label

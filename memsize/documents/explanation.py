@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data, values_of
-from memsize.documents.sections import Section, Table, Title, listed
+from memsize.documents.sections import Section, Table, Title
+from memsize.documents.shared import listed
 from memsize.records.cells import Share, Signed
 from memsize.records.explanation import ALIVE_FIELDS, PLACE_FIELDS, RESERVED_FIELDS, Explanation
 from memsize.units import Bytes

@@ -8,21 +8,8 @@ from typing import Any, Final
 
 from memsize.analysis.fit.search import LIMIT
 from memsize.documents import Document, findings_data, plain, values_of
-from memsize.documents.sections import (
-    Bar,
-    Bars,
-    Limit,
-    Part,
-    Phrase,
-    Remark,
-    Section,
-    Table,
-    Title,
-    compared_collectives,
-    listed,
-    said_once,
-    versions,
-)
+from memsize.documents.sections import Bar, Bars, Limit, Part, Phrase, Remark, Section, Table, Title
+from memsize.documents.shared import compared_collectives, listed, said_once, versions
 from memsize.errors import first_line
 from memsize.records.aggregates import traffic
 from memsize.records.cells import Cell, Label, Missing

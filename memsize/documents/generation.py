@@ -7,20 +7,8 @@ from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain, values_of
 from memsize.documents.fit import remedy_tables
-from memsize.documents.sections import (
-    Bars,
-    Limit,
-    Part,
-    Phrase,
-    Remark,
-    Section,
-    Table,
-    Title,
-    input_text,
-    listed,
-    said_once,
-    versions,
-)
+from memsize.documents.sections import Bars, Limit, Part, Phrase, Remark, Section, Table, Title
+from memsize.documents.shared import input_text, listed, said_once, versions
 from memsize.records.cells import Label
 from memsize.records.generation import (
     CACHE_FIELDS,

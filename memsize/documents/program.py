@@ -11,22 +11,8 @@ from typing import Any, Final
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import config_of
 from memsize.documents import Document, findings_data, plain, values_of
-from memsize.documents.sections import (
-    Bars,
-    Chart,
-    Findings,
-    Phrase,
-    Remark,
-    ScenarioView,
-    Section,
-    Table,
-    Title,
-    collective_tables,
-    listed,
-    role_part,
-    stream_tables,
-    versions,
-)
+from memsize.documents.sections import Bars, Chart, Findings, Phrase, Remark, ScenarioView, Section, Table, Title
+from memsize.documents.shared import collective_tables, listed, role_part, stream_tables, versions
 from memsize.documents.timeline import alive_table, course_table
 from memsize.records.cells import Label
 from memsize.records.fields import role_fields

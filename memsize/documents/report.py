@@ -27,6 +27,8 @@ from memsize.documents.sections import (
     Stop,
     Table,
     Title,
+)
+from memsize.documents.shared import (
     compared_collectives,
     compared_streams,
     input_text,

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import Document, plain, renamed
-from memsize.documents.sections import Bar, Bars, Part, Section, Table, Title, listed
+from memsize.documents.sections import Bar, Bars, Part, Section, Table, Title
+from memsize.documents.shared import listed
 from memsize.records.cells import Label
 from memsize.records.finding import Finding
 from memsize.records.verification import (
