@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data, plain, values_of
+from memsize.documents import Document, findings_data, plain, renamed, values_of
 from memsize.documents.fit import remedy_tables
 from memsize.documents.sections import Bars, Limit, Part, Phrase, Remark, Section, Table, Title
 from memsize.documents.shared import input_text, listed, said_once, versions
@@ -81,27 +81,15 @@ class GenerationDocument(Document[GenerationReport]):
 
 
 def _row_data(row: GenerationRow) -> dict[str, Any]:
-    peak = row.estimate
+    sizes = values_of(row, "scenario", "batch", "prompt", "new", "weights", "assistant", "prefill", "decode", "cache")
+    sizes |= values_of(row, "per_token", "per_sequence", "hosted", "pinned", "layers", "transient")
+    kv = {"cache": "kv_cache", "per_token": "kv_per_token", "per_sequence": "kv_per_sequence", "hosted": "kv_on_host"}
+    moment = ("peak_phase", "peak_step", "peak_layer", "peak_op")
+    peak = row.estimate and values_of(row.estimate, "requested", "allocated", "reserved", "device", *moment, "roles")
     return {
-        **values_of(row, "scenario", "batch", "prompt", "new", "weights"),
-        "assistant_weights": row.assistant,
-        "prefill": row.prefill._asdict(),
-        "decode": row.decode._asdict(),
-        "kv_cache": row.cache,
-        "kv_per_token": row.per_token,
-        "kv_per_sequence": row.per_sequence,
-        "kv_on_host": row.hosted,
-        "pinned": row.pinned,
-        "layers": [kind._asdict() for kind in row.layers],
-        "transient": row.transient,
-        "peak": peak
-        and {
-            **values_of(peak, "requested", "allocated", "reserved"),
-            "device": peak.device._asdict(),
-            **{name: getattr(peak, f"peak_{name}") for name in ("phase", "step", "layer", "op")},
-            "roles": dict(peak.roles),
-        },
-        "largest": peak and [storage._asdict() for storage in peak.storages],
+        **renamed(sizes, assistant="assistant_weights", **kv),
+        "peak": peak and renamed(peak, **{name: name.removeprefix("peak_") for name in moment}),
+        "largest": row.estimate and plain(row.estimate.storages),
         "fits": row.fits,
         "traced_lengths": row.traced,
         **values_of(row, "exact", "reason"),

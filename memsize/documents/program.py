@@ -87,33 +87,20 @@ class ProgramDocument(Document[ProgramRun]):
     def figures(self, unit: str) -> dict[str, Any]:
         run = self.answer
         peak = plain(run.peak)
-        peak.pop("storages")
-        after, growth = run.went_on, run.growth
+        del peak["storages"]
         return {
             "schema": SCHEMA,
             "program": run.program,
             "gpu": run.card.name,
             "gpu_bytes": run.card.bytes,
             "stack": run.trace.stack or None,
-            **values_of(run, "capacity", "steps", "stopped", "failure", "failed_at"),
-            "needs_gpu": run.needs_gpu and run.needs_gpu._asdict(),
-            "peak": {
-                **peak,
-                "device": run.peak.device._asdict(),
-                "roles": dict(run.peak.roles),
-                "streams": [entry._asdict() for entry in run.peak.streams],
-                "lag": run.peak.lag and run.peak.lag._asdict(),
-            },
-            "tensors": [tensor._asdict() for tensor in run.tensors],
-            "refused": [refused._asdict() for refused in run.refused],
-            "went_on": after and {"steps": after.steps, "device": after.device and after.device._asdict()},
-            "modules": [share._asdict() for share in peak_by_module(run.trace)],
-            "growth": growth and {**growth._asdict(), "holder": growth.holder and growth.holder._asdict()},
-            "kept_gradients": run.kept_gradients and run.kept_gradients._asdict(),
-            **values_of(run, "waits", "unwritten"),
-            "host": run.trace.host._asdict(),
-            "children": [child._asdict() for child in run.children],
-            "assumed": [assumed._asdict() for assumed in run.assumed],
+            **values_of(run, "capacity", "steps", "stopped", "failure", "failed_at", "needs_gpu"),
+            "peak": peak,
+            **values_of(run, "tensors", "refused", "went_on"),
+            "modules": plain(peak_by_module(run.trace)),
+            **values_of(run, "growth", "kept_gradients", "waits", "unwritten"),
+            "host": plain(run.trace.host),
+            **values_of(run, "children", "assumed"),
             "findings": findings_data(run.findings, unit),
             "notes": run.trace.notes,
         }

@@ -10,7 +10,7 @@ from memsize.documents.fit import remedy_tables
 from memsize.documents.sections import Bars, Limit, Part, Phrase, Remark, Section, Table, Title
 from memsize.documents.shared import listed, said_once, versions
 from memsize.records.cells import Label
-from memsize.records.serving import GROUP_FIELDS, SERVING_FIELDS, ServingReport, ServingRow
+from memsize.records.serving import GROUP_FIELDS, SERVING_FIELDS, ServingReport
 
 SCHEMA: Final = "memsize.serving/1"
 
@@ -21,6 +21,7 @@ _PARTS = (
     Part("graphs", "CUDA graphs", "communication"),
     Part("kv_cache", "KV cache", "KV cache"),
 )
+_ROW: Final = ("scenario", "weights", "profile", "non_torch", "graphs", "paged", "shortage", "reason")
 
 
 class ServingDocument(Document[ServingReport]):
@@ -67,33 +68,13 @@ class ServingDocument(Document[ServingReport]):
             "gpu_bytes": report.card.bytes,
             "asked": dict(report.asked),
             "budget": report.budget,
-            "groups": [group._asdict() for group in report.groups],
-            "servings": [_row_data(row) for row in report.serving_rows],
+            "groups": plain(report.groups),
+            "servings": [values_of(row, *_ROW) for row in report.serving_rows],
             "remedies": plain(report.remedied),
             "findings": findings_data(report.findings, unit),
             "assumptions": report.assumptions,
             "notes": report.notes,
         }
-
-
-def _row_data(row: ServingRow) -> dict[str, Any]:
-    paged = row.paged
-    return {
-        **values_of(row, "scenario", "weights", "profile"),
-        "non_torch": row.non_torch._asdict(),
-        "graphs": row.graphs._asdict(),
-        "paged": paged
-        and {
-            "available": paged.available._asdict(),
-            "block_bytes": paged.block_bytes,
-            "request_blocks": paged.request_blocks,
-            "blocks": paged.blocks._asdict(),
-            "tokens": paged.tokens._asdict(),
-            "concurrency": paged.concurrency._asdict(),
-            "longest": paged.longest and paged.longest._asdict(),
-        },
-        **values_of(row, "shortage", "reason"),
-    }
 
 
 def title(report: ServingReport) -> Title:

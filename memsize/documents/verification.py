@@ -93,7 +93,7 @@ class VerificationDocument(Document[Verification]):
 
 
 def _run_data(run: VerifiedRun) -> dict[str, Any]:
-    seen = plain(replace(run.measurement, log=None))
+    seen = plain(replace(run.measurement, log=None)) | {"workspaces": run.measurement.workspaces}
     del seen["log"]
     figures = [FIGURE_FIELDS.record(row) for row in _compared(run)]
     return {"figures": figures, "assumptions": run.prediction.assumptions, **seen}
