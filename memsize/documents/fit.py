@@ -58,8 +58,14 @@ class FitDocument(Document[Fit]):
         )
 
     def bars(self) -> Bars:
+        """The largest sizes; of a size that is asked about the bytes that it needs, beside the only budget's."""
         fit = self.answer
-        return size_bars(fit) if fit.asked is None else need_bars(fit)
+        if fit.asked is None:
+            return size_bars(fit)
+        rows = [(_bar_label(fit, row), {"peak": row.peak}) for row in fit.fit_rows if row.peak]
+        bars = Bars.of(f"{fit.vary} {fit.asked:,} needs", [Part("peak", "needs", "activation")], rows)
+        budget = fit.budgets[0]
+        return bars if len(fit.budgets) > 1 else replace(bars, limit=Limit(budget.name, budget.allocator))
 
     def versions(self) -> tuple[Phrase, ...]:
         return versions(self.answer.traces.values(), (budget.card for budget in self.answer.budgets))
@@ -176,15 +182,6 @@ def _bar_labels(fit: Fit, rows: Sequence[FitRow]) -> Iterator[Label]:
         budgets = [fit.budgets[position[row.gpu]] for row in run]
         how = f" ({budgets[0].strategy})" if several else ""
         yield Label(f"{run[0].name} on {gpus_in_words(budgets)[0]}{how}", hint=run[0].title)
-
-
-def need_bars(fit: Fit) -> Bars:
-    """The bytes that the requested size needs; with a single budget, also the bytes that the allocator may use."""
-    part = Part("peak", "needs", "activation")
-    rows = [(_bar_label(fit, row), {"peak": row.peak}) for row in fit.fit_rows if row.peak]
-    bars = Bars.of(f"{fit.vary} {fit.asked:,} needs", [part], rows)
-    budget = fit.budgets[0]
-    return bars if len(fit.budgets) > 1 else replace(bars, limit=Limit(budget.name, budget.allocator))
 
 
 def _bar_label(fit: Fit, row: FitRow) -> Label:

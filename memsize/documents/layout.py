@@ -25,11 +25,15 @@ class LayoutDocument(Document[LayoutReport]):
 
     def sections(self) -> tuple[Section, ...]:
         report = self.answer
+        copies = sorted(report.audit.last.copies, key=lambda copy: -copy.bytes)
+        shown = f", the largest {MOST_COPIES} of {len(copies):,} (JSON has them all)"
+        caption = f"Copies that only rearrange{shown if len(copies) > MOST_COPIES else ''}"
+        fields = COPY_FIELDS.only(*COPY_TABLE)
         return (
             title(report),
             *self.opening(),
             *([table] if (table := layer_table(report.audit, self.depth)).rows else []),
-            *([copy_table(report.audit)] if report.audit.last.copies else []),
+            *([Table.of("copies", "Copies", fields, copies[:MOST_COPIES], caption=caption)] if copies else []),
             *self.reasons(),
             *listed("Notes", report.notes),
         )
@@ -85,12 +89,3 @@ def layer_table(audit: Audit, depth: int | None = None) -> Table:
     ]
     total = LAYER_FIELDS.total("total", audit)
     return Table.of("layers", "Layers", LAYER_FIELDS, rows, total=total, caption="Memory formats under channels last")
-
-
-def copy_table(audit: Audit) -> Table:
-    """The copies that rearrange, the largest first."""
-    copies = sorted(audit.last.copies, key=lambda copy: -copy.bytes)
-    more = len(copies) - MOST_COPIES
-    caption = "Copies that only rearrange"
-    caption += f", the largest {MOST_COPIES} of {len(copies):,} (JSON has them all)" if more > 0 else ""
-    return Table.of("copies", "Copies", COPY_FIELDS.only(*COPY_TABLE), copies[:MOST_COPIES], caption=caption)

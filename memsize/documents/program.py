@@ -52,14 +52,20 @@ class ProgramDocument(Document[ProgramRun]):
         """The sections behind the verdict: phases, modules, collectives, streams, tensors, processes and notes."""
         run = self.answer
         summaries = step_courses(self._timeline)
-        tables = (course_table(summaries), alive_table(summaries), module_table(run)) if summaries else ()
+        shares = peak_by_module(run.trace)
+        fields = MODULE_FIELDS.plus(*role_fields([share.roles for share in shares]))
+        modules = Table.of("modules", "Modules", fields, shares, caption="Alive at the peak of the run, by module")
+        fields_of_tensors = TENSOR_FIELDS.only("bytes", "role", "spec", "line", "layer", "op", "phase")
+        tables = (
+            Table.of("tensors", "Tensors", fields_of_tensors, run.tensors, caption="Largest at the peak"),
+            Table.of("processes", "Processes", CHILD_FIELDS, run.children, caption="Processes that the script started"),
+            Table.of("host", "Host memory", HOST_FIELDS, run.trace.host.rows, caption="Memory of the host"),
+        )
         return (
-            *tables,
+            *((course_table(summaries), alive_table(summaries), modules) if summaries else ()),
             *collective_tables(run.peak.collectives),
             *stream_tables(run.peak.streams),
-            *((tensor_table(run),) if run.tensors else ()),
-            *((child_table(run),) if run.children else ()),
-            *((host_table(run),) if run.trace.host.needs else ()),
+            *(table for table in tables if table.rows),
             *listed("Assumed", tuple(map(_assumed, run.assumed))),
             *listed("Not written", run.unwritten),
             *listed("Notes", run.trace.notes),
@@ -69,10 +75,8 @@ class ProgramDocument(Document[ProgramRun]):
         run = self.answer
         if not run.trace.events:
             return ()
-        run_timeline = self._timeline
-        return (
-            ScenarioView("run", run.program, lambda: (Chart(run_timeline), course_table(step_courses(run_timeline)))),
-        )
+        seen = self._timeline
+        return (ScenarioView("run", run.program, lambda: (Chart(seen), course_table(step_courses(seen)))),)
 
     def bars(self) -> Bars | None:
         rows = [(role_part(role), size) for role, size in self.answer.peak.roles.items() if size]
@@ -104,29 +108,6 @@ class ProgramDocument(Document[ProgramRun]):
             "findings": findings_data(run.findings, unit),
             "notes": run.trace.notes,
         }
-
-
-def module_table(run: ProgramRun) -> Table:
-    """One row for each module, or group of modules. The rows add up to the peak."""
-    shares = peak_by_module(run.trace)
-    fields = MODULE_FIELDS.plus(*role_fields([share.roles for share in shares]))
-    return Table.of("modules", "Modules", fields, shares, caption="Alive at the peak of the run, by module")
-
-
-def tensor_table(run: ProgramRun) -> Table:
-    """One row for each of the largest storages alive at the peak."""
-    fields = TENSOR_FIELDS.only("bytes", "role", "spec", "line", "layer", "op", "phase")
-    return Table.of("tensors", "Tensors", fields, run.tensors, caption="Largest at the peak")
-
-
-def child_table(run: ProgramRun) -> Table:
-    """One row for each process that the program started, in the order in which they ended."""
-    return Table.of("processes", "Processes", CHILD_FIELDS, run.children, caption="Processes that the script started")
-
-
-def host_table(run: ProgramRun) -> Table:
-    """One row for each kind of host memory."""
-    return Table.of("host", "Host memory", HOST_FIELDS, run.trace.host.rows, caption="Memory of the host")
 
 
 def _assumed(assumed: Assumed) -> str:
