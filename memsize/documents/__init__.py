@@ -87,9 +87,7 @@ class Document(ABC, Generic[A]):
         return members
 
     def verdict(self) -> tuple[Finding, ...]:
-        """The answer in a few short sentences: the first `MOST_SENTENCES` findings, of which some documents take only
-        those that have a brief form.
-        """
+        """The first `MOST_SENTENCES` findings; of some documents only those that have a brief form."""
         return tuple(finding for finding in self.findings if finding.brief or not self.only_brief)[:MOST_SENTENCES]
 
     def reasons(self, title: str = "Why") -> tuple[Section, ...]:

@@ -38,9 +38,7 @@ _LONGEST_VALUE = 100
 
 @dataclass(frozen=True)
 class CheckpointDocument(Document[CheckpointReport]):
-    """A checkpoint's report. `depth` cuts the module table; by default it is cut to a readable depth,
-    and files list each tensor.
-    """
+    """A checkpoint's report. `depth` cuts the module table, by default to what can be read; files list each tensor."""
 
     depth: int | None = None
 

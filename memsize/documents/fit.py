@@ -236,9 +236,7 @@ def _remarks(fit: Fit) -> Iterator[Remark]:
 
 
 def remedy_tables(remedied: Remedied | None, about: str) -> tuple[Table, ...]:
-    """The remedies `about` a run, most bytes saved first, if any were tried. Remarks below have the costs of those
-    that help, then the reasons why others do not apply.
-    """
+    """The remedies `about` a run, if any were tried; remarks have what those cost that help, and why others cannot."""
     if remedied is None:
         return ()
     fields = REMEDY_FIELDS.only("name", "outcome", "saved", "peak")

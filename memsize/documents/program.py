@@ -16,8 +16,15 @@ from memsize.documents.shared import collective_tables, listed, role_part, strea
 from memsize.documents.timeline import alive_table, course_table
 from memsize.records.cells import Label
 from memsize.records.fields import role_fields
-from memsize.records.peak_by_module import MODULE_FIELDS, peak_by_module
-from memsize.records.program import CHILD_FIELDS, HOST_FIELDS, TENSOR_FIELDS, Assumed, ProgramRun
+from memsize.records.program import (
+    CHILD_FIELDS,
+    HOST_FIELDS,
+    MODULE_FIELDS,
+    TENSOR_FIELDS,
+    Assumed,
+    ProgramRun,
+    peak_by_module,
+)
 from memsize.records.ranks import GROUP_FIELDS, RankRuns, spans
 from memsize.records.roles import in_order
 from memsize.records.timeline import Timeline, step_courses

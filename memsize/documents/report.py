@@ -70,9 +70,7 @@ _RUN_FIGURES: Final = frozenset(
 
 @dataclass(frozen=True)
 class ReportDocument(Document[Report]):
-    """A report. `depth` cuts the layer table, whose rows still add up; `columns` picks from `COLUMNS`, by default those
-    that say something.
-    """
+    """A report. `depth` cuts the layer table; `columns` picks from `COLUMNS`, by default those that say something."""
 
     depth: int | None = None
     columns: Sequence[str] | None = None
@@ -106,7 +104,7 @@ class ReportDocument(Document[Report]):
         return tuple(sorted(brief, key=lambda finding: finding.code not in _FIRST))[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
-        """What is alive at the peaks of training steps; without any, what each scenario holds when backward begins.
+        """The bytes alive at the peaks of training steps, or else those held when backward begins, by scenario.
 
         Each byte is counted once there: a saved input counts as kept.
         """

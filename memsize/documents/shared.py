@@ -59,9 +59,7 @@ def collective_tables(traffic: Sequence[Traffic]) -> tuple[Table, ...]:
 def compared_collectives(
     keys: Sequence[Column], runs: Iterable[tuple[tuple[Cell, ...], Sequence[Traffic]]]
 ) -> tuple[Table, ...]:
-    """One row for each run, named by the columns `keys`, with the bytes and the number of each kind of collective; no
-    table if there are no collectives.
-    """
+    """A row per run, named by the columns `keys`: bytes and number of each kind of collective; no table without any."""
     shown = [(names, traffic) for names, traffic in runs if traffic]
     columns, rows = [*keys], [[*names] for names, _ in shown]
     for kind in dict.fromkeys(row.kind for _, traffic in shown for row in traffic):

@@ -119,9 +119,7 @@ RESERVED_FIELDS: Final = Fields[ReservedPart](
 
 
 class FailedRequest(NamedTuple):
-    """A request for `bytes` that raised OutOfMemoryError with `free` bytes left on the GPU, and the line that made it:
-    the last of `times` such requests.
-    """
+    """A request for `bytes` that raised OutOfMemoryError with `free` bytes left, the last of `times`; and its line."""
 
     bytes: Size
     free: int

@@ -42,9 +42,7 @@ DRAFTED: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A source of `tokens` proposed tokens before each step of a model, which checks them all at once: the model named
-    `assistant`; None where they are looked up in the prompt.
-    """
+    """Proposes `tokens` before each step, which checks them: a model named `assistant`, or looked up in the prompt."""
 
     assistant: str | None = None
     tokens: int = DRAFTED
