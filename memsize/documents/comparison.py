@@ -81,7 +81,7 @@ class ComparisonDocument(Document[Comparison]):
 
     def figures(self, unit: str) -> dict[str, Any]:
         comparison = self.answer
-        models = {}
+        models: dict[str, dict[str, Any]] = {}
         sides = zip(("before", "after"), (comparison.before, comparison.after), comparison.names, strict=True)
         for (side, trace, name), sums in zip(sides, comparison.totals, strict=True):
             models[side] = {"model": trace.model, "name": name or trace.model}

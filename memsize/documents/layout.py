@@ -10,6 +10,7 @@ from memsize.documents.sections import Bars, Part, Section, Table, Title
 from memsize.documents.shared import input_text, listed
 from memsize.records.cells import Label
 from memsize.records.layout import COPY_FIELDS, COPY_TABLE, LAYER_FIELDS, Audit, LayoutReport, audit_rows
+from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.layout/1"
 MOST_COPIES: Final = 20
@@ -46,11 +47,10 @@ class LayoutDocument(Document[LayoutReport]):
 
     def figures(self, unit: str) -> dict[str, Any]:
         report, audit = self.answer, self.answer.audit
-        layers = []
-        for layer in audit.last.layers:
-            copied = {"copied_bytes": audit.last.copied_in(layer.path)}
-            copied["row_major_copied_bytes"] = audit.plain.copied_in(layer.path)
-            layers.append(renamed(plain(layer), specs="output") | copied)
+        layers = [
+            renamed(plain(row.layer), specs="output") | values_of(row, "copied_bytes", "row_major_copied_bytes")
+            for row in audit_rows(audit, audit.last.layers)
+        ]
         return {
             "schema": SCHEMA,
             **values_of(audit, "model", "scenario", "training"),
@@ -87,5 +87,5 @@ def layer_table(audit: Audit, depth: int | None = None) -> Table:
         or row.copied_bytes
         or row.row_major_copied_bytes
     ]
-    total = LAYER_FIELDS.total("total", audit)
+    total = ("total", *[None] * (len(LAYER_FIELDS.columns) - 3), Bytes(audit.last.copied), Bytes(audit.plain.copied))
     return Table.of("layers", "Layers", LAYER_FIELDS, rows, total=total, caption="Memory formats under channels last")

@@ -10,8 +10,7 @@ qualified name, ``""`` for the model itself. Nothing here needs torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from operator import attrgetter
+from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal, NamedTuple
 
 from memsize.records.roles import Role
@@ -128,10 +127,22 @@ class StoredTensor:
 
     def seen(self, used: bool, differentiable: bool) -> StoredTensor:
         """The same tensor with what a run showed of it. Every run says so of every tensor: `replace` is too slow."""
-        return StoredTensor(*_BEFORE_A_RUN(self), used, differentiable)
+        return StoredTensor(
+            self.name,
+            self.kind,
+            self.layer,
+            self.spec,
+            self.elements,
+            self.bytes,
+            self.reported_bytes,
+            self.trainable,
+            self.tied_to,
+            self.wrapper,
+            self.parts,
+            used,
+            differentiable,
+        )
 
-
-_BEFORE_A_RUN: Final = attrgetter(*(field.name for field in fields(StoredTensor)[:-2]))
 
 OptionalLayer = Annotated[int, Index("layers", optional=True)]
 OptionalLine = Annotated[int, Index("lines", optional=True)]
