@@ -142,9 +142,7 @@ def document(answer: Renderable, **view: Any) -> Document[Any]:
 
 
 def plain(value: Any) -> Any:
-    """A frozen record, at any depth, as dicts, lists and scalars. A field `spec` becomes the fields `dtype` and
-    `shape` in its place.
-    """
+    """A frozen record as dicts, lists and scalars; a field `spec` becomes the fields `dtype` and `shape`."""
     names = [field.name for field in fields(value)] if is_dataclass(value) else getattr(value, "_fields", None)
     if names is not None:
         members: dict[str, Any] = {}

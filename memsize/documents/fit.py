@@ -126,9 +126,7 @@ def fit_title(fit: Fit) -> Title:
 
 
 def overview_table(fit: Fit) -> Table:
-    """Scenarios down, GPUs across: the largest size, or whether the one that was asked about fits. If the
-    number of GPUs varies, strategies and numbers of GPUs are down as well, and cards across.
-    """
+    """Scenarios down, GPUs across; if the number of GPUs varies, strategies and numbers down, and cards across."""
     cells = {(row.scenario, row.gpu): _answer(row, fit) for row in fit.fit_rows}
     by_number = len({budget.gpus for budget in fit.budgets}) > 1
     keys = {budget.name: (budget.strategy, budget.gpus) if by_number else () for budget in fit.budgets}
@@ -188,23 +186,17 @@ def _bar_label(fit: Fit, row: FitRow) -> Label:
     return Label(row.name if len(fit.budgets) == 1 else f"{row.name} on {row.gpu}", hint=row.title)
 
 
+_ANSWERS: Final = {"fits": "fits", "exceeds": "too large", "none": "none", "constant": "any"}
+
+
 def _answer(row: FitRow, fit: Fit) -> Cell:
-    match row.status:
-        case "unavailable":
-            return Missing(row.reason or row.status)
-        case "fits":
-            return "fits"
-        case "exceeds":
-            return "too large"
-        case "none":
-            return "none"
-        case "constant":
-            return "any"
-        case "endless" if _is_whole(fit, row):
-            return f"all {row.size:,}"
-        case "open" | "endless":
-            return f"≥ {row.size or 0:,}"
-    return row.size
+    if row.status == "unavailable":
+        return Missing(row.reason or row.status)
+    if row.status == "endless" and _is_whole(fit, row):
+        return f"all {row.size:,}"
+    if row.status in ("open", "endless"):
+        return f"≥ {row.size or 0:,}"
+    return _ANSWERS.get(row.status, row.size)
 
 
 def _is_whole(fit: Fit, row: FitRow) -> bool:

@@ -99,9 +99,7 @@ class Bars:
 
     @classmethod
     def of_whole(cls, title: str, rows: Iterable[tuple[Part, int]]) -> Bars:
-        """One bar for each part of a whole, the largest first. Parts below a hundredth of the whole share the last bar,
-        in the colour of the largest of them, which no other bar has.
-        """
+        """One bar for each part of a whole, the largest first; those below a hundredth share the last one."""
         pairs = sorted(rows, key=lambda row: -row[1])
         rest = [size for _, size in pairs if size * 100 < sum(size for _, size in pairs)]
         if len(rest) > 1:

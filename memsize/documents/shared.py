@@ -84,9 +84,7 @@ def stream_tables(shares: Sequence[StreamShare]) -> tuple[Table, ...]:
 def compared_streams(
     keys: Sequence[Column], runs: Iterable[tuple[tuple[Cell, ...], Sequence[StreamShare]]]
 ) -> tuple[Table, ...]:
-    """One row for each run, named by the columns `keys`, with the reserved bytes of each stream; no table if no run
-    allocates on several streams.
-    """
+    """A row per run, named by the columns `keys`: the reserved bytes of each stream; no table where all have one."""
     shown = [(cells, shares) for cells, shares in runs if shares]
     names = tuple(dict.fromkeys(share.name for _, shares in shown for share in shares))
     columns = (*keys, *(Column(name, name, "bytes", 95, "what it has of the reserved peak") for name in names))

@@ -132,9 +132,7 @@ class Generation:
 
     @property
     def steps(self) -> int:
-        """The decode steps that count. Where tokens are proposed, those at the end are left out, before which fewer
-        are: they read no further.
-        """
+        """The decode steps that count: not those at the end, before which fewer tokens are proposed."""
         steps = self.max_new_tokens - 1
         return max(steps - self.draft.tokens, min(steps, 1)) if self.draft else steps
 

@@ -56,12 +56,6 @@ def section_of(values: Mapping[str, Any]) -> ModelSection:
     return build(ModelSection, values)
 
 
-def check_key(key: str, value: Any) -> None:
-    """Raise `InputError` or `ScenarioError` for a value that a key of `MODEL_KEYS` cannot have."""
-    is_of_training = key in ("loss", "gradient_accumulation_steps", "ema")
-    section_of({key: value} | ({"train": "adamw"} if is_of_training else {}))
-
-
 def parsed_toml(file: Path) -> tuple[str, dict[str, Any]]:
     """The text of a file and its data; raises `InputError` for a file that is not TOML."""
     try:
