@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import sub
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from memsize.records.cells import Cell, Label, Missing, Signed
@@ -83,18 +84,12 @@ class Bars:
         alike = max((bar.total for bar in bars), default=0) // 1000
         shared: list[Bar] = []
         for bar in bars:
-            position = next(
-                (
-                    position
-                    for position, other in enumerate(shared)
-                    if max((abs(a - b) for a, b in zip(bar.sizes, other.sizes, strict=True)), default=0) <= alike
-                ),
-                None,
-            )
-            if position is None:
-                shared.append(bar)
+            for position, other in enumerate(shared):
+                if max(map(abs, map(sub, bar.sizes, other.sizes)), default=0) <= alike:
+                    shared[position] = replace(other, labels=other.labels + bar.labels)
+                    break
             else:
-                shared[position] = replace(shared[position], labels=shared[position].labels + bar.labels)
+                shared.append(bar)
         return cls(title, used, tuple(shared))
 
     @classmethod

@@ -15,7 +15,7 @@ from memsize.records.trace import InputTensor, Trace
 
 
 class CachedLayers(NamedTuple):
-    """So many `layers` of one `kind`: the `bytes` of one sequence at the end, and those that one more token adds."""
+    """Cached layers of one size: the `bytes` of one sequence at the end, and those that one more token adds."""
 
     kind: str
     layers: int
