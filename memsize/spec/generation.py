@@ -42,9 +42,7 @@ DRAFTED: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A source of `tokens` proposed tokens before each step of a model, which checks them all at once: the model named
-    `assistant`; None where they are looked up in the prompt.
-    """
+    """Proposes `tokens` before each step, which checks them: a model named `assistant`, or looked up in the prompt."""
 
     assistant: str | None = None
     tokens: int = DRAFTED
@@ -76,18 +74,14 @@ class Generation:
     """
 
     prompt: int = PROMPT
-    max_new_tokens: int = option(128, "Tokens to generate.", least=1, old=("new", "--new"))
+    max_new_tokens: int = option(128, "Tokens to generate.", least=1)
     cache_implementation: str | None = option(
-        None, "The cache that generate uses.", shown="the model's own choice", choices=CACHES, old=("cache", "--cache")
+        None, "The cache that generate uses.", shown="the model's own choice", choices=CACHES
     )
-    kv_cache_dtype: str | None = option(
-        None, "Keep the cache quantized.", choices=tuple(KV_DTYPES), old=("kv_dtype", "--kv-dtype")
-    )
-    num_beams: int = option(1, "Beams of a beam search.", least=1, old=("beams", "--beams"))
+    kv_cache_dtype: str | None = option(None, "Keep the cache quantized.", choices=tuple(KV_DTYPES))
+    num_beams: int = option(1, "Beams of a beam search.", least=1)
     begun: int = 0
-    prefill_chunk_size: int | None = option(
-        None, "Read the prompt N tokens at a time.", least=1, old=("chunk", "--chunk")
-    )
+    prefill_chunk_size: int | None = option(None, "Read the prompt N tokens at a time.", least=1)
     uneven: bool = option(False, "Prompts are of unequal lengths, padded to the longest.")
     draft: Draft | None = None
 
@@ -138,9 +132,7 @@ class Generation:
 
     @property
     def steps(self) -> int:
-        """The decode steps that count. Where tokens are proposed, those at the end are left out, before which fewer
-        are: they read no further.
-        """
+        """The decode steps that count: not those at the end, before which fewer tokens are proposed."""
         steps = self.max_new_tokens - 1
         return max(steps - self.draft.tokens, min(steps, 1)) if self.draft else steps
 
@@ -233,30 +225,14 @@ class Serving:
         metavar="RELEASE",
     )
     gpu_memory_utilization: float | None = option(
-        None,
-        "The part of the card's memory that the server may take.",
-        shown="the server's",
-        metavar="PART",
-        old=("utilization", "--utilization"),
+        None, "The part of the card's memory that the server may take.", shown="the server's", metavar="PART"
     )
-    block_size: int | None = option(None, "Tokens of a block.", shown="the server's", least=1, old=("block", "--block"))
-    max_num_batched_tokens: int | None = option(
-        None,
-        "Tokens of one step at most.",
-        shown="the server's",
-        least=1,
-        old=("batched_tokens", "--max-batched-tokens"),
-    )
-    max_num_seqs: int | None = option(
-        None, "Sequences of one step at most.", shown="the server's", least=1, old=("seqs", "--max-seqs")
-    )
-    max_model_len: int | None = option(
-        None, "Tokens of a request.", shown="the model's positions", least=1, old=("context", "--context")
-    )
-    tensor_parallel_size: int = option(1, "Cards that share a layer.", least=1, old=("tp", "--tp"))
-    kv_cache_dtype: str | None = option(
-        None, "Keep the cache in this dtype.", choices=tuple(KV_BYTES), old=("kv_dtype", "--kv-dtype")
-    )
+    block_size: int | None = option(None, "Tokens of a block.", shown="the server's", least=1)
+    max_num_batched_tokens: int | None = option(None, "Tokens of one step at most.", shown="the server's", least=1)
+    max_num_seqs: int | None = option(None, "Sequences of one step at most.", shown="the server's", least=1)
+    max_model_len: int | None = option(None, "Tokens of a request.", shown="the model's positions", least=1)
+    tensor_parallel_size: int = option(1, "Cards that share a layer.", least=1)
+    kv_cache_dtype: str | None = option(None, "Keep the cache in this dtype.", choices=tuple(KV_BYTES))
     kv_cache_memory: str | int | None = option(
         None, "Size of the cache, in place of what is left: 40GiB.", metavar="SIZE"
     )

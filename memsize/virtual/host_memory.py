@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memsize.processes.patches import LatePatches, wrapping
-from memsize.records.host import HostUse
+from memsize.records.trace import HostUse
 from memsize.torch_internals.pytree import tensors_in
 from memsize.units import format_bytes
 from memsize.virtual.device_assignment import devices
