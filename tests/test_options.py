@@ -19,7 +19,7 @@ from memsize.cli.command import request_of
 from memsize.errors import InputError, MemsizeError
 from memsize.spec import requests
 from memsize.spec.options import Option, keywords_of, options_of
-from memsize.spec.section import MODEL_KEYS
+from memsize.spec.section import MODEL_KEYS, ModelSection
 
 REQUESTS = {
     name: value for name, value in vars(requests).items() if name.endswith("Request") and name != "ModelRequest"
@@ -148,6 +148,44 @@ def test_a_value_takes_the_place_of_its_options() -> None:
     assert by_value == by_words
 
 
+@pytest.mark.parametrize(
+    ("old", "call", "new"),
+    [
+        ("config", lambda: memsize.trace(NET, (8,), config="expandable_segments:True"), {"allocator"}),
+        ("accumulate", lambda: memsize.trace(NET, (8,), accumulate=2), {"gradient_accumulation_steps"}),
+        ("accumulate", lambda: memsize.Training("sgd", accumulate=2), {"gradient_accumulation_steps"}),
+        ("audit_layout", lambda: memsize.audit_layout(NET, (8,)), {"layout"}),
+        ("compare", lambda: memsize.compare(NET, NET), {"diff"}),
+    ],
+)
+def test_old_names_work_with_a_warning(old: str, call: Callable[[], object], new: set[str]) -> None:
+    with pytest.warns(DeprecationWarning, match=f"^{old} is now {new.pop()}$") as caught:
+        call()
+    assert {Path(warning.filename).name for warning in caught} == {Path(__file__).name}
+
+
+def test_an_old_name_beside_the_new_one_is_refused() -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="is now"),
+        pytest.raises(InputError, match="config is the old name of allocator"),
+    ):
+        memsize.trace(NET, (8,), config="", allocator="")
+
+
+def test_old_flags_and_keys_work_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["report", "torch.nn:ReLU", "--input", "8", "--train", "sgd", "-s", "fp32"]
+    assert cli.run([*arguments, "--accumulate=2"]) == 0
+    old = capsys.readouterr()
+    assert cli.run([*arguments, "--gradient-accumulation-steps", "2"]) == 0
+    assert old == (capsys.readouterr().out, "--accumulate is now --gradient-accumulation-steps\n")
+    Path("x.toml").write_text('target = "torch.nn:ReLU"\ninput = "8"\ntrain = "sgd"\naccumulate = 2\n')
+    assert cli.run(["sweep", "x.toml", "-j", "1"]) == 0
+    assert capsys.readouterr().err == "x.toml: accumulate is now gradient_accumulation_steps\n"
+
+
 def request_named(command: str) -> type:
     return REQUESTS["".join(map(str.capitalize, command.split("-"))) + "Request"]
 
@@ -221,3 +259,5 @@ def test_python_has_every_option_of_the_command_line() -> None:
 def test_every_key_of_a_section_is_an_option_of_report_or_timeline() -> None:
     options = options_of(requests.ReportRequest) | options_of(requests.TimelineRequest)
     assert set(MODEL_KEYS) <= {*options}
+    for key, choice in options_of(ModelSection).items():
+        assert choice.old == options[key].old

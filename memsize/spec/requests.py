@@ -261,11 +261,21 @@ class GenerateRequest:
     )
     generation: Generation = part(Generation)
     assistant_model: nn.Module | str | None = option(
-        None, "A smaller model, which proposes tokens before each step.", metavar="TARGET"
+        None,
+        "A smaller model, which proposes tokens before each step.",
+        metavar="TARGET",
+        old=("assistant", "--assistant"),
     )
-    prompt_lookup_num_tokens: int | None = option(None, "N tokens before each step, looked up in the prompt.", least=1)
+    prompt_lookup_num_tokens: int | None = option(
+        None, "N tokens before each step, looked up in the prompt.", least=1, old=("lookup", "--lookup")
+    )
     batch_size: int | str | Iterable[int] = option(
-        1, "Sequences at once; several sizes.", flags=("-b", "--batch", "--batch-size"), kind="list", metavar="N,…"
+        1,
+        "Sequences at once; several sizes.",
+        flags=("-b", "--batch", "--batch-size"),
+        kind="list",
+        metavar="N,…",
+        old=("batches", "--batch"),
     )
     step: Callable[..., Any] | str | None = option(
         None, "A loop in place of generate: file.py:function.", metavar="FUNCTION"
@@ -378,6 +388,7 @@ class ExplainRequest:
         "Compare with the peak that this saved run predicts: of memsize run, timeline or report --train.",
         kind="path",
         metavar="RUN",
+        old=("beside", "--beside"),
     )
     device: int | None = option(None, "GPU to explain.", shown="the fullest", least=0)
 
