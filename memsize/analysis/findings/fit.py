@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from typing import Final, NamedTuple
 
@@ -27,40 +27,31 @@ class FitEvidence(NamedTuple):
     """All rows, where `rows` are only those of the first batch."""
 
     @property
-    def first(self) -> FitRow | None:
-        """The first row that could be run; of several numbers of GPUs, that of the fewest on which it fits, if any."""
-        ran = [row for row in self.rows if row.status != "unavailable"]
-        most = max((budget.gpus for budget in self.budgets), default=1)
-        largest = {budget.name for budget in self.budgets if budget.gpus == most}
-        return next(iter((*self.fewest, *(row for row in ran if row.gpu in largest), *ran)), None)
-
-    @property
-    def fewest(self) -> list[FitRow]:
-        """For each scenario, the row of the fewest GPUs on which something fits, where numbers of them are compared; of
-        several strategies on as many, that with the largest size.
-        """
-        rows: dict[str, FitRow] = {}
-        for (scenario, _), row in sorted(self.fewest_of_cards.items(), key=lambda item: self._gpus(item[1])):
-            rows.setdefault(scenario, row)
-        return [rows[name] for name in dict.fromkeys(row.scenario for row in self.rows) if name in rows]
-
-    @property
-    def fewest_of_cards(self) -> dict[tuple[str, str], FitRow]:
-        """The same for each scenario and card."""
-        cards = {budget.name: budget.one for budget in self.budgets}
-        rows: dict[tuple[str, str], FitRow] = {}
-        for row in sorted(self.rows, key=lambda row: (self._gpus(row), -(row.size or 0))) if self.counts else ():
-            if row.status in ANSWERED:
-                rows.setdefault((row.scenario, cards[row.gpu]), row)
-        return rows
-
-    @property
     def counts(self) -> bool:
         """Whether numbers of GPUs are compared."""
         return len({budget.gpus for budget in self.budgets}) > 1
 
-    def _gpus(self, row: FitRow) -> int:
-        return next((budget.gpus for budget in self.budgets if budget.name == row.gpu), 1)
+    @property
+    def fewest(self) -> dict[tuple[str, str], FitRow]:
+        """For each scenario and card, the row of the fewest GPUs on which something fits, where numbers of them are
+        compared; of several strategies on as many, that with the largest size.
+        """
+        budgets = {budget.name: budget for budget in self.budgets}
+        rows: dict[tuple[str, str], FitRow] = {}
+        answered = [row for row in self.rows if row.status in ANSWERED] if self.counts else []
+        for row in sorted(answered, key=lambda row: (budgets[row.gpu].gpus, -(row.size or 0))):
+            rows.setdefault((row.scenario, budgets[row.gpu].one), row)
+        return rows
+
+    @property
+    def first(self) -> FitRow | None:
+        """The first row that could be run; of several numbers of GPUs, that of the fewest on which it fits, if any."""
+        scenarios = list(dict.fromkeys(row.scenario for row in self.rows))
+        fewest = sorted(self.fewest.values(), key=lambda row: scenarios.index(row.scenario))
+        ran = [row for row in self.rows if row.status != "unavailable"]
+        most = max((budget.gpus for budget in self.budgets), default=1)
+        largest = {budget.name for budget in self.budgets if budget.gpus == most}
+        return next(iter((*fewest, *(row for row in ran if row.gpu in largest), *ran)), None)
 
 
 RULES = Rules[FitEvidence]()
@@ -102,7 +93,7 @@ def gpus_needed(evidence: FitEvidence) -> Iterator[Finding]:
     """The fewest GPUs on which a training fits, where several numbers of them were compared, for each card."""
     if not evidence.counts:
         return
-    fewest = evidence.fewest_of_cards
+    fewest = evidence.fewest
     cards = dict.fromkeys(budget.one for budget in evidence.budgets)
     ran = dict.fromkeys(row.scenario for row in evidence.rows if row.status != "unavailable")
     for scenario, card in product(ran, cards):
@@ -318,36 +309,32 @@ def _refused(evidence: FitEvidence) -> Iterator[Finding]:
 
 @RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
 def _remedies(evidence: FitEvidence) -> Iterator[Finding]:
-    if evidence.remedied:
-        yield from what_is_enough(evidence.remedied, evidence.vary)
+    return what_is_enough(evidence.remedied, evidence.vary)
 
 
-def what_is_enough(remedied: Remedied, vary: str) -> Iterator[Finding]:
+def what_is_enough(remedied: Remedied | None, vary: str) -> Iterator[Finding]:
     """The remedies that are enough at a size that doesn't fit, of what is varied."""
-    if remedied.peak <= remedied.budget:
+    if remedied is None or remedied.peak <= remedied.budget:
         return
     order = ("nothing", "speed", "numbers", "training", "hardware")
     enough = sorted((row for row in remedied.rows if row.outcome == "fits"), key=lambda row: order.index(row.changes))
     alone = tuple(row.name for row in enough)
-    values = {"vary": vary, "size": remedied.size, "scenario": remedied.scenario}
+    values: dict[str, object] = {"vary": vary, "size": remedied.size, "scenario": remedied.scenario}
     if alone:
         text = "{names} makes {vary} {size} fit under {scenario}."
         if len(alone) > 1:
             text = "Any one of these makes {vary} {size} fit under {scenario}: {names}."
         yield Finding("remedy-enough", text, values | {"names": ", ".join(alone)}, brief=text)
     if remedied.combination:
-        together = {"together": _listed(remedied.combination), "peak": Bytes(remedied.combined or 0)}
+        *first, last = remedied.combination
+        together = f"{', '.join(first)} and {last}" if first else last
+        values |= {"together": together, "peak": Bytes(remedied.combined or 0)}
         so_far = "That changes what is learnt" if alone else "No remedy is enough for {vary} {size} under {scenario}"
         text = f"{so_far}; {{together}} together need {{peak}}."
-        yield Finding("remedy-combination", text, values | together, bytes=remedied.combined, brief=text)
+        yield Finding("remedy-combination", text, values, bytes=remedied.combined, brief=text)
     elif not alone:
         text = "No remedy, and no combination that was tried, makes {vary} {size} fit."
         yield Finding("remedy-none", text, values, brief=text)
-
-
-def _listed(names: Sequence[str]) -> str:
-    *first, last = names or ("",)
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 @RULES.rule(*(f"crossing-{kind}" for kind in _CROSSINGS))
@@ -358,12 +345,8 @@ def _crossings(evidence: FitEvidence) -> Iterator[Finding]:
         text = never if crossing.size is None else so
         if crossing.kind == "peak" and crossing.size == 1:
             text = "Under {scenario}, the peak is in forward or backward at every size"
-        values = {
-            "scenario": crossing.scenario,
-            "other": crossing.other,
-            "vary": evidence.vary,
-            "size": crossing.size or 0,
-        }
+        values = {"scenario": crossing.scenario, "other": crossing.other, "vary": evidence.vary}
+        values |= {"size": crossing.size or 0}
         yield Finding(f"crossing-{crossing.kind}", text + ".", values)
 
 

@@ -4,7 +4,7 @@ about serving (how many requests a card serves at once, what is missing, what ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from memsize.analysis.findings.fit import what_is_enough
@@ -19,7 +19,7 @@ from memsize.workloads.generation import OF_ASSISTANT
 
 
 class Evidence(NamedTuple):
-    """The rows of a generation, and what would make one fit that does not."""
+    """The rows of a generation that could be run, and what would make one fit that does not."""
 
     rows: tuple[GenerationRow, ...]
     draft: Draft | None = None
@@ -31,9 +31,8 @@ RULES = Rules[Evidence]()
 
 @RULES.rule("generation-fits", "generation-exceeds")
 def _what_fits(evidence: Evidence) -> Iterator[Finding]:
-    first = [row for row in _ran(evidence.rows) if row.scenario == _ran(evidence.rows)[0].scenario]
-    short = next((row for row in first if not row.fits), None)
-    row = short or max(first, key=lambda row: _estimate(row).requested)
+    first = [row for row in evidence.rows if row.scenario == evidence.rows[0].scenario]
+    row = next((row for row in first if not row.fits), None) or max(first, key=lambda row: _estimate(row).requested)
     peak = _estimate(row)
     values = {
         "scenario": row.scenario,
@@ -59,25 +58,24 @@ def _what_fits(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
 def _what_would_make_it_fit(evidence: Evidence) -> Iterator[Finding]:
-    if evidence.remedied:
-        yield from what_is_enough(evidence.remedied, "batch")
+    return what_is_enough(evidence.remedied, "batch")
 
 
 @RULES.rule("kv-cache")
 def _what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
-    row = max(_ran(evidence.rows), key=lambda row: row.cache)
+    row = max(evidence.rows, key=lambda row: row.cache)
     if not row.cache:
         text = "The model keeps no KV cache."
         yield Finding("kv-cache", text, bytes=0, brief=text)
         return
     size = row.per_token // row.batch
-    values: dict[str, object] = {
+    values = {
         "cache": Bytes(row.cache),
         "batch": row.batch,
         "prompt": row.prompt,
         "new": row.new,
         "sequence": Bytes(row.per_sequence),
-        "token": (f"{size / 1024:,.4g} KiB" if size >= 1024 else f"{size} B"),
+        "token": f"{size / 1024:,.4g} KiB" if size >= 1024 else f"{size} B",
         "kinds": ", ".join(f"{kind.layers} of {kind.kind}" for kind in row.layers),
         "hosted": Bytes(row.hosted),
         "pinned": Bytes(row.pinned),
@@ -95,15 +93,10 @@ def _what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
 def _what_proposes(evidence: Evidence) -> Iterator[Finding]:
     if evidence.draft is None:
         return
-    row = max(_ran(evidence.rows), key=lambda row: row.assistant)
+    row = max(evidence.rows, key=lambda row: row.assistant)
     cache = sum(kind.bytes for kind in row.layers if kind.kind.endswith(OF_ASSISTANT))
-    values = {
-        "assistant": evidence.draft.assistant,
-        "tokens": evidence.draft.tokens,
-        "weights": Bytes(row.assistant),
-        "cache": Bytes(cache),
-        "scenario": row.scenario,
-    }
+    values: dict[str, object] = {"assistant": evidence.draft.assistant, "tokens": evidence.draft.tokens}
+    values |= {"weights": Bytes(row.assistant), "cache": Bytes(cache), "scenario": row.scenario}
     text = "{tokens} tokens are looked up before each step, and each is assumed to be rejected, the worst case."
     if evidence.draft.assistant:
         text = (
@@ -115,7 +108,7 @@ def _what_proposes(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("decode-transient")
 def _what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
-    row = max(_ran(evidence.rows), key=lambda row: row.transient)
+    row = max(evidence.rows, key=lambda row: row.transient)
     if row.transient * 100 < row.decode.peak:
         return
     text = "A decode step temporarily needs {transient} more, at batch {batch} under {scenario}."
@@ -125,7 +118,7 @@ def _what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("prefill-transient")
 def _what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
-    row = max(_ran(evidence.rows), key=lambda row: row.prefill.peak - row.decode.peak)
+    row = max(evidence.rows, key=lambda row: row.prefill.peak - row.decode.peak)
     beyond = row.prefill.peak - max(row.decode.peak, row.prefill.end)
     if beyond * 20 < row.prefill.peak:
         return
@@ -139,14 +132,10 @@ def _what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("generation-inexact")
 def _what_was_not_checked(evidence: Evidence) -> Iterator[Finding]:
-    inexact = [row for row in _ran(evidence.rows) if not row.exact]
+    inexact = [row for row in evidence.rows if not row.exact]
     if inexact:
         text = "Decode steps of {count} rows are close to what was derived for them, not equal."
         yield Finding("generation-inexact", text, {"count": len(inexact)})
-
-
-def _ran(rows: Sequence[GenerationRow]) -> list[GenerationRow]:
-    return [row for row in rows if row.estimate is not None]
 
 
 def _estimate(row: GenerationRow) -> GpuEstimate:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from memsize.analysis.fit.generation_runs import GenerationRunCache
 from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
-from memsize.analysis.fit.run_cache import NewRuns, RunCache, RunVariant
+from memsize.analysis.fit.run_cache import GenerationRunCache, NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.step_remedies import (
     BF16_PARAMETERS,
     EXPANDABLE_SEGMENTS,
@@ -167,7 +166,7 @@ class RemedyWork:
         """Measure the remedy `name` at one size; return its row and the runs that this took."""
         before = self.runs.new_runs()
         chosen = next(remedy for remedy in remedies_of(base) if remedy.name == name)
-        return self._search(base, size).alone(chosen), self.runs.new_runs(before)
+        return self._remedy_search(base, size).alone(chosen), self.runs.new_runs(before)
 
     def remedied(self, workers: Workers, base: RunVariant, size: int, budget: Budget, *, splits: bool) -> Remedied:
         """Try all remedies at one size; `workers` serve this object, or one with its methods. `splits`: the size is a
@@ -177,14 +176,14 @@ class RemedyWork:
         for row, new_runs in workers.answers([("remedy_alone", base, size, tried.name) for tried in remedies]):
             rows.append(row)
             runs.adopt(new_runs)
-        search = self._search(base, size)
+        search = self._remedy_search(base, size)
         larger = larger_budgets(budget, runs.stack) if runs.generates else ()
         ladders = ladders_of(search, size, splits=splits, larger=larger)
         return try_remedies(
             search, remedies, ladders, scenario=base.scenario.name, gpu=budget.name, size=size, rows=rows
         )
 
-    def _search(self, base: RunVariant, size: int) -> RemedySearch[RunVariant]:
+    def _remedy_search(self, base: RunVariant, size: int) -> RemedySearch[RunVariant]:
         def measure(variant: RunVariant) -> Need:
             run = self.runs.run(variant, size)
             host = run.trace.host.needs if variant.parallel and variant.parallel.offload else 0

@@ -12,8 +12,8 @@ from typing import Final, TypeAlias
 
 from memsize.analysis.findings.fit import RULES, FitEvidence, answer_in_words
 from memsize.analysis.findings.unfinished_runs import interrupted
-from memsize.analysis.fit.fit_rows import row_of_search
 from memsize.analysis.fit.footprint import Footprint
+from memsize.analysis.fit.results import row_of_search
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.analysis.program import run_program
 from memsize.analysis.ranks import import_packages
@@ -134,7 +134,7 @@ def _search(runs: ScriptRuns, budget: Budget) -> tuple[Search, Budget]:
     """
     script = runs.script
     first, second = runs.run(script.value), runs.run(2 * script.value)
-    if first.pairs == second.pairs:
+    if tuple(first.flow) == tuple(second.flow):
         raise InputError(
             f"{script.name} {first.size} and {second.size} take the same memory of the GPU: there is nothing to vary"
         )
