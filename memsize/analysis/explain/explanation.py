@@ -26,7 +26,7 @@ from memsize.records.explanation import (
     Reserved as ReservedBytes,
     category_noun,
 )
-from memsize.records.finding import Finding, Rules
+from memsize.records.finding import Finding, Rules, sizes
 from memsize.records.gpu import GpuEstimate
 from memsize.records.program import ProgramRun
 from memsize.records.report import Report
@@ -209,11 +209,7 @@ _WORTH_TELLING: Final = 0.05
 @RULES.rule("snapshot-out-of-memory", "snapshot-peak", "snapshot-end")
 def _what_happened(explanation: Explanation) -> Iterator[Finding]:
     failed, line = explanation.failed, explanation.line
-    values: dict[str, object] = {
-        "requested": Bytes(explanation.requested),
-        "reserved": Bytes(explanation.reserved_then),
-        "line": line,
-    }
+    values = sizes(requested=explanation.requested, reserved=explanation.reserved_then) | {"line": line}
     if failed is not None:
         text = (
             "Out of memory{at}: PyTorch asked for {bytes} where {free} were free on the GPU. Tensors held {requested} "
@@ -221,7 +217,7 @@ def _what_happened(explanation: Explanation) -> Iterator[Finding]:
         )
         text += " It is the last of {times} requests that failed." if failed.times > 1 else ""
         values |= {"at": f" at {failed.line}" if failed.line else ""}
-        values |= {"bytes": Bytes(failed.bytes), "free": Bytes(failed.free), "times": failed.times}
+        values |= sizes(bytes=failed.bytes, free=failed.free) | {"times": failed.times}
         yield Finding("snapshot-out-of-memory", text, values, bytes=failed.bytes)
     elif explanation.moment == "peak":
         text = "The peak of the recorded history was {requested}{at}; {left} were alive at the end."
@@ -243,15 +239,9 @@ def _mostly(explanation: Explanation) -> Iterator[Finding]:
     stack = next(category for category in explanation.places if category.category == most.category)
     if stack.line is not None:
         template += "; {here} of them were made at {line}" + (", in {function}" if stack.function else "")
-    values = {
-        "noun": category_noun(most.category),
-        "bytes": Bytes(most.bytes),
-        "share": most.bytes / explanation.requested,
-        "blocks": most.blocks,
-        "here": Bytes(stack.bytes),
-        "line": stack.line,
-        "function": stack.function,
-    }
+    values: dict[str, object] = {"noun": category_noun(most.category), "bytes": Bytes(most.bytes)}
+    values |= {"share": most.bytes / explanation.requested, "blocks": most.blocks, "here": Bytes(stack.bytes)}
+    values |= {"line": stack.line, "function": stack.function}
     yield Finding("snapshot-mostly", template + ".", values, bytes=most.bytes)
 
 
@@ -259,7 +249,7 @@ def _mostly(explanation: Explanation) -> Iterator[Finding]:
 def _fragmentation(explanation: Explanation) -> Iterator[Finding]:
     reserved = explanation.reserved
     free = reserved.pieces + reserved.cached
-    values = {"free": Bytes(free), "largest": Bytes(reserved.largest), "reserved": Bytes(reserved.bytes)}
+    values = sizes(free=free, largest=reserved.largest, reserved=reserved.bytes)
     if explanation.failed is not None:
         wanted = explanation.failed.bytes
         values |= {"wanted": Bytes(wanted)}

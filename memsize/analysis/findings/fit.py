@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from memsize.analysis.findings.training import activations_stay
 from memsize.errors import first_line
-from memsize.records.finding import Finding, Rules, layer_in_words
-from memsize.records.fit import ANSWERED, Alike, Budget, Crossing, FitRow, Remedied, Status, gpus_in_words
+from memsize.records.finding import Finding, Rules, layer_in_words, sizes
+from memsize.records.fit import ANSWERED, Budget, Crossing, FitRow, Remedied, Status, gpus_in_words
 from memsize.records.roles import noun
 from memsize.spec.vary import UNITS
 from memsize.units import Bytes
@@ -108,17 +108,9 @@ def gpus_needed(evidence: FitEvidence) -> Iterator[Finding]:
 
 def answer_in_words(row: FitRow, vary: str, *, several: bool) -> Finding:
     """Describe the result of a row that could be run, with its GPU if it is one of `several`."""
-    values: dict[str, object] = {
-        "scenario": row.name,
-        "gpu": row.gpu,
-        "vary": vary,
-        "size": row.size or 0,
-        "next": row.next_size or 0,
-        "peak": Bytes(row.peak or 0),
-        "next_peak": Bytes(row.next_peak or 0),
-        "budget": Bytes(row.budget),
-        "beyond": Bytes(abs(row.headroom or 0)),
-    }
+    values: dict[str, object] = {"scenario": row.name, "gpu": row.gpu, "vary": vary}
+    values |= {"size": row.size or 0, "next": row.next_size or 0}
+    values |= sizes(peak=row.peak, next_peak=row.next_peak, budget=row.budget, beyond=abs(row.headroom or 0))
     text = _ANSWERS[row.status]
     if row.status == "open" and row.next_size in row.refused:
         text = "Under {scenario}, {vary} {size} fits and the model refuses {next}; the sizes in between were not run"
@@ -152,10 +144,10 @@ def what_fits_on_the_others(evidence: FitEvidence) -> Iterator[Finding]:
         cards = tuple(row.gpu for row in others if row.status == status)
         if cards:
             yield Finding("fit-cards", text, values | {"cards": cards}, brief=text)
-    sizes = tuple(f"{row.size:,} on {row.gpu}" for row in others if row.size and row.status in _LARGEST)
-    if sizes:
+    largest = tuple(f"{row.size:,} on {row.gpu}" for row in others if row.size and row.status in _LARGEST)
+    if largest:
         text = "The largest {vary} that fits is {sizes}."
-        yield Finding("fit-cards", text, values | {"sizes": sizes}, brief=text)
+        yield Finding("fit-cards", text, values | {"sizes": largest}, brief=text)
 
 
 @RULES.rule("fit-frontier")
@@ -165,13 +157,8 @@ def _what_more_sequences_leave(evidence: FitEvidence) -> Iterator[Finding]:
         return
     rows = [row for row in evidence.frontier if (row.scenario, row.gpu) == (first.scenario, first.gpu) and row.size]
     least, most = rows[-1], max(rows, key=lambda row: (row.batch or 0) * (row.size or 0))
-    values: dict[str, object] = {
-        "batch": least.batch or 0,
-        "context": least.size or 0,
-        "best": most.batch or 0,
-        "each": most.size or 0,
-        "tokens": (most.batch or 0) * (most.size or 0),
-    }
+    values: dict[str, object] = {"batch": least.batch or 0, "context": least.size or 0}
+    values |= {"best": most.batch or 0, "each": most.size or 0, "tokens": (most.batch or 0) * (most.size or 0)}
     text = (
         "With {batch} sequences, {context} tokens of each fit; most tokens fit with {best} of {each}, {tokens} in all."
     )
@@ -190,33 +177,26 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
     if adds and row.grows_in and (row.grows_in == "optimizer") != (bind.phase == "optimizer"):
         # Only one of the peak and the end of memory is in the optimizer.
         adds = " The peak is in {grows_in}, and one more {unit} adds {per_step} to it."
-    most, values = _largest(bind.largest)
+    most = ""
+    values: dict[str, object] = {"phase": bind.phase, "layer": layer_in_words(bind.layer), "op": bind.op}
     alive = sum(bind.roles.values())
     free = row.budget - (alive - bind.request) if bind.request else 0
-    in_pieces = (
-        " {free} are free, in pieces too small for the {request} asked for: expandable segments may help."
-        if bind.request <= free and free * 10 > alive
-        else ""
-    )
+    values |= {"role": noun(bind.role)}
+    values |= sizes(held=bind.roles[bind.role], alive=alive, free=free, request=bind.request, per_step=row.per_step)
+    values |= {"grows_in": row.grows_in, "unit": UNITS.get(vary, f"step of {vary}")}
+    if (largest := bind.largest) is not None:
+        many = "{count} tensors of {spec} hold" if largest.tensors > 1 else "One tensor of {spec} holds"
+        most = f" {many} {{together}}{': as wide as the logits' if largest.logits else ''}."
+        values |= {"count": largest.tensors, "spec": str(largest.spec), "together": Bytes(largest.bytes)}
+    in_pieces = ""
+    if bind.request <= free and free * 10 > alive:
+        in_pieces = " {free} are free, in pieces too small for the {request} asked for: expandable segments may help."
     where = "Memory runs out in" if bind.request else "The peak is in"
     brief = f"{where} {{phase}}{at} where {{role}} take {{held}} of the {{alive}} in use."
     yield Finding(
         "fit-binds",
         f"{brief}{most}{in_pieces}{adds}",
-        {
-            "phase": bind.phase,
-            "layer": layer_in_words(bind.layer),
-            "op": bind.op,
-            "role": noun(bind.role),
-            "held": Bytes(bind.roles[bind.role]),
-            "alive": Bytes(alive),
-            "free": Bytes(free),
-            "request": Bytes(bind.request),
-            "per_step": Bytes(row.per_step or 0),
-            "grows_in": row.grows_in,
-            "unit": UNITS.get(vary, f"step of {vary}"),
-        }
-        | values,
+        values,
         bytes=bind.roles[bind.role],
         layers=(bind.layer,) if bind.layer else (),
         brief=f"{brief}{adds}",
@@ -230,15 +210,6 @@ def what_adapters_leave(evidence: FitEvidence) -> Iterator[Finding]:
         yield from activations_stay(row.bind.roles, row.bind.frozen, "fit-adapters")
 
 
-def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:
-    if most is None:
-        return "", {}
-    many = "{count} tensors of {spec} hold" if most.tensors > 1 else "One tensor of {spec} holds"
-    logits = ": as wide as the logits" if most.logits else ""
-    values = {"count": most.tensors, "spec": str(most.spec), "together": Bytes(most.bytes)}
-    return f" {many} {{together}}{logits}.", values
-
-
 @RULES.rule("fit-fixed-cost")
 def _fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
     row = evidence.first
@@ -246,23 +217,15 @@ def _fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
         return
     standing = sum(row.standing.values())
     fixed = max(row.fixed or 0, standing)
-    besides = ", and temporaries at the peak, in {phase}, {besides} more" if standing <= row.budget else ""
     if fixed > row.budget:
+        besides = ", and temporaries at the peak, in {phase}, {besides} more" if standing <= row.budget else ""
         total = fixed if besides else standing
-        yield Finding(
-            "fit-fixed-cost",
-            f"No {{vary}} can fit: {{roles}} alone take {{standing}}{besides}, {{beyond}} more than PyTorch can use.",
-            {
-                "vary": evidence.vary,
-                "roles": tuple(noun(role) for role in row.standing),
-                "standing": Bytes(standing),
-                "besides": Bytes(total - standing),
-                "phase": row.grows_in,
-                "beyond": Bytes(total - row.budget),
-            },
-            bytes=total,
-            brief="No {vary} can fit: {roles} alone take {standing}.",
-        )
+        brief = "No {vary} can fit: {roles} alone take {standing}"
+        values: dict[str, object] = {"vary": evidence.vary, "roles": tuple(map(noun, row.standing))}
+        values |= sizes(standing=standing, besides=total - standing) | {"phase": row.grows_in}
+        values |= sizes(beyond=total - row.budget)
+        text = f"{brief}{besides}, {{beyond}} more than PyTorch can use."
+        yield Finding("fit-fixed-cost", text, values, bytes=total, brief=f"{brief}.")
 
 
 @RULES.rule("fit-most")
@@ -289,22 +252,12 @@ def _refused(evidence: FitEvidence) -> Iterator[Finding]:
         return
     bound = row.next_size
     size = bound if bound is not None and bound in row.refused else next(iter(row.refused))
-    reason = row.refused[size]
     rule = " Sizes that ran are multiples of {step}." if row.step > 1 else ""
     # The sizes that ran are the range that works, as far as is known.
     ran = " It ran with {least} to {most}." if len(row.ran) > 1 else ""
-    yield Finding(
-        "fit-refused",
-        f"The model refuses {{vary}} {{size}}: {{reason}}.{ran}{rule}",
-        {
-            "vary": evidence.vary,
-            "size": size,
-            "reason": first_line(reason),
-            "step": row.step,
-            "least": min(row.ran, default=0),
-            "most": max(row.ran, default=0),
-        },
-    )
+    values = {"vary": evidence.vary, "size": size, "reason": first_line(row.refused[size]), "step": row.step}
+    values |= {"least": min(row.ran, default=0), "most": max(row.ran, default=0)}
+    yield Finding("fit-refused", f"The model refuses {{vary}} {{size}}: {{reason}}.{ran}{rule}", values)
 
 
 @RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
@@ -345,7 +298,7 @@ def _crossings(evidence: FitEvidence) -> Iterator[Finding]:
         text = never if crossing.size is None else so
         if crossing.kind == "peak" and crossing.size == 1:
             text = "Under {scenario}, the peak is in forward or backward at every size"
-        values = {"scenario": crossing.scenario, "other": crossing.other, "vary": evidence.vary}
+        values: dict[str, object] = {"scenario": crossing.scenario, "other": crossing.other, "vary": evidence.vary}
         values |= {"size": crossing.size or 0}
         yield Finding(f"crossing-{crossing.kind}", text + ".", values)
 
@@ -365,16 +318,8 @@ def _budgets(evidence: FitEvidence) -> Iterator[Finding]:
         taken += ["the allocator may take {fraction}"] if budget.fraction < 1 else []
         taken += ["the margin is {margin}"] if budget.margin else []
         less = f", of which {' and '.join(taken)}" if taken else ""
-        yield Finding(
-            "budget",
-            f"The allocator gets {{allocator}}{before}: {per_gpu}{{name}} has {{device}}{less}.",
-            {
-                "allocator": Bytes(budget.allocator),
-                "name": budget.one,
-                "device": Bytes(budget.device),
-                "context": Bytes(budget.context),
-                "margin": Bytes(budget.margin),
-                "fraction": Bytes(int(budget.fraction * budget.device)),
-            },
-            bytes=budget.allocator,
-        )
+        values = {"allocator": Bytes(budget.allocator), "name": budget.one}
+        values |= sizes(device=budget.device, context=budget.context, margin=budget.margin)
+        values |= sizes(fraction=int(budget.fraction * budget.device))
+        text = f"The allocator gets {{allocator}}{before}: {per_gpu}{{name}} has {{device}}{less}."
+        yield Finding("budget", text, values, bytes=budget.allocator)

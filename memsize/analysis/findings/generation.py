@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from memsize.analysis.findings.fit import what_is_enough
-from memsize.records.finding import Finding, Rules
+from memsize.records.finding import Finding, Rules, sizes
 from memsize.records.fit import Remedied
 from memsize.records.generation import GenerationRow
 from memsize.records.gpu import Card, GpuEstimate
@@ -34,26 +34,22 @@ def _what_fits(evidence: Evidence) -> Iterator[Finding]:
     first = [row for row in evidence.rows if row.scenario == evidence.rows[0].scenario]
     row = next((row for row in first if not row.fits), None) or max(first, key=lambda row: _estimate(row).requested)
     peak = _estimate(row)
-    values = {
-        "scenario": row.scenario,
-        "batch": row.batch,
-        "sequences": "sequence" if row.batch == 1 else "sequences",
-        "prompt": row.prompt,
-        "new": row.new,
-        "tokens": "token" if row.new == 1 else "tokens",
-        "peak": Bytes(peak.reserved),
-        "phase": peak.peak_phase,
-    }
+    one = row.batch == 1
+    values: dict[str, object] = {"scenario": row.scenario, "batch": row.batch}
+    values |= {"sequences": "sequence" if row.batch == 1 else "sequences", "prompt": row.prompt, "new": row.new}
+    values |= {"tokens": "token" if row.new == 1 else "tokens", "peak": Bytes(peak.reserved), "phase": peak.peak_phase}
     what = "Under {scenario}, {batch} {sequences} of {prompt} + {new} {tokens}"
-    if peak.shortage is None:
-        text = what + (" fits" if row.batch == 1 else " fit") + ": {peak} reserved, the peak is in {phase}."
-        yield Finding("generation-fits", text, values, bytes=peak.reserved, brief=text)
+    if (end := peak.shortage) is None:
+        code, text = (
+            "generation-fits",
+            what + (" fits" if one else " fit") + ": {peak} reserved, the peak is in {phase}.",
+        )
     else:
-        end = peak.shortage
-        values |= {"phase": end.phase, "request": Bytes(end.request), "free": Bytes(end.free)}
-        does = " does" if row.batch == 1 else " do"
+        values |= {"phase": end.phase} | sizes(request=end.request, free=end.free)
+        does = " does" if one else " do"
         text = what + does + " not fit: {phase} needs {request}, {free} are free; {peak} would be reserved."
-        yield Finding("generation-exceeds", text, values, bytes=peak.reserved, brief=text)
+        code = "generation-exceeds"
+    yield Finding(code, text, values, bytes=peak.reserved, brief=text)
 
 
 @RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
@@ -69,17 +65,11 @@ def _what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("kv-cache", text, bytes=0, brief=text)
         return
     size = row.per_token // row.batch
-    values = {
-        "cache": Bytes(row.cache),
-        "batch": row.batch,
-        "prompt": row.prompt,
-        "new": row.new,
-        "sequence": Bytes(row.per_sequence),
-        "token": f"{size / 1024:,.4g} KiB" if size >= 1024 else f"{size} B",
-        "kinds": ", ".join(f"{kind.layers} of {kind.kind}" for kind in row.layers),
-        "hosted": Bytes(row.hosted),
-        "pinned": Bytes(row.pinned),
-    }
+    values: dict[str, object] = {"cache": Bytes(row.cache), "batch": row.batch, "prompt": row.prompt, "new": row.new}
+    values |= sizes(sequence=row.per_sequence)
+    values |= {"token": f"{size / 1024:,.4g} KiB" if size >= 1024 else f"{size} B"}
+    values |= {"kinds": ", ".join(f"{kind.layers} of {kind.kind}" for kind in row.layers)}
+    values |= sizes(hosted=row.hosted, pinned=row.pinned)
     grows = "{token} per token of a sequence" if row.per_token else "whatever the length"
     text = "The KV cache grows to {cache}, {sequence} per sequence, " + grows + " (layers: {kinds})."
     brief = "The KV cache grows to {cache}, " + grows + "."
@@ -96,7 +86,7 @@ def _what_proposes(evidence: Evidence) -> Iterator[Finding]:
     row = max(evidence.rows, key=lambda row: row.assistant)
     cache = sum(kind.bytes for kind in row.layers if kind.kind.endswith(OF_ASSISTANT))
     values: dict[str, object] = {"assistant": evidence.draft.assistant, "tokens": evidence.draft.tokens}
-    values |= {"weights": Bytes(row.assistant), "cache": Bytes(cache), "scenario": row.scenario}
+    values |= sizes(weights=row.assistant, cache=cache) | {"scenario": row.scenario}
     text = "{tokens} tokens are looked up before each step, and each is assumed to be rejected, the worst case."
     if evidence.draft.assistant:
         text = (
@@ -132,10 +122,9 @@ def _what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("generation-inexact")
 def _what_was_not_checked(evidence: Evidence) -> Iterator[Finding]:
-    inexact = [row for row in evidence.rows if not row.exact]
-    if inexact:
+    if inexact := sum(not row.exact for row in evidence.rows):
         text = "Decode steps of {count} rows are close to what was derived for them, not equal."
-        yield Finding("generation-inexact", text, {"count": len(inexact)})
+        yield Finding("generation-inexact", text, {"count": inexact})
 
 
 def _estimate(row: GenerationRow) -> GpuEstimate:
@@ -161,7 +150,7 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
     values: dict[str, object] = {"scenario": row.scenario, "card": cards, "budget": Bytes(budget)}
     if row.paged is None:
         taken = row.weights + row.profile + row.non_torch.low
-        values |= {"short": Bytes(row.shortage), "weights": Bytes(row.weights), "rest": Bytes(taken - row.weights)}
+        values |= sizes(short=row.shortage, weights=row.weights, rest=taken - row.weights)
         text = (
             "Under {scenario} nothing is left for the KV cache: the server may take {budget} of {card}, {short} less "
             "than it needs (weights {weights}, a step and what is outside PyTorch {rest})."
@@ -169,13 +158,8 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
         yield Finding("serves-none", text, values, bytes=row.shortage, brief=text)
         return
     paged = row.paged
-    values |= {
-        "cache": Bytes(paged.available.low),
-        "tokens": paged.tokens.low,
-        "most": paged.tokens.high,
-        "requests": paged.concurrency.texts()[0],
-        "context": serving.context,
-    }
+    values |= {"cache": Bytes(paged.available.low), "tokens": paged.tokens.low, "most": paged.tokens.high}
+    values |= {"requests": paged.concurrency.texts()[0], "context": serving.context}
     text = (
         "Under {scenario}, {card} keeps at least {cache} for the KV cache: {tokens} to {most} tokens, or {requests} "
         "requests of {context} tokens at once."
