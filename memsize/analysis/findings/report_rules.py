@@ -111,13 +111,9 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
 @RULES.rule("unregistered-tensors")
 def unregistered(evidence: Evidence) -> Iterator[Finding]:
     hidden = [t for t in evidence.as_given.tensors if t.kind == "attribute" and t.bytes and not _computed(t, evidence)]
-    if hidden:
-        yield _about(
-            hidden,
-            "unregistered-tensors",
-            "Not registered: {names} ({bytes}). parameters(), state_dict(), .to() and .half() "
-            "do not see them; nn.ModuleList, nn.Parameter and register_buffer make them part of the model.",
-        )
+    text = "Not registered: {names} ({bytes}). parameters(), state_dict(), .to() and .half() do not see them; "
+    text += "nn.ModuleList, nn.Parameter and register_buffer make them part of the model."
+    yield from _about(hidden, "unregistered-tensors", text)
 
 
 @RULES.rule("pruned-parameters-grow")
@@ -145,13 +141,11 @@ def _computed(tensor: StoredTensor, evidence: Evidence) -> bool:
 @RULES.rule("no-gradient-flows")
 def without_gradient(evidence: Evidence) -> Iterator[Finding]:
     cut = [t for t in evidence.parameters if t.trainable and t.used and t.differentiable is False and t.tied_to is None]
-    if cut and any(t.differentiable for t in evidence.parameters):
-        yield _about(
-            cut,
-            "no-gradient-flows",
-            "Used, but out of reach of any gradient: {names} ({bytes}), read through .data or detach, or "
-            "under no_grad.",
+    if any(t.differentiable for t in evidence.parameters):
+        text = (
+            "Used, but out of reach of any gradient: {names} ({bytes}), read through .data or detach, or under no_grad."
         )
+        yield from _about(cut, "no-gradient-flows", text)
 
 
 @RULES.rule("tied-parameters")
@@ -168,12 +162,8 @@ def tied(evidence: Evidence) -> Iterator[Finding]:
 @RULES.rule("unused-parameters")
 def unused(evidence: Evidence) -> Iterator[Finding]:
     idle = [t for t in evidence.parameters if t.used is False and t.tied_to is None and t.bytes]
-    if idle:
-        yield _about(
-            idle,
-            "unused-parameters",
-            "The forward never reads {names}: {bytes} are stored, cast and saved with the model, and get no gradient.",
-        )
+    text = "The forward never reads {names}: {bytes} are stored, cast and saved with the model, and get no gradient."
+    yield from _about(idle, "unused-parameters", text)
 
 
 @RULES.rule("halving-leaves-integers")
@@ -229,9 +219,10 @@ def torchinfo_counts_differently(evidence: Evidence) -> Iterator[Finding]:
             yield Finding("summary-counts-differently", text, values)
 
 
-def _about(tensors: Sequence[StoredTensor], code: str, text: str) -> Finding:
-    values = {"names": tuple(tensor.name for tensor in tensors), "bytes": Bytes(bytes_of(tensors))}
-    return Finding(code, text, values, bytes=bytes_of(tensors), layers=layers_of(tensors))
+def _about(tensors: Sequence[StoredTensor], code: str, text: str) -> Iterator[Finding]:
+    if tensors:
+        values = {"names": tuple(tensor.name for tensor in tensors), "bytes": Bytes(bytes_of(tensors))}
+        yield Finding(code, text, values, bytes=bytes_of(tensors), layers=layers_of(tensors))
 
 
 OWN: Final[Mapping[str, Severity]] = {

@@ -25,7 +25,7 @@ def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
             yield out_of_memory(shortage, what=f"{run} under {name}{others}", gpu=evidence.gpu, scenario=shown)
 
 
-@RULES.rule("training-peak")
+@RULES.rule("training-peak", "adapters-leave-activations")
 def training_peak(evidence: Evidence) -> Iterator[Finding]:
     name = next((name for name in ("as-given", "fp32", *evidence.peaks) if name in evidence.peaks), None)
     if name is None:
@@ -65,14 +65,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
         "nvidia-smi would show {low} to {high} of the {total} of {gpu}." + lowest,
         moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs and not evidence.spread else None,
     )
-
-
-@RULES.rule("adapters-leave-activations")
-def _adapters(evidence: Evidence) -> Iterator[Finding]:
-    name = next((name for name in ("as-given", "fp32", *evidence.peaks) if name in evidence.peaks), None)
-    if name is not None:
-        frozen = evidence.stored.frozen
-        yield from activations_stay(evidence.peaks[name].roles, frozen, "adapters-leave-activations")
+    yield from activations_stay(peak.roles, evidence.stored.frozen, "adapters-leave-activations")
 
 
 _FROZEN: Final = 0.9
