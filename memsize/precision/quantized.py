@@ -5,6 +5,7 @@ how quantized layers use their weights while they run.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ from memsize.loading.hubs import quiet
 from memsize.model.stored import TORCHSCRIPT_CONSTANT, stored_tensors
 from memsize.model.tensor_storage import dtype_name, wrapper_name
 from memsize.precision.layouts import Kernel, Layout, Parts
-from memsize.precision.quantization_config import is_skipped
+from memsize.precision.quantization_config import CHECKPOINT, is_ignored, is_skipped, read_quantization_config
 from memsize.records.trace import Output, StoredTensor, TensorSpec, Trace
 from memsize.spec.scenario import Scenario
 
@@ -133,6 +134,34 @@ def stored_under(tensors: tuple[StoredTensor, ...], quantized: Quantized) -> tup
     owners: dict[str, str] = {}
     bytes_of = {tensor.name: tensor.bytes for tensor in tensors if tensor.tied_to is None}
     return tuple(_stored(tensor, quantized, owners, bytes_of) for tensor in tensors)
+
+
+def quantize_as(model: nn.Module, text: str) -> Quantized:
+    """How a server stores `model` by the quantization config that `text` has as JSON; nothing of the model changes.
+
+    Embeddings and the head stay as they are, unless `lm_head` is true. Raises `ScenarioError` for a method that is not
+    covered.
+    """
+    config = json.loads(text)
+    stored, method = read_quantization_config(config), str(config.get("quant_method", "no method"))
+    if stored is None or stored.method in _NOT_SERVED:
+        raise ScenarioError(f"the checkpoint's weights are quantized by {quoted(method)}, which is not covered")
+    head = None if config.get("lm_head") else getattr(model, "get_output_embeddings", lambda: None)()
+    replaced: dict[str, Parts] = {}
+    for path, module in model.named_modules():
+        if module is head or any(is_ignored(path, entry, method) for entry in stored.skipped or ()):
+            continue
+        for name, parameter in module._parameters.items():
+            is_linear = isinstance(module, nn.Linear) and name == "weight" and bool(stored.layout.modules)
+            if parameter is not None and (is_linear or (parameter.dim() == 3 and name in _EXPERTS)):
+                parts = stored.layout.weight(tuple(parameter.shape), dtype_name(parameter.dtype))
+                replaced[f"{path}.{name}" if path else name] = parts
+    return Quantized(f"{CHECKPOINT}{method}", replaced, {}, f"{method} checkpoint")
+
+
+_NOT_SERVED: Final = ("bitsandbytes", "torchao", "nvfp4")
+_EXPERTS: Final = ("gate_up_proj", "down_proj")
+"""The weights of experts that are stored together."""
 
 
 def apply_torchao(model: nn.Module, config_name: str) -> Quantized:

@@ -21,15 +21,15 @@ from memsize.cuda.autocast import autocast_region
 from memsize.errors import ScenarioError, first_line
 from memsize.known_values.toeplitz import cast
 from memsize.model.input_tensors import cast_floating
-from memsize.precision.checkpoint_quantization import CHECKPOINT, quantize_as
 from memsize.precision.layouts import LAYOUTS, Layout
-from memsize.precision.quantization_config import quantization_of
+from memsize.precision.quantization_config import CHECKPOINT, quantization_of
 from memsize.precision.quantized import (
     Quantized,
     apply_layout,
     apply_torchao,
     base_of,
     is_adapter,
+    quantize_as,
     stored_under,
 )
 from memsize.records.trace import StoredTensor, TensorSpec
