@@ -20,7 +20,7 @@ from memsize.depth.trace_extension import NotRepeatedError
 from memsize.errors import ForwardError, MemsizeError
 from memsize.kernels.cudnn.library import Plans
 from memsize.model.input_tensors import ModelInputs
-from memsize.model.stored import stored_tensors
+from memsize.model.tensor_storage import stored_tensors
 from memsize.records.gpu import Card
 from memsize.records.trace import StoredTensor, Trace
 from memsize.spec.model_request import Call

@@ -8,7 +8,7 @@ readers take from it as they go. The other limits bound one thing each.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -215,15 +215,6 @@ class Claims:
         """Claim `length` bytes from `start` for `use`."""
         if length > 0:
             self._claims.append((start, start + length, use))
-
-    def claim_around(self, start: int, length: int, use: Use, holes: Iterable[tuple[int, int]]) -> None:
-        """Claim `length` bytes from `start` for `use`, without `holes`: the starts and lengths of other claims."""
-        position, end = start, start + length
-        for hole, size in sorted(holes):
-            if start <= hole < end:
-                self.claim(position, hole - position, use)
-                position = max(position, hole + size)
-        self.claim(position, end - position, use)
 
     def pad_gaps(self, start: int, end: int) -> None:
         """Claim the bytes between `start` and `end` that no claim covers as padding."""

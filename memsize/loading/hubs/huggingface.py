@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ from memsize.errors import TargetError, first_line
 from memsize.files import parse_json, read
 from memsize.loading.building import LoadedModel
 from memsize.loading.hubs import (
+    CHECKPOINT_CONFIG,
     build_library_model,
     first_cause,
     import_library,
-    is_broken,
-    mark_quantized,
     unknown_name,
 )
 from memsize.loading.hubs.huggingface_inputs import config_input_maker
@@ -55,19 +54,9 @@ _TABLES = (*(f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TASKS), "MODEL_MAPPI
 
 
 def load_transformers_model(name: str, arguments: Mapping[str, object]) -> LoadedModel:
-    """The model of the config that `name` means, whose entries `arguments` replace, and inputs that suit it.
-
-    transformers checks that torchvision is installed, not that it works. If it does not work, models that only *could*
-    use it fail to import too; transformers is then called once more as if torchvision were not installed.
-    """
+    """The model of the config that `name` means, whose entries `arguments` replace, and inputs that suit it."""
     try:
-        try:
-            return _load(name, arguments)
-        except (ImportError, RuntimeError) as error:
-            if not _is_torchvisions(error):
-                raise
-        with _without_torchvision():
-            return _load(name, arguments)
+        return _load(name, arguments)
     except (ImportError, RuntimeError) as error:
         raise TargetError(
             f"transformers cannot import what hf:{name} needs: {first_line(first_cause(error))}"
@@ -78,14 +67,17 @@ def _load(name: str, arguments: Mapping[str, object]) -> LoadedModel:
     transformers = import_library("transformers")
     label = f"hf:{name}"
     file = _config_file(name)
-    data = _read(file) if file else _by_architecture(transformers, name) or _read(_cached(name))
+    data = _read(file) if file else _by_architecture(transformers, name) or _read_cached(name)
     stored = data.pop("quantization_config", None)
     config, notes = _config(transformers, data, arguments, label)
     kind = model_class(transformers, config, label)
     module, built = build_library_model(lambda: kind._from_config(config), label, {})
     if stored:
-        mark_quantized(module, stored)
-    maker = config_input_maker(module, _preprocessor(file or Path()))
+        vars(module)[CHECKPOINT_CONFIG] = stored
+    preprocessor: Any = {}  # the sizes that its processor makes
+    with suppress(OSError, ValueError):
+        preprocessor = _json(file.with_name("preprocessor_config.json")) if file else {}
+    maker = config_input_maker(module, preprocessor if isinstance(preprocessor, dict) else {})
     return LoadedModel(module, f"{label} ({kind.__name__})", (*notes, *built), inputs=maker)
 
 
@@ -135,10 +127,10 @@ def _by_architecture(transformers: Any, name: str) -> dict[str, Any] | None:
     raise unknown_name("transformers", name, types.keys())
 
 
-def _cached(name: str) -> Path:
+def _read_cached(name: str) -> dict[str, Any]:
     path = import_library("huggingface_hub").try_to_load_from_cache(name, "config.json")
     if isinstance(path, str):
-        return Path(path)
+        return _read(Path(path))
     raise TargetError(
         f"there is no folder or file {name}, and no config of that Hub id in the local cache: "
         f"fetch it with hf download {name} config.json"
@@ -220,16 +212,6 @@ def _replaced(data: dict[str, Any], arguments: Mapping[str, object]) -> dict[str
     return replaced
 
 
-def _preprocessor(file: Path) -> dict[str, Any]:
-    """The entries of a preprocessor_config.json beside the config: the sizes that its processor makes."""
-    beside = file.parent / "preprocessor_config.json"
-    try:
-        data = _json(beside) if file.name else {}
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}
-
-
 # -- the class --------------------------------------------------------------------------------------------------------
 
 
@@ -275,29 +257,3 @@ def _attribute(transformers: Any, name: str) -> Any:
         if name not in dir(transformers):  # half a second: only where there is a doubt
             return None
         raise TargetError(f"transformers cannot import {name}: {first_line(first_cause(error))}") from error
-
-
-@contextmanager
-def _without_torchvision() -> Iterator[None]:
-    """While open, torchvision is not installed; transformers keeps in mind that it wasn't."""
-    checks = import_library("transformers.utils.import_utils")
-    for check in ("is_torchvision_available", "is_torchvision_v2_available"):
-        cleared = getattr(getattr(checks, check, None), "cache_clear", None)
-        if cleared is not None:
-            cleared()
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "torchvision"}
-    sys.modules["torchvision"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["torchvision"]
-        sys.modules.update(hidden)
-
-
-def _is_torchvisions(error: BaseException) -> bool:
-    cause: BaseException | None = error
-    while cause is not None:
-        if "torchvision" in str(cause):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return is_broken("torchvision")
