@@ -186,13 +186,9 @@ def _join(name: str, parts: Iterable[Contents]) -> Contents:
         base = len(storages)
         # A new tuple of fields is made much faster than by `replace`.
         storages += [Storage(s.name, number, s.offset, s.bytes, s.file_bytes, s.unneeded) for s in part.storages]
-        tensors += [
-            Tensor(
-                t.name, t.keys, t.spec, t.elements, None if t.storage is None else t.storage + base, t.bytes,
-                t.unneeded, t.shared_with, t.wrapper, t.trainable,
-            )
-            for t in part.tensors
-        ]  # fmt: skip
+        for t in part.tensors:
+            sizes = None if t.storage is None else t.storage + base, t.bytes, t.unneeded
+            tensors.append(Tensor(t.name, t.keys, t.spec, t.elements, *sizes, t.shared_with, t.wrapper, t.trainable))
     formats = tuple(dict.fromkeys(part.format for part in contents))
     values = dict(pair for part in reversed(contents) for pair in part.values)
     return Contents(

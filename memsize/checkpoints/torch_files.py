@@ -82,17 +82,9 @@ def read_zip(source: Source) -> Contents:
 def _contents(
     source: Source, format: str, claims: Claims, index: StorageIndex, contents: PickleContents, mentioned: Iterable[str]
 ) -> Contents:
-    return file_contents(
-        source,
-        format,
-        claims,
-        contents.pieces,
-        index.storages,
-        values=tuple(contents.values),
-        marks=tuple(contents.marks),
-        classes=tuple(name for name in mentioned if not is_allowed(name)),
-        module=contents.module,
-    )
+    classes = tuple(name for name in mentioned if not is_allowed(name))
+    facts = {"values": tuple(contents.values), "marks": tuple(contents.marks), "module": contents.module}
+    return file_contents(source, format, claims, contents.pieces, index.storages, classes=classes, **facts)
 
 
 @dataclass(slots=True)

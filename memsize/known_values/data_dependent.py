@@ -46,8 +46,10 @@ def data_dependent_ops() -> Mapping[str, DataDependentOp]:
         "aten::nonzero": _nonzero,
         "aten::index.Tensor": _index,
         "aten::masked_select": _masked_select,
-        "aten::_unique2": lambda rely, tensor, _sorted=True, *flags, **more: _unique(rely, tensor, *flags, **more),
-        "aten::unique_dim": lambda rely, tensor, dim, _sorted=True, *flags: _unique(rely, tensor, *flags, dim=dim),
+        "aten::_unique2": lambda rely, tensor, _sorted=True, *flags: _unique(rely, tensor, *flags),
+        "aten::unique_dim": lambda rely, tensor, dim, _sorted=True, inverse=False, counts=False: _unique(
+            rely, tensor, inverse, counts, dim
+        ),
         "aten::unique_consecutive": _unique,
         "aten::bincount": _bincount,
         "torchvision::nms": _nms,

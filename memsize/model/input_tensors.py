@@ -212,7 +212,8 @@ def _tensor(spec: InputSpec, batch: int) -> torch.Tensor:
 
 
 def _by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
-    return {**dict(enumerate(args)), **kwargs}
+    positions: dict[int | str, Any] = dict(enumerate(args))
+    return positions | kwargs
 
 
 def resized(tensor: torch.Tensor, dims: Iterable[int], size: int) -> torch.Tensor:
