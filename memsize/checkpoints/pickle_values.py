@@ -211,15 +211,12 @@ def _sparse(args: Args) -> Composite:
     return Composite(layout.removeprefix("torch."), list(zip(_SPARSE[layout], data, strict=False)))
 
 
+_BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE = {
     "torch.sparse_coo": ("indices", "values"),
-    "torch.sparse_csr": ("crow_indices", "col_indices", "values"),
-    "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
-    "torch.sparse_bsr": ("crow_indices", "col_indices", "values"),
-    "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
+    **dict.fromkeys(("torch.sparse_csr", "torch.sparse_bsr"), _BY_ROW),
+    **dict.fromkeys(("torch.sparse_csc", "torch.sparse_bsc"), _BY_COLUMN),
 }
-
-
 _NESTED = ("values", "sizes", "strides", "offsets")
 
 
