@@ -132,7 +132,7 @@ class Unpickler(pickle._Unpickler):
                     raise self.damaged("it ends too early")
                 budget.pickle -= costs[code[0]]
                 dispatch[code[0]](self)
-            raise budget.refusal("pickle")
+            raise self.exhausted()
         except pickle._Stop as stop:  # type: ignore[attr-defined]
             value = stop.value
         except _DAMAGE as error:
@@ -144,6 +144,10 @@ class Unpickler(pickle._Unpickler):
             raise self.damaged("it ends too early")
         self.memo = Memo()
         return value
+
+    def exhausted(self) -> CheckpointError:
+        """The error of a pickle that goes on when the budget is used up."""
+        return self.budget.refusal("pickle")
 
     def damaged(self, why: str) -> CheckpointError:
         """The error of a pickle that no program writes."""

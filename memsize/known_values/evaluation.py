@@ -277,8 +277,8 @@ def _on_host(value: Any) -> Any:
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         if is_in_coordinates(tensor):
             return zeros_in_coordinates(tensor)
-        known = constant_of(tensor)
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=_CPU) if known is None else known
+        constant = constant_of(tensor)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=_CPU) if constant is None else constant
 
     return map_tensors(stand_in, value)
 

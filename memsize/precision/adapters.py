@@ -149,9 +149,10 @@ def _matching_layers(model: nn.Module, pattern: str, linears: Iterable[str]) -> 
 
 
 def _matching_modules(model: nn.Module, pattern: str) -> list[str]:
-    paths = [path for path, _ in model.named_modules() if path and matches(path, pattern)]
+    every = [path for path, _ in model.named_modules() if path]
+    paths = [path for path in every if matches(path, pattern)]
     if not paths:
-        names = dict.fromkeys(path.rpartition(".")[2] for path, _ in model.named_modules() if path)
+        names = dict.fromkeys(path.rpartition(".")[2] for path in every)
         raise UnknownInputError("module", pattern, names, problem=f"no module is called {pattern!r}")
     return paths
 

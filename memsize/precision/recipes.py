@@ -181,16 +181,8 @@ def _quantized(model: nn.Module, scenario: Scenario) -> Recipe:
     return _stored_as(model, scenario, apply_layout(model, LAYOUTS[layout]))
 
 
-def _stored_as(
-    model: nn.Module,
-    scenario: Scenario,
-    quantized: Quantized,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Recipe:
-    precision = run_precision(
-        scenario,
-        autocast=autocast,
-        rewrite=partial(stored_under, quantized=quantized),
-        sizes={name: sum(part.bytes for part in parts) for name, parts in quantized.replaced.items()},
-    )
+def _stored_as(model: nn.Module, scenario: Scenario, quantized: Quantized, autocast: Any = nullcontext) -> Recipe:
+    sizes = {name: sum(part.bytes for part in parts) for name, parts in quantized.replaced.items()}
+    rewrite = partial(stored_under, quantized=quantized)
+    precision = run_precision(scenario, autocast=autocast, rewrite=rewrite, sizes=sizes)
     return Recipe(model, floating_dtype(model) or torch.float32, precision, quantized)
