@@ -107,7 +107,7 @@ def _masked_rows(tensor: Tensor, dim: int, *_: Any) -> Iterator[Temporary]:
     """Where the input is -inf, which rows are so throughout, and the zero that is written there (attention.cpp
     `_safe_softmax`, since 2.11 or earlier)."""
     yield Temporary(tuple(tensor.shape), torch.bool)
-    yield Temporary(reduced_shape(tensor.shape, dim, True), torch.bool)
+    yield Temporary(reduced_shape(tensor.shape, dim, True) or (), torch.bool)
     yield Temporary((), tensor.dtype)
 
 
