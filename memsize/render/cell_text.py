@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
-from itertools import groupby, takewhile
+from itertools import groupby
+
+from rich.cells import cell_len, set_cell_size
 
 from memsize.documents.sections import Phrase, Title
 from memsize.printable import LONGEST, printable, printable_lines
@@ -17,6 +18,9 @@ UNKNOWN = "–"
 MINUS = "−"
 MODEL = "(model)"
 """How the model's own path, which is empty, is drawn."""
+
+LEFT = ("name", "text", "specs", "words")
+"""The kinds of cell that stand at the left of their column; numbers stand at the right."""
 
 MODELLED = "* modelled: not all of its figures come from a run"
 """What the mark behind a scenario's name means."""
@@ -101,25 +105,9 @@ def draw_failure(failure: Failure) -> tuple[str, ...]:
     )
 
 
-def columns_of(text: str) -> int:
-    """Count the terminal columns of `text`: East Asian wide characters take two, combining characters none."""
-    if text.isascii():
-        return len(text)
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
-
-
-def padded(text: str, width: int, *, left: bool = True) -> str:
-    """`text` in `width` columns of a terminal, at the left or at the right of them."""
-    spaces = " " * (width - columns_of(text))
-    return text + spaces if left else spaces + text
-
-
 def shorten(text: str, width: int) -> str:
     """`text` in at most `width` columns of a terminal, cut at the end."""
-    if columns_of(text) <= width:
-        return text
-    ends = takewhile(lambda end: columns_of(text[:end]) < width, range(1, len(text)))
-    return text[: max(ends, default=0)] + "…"
+    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…"
 
 
 def shorten_path(text: str, width: int) -> str:
@@ -134,7 +122,7 @@ def shorten_path(text: str, width: int) -> str:
             break
         parts[position] = part if part.isdecimal() else part[:1]
     whole = ".".join(parts)
-    if columns_of(whole) > len(whole):
+    if cell_len(whole) > len(whole):
         return shorten(whole, width)
     if len(whole) <= width:
         return whole

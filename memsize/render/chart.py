@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from rich.text import Text
+
 from memsize.printable import printable
 from memsize.records.roles import noun
 from memsize.records.timeline import Timeline
 from memsize.render.cell_text import draw_bytes
-from memsize.render.screen import styled
+from memsize.render.screen import colour_of
 from memsize.units import Unit, format_bytes, unit_for
 
 WIDTH: Final = 100
@@ -21,8 +23,8 @@ _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _EIGHTHS: Final = len(_BLOCKS) - 1
 
 
-def lines(timeline: Timeline, unit: str, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
-    """The chart of a timeline that has events, in at most `width` characters; in `colour` each role has its own."""
+def lines(timeline: Timeline, unit: str, width: int | None = None) -> Iterator[Text]:
+    """The chart of a timeline that has events, in at most `width` characters."""
     peaks = [format_bytes(max(column), unit) for column in timeline.live.values()]
     labels = [noun(role) for role in timeline.live]
     scale = unit_for(timeline.peak.bytes, unit)
@@ -39,11 +41,11 @@ def lines(timeline: Timeline, unit: str, width: int | None = None, *, colour: bo
         *(f"{'':<{left}} {_band(names, len(timeline), room)}" for names in (steps, phases) if names),
         f"{'':<{left}} {'each line to its own height'[:room]:<{room}} {'at most':>{right}}",
     ]
-    yield from (printable(line.rstrip()) for line in drawn)
+    yield from (Text(printable(line.rstrip())) for line in drawn)
     for label, (role, column), peak in zip(labels, timeline.live.items(), peaks, strict=True):
         most = max(column)
-        sparks = styled("".join(_BLOCKS[_level(column[event], most, _EIGHTHS)] for event in spread), role, colour)
-        yield f"{label:<{left}} {sparks} {peak:>{right}}"
+        sparks = "".join(_BLOCKS[_level(column[event], most, _EIGHTHS)] for event in spread)
+        yield Text.assemble(f"{label:<{left}} ", (sparks, colour_of(role)), f" {peak:>{right}}")
 
 
 def _mark(timeline: Timeline, spread: Sequence[int], left: int, width: int, unit: str) -> str:

@@ -9,23 +9,26 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
+from rich.cells import cell_len
+from rich.text import Text
+from tabulate import SEPARATING_LINE, DataRow, Line, TableFormat, tabulate
+
 from memsize.documents import Document
 from memsize.documents.sections import Bars, Chart, Findings, Notes, Section, Stop, Table, Title, Verdict
 from memsize.printable import printable
 from memsize.records.fields import Column
 from memsize.render import bars, chart
 from memsize.render.cell_text import (
+    LEFT,
     MODELLED,
-    columns_of,
     draw_cell,
     draw_failure,
     draw_phrases,
     draw_title,
-    padded,
     shorten,
     shorten_path,
 )
-from memsize.render.screen import WHOLE, Screen, styled
+from memsize.render.screen import WHOLE, Screen, painted
 from memsize.units import Unit
 
 _OPENING: Final = (Title, Verdict, Bars, Chart, Stop)
@@ -35,11 +38,11 @@ _BESIDE: Final = 3
 _ALARMS: Final = frozenset(("out-of-memory", "run-out-of-memory", "fit-exceeds", "fit-none", "fit-fixed-cost"))
 """Findings that say that something does not fit."""
 
-GAP = "  "
-"""What stands between columns."""
-
-LEFT = ("name", "text", "specs", "words")
-"""The kinds of cell that stand at the left of their column; numbers stand at the right."""
+_GAP: Final = "  "
+_GRID: Final = TableFormat(
+    None, Line("", "-", _GAP, ""), None, None, DataRow("", _GAP, ""), DataRow("", _GAP, ""), 0, None
+)
+"""Columns with a gap between them, and rules of hyphens."""
 
 LEAST = {"name": 18, "text": 12, "specs": 20, "words": 14}
 """How far a column of texts may be shortened before a column is left out instead."""
@@ -55,10 +58,12 @@ def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
         blocks = [[*_block(section, unit, screen)] for section in sections]
     else:
         blocks = _screenful(document, unit, screen, screen.height)
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+    end = Text("\n")
+    text = Text("\n\n").join(end.join(block) for block in blocks) + end
+    return painted(text) if screen.colour else text.plain
 
 
-def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) -> list[list[str]]:
+def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) -> list[list[Text]]:
     """The sections that a screen has room for, some in a shorter version, and a line that names the others."""
     sections = document.sections()
     blocks = [[*_block(section, unit, screen)] for section in sections if isinstance(section, _OPENING)]
@@ -80,7 +85,7 @@ def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) 
     return [*blocks, _more(left_out, screen)]
 
 
-def _more(left_out: Sequence[Section], screen: Screen) -> list[str]:
+def _more(left_out: Sequence[Section], screen: Screen) -> list[Text]:
     """Return the lines that name the sections without room on the screen."""
     names = []
     for section in left_out:
@@ -89,63 +94,60 @@ def _more(left_out: Sequence[Section], screen: Screen) -> list[str]:
                 names.append(f"{len(section.findings)} finding{'' if len(section.findings) == 1 else 's'} in full")
             case Table() | Notes():
                 names.append(section.title[:1].lower() + section.title[1:])
-    words = f"--full shows all: {', '.join(names)}."
-    return [styled(line, "soft", screen.colour) for line in _wrapped(words, screen.width)]
+    return _wrapped(f"Not shown: {', '.join(names)} (--full).", screen.width, style="dim")
 
 
-def _block(section: Section, unit: str, screen: Screen) -> Iterator[str]:
-    width, colour = screen.width, screen.colour
+def _block(section: Section, unit: str, screen: Screen) -> Iterator[Text]:
+    width = screen.width
     match section:
         case Title():
-            name = printable(section.name)
-            first, *others = _heading(name, draw_phrases(section, unit), width)
-            yield styled(name, "bold", colour) + first.removeprefix(name) if first.startswith(name) else first
-            yield from others
+            yield from _heading(printable(section.name), draw_phrases(section, unit), width)
         case Verdict():
             for finding in section.findings:
-                alarm = colour and finding.code in _ALARMS
-                yield from (styled(line, "alarm", alarm) for line in _wrapped(finding.in_brief(unit), width))
+                yield from _wrapped(finding.in_brief(unit), width, style="bold red" if finding.code in _ALARMS else "")
         case Bars():
-            yield from bars.lines(section, unit, width, colour=colour)
+            yield from bars.lines(section, unit, width, colour=screen.colour)
         case Chart():
-            yield from chart.lines(section.timeline, unit, width, colour=colour)
+            yield from chart.lines(section.timeline, unit, width)
         case Stop():
             first, reason, reading = draw_failure(section.failure)
             yield from _wrapped(first, width)
             yield from (line for part in reason.splitlines() for line in _wrapped(part, width, "  ", "  "))
             yield from _wrapped(reading, width)
         case Table():
-            yield from _table(section, unit, screen)
+            yield from _table(section, unit, width)
         case Findings():
-            yield styled(section.title, "bold", colour)
+            yield Text(section.title, "bold")
             for number, finding in enumerate(section.findings, 1):
                 bullet = f"{number:>2}. "
                 yield from _wrapped(finding.text(unit), width, bullet, " " * len(bullet))
         case Notes():
-            yield styled(section.title, "bold", colour)
+            yield Text(section.title, "bold")
             for line in section.lines:
                 yield from _wrapped(line, width, "  - ", "    ")
 
 
-def _heading(name: str, parts: Sequence[str], width: int | None) -> Iterator[str]:
+def _heading(name: str, parts: Sequence[str], width: int | None) -> Iterator[Text]:
     """Put the heading on one line where it fits, else on several, each with as many phrases as fit."""
-    line = printable(name)
+    texts = [name]
     for part in parts:
-        if width is None or len(line) + 3 + len(part) <= width:
-            line += f"   {part}"
+        if width is None or len(texts[-1]) + 3 + len(part) <= width:
+            texts[-1] += f"   {part}"
         else:
-            yield from _wrapped(line, width, "", "    ")
-            line = f"  {part}"
-    yield from _wrapped(line, width, "", "    ")
+            texts.append(f"  {part}")
+    first, *others = (line for text in texts for line in _wrapped(text, width, "", "    "))
+    first.stylize("bold", 0, len(name))
+    yield from (first, *others)
 
 
-def _wrapped(text: str, width: int | None, first: str = "", rest: str = "") -> list[str]:
+def _wrapped(text: str, width: int | None, first: str = "", rest: str = "", style: str = "") -> list[Text]:
     text = printable(text)
     if width is None:
-        return [first + text]
-    return textwrap.wrap(
+        return [Text(first + text, style)]
+    wrapped = textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
+    return [Text(line, style) for line in wrapped]
 
 
 @dataclass(frozen=True)
@@ -157,9 +159,17 @@ class _Drawn:
     body: tuple[str, ...]
     total: str
 
+    @classmethod
+    def of(cls, table: Table, position: int, unit: Unit) -> _Drawn:
+        """The column of `table` at `position`, with bytes in `unit`."""
+        column = table.columns[position]
+        body = tuple(draw_cell(row[position], unit) for row in table.rows)
+        total = draw_cell(table.total[position], unit) if table.total else ""
+        return cls(column, _title(column, unit, body, total), body, total)
+
     @cached_property
     def width(self) -> int:
-        return max(map(columns_of, (*self.title, *self.body, self.total)))
+        return max(map(cell_len, (*self.title, *self.body, self.total)))
 
     @property
     def least(self) -> int:
@@ -177,21 +187,17 @@ class _Drawn:
         return _Drawn(self.column, self.title, tuple(cut(text, width) for text in self.body), cut(self.total, width))
 
 
-def _table(table: Table, unit: str, screen: Screen) -> Iterator[str]:
-    width, colour, table = screen.width, screen.colour, table.usual()
+def _table(table: Table, unit: str, width: int | None) -> Iterator[Text]:
+    table = table.usual()
     if table.caption:
-        yield styled(printable(table.caption), "bold", colour)
-    drawn = []
-    for position, (column, own_unit) in enumerate(zip(table.columns, table.units(unit), strict=True)):
-        body = tuple(draw_cell(row[position], own_unit) for row in table.rows)
-        total = draw_cell(table.total[position], own_unit) if table.total else ""
-        drawn.append(_Drawn(column, _title(column, own_unit, body, total), body, total))
+        yield Text(printable(table.caption), "bold")
+    drawn = [_Drawn.of(table, position, own_unit) for position, own_unit in enumerate(table.units(unit))]
     columns_shown = drawn if width is None else _fit(drawn, width, table.chosen)
     for line in _grid(columns_shown, table.total is not None):
-        yield styled(line, "soft", colour and not line.strip("- "))
+        yield Text(line, "" if line.strip("- ") else "dim")
     left_out = _left_out(drawn, columns_shown)
     if left_out:
-        yield from _wrapped(f"Left out at this width: {left_out}. {table.hint}", width)
+        yield from _wrapped(f"Hidden at this width: {left_out}. {table.hint}", width)
     if table.modelled:
         yield from _wrapped(MODELLED, width)
     for remark in table.remarks:
@@ -225,7 +231,7 @@ def _fit(columns: Sequence[_Drawn], width: int, chosen: bool) -> list[_Drawn]:
 
 
 def _span(widths: Sequence[int]) -> int:
-    return sum(widths) + len(GAP) * (len(widths) - 1)
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
 
 
 def _left_out(columns: Sequence[_Drawn], columns_shown: Sequence[_Drawn]) -> str:
@@ -247,18 +253,14 @@ def _left_out(columns: Sequence[_Drawn], columns_shown: Sequence[_Drawn]) -> str
     return "; ".join([*parts, f"percentages of {', '.join(shares)}"] if shares else parts)
 
 
-def _grid(columns: Sequence[_Drawn], total: bool) -> Iterator[str]:
-    rule = GAP.join("-" * column.width for column in columns)
+def _grid(columns: Sequence[_Drawn], total: bool) -> list[str]:
+    """The lines of a table whose titles stand above a rule, and its total below another."""
     height = max(len(column.title) for column in columns)
     titles = [("",) * (height - len(column.title)) + column.title for column in columns]
-    yield from (_line(columns, words) for words in zip(*titles, strict=True))
-    yield rule
-    yield from (_line(columns, words) for words in zip(*(column.body for column in columns), strict=True))
+    rows: list[Sequence[str] | str] = [*zip(*titles, strict=True), SEPARATING_LINE]
+    rows += zip(*(column.body for column in columns), strict=True)
     if total:
-        yield rule
-        yield _line(columns, [column.total for column in columns])
-
-
-def _line(columns: Sequence[_Drawn], words: Sequence[str]) -> str:
-    cells = zip(columns, words, strict=True)
-    return GAP.join(padded(word, c.width, left=c.column.kind in LEFT) for c, word in cells).rstrip()
+        rows += [SEPARATING_LINE, [column.total for column in columns]]
+    sides = ["left" if column.column.kind in LEFT else "right" for column in columns]
+    drawn = tabulate(rows, tablefmt=_GRID, colalign=sides, disable_numparse=True)
+    return [line.rstrip() for line in drawn.splitlines()]
