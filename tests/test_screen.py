@@ -9,16 +9,17 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
-from memsize import Report
+from memsize import Finding, Report
 from memsize.cli import output
 from memsize.cli.output import Color, destination
-from memsize.documents.sections import Table
+from memsize.documents import document
+from memsize.documents.sections import Findings, Table, Verdict, without_repeats
 from memsize.render import render
 from memsize.render.cell_text import shorten
 from memsize.render.text import _table
 from memsize.units import Bytes
 from tests import records
-from tests.records import Column, Path
+from tests.records import Column, Label, Path
 
 
 def shown(report: Report, height: int, width: int = 80) -> list[str]:
@@ -28,7 +29,7 @@ def shown(report: Report, height: int, width: int = 80) -> list[str]:
 def test_the_opening_is_shown_however_low_the_screen_is() -> None:
     drawn = shown(records.toy_report(), 5)
     assert drawn[0].startswith("model.py:Test") and "fp16 halves what is stored, 35.19 MiB → 17.59 MiB." in drawn
-    assert drawn[-1] == "Not shown: layers, scenarios, 2 findings in full (--full)."
+    assert drawn[-1] == "Not shown (--full): layers, scenarios, 2 findings"
 
 
 @pytest.mark.parametrize("height", range(18, 60, 3))
@@ -37,17 +38,45 @@ def test_no_more_is_shown_than_the_screen_has_room_for(height: int, width: int) 
     report = records.toy_report()
     drawn, whole = shown(report, height, width), render(report, "text", width=width).splitlines()
     assert len(drawn) <= height - 2
-    assert drawn == whole or drawn[-1].startswith("Not shown: ")
-    assert len(drawn) == len(whole) or len(whole) > height - 3
+    assert drawn == whole or drawn[-1].startswith("Not shown (--full): ")
+    assert drawn == whole or len(whole) > height - 2
 
 
 def test_a_deep_layer_table_is_shown_less_deep() -> None:
     report = records.deep_report()
     whole = render(report, "text", width=120).splitlines()
-    drawn = shown(report, len(whole) + 2, 120)
+    drawn = shown(report, len(whole) + 1, 120)
     assert any(line.startswith("total") for line in drawn) and "layers" in drawn[-1]
     one, other = ([line.split() for line in lines if line.startswith("total")] for lines in (drawn, whole))
     assert one == other
+
+
+@pytest.mark.parametrize("name", ["toy", "deep", "structures"])
+def test_the_layers_that_matter_are_on_every_screen_with_their_total(name: str) -> None:
+    report = getattr(records, f"{name}_report")()
+    drawn = shown(report, 24)
+    title = next(n for n, line in enumerate(drawn) if line.startswith("layer "))
+    total = next(n for n, line in enumerate(drawn) if line.startswith("total "))
+    assert total - title >= 4 and not drawn[0].startswith("  ")
+
+
+def test_rows_that_are_left_out_of_the_layer_table_are_added_up() -> None:
+    report = records.toy_report()
+    table = document(report).sections()[3]
+    assert isinstance(table, Table) and table.name == "layers"
+    for short in (version for version in document(report).shorter(table) if isinstance(version, Table)):
+        columns = zip(short.keys, short.total or (), *short.rows, strict=True)
+        sums = {key: (total, sum(map(int, cells))) for key, total, *cells in columns if isinstance(total, int)}
+        assert len(sums) == 5 and all(total == added for total, added in sums.values())
+    assert [row[0] for row in short.rows] == [Path("fc"), Label("3 others")]  # it holds most
+
+
+def test_why_has_only_what_the_verdict_has_not() -> None:
+    whole, longer, other = Finding("a", "A.", brief="A."), Finding("b", "B. C.", brief="B."), Finding("d", "D and E.")
+    sections = (Verdict((whole, longer, replace(other, brief="D."))), Findings("Why", (whole, longer, other)))
+    *_, why = without_repeats(sections)
+    assert isinstance(why, Findings) and [finding.text() for finding in why.findings] == ["C.", "D and E."]
+    assert without_repeats((Verdict((whole,)), Findings("Why", (whole,)))) == (Verdict((whole,)),)
 
 
 def test_json_is_whole_on_any_screen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ from memsize.cli.output import Destination
 from memsize.errors import ForwardError, OutputError
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import COLUMNS, Report, column_keys
-from memsize.records.trace import Failure
+from memsize.records.trace import Failure, Trace
 from memsize.spec.requests import ReportRequest
 from memsize.spec.scenario import SCENARIOS
 from memsize.spec.stack import INSTALLED
@@ -82,12 +83,39 @@ def report(
     if shown.stopped is not None:
         # A text on stdout has said why already.
         if output.file is None and output.format in ("text", "markdown"):
-            raise ForwardError(f"the forward failed in {_layer(shown.stopped)}: the report says why")
+            options = corrected_options(shown.trace, shown.stopped)
+            hint = f"; perhaps it takes {options}" if options else ": the report says why"
+            raise ForwardError(f"the forward failed in {_layer(shown.stopped)}{hint}")
         raise errors[0] if errors else ForwardError(describe_failure(shown.stopped), shown.trace)
 
 
 def _layer(failure: Failure) -> str:
     return f"{failure.layer} ({failure.type})" if failure.layer else f"the model itself ({failure.type})"
+
+
+def corrected_options(trace: Trace, failure: Failure) -> str:
+    """Options of an input that the first layer takes: ``-i 3,32,32 -b 64``. Empty where that is not clear."""
+    weight = next((tensor.spec.shape for tensor in trace.tensors if tensor.name == f"{failure.layer}.weight"), ())
+    if len(trace.inputs) != 1 or failure.inputs != (str(trace.inputs[0].spec),) or len(weight) < 2:
+        return ""
+    batch, *size = trace.inputs[0].spec.shape
+    channels, spatial = weight[1], len(weight) - 2
+    if failure.type == "Linear":
+        right = [channels] if prod(size) == channels else [*size[:-1], channels]
+    elif failure.type in ("Conv1d", "Conv2d", "Conv3d"):
+        if len(size) == spatial + 2 and batch == 1:  # the batch stands in the size
+            batch, *size = size
+        if len(size) == spatial:
+            right = [*size, size[-1]] if size[0] == channels else [channels, *size]
+        elif size[-1] == channels:
+            right = [channels, *size[:-1]]
+        else:
+            right = [channels, *size[1:]]
+        right = right if len(right) == spatial + 1 else []
+    else:
+        right = []
+    text = ",".join(map(str, right))
+    return f"-i {text}{f' -b {batch}' if batch > 1 else ''}" if right else ""
 
 
 def describe_failure(failure: Failure) -> str:

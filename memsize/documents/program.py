@@ -19,6 +19,7 @@ from memsize.documents.sections import (
     Remark,
     ScenarioView,
     Section,
+    Strip,
     Table,
     Title,
     collective_tables,
@@ -59,7 +60,10 @@ class ProgramDocument(Document[ProgramRun]):
         steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
         ranks = ((str(run.trace.world),),) if run.trace.world.size > 1 else ()
         stack = f" with {run.trace.stack}" if run.trace.stack else ""
-        title = Title(run.program, (*ranks, (steps,), (f"on {run.card.name}{stack}",)))
+        peak = run.peak
+        memory = Strip(peak.requested, peak.allocated, peak.reserved, peak.device, run.card.bytes)
+        strip = ((memory,),) if peak.requested else ()
+        title = Title(run.program, (*ranks, (steps,), (f"on {run.card.name}{stack}",), *strip))
         return (title, *self.opening(), *self.reasons(), *self.inside())
 
     def inside(self) -> tuple[Section, ...]:
@@ -87,6 +91,9 @@ class ProgramDocument(Document[ProgramRun]):
         return (
             ScenarioView("run", run.program, lambda: (Chart(run_timeline), course_table(step_courses(run_timeline)))),
         )
+
+    def main_table(self) -> str:
+        return "tensors" if self.answer.tensors else super().main_table()
 
     def bars(self) -> Bars | None:
         rows = [(role_part(role), size) for role, size in self.answer.peak.roles.items() if size]

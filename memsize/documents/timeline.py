@@ -10,6 +10,7 @@ from memsize.documents.sections import (
     Chart,
     Phrase,
     Section,
+    Strip,
     Table,
     Title,
     collective_tables,
@@ -63,6 +64,10 @@ class TimelineDocument(Document[Timeline]):
     def versions(self) -> tuple[Phrase, ...]:
         return versions((self.answer,), [self.answer.card] if self.answer.card else ())
 
+    def main_table(self) -> str:
+        """None: the chart is the answer."""
+        return ""
+
     def picture(self) -> Chart:
         return Chart(self.answer)
 
@@ -77,11 +82,7 @@ def timeline_title(timeline: Timeline) -> Title:
     phrases += [] if timeline.scenario == "as-given" else [("as", timeline.scenario)]
     phrases += [("on", timeline.card.name)] if timeline.card else []
     if len(timeline):
-        phrases += [
-            ("at most", Bytes(peak.bytes), f"live, in {timeline.phase_at(peak.event)}"),
-            (Bytes(max(timeline.allocated)), "allocated"),
-            (Bytes(max(timeline.reserved)), "reserved"),
-        ]
+        phrases.append((Strip(peak.bytes, max(timeline.allocated), max(timeline.reserved)),))
     return Title(timeline.model, tuple(phrases))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Final
 
 from rich.cells import cell_len
 from rich.text import Text
 
-from memsize.documents.sections import Bar, Bars, Limit
+from memsize.documents.sections import Bar, Bars, Limit, Part
 from memsize.printable import printable
 from memsize.render.cell_text import draw_bytes, draw_cell, shorten
 from memsize.render.screen import aligned, colour_of
@@ -25,6 +26,8 @@ _GAP: Final = "  "
 _MARKS: Final = "█░▒▓▚▞▖▘▄▀▌▐▙▜▟"
 """One for each role: without colours nothing else tells parts apart."""
 _LIMIT: Final = "┃"
+_SPLINTERS: Final = 50
+"""Parts below this fraction of the longest bar share a mark."""
 _REACH: Final = 2
 """A limit this many times as long as the longest bar is worth drawing beside it."""
 
@@ -34,7 +37,7 @@ def lines(bars: Bars, unit_name: str, width: int | None = None, *, colour: bool 
 
     Marks distinguish the parts, or with `colour` the colours of their roles.
     """
-    width, scale = width or WIDTH, longest_drawn(bars)
+    bars, width, scale = _lumped(bars), width or WIDTH, longest_drawn(bars)
     unit = unit_for(scale, unit_name)
     names, totals = ([*texts] for texts in zip(*(_ends(bars, bar, unit, width) for bar in bars.bars), strict=True))
     left, right = max(map(cell_len, names)), max(map(len, totals))
@@ -69,6 +72,20 @@ def limit_text(bars: Bars, limit: Limit, unit_name: str) -> str:
 def taken(bars: Bars, limit: Limit) -> str:
     """Describe the longest bar as a share of a limit that is too far away to be drawn."""
     return f", of which the longest bar is {max(bar.total for bar in bars.bars) / limit.size:.1%}"
+
+
+def _lumped(bars: Bars) -> Bars:
+    """`bars` with one part for all that are below a fiftieth of the longest bar, if there are several."""
+    most = max(bar.total for bar in bars.bars)
+    small = [n for n in range(len(bars.parts)) if max(bar.sizes[n] for bar in bars.bars) * _SPLINTERS < most]
+    if len(small) < 2 or _is_plain(bars):
+        return bars
+    large = [n for n in range(len(bars.parts)) if n not in small]
+    other = Part("other", "other", bars.parts[small[0]].role)
+    merged = (
+        replace(bar, sizes=(*(bar.sizes[n] for n in large), sum(bar.sizes[n] for n in small))) for bar in bars.bars
+    )
+    return replace(bars, parts=(*(bars.parts[n] for n in large), other), bars=tuple(merged))
 
 
 def _title(bars: Bars, unit: Unit, unit_name: str) -> str:

@@ -7,12 +7,12 @@ from itertools import groupby
 
 from rich.cells import cell_len, set_cell_size
 
-from memsize.documents.sections import Phrase, Title
+from memsize.documents.sections import Phrase, Strip, Title
 from memsize.printable import LONGEST, printable, printable_lines
 from memsize.records.cells import Cell, Change, Label, Missing, Path, Share, Signed, Sized, Specs, Words
 from memsize.records.fields import Column
 from memsize.records.trace import Failure, TensorSpec
-from memsize.units import AUTO, Bytes, Unit, format_bytes
+from memsize.units import AUTO, Bytes, Unit, format_bytes, unit_for
 
 UNKNOWN = "–"
 MINUS = "−"
@@ -89,7 +89,38 @@ def draw_phrases(title: Title, unit: str) -> tuple[str, ...]:
 
 def draw_phrase(phrase: Phrase, unit: str) -> str:
     """Words and sizes as one text."""
-    return " ".join(format_bytes(word, unit) if isinstance(word, Bytes) else printable(word) for word in phrase)
+    return " ".join(
+        draw_strip(word, unit)
+        if isinstance(word, Strip)
+        else format_bytes(word, unit)
+        if isinstance(word, Bytes)
+        else printable(word)
+        for word in phrase
+    )
+
+
+def draw_strip(strip: Strip, unit: str) -> str:
+    """The peak of a run in all ways to count. A unit stands once behind figures that share it."""
+    steps = [("tensors ", [strip.requested]), (" → allocated ", [strip.allocated]), (" → reserved ", [strip.reserved])]
+    if strip.device:
+        steps.append((" → nvidia-smi ", [strip.device.low, strip.device.high]))
+    if strip.card:
+        steps.append((" of ", [strip.card]))
+    parts = []
+    for name, sizes in steps:
+        own = unit_for(max(sizes), unit, beside=strip.card if name == " → nvidia-smi " else 0)
+        amounts = dict.fromkeys(_in_three_digits(size, own) for size in sizes)
+        parts.append((name, "–".join(amounts), own.name))
+    units = [own for _, _, own in parts]
+    return "".join(
+        f"{name}{amount}" + ("" if own == after else f" {own}")
+        for (name, amount, own), after in zip(parts, [*units[1:], ""], strict=True)
+    )
+
+
+def _in_three_digits(size: int, unit: Unit) -> str:
+    amount = size / unit.bytes
+    return draw_bytes(size, unit) if not unit.rounded or amount < 9.995 else f"{amount:,.{1 if amount < 99.95 else 0}f}"
 
 
 def draw_failure(failure: Failure) -> tuple[str, ...]:

@@ -8,7 +8,18 @@ from typing import Any
 from tabulate import tabulate
 
 from memsize.documents import Document
-from memsize.documents.sections import Bars, Chart, Findings, Notes, Section, Stop, Table, Title, Verdict
+from memsize.documents.sections import (
+    Bars,
+    Chart,
+    Findings,
+    Notes,
+    Section,
+    Stop,
+    Table,
+    Title,
+    Verdict,
+    without_repeats,
+)
 from memsize.printable import printable
 from memsize.records.cells import Cell, Path, Specs, Words
 from memsize.render import bars, chart
@@ -21,7 +32,7 @@ _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<
 
 def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """The sections of `document`, bytes in `unit`. Lines are never wrapped: `screen` is ignored."""
-    return "\n\n".join("\n".join(_block(section, unit)) for section in document.sections()) + "\n"
+    return "\n\n".join("\n".join(_block(section, unit)) for section in without_repeats(document.sections())) + "\n"
 
 
 def _block(section: Section, unit: str) -> Iterator[str]:

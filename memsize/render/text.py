@@ -14,7 +14,18 @@ from rich.text import Text
 from tabulate import SEPARATING_LINE, DataRow, Line, TableFormat, tabulate
 
 from memsize.documents import Document
-from memsize.documents.sections import Bars, Chart, Findings, Notes, Section, Stop, Table, Title, Verdict
+from memsize.documents.sections import (
+    Bars,
+    Chart,
+    Findings,
+    Notes,
+    Section,
+    Stop,
+    Table,
+    Title,
+    Verdict,
+    without_repeats,
+)
 from memsize.printable import printable
 from memsize.records.fields import Column
 from memsize.render import bars, chart
@@ -31,10 +42,10 @@ from memsize.render.cell_text import (
 from memsize.render.screen import WHOLE, Screen, painted
 from memsize.units import Unit
 
-_OPENING: Final = (Title, Verdict, Bars, Chart, Stop)
-"""What is drawn however low a screen is."""
-_BESIDE: Final = 3
-"""Lines of a screen that are not the answer's: those of the command above it, and the prompt below."""
+_BESIDE: Final = 2
+"""Lines of a screen that are not the answer's: the one of the command above it, and the prompt below."""
+_SHORT_TABLE: Final = 8
+"""The lines that the main table gets of a screen before the verdict has more than a sentence: two rows, a total."""
 _ALARMS: Final = frozenset(("out-of-memory", "run-out-of-memory", "fit-exceeds", "fit-none", "fit-fixed-cost"))
 """Findings that say that something does not fit."""
 
@@ -51,11 +62,10 @@ LEAST = {"name": 18, "text": 12, "specs": 20, "words": 14}
 def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """Draw the sections of `document`, with bytes in `unit`; lines are no wider than the screen if possible.
 
-    With a screen height, the opening sections are always drawn, and of the others only those that have room.
+    With a screen height, only as much is drawn as has room, the title and the start of the verdict in any case.
     """
-    sections = document.sections()
     if screen.height is None:
-        blocks = [[*_block(section, unit, screen)] for section in sections]
+        blocks = [[*_block(section, unit, screen)] for section in without_repeats(document.sections())]
     else:
         blocks = _screenful(document, unit, screen, screen.height)
     end = Text("\n")
@@ -64,37 +74,79 @@ def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
 
 
 def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) -> list[list[Text]]:
-    """The sections that a screen has room for, some in a shorter version, and a line that names the others."""
-    sections = document.sections()
-    blocks = [[*_block(section, unit, screen)] for section in sections if isinstance(section, _OPENING)]
-    rest = [section for section in sections if not isinstance(section, _OPENING)]
-    whole = [[*_block(section, unit, screen)] for section in rest]
-    room = height - _BESIDE - sum(len(block) + 1 for block in blocks)
+    """The sections that a screen has room for, some in a shorter version, and a line that names the others.
+
+    Room goes first to the title, then to the verdict, the picture and the main table, for which some is reserved.
+    """
+    sections, main = without_repeats(document.sections()), document.main_table()
+    whole = [[*_block(section, unit, screen)] for section in sections]
+    room = height - _BESIDE
     if sum(len(block) + 1 for block in whole) - 1 <= room:
-        return [*blocks, *whole]
-    room -= len(_more(rest, screen))
-    left_out = []
-    for section, block in zip(rest, whole, strict=True):
-        shorter = ([*_block(shorter_version, unit, screen)] for shorter_version in document.shorter(section))
-        fitting = next((lines for lines in chain((block,), shorter) if len(lines) < room), None)
-        if fitting is None or fitting is not block:
-            left_out.append(section)
-        if fitting is not None:
-            blocks.append(fitting)
-            room -= len(fitting) + 1
-    return [*blocks, _more(left_out, screen)]
+        return whole
+    ranks = [_rank(section, main) for section in sections]
+    reserved = {n: len(whole[n]) if rank == 2 else min(len(whole[n]), _SHORT_TABLE) for n, rank in enumerate(ranks)}
+    room -= 1 + len(_more(sections, screen))
+    blocks: dict[int, list[Text]] = {}
+    for position in sorted(range(len(sections)), key=ranks.__getitem__):
+        rank = ranks[position]
+        later = sum(lines + 1 for n, lines in reserved.items() if rank < ranks[n] < 4)
+        shorter = _shorter(document, sections[position], unit, screen)
+        for lines in chain((whole[position],), shorter):
+            if len(lines) + 1 <= room - later:
+                break
+        if rank < 2 or len(lines) + 1 <= room - later:
+            blocks[position] = lines
+            room -= len(lines) + (rank > 1)
+    left_out = [section for n, section in enumerate(sections) if blocks.get(n) is not whole[n]]
+    drawn = [blocks[n] for n in sorted(blocks)]
+    opening = sum(rank < 2 for rank in ranks)
+    # Without blank lines between what every screen has.
+    return [
+        [line for block in drawn[:opening] for line in block],
+        *drawn[opening:-1],
+        [*drawn[-1], *_more(left_out, screen)],
+    ]
+
+
+def _shorter(document: Document[Any], section: Section, unit: str, screen: Screen) -> Iterator[list[Text]]:
+    """Shorter and shorter versions of `section`: a chart becomes lower."""
+    if isinstance(section, Chart):
+        for height in range(chart.HEIGHT - 1, chart.LEAST_HEIGHT - 1, -1):
+            yield [*chart.lines(section.timeline, unit, screen.width, height)]
+    for version in document.shorter(section):
+        yield [*_block(version, unit, screen)]
+
+
+def _rank(section: Section, main: str) -> int:
+    """The importance of a section on a screen without room for all; 0 is the highest."""
+    match section:
+        case Title() | Stop():
+            return 0
+        case Verdict():
+            return 1
+        case Bars() | Chart():
+            return 2
+        case Table() if section.name == main:
+            return 3
+    return 4
 
 
 def _more(left_out: Sequence[Section], screen: Screen) -> list[Text]:
     """Return the lines that name the sections without room on the screen."""
-    names = []
+    names, findings = [], 0
     for section in left_out:
         match section:
             case Findings():
-                names.append(f"{len(section.findings)} finding{'' if len(section.findings) == 1 else 's'} in full")
+                findings += len(section.findings)
             case Table() | Notes():
                 names.append(section.title[:1].lower() + section.title[1:])
-    return _wrapped(f"Not shown: {', '.join(names)} (--full).", screen.width, style="dim")
+    names += [f"{findings} finding{'' if findings == 1 else 's'}"] if findings else []
+    for count in range(len(names), 0, -1):
+        more = f" and {len(names) - count} more" if count < len(names) else ""
+        text = f"Not shown (--full): {', '.join(names[:count])}{more}"
+        if screen.width is None or len(text) <= screen.width:
+            break
+    return _wrapped(text, screen.width, style="dim")
 
 
 def _block(section: Section, unit: str, screen: Screen) -> Iterator[Text]:
@@ -112,7 +164,7 @@ def _block(section: Section, unit: str, screen: Screen) -> Iterator[Text]:
         case Stop():
             first, reason, reading = draw_failure(section.failure)
             yield from _wrapped(first, width)
-            yield from (line for part in reason.splitlines() for line in _wrapped(part, width, "  ", "  "))
+            yield from (line for part in reason.splitlines() for line in _wrapped(part.strip(), width, "  ", "    "))
             yield from _wrapped(reading, width)
         case Table():
             yield from _table(section, unit, width)
@@ -134,7 +186,7 @@ def _heading(name: str, parts: Sequence[str], width: int | None) -> Iterator[Tex
         if width is None or len(texts[-1]) + 3 + len(part) <= width:
             texts[-1] += f"   {part}"
         else:
-            texts.append(f"  {part}")
+            texts.append(f"  {part}" if width is None or len(part) + 2 <= width else part)
     first, *others = (line for text in texts for line in _wrapped(text, width, "", "    "))
     first.stylize("bold", 0, len(name))
     yield from (first, *others)
@@ -195,8 +247,7 @@ def _table(table: Table, unit: str, width: int | None) -> Iterator[Text]:
     columns_shown = drawn if width is None else _fit(drawn, width, table.chosen)
     for line in _grid(columns_shown, table.total is not None):
         yield Text(line, "" if line.strip("- ") else "dim")
-    left_out = _left_out(drawn, columns_shown)
-    if left_out:
+    if table.hint and (left_out := _left_out(drawn, columns_shown)):
         yield from _wrapped(f"Hidden at this width: {left_out}. {table.hint}", width)
     if table.modelled:
         yield from _wrapped(MODELLED, width)
