@@ -483,6 +483,32 @@ def test_the_line_makes_room_for_what_others_write() -> None:
     assert "write" not in vars(terminal)
 
 
+# A forward that fails
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "options"),
+    [
+        ("Conv2d(3, 8, 3)", "64,3,32,32", "-i 3,32,32 -b 64"),  # the batch in the size
+        ("Conv2d(3, 8, 3)", "3,32", "-i 3,32,32"),
+        ("Conv2d(3, 8, 3)", "28,28", "-i 3,28,28"),
+        ("Conv2d(3, 8, 3)", "32,32,3", "-i 3,32,32"),
+        ("Conv2d(3, 8, 3)", "1,32,32", "-i 3,32,32"),
+        ("Conv1d(4, 8, 3)", "100", "-i 4,100"),
+        ("Linear(784, 10)", "1,28,28", "-i 784"),
+        ("Linear(16, 10)", "5,8", "-i 5,16"),
+        ("Conv2d(3, 8, 64)", "3,32,32", ""),  # too small, which no other layer says
+    ],
+)
+def test_a_failed_forward_names_options_that_may_be_right(
+    layer: str, size: str, options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.py").write_text(f"from torch.nn import *\nnet = Sequential({layer})\n")
+    assert run(["report", f"{tmp_path / 'net.py'}:net", "-i", size]) == 2
+    hint = f"; perhaps it takes {options}\n" if options else ": the report says why\n"
+    assert capsys.readouterr().err.endswith(f"the forward failed in 0 ({layer.partition('(')[0]}){hint}")
+
+
 # As a process
 
 

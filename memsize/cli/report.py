@@ -98,24 +98,25 @@ def corrected_options(trace: Trace, failure: Failure) -> str:
     weight = next((tensor.spec.shape for tensor in trace.tensors if tensor.name == f"{failure.layer}.weight"), ())
     if len(trace.inputs) != 1 or failure.inputs != (str(trace.inputs[0].spec),) or len(weight) < 2:
         return ""
-    batch, *size = trace.inputs[0].spec.shape
-    channels, spatial = weight[1], len(weight) - 2
-    if failure.type == "Linear":
+    batch, *size = (size or 1 for size in trace.inputs[0].spec.shape)
+    channels, dimensions = weight[1] or 1, len(weight) - 1
+    if failure.type == "Linear" and size:
         right = [channels] if prod(size) == channels else [*size[:-1], channels]
-    elif failure.type in ("Conv1d", "Conv2d", "Conv3d"):
-        if len(size) == spatial + 2 and batch == 1:  # the batch stands in the size
+    elif failure.type in ("Conv1d", "Conv2d", "Conv3d") and dimensions - 1 <= len(size) <= dimensions + (batch == 1):
+        if len(size) > dimensions:  # the batch stands in the size
             batch, *size = size
-        if len(size) == spatial:
-            right = [*size, size[-1]] if size[0] == channels else [channels, *size]
-        elif size[-1] == channels:
-            right = [channels, *size[:-1]]
-        else:
-            right = [channels, *size[1:]]
-        right = right if len(right) == spatial + 1 else []
+        right = _image(channels, size, dimensions)
     else:
-        right = []
-    text = ",".join(map(str, right))
-    return f"-i {text}{f' -b {batch}' if batch > 1 else ''}" if right else ""
+        return ""
+    text = f"-i {','.join(map(str, right))}{f' -b {batch}' if batch > 1 else ''}"
+    return text if (batch, *right) != trace.inputs[0].spec.shape else ""
+
+
+def _image(channels: int, size: list[int], dimensions: int) -> list[int]:
+    """The size of an image with its channels first: `size` may lack them, have them last, or lack a dimension."""
+    if len(size) < dimensions:
+        return [*size, size[-1]] if size[0] == channels else [channels, *size]
+    return [channels, *(size[:-1] if size[-1] == channels != size[0] else size[1:])]
 
 
 def describe_failure(failure: Failure) -> str:

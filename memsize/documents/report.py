@@ -141,7 +141,7 @@ class ReportDocument(Document[Report]):
             yield from super().shorter(section)
         elif self.depth is None:
             deepest = max((layer.depth for layer in self.answer.trace.layers), default=0)
-            cuts = [(depth, None) for depth in range(deepest, 0, -1)]
+            cuts: list[tuple[int | None, int | None]] = [(depth, None) for depth in range(deepest, 0, -1)]
             cuts += [(None, most) for most in range(MOST_SHORT_ROWS, 0, -1)]
             yield from (replace(layer_table(self.answer, depth, self.columns, n), hint="") for depth, n in cuts)
 

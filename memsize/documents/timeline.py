@@ -78,7 +78,7 @@ class TimelineDocument(Document[Timeline]):
 def timeline_title(timeline: Timeline) -> Title:
     """The model, how it was run, and its peak in the allocator's terms."""
     peak = timeline.peak
-    phrases: list[tuple[str | Bytes, ...]] = [(str(timeline.world),)] if timeline.world.size > 1 else []
+    phrases: list[Phrase] = [(str(timeline.world),)] if timeline.world.size > 1 else []
     phrases += [] if timeline.scenario == "as-given" else [("as", timeline.scenario)]
     phrases += [("on", timeline.card.name)] if timeline.card else []
     if len(timeline):
