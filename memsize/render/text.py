@@ -90,7 +90,8 @@ def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) 
     for position in sorted(range(len(sections)), key=ranks.__getitem__):
         rank = ranks[position]
         later = sum(lines + 1 for n, lines in reserved.items() if rank < ranks[n] < 4)
-        shorter = _shorter(document, sections[position], unit, screen)
+        # What is not on every screen is there as a whole, or not at all.
+        shorter = _shorter(document, sections[position], unit, screen) if rank < 4 else iter(())
         for lines in chain((whole[position],), shorter):
             if len(lines) + 1 <= room - later:
                 break
