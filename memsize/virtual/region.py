@@ -10,7 +10,7 @@ that is imported, called or recorded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -42,13 +42,7 @@ from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.named_devices import Gpus
 from memsize.tracing.run import RunDevice, Setup, gpu_semantics, resizes_seen
 from memsize.tracing.saved_tensors import functional_transforms_allowed, saving
-from memsize.virtual import (
-    data_parallel,
-    gpu_tensors,
-    launches,
-    nested_tensors,
-    torchscript,
-)
+from memsize.virtual import data_parallel, gpu_tensors, launches, nested_tensors, torchscript
 from memsize.virtual.device_assignment import DeviceAssignment
 from memsize.virtual.driver import queries
 from memsize.virtual.driver.allocator_state import DeviceMemory
@@ -104,12 +98,13 @@ def virtual_gpu(
         threads = regions.enter_context(Threads(ledger, semantics))
         line = regions.enter_context(connected(world.rank)) if world is not None else None
         replaced = (threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
-        own = {
-            **_late_process_patches(ledger, line),
+        own: dict[str, LatePatches] = {
             **launches.later(ledger),
             **ledger.host_memory.later(),
-            overrides.FLEX: _overridden,
+            overrides.FLEX: overrides.override_imported,
         }
+        if group.is_available():
+            own |= {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}
         regions.enter_context(_patched(SuspendablePatches(simulation.patches, replaced, {**own, **later})))
         yield
 
@@ -119,11 +114,6 @@ def _refuse_second_gpu() -> None:
     simulation = running()
     if simulation is not None and simulation.get(Driver) is not None:
         raise InputError("this process has a virtual GPU already")
-
-
-def _overridden(_: Any) -> Iterable[Patch]:
-    overrides.override_imported()
-    return ()
 
 
 def _forget_answers() -> None:
@@ -145,8 +135,25 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: Ran
     yield from data_parallel.replacements(ledger)
     yield from gpu_tensors.replacements(ledger)
     yield from ledger.backward_queue.replacements()
-    yield from ((torch._C, name, function) for name, function in driver.functions().items())
-    yield from _of_cuda(driver)
+    functions = driver.functions()
+    yield from ((torch._C, name, function) for name, function in functions.items())
+    cuda: Any = torch.cuda
+    yield cuda, "_lazy_init", lambda: None
+    yield cuda, "_initialized", True
+    yield cuda, "_cached_device_count", None
+    yield cuda, "_is_in_bad_fork", lambda: False
+    yield cuda, "_get_device_properties", lambda device: driver.properties
+    yield cuda, "current_device", lambda: driver.devices.current
+    yield cuda, "_exchange_device", functions["_cuda_exchangeDevice"]
+    yield cuda, "_maybe_exchange_device", functions["_cuda_maybeExchangeDevice"]
+    yield cuda, "default_generators", (driver.seed,) * driver.devices.count
+    yield torch.storage, "_to", calling(_storage_to, torch._utils._to)
+    yield cuda.nvtx, "_nvtx", _Silent()
+    for owner in (torch, cuda, cuda.streams):
+        yield owner, "Stream", Stream
+        yield owner, "Event", Event
+    for owner in (cuda, cuda.streams):
+        yield owner, "ExternalStream", lambda pointer, device=None, **options: Stream(stream_id=pointer)
     cudnn: Any = torch.backends.cudnn.m  # type: ignore[attr-defined]  # the module behind its stand-in
     yield cudnn, "is_available", lambda: True
     yield cudnn, "_init", lambda: True
@@ -170,26 +177,6 @@ def _saved_by_checkpointing(ledger: VirtualLedger) -> Iterator[Patch]:
             self.saved = ledger.saved(val) if isinstance(val, torch.Tensor) else None
 
     yield module, "_VersionWrapper", Kept
-
-
-def _of_cuda(driver: Driver) -> Iterator[Patch]:
-    cuda: Any = torch.cuda
-    yield cuda, "_lazy_init", lambda: None
-    yield cuda, "_initialized", True
-    yield cuda, "_cached_device_count", None
-    yield cuda, "_is_in_bad_fork", lambda: False
-    yield cuda, "_get_device_properties", lambda device: driver.properties
-    yield cuda, "current_device", lambda: driver.devices.current
-    yield cuda, "_exchange_device", driver.functions()["_cuda_exchangeDevice"]
-    yield cuda, "_maybe_exchange_device", driver.functions()["_cuda_maybeExchangeDevice"]
-    yield cuda, "default_generators", (driver.seed,) * driver.devices.count
-    yield torch.storage, "_to", calling(_storage_to, torch._utils._to)
-    yield cuda.nvtx, "_nvtx", _Silent()
-    for owner in (torch, cuda, cuda.streams):
-        yield owner, "Stream", Stream
-        yield owner, "Event", Event
-    for owner in (cuda, cuda.streams):
-        yield owner, "ExternalStream", lambda pointer, device=None, **options: Stream(stream_id=pointer)
 
 
 def _compile(ledger: VirtualLedger, model: Any = None, **options: Any) -> Any:
@@ -274,15 +261,6 @@ def _process_patches(world: World, ledger: VirtualLedger, line: RankConnection |
         yield from peer_checks.replacements(ledger.evaluator.rely_on)
         yield from collectives.replacements()
         yield from sharding.replacements(ledger.in_pytorch)
-
-
-def _late_process_patches(
-    ledger: VirtualLedger, line: RankConnection | None
-) -> dict[str, Callable[[Any], Iterator[Patch]]]:
-    """Return the patches of PyTorch's modules for several processes, by module name, for when they are imported."""
-    if not group.is_available():
-        return {}
-    return {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}
 
 
 def _spawn(world: World, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, **options: Any) -> Any:

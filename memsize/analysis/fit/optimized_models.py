@@ -26,8 +26,8 @@ from memsize.analysis.remedies import NotApplicable
 from memsize.errors import InputError
 from memsize.model.stored import stored_tensors
 from memsize.precision.adapters import add_adapters, has_adapters
-from memsize.spec.adapters import Adapter
 from memsize.spec.scenario import scenario_named
+from memsize.spec.training import Adapter
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Setup
 from memsize.workloads.serving import part_of

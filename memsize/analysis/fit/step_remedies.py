@@ -20,10 +20,9 @@ from memsize.analysis.fit.run_cache import RunVariant
 from memsize.analysis.model_setups import ModelEdit
 from memsize.analysis.remedies import Changes, NotApplicable, Remedy
 from memsize.analysis.runner import Edit
-from memsize.spec.adapters import RANK
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import COMPILED, SCENARIOS, compiled_from, quantized_from
-from memsize.spec.training import Training, parse_optimizer
+from memsize.spec.training import RANK, Training, parse_optimizer
 
 _FUSED: Final = ("adam", "adamw", "sgd", "sgd-momentum", "adagrad")
 _ADAMS: Final = ("adam", "adamw")
