@@ -207,7 +207,10 @@ def test_what_is_not_predicted_is_refused(options: dict[str, Any]) -> None:
 
 @contextmanager
 def estimates() -> Iterator[list[int]]:
-    """The peak of each graph's own buffers, as Inductor's scheduler estimates it, in the order of compilation."""
+    """The peak of each graph's own buffers, as Inductor's scheduler estimates it, in the order of compilation.
+
+    The other estimate, `estimate_peak_memory`, takes a graph's results off where they are made until PyTorch 2.12.
+    """
     from torch._inductor import memory
     from torch._inductor.graph import GraphLowering
 
@@ -218,7 +221,7 @@ def estimates() -> Iterator[list[int]]:
         original(graph)
         nodes, outputs = graph.scheduler.nodes, OrderedSet(graph.get_output_names())
         freeable = memory.get_freeable_input_buf(nodes, OrderedSet(graph.graph_inputs))
-        peaks.append(memory.estimate_peak_memory(nodes, freeable, outputs)[0])
+        peaks.append(memory.estimate_peak_memory_allocfree(nodes, freeable, outputs)[0])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GraphLowering, "_update_scheduler", updated)
