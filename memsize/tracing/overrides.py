@@ -11,8 +11,8 @@ Known limits: names that a module imported from torch itself (``from torch impor
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Final
 
@@ -63,10 +63,23 @@ def override_imported() -> None:
 
 
 class Compiles:
-    """A part of simulations in which code that the user compiles is compiled."""
+    """A part of simulations in which code that the user compiles is compiled.
 
-    leaves_cycles = False
-    """Whether something was traced since the last collection."""
+    `suspended` restores PyTorch's functions while it is open: the compiler knows them by their identity. `stands_for` is
+    the device that compiled code sees its tensors on, where that is another than their own.
+    """
+
+    def __init__(
+        self,
+        suspended: Callable[[], AbstractContextManager[None]] | None = None,
+        stands_for: torch.device | None = None,
+    ) -> None:
+        self.suspended = suspended or suspended_overrides
+        self.stands_for = stands_for
+        self.is_tracing = False
+        """Whether Dynamo is tracing, and not what comes after it."""
+        self.leaves_cycles = False
+        """Whether something was traced since the last collection."""
 
 
 def compiles() -> bool:

@@ -1,0 +1,103 @@
+"""`torch.compile` in a program: its code is compiled for the virtual GPU (`memsize.compile`).
+
+The compiler is imported, and its region opened, when compiled code is first called: libraries decorate much that no
+program calls. FlexAttention makes its masks without what is as large as the scores, which no program could hold.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from memsize.kernels.attention import compiled_mask
+from memsize.processes.patches import Patch, SuspendablePatches
+from memsize.processes.simulation import open_simulation
+from memsize.tracing.overrides import FLEX, Compiles, suspended_overrides
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
+
+_GPU: Final = torch.device("cuda", 0)
+_AS_WRITTEN: Final = frozenset({"eager", "eager_noexcept", "eager_debug"})
+_OTHER_BACKEND = "torch.compile's backend {} is not followed: what it would compile runs as it is written"
+
+
+class Compilation:
+    """Compiles the code of the program that `ledger` records.
+
+    `patches` are suspended while code is traced, except those that answer for the `driver`.
+    """
+
+    def __init__(self, ledger: VirtualLedger, capability: tuple[int, int]) -> None:
+        self._ledger = ledger
+        self._capability = capability
+        self._regions = ExitStack()
+        self._is_open = False
+        self._original: Callable[..., Any] = torch.compile
+        self.patches: SuspendablePatches | None = None
+        self.driver: tuple[Patch, ...] = ()
+
+    def close(self) -> None:
+        """Leave nothing of the compiler behind."""
+        self._regions.close()
+
+    def compile(self, model: Any = None, **options: Any) -> Any:
+        """`torch.compile`."""
+        if model is None:
+            return lambda later: self.compile(later, **options)
+        if options.get("disable"):
+            return model
+        backend = options.get("backend", "inductor")
+        if model is getattr(sys.modules.get(FLEX), "create_block_mask", None):
+            return compiled_mask(model, self._ledger.absently)
+        if backend in _AS_WRITTEN or model is getattr(sys.modules.get(FLEX), "flex_attention", None):
+            return model
+        if backend != "inductor":
+            self._note(_OTHER_BACKEND.format(getattr(backend, "__name__", backend)))
+            return model
+        return self._when_called(model, options) if isinstance(model, FunctionType) else self._compiled(model, options)
+
+    def _when_called(self, function: FunctionType, options: dict[str, Any]) -> Callable[..., Any]:
+        compiled: list[Any] = []
+
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not compiled:
+                compiled.append(self._compiled(function, options))
+            return compiled[0](*args, **kwargs)
+
+        return called
+
+    def _compiled(self, model: Any, options: dict[str, Any]) -> Any:
+        self._open()
+        with self._suspended():
+            return self._original(model, **options)
+
+    def _note(self, text: str) -> None:
+        self._ledger.evaluator.notes[text] = None
+
+    def _open(self) -> None:
+        if self._is_open:
+            return
+        self._is_open = True
+        with self._suspended(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from memsize.compile.backend import Compiler
+            from memsize.compile.region import RULES, compiling
+
+        self._note(RULES.format(torch.__version__.partition("+")[0]))
+        compiler = Compiler(self._capability, self._note)
+        self._regions.enter_context(compiling(compiler, Compiles(self._suspended, _GPU)))
+
+    @contextmanager
+    def _suspended(self) -> Iterator[None]:
+        assert self.patches is not None
+        with suspended_overrides(), self.patches.suspended(), open_simulation() as simulation:
+            with simulation.patches.applied(self.driver):
+                yield
