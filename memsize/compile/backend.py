@@ -94,7 +94,7 @@ def _tracing() -> Iterator[None]:
 def _originals() -> Iterator[None]:
     """PyTorch's own functions, also where a backward is lowered once it runs."""
     compiles = _part()
-    with compiles.suspended(), assigned(compiles, "is_tracing", False):
+    with compiles.lowered(), assigned(compiles, "is_tracing", False):
         yield
 
 

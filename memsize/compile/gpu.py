@@ -20,6 +20,7 @@ import torch._inductor.config as inductor_config
 import torch._inductor.scheduler as inductor_scheduler
 from torch._dynamo import device_interface
 from torch._inductor import ir
+from torch._inductor.codecache import CacheBase
 from torch._inductor.codegen import common
 from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
@@ -48,6 +49,7 @@ class GpuProperties:
     shared_memory_per_block_optin: int = 166912
     warp_size: int = 32
     gcnArchName: str = ""  # noqa: N815 - PyTorch's name
+    name: str = "simulated"
 
     @classmethod
     def of(cls, capability: tuple[int, int]) -> GpuProperties:
@@ -187,14 +189,19 @@ def planning(capability: tuple[int, int]) -> Iterator[None]:
         device_interface.get_registered_device_interfaces()
         interfaces.update(names)
         common.register_backend_for_device("cuda", PlannedScheduling, PlannedWrapper)
-        DeviceProperties.create.cache_clear()
+        _forget_properties()
         with Patches().applied(patches), inductor_config.patch(_SETTINGS):
             yield
     finally:
         for registry, entries in zip((interfaces, codegens), before, strict=True):
             registry.clear()
             registry.update(entries)
-        DeviceProperties.create.cache_clear()
+        _forget_properties()
+
+
+def _forget_properties() -> None:
+    DeviceProperties.create.cache_clear()
+    CacheBase.get_system.cache_clear()
 
 
 _SETTINGS: Final = {

@@ -93,7 +93,7 @@ def _traced(original: Callable[..., Any], *args: Any) -> Any:
     compiles = _part()
     if compiles is None:
         return original(*args)
-    with compiles.suspended(), assigned(compiles, "is_tracing", True):
+    with compiles.traced(), assigned(compiles, "is_tracing", True):
         result = original(*args)
     if result.guarded_code is not None:
         compiles.leaves_cycles = True

@@ -65,16 +65,18 @@ def override_imported() -> None:
 class Compiles:
     """A part of simulations in which code that the user compiles is compiled.
 
-    `suspended` restores PyTorch's functions while it is open: the compiler knows them by their identity. `stands_for` is
-    the device that compiled code sees its tensors on, where that is another than their own.
+    `traced` and `lowered` restore PyTorch's functions, which the compiler knows by their identity, while Dynamo runs and
+    while what comes after it does. `stands_for` is the device that code sees its tensors on, if it is not their own.
     """
 
     def __init__(
         self,
-        suspended: Callable[[], AbstractContextManager[None]] | None = None,
+        traced: Callable[[], AbstractContextManager[None]] | None = None,
+        lowered: Callable[[], AbstractContextManager[None]] | None = None,
         stands_for: torch.device | None = None,
     ) -> None:
-        self.suspended = suspended or suspended_overrides
+        self.traced = traced or suspended_overrides
+        self.lowered = lowered or suspended_overrides
         self.stands_for = stands_for
         self.is_tracing = False
         """Whether Dynamo is tracing, and not what comes after it."""

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import FunctionType
 from typing import Any, Final
 
 import torch
-from torch import nn
-
 from memsize.kernels.attention import compiled_mask
-from memsize.processes.patches import Patch, SuspendablePatches
-from memsize.processes.simulation import open_simulation
+from memsize.processes.patches import SuspendablePatches
 from memsize.tracing.overrides import FLEX, Compiles, suspended_overrides
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
@@ -29,10 +26,7 @@ _OTHER_BACKEND = "torch.compile's backend {} is not followed: what it would comp
 
 
 class Compilation:
-    """Compiles the code of the program that `ledger` records.
-
-    `patches` are suspended while code is traced, except those that answer for the `driver`.
-    """
+    """Compiles the code of the program that `ledger` records."""
 
     def __init__(self, ledger: VirtualLedger, capability: tuple[int, int]) -> None:
         self._ledger = ledger
@@ -40,8 +34,12 @@ class Compilation:
         self._regions = ExitStack()
         self._is_open = False
         self._original: Callable[..., Any] = torch.compile
-        self.patches: SuspendablePatches | None = None
-        self.driver: tuple[Patch, ...] = ()
+        self._patches: SuspendablePatches
+        self._driver: SuspendablePatches
+
+    def reach(self, patches: SuspendablePatches, driver: SuspendablePatches) -> None:
+        """Suspend `patches` while code is compiled; while it is traced, those of the `driver` answer in their place."""
+        self._patches, self._driver = patches, driver
 
     def close(self) -> None:
         """Leave nothing of the compiler behind."""
@@ -93,11 +91,18 @@ class Compilation:
 
         self._note(RULES.format(torch.__version__.partition("+")[0]))
         compiler = Compiler(self._capability, self._note)
-        self._regions.enter_context(compiling(compiler, Compiles(self._suspended, _GPU)))
+        self._regions.enter_context(compiling(compiler, Compiles(self._traced, self._suspended, _GPU)))
+
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
+        with self._suspended():
+            self._driver.apply()
+            try:
+                yield
+            finally:
+                self._driver.restore()
 
     @contextmanager
     def _suspended(self) -> Iterator[None]:
-        assert self.patches is not None
-        with suspended_overrides(), self.patches.suspended(), open_simulation() as simulation:
-            with simulation.patches.applied(self.driver):
-                yield
+        with suspended_overrides(), self._patches.suspended(), self._driver.suspended():
+            yield

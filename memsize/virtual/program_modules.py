@@ -113,6 +113,9 @@ class ProgramCalls(ModuleCallRecorder):
         entry = self._layers.get(id(module))
         return entry[1] if entry is not None and entry[0]() is module else -1
 
+    def _is_beside(self, layer: int, other: int) -> bool:
+        return other < 0 or self.root_of[layer] == self.root_of[other]
+
     def _add(self, module: nn.Module) -> int:
         """Let `module` be a root; returns its layer. Modules that were called on their own before keep their layer."""
         first, root = len(self.seen), Root(self._name(module), module, len(self.seen))

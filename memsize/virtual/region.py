@@ -112,9 +112,9 @@ def virtual_gpu(
             **ledger.host_memory.later(),
             overrides.FLEX: _overridden,
         }
-        compilation.patches = SuspendablePatches(simulation.patches, replaced, {**own, **later})
-        compilation.driver = tuple(_of_driver(driver))
-        regions.enter_context(_patched(compilation.patches))
+        patches = SuspendablePatches(simulation.patches, replaced, {**own, **later})
+        compilation.reach(patches, SuspendablePatches(simulation.patches, _of_driver(driver)))
+        regions.enter_context(_patched(patches))
         yield
 
 
