@@ -14,13 +14,14 @@ from typing import Any, Final
 
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import compile_fx
-from torch.fx import GraphModule, Interpreter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Interpreter
 
 from memsize.compile.decompositions import cuda_decompositions
 from memsize.compile.devices import CPU, CUDA, META, Move
 from memsize.compile.gpu import planning
 from memsize.kernels.semantics import current, switched_on
-from memsize.processes.patches import assigned
+from memsize.processes.patches import Patches, assigned, wrapping
 from memsize.processes.simulation import current as current_simulation
 from memsize.torch_internals.dispatch_key import suspended
 from memsize.tracing.overrides import Compiles
@@ -34,13 +35,15 @@ class Compiler:
     def __init__(self, capability: tuple[int, int], note: Note) -> None:
         self._capability = capability
         self._note = note
-        self.graphs = 0
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
         """Compile a graph of Dynamo's with these `options` of Inductor."""
-        self.graphs += 1
         move = Move(CPU)
-        with planning(self._capability), _tracing():
+        with (
+            planning(self._capability),
+            _tracing(),
+            Patches().applied([wrapping(FakeTensorMode, "from_tensor", move.result)]),
+        ):
             moved = [move.value(fake) for fake in _fakes(module, inputs)]
             return compile_fx.compile_fx(
                 move.graph(module),
@@ -52,13 +55,14 @@ class Compiler:
 
     def _lower(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Lower one graph of the partition."""
-        move = Move(CUDA)
+        move, as_traced = Move(CUDA), GraphModule(module, Graph())
+        as_traced.graph.output(as_traced.graph.graph_copy(module.graph, {}))
         with planning(self._capability), suspended(), _originals():
             try:
                 return compile_fx.compile_fx_inner(move.graph(module), [move.value(v) for v in inputs], **options)
             except Exception as error:
                 self._note(_UNLOWERED.format(_reason(error)))
-                return _interpreted(Move(META).graph(module))
+                return _interpreted(Move(META).graph(as_traced))
 
 
 def _fakes(module: GraphModule, inputs: Sequence[Any]) -> list[Any]:

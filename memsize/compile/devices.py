@@ -6,6 +6,7 @@ graphs are traced with tensors on the CPU and are moved to CUDA afterwards, befo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -38,6 +39,10 @@ class Move:
             moved = [self.value(item) for item in value]
             return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
         return value
+
+    def result(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Move what `function` returns."""
+        return self.value(function(*args, **options))
 
     def graph(self, module: GraphModule) -> GraphModule:
         """Move the fake results and the devices named in `module`, in place, and in the graphs inside it."""

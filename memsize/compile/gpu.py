@@ -23,6 +23,7 @@ from torch._inductor import ir
 from torch._inductor.codecache import CacheBase
 from torch._inductor.codegen import common
 from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
+from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
@@ -129,6 +130,11 @@ class PlannedScheduling(TritonScheduling):
         return None
 
 
+def _one_by_one(nodes: list[Any], *_: Any, **__: Any) -> list[list[Any]]:
+    """Groups of one: kernels that run side by side in one allocate what each of them does, and free it together."""
+    return [[node] for node in nodes]
+
+
 class PlannedWrapper(PythonWrapperCodegen):
     """Inductor's wrapper, which also says of each allocation where it comes from, and asks nothing of a driver."""
 
@@ -183,6 +189,7 @@ def planning(capability: tuple[int, int]) -> Iterator[None]:
         (torch.cuda, "get_device_properties", lambda *_: properties),
         (torch.cuda, "get_device_capability", lambda *_: (properties.major, properties.minor)),
         (GraphLowering, "_compile_to_module", _unloaded),
+        (ComboKernel, "horizontal_partition", staticmethod(_one_by_one)),
         *without_driver(),
     ]
     try:

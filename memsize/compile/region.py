@@ -13,15 +13,18 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType
 from typing import Any, Final
 
 import torch
 import torch._dynamo as dynamo
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables import TensorVariable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.optim import Optimizer
 
 from memsize.compile.backend import Compiler
 from memsize.compile.devices import META
@@ -88,13 +91,22 @@ def _part() -> Compiles | None:
     return simulation.get(Compiles) if simulation else None
 
 
-def _traced(original: Callable[..., Any], *args: Any) -> Any:
-    """Trace a frame, among PyTorch's own functions."""
+_STEP_WITH_HOOKS: Final = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, CodeType))
+
+
+def _traced(original: Callable[..., Any], wrapper: Any, frame: Any, *args: Any) -> Any:
+    """Trace a frame, among PyTorch's own functions.
+
+    The hooks by which a run watches its optimizers' steps are no part of what is compiled: Dynamo breaks the graph of a
+    step within them in any case.
+    """
     compiles = _part()
     if compiles is None:
-        return original(*args)
+        return original(wrapper, frame, *args)
+    if frame.f_code is _STEP_WITH_HOOKS:
+        return ConvertFrameReturn()
     with compiles.traced(), assigned(compiles, "is_tracing", True):
-        result = original(*args)
+        result = original(wrapper, frame, *args)
     if result.guarded_code is not None:
         compiles.leaves_cycles = True
     return result

@@ -15,6 +15,8 @@ from types import FunctionType
 from typing import Any, Final
 
 import torch
+
+from memsize.cuda.cuda_semantics import original_lists_of_devices
 from memsize.kernels.attention import compiled_mask
 from memsize.processes.patches import SuspendablePatches
 from memsize.tracing.overrides import FLEX, Compiles, suspended_overrides
@@ -104,5 +106,6 @@ class Compilation:
 
     @contextmanager
     def _suspended(self) -> Iterator[None]:
-        with suspended_overrides(), self._patches.suspended(), self._driver.suspended():
-            yield
+        with suspended_overrides(), original_lists_of_devices():
+            with self._patches.suspended(), self._driver.suspended():
+                yield

@@ -29,7 +29,6 @@ from memsize.tracing.module_calls import ModuleCallRecorder, module_type, record
 from memsize.virtual.device_assignment import devices
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
-
 Call = Callable[..., Any]
 _COMPILER: Final = "torch._dynamo.eval_frame"
 

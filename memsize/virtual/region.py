@@ -244,7 +244,7 @@ class _Apart(SourceFileLoader):
         self._region = region
 
     def exec_module(self, module: ModuleType) -> None:
-        with self._region:
+        with overrides.suspended_overrides(), self._region:
             super().exec_module(module)
 
 
