@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,7 @@ def compiling(compiler: Compiler, compiles: Compiles | None = None) -> Iterator[
             open_simulation() as simulation,
             simulation.with_part(Compiles, compiles or Compiles()),
             simulation.patches.applied(patches),
+            torch.compiler.set_stance("default"),
             _quiet(),
         ):
             yield
@@ -105,7 +107,8 @@ def _traced(original: Callable[..., Any], wrapper: Any, frame: Any, *args: Any) 
         return original(wrapper, frame, *args)
     if frame.f_code is _STEP_WITH_HOOKS:
         return ConvertFrameReturn()
-    with compiles.traced(), assigned(compiles, "is_tracing", True):
+    with compiles.traced(), assigned(compiles, "is_tracing", True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's, about its own reading of attributes
         result = original(wrapper, frame, *args)
     if result.guarded_code is not None:
         compiles.leaves_cycles = True

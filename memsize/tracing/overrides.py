@@ -65,8 +65,8 @@ def override_imported() -> None:
 class Compiles:
     """A part of simulations in which code that the user compiles is compiled.
 
-    `traced` and `lowered` restore PyTorch's functions, which the compiler knows by their identity, while Dynamo runs and
-    while what comes after it does. `stands_for` is the device that code sees its tensors on, if it is not their own.
+    `traced` and `lowered` restore PyTorch's functions, which the compiler knows by their identity, while Dynamo runs
+    and while what comes after it does. `stands_for` is the device that code sees its tensors on, if not their own.
     """
 
     def __init__(

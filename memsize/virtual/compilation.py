@@ -18,13 +18,14 @@ import torch
 
 from memsize.cuda.cuda_semantics import original_lists_of_devices
 from memsize.kernels.attention import compiled_mask
+from memsize.known_values.data_dependent import UNCOMPILED
 from memsize.processes.patches import SuspendablePatches
 from memsize.tracing.overrides import FLEX, Compiles, suspended_overrides
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
 _GPU: Final = torch.device("cuda", 0)
 _AS_WRITTEN: Final = frozenset({"eager", "eager_noexcept", "eager_debug"})
-_OTHER_BACKEND = "torch.compile's backend {} is not followed: what it would compile runs as it is written"
+_OTHER_BACKEND = "torch.compile's backend {} is not followed"
 
 
 class Compilation:
@@ -54,25 +55,30 @@ class Compilation:
         if options.get("disable"):
             return model
         backend = options.get("backend", "inductor")
-        if model is getattr(sys.modules.get(FLEX), "create_block_mask", None):
+        flex = sys.modules.get(FLEX)
+        if flex is not None and model is flex.create_block_mask:
             return compiled_mask(model, self._ledger.absently)
-        if backend in _AS_WRITTEN or model is getattr(sys.modules.get(FLEX), "flex_attention", None):
+        if backend in _AS_WRITTEN or (flex is not None and model is flex.flex_attention):
             return model
-        if backend != "inductor":
-            self._note(_OTHER_BACKEND.format(getattr(backend, "__name__", backend)))
-            return model
-        return self._when_called(model, options) if isinstance(model, FunctionType) else self._compiled(model, options)
+        make = self._compiled if backend == "inductor" else self._as_written
+        return self._when_called(make, model, options) if isinstance(model, FunctionType) else make(model, options)
 
-    def _when_called(self, function: FunctionType, options: dict[str, Any]) -> Callable[..., Any]:
+    def _when_called(self, make: Callable[..., Any], function: FunctionType, options: Any) -> Callable[..., Any]:
         compiled: list[Any] = []
 
         @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
             if not compiled:
-                compiled.append(self._compiled(function, options))
+                compiled.append(make(function, options))
             return compiled[0](*args, **kwargs)
 
         return called
+
+    def _as_written(self, model: Any, options: dict[str, Any]) -> Any:
+        backend = options["backend"]
+        self._note(_OTHER_BACKEND.format(getattr(backend, "__name__", backend)))
+        self._note(UNCOMPILED)
+        return model
 
     def _compiled(self, model: Any, options: dict[str, Any]) -> Any:
         self._open()
@@ -106,6 +112,10 @@ class Compilation:
 
     @contextmanager
     def _suspended(self) -> Iterator[None]:
-        with suspended_overrides(), original_lists_of_devices():
-            with self._patches.suspended(), self._driver.suspended():
-                yield
+        with (
+            suspended_overrides(),
+            original_lists_of_devices(),
+            self._patches.suspended(),
+            self._driver.suspended(),
+        ):
+            yield
