@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from memsize.errors import InputError
 from memsize.records.aggregates import COUNTED, totals
-from memsize.records.baseline import Baseline, LayerFigures
-from memsize.records.check import Figure
+from memsize.records.check import Baseline, Figure, LayerFigures
 from memsize.records.finding import Finding, moment_in_words
 from memsize.records.fit import FitRow
 from memsize.records.gpu import GpuEstimate

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from memsize.errors import InputError, in_one_line
 from memsize.records.world import World
 from memsize.virtual.guards.child_processes import NO_GPU_USE, ChildProcesses, Settings, is_launcher
-from memsize.virtual.guards.file_guard import FileGuard
-from memsize.virtual.guards.network_guard import NetworkGuard
+from memsize.virtual.guards.file_guard import FileGuard, NetworkGuard
 
 if TYPE_CHECKING:
     from memsize.workloads.program import Program

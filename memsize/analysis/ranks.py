@@ -27,10 +27,9 @@ from memsize.processes.rank_processes import opened
 from memsize.processes.user_code import is_library, parsed
 from memsize.processes.workers import Workers, can_fork, cores, side_by_side, silent
 from memsize.records.gpu import Card
-from memsize.records.host import UNUSED
 from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankGroup, RankRuns
-from memsize.records.trace import Trace
+from memsize.records.trace import UNUSED, Trace
 from memsize.records.world import ALONE, World
 from memsize.spec.requests import Which
 

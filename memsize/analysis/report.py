@@ -13,7 +13,7 @@ from torch import nn
 from memsize.analysis.findings.evidence import Crossover, Evidence
 from memsize.analysis.findings.report_rules import RULES
 from memsize.analysis.findings.unfinished_runs import interrupted
-from memsize.analysis.fit.crossovers import find_crossover
+from memsize.analysis.fit.results import find_crossover
 from memsize.analysis.model_setups import is_float32, own_autocast
 from memsize.analysis.runner import Runner
 from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading

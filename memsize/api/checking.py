@@ -20,8 +20,16 @@ from memsize.api.models import report
 from memsize.device.cards import card
 from memsize.errors import InputError, MemsizeError, OutputError, UnknownInputError
 from memsize.loading.target import line_of, parse_target
-from memsize.records.baseline import Baseline, read_baselines, write_baselines
-from memsize.records.check import Check, CheckedModel, Figure, Problem, Severity
+from memsize.records.check import (
+    Baseline,
+    Check,
+    CheckedModel,
+    Figure,
+    Problem,
+    Severity,
+    read_baselines,
+    write_baselines,
+)
 from memsize.records.finding import Finding
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.project import NAME, SECTION, CheckedTarget, Project, find_project, parse_section, read_project

@@ -6,7 +6,7 @@ One module for each kind of answer, of the same name. A document adds no fact to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
@@ -67,12 +67,12 @@ class Document(ABC, Generic[A]):
             and {
                 "title": bars.title,
                 "kind": bars.kind,
-                "parts": [part._asdict() for part in bars.parts],
+                "parts": plain(bars.parts),
                 "rows": [
                     {"names": [label.text for label in bar.labels], "total": bar.total, "sizes": bar.sizes}
                     for bar in bars.bars
                 ],
-                "limit": bars.limit and bars.limit._asdict(),
+                "limit": plain(bars.limit),
             },
         } | rest
 
@@ -87,9 +87,7 @@ class Document(ABC, Generic[A]):
         return members
 
     def verdict(self) -> tuple[Finding, ...]:
-        """The answer in a few short sentences: the first `MOST_SENTENCES` findings, of which some documents take only
-        those that have a brief form.
-        """
+        """The first `MOST_SENTENCES` findings; of some documents only those that have a brief form."""
         return tuple(finding for finding in self.findings if finding.brief or not self.only_brief)[:MOST_SENTENCES]
 
     def reasons(self, title: str = "Why") -> tuple[Section, ...]:
@@ -144,15 +142,16 @@ def document(answer: Renderable, **view: Any) -> Document[Any]:
 
 
 def plain(value: Any) -> Any:
-    """A frozen record, at any depth, as dicts, lists and scalars. A field `spec` becomes the fields `dtype` and
-    `shape` in its place.
-    """
-    if is_dataclass(value):
+    """A frozen record as dicts, lists and scalars; a field `spec` becomes the fields `dtype` and `shape`."""
+    names = [field.name for field in fields(value)] if is_dataclass(value) else getattr(value, "_fields", None)
+    if names is not None:
         members: dict[str, Any] = {}
-        for field in fields(value):
-            part = plain(getattr(value, field.name))
-            members |= part if field.name == "spec" else {field.name: part}
+        for name in names:
+            part = plain(getattr(value, name))
+            members |= part if name == "spec" else {name: part}
         return members
+    if isinstance(value, Mapping):
+        return dict(value)
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
@@ -162,14 +161,14 @@ def renamed(data: dict[str, Any], **names: str) -> dict[str, Any]:
 
 
 def values_of(record: Any, *names: str) -> dict[str, Any]:
-    """The attributes of `record` with these names."""
-    return {name: getattr(record, name) for name in names}
+    """The attributes of `record` with these names, as `plain` data."""
+    return {name: plain(getattr(record, name)) for name in names}
 
 
 def findings_data(findings: Iterable[Finding], unit: str) -> list[dict[str, Any]]:
     """Findings, their sentences in `unit`."""
     return [
         {"code": f.code, "layers": f.layers, "bytes": f.bytes, "text": f.text(unit)}
-        | ({"moment": f.moment._asdict()} if f.moment else {})
+        | ({"moment": plain(f.moment)} if f.moment else {})
         for f in findings
     ]

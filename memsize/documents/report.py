@@ -27,6 +27,8 @@ from memsize.documents.sections import (
     Stop,
     Table,
     Title,
+)
+from memsize.documents.shared import (
     compared_collectives,
     compared_streams,
     input_text,
@@ -68,9 +70,7 @@ _RUN_FIGURES: Final = frozenset(
 
 @dataclass(frozen=True)
 class ReportDocument(Document[Report]):
-    """A report. `depth` cuts the layer table, whose rows still add up; `columns` picks from `COLUMNS`, by default those
-    that say something.
-    """
+    """A report. `depth` cuts the layer table; `columns` picks from `COLUMNS`, by default those that say something."""
 
     depth: int | None = None
     columns: Sequence[str] | None = None
@@ -104,10 +104,23 @@ class ReportDocument(Document[Report]):
         return tuple(sorted(brief, key=lambda finding: finding.code not in _FIRST))[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
+        """The bytes alive at the peaks of training steps, or else those held when backward begins, by scenario.
+
+        Each byte is counted once there: a saved input counts as kept.
+        """
         report = self.answer
-        if any(result.training for result in report.scenario_results):
-            return peak_bars(report)
-        return scenario_bars(report) if report.scenario_results else None
+        if looks := [(result.label, result.training.roles) for result in report.scenario_results if result.training]:
+            parts = map(role_part, in_order(role for _, roles in looks for role in roles))
+            bars = Bars.of("peak of a training step", parts, looks)
+            return replace(bars, limit=Limit(report.gpu, card(report.gpu).bytes))
+        rows = []
+        for result in report.scenario_results:
+            if sums := result.totals:
+                sizes = {"parameter": sums.parameter_bytes, "buffer": sums.buffer_bytes}
+                sizes |= {"attribute": sums.attribute_bytes, "master weight": sums.master_bytes}
+                sizes |= {"cast copy": sums.cast_bytes, "kept": sums.saved_bytes - sums.saved_cast_bytes}
+                rows.append((result.label, sizes | {"input": sums.input_bytes - sums.saved_input_bytes}))
+        return Bars.of("held when backward begins", _PARTS, rows) if report.scenario_results else None
 
     def scenes(self) -> tuple[ScenarioView, ...]:
         report = self.answer
@@ -175,9 +188,7 @@ class ReportDocument(Document[Report]):
 
 
 def _layer_data(row: Row) -> dict[str, Any]:
-    data = renamed(plain(row), dtypes="stored_as")
-    del data["layers"]
-    return data
+    return {name: value for name, value in renamed(plain(row), dtypes="stored_as").items() if name != "layers"}
 
 
 _PER_LAYER: Final = (
@@ -283,24 +294,6 @@ _PARTS: Final = (
 )
 
 
-def scenario_bars(report: Report) -> Bars:
-    """The bytes that each scenario holds when backward begins, each counted once: a saved input counts as kept."""
-    rows = []
-    for result in report.scenario_results:
-        if sums := result.totals:
-            sizes = {
-                "parameter": sums.parameter_bytes,
-                "buffer": sums.buffer_bytes,
-                "attribute": sums.attribute_bytes,
-                "master weight": sums.master_bytes,
-                "cast copy": sums.cast_bytes,
-                "kept": sums.saved_bytes - sums.saved_cast_bytes,
-                "input": sums.input_bytes - sums.saved_input_bytes,
-            }
-            rows.append((result.label, sizes))
-    return Bars.of("held when backward begins", _PARTS, rows)
-
-
 # -- peaks on a GPU ----------------------------------------------------------------------------------------------------
 
 
@@ -312,52 +305,19 @@ class _PeakRow(NamedTuple):
     estimate: GpuEstimate
 
 
+_DEVICE: Final = "reserved and what is outside PyTorch"
 _PEAK_FIELDS: Final = Fields[_PeakRow](
     shown("scenario", "scenario", NAME, 100, SCENARIO.help, get=lambda row: row.result.label),
     shown("run", "peak of", TEXT, 98, "one forward without gradients, or a training step"),
     shown("estimate.requested", "requested", BYTES, 95, "what tensors ask for", key="requested"),
     shown("estimate.allocated", "allocated", BYTES, 90, "the caching allocator's blocks", key="allocated"),
     shown("estimate.reserved", "reserved", BYTES, 92, "the caching allocator's segments", key="reserved"),
-    shown(
-        "estimate.device.low",
-        "device from",
-        BYTES,
-        80,
-        "reserved and what is outside PyTorch, at least",
-        key="device_low",
-    ),
-    shown(
-        "estimate.device.high",
-        "to",
-        BYTES,
-        80,
-        "reserved and what is outside PyTorch, at most",
-        key="device_high",
-        beside="device_low",
-    ),
+    shown("estimate.device.low", "device from", BYTES, 80, f"{_DEVICE}, at least", key="device_low"),
+    shown("estimate.device.high", "to", BYTES, 80, f"{_DEVICE}, at most", key="device_high", beside="device_low"),
     shown("estimate.peak_phase", "in", TEXT, 85, "the phase that the peak falls in", key="phase", alone="phase"),
-    shown(
-        "estimate.peak_layer",
-        "at",
-        NAME,
-        70,
-        "the layer that the peak falls in",
-        cell=lambda row, _: Path(row.estimate.peak_layer) if row.estimate.peak_layer else "",
-        key="layer",
-        alone="layer",
-    ),
+    shown("layer", "at", NAME, 70, "the layer that the peak falls in", alone="layer"),
+    cell={"layer": lambda row, _: Path(row.estimate.peak_layer) if row.estimate.peak_layer else ""},
 )
-
-
-def peak_bars(report: Report) -> Bars:
-    """The bytes alive by role at the peak of each scenario's training step, beside the memory of the GPU."""
-    looks = [(result, result.training) for result in report.scenario_results if result.training]
-    bars = Bars.of(
-        "peak of a training step",
-        map(role_part, in_order(role for _, look in looks for role in look.roles)),
-        ((result.label, look.roles) for result, look in looks),
-    )
-    return replace(bars, limit=Limit(report.gpu, card(report.gpu).bytes))
 
 
 def peak_table(report: Report) -> Table:

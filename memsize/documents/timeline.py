@@ -6,17 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from memsize.documents import Document
-from memsize.documents.sections import (
-    Chart,
-    Phrase,
-    Section,
-    Table,
-    Title,
-    collective_tables,
-    listed,
-    stream_tables,
-    versions,
-)
+from memsize.documents.sections import Chart, Phrase, Section, Table, Title
+from memsize.documents.shared import collective_tables, listed, stream_tables, versions
 from memsize.records.fields import role_fields
 from memsize.records.finding import Finding, Moment
 from memsize.records.roles import noun

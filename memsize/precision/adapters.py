@@ -20,7 +20,7 @@ from memsize.loading.library_imports import torchvision_importable
 from memsize.model.meta_copy import MetaCopier
 from memsize.precision.layouts import LAYOUTS
 from memsize.precision.quantized import converts, is_adapter, is_unpacked, mark_adapter, mark_base
-from memsize.spec.adapters import BASES, PEFT_CONFIGS, Adapter, TrainedParts, matches, parse_base
+from memsize.spec.training import BASES, PEFT_CONFIGS, Adapter, TrainedParts, matches, parse_base
 
 _PROJECTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 """The output projection of an attention module, which reads the weight and calls no forward."""

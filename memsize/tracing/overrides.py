@@ -57,9 +57,12 @@ def _note(remark: str) -> None:
         notes.remarks[remark] = None
 
 
-def override_imported() -> None:
-    """Let runs that are under way override what has been imported since they began, such as the module `FLEX`."""
+def override_imported(module: Any) -> tuple[()]:
+    """Let runs that are under way override a `module` that was imported since they began, such as `FLEX`; returns no
+    further patches.
+    """
     _overrides.renew()
+    return ()
 
 
 class Compiles:

@@ -117,7 +117,12 @@ class ProgramCalls(ModuleCallRecorder):
 
     def _add(self, module: nn.Module) -> int:
         """Let `module` be a root; returns its layer. Modules that were called on their own before keep their layer."""
-        first, root = len(self.seen), Root(self._name(module), module, len(self.seen))
+        taken = {root.name for root in self.roots}
+        around = chain.from_iterable(map(variables, reversed([*users_frames()])))
+        names = (name for name, value in around if value is module and name != "self" and name not in taken)
+        name = next(names, module_type(module))
+        free = (candidate for candidate in chain([name], (f"{name}#{n}" for n in count(2))) if candidate not in taken)
+        first, root = len(self.seen), Root(next(free), module, len(self.seen))
         for path, submodule in module.named_modules():
             if self._index(submodule) < 0:
                 self._layers[id(submodule)] = weakref.ref(submodule), len(self.seen)
@@ -126,15 +131,6 @@ class ProgramCalls(ModuleCallRecorder):
                 self.root_of.append(len(self.roots))
         self.roots.append(root)
         return first
-
-    def _name(self, module: nn.Module) -> str:
-        taken = {root.name for root in self.roots}
-        around = chain.from_iterable(map(variables, reversed([*users_frames()])))
-        names = [name for name, value in around if value is module and name != "self" and name not in taken]
-        name = names[0] if names else module_type(module)
-        return next(
-            candidate for candidate in chain([name], (f"{name}#{n}" for n in count(2))) if candidate not in taken
-        )
 
     def _call_root(self, module: nn.Module, index: int, call: Call, args: Any, kwargs: Any) -> Any:
         root = self.roots[self.root_of[index]]
@@ -146,7 +142,10 @@ class ProgramCalls(ModuleCallRecorder):
         grad = torch.is_grad_enabled()
         self.ledger.counts = not root.trained
         if grad and root.called and not root.trained:
-            self._forget(root)
+            for layer, seen in enumerate(self.seen):
+                if self.roots[self.root_of[layer]] is root:
+                    seen.calls, seen.inputs, seen.outputs = 0, [], []
+                    self.ledger.multiply_adds.pop(layer, None)
         name = AROUND if grad else "evaluation"
         clock = self.ledger.clock
         current, _ = split_phase(clock.phases[clock.phase])
@@ -184,12 +183,6 @@ class ProgramCalls(ModuleCallRecorder):
         elif current in ("setup", AROUND) and not any(root.has_weights for root in self.roots):
             self._before_forward()
             clock.phase = clock.index("forward")
-
-    def _forget(self, root: Root) -> None:
-        for index, seen in enumerate(self.seen):
-            if self.roots[self.root_of[index]] is root:
-                seen.calls, seen.inputs, seen.outputs = 0, [], []
-                self.ledger.multiply_adds.pop(index, None)
 
     def _call_module(self, module: nn.Module, index: int, call: Call, args: Any, kwargs: Any) -> Any:
         clock = self.ledger.clock

@@ -10,7 +10,7 @@ that is imported, called or recorded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,13 +40,7 @@ from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.named_devices import Gpus
 from memsize.tracing.run import RunDevice, Setup, gpu_semantics, resizes_seen
 from memsize.tracing.saved_tensors import functional_transforms_allowed, saving
-from memsize.virtual import (
-    data_parallel,
-    gpu_tensors,
-    launches,
-    nested_tensors,
-    torchscript,
-)
+from memsize.virtual import data_parallel, gpu_tensors, launches, nested_tensors, torchscript
 from memsize.virtual.compilation import Compilation
 from memsize.virtual.device_assignment import DeviceAssignment
 from memsize.virtual.driver import queries
@@ -106,12 +100,13 @@ def virtual_gpu(
         regions.callback(compilation.close)
         compiles: Patch = (torch, "compile", compilation.compile)
         replaced = (compiles, threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
-        own = {
-            **_late_process_patches(ledger, line),
+        own: dict[str, LatePatches] = {
             **launches.later(ledger),
             **ledger.host_memory.later(),
-            overrides.FLEX: _overridden,
+            overrides.FLEX: overrides.override_imported,
         }
+        if group.is_available():
+            own |= {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}
         patches = SuspendablePatches(simulation.patches, replaced, {**own, **later})
         compilation.reach(patches, SuspendablePatches(simulation.patches, _of_driver(driver)))
         regions.enter_context(_patched(patches))
@@ -123,11 +118,6 @@ def _refuse_second_gpu() -> None:
     simulation = running()
     if simulation is not None and simulation.get(Driver) is not None:
         raise InputError("this process has a virtual GPU already")
-
-
-def _overridden(_: Any) -> Iterable[Patch]:
-    overrides.override_imported()
-    return ()
 
 
 def _forget_answers() -> None:
@@ -260,15 +250,6 @@ def _process_patches(world: World, ledger: VirtualLedger, line: RankConnection |
         yield from peer_checks.replacements(ledger.evaluator.rely_on)
         yield from collectives.replacements()
         yield from sharding.replacements(ledger.in_pytorch)
-
-
-def _late_process_patches(
-    ledger: VirtualLedger, line: RankConnection | None
-) -> dict[str, Callable[[Any], Iterator[Patch]]]:
-    """Return the patches of PyTorch's modules for several processes, by module name, for when they are imported."""
-    if not group.is_available():
-        return {}
-    return {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}
 
 
 def _spawn(world: World, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, **options: Any) -> Any:

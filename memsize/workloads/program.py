@@ -34,7 +34,7 @@ from memsize.virtual import saved_weights
 from memsize.virtual.driver.allocator_state import DeviceMemory
 from memsize.virtual.driver.functions import Driver
 from memsize.virtual.guards.child_processes import ChildProcesses, Settings
-from memsize.virtual.guards.network_guard import NetworkGuard
+from memsize.virtual.guards.file_guard import NetworkGuard
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.program_code import Held, Waits, holders
 from memsize.virtual.program_modules import ProgramCalls

@@ -96,7 +96,7 @@ def report_generation(
         card=runner.gpu,
         inputs=largest.inputs,
         generation_rows=rows,
-        findings=RULES.findings(Evidence(rows, draft, remedied)),
+        findings=RULES.findings(Evidence(tuple(row for row in rows if row.estimate is not None), draft, remedied)),
         remedied=remedied,
         notes=tuple(dict.fromkeys((*notes, *largest.notes, *([beyond] if is_beyond else [])))),
         assumptions=(*largest.assumptions, *([_NONE_RIGHT] if draft else [])),

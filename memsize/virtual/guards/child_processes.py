@@ -192,7 +192,11 @@ class ChildProcesses:
                 yield file, json.loads(file.read_text("utf-8"))
 
     def _read_results(self) -> Iterator[dict[str, Any]]:
-        failed = {started.number: started for started in self._ended() if started.runs_python and started.failure}
+        ended = [*self._started]
+        for process in self._multiprocessing:
+            with suppress(ValueError):  # it was closed, as only one that has ended may be
+                ended.append(_Started(process.name, process.pid or 0, True, process.exitcode))
+        failed = {started.number: started for started in ended if started.runs_python and started.failure}
         for file, result in self._read("results"):
             started = failed.pop(int(file.stem.partition("-")[2]), None)
             if started is not None:
@@ -200,12 +204,6 @@ class ChildProcesses:
             yield result
         for started in failed.values():
             yield {**NO_GPU_USE, "command": started.command, "failure": started.failure}
-
-    def _ended(self) -> Iterator[_Started]:
-        yield from self._started
-        for process in self._multiprocessing:
-            with suppress(ValueError):  # it was closed, as only one that has ended may be
-                yield _Started(process.name, process.pid or 0, True, process.exitcode)
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -252,7 +250,9 @@ class ChildProcesses:
             original(process, args, bufsize, executable, *rest, shell=shell, env=variables, **options)
         else:
             variables["TMPDIR"] = str(self._folder / "tmp")
-            limited = [*self._limited, os.path.abspath(program), *words]
+            limits = ["--offline"] * self.settings.offline + ["--any-file"] * self._guard.allowed
+            limited = [sys.executable, "-I", "-S", landlock.__file__, *limits, *self._writable, "--"]
+            limited += [os.path.abspath(program), *words]
             original(process, limited, bufsize, None, *rest, shell=False, env=variables, **options)
             process.args = args
         started = _Started(shlex.join(words), process.pid, is_python)
@@ -270,12 +270,6 @@ class ChildProcesses:
     def _noting_the_process(self, original: Callable[[BaseProcess], None], process: BaseProcess) -> None:
         original(process)
         self._multiprocessing.append(process)
-
-    @property
-    def _limited(self) -> list[str]:
-        """The command that becomes a program with limited rights, without that program and its words."""
-        limits = ["--offline"] * self.settings.offline + ["--any-file"] * self._guard.allowed
-        return [sys.executable, "-I", "-S", landlock.__file__, *limits, *self._writable, "--"]
 
     @property
     def _is_limited(self) -> bool:

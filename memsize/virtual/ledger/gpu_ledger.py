@@ -56,8 +56,6 @@ _NUMBERS: Final = {bool: torch.bool, int: torch.int64, float: torch.float64, com
 _TO_COPY: Final = torch.ops.aten._to_copy.default
 _SET_STORAGE: Final = torch.ops.aten.set_.source_Storage_storage_offset
 """As `torch.load` makes tensors."""
-
-
 _OF_PYTORCH: Final = frozenset(
     """aten prims prim profiler c10d _c10d_functional _c10d_functional_autograd c10d_functional _dtensor device_mesh
     fsdp symm_mem bucketing streams inductor export quantized quantized_decomposed semi_structured flex_lib torch_attn
@@ -171,8 +169,11 @@ class VirtualLedger(GpuStorages):
         outer, depth = self.custom_op, thread.depth
         self.custom_op, thread.depth = func.name(), 0
         try:
-            with self._again():
+            _push_mode(self)  # a mode's own way in and out also changes the whole process
+            try:
                 return func.redispatch(backend, *args, **kwargs)
+            finally:
+                _pop_mode()
         except Exception as error:
             if (
                 not isinstance(error, _NEEDS_GPU)
@@ -194,15 +195,6 @@ class VirtualLedger(GpuStorages):
             return result
         finally:
             self.custom_op, thread.depth = outer, depth
-
-    @contextmanager
-    def _again(self) -> Iterator[None]:
-        """Make this the mode again within an op. A mode's own way in and out also changes the whole process."""
-        _push_mode(self)
-        try:
-            yield
-        finally:
-            _pop_mode()
 
     # -- where an op runs ---------------------------------------------------------------------------------------------
 
@@ -254,7 +246,7 @@ class VirtualLedger(GpuStorages):
 
     def _is_of_training(self, args: Any) -> bool:
         """Whether autograd records an op with these arguments, or it ends an evaluation by its use of gradients."""
-        if torch.is_grad_enabled() and _any_requires_grad(args):
+        if torch.is_grad_enabled() and any(t.requires_grad and is_meta(t) for t in arguments_in(args)):
             return True
         if split_phase(self.clock.phases[self.clock.phase])[0] != "evaluation":
             return False
@@ -354,10 +346,6 @@ def _wants_tensors(func: Any) -> frozenset[int]:
         return frozenset()
     arguments = enumerate(func._schema.arguments)
     return frozenset(index for index, argument in arguments if str(argument.type) == "Tensor")
-
-
-def _any_requires_grad(args: Any) -> bool:
-    return any(tensor.requires_grad and is_meta(tensor) for tensor in arguments_in(args))
 
 
 def _unpinned(kwargs: dict[str, Any]) -> dict[str, Any]:
