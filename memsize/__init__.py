@@ -50,8 +50,13 @@ _BESIDE_ANSWERS = {
 }
 """The public names that are neither an answer nor the function that returns one, by the module that each lives in."""
 
-_NOT_LISTED = {"load_ipython_extension": "memsize.cli.magic"}
-"""The name that IPython looks for."""
+_NOT_LISTED = {
+    "audit_layout": "memsize.api",
+    "compare": "memsize.api",
+    "read_checkpoint": "memsize.api",
+    "load_ipython_extension": "memsize.cli.magic",
+}
+"""Names of earlier releases, which warn of the new ones, and the one that IPython looks for."""
 
 
 def _homes() -> dict[str, str]:

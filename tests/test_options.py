@@ -154,6 +154,8 @@ def test_a_value_takes_the_place_of_its_options() -> None:
         ("config", lambda: memsize.trace(NET, (8,), config="expandable_segments:True"), {"allocator"}),
         ("accumulate", lambda: memsize.trace(NET, (8,), accumulate=2), {"gradient_accumulation_steps"}),
         ("accumulate", lambda: memsize.Training("sgd", accumulate=2), {"gradient_accumulation_steps"}),
+        ("audit_layout", lambda: memsize.audit_layout(NET, (8,)), {"layout"}),
+        ("compare", lambda: memsize.compare(NET, NET), {"diff"}),
     ],
 )
 def test_old_names_work_with_a_warning(old: str, call: Callable[[], object], new: set[str]) -> None:
