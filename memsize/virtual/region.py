@@ -31,7 +31,7 @@ from memsize.errors import InputError
 from memsize.processes.patches import LatePatches, Patch, SuspendablePatches, calling
 from memsize.processes.rank_processes import RankConnection, connected
 from memsize.processes.simulation import open_simulation, running
-from memsize.ranks import collectives, group, objects, peer_checks, sharding
+from memsize.ranks import collectives, group, peers, sharding
 from memsize.records.gpu import Card
 from memsize.records.world import World
 from memsize.spec.stack import INSTALLED, Stack
@@ -54,7 +54,7 @@ _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
 _SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor")}
-_APART = frozenset({"torch._dynamo", overrides.FLEX, launches.MODULE, *_SHARDING, *peer_checks.REACHING})
+_APART = frozenset({"torch._dynamo", overrides.FLEX, launches.MODULE, *_SHARDING, *peers.REACHING})
 """Packages that are imported among the originals, of which they make tables, classes and TorchScript."""
 _REMEMBERING = (
     "transformers.utils.import_utils",
@@ -105,8 +105,8 @@ def virtual_gpu(
             **ledger.host_memory.later(),
             overrides.FLEX: overrides.override_imported,
         }
-        if group.is_available():
-            own |= {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}
+        if torch.distributed.is_available():
+            own |= {**sharding.later(ledger, ledger.aside, alone=line is None), **peers.later()}
         patches = SuspendablePatches(simulation.patches, replaced, {**own, **later})
         compilation.reach(patches, SuspendablePatches(simulation.patches, _of_driver(driver)))
         regions.enter_context(_patched(patches))
@@ -244,10 +244,9 @@ class _Apart(SourceFileLoader):
 def _process_patches(world: World, ledger: VirtualLedger, line: RankConnection | None) -> Iterator[Patch]:
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         yield owner, "spawn", partial(_spawn, world)
-    if group.is_available():
+    if torch.distributed.is_available():
         yield from group.replacements(world)
-        yield from objects.replacements(ledger.evaluator.rely_on, line)
-        yield from peer_checks.replacements(ledger.evaluator.rely_on)
+        yield from peers.replacements(ledger.evaluator.rely_on, line)
         yield from collectives.replacements()
         yield from sharding.replacements(ledger.in_pytorch)
 

@@ -37,7 +37,7 @@ from memsize.ranks.collectives import (
     waited,
     waits,
 )
-from memsize.ranks.peer_checks import check_devices, check_layouts, check_ranks
+from memsize.ranks.peers import check
 from memsize.records.aggregates import split_phase
 from memsize.torch_internals.jit_tracing import is_tracing, record_as, record_convolution, untraced
 from memsize.torch_internals.meta import is_meta
@@ -299,11 +299,7 @@ class VirtualLedger(GpuStorages):
             self.clock.tick()
             before = len(self.events)
             if kind is not None and has_buffers:
-                group = group_of(args)
-                check_ranks(func, args, group.size())
-                check_devices(arguments_in(args), group)
-                if kind == "all-reduce":
-                    check_layouts(arguments_in(args), group)
+                check(kind, func, args, group_of(args))
             result = answer(kind, func, args) if has_buffers else self._run(func, types, args, kwargs)
             self.last_op = func._overloadpacket.__name__
             if kind is not None and not has_buffers:
