@@ -214,7 +214,9 @@ COPIED_VALUES = "values that the model copies to the CPU are taken to be 1.0, in
 
 MIXED_DEVICES = "the forward makes a tensor on the CPU and mixes it with the model's; on a GPU that line fails"
 CPU_AUTOCAST = 'the model opens torch.autocast("cpu"), which casts nothing on a GPU: what runs in it keeps its dtypes'
-UNCOMPILED = "torch.compile is left out: compiled code fuses ops, and often needs less memory than what is shown"
+UNCOMPILED = (
+    "torch.compile is left out for some code, which runs as it is written: compiled, it may need less memory, or more"
+)
 """Not assumptions but notes."""
 
 

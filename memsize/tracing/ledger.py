@@ -7,7 +7,7 @@ each storage records the event of its end. Nothing is added up here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -118,8 +118,9 @@ class Ledger(MetaDispatchMode):
         self._numbers: dict[Lines, int] = {}
         """The position in `lines` of each line."""
         self._saved: list[weakref.ref[SavedTensor]] = []
-        self.layer_of_path: Mapping[str, int] = {}
-        """The layers by the paths of their modules."""
+        self.layer_inside: Callable[[int, str], int] = lambda layer, path: layer
+        """The layer of the module at a path below that of another layer."""
+        self._compiled_in = -1
         self._compiled: set[int] = set()
         """Storages that compiled code made, whose own layers and lines are known."""
         self._handles: set[bool] = set()
@@ -371,7 +372,7 @@ class Ledger(MetaDispatchMode):
         clock.tick()
         self._mark_read(arguments)
         before = clock.layer, clock.pinned, self.line
-        clock.pinned = clock.layer
+        clock.pinned = self._compiled_in = clock.layer
         try:
             yield
         finally:
@@ -380,7 +381,7 @@ class Ledger(MetaDispatchMode):
     def move_to(self, path: str, line: tuple[str, int] | None) -> None:
         """Attribute what compiled code does next to the module of this `path` and to this line of a forward."""
         clock = self.clock
-        clock.layer = clock.pinned = self.layer_of_path.get(path, clock.layer)
+        clock.layer = clock.pinned = self.layer_inside(self._compiled_in, path)
         is_known = line is not None and not clock.backward
         self.line = self._numbers.setdefault((line,), len(self._numbers)) if line and is_known else -1
 

@@ -149,7 +149,6 @@ class Run:
         self.ledger = setup.machine.ledger(setup)
         self.ledger.counts = tables
         self.calls = ModuleCallRecorder(setup.model, self.ledger)
-        self.ledger.layer_of_path = {seen.path: index for index, seen in enumerate(self.calls.seen)}
         self._notes: list[str] = []
         if enter:
             self.enter_inputs()
