@@ -112,10 +112,10 @@ class Compilation:
 
     @contextmanager
     def _suspended(self) -> Iterator[None]:
-        with (
-            suspended_overrides(),
-            original_lists_of_devices(),
-            self._patches.suspended(),
+        with (  # the last to be applied is restored first
             self._driver.suspended(),
+            self._patches.suspended(),
+            original_lists_of_devices(),
+            suspended_overrides(),
         ):
             yield
