@@ -99,7 +99,9 @@ class Compilation:
 
         self._note(RULES.format(torch.__version__.partition("+")[0]))
         compiler = Compiler(self._capability, self._note)
-        self._regions.enter_context(compiling(compiler, Compiles(self._traced, self._suspended, _GPU)))
+        self._regions.enter_context(
+            compiling(compiler, Compiles(self._traced, self._suspended, _GPU, self._ledger.inline))
+        )
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
