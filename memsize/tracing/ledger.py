@@ -85,6 +85,8 @@ class Workspaces(NamedTuple):
 
 
 NO_WORKSPACES = Workspaces()
+_OWN_CONVOLUTION = "_slow_conv2d"
+"""The op that takes cuBLAS's workspace for a convolution of PyTorch's own."""
 
 
 class Ledger(MetaDispatchMode):
@@ -210,14 +212,29 @@ class Ledger(MetaDispatchMode):
     def _note_convolution(self, op: OpFacts, args: Any, result: Any) -> None:
         """Each result is made, then its workspace is taken and given back."""
         convolutions, name = self.workspaces.convolutions, op.name
-        if op.is_forward:
+        if convolutions is None:
             self._note(result, name)
-            self._borrow(convolutions.forward(args, result) if convolutions else 0, name)
-            return
-        sizes = convolutions.backward(args) if convolutions else (0, 0)
-        for gradient, size in zip(result, (*sizes, 0), strict=True):
-            self._note(gradient, name)
-            self._borrow(size, name)
+        elif (columns := convolutions.columns(op.is_backward, args, result)) is not None:
+            self._note_own_convolution(columns, result, name)
+        elif op.is_forward:
+            self._note(result, name)
+            self._borrow(convolutions.forward(args, result), name)
+        else:
+            for gradient, size in zip(result, (*convolutions.backward(args), 0), strict=True):
+                self._note(gradient, name)
+                self._borrow(size, name)
+
+    def _note_own_convolution(self, columns: Temporary, result: Any, op: str) -> None:
+        """PyTorch's own kernel multiplies `columns`. One buffer serves both gradients, and that of the weight comes
+        last (cuda/ConvolutionMM2d.cu, `slow_conv2d_backward_out_cuda`).
+        """
+        first, *rest = result if isinstance(result, tuple) else (result,)
+        self._note(first, op)
+        opened = self._open_temporaries([columns] if columns.bytes else (), op)
+        if opened and self.workspaces.blas:
+            self._keep_workspace(self._handles, self.workspaces.blas, _OWN_CONVOLUTION)
+        self._note(rest[::-1], op)
+        self._end_all(opened, op)
 
     def _borrow(self, size: int, op: str) -> None:
         """Record a workspace that an op takes and gives back."""

@@ -16,8 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from memsize.model.stored import stored_tensors
-from memsize.model.tensor_storage import plain_tensors, spec_of
+from memsize.model.tensor_storage import plain_tensors, spec_of, stored_tensors
 from memsize.processes.patches import calling, wrapping
 from memsize.processes.user_code import users_frames, variables
 from memsize.records.aggregates import split_phase
