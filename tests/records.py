@@ -63,17 +63,18 @@ from memsize.records.layout import (
     Loss as Loss,
     Run as Run,
 )
-from memsize.records.peak_by_module import ModuleShare as ModuleShare, peak_by_module as peak_by_module
 from memsize.records.program import (
     Assumed as Assumed,
     Growth as Growth,
     Holder as Holder,
     KeptGradients as KeptGradients,
     LiveTensor as LiveTensor,
+    ModuleShare as ModuleShare,
     NeedsGpu as NeedsGpu,
     ProgramRun as ProgramRun,
     Refused as Refused,
     WentOn as WentOn,
+    peak_by_module as peak_by_module,
 )
 from memsize.records.ranks import RankGroup as RankGroup, spans as spans
 from memsize.records.report import (

@@ -297,7 +297,7 @@ def test_every_wrapped_operator_is_known_and_sampled() -> None:
     assert not unknown_operators()
     assert set(wrapped_here()) <= set(SAMPLES) | set(UNSAMPLED)
     own = {name for name in autocast.kernels() if "::" not in name}
-    assert own == set(wrapped_here()) - {"_cudnn_rnn"}  # memsize.cuda.recurrent casts for it
+    assert own == set(wrapped_here()) - {"_cudnn_rnn"}  # memsize.cuda.kernel_choice casts for it
 
 
 class Declared(TorchDispatchMode):

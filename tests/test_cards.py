@@ -67,7 +67,10 @@ def test_an_unknown_card_is_refused_with_the_nearest(name, nearest):
 
 @pytest.mark.parametrize("size", ["48GB", "15109 MiB", "0.5tb"])
 def test_a_size_is_no_card(size):
-    with pytest.raises(InputError, match=f"'{size}' is a size and no GPU: give it as the budget"):
+    with pytest.raises(
+        InputError,
+        match=f"'{size}' is a size, not a GPU: name one of those that memsize gpus lists, or give fit a --budget",
+    ):
         card(size)
 
 

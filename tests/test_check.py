@@ -19,7 +19,7 @@ from memsize.analysis.findings.report_rules import SEVERITY
 from memsize.cli import run
 from memsize.documents import document
 from memsize.errors import InputError, MemsizeError, OutputError
-from memsize.records.baseline import Baseline, LayerFigures, read_baselines, write_baselines
+from memsize.records.check import Baseline, LayerFigures, read_baselines, write_baselines
 from memsize.render import render
 from memsize.spec.project import LIMITS, Bound, Growth, find_project, parse_limits, parse_section, read_project
 from memsize.units import Bytes

@@ -72,17 +72,12 @@ LATE = tuple(name for name in POLICIES if "::" in name)
 
 _POSITIONAL_DTYPE = {"softmax.int": 2, "log_softmax.int": 2}
 """The position of the result's dtype in operators that take it by position; all others take it by keyword."""
-
-_WITH_DTYPE = {
-    "norm.Scalar": "norm.ScalarOpt_dtype",
-    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
-    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",
+_WITH_DTYPE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "norm.Scalar": ("norm.ScalarOpt_dtype", (None, 2)),
+    "norm.ScalarOpt_dim": ("norm.ScalarOpt_dim_dtype", (None, None, None, False)),
+    "norm.names_ScalarOpt_dim": ("norm.names_ScalarOpt_dim_dtype", (None, None, None, False)),
 }
-_NORM_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    "norm.Scalar": (None, 2),
-    "norm.ScalarOpt_dim": (None, None, None, False),
-    "norm.names_ScalarOpt_dim": (None, None, None, False),
-}
+"""The overloads with a dtype, and the defaults of the arguments before it."""
 
 
 def wrapped_operators() -> tuple[str, ...]:
@@ -112,11 +107,9 @@ Casting = Callable[[str, Any, Semantics, Any, Any], Any]
 
 
 def _kernel(name: str, casting: Casting, beneath: Kernel | None) -> Kernel:
-    call: Any = beneath
-
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        nonlocal call
-        call = call or overload(name)
+        nonlocal beneath
+        call = beneath = beneath or overload(name)
         with key_excluded:
             semantics = active()
             return call(*args, **kwargs) if semantics is None else casting(name, call, semantics, args, kwargs)
@@ -172,7 +165,8 @@ def _float32_output(name: str, call: Any, semantics: Semantics, args: Any, kwarg
 def _float32_appended(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
     """Call the overload with a dtype: float32, or the first argument's own where it is not eligible."""
     dtype = torch.float32 if is_eligible(args[0], semantics) else args[0].dtype
-    return overload(_WITH_DTYPE[name])(*args, *_NORM_DEFAULTS[name][len(args) :], dtype=dtype)
+    with_dtype, defaults = _WITH_DTYPE[name]
+    return overload(with_dtype)(*args, *defaults[len(args) :], dtype=dtype)
 
 
 def _refused(name: str, call: Any, semantics: Semantics, args: Any, kwargs: Any) -> Any:
@@ -239,10 +233,21 @@ def cast(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:
     own = tensor.dtype
     if own is dtype or not is_eligible(tensor, semantics):
         return tensor
-    if own is torch.float32 and _is_cached(tensor) and dtype is region_dtype():
-        return _cached_copy(tensor, dtype, semantics)
-    copy = tensor.to(dtype)
-    if semantics.observer is not None and any(isinstance(t, torch.nn.Parameter) for t in (tensor, tensor._base)):
+    is_weight = own is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+    is_inference = region.is_inference or torch.is_inference_mode_enabled()
+    is_cached = is_weight and dtype is region_dtype() and _is_cache_enabled() and not is_inference
+    if is_cached:
+        # As in PyTorch, the dtype is not part of the key, and a copy made under `no_grad` passes gradients on later.
+        entry = semantics.copies.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
+        with torch.enable_grad():
+            copy = tensor.to(dtype)
+        semantics.copies[id(tensor)] = (weakref.ref(tensor), copy)
+    else:
+        copy = tensor.to(dtype)
+        is_weight = any(isinstance(t, torch.nn.Parameter) for t in (tensor, tensor._base))
+    if semantics.observer is not None and is_weight:
         semantics.observer(tensor, copy)
     return copy
 
@@ -250,27 +255,3 @@ def cast(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:
 def is_eligible(tensor: Tensor, semantics: Semantics) -> bool:
     """Whether autocast may cast `tensor`: on the GPU, floating, not double."""
     return tensor.is_floating_point() and tensor.dtype is not torch.float64 and semantics.stands_for_cuda(tensor)
-
-
-def _is_cached(tensor: Tensor) -> bool:
-    """Whether PyTorch would keep the copy: of leaves that want a gradient, and never in inference mode."""
-    is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-    is_inference = region.is_inference or torch.is_inference_mode_enabled()
-    return is_weight and _is_cache_enabled() and not is_inference
-
-
-def _cached_copy(tensor: Tensor, dtype: torch.dtype, semantics: Semantics) -> Tensor:
-    """Return the one copy of a weight in this region.
-
-    As in PyTorch, the dtype is not part of the cache's key, and a copy made under `no_grad` passes gradients on to
-    whoever uses it later.
-    """
-    entry = semantics.copies.get(id(tensor))
-    if entry is not None and entry[0]() is tensor:
-        return entry[1]
-    with torch.enable_grad():
-        copy = tensor.to(dtype)
-    semantics.copies[id(tensor)] = (weakref.ref(tensor), copy)
-    if semantics.observer is not None:
-        semantics.observer(tensor, copy)
-    return copy

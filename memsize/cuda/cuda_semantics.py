@@ -17,9 +17,9 @@ Limits: threads that the user's forward starts itself do not take part, nor does
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,12 +29,13 @@ from torch import Tensor
 from torch.optim import optimizer, swa_utils
 from torch.utils import _foreach_utils
 
-from memsize.cuda import attention_backend, autocast, encoder, kernel_choice, recurrent
+from memsize.cuda import attention_backend, autocast, encoder, kernel_choice
 from memsize.kernels.semantics import CUDNN, STAND_INS, CastObserver, Semantics, current, switched_on
 from memsize.processes.simulation import Function, Override, ThreadPatches, open_simulation
-from memsize.torch_internals.dispatch_key import KEY, NAMESPACE, Kernel
+from memsize.torch_internals.dispatch_key import KEY, NAMESPACE
 
 _libraries: list[Any] = []
+"""Those that hold the kernels, which must stay alive."""
 _registered: set[str] = set()
 """Names of the operators that have their kernel on the key."""
 
@@ -48,9 +49,11 @@ def register_kernels() -> None:
             _libraries.append(fallback)
         elif not any(name not in _registered and torch._C._dispatch_has_kernel(name) for name in autocast.LATE):
             return
-        # The libraries that hold the kernels must stay alive.
+        # Where autocast wraps an operator, its casts come first; attention does both itself.
+        choices = kernel_choice.kernels()
+        kernels = {**choices, **autocast.kernels(choices), **attention_backend.kernels(), **encoder.kernels()}
         libraries: dict[str, torch.library.Library] = {}
-        for name, kernel in kernels().items():
+        for name, kernel in kernels.items():
             if name not in _registered:
                 namespace, _, own = name.rpartition("::")
                 namespace = namespace or NAMESPACE
@@ -59,15 +62,6 @@ def register_kernels() -> None:
                 libraries[namespace].impl(own, kernel)
                 _registered.add(name)
         _libraries.extend(libraries.values())
-
-
-def kernels() -> Mapping[str, Kernel]:
-    """Return every function on the dispatch key, by the operator's name.
-
-    Where autocast wraps an operator, its casts come first; attention does both itself.
-    """
-    choices = {**kernel_choice.kernels(), **recurrent.kernels()}
-    return {**choices, **autocast.kernels(choices), **attention_backend.kernels(), **encoder.kernels()}
 
 
 @contextmanager
@@ -93,7 +87,7 @@ def cuda_semantics(
     semantics = Semantics("meta" in devices, "cpu" in devices, capability, cudnn, autocast_observer, release)
     if outer is not None:
         semantics.copies = outer.copies
-    with _answers.active(), switched_on(semantics):
+    with _answers.active(), _lists.active(), switched_on(semantics):
         try:
             yield semantics
         finally:
@@ -118,14 +112,27 @@ def _questions() -> tuple[Override, ...]:
         *(Override(torch, name, _by_name) for name in renamed),
         Override(torch.amp, "is_autocast_available", _by_name),
         Override(mode, "is_autocast_available", _by_name),
-        Override(mode.autocast, "__init__", _by_name_in_method),
+        Override(mode.autocast, "__init__", lambda method, region, *a, **k: _by_name(partial(method, region), *a, **k)),
         Override(mode, "_cast", _casting_stand_ins),
         Override(torch, "clear_autocast_cache", _dropping_copies),
         Override(torch.utils.checkpoint, "_infer_device_type", _inferring_cuda),
         Override(torch.utils.backend_registration, "_privateuse1_backend_name", _NameOfStandIn),
+    )
+
+
+@cache
+def _lists_of_devices() -> tuple[Override, ...]:
+    return (
         *(Override(module, _LIST_KERNELS, _with_stand_in) for module in (_foreach_utils, optimizer, swa_utils)),
         Override(optimizer, "_get_fused_kernels_supported_devices", _with_stand_in),
     )
+
+
+@contextmanager
+def original_lists_of_devices() -> Iterator[None]:
+    """Restore PyTorch's lists of the devices that have some kernel while open: `meta` is none of them."""
+    with _lists.suspended():
+        yield
 
 
 class _NameOfStandIn(str):
@@ -157,16 +164,10 @@ def _by_name(original: Function, device_type: Any = "cuda", *args: Any, **kwargs
     return original("cuda" if device_type == "meta" else device_type, *args, **kwargs)
 
 
-def _by_name_in_method(original: Function, instance: Any, device_type: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(instance, "cuda" if device_type == "meta" else device_type, *args, **kwargs)
-
-
 def _casting_stand_ins(original: Function, value: Any, device_type: str, dtype: torch.dtype) -> Any:
     """`custom_fwd(cast_inputs=...)` casts the arguments that are CUDA tensors; containers come back here."""
-    semantics = current()
-    if not isinstance(value, Tensor) or device_type != "cuda" or semantics is None:
-        return original(value, device_type, dtype)
-    is_cast = value.is_floating_point() and value.dtype is not torch.float64 and semantics.stands_for_cuda(value)
+    semantics = current() if isinstance(value, Tensor) and device_type == "cuda" else None
+    is_cast = semantics is not None and autocast.is_eligible(value, semantics)
     return value.to(dtype) if is_cast else original(value, device_type, dtype)
 
 
@@ -196,3 +197,4 @@ def _with_stand_in(original: Function) -> list[str]:
 
 
 _answers = ThreadPatches(_questions, lambda: current() is not None)
+_lists = ThreadPatches(_lists_of_devices, lambda: current() is not None)

@@ -105,10 +105,27 @@ def multi_head_attention(
         attended = functional.scaled_dot_product_attention(queries, keys, values)
         mixed = attended.transpose(1, 2).reshape(*query.shape[:2], embed_dim)
         return functional.linear(mixed, proj_weight, proj_bias), None
-    return _materialised(
-        (query, key, value), num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask, need_weights,
-        average_attn_weights, mask_type,
-    )  # fmt: skip
+    # All scores are there. Query, key and value are one block, into whose first part the result goes.
+    batch, tokens, _ = query.shape
+    qkv = _projected(query, key, value, qkv_weight)
+    q, k, v = (
+        part.reshape(batch * num_head, tokens, -1)
+        for part in overload("_transform_bias_rescale_qkv")(qkv, qkv_bias, num_head)
+    )
+    del qkv
+    scores = torch.bmm(q, k.transpose(1, 2)).view(batch, num_head, tokens, tokens)
+    if mask is None:
+        overload("_softmax.out")(scores, -1, False, out=scores)
+    else:
+        scores = overload("_masked_softmax")(scores, mask.to(torch.bool), 3, mask_type)
+    mixed = torch.bmm(scores.view(batch * num_head, tokens, tokens), v, out=q)
+    weights: Tensor | None = scores if need_weights else None
+    del scores
+    projected = _merged(mixed.view(batch, num_head, tokens, -1), proj_weight, proj_bias)
+    if weights is not None and average_attn_weights:
+        weights = weights.sum(1)
+        weights /= num_head
+    return projected, weights
 
 
 def _split(features: Tensor, heads: int) -> Tensor:
@@ -123,41 +140,6 @@ def _has_kernel(query: Tensor, heads: int) -> bool:
     part = _split(query, heads)
     call = Attention(part, part, part, capability=semantics.capability, cudnn=semantics.cudnn)
     return choose_backend(call) in ("flash", "efficient")
-
-
-def _materialised(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    heads: int,
-    qkv_weight: Tensor,
-    qkv_bias: Tensor,
-    proj_weight: Tensor,
-    proj_bias: Tensor,
-    mask: Tensor | None,
-    need_weights: bool,
-    averaged: bool,
-    mask_type: int | None,
-) -> tuple[Tensor, Tensor | None]:
-    """The path that holds all scores. Query, key and value are one block, into whose first part the result goes."""
-    batch, tokens, _ = inputs[0].shape
-    qkv = _projected(*inputs, qkv_weight)
-    query, key, value = (
-        part.reshape(batch * heads, tokens, -1)
-        for part in overload("_transform_bias_rescale_qkv")(qkv, qkv_bias, heads)
-    )
-    del qkv
-    scores = torch.bmm(query, key.transpose(1, 2)).view(batch, heads, tokens, tokens)
-    if mask is None:
-        overload("_softmax.out")(scores, -1, False, out=scores)
-    else:
-        scores = overload("_masked_softmax")(scores, mask.to(torch.bool), 3, mask_type)
-    mixed = torch.bmm(scores.view(batch * heads, tokens, tokens), value, out=query)
-    weights: Tensor | None = scores if need_weights else None
-    del scores
-    projected = _merged(mixed.view(batch, heads, tokens, -1), proj_weight, proj_bias)
-    if weights is not None and averaged:
-        weights = weights.sum(1)
-        weights /= heads
-    return projected, weights
 
 
 def _merged(mixed: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -86,10 +86,9 @@ class Allocator:
 
     def pool(self, stream: int, small: bool) -> Pool:
         """The pool of `stream` for small or for large blocks."""
-        pool = self.pools.get((stream, small))
-        if pool is None:
-            pool = self.pools[stream, small] = self._new_pool(stream, small)
-        return pool
+        if (stream, small) not in self.pools:
+            self.pools[stream, small] = self._new_pool(stream, small)
+        return self.pools[stream, small]
 
     def grow(self, pool: Pool, size: int) -> int:
         """A block of `size` from more memory, releasing what is cached where it must; 0 when out of memory."""

@@ -200,12 +200,8 @@ def _number(key: str, text: str) -> int:
 
 
 def _mebibytes(key: str, text: str) -> int:
-    return _number(key, text) * MiB
-
-
-def _large_segment(key: str, text: str) -> int:
-    size = _mebibytes(key, text)
-    if size <= LARGE_REQUEST:
+    size = _number(key, text) * MiB
+    if key == "large_segment_size_mb" and size <= LARGE_REQUEST:
         raise InputError(f"{key} must be above {LARGE_REQUEST // MiB}, got {text}")
     return size
 
@@ -258,7 +254,7 @@ _READERS: Final[dict[str, tuple[str, Callable[[str, str], object]]]] = {
     "backend": ("backend", _backend),
     "expandable_segments": ("expandable_segments", _switch),
     "garbage_collection_threshold": ("garbage_collection_threshold", _fraction),
-    "large_segment_size_mb": ("large_segment_size", _large_segment),
+    "large_segment_size_mb": ("large_segment_size", _mebibytes),
     "max_non_split_rounding_mb": ("max_non_split_rounding", _mebibytes),
     "max_split_size_mb": ("max_split_size", _mebibytes),
     "per_process_memory_fraction": ("memory_fraction", _fraction),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product, starmap
 from typing import Final
 
 from memsize.device.cards import CARDS, LOCAL_SUFFIX, card
@@ -39,23 +40,65 @@ def budgets(
     named = [local_card() if name.lower() == LOCAL else card(name) for name in names]
     cards = tuple({card.name: card for card in named}.values())
     if budget is None:
-        return tuple(_budget(gpu, margin=margin, stack=stack, fraction=fraction) for gpu in cards)
+        return tuple(budget_of(gpu, stack, fraction, margin=margin) for gpu in cards)
     if len(cards) != 1:
         raise InputError("a budget is that of one GPU: name one, or leave the budget out")
     device = parse_bytes(budget) if isinstance(budget, str) else budget
-    return (_budget(cards[0], device, margin=margin, stack=stack, fraction=fraction),)
+    return (budget_of(cards[0], stack, fraction, device=device, margin=margin),)
 
 
-def budget_of(where: Card, stack: Stack = INSTALLED, fraction: float = 1.0) -> Budget:
-    """The budget of a whole card. Raises `InputError` where nothing is left for the allocator."""
-    return _budget(where, margin=0, stack=stack, fraction=fraction)
+def budget_of(
+    where: Card,
+    stack: Stack = INSTALLED,
+    fraction: float = 1.0,
+    *,
+    device: int | None = None,
+    margin: str | int = 0,
+) -> Budget:
+    """The budget of a card, or of a part of `device` bytes of it. Raises `InputError` where nothing is left for the
+    allocator.
+    """
+    name = where.name if device is None else f"a GPU of {format_bytes(device)}"
+    device = where.bytes if device is None else device
+    taken = cuda_context(where, stack).high
+    percent = None if isinstance(margin, int) else re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", margin)
+    if percent:
+        margin = round(device * float(percent[1]) / 100)
+    budget = Budget(
+        name=name,
+        card=where,
+        device=device,
+        context=taken,
+        margin=margin if isinstance(margin, int) else parse_bytes(margin),
+        notes=tuple(_notes(where)),
+        fraction=fraction,
+    )
+    if budget.margin < 0 or budget.allocator <= 0:
+        parts = [f"{format_bytes(taken)} for the CUDA context"] if taken else []
+        parts += [f"the {1 - fraction:.0%} that the allocator may not take"] if fraction < 1 else []
+        parts += [f"a margin of {format_bytes(budget.margin)}"] if budget.margin else []
+        raise InputError(f"{name} has {format_bytes(device)}: nothing is left after {' and '.join(parts)}")
+    return budget
+
+
+def _notes(where: Card) -> Iterator[str]:
+    """The card's own remark, and one where more of a local GPU is taken than this process's context accounts for."""
+    if where.note:
+        yield where.note
+    if where.source == _ASKED:
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        if total - free > cuda_context(where).high:
+            taken = format_bytes(total - free)
+            yield f"{taken} of {where.name} are taken right now: --margin leaves room for what stays"
 
 
 def larger_budgets(than: Budget, stack: Stack = INSTALLED) -> tuple[Budget, ...]:
     """The budgets of the cards that have more memory, ascending: of those whose kernels are known."""
     cards = sorted(CARDS.values(), key=lambda card: card.bytes)
     larger = [card for card in cards if card.bytes > than.device and card.platform == "CUDA"]
-    return tuple(_budget(card, margin=than.margin, stack=stack, fraction=than.fraction) for card in larger)
+    return tuple(budget_of(card, stack, than.fraction, margin=than.margin) for card in larger)
 
 
 def spread_over(budgets: Iterable[Budget], parallels: Sequence[Parallel | None]) -> tuple[Budget, ...]:
@@ -63,22 +106,17 @@ def spread_over(budgets: Iterable[Budget], parallels: Sequence[Parallel | None])
     several numbers of them, or by several strategies, which the budgets' names then tell apart.
     """
     spread = [parallel for parallel in parallels if parallel is not None]
-    kinds, sizes = (
-        {(parallel.kind, parallel.offload, parallel.views) for parallel in spread},
-        {parallel.size for parallel in spread},
-    )
-    named = len(kinds) > 1 or len(sizes) < len(spread)
-    return tuple(
-        budget if parallel is None else _several(budget, parallel, named)
-        for budget in budgets
-        for parallel in parallels
-    )
+    kinds = {(parallel.kind, parallel.offload, parallel.views) for parallel in spread}
+    named = len(kinds) > 1 or len({parallel.size for parallel in spread}) < len(spread)
 
+    def several(budget: Budget, parallel: Parallel | None) -> Budget:
+        if parallel is None:
+            return budget
+        gpus = f"{parallel.size} x {budget.name.removeprefix('a ')}"
+        name = f"{gpus} ({parallel})" if named else gpus
+        return replace(budget, name=name, parallel=str(parallel), gpus=parallel.size)
 
-def _several(budget: Budget, parallel: Parallel, named: bool) -> Budget:
-    gpus = f"{parallel.size} x {budget.name.removeprefix('a ')}"
-    name = f"{gpus} ({parallel})" if named else gpus
-    return replace(budget, name=name, parallel=str(parallel), gpus=parallel.size)
+    return tuple(starmap(several, product(budgets, parallels)))
 
 
 def local_card() -> Card:
@@ -100,44 +138,3 @@ def local_card() -> Card:
     if torch.version.hip:
         return Card(name + LOCAL_SUFFIX, card(DEFAULT_GPU).capability, total, _ASKED, platform="ROCm")
     return Card(name + LOCAL_SUFFIX, capability, total, _ASKED)
-
-
-def _budget(where: Card, device: int | None = None, *, margin: str | int, stack: Stack, fraction: float) -> Budget:
-    """The budget of a card, or of a part of `device` bytes of it."""
-    name = where.name if device is None else f"a GPU of {format_bytes(device)}"
-    device = where.bytes if device is None else device
-    taken = cuda_context(where, stack).high
-    notes = (*([where.note] if where.note else []), *_taken(where))
-    budget = Budget(
-        name=name,
-        card=where,
-        device=device,
-        context=taken,
-        margin=_margin(margin, device),
-        notes=notes,
-        fraction=fraction,
-    )
-    if budget.margin < 0 or budget.allocator <= 0:
-        parts = [f"{format_bytes(taken)} for the CUDA context"] if taken else []
-        parts += [f"the {1 - fraction:.0%} that the allocator may not take"] if fraction < 1 else []
-        parts += [f"a margin of {format_bytes(budget.margin)}"] if budget.margin else []
-        raise InputError(f"{name} has {format_bytes(device)}: nothing is left after {' and '.join(parts)}")
-    return budget
-
-
-def _taken(where: Card) -> Iterator[str]:
-    """A note where more of a local GPU is taken right now than this process's own context can account for."""
-    if where.source == _ASKED:
-        import torch
-
-        free, total = torch.cuda.mem_get_info()
-        if total - free > cuda_context(where).high:
-            taken = format_bytes(total - free)
-            yield f"{taken} of {where.name} are taken right now: --margin leaves room for what stays"
-
-
-def _margin(margin: str | int, device: int) -> int:
-    if isinstance(margin, int):
-        return margin
-    percent = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", margin)
-    return round(device * float(percent[1]) / 100) if percent else parse_bytes(margin)

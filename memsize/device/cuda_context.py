@@ -64,6 +64,7 @@ _KINDS: Final = 100
 _KINDS_OF_LIBRARY: Final = 4
 """Kinds of op where the program is not known: PyTorch's, and those of another library (forward, and three backward)."""
 
+_NOTHING: Final = Interval(0, 0)
 _LAZY_SINCE: Final = (11, 7)
 _LAZY_BY_DEFAULT_SINCE: Final = (12, 2)
 
@@ -94,31 +95,34 @@ def cuda_context(where: Card | None = None, stack: Stack = INSTALLED, ops: Colle
     """
     where = where or card(DEFAULT_GPU)
     if where.platform == "MPS":
-        return Interval(0, 0)
-    driver, code = _driver(where), _code_of_libraries(where, stack, ops)
-    return Interval((driver.low + code.low) // MiB * MiB, -(-(driver.high + code.high) // MiB) * MiB)
+        return _NOTHING
+    threads = _THREADS.get(where.capability, _MOST_THREADS) * _STACK
+    least, most = processors(where)
+    low, high = round(_LEAST * least * threads), round(_MOST * most * threads) + _FIXED
+    return code_of_libraries(where, stack, ops, beside=Interval(low, high))
 
 
-def code_of_libraries(where: Card, stack: Stack = INSTALLED, ops: Collection[str] | None = None) -> Interval:
-    """The part of a CUDA context that comes with the first calls of libraries, after CUDA is initialized."""
-    code = _code_of_libraries(where, stack, ops)
-    return Interval(code.low // MiB * MiB, -(-code.high // MiB) * MiB)
-
-
-def _code_of_libraries(where: Card, stack: Stack, ops: Collection[str] | None) -> Interval:
+def code_of_libraries(
+    where: Card, stack: Stack = INSTALLED, ops: Collection[str] | None = None, *, beside: Interval = _NOTHING
+) -> Interval:
+    """The part of a CUDA context that comes with the first calls of libraries, after CUDA is initialized, and what is
+    there `beside` it.
+    """
     build = _build(stack)
     cuda = build.cuda if stack.cuda is None else release(stack.cuda) or build.cuda
     kinds = {name: _kinds(name, ops) for name in build.libraries}
     cells = {name: nearest_code(build.libraries[name], where.capability) for name, count in kinds.items() if count}
-    own = sum(_OWN.get(name, 0) for name in cells)
     ends = []
     for loading in loadings(cuda, stack.loading):
         if loading == "eager":
             certain = [cell.least for name, cell in cells.items() if ops is not None or name == "torch"]
             ends.append(Interval(sum(certain), sum(cell.most for cell in cells.values())))
         else:
-            ends.append(Interval(0, sum(_loaded(cell, kinds[name]) for name, cell in cells.items())))
-    return Interval(min(end.low for end in ends), own + max(end.high for end in ends))
+            images = ((cell, min(kinds[name], cell.images)) for name, cell in cells.items())
+            ends.append(Interval(0, sum(round(cell.most / cell.images * count) for cell, count in images)))
+    own = sum(_OWN.get(name, 0) for name in cells)
+    low, high = beside.low + min(end.low for end in ends), beside.high + own + max(end.high for end in ends)
+    return Interval(low // MiB * MiB, -(-high // MiB) * MiB)
 
 
 def loadings(cuda: Release, module_loading: Loading | None = None) -> tuple[Loading, ...]:
@@ -130,22 +134,11 @@ def loadings(cuda: Release, module_loading: Loading | None = None) -> tuple[Load
     return ("lazy",) if cuda >= _LAZY_BY_DEFAULT_SINCE else ("lazy", "eager")
 
 
-def _driver(where: Card) -> Interval:
-    threads = _THREADS.get(where.capability, _MOST_THREADS) * _STACK
-    least, most = processors(where)
-    return Interval(round(_LEAST * least * threads), round(_MOST * most * threads) + _FIXED)
-
-
 def _kinds(library: str, ops: Collection[str] | None) -> int:
     """How many kinds of op call a library."""
     if ops is None:
         return _KINDS if library == "torch" else _KINDS_OF_LIBRARY
     return sum(bool(_USED_BY[library].search(op)) for op in ops)
-
-
-def _loaded(code: Code, kinds: int) -> int:
-    """The most that is loaded for some kinds of op, an image for each."""
-    return round(code.most / code.images * min(kinds, code.images))
 
 
 def nearest_code(cells: Cells, capability: Release) -> Code:
@@ -162,12 +155,11 @@ def _build(stack: Stack) -> Build:
     cuda = stack.cuda and release(stack.cuda)
     if not cuda or cuda == build.cuda:
         return build
-    nearest = min(builds.values(), key=lambda other: (other.cuda > cuda, abs(_order(other.cuda) - _order(cuda))))
+    order = cuda[0] * 100 + cuda[1]
+    nearest = min(
+        builds.values(), key=lambda other: (other.cuda > cuda, abs(other.cuda[0] * 100 + other.cuda[1] - order))
+    )
     return Build(cuda, build.libraries | {name: nearest.libraries[name] for name in _NVIDIA if name in build.libraries})
-
-
-def _order(cuda: Release) -> int:
-    return cuda[0] * 100 + cuda[1]
 
 
 @cache
@@ -178,13 +170,12 @@ def _builds() -> dict[Release, Build]:
         for line in csv.DictReader(file):
             torch, cuda, library = (line.pop(name) for name in ("torch", "cuda", "library"))
             build = builds.setdefault(_release(torch), Build(_release(cuda), {}))
-            build.libraries[library] = {_release(at): _code(cell) for at, cell in line.items() if cell}
+            cells = build.libraries[library] = {}
+            for at, cell in line.items():
+                if cell:
+                    least, most, images = map(int, cell.split())
+                    cells[_release(at)] = Code(least * MiB, most * MiB, images)
     return builds
-
-
-def _code(cell: str) -> Code:
-    least, most, images = map(int, cell.split())
-    return Code(least * MiB, most * MiB, images)
 
 
 def _release(text: str) -> Release:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any, Final
 
 from memsize.device.allocation_events import AllocationEvents, dispensable, flow_of, variants
@@ -36,18 +36,14 @@ class Replays:
         optional, card = dispensable(trace), None if where is None else (where.bytes, _outside(trace, where))
         key = events.digest, optional, card, lags
         if key not in self._replays:
-            self._replays[key] = self._replayed(events, optional=optional, card=card, lags=lags)
+            how: Any = {"streams": events.streams, "emptied": events.emptied, "timeline": self._timeline}
+            how["deferred"] = events.deferred if lags else None
+            if card is None:
+                unbounded = replay(events, self.config, **how)
+                self._replays[key] = BoundedReplay(unbounded, unbounded)
+            else:
+                self._replays[key] = replay_within(events, self.config, *card, optional=optional, **how)
         return self._replays[key]
-
-    def _replayed(
-        self, events: AllocationEvents, optional: Set[int], card: tuple[int, Interval] | None, lags: bool
-    ) -> BoundedReplay:
-        how: Any = {"streams": events.streams, "emptied": events.emptied, "timeline": self._timeline}
-        how["deferred"] = events.deferred if lags else None
-        if card is None:
-            unbounded = replay(events, self.config, **how)
-            return BoundedReplay(unbounded, unbounded)
-        return replay_within(events, self.config, *card, optional=optional, **how)
 
 
 def estimate_gpu(
@@ -63,8 +59,11 @@ def estimate_gpu(
     defaults). The size of the CUDA context is that of the trace's stack. `replays`, with settings of their own, are
     shared with other traces: float16 and bfloat16 often make equal events.
     """
+    import numpy as np
+
     replays = replays or Replays(config)
     flow = flow_of(trace)
+    tensors = ~np.isin(flow.storages, places(trace.storages, "role", {"workspace"}))
     replayed, shortage = replay_on(trace, flow, where, replays)
     index = replayed.requested.event
     live = {storage: size for storage, size in flow.alive(index).items() if storage not in replayed.skipped}
@@ -83,7 +82,7 @@ def estimate_gpu(
         roles=roles_of(trace, live),
         storages=_largest(trace, flow, live),
         shortage=shortage,
-        tensors=_most_of_tensors(trace, flow),
+        tensors=int(flow.deltas[tensors].cumsum().max(initial=0)),
         collectives=traffic(trace),
         nccl=nccl(trace.collectives),
         streams=stream_shares(trace, flow, replayed),
@@ -181,30 +180,18 @@ def stream_shares(trace: Trace, flow: AllocationEvents, replayed: Replay) -> tup
     shares = []
     for stream in sorted(set(streams.tolist())):
         part = AllocationEvents(flow.storages[streams == stream], flow.deltas[streams == stream], {})
-        shares.append(_stream_share(trace, part, stream=stream, replayed=replayed))
+        live = part.deltas.cumsum()
+        peak = int(live.argmax())
+        kinds = dict.fromkeys(collective.kind for collective in trace.collectives if collective.stream == stream)
+        share = StreamShare(
+            stream=stream,
+            collectives=tuple(kinds),
+            role=next(iter(roles_of(trace, part.alive(peak)))),
+            requested=int(live[peak]),
+            reserved=replayed.of_streams.get(stream, 0),
+        )
+        shares.append(share)
     return tuple(shares) if len(shares) > 1 else ()
-
-
-def _stream_share(trace: Trace, flow: AllocationEvents, *, stream: int, replayed: Replay) -> StreamShare:
-    live = flow.deltas.cumsum()
-    peak = int(live.argmax())
-    roles = roles_of(trace, flow.alive(peak))
-    kinds = dict.fromkeys(collective.kind for collective in trace.collectives if collective.stream == stream)
-    return StreamShare(
-        stream=stream,
-        collectives=tuple(kinds),
-        role=next(iter(roles)),
-        requested=int(live[peak]),
-        reserved=replayed.of_streams.get(stream, 0),
-    )
-
-
-def _most_of_tensors(trace: Trace, flow: AllocationEvents) -> int:
-    """The most bytes alive beside workspaces."""
-    import numpy as np
-
-    tensors = ~np.isin(flow.storages, places(trace.storages, "role", {"workspace"}))
-    return int(flow.deltas[tensors].cumsum().max(initial=0))
 
 
 def roles_of(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
@@ -216,12 +203,10 @@ def roles_of(trace: Trace, live: Mapping[int, int]) -> dict[Role, int]:
 
 
 def _largest(trace: Trace, flow: AllocationEvents, live: Mapping[int, int]) -> tuple[LiveStorage, ...]:
-    shown = sorted(live, key=lambda storage: (-live[storage], storage))[:_LISTED]
-    return tuple(_live_storage(trace, index=index, size=live[index], born=flow.born(index)) for index in shown)
-
-
-def _live_storage(trace: Trace, index: int, size: int, born: int) -> LiveStorage:
-    storage = trace.storages[index]
-    layer = trace.layers[storage.layer].path if storage.layer >= 0 else None
-    origin = storage.op, trace.phases[trace.events[born].phase], storage.dtype, storage.shape
-    return LiveStorage(size, storage.role, layer, *origin, trace.line_of(index))
+    largest = []
+    for index in sorted(live, key=lambda storage: (-live[storage], storage))[:_LISTED]:
+        storage, phase = trace.storages[index], trace.phases[trace.events[flow.born(index)].phase]
+        layer = trace.layers[storage.layer].path if storage.layer >= 0 else None
+        origin = storage.op, phase, storage.dtype, storage.shape
+        largest.append(LiveStorage(live[index], storage.role, layer, *origin, trace.line_of(index)))
+    return tuple(largest)

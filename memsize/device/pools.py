@@ -281,7 +281,10 @@ class ExpandablePool(Pool):
                 for part, stop in ((start, first), (last, end)):
                     if part < stop:
                         self.give(stop - part << SHIFT | part)
-                self._unmap(first, last)
+                self.memory.record_change(self.stream, first, first - last)
+                self.memory.give_back(last - first)
+                before = next((start for start, end in self.holes.items() if end == first), first)
+                self.holes[before] = self.holes.pop(last, last)
 
     def whole(self) -> list[int]:
         """None: every block has unmapped space beside it, so that garbage collection leaves it alone."""
@@ -338,12 +341,6 @@ class ExpandablePool(Pool):
             self.holes[hole + mapped] = end
         self.give(mapped << SHIFT | hole)
         return True
-
-    def _unmap(self, first: int, last: int) -> None:
-        self.memory.record_change(self.stream, first, first - last)
-        self.memory.give_back(last - first)
-        before = next((start for start, end in self.holes.items() if end == first), first)
-        self.holes[before] = self.holes.pop(last, last)
 
 
 def suits(block: int, size: int, most: int, tolerance: int) -> bool:

@@ -218,7 +218,9 @@ class _Run:
         plain = max(allocator.config.roundup_divisions) < 2
         requested, allocated, reserved, idle = self.requested, self.allocated, memory.reserved, self.idle
         (most_requested, at_requested), (most_allocated, at_allocated), (most_reserved, at_reserved) = self.peaks
-        for event, (storage, delta) in self._without_skipped(numbered) if self.optional else numbered:
+        if self.optional:
+            numbered = (event for event in numbered if event[1][0] not in self.skipped)
+        for event, (storage, delta) in numbered:
             before = live.get(storage)
             request = delta if before is None else before[0] + delta
             if request > 0:
@@ -266,9 +268,6 @@ class _Run:
                 rows.append((event, requested, allocated, reserved, block & ADDRESS))
         self.requested, self.allocated, self.idle = requested, allocated, idle
         self.peaks = (most_requested, at_requested), (most_allocated, at_allocated), (most_reserved, at_reserved)
-
-    def _without_skipped(self, numbered: Numbered) -> Numbered:
-        return (event for event in numbered if event[1][0] not in self.skipped)
 
     def _grow(self, pool: Pool, size: int, *, event: int, storage: int, request: int) -> int:
         """A block from more memory; 0 where there is none, and the run goes on without the storage or fails."""

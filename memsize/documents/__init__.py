@@ -6,11 +6,11 @@ One module for each kind of answer, of the same name. A document adds no fact to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-from memsize.documents.sections import Bars, Chart, Findings, Phrase, ScenarioView, Section, Verdict
+from memsize.documents.sections import Bars, Chart, Findings, Phrase, ScenarioView, Section, Table, Verdict
 from memsize.records.answer import Renderable
 from memsize.records.fields import FlatTable
 from memsize.records.finding import Finding
@@ -19,6 +19,8 @@ from memsize.records.kinds import KINDS
 A = TypeVar("A", bound=Renderable)
 MOST_SENTENCES: Final = 4
 """The most findings in a verdict: few enough to read without scrolling."""
+MOST_SHORT_ROWS: Final = 12
+"""The most rows of a table that is shortened."""
 
 
 class Case(NamedTuple):
@@ -67,12 +69,12 @@ class Document(ABC, Generic[A]):
             and {
                 "title": bars.title,
                 "kind": bars.kind,
-                "parts": [part._asdict() for part in bars.parts],
+                "parts": plain(bars.parts),
                 "rows": [
                     {"names": [label.text for label in bar.labels], "total": bar.total, "sizes": bar.sizes}
                     for bar in bars.bars
                 ],
-                "limit": bars.limit and bars.limit._asdict(),
+                "limit": plain(bars.limit),
             },
         } | rest
 
@@ -87,9 +89,7 @@ class Document(ABC, Generic[A]):
         return members
 
     def verdict(self) -> tuple[Finding, ...]:
-        """The answer in a few short sentences: the first `MOST_SENTENCES` findings, of which some documents take only
-        those that have a brief form.
-        """
+        """The first `MOST_SENTENCES` findings; of some documents only those that have a brief form."""
         return tuple(finding for finding in self.findings if finding.brief or not self.only_brief)[:MOST_SENTENCES]
 
     def reasons(self, title: str = "Why") -> tuple[Section, ...]:
@@ -106,8 +106,20 @@ class Document(ABC, Generic[A]):
         return self.bars()
 
     def shorter(self, section: Section) -> Iterator[Section]:
-        """Yield shorter and shorter versions of `section`; nothing by default."""
-        yield from ()
+        """Yield shorter and shorter versions of `section`: by default of a verdict without its last sentences, and of a
+        table without its last rows and its remarks.
+        """
+        if isinstance(section, Verdict):
+            yield from (Verdict(section.findings[:count]) for count in range(len(section.findings) - 1, 0, -1))
+        if isinstance(section, Table):
+            yield replace(section, hint="")
+        if isinstance(section, Table) and not section.total:
+            counts = range(min(len(section.rows) - 2, MOST_SHORT_ROWS), 1, -1)
+            yield from (replace(section.first(count), remarks=(), hint="") for count in counts)
+
+    def main_table(self) -> str:
+        """The name of the table that belongs to the first screen: by default of the first one, if there is any."""
+        return next((section.name for section in self.sections() if isinstance(section, Table)), "")
 
     def opening(self) -> tuple[Section, ...]:
         """The verdict and the bars, without the ones that are empty."""
@@ -144,15 +156,16 @@ def document(answer: Renderable, **view: Any) -> Document[Any]:
 
 
 def plain(value: Any) -> Any:
-    """A frozen record, at any depth, as dicts, lists and scalars. A field `spec` becomes the fields `dtype` and
-    `shape` in its place.
-    """
-    if is_dataclass(value):
+    """A frozen record as dicts, lists and scalars; a field `spec` becomes the fields `dtype` and `shape`."""
+    names = [field.name for field in fields(value)] if is_dataclass(value) else getattr(value, "_fields", None)
+    if names is not None:
         members: dict[str, Any] = {}
-        for field in fields(value):
-            part = plain(getattr(value, field.name))
-            members |= part if field.name == "spec" else {field.name: part}
+        for name in names:
+            part = plain(getattr(value, name))
+            members |= part if name == "spec" else {name: part}
         return members
+    if isinstance(value, Mapping):
+        return dict(value)
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
@@ -162,14 +175,14 @@ def renamed(data: dict[str, Any], **names: str) -> dict[str, Any]:
 
 
 def values_of(record: Any, *names: str) -> dict[str, Any]:
-    """The attributes of `record` with these names."""
-    return {name: getattr(record, name) for name in names}
+    """The attributes of `record` with these names, as `plain` data."""
+    return {name: plain(getattr(record, name)) for name in names}
 
 
 def findings_data(findings: Iterable[Finding], unit: str) -> list[dict[str, Any]]:
     """Findings, their sentences in `unit`."""
     return [
         {"code": f.code, "layers": f.layers, "bytes": f.bytes, "text": f.text(unit)}
-        | ({"moment": f.moment._asdict()} if f.moment else {})
+        | ({"moment": plain(f.moment)} if f.moment else {})
         for f in findings
     ]

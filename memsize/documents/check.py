@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from memsize.documents import Case, Document
-from memsize.documents.sections import Bar, Bars, Findings, Limit, Notes, Part, Section, Table, Title, listed
+from memsize.documents import Case, Document, values_of
+from memsize.documents.sections import Bar, Bars, Findings, Limit, Notes, Part, Section, Table, Title
+from memsize.documents.shared import listed
 from memsize.records.cells import Label
 from memsize.records.check import FIGURE_FIELDS, SEVERITIES, Check, CheckedFigure, CheckedModel, Problem
 
@@ -37,38 +38,39 @@ class CheckDocument(Document[Check]):
         return (
             Title(verdict, ((check.project,),)),
             *(section for model in check.models for section in _model_sections(model)),
-            *([bars] if (bars := figure_bars(check)).bars else []),
+            *([bars] if (bars := self.bars()).bars else []),
             *([table] if rows else []),
             *listed("Baselines written", check.written),
         )
 
     def bars(self) -> Bars:
-        return figure_bars(self.answer)
+        """A bar for each size, below that of its baseline if it changed. If all sizes have one limit, it is drawn."""
+        shown = sorted(_sizes(self.answer), key=lambda size: size.holds)[:MOST_FIGURES]
+        several = len({size.target for size in shown}) > 1
+        bars: list[Bar] = []
+        for size in shown:
+            of = f" of {size.target}" if several else ""
+            if size.baseline not in (None, size.value):
+                bars.append(Bar((Label(f"{size.name}{of}, was"),), (size.baseline, 0, 0)))
+            within = size.value if size.limit is None else min(size.value, size.limit)
+            bars.append(Bar((Label(f"{size.name}{of}"),), (0, within, size.value - within)))
+        limits = {size.limit for size in shown}
+        limit = limits.pop() if len(limits) == 1 else None
+        return Bars("sizes", _PARTS, tuple(bars), None if limit is None else Limit("limit", limit))
 
     def figures(self, unit: str) -> dict[str, Any]:
-        check = self.answer
+        check, fields = self.answer, FIGURE_FIELDS.without("target")
         return {
             "schema": SCHEMA,
             "project": check.project,
             "status": check.status(),
             "targets": [
                 {
-                    "name": model.name,
-                    "file": model.file,
-                    "line": model.line,
-                    "error": model.error,
-                    "figures": [
-                        FIGURE_FIELDS.without("target").record(CheckedFigure(model, figure)) for figure in model.figures
-                    ],
+                    **values_of(model, "name", "file", "line", "error"),
+                    "figures": [fields.record(CheckedFigure(model, figure)) for figure in model.figures],
                     "problems": [
-                        {
-                            "severity": p.severity,
-                            "code": p.finding.code,
-                            "case": p.case,
-                            "layers": p.finding.layers,
-                            "bytes": p.finding.bytes,
-                            "text": p.finding.text(unit),
-                        }
+                        {"severity": p.severity, "code": p.finding.code, "case": p.case}
+                        | {"layers": p.finding.layers, "bytes": p.finding.bytes, "text": p.finding.text(unit)}
                         for p in model.problems
                     ],
                 }
@@ -79,22 +81,6 @@ class CheckDocument(Document[Check]):
 
     def cases(self, unit: str) -> tuple[Case, ...]:
         return tuple(case for model in self.answer.models for case in _cases(model, unit))
-
-
-def figure_bars(check: Check) -> Bars:
-    """A bar for each size, below the bar of its baseline if it changed. If all sizes have one limit, it is drawn."""
-    shown = sorted(_sizes(check), key=lambda size: size.holds)[:MOST_FIGURES]
-    several = len({size.target for size in shown}) > 1
-    bars: list[Bar] = []
-    for size in shown:
-        of = f" of {size.target}" if several else ""
-        if size.baseline not in (None, size.value):
-            bars.append(Bar((Label(f"{size.name}{of}, was"),), (size.baseline, 0, 0)))
-        within = size.value if size.limit is None else min(size.value, size.limit)
-        bars.append(Bar((Label(f"{size.name}{of}"),), (0, within, size.value - within)))
-    limits = {size.limit for size in shown}
-    limit = limits.pop() if len(limits) == 1 else None
-    return Bars("sizes", _PARTS, tuple(bars), None if limit is None else Limit("limit", limit))
 
 
 class _Size(NamedTuple):

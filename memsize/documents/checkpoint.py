@@ -18,15 +18,10 @@ from memsize.checkpoints.checkpoint_report import (
     CheckpointReport,
     FileRow,
 )
-from memsize.checkpoints.contents import (
-    PROBLEMS,
-    USES,
-    Group,
-    Match,
-    View,
-)
+from memsize.checkpoints.contents import PROBLEMS, USES, Group, Match, View
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, values_of
-from memsize.documents.sections import Bars, Part, Section, Table, Title, listed
+from memsize.documents.sections import Bars, Part, Section, Table, Title
+from memsize.documents.shared import listed
 from memsize.records.cells import Path, Share
 from memsize.records.fields import FlatTable
 from memsize.records.finding import Finding
@@ -43,20 +38,22 @@ _LONGEST_VALUE = 100
 
 @dataclass(frozen=True)
 class CheckpointDocument(Document[CheckpointReport]):
-    """A checkpoint's report. `depth` cuts the module table; by default it is cut to a readable depth,
-    and files list each tensor.
-    """
+    """A checkpoint's report. `depth` cuts the module table, by default to what can be read; files list each tensor."""
 
     depth: int | None = None
 
     def sections(self) -> tuple[Section, ...]:
         report, contents = self.answer, self.answer.contents
-        remains = Table.of("remains", "What remains", REMAINING_FIELDS, report.remaining(), contents.size)
+        groups, size = report.breakdown.dtypes, contents.size
+        fields = DTYPE_FIELDS.only("dtype", "tensors", "elements", "bytes", "share")
+        total = fields.total("total", _sum(groups), size)
+        dtypes = Table.of("dtypes", "Dtypes", fields, groups, size, total=total)
+        remains = Table.of("remains", "What remains", REMAINING_FIELDS, report.remaining(), size)
         return (
             title(report),
             *self.opening(),
             parts_table(report),
-            *([dtype_table(report)] if len(report.breakdown.dtypes) > 1 else []),
+            *([dtypes] if len(groups) > 1 else []),
             *([module_table(report, self.depth)] if contents.tensors else []),
             *([file_table(report)] if len(contents.files) > 1 else []),
             *([remains] if contents.tensors else []),
@@ -102,13 +99,8 @@ class CheckpointDocument(Document[CheckpointReport]):
             "unnamed": breakdown.unowned,
             "saved_by_compression": contents.compressed,
             "files": [
-                {
-                    "name": file.name,
-                    "format": file.format,
-                    "bytes": file.size,
-                    "tensors": file.tensors,
-                    "uses": dict(zip(USES, file.uses, strict=True)),
-                }
+                {"name": file.name, "format": file.format, "bytes": file.size, "tensors": file.tensors}
+                | {"uses": dict(zip(USES, file.uses, strict=True))}
                 for file in contents.files
             ],
             **{name: tables[name] for name in ("parts", "dtypes", "tensors")},
@@ -157,13 +149,6 @@ def _rest(report: CheckpointReport) -> Iterator[tuple[str, str, int]]:
     ]
     figures += [(use.title, use.help, use.get(FileRow("", contents.files))) for use in USE_FIELDS]
     return (figure for figure in figures if figure[2])
-
-
-def dtype_table(report: CheckpointReport) -> Table:
-    """The tensors by dtype."""
-    groups, size = report.breakdown.dtypes, report.contents.size
-    fields = DTYPE_FIELDS.only("dtype", "tensors", "elements", "bytes", "share")
-    return Table.of("dtypes", "Dtypes", fields, groups, size, total=fields.total("total", _sum(groups), size))
 
 
 def module_table(report: CheckpointReport, depth: int | None = None) -> Table:

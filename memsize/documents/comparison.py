@@ -7,19 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data
-from memsize.documents.sections import (
-    Bars,
-    Findings,
-    Notes,
-    Part,
-    Phrase,
-    Remark,
-    Section,
-    Table,
-    Title,
-    listed,
-    role_part,
-)
+from memsize.documents.sections import Bars, Findings, Notes, Part, Phrase, Remark, Section, Table, Title
+from memsize.documents.shared import listed, role_part
 from memsize.records.aggregates import stored_dtypes, totals
 from memsize.records.answer import FindingList
 from memsize.records.cells import Cell, Label
@@ -66,6 +55,9 @@ class ComparisonDocument(Document[Comparison]):
         )
         if comparison.is_same:
             phrases = ((f"{counts} parameters,", Bytes(after.stored), "stored: nothing changed"),)
+        changes = sorted(comparison.living, key=lambda entry: -abs(entry.bytes))[:MOST_ROWS]
+        caption = f"Changed at the {comparison.peak}"
+        living = Table.of("living", "Alive at the peak", LIVING_FIELDS, changes, caption=caption)
         figures_changed = any(entry.before != entry.after for entry in comparison.figure_changes)
         return (
             Title(" → ".join(names), phrases),
@@ -74,7 +66,7 @@ class ComparisonDocument(Document[Comparison]):
             model_table(*traces),
             *([layer_table(comparison)] if comparison.layer_changes else []),
             *([figure_table(comparison)] if figures_changed else []),
-            *([living_table(comparison)] if comparison.living else []),
+            *([living] if comparison.living else []),
             *([Findings("New findings", comparison.appeared)] if comparison.appeared else []),
             *([Findings("Findings that went", comparison.gone)] if comparison.gone else []),
             *listed("Notes", comparison.notes),
@@ -89,21 +81,11 @@ class ComparisonDocument(Document[Comparison]):
 
     def figures(self, unit: str) -> dict[str, Any]:
         comparison = self.answer
-        models = {
-            side: {
-                "model": trace.model,
-                "name": name or trace.model,
-                "parameters": sums.parameters,
-                "bytes": sums.stored,
-            }
-            for side, trace, name, sums in zip(
-                ("before", "after"),
-                (comparison.before, comparison.after),
-                comparison.names,
-                comparison.totals,
-                strict=True,
-            )
-        }
+        models: dict[str, dict[str, Any]] = {}
+        sides = zip(("before", "after"), (comparison.before, comparison.after), comparison.names, strict=True)
+        for (side, trace, name), sums in zip(sides, comparison.totals, strict=True):
+            models[side] = {"model": trace.model, "name": name or trace.model}
+            models[side] |= {"parameters": sums.parameters, "bytes": sums.stored}
         return {
             "schema": SCHEMA,
             **models,
@@ -145,9 +127,7 @@ def layer_table(comparison: Comparison) -> Table:
     if rest:
         sides = zip(*rest, strict=True)
         rows += (row(f"{len(rest):,} more", (LayerSizes(*map(sum, zip(*side, strict=True))) for side in sides)),)
-    whole = (
-        LayerSizes(sums.parameters, sums.stored, sums.output_bytes, sums.saved_bytes) for sums in comparison.totals
-    )
+    whole = (LayerSizes(s.parameters, s.stored, s.output_bytes, s.saved_bytes) for s in comparison.totals)
     table = replace(table, rows=rows, total=row("all layers", whole), caption="Layers that changed")
     return table.without_empty("type", "kept")
 
@@ -161,12 +141,6 @@ def figure_table(comparison: Comparison) -> Table:
     remarks = (Remark("figures", "unchanged", f"{same} more"),) if same else ()
     caption = f"Figures that changed{peaks}"
     return Table.of("figures", "Figures", FIGURE_FIELDS, changed, remarks=remarks, caption=caption)
-
-
-def living_table(comparison: Comparison) -> Table:
-    """The changes among the largest tensors alive at the peak, largest change first."""
-    changes = sorted(comparison.living, key=lambda entry: -abs(entry.bytes))[:MOST_ROWS]
-    return Table.of("living", "Alive at the peak", LIVING_FIELDS, changes, caption=f"Changed at the {comparison.peak}")
 
 
 class WhyDocument(Document[FindingList]):

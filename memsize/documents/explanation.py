@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data, values_of
-from memsize.documents.sections import Section, Table, Title, listed
+from memsize.documents import Document, findings_data, plain, values_of
+from memsize.documents.sections import Section, Table, Title
+from memsize.documents.shared import listed
 from memsize.records.cells import Share, Signed
 from memsize.records.explanation import ALIVE_FIELDS, PLACE_FIELDS, RESERVED_FIELDS, Explanation
 from memsize.units import Bytes
@@ -54,12 +55,9 @@ class ExplanationDocument(Document[Explanation]):
         return {
             "schema": SCHEMA,
             **values_of(explanation, "snapshot", "device", "moment", "requested", "reserved_then", "line"),
-            "alive": [entry._asdict() for entry in explanation.alive],
-            "places": [entry._asdict() for entry in explanation.places],
-            "reserved": {"bytes": explanation.reserved.bytes, **explanation.reserved._asdict()},
-            "failed": explanation.failed and explanation.failed._asdict(),
-            "entries": explanation.entries,
-            "predicted": explanation.predicted and explanation.predicted._asdict(),
+            **values_of(explanation, "alive", "places"),
+            "reserved": {"bytes": explanation.reserved.bytes, **plain(explanation.reserved)},
+            **values_of(explanation, "failed", "entries", "predicted"),
             "findings": findings_data(explanation.findings, unit),
             "notes": explanation.notes,
         }

@@ -8,21 +8,8 @@ from typing import Any, Final
 
 from memsize.analysis.fit.search import LIMIT
 from memsize.documents import Document, findings_data, plain, values_of
-from memsize.documents.sections import (
-    Bar,
-    Bars,
-    Limit,
-    Part,
-    Phrase,
-    Remark,
-    Section,
-    Table,
-    Title,
-    compared_collectives,
-    listed,
-    said_once,
-    versions,
-)
+from memsize.documents.sections import Bar, Bars, Limit, Part, Phrase, Remark, Section, Table, Title
+from memsize.documents.shared import compared_collectives, listed, said_once, versions
 from memsize.errors import first_line
 from memsize.records.aggregates import traffic
 from memsize.records.cells import Cell, Label, Missing
@@ -70,9 +57,18 @@ class FitDocument(Document[Fit]):
             *listed("Notes", fit.notes),
         )
 
+    def main_table(self) -> str:
+        return "remedies" if self.answer.remedied else super().main_table()
+
     def bars(self) -> Bars:
+        """The largest sizes; of a size that is asked about the bytes that it needs, beside the only budget's."""
         fit = self.answer
-        return size_bars(fit) if fit.asked is None else need_bars(fit)
+        if fit.asked is None:
+            return size_bars(fit)
+        rows = [(_bar_label(fit, row), {"peak": row.peak}) for row in fit.fit_rows if row.peak]
+        bars = Bars.of(f"{fit.vary} {fit.asked:,} needs", [Part("peak", "needs", "activation")], rows)
+        budget = fit.budgets[0]
+        return bars if len(fit.budgets) > 1 else replace(bars, limit=Limit(budget.name, budget.allocator))
 
     def versions(self) -> tuple[Phrase, ...]:
         return versions(self.answer.traces.values(), (budget.card for budget in self.answer.budgets))
@@ -133,9 +129,7 @@ def fit_title(fit: Fit) -> Title:
 
 
 def overview_table(fit: Fit) -> Table:
-    """Scenarios down, GPUs across: the largest size, or whether the one that was asked about fits. If the
-    number of GPUs varies, strategies and numbers of GPUs are down as well, and cards across.
-    """
+    """Scenarios down, GPUs across; if the number of GPUs varies, strategies and numbers down, and cards across."""
     cells = {(row.scenario, row.gpu): _answer(row, fit) for row in fit.fit_rows}
     by_number = len({budget.gpus for budget in fit.budgets}) > 1
     keys = {budget.name: (budget.strategy, budget.gpus) if by_number else () for budget in fit.budgets}
@@ -191,36 +185,21 @@ def _bar_labels(fit: Fit, rows: Sequence[FitRow]) -> Iterator[Label]:
         yield Label(f"{run[0].name} on {gpus_in_words(budgets)[0]}{how}", hint=run[0].title)
 
 
-def need_bars(fit: Fit) -> Bars:
-    """The bytes that the requested size needs; with a single budget, also the bytes that the allocator may use."""
-    part = Part("peak", "needs", "activation")
-    rows = [(_bar_label(fit, row), {"peak": row.peak}) for row in fit.fit_rows if row.peak]
-    bars = Bars.of(f"{fit.vary} {fit.asked:,} needs", [part], rows)
-    budget = fit.budgets[0]
-    return bars if len(fit.budgets) > 1 else replace(bars, limit=Limit(budget.name, budget.allocator))
-
-
 def _bar_label(fit: Fit, row: FitRow) -> Label:
     return Label(row.name if len(fit.budgets) == 1 else f"{row.name} on {row.gpu}", hint=row.title)
 
 
+_ANSWERS: Final = {"fits": "fits", "exceeds": "too large", "none": "none", "constant": "any"}
+
+
 def _answer(row: FitRow, fit: Fit) -> Cell:
-    match row.status:
-        case "unavailable":
-            return Missing(row.reason or row.status)
-        case "fits":
-            return "fits"
-        case "exceeds":
-            return "too large"
-        case "none":
-            return "none"
-        case "constant":
-            return "any"
-        case "endless" if _is_whole(fit, row):
-            return f"all {row.size:,}"
-        case "open" | "endless":
-            return f"≥ {row.size or 0:,}"
-    return row.size
+    if row.status == "unavailable":
+        return Missing(row.reason or row.status)
+    if row.status == "endless" and _is_whole(fit, row):
+        return f"all {row.size:,}"
+    if row.status in ("open", "endless"):
+        return f"≥ {row.size or 0:,}"
+    return _ANSWERS.get(row.status, row.size)
 
 
 def _is_whole(fit: Fit, row: FitRow) -> bool:
@@ -252,15 +231,13 @@ def _remarks(fit: Fit) -> Iterator[Remark]:
 
 
 def remedy_tables(remedied: Remedied | None, about: str) -> tuple[Table, ...]:
-    """The remedies `about` a run, most bytes saved first, if any were tried. Remarks below have the costs of those
-    that help, then the reasons why others do not apply.
-    """
+    """The remedies `about` a run, the ones that fit first, if any were tried; remarks have why others cannot be."""
     if remedied is None:
         return ()
-    fields = REMEDY_FIELDS.only("name", "outcome", "saved", "peak")
-    rows = (row for row in remedied.rows if row.outcome != "not here")
-    costs = (Remark(row.name, "costs", row.cost) for row in remedied.rows if row.outcome in ("fits", "saves"))
+    fields = REMEDY_FIELDS.only("name", "outcome", "peak", "saved", "cost")
+    ran = [row for row in remedied.rows if row.outcome != "not here"]
+    ran.sort(key=lambda row: ("fits", "saves", "no help").index(row.outcome))
     others = (row for row in remedied.rows if row.outcome == "not here")
-    remarks = (*costs, *(Remark(row.name, "not here", first_line(row.reason or "")) for row in others))
+    remarks = tuple(Remark(row.name, "not here", first_line(row.reason or "")) for row in others)
     caption = f"Remedies for {about}, each run by itself"
-    return (Table.of("remedies", "What would make it fit", fields, rows, caption=caption, remarks=remarks),)
+    return (Table.of("remedies", "What would make it fit", fields, ran, caption=caption, remarks=remarks),)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from memsize.documents import Document, findings_data, plain, values_of
+from memsize.documents import Document, findings_data, plain, renamed, values_of
 from memsize.documents.fit import remedy_tables
-from memsize.documents.sections import (
-    Bars,
-    Limit,
-    Part,
-    Phrase,
-    Remark,
-    Section,
-    Table,
-    Title,
-    input_text,
-    listed,
-    said_once,
-    versions,
-)
+from memsize.documents.sections import Bars, Limit, Phrase, Remark, Section, Table, Title
+from memsize.documents.shared import input_text, listed, role_part, said_once, versions
 from memsize.records.cells import Label
 from memsize.records.generation import (
     CACHE_FIELDS,
@@ -30,7 +19,7 @@ from memsize.records.generation import (
     GenerationReport,
     GenerationRow,
 )
-from memsize.records.roles import TITLES, in_order
+from memsize.records.roles import in_order
 
 SCHEMA: Final = "memsize.generation/1"
 
@@ -46,18 +35,28 @@ class GenerationDocument(Document[GenerationReport]):
         remarks = said_once(
             Remark(row.scenario, "unavailable", row.reason) for row in report.generation_rows if row.reason is not None
         )
-        remedied = report.remedied
+        inputs, remedied = ", ".join(map(input_text, report.inputs)), report.remedied
         about = f"{remedied.scenario} at batch {remedied.size:,} on {remedied.gpu}" if remedied else ""
         return (
-            title(report),
+            Title(report.model, ((f"input {inputs}",), (f"on {report.card.name}",))),
             *self.opening(),
             Table.of("rows", "Generation", fields, report.generation_rows, remarks=remarks),
-            *((cache_table(report),) if any(row.layers for row in report.ran) else ()),
+            *self._cache_tables(),
             *remedy_tables(remedied, about),
             *self.reasons(),
             *listed("Assumed", report.assumptions),
             *listed("Notes", report.notes),
         )
+
+    def _cache_tables(self) -> Iterator[Table]:
+        """The layers of one sequence's KV cache, for each prompt of the first scenario that has a cache."""
+        cached = [row for row in self.answer.ran if row.layers]
+        if cached:
+            first = cached[0]
+            shown = [row for row in cached if (row.scenario, row.batch) == (first.scenario, first.batch)]
+            rows = (CachedRow(row, layer) for row in shown for layer in row.layers)
+            caption = f"The KV cache of one sequence, under {first.scenario}"
+            yield Table.of("cache", "KV cache", CACHE_FIELDS.without("scenario", "batch"), rows, caption=caption)
 
     def bars(self) -> Bars:
         report = self.answer
@@ -68,7 +67,7 @@ class GenerationDocument(Document[GenerationReport]):
             prompt = f", prompt {row.prompt:,}" if len(prompts) > 1 else ""
             if row.estimate:
                 rows.append((Label(f"{row.scenario}{batch}{prompt}", hint=row.title), row.estimate.roles))
-        parts = [Part(role, TITLES[role].noun, role) for role in in_order(role for _, sizes in rows for role in sizes)]
+        parts = map(role_part, in_order(role for _, sizes in rows for role in sizes))
         bars = Bars.of("alive at the peak", parts, rows)
         return replace(bars, limit=Limit(report.card.name, report.card.bytes))
 
@@ -93,44 +92,16 @@ class GenerationDocument(Document[GenerationReport]):
 
 
 def _row_data(row: GenerationRow) -> dict[str, Any]:
-    peak = row.estimate
+    sizes = values_of(row, "scenario", "batch", "prompt", "new", "weights", "assistant", "prefill", "decode", "cache")
+    sizes |= values_of(row, "per_token", "per_sequence", "hosted", "pinned", "layers", "transient")
+    kv = {"cache": "kv_cache", "per_token": "kv_per_token", "per_sequence": "kv_per_sequence", "hosted": "kv_on_host"}
+    moment = ("peak_phase", "peak_step", "peak_layer", "peak_op")
+    peak = row.estimate and values_of(row.estimate, "requested", "allocated", "reserved", "device", *moment, "roles")
     return {
-        **values_of(row, "scenario", "batch", "prompt", "new", "weights"),
-        "assistant_weights": row.assistant,
-        "prefill": row.prefill._asdict(),
-        "decode": row.decode._asdict(),
-        "kv_cache": row.cache,
-        "kv_per_token": row.per_token,
-        "kv_per_sequence": row.per_sequence,
-        "kv_on_host": row.hosted,
-        "pinned": row.pinned,
-        "layers": [kind._asdict() for kind in row.layers],
-        "transient": row.transient,
-        "peak": peak
-        and {
-            **values_of(peak, "requested", "allocated", "reserved"),
-            "device": peak.device._asdict(),
-            **{name: getattr(peak, f"peak_{name}") for name in ("phase", "step", "layer", "op")},
-            "roles": dict(peak.roles),
-        },
-        "largest": peak and [storage._asdict() for storage in peak.storages],
+        **renamed(sizes, assistant="assistant_weights", **kv),
+        "peak": peak and renamed(peak, **{name: name.removeprefix("peak_") for name in moment}),
+        "largest": row.estimate and plain(row.estimate.storages),
         "fits": row.fits,
         "traced_lengths": row.traced,
         **values_of(row, "exact", "reason"),
     }
-
-
-def title(report: GenerationReport) -> Title:
-    """The model, its inputs and the card."""
-    inputs = ", ".join(map(input_text, report.inputs))
-    return Title(report.model, ((f"input {inputs}",), (f"on {report.card.name}",)))
-
-
-def cache_table(report: GenerationReport) -> Table:
-    """The layers of one sequence's KV cache, for each prompt of the first scenario that has a cache."""
-    first = next(row for row in report.ran if row.layers)
-    shown = [row for row in report.ran if (row.scenario, row.batch) == (first.scenario, first.batch)]
-    rows = (CachedRow(row, cached) for row in shown for cached in row.layers)
-    fields = CACHE_FIELDS.without("scenario", "batch")
-    caption = f"The KV cache of one sequence, under {first.scenario}"
-    return Table.of("cache", "KV cache", fields, rows, caption=caption)

@@ -6,16 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain, renamed, values_of
-from memsize.documents.sections import Bars, Part, Section, Table, Title, input_text, listed
+from memsize.documents.sections import Bars, Part, Section, Table, Title
+from memsize.documents.shared import input_text, listed
 from memsize.records.cells import Label
-from memsize.records.layout import (
-    COPY_FIELDS,
-    COPY_TABLE,
-    LAYER_FIELDS,
-    Audit,
-    LayoutReport,
-    audit_rows,
-)
+from memsize.records.layout import COPY_FIELDS, COPY_TABLE, LAYER_FIELDS, Audit, LayoutReport, audit_rows
+from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.layout/1"
 MOST_COPIES: Final = 20
@@ -31,11 +26,15 @@ class LayoutDocument(Document[LayoutReport]):
 
     def sections(self) -> tuple[Section, ...]:
         report = self.answer
+        copies = sorted(report.audit.last.copies, key=lambda copy: -copy.bytes)
+        shown = f", the largest {MOST_COPIES} of {len(copies):,} (JSON has them all)"
+        caption = f"Copies that only rearrange{shown if len(copies) > MOST_COPIES else ''}"
+        fields = COPY_FIELDS.only(*COPY_TABLE)
         return (
             title(report),
             *self.opening(),
             *([table] if (table := layer_table(report.audit, self.depth)).rows else []),
-            *([copy_table(report.audit)] if report.audit.last.copies else []),
+            *([Table.of("copies", "Copies", fields, copies[:MOST_COPIES], caption=caption)] if copies else []),
             *self.reasons(),
             *listed("Notes", report.notes),
         )
@@ -48,11 +47,10 @@ class LayoutDocument(Document[LayoutReport]):
 
     def figures(self, unit: str) -> dict[str, Any]:
         report, audit = self.answer, self.answer.audit
-        layers = []
-        for layer in audit.last.layers:
-            copied = {"copied_bytes": audit.last.copied_in(layer.path)}
-            copied["row_major_copied_bytes"] = audit.plain.copied_in(layer.path)
-            layers.append(renamed(plain(layer), specs="output") | copied)
+        layers = [
+            renamed(plain(row.layer), specs="output") | values_of(row, "copied_bytes", "row_major_copied_bytes")
+            for row in audit_rows(audit, audit.last.layers)
+        ]
         return {
             "schema": SCHEMA,
             **values_of(audit, "model", "scenario", "training"),
@@ -89,14 +87,5 @@ def layer_table(audit: Audit, depth: int | None = None) -> Table:
         or row.copied_bytes
         or row.row_major_copied_bytes
     ]
-    total = LAYER_FIELDS.total("total", audit)
+    total = ("total", *[None] * (len(LAYER_FIELDS.columns) - 3), Bytes(audit.last.copied), Bytes(audit.plain.copied))
     return Table.of("layers", "Layers", LAYER_FIELDS, rows, total=total, caption="Memory formats under channels last")
-
-
-def copy_table(audit: Audit) -> Table:
-    """The copies that rearrange, the largest first."""
-    copies = sorted(audit.last.copies, key=lambda copy: -copy.bytes)
-    more = len(copies) - MOST_COPIES
-    caption = "Copies that only rearrange"
-    caption += f", the largest {MOST_COPIES} of {len(copies):,} (JSON has them all)" if more > 0 else ""
-    return Table.of("copies", "Copies", COPY_FIELDS.only(*COPY_TABLE), copies[:MOST_COPIES], caption=caption)

@@ -19,19 +19,23 @@ from memsize.documents.sections import (
     Remark,
     ScenarioView,
     Section,
+    Strip,
     Table,
     Title,
-    collective_tables,
-    listed,
-    role_part,
-    stream_tables,
-    versions,
 )
+from memsize.documents.shared import collective_tables, listed, role_part, stream_tables, versions
 from memsize.documents.timeline import alive_table, course_table
 from memsize.records.cells import Label
 from memsize.records.fields import role_fields
-from memsize.records.peak_by_module import MODULE_FIELDS, peak_by_module
-from memsize.records.program import CHILD_FIELDS, HOST_FIELDS, TENSOR_FIELDS, Assumed, ProgramRun
+from memsize.records.program import (
+    CHILD_FIELDS,
+    HOST_FIELDS,
+    MODULE_FIELDS,
+    TENSOR_FIELDS,
+    Assumed,
+    ProgramRun,
+    peak_by_module,
+)
 from memsize.records.ranks import GROUP_FIELDS, RankRuns, spans
 from memsize.records.roles import in_order
 from memsize.records.timeline import Timeline, step_courses
@@ -59,21 +63,30 @@ class ProgramDocument(Document[ProgramRun]):
         steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
         ranks = ((str(run.trace.world),),) if run.trace.world.size > 1 else ()
         stack = f" with {run.trace.stack}" if run.trace.stack else ""
-        title = Title(run.program, (*ranks, (steps,), (f"on {run.card.name}{stack}",)))
+        peak = run.peak
+        memory = Strip(peak.requested, peak.allocated, peak.reserved, peak.device, run.card.bytes)
+        strip = ((memory,),) if peak.requested else ()
+        title = Title(run.program, (*ranks, (steps,), (f"on {run.card.name}{stack}",), *strip))
         return (title, *self.opening(), *self.reasons(), *self.inside())
 
     def inside(self) -> tuple[Section, ...]:
         """The sections behind the verdict: phases, modules, collectives, streams, tensors, processes and notes."""
         run = self.answer
         summaries = step_courses(self._timeline)
-        tables = (course_table(summaries), alive_table(summaries), module_table(run)) if summaries else ()
+        shares = peak_by_module(run.trace)
+        fields = MODULE_FIELDS.plus(*role_fields([share.roles for share in shares]))
+        modules = Table.of("modules", "Modules", fields, shares, caption="Alive at the peak of the run, by module")
+        fields_of_tensors = TENSOR_FIELDS.only("bytes", "role", "spec", "line", "layer", "op", "phase")
+        tables = (
+            Table.of("tensors", "Tensors", fields_of_tensors, run.tensors, caption="Largest at the peak"),
+            Table.of("processes", "Processes", CHILD_FIELDS, run.children, caption="Processes that the script started"),
+            Table.of("host", "Host memory", HOST_FIELDS, run.trace.host.rows, caption="Memory of the host"),
+        )
         return (
-            *tables,
+            *((course_table(summaries), alive_table(summaries), modules) if summaries else ()),
             *collective_tables(run.peak.collectives),
             *stream_tables(run.peak.streams),
-            *((tensor_table(run),) if run.tensors else ()),
-            *((child_table(run),) if run.children else ()),
-            *((host_table(run),) if run.trace.host.needs else ()),
+            *(table for table in tables if table.rows),
             *listed("Assumed", tuple(map(_assumed, run.assumed))),
             *listed("Not written", run.unwritten),
             *listed("Notes", run.trace.notes),
@@ -83,10 +96,11 @@ class ProgramDocument(Document[ProgramRun]):
         run = self.answer
         if not run.trace.events:
             return ()
-        run_timeline = self._timeline
-        return (
-            ScenarioView("run", run.program, lambda: (Chart(run_timeline), course_table(step_courses(run_timeline)))),
-        )
+        seen = self._timeline
+        return (ScenarioView("run", run.program, lambda: (Chart(seen), course_table(step_courses(seen)))),)
+
+    def main_table(self) -> str:
+        return "tensors" if self.answer.tensors else super().main_table()
 
     def bars(self) -> Bars | None:
         rows = [(role_part(role), size) for role, size in self.answer.peak.roles.items() if size]
@@ -101,59 +115,23 @@ class ProgramDocument(Document[ProgramRun]):
     def figures(self, unit: str) -> dict[str, Any]:
         run = self.answer
         peak = plain(run.peak)
-        peak.pop("storages")
-        after, growth = run.went_on, run.growth
+        del peak["storages"]
         return {
             "schema": SCHEMA,
             "program": run.program,
             "gpu": run.card.name,
             "gpu_bytes": run.card.bytes,
             "stack": run.trace.stack or None,
-            **values_of(run, "capacity", "steps", "stopped", "failure", "failed_at"),
-            "needs_gpu": run.needs_gpu and run.needs_gpu._asdict(),
-            "peak": {
-                **peak,
-                "device": run.peak.device._asdict(),
-                "roles": dict(run.peak.roles),
-                "streams": [entry._asdict() for entry in run.peak.streams],
-                "lag": run.peak.lag and run.peak.lag._asdict(),
-            },
-            "tensors": [tensor._asdict() for tensor in run.tensors],
-            "refused": [refused._asdict() for refused in run.refused],
-            "went_on": after and {"steps": after.steps, "device": after.device and after.device._asdict()},
-            "modules": [share._asdict() for share in peak_by_module(run.trace)],
-            "growth": growth and {**growth._asdict(), "holder": growth.holder and growth.holder._asdict()},
-            "kept_gradients": run.kept_gradients and run.kept_gradients._asdict(),
-            **values_of(run, "waits", "unwritten"),
-            "host": run.trace.host._asdict(),
-            "children": [child._asdict() for child in run.children],
-            "assumed": [assumed._asdict() for assumed in run.assumed],
+            **values_of(run, "capacity", "steps", "stopped", "failure", "failed_at", "needs_gpu"),
+            "peak": peak,
+            **values_of(run, "tensors", "refused", "went_on"),
+            "modules": plain(peak_by_module(run.trace)),
+            **values_of(run, "growth", "kept_gradients", "waits", "unwritten"),
+            "host": plain(run.trace.host),
+            **values_of(run, "children", "assumed"),
             "findings": findings_data(run.findings, unit),
             "notes": run.trace.notes,
         }
-
-
-def module_table(run: ProgramRun) -> Table:
-    """One row for each module, or group of modules. The rows add up to the peak."""
-    shares = peak_by_module(run.trace)
-    fields = MODULE_FIELDS.plus(*role_fields([share.roles for share in shares]))
-    return Table.of("modules", "Modules", fields, shares, caption="Alive at the peak of the run, by module")
-
-
-def tensor_table(run: ProgramRun) -> Table:
-    """One row for each of the largest storages alive at the peak."""
-    fields = TENSOR_FIELDS.only("bytes", "role", "spec", "line", "layer", "op", "phase")
-    return Table.of("tensors", "Tensors", fields, run.tensors, caption="Largest at the peak")
-
-
-def child_table(run: ProgramRun) -> Table:
-    """One row for each process that the program started, in the order in which they ended."""
-    return Table.of("processes", "Processes", CHILD_FIELDS, run.children, caption="Processes that the script started")
-
-
-def host_table(run: ProgramRun) -> Table:
-    """One row for each kind of host memory."""
-    return Table.of("host", "Host memory", HOST_FIELDS, run.trace.host.rows, caption="Memory of the host")
 
 
 def _assumed(assumed: Assumed) -> str:

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import sub
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from memsize.records.cells import Cell, Label, Missing, Signed
 from memsize.records.fields import Column, Fields
 from memsize.records.finding import Finding
-from memsize.records.gpu import STREAM_FIELDS, TRAFFIC_FIELDS, Card, StreamShare
-from memsize.records.roles import Role, noun
+from memsize.records.gpu import Interval
+from memsize.records.roles import Role
 from memsize.records.timeline import Timeline
-from memsize.records.trace import Failure, InputTensor, Trace
-from memsize.records.world import Traffic
+from memsize.records.trace import Failure
 from memsize.units import Bytes, Unit, unit_for
 
-Phrase = tuple[str | Bytes, ...]
+
+class Strip(NamedTuple):
+    """The peak of one run in all ways to count, the smallest first: ``tensors 2.2 → allocated 2.3 → reserved 2.8 →
+    nvidia-smi 3.5–3.8 of 14.6 GiB``. `device` is the memory of the process, `card` the whole of its GPU; either may be
+    unknown.
+    """
+
+    requested: int
+    allocated: int
+    reserved: int
+    device: Interval | None = None
+    card: int = 0
+
+
+Phrase = tuple[str | Bytes | Strip, ...]
 """Words and sizes, drawn with a space between them."""
 
 
@@ -85,25 +99,17 @@ class Bars:
         alike = max((bar.total for bar in bars), default=0) // 1000
         shared: list[Bar] = []
         for bar in bars:
-            position = next(
-                (
-                    position
-                    for position, other in enumerate(shared)
-                    if max((abs(a - b) for a, b in zip(bar.sizes, other.sizes, strict=True)), default=0) <= alike
-                ),
-                None,
-            )
-            if position is None:
-                shared.append(bar)
+            for position, other in enumerate(shared):
+                if max(map(abs, map(sub, bar.sizes, other.sizes)), default=0) <= alike:
+                    shared[position] = replace(other, labels=other.labels + bar.labels)
+                    break
             else:
-                shared[position] = replace(shared[position], labels=shared[position].labels + bar.labels)
+                shared.append(bar)
         return cls(title, used, tuple(shared))
 
     @classmethod
     def of_whole(cls, title: str, rows: Iterable[tuple[Part, int]]) -> Bars:
-        """One bar for each part of a whole, the largest first. Parts below a hundredth of the whole share the last bar,
-        in the colour of the largest of them, which no other bar has.
-        """
+        """One bar for each part of a whole, the largest first; those below a hundredth share the last one."""
         pairs = sorted(rows, key=lambda row: -row[1])
         rest = [size for _, size in pairs if size * 100 < sum(size for _, size in pairs)]
         if len(rest) > 1:
@@ -129,14 +135,6 @@ class Remark:
     row: str
     status: str
     text: str
-
-
-def said_once(remarks: Iterable[Remark]) -> tuple[Remark, ...]:
-    """Merge remarks that differ only in their row into one that names each row once: ``fp16, bf16: training: …``."""
-    rows: dict[tuple[str, str], dict[str, None]] = {}
-    for remark in remarks:
-        rows.setdefault((remark.status, remark.text), {})[remark.row] = None
-    return tuple(Remark(", ".join(names), status, text) for (status, text), names in rows.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +190,11 @@ class Table:
             rows=tuple(_at(places, row) for row in self.rows),
             total=None if self.total is None else _at(places, self.total),
         )
+
+    def first(self, count: int) -> Table:
+        """The table with its first `count` rows, and a row that counts the others."""
+        more = (Label(f"{len(self.rows) - count:,} more"), *(None for _ in self.columns[1:]))
+        return replace(self, rows=(*self.rows[:count], more))
 
     def usual(self) -> Table:
         """The table without optional columns that nobody chose."""
@@ -250,81 +253,23 @@ class ScenarioView(NamedTuple):
 Section = Title | Verdict | Bars | Chart | Stop | Table | Findings | Notes
 
 
-def input_text(tensor: InputTensor) -> str:
-    """An input of a model in words: its spec, with its name unless that is only a position."""
-    return str(tensor.spec) if tensor.name.isdecimal() else f"{tensor.name} {tensor.spec}"
+def without_repeats(sections: Iterable[Section]) -> tuple[Section, ...]:
+    """`sections` whose findings lack the sentences of the verdict, for formats that are read from top to bottom."""
+    sections = tuple(sections)
+    verdict = tuple(f for section in sections if isinstance(section, Verdict) for f in section.findings)
+    left: list[Section] = []
+    for section in sections:
+        if isinstance(section, Findings):
+            rest = (_rest(finding) if finding in verdict else finding for finding in section.findings)
+            section = replace(section, findings=tuple(finding for finding in rest if finding.template))
+        if not isinstance(section, Findings) or section.findings:
+            left.append(section)
+    return tuple(left)
 
 
-def role_part(role: Role) -> Part:
-    """The part of the bytes that have a role."""
-    return Part(role, noun(role), role)
-
-
-def listed(title: str, lines: tuple[str, ...]) -> tuple[Section, ...]:
-    """A section with `lines` under `title`; nothing if there are no lines."""
-    return (Notes(title, lines),) if lines else ()
-
-
-def versions(runs: Iterable[Trace | Timeline], cards: Iterable[Card] = ()) -> tuple[Phrase, ...]:
-    """A line for each release of PyTorch that ran something, for each stack that was simulated, and for each card."""
-    runs = tuple(runs)
-    lines: list[Phrase] = [(f"PyTorch {release}",) for release in dict.fromkeys(run.torch for run in runs) if release]
-    lines += [(f"simulated: {stack}",) for stack in dict.fromkeys(run.stack for run in runs) if stack]
-    for card in dict.fromkeys(cards):
-        major, minor = card.capability
-        kernels = f"compute capability {major}.{minor}" + ("" if card.platform == "CUDA" else ", which stands in")
-        lines.append((f"{card.name}:", Bytes(card.bytes), f"of memory ({card.source});", kernels))
-    return tuple(lines)
-
-
-# -- tables of several answers ----------------------------------------------------------------------------------------
-
-
-def collective_tables(traffic: Sequence[Traffic]) -> tuple[Table, ...]:
-    """One row for each kind of collective, the most bytes first; no table if there are no collectives."""
-    caption = "What a GPU sends and gets in a step"
-    return (Table.of("collectives", "Collectives", TRAFFIC_FIELDS, traffic, caption=caption),) if traffic else ()
-
-
-def compared_collectives(
-    keys: Sequence[Column], runs: Iterable[tuple[tuple[Cell, ...], Sequence[Traffic]]]
-) -> tuple[Table, ...]:
-    """One row for each run, named by the columns `keys`, with the bytes and the number of each kind of collective; no
-    table if there are no collectives.
-    """
-    shown = [(names, traffic) for names, traffic in runs if traffic]
-    columns, rows = [*keys], [[*names] for names, _ in shown]
-    for kind in dict.fromkeys(row.kind for _, traffic in shown for row in traffic):
-        columns += [
-            Column(kind, kind, "bytes", 95, "the whole of what all of that kind gather, scatter or reduce in a step"),
-            Column(f"{kind} times", "times", "count", 90, "how often that is", beside=kind),
-        ]
-        for cells, (_, traffic) in zip(rows, shown, strict=True):
-            of_kind = [row for row in traffic if row.kind == kind]
-            cells += [Bytes(sum(row.bytes for row in of_kind)), sum(row.count for row in of_kind)]
-    caption = "What a GPU sends and gets in a step"
-    table = Table("collectives", "Collectives", tuple(columns), tuple(map(tuple, rows)), caption=caption)
-    return (table,) if rows else ()
-
-
-def stream_tables(shares: Sequence[StreamShare]) -> tuple[Table, ...]:
-    """One row for each stream; no table if `shares` is empty."""
-    caption = "What each CUDA stream takes: memory of one is not reused on others"
-    return (Table.of("streams", "Streams", STREAM_FIELDS, shares, caption=caption),) if shares else ()
-
-
-def compared_streams(
-    keys: Sequence[Column], runs: Iterable[tuple[tuple[Cell, ...], Sequence[StreamShare]]]
-) -> tuple[Table, ...]:
-    """One row for each run, named by the columns `keys`, with the reserved bytes of each stream; no table if no run
-    allocates on several streams.
-    """
-    shown = [(cells, shares) for cells, shares in runs if shares]
-    names = tuple(dict.fromkeys(share.name for _, shares in shown for share in shares))
-    columns = (*keys, *(Column(name, name, "bytes", 95, "what it has of the reserved peak") for name in names))
-    rows = tuple(
-        (*cells, *(Bytes(sum(share.reserved for share in shares if share.name == name)) for name in names))
-        for cells, shares in shown
-    )
-    caption = "What each CUDA stream has of the reserved peak"
-    return (Table("streams", "Streams", columns, rows, caption=caption),) if rows else ()
+def _rest(finding: Finding) -> Finding:
+    """`finding` without the sentences that it has in a verdict: all of it, if its brief form is not where it begins."""
+    brief = finding.brief or finding.template
+    if not finding.template.startswith(brief):
+        return finding
+    return replace(finding, template=finding.template.removeprefix(brief).strip(), brief="")

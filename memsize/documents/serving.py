@@ -7,21 +7,10 @@ from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain, values_of
 from memsize.documents.fit import remedy_tables
-from memsize.documents.sections import (
-    Bars,
-    Limit,
-    Part,
-    Phrase,
-    Remark,
-    Section,
-    Table,
-    Title,
-    listed,
-    said_once,
-    versions,
-)
+from memsize.documents.sections import Bars, Limit, Part, Phrase, Remark, Section, Table, Title
+from memsize.documents.shared import listed, said_once, versions
 from memsize.records.cells import Label
-from memsize.records.serving import GROUP_FIELDS, SERVING_FIELDS, ServingReport, ServingRow
+from memsize.records.serving import GROUP_FIELDS, SERVING_FIELDS, ServingReport
 
 SCHEMA: Final = "memsize.serving/1"
 
@@ -32,6 +21,7 @@ _PARTS = (
     Part("graphs", "CUDA graphs", "communication"),
     Part("kv_cache", "KV cache", "KV cache"),
 )
+_ROW: Final = ("scenario", "weights", "profile", "non_torch", "graphs", "paged", "shortage", "reason")
 
 
 class ServingDocument(Document[ServingReport]):
@@ -60,8 +50,7 @@ class ServingDocument(Document[ServingReport]):
         rows = []
         for row in self.answer.ran:
             sizes = {"weights": row.weights, "profile": row.profile, "non_torch": row.non_torch.high}
-            sizes["graphs"] = row.graphs.high
-            sizes["kv_cache"] = row.paged.available.low if row.paged else 0
+            sizes |= {"graphs": row.graphs.high, "kv_cache": row.paged.available.low if row.paged else 0}
             rows.append((Label(row.scenario, hint=row.title), sizes))
         bars = Bars.of("taken on a card", _PARTS, rows)
         return replace(bars, limit=Limit(self.answer.card.name, self.answer.card.bytes))
@@ -78,33 +67,13 @@ class ServingDocument(Document[ServingReport]):
             "gpu_bytes": report.card.bytes,
             "asked": dict(report.asked),
             "budget": report.budget,
-            "groups": [group._asdict() for group in report.groups],
-            "servings": [_row_data(row) for row in report.serving_rows],
+            "groups": plain(report.groups),
+            "servings": [values_of(row, *_ROW) for row in report.serving_rows],
             "remedies": plain(report.remedied),
             "findings": findings_data(report.findings, unit),
             "assumptions": report.assumptions,
             "notes": report.notes,
         }
-
-
-def _row_data(row: ServingRow) -> dict[str, Any]:
-    paged = row.paged
-    return {
-        **values_of(row, "scenario", "weights", "profile"),
-        "non_torch": row.non_torch._asdict(),
-        "graphs": row.graphs._asdict(),
-        "paged": paged
-        and {
-            "available": paged.available._asdict(),
-            "block_bytes": paged.block_bytes,
-            "request_blocks": paged.request_blocks,
-            "blocks": paged.blocks._asdict(),
-            "tokens": paged.tokens._asdict(),
-            "concurrency": paged.concurrency._asdict(),
-            "longest": paged.longest and paged.longest._asdict(),
-        },
-        **values_of(row, "shortage", "reason"),
-    }
 
 
 def title(report: ServingReport) -> Title:

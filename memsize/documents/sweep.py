@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data, values_of
-from memsize.documents.sections import Bars, Limit, Remark, Section, Table, Title, listed, role_part
+from memsize.documents.sections import Bars, Limit, Remark, Section, Table, Title
+from memsize.documents.shared import listed, role_part
 from memsize.records.cells import Cell, Label, Missing
 from memsize.records.fields import Column
 from memsize.records.roles import TITLES

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import Document, plain, renamed
-from memsize.documents.sections import Bar, Bars, Part, Section, Table, Title, listed
+from memsize.documents.sections import Bar, Bars, Part, Section, Table, Title
+from memsize.documents.shared import listed
 from memsize.records.cells import Label
 from memsize.records.finding import Finding
 from memsize.records.verification import (
@@ -75,15 +76,28 @@ class VerificationDocument(Document[Verification]):
         return accuracy, Finding("allocations", text, counts)
 
     def bars(self) -> Bars | None:
-        return comparison_bars(self.answer)
+        bars: list[Bar] = []
+        for comparison in self.answer.comparisons:
+            if comparison.measured is not None:
+                name = f"{comparison.figure}, benchmark" if comparison.benchmark else comparison.figure
+                low, high = comparison.predicted
+                bars.append(Bar((Label(f"{name}: predicted"),), (low, high - low, 0)))
+                bars.append(Bar((Label(f"{name}: measured"),), (0, 0, comparison.measured)))
+        return Bars("predicted beside measured", _PARTS, tuple(bars)) if bars else None
 
     def figures(self, unit: str) -> dict[str, Any]:
         verification, alignment = self.answer, self.answer.alignment
+        runs = []
+        for run in verification.runs:
+            seen = plain(replace(run.measurement, log=None)) | {"workspaces": run.measurement.workspaces}
+            del seen["log"]
+            figures = [FIGURE_FIELDS.record(row) for row in _compared(run)]
+            runs.append({"figures": figures, "assumptions": run.prediction.assumptions, **seen})
         differences = verification.tables()["differences"].records() if alignment else None
         return {
             "schema": SCHEMA,
             "model": verification.model,
-            "runs": [_run_data(run) for run in verification.runs],
+            "runs": runs,
             "allocations": alignment
             and {"predicted": alignment.predicted, "measured": alignment.real, "matched": alignment.matched},
             "differences": None if differences is None else [renamed(row, difference="kind") for row in differences],
@@ -91,30 +105,11 @@ class VerificationDocument(Document[Verification]):
         }
 
 
-def _run_data(run: VerifiedRun) -> dict[str, Any]:
-    seen = plain(replace(run.measurement, log=None))
-    del seen["log"]
-    figures = [FIGURE_FIELDS.record(row) for row in _compared(run)]
-    return {"figures": figures, "assumptions": run.prediction.assumptions, **seen}
-
-
 _PARTS: Final = (
     Part("predicted", "predicted", "parameter"),
     Part("most", "perhaps more", "workspace"),
     Part("measured", "measured", "activation"),
 )
-
-
-def comparison_bars(verification: Verification) -> Bars | None:
-    """Two bars for each figure that was measured: the prediction, with its interval, and the measurement."""
-    bars: list[Bar] = []
-    for comparison in verification.comparisons:
-        if comparison.measured is not None:
-            name = f"{comparison.figure}, benchmark" if comparison.benchmark else comparison.figure
-            low, high = comparison.predicted
-            bars.append(Bar((Label(f"{name}: predicted"),), (low, high - low, 0)))
-            bars.append(Bar((Label(f"{name}: measured"),), (0, 0, comparison.measured)))
-    return Bars("predicted beside measured", _PARTS, tuple(bars)) if bars else None
 
 
 def _compared(run: VerifiedRun) -> Iterator[FigureComparison]:

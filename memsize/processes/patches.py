@@ -14,7 +14,7 @@ import ctypes
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -69,7 +69,7 @@ class Patches:
 
     def restore(self, group: object) -> None:
         """Restore the attributes that `group` has replaced, the last one first."""
-        last_first = [applied for applied in reversed(self._applied) if applied.group is group]
+        last_first = self.of(group)[::-1]
         self._applied = [applied for applied in self._applied if applied.group is not group]
         for applied in last_first:
             assign(applied.owner, applied.name, applied.before)
@@ -145,12 +145,14 @@ def wrapping(owner: Any, name: str, function: Callable[..., Any], *arguments: An
 
 def assign(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, or delete it for `MISSING`, without turning a class into a sequence."""
-    slots = item_slots(owner) if name == "__getitem__" else ()
+    # The addresses and contents of the slots by which CPython takes the class and its subclasses for sequences.
+    slots = [(slot, _at(slot).value) for slot in _item_slots(owner)] if name == "__getitem__" else []
     if value is MISSING:
         delattr(owner, name)
     else:
         setattr(owner, name, value)
-    restore_slots(slots)
+    for slot, contents in slots:
+        _at(slot).value = contents
 
 
 @contextmanager
@@ -187,36 +189,19 @@ _AS_SEQUENCE = 13 * _WORD
 _ITEM = 3 * _WORD
 """Offset in the sequence methods: after length, concat and repeat."""
 
-Slot = tuple[int, int | None]
-"""The address of a slot, and its contents."""
 
-
-def item_slots(owner: type) -> Sequence[Slot]:
-    """Return the slots by which CPython takes `owner` and its subclasses for sequences, with their present contents."""
+def _item_slots(owner: type) -> Iterator[int]:
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return ()
-    return [(address, _at(address).value) for kind in _family(owner) if (address := _address(kind))]
-
-
-def restore_slots(slots: Sequence[Slot]) -> None:
-    """Write the former contents back into each slot."""
-    for address, contents in slots:
-        _at(address).value = contents
-
-
-def _family(owner: type) -> Iterator[type]:
+        return
     seen, waiting = set(), [owner]
     while waiting:
         kind = waiting.pop()
         if kind not in seen:
             seen.add(kind)
-            yield kind
             waiting += type.__subclasses__(kind)
-
-
-def _address(kind: type) -> int:
-    methods = _at(id(kind) + _AS_SEQUENCE).value
-    return methods + _ITEM if methods else 0
+            methods = _at(id(kind) + _AS_SEQUENCE).value
+            if methods:
+                yield methods + _ITEM
 
 
 def _at(address: int) -> ctypes.c_void_p:

@@ -12,6 +12,7 @@ import os
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection, wait
@@ -103,28 +104,22 @@ class RankConnection:
         return message
 
 
+@dataclass
 class _Rank:
     """A process that runs as rank `number`; it `pauses` after each message if it only runs for other ranks."""
 
-    def __init__(self, number: int, pauses: bool) -> None:
-        self.number = number
-        self.pauses = pauses
-        self.is_paused = False
-        self.sent = Counter[Receiver]()
-        self.received = Counter[_Place]()
-        self.awaited: _Place | None = None
-        """Whose next message it waits for."""
-
-    @property
-    def is_running(self) -> bool:
-        return self.awaited is None and not self.is_paused
+    number: int
+    pauses: bool
+    is_paused: bool = False
+    sent: Counter[Receiver] = field(default_factory=Counter)
+    received: Counter[_Place] = field(default_factory=Counter)
+    awaited: _Place | None = None
+    """Whose next message it waits for."""
 
 
 class _Switchboard:
     def __init__(self, calls: socket.socket, run_as: RunAs, prepare: Callable[[], object]) -> None:
-        self._calls = calls
-        self._run_as = run_as
-        self._prepare = prepare
+        self._calls, self._run_as, self._prepare = calls, run_as, prepare
         self._ranks: dict[_End, _Rank] = {}
         self._started: set[int] = set()
         self._messages = defaultdict[_Place, list[bytes]](list)
@@ -138,7 +133,14 @@ class _Switchboard:
             if self._calls in ready:
                 called: _End = Connection(self._calls.accept()[0].detach())
                 self._ranks[called] = _Rank(called.recv(), pauses=False)
-            self._find_messages()
+            # Send what is waited for; where it isn't there, run its sender, or let it go on.
+            for end, rank in tuple(self._ranks.items()):
+                if rank.awaited is not None:
+                    self._find(end, rank, rank.awaited)
+            if not any(rank.awaited is None and not rank.is_paused for rank in self._ranks.values()):
+                for end, rank in self._ranks.items():
+                    if rank.awaited is not None:
+                        self._answer(end, rank, None)
 
     def _hear(self, end: _End) -> None:
         rank = self._ranks[end]
@@ -155,16 +157,6 @@ class _Switchboard:
         messages = self._messages[rank.number, other]
         if rank.sent[other] > len(messages):  # else another has run as this rank before, and sent the same
             messages += message
-
-    def _find_messages(self) -> None:
-        """Send what is waited for; where it isn't there, run its sender, or let it go on."""
-        for end, rank in tuple(self._ranks.items()):
-            if rank.awaited is not None:
-                self._find(end, rank, rank.awaited)
-        if not any(rank.is_running for rank in self._ranks.values()):
-            for end, rank in self._ranks.items():
-                if rank.awaited is not None:
-                    self._answer(end, rank, None)
 
     def _find(self, end: _End, rank: _Rank, awaited: _Place) -> None:
         messages, position, sender = self._messages[awaited], rank.received[awaited], awaited[0]

@@ -86,20 +86,20 @@ class _ProcessLock:
         """Open a simulation in this thread, which has the lock."""
         before, simulation = _current.get(), Simulation()
         self.owner, self.simulation = threading.get_ident(), simulation
-        start = wrapping(threading.Thread, "start", self._note_start)
+
+        def note_start(original: Callable[[threading.Thread], None], thread: threading.Thread) -> None:
+            if self.owner == threading.get_ident() or threading.current_thread() in self.started:
+                self.started.add(thread)
+            original(thread)
+
         try:
             _current.set(simulation)
-            with simulation.patches.applied([start]):
+            with simulation.patches.applied([wrapping(threading.Thread, "start", note_start)]):
                 yield simulation
         finally:
             _current.set(before)
             self.started.clear()
             self.owner = self.simulation = None
-
-    def _note_start(self, original: Callable[[threading.Thread], None], thread: threading.Thread) -> None:
-        if self.owner == threading.get_ident() or threading.current_thread() in self.started:
-            self.started.add(thread)
-        original(thread)
 
 
 _lock = _ProcessLock()

@@ -128,6 +128,11 @@ class Workers:
         from memsize.processes.ctrl_c import raise_waiting
 
         waiting, idle = deque(range(len(requests))), list(self._workers)
+        notices: dict[str, Callable[[Any], None]] = {
+            "said": self._announce,
+            "found": self._deliver,
+            "warned": lambda warning: warnings.warn_explicit(*warning, registry=self._warned),  # type: ignore[call-overload]
+        }
         answers: dict[int, Any] = {}
         busy: dict[Any, int] = {}
         while waiting or busy:
@@ -143,14 +148,8 @@ class Workers:
             raise_waiting()
             for connection in ready:
                 kind, value = _heard(connection)
-                if kind in ("said", "found", "warned"):
-                    if kind == "said":
-                        self._announce(value)
-                    elif kind == "found":
-                        self._deliver(value)
-                    else:
-                        message, category, filename, line = value
-                        warnings.warn_explicit(message, category, filename, line, registry=self._warned)
+                if kind in notices:
+                    notices[kind](value)
                     continue
                 index = busy.pop(connection)
                 if kind == "gone":
@@ -168,7 +167,11 @@ class Workers:
         _jobs.set(1)
         self._parent, self._workers = parent, {}
         use_pytorch()
-        assign(warnings, "showwarning", self._warn)
+
+        def warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+            parent.send(("warned", (str(message), category, filename, lineno)))
+
+        assign(warnings, "showwarning", warn)  # by the parent: each worker meets the same ones
         while True:
             request = parent.recv()
             try:
@@ -177,11 +180,6 @@ class Workers:
                 parent.send(("failed", None))
             sys.stdout.flush()
             sys.stderr.flush()
-
-    def _warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
-        """A warning, shown by the parent: each worker meets the same ones."""
-        if self._parent is not None:
-            self._parent.send(("warned", (str(message), category, filename, lineno)))
 
 
 def _heard(connection: Any) -> tuple[str, Any]:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from memsize.pytest_plugin.fixture import Memory
-    from memsize.pytest_plugin.outcome import Outcome
+    from memsize.pytest_plugin.fixture import Memory, Outcome
 
 _MARKER = "memsize_limit(**limits): what a model of this test may need at most, such as parameters='40 MiB'"
 _OUTCOME = pytest.StashKey["Outcome"]()
@@ -95,6 +94,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _outcome(config: pytest.Config) -> Outcome:
-    from memsize.pytest_plugin.outcome import Outcome
+    from memsize.pytest_plugin.fixture import Outcome
 
     return config.stash.setdefault(_OUTCOME, Outcome())

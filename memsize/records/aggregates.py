@@ -6,9 +6,11 @@ and saved tensors from `Trace.layers`, for rows and totals alike, so that they a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 from memsize.records.roles import Role
@@ -76,12 +78,9 @@ def totals(trace: Trace) -> Totals:
         **_stored(trace.tensors),
         master_bytes=sum(tensor.bytes for tensor in trace.tensors if tensor.kind == "master"),
         input_bytes=sum(tensor.bytes for tensor in trace.inputs),
-        cast_bytes=sum(layer.cast_bytes for layer in trace.layers),
-        output_bytes=sum(layer.output_bytes for layer in trace.layers),
-        saved_bytes=sum(layer.saved_bytes for layer in trace.layers),
+        **_run_sizes(trace.layers),
         saved_cast_bytes=_saved(trace, "cast copy"),
         saved_input_bytes=_saved(trace, "input"),
-        multiply_adds=_multiply_adds(trace.layers),
     )
 
 
@@ -99,9 +98,12 @@ def _stored(tensors: Iterable[StoredTensor]) -> dict[str, Any]:
     return sizes
 
 
-def _multiply_adds(layers: Iterable[Layer]) -> int | None:
+def _run_sizes(layers: Sequence[Layer]) -> dict[str, Any]:
+    """The figures of layers' calls that `Totals` and a `Row` have."""
+    names = ("output_bytes", "saved_bytes", "cast_bytes")
     counts = [layer.multiply_adds for layer in layers if layer.multiply_adds is not None]
-    return sum(counts) if counts else None
+    sizes = {name: sum(map(attrgetter(name), layers)) for name in names}
+    return {**sizes, "multiply_adds": sum(counts) if counts else None}
 
 
 def _saved(trace: Trace, role: Role) -> int:
@@ -215,14 +217,11 @@ def _layer_row(group: _Group, tensors: Sequence[StoredTensor], trace: Trace) -> 
         outputs=group.head.outputs,
         dtypes=stored_dtypes(tensor for tensor in tensors if tensor.kind in COUNTED),
         **_stored(tensors),
-        output_bytes=sum(layer.output_bytes for layer in group.folded),
-        saved_bytes=sum(layer.saved_bytes for layer in group.folded),
-        cast_bytes=sum(layer.cast_bytes for layer in group.folded),
+        **_run_sizes(group.folded),
         marks=tuple(_layer_marks(group, tensors, trace)),
         aliases=group.head.aliases,
         inputs=group.head.inputs,
         kernel=group.head.kernel,
-        multiply_adds=_multiply_adds(group.folded),
     )
 
 
@@ -249,11 +248,11 @@ def _tensor_row(tensor: StoredTensor, depth: int) -> Row:
 
 def stored_dtypes(tensors: Iterable[StoredTensor]) -> tuple[str, ...]:
     """The dtypes in which `tensors` are really stored, a wrapper's inner ones, the one with the most bytes first."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for tensor in tensors:
         for part in tensor.parts or (tensor,):
-            sizes[part.spec.dtype] = sizes.get(part.spec.dtype, 0) + part.bytes
-    return tuple(sorted(sizes, key=lambda dtype: -sizes[dtype]))
+            sizes[part.spec.dtype] += part.bytes
+    return tuple(dtype for dtype, _ in sizes.most_common())
 
 
 _MEMORY_MARKS = {"view": "view", "in place": "in place", "passed": "returns its input"}
@@ -346,11 +345,10 @@ def peak(trace: Trace) -> Peak:
     index = summit(trace)
     if index < 0:
         return Peak(-1, 0, {})
-    roles: dict[Role, int] = {}
+    roles: Counter[Role] = Counter()
     for storage, size in alive(trace, index).items():
-        role = trace.storages[storage].role
-        roles[role] = roles.get(role, 0) + size
-    return Peak(index, sum(roles.values()), roles)
+        roles[trace.storages[storage].role] += size
+    return Peak(index, roles.total(), dict(roles))
 
 
 def split_phase(text: str) -> tuple[str, int]:

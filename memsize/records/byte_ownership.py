@@ -104,9 +104,7 @@ class _Cover:
         self._owners: list[int] = []
 
     def add(self, start: int, end: int, owner: int) -> tuple[int, int | None]:
-        """Cover ``[start, end)``. Return how many of its bytes were not covered before, and the earliest owner of the
-        other bytes.
-        """
+        """Cover ``[start, end)``; return how many of its bytes are new, and the earliest owner of the others."""
         if end <= start:
             return 0, None
         low, high = bisect_right(self._ends, start), bisect_left(self._starts, end)

@@ -57,9 +57,7 @@ class Alive(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Live blocks of one category that one stack made: the line above PyTorch, the function that it is in, the
-    program's own line that led to it where that is another one, and all calls of Python, innermost first.
-    """
+    """Live blocks of one category that one stack made: its line above PyTorch, and the program's own that led to it."""
 
     bytes: Size
     blocks: Size
@@ -119,9 +117,7 @@ RESERVED_FIELDS: Final = Fields[ReservedPart](
 
 
 class FailedRequest(NamedTuple):
-    """A request for `bytes` that raised OutOfMemoryError with `free` bytes left on the GPU, and the line that made it:
-    the last of `times` such requests.
-    """
+    """A request for `bytes` that raised OutOfMemoryError with `free` bytes left, the last of `times`; and its line."""
 
     bytes: Size
     free: int

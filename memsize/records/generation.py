@@ -15,9 +15,7 @@ from memsize.records.trace import InputTensor, Trace
 
 
 class CachedLayers(NamedTuple):
-    """Cached layers of equal size: their `kind`, their number, and for one sequence the `bytes` that they hold together
-    at the end of the generation, and the bytes that one more token adds.
-    """
+    """Cached layers of one size: the `bytes` of one sequence at the end, and those that one more token adds."""
 
     kind: str
     layers: int

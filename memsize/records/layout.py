@@ -82,10 +82,6 @@ class Run:
         """The bytes of all copies."""
         return sum(copy.bytes for copy in self.copies)
 
-    def copied_in(self, path: str) -> int:
-        """The bytes that a layer itself copies, its children's not counted."""
-        return sum(copy.bytes for copy in self.copies if copy.layer == path)
-
 
 @dataclass(frozen=True, slots=True)
 class Audit:
@@ -102,16 +98,6 @@ class Audit:
     converted_inputs: int = 0
     double: bool = False
     """Whether convolutions compute in float64, for which cuDNN has no channels last."""
-
-    @property
-    def copied_bytes(self) -> int:
-        """The bytes of all copies under channels last."""
-        return self.last.copied
-
-    @property
-    def row_major_copied_bytes(self) -> int:
-        """The bytes of all copies where nothing is converted."""
-        return self.plain.copied
 
 
 class AuditRow(NamedTuple):
@@ -186,7 +172,6 @@ LAYER_FIELDS: Final = Fields[AuditRow](
         "outputs": lambda row, _: _words(row.layer.outputs),
         "lost_at": lambda row, _: Words(row.lost),
     },
-    adds=("copied_bytes", "row_major_copied_bytes"),
 )
 
 COPY_FIELDS: Final = Fields[Copy](

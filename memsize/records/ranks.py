@@ -12,7 +12,6 @@ from memsize.records.answer import Answer
 from memsize.records.cells import Label
 from memsize.records.fields import BYTES, COUNT, NAME, PATH, TEXT, Fields, FlatTable, field, role_fields
 from memsize.records.finding import Finding, moment_in_words
-from memsize.records.gpu import GpuEstimate
 from memsize.records.program import ProgramRun
 from memsize.records.schema import NotEmpty
 from memsize.records.world import World
@@ -39,21 +38,16 @@ class RankRow(NamedTuple):
     node: int
     group: RankGroup
 
-    @property
-    def peak(self) -> GpuEstimate:
-        """The peak of the rank's group."""
-        return self.group.run.peak
-
 
 RANK_FIELDS: Final = Fields[RankRow](
     field("rank", kind=COUNT),
     field("node", kind=COUNT),
     field("ran", get=lambda row: row.rank in row.group.ran),
-    field("requested", kind=BYTES, get=lambda row: row.peak.requested),
-    field("allocated", kind=BYTES, get=lambda row: row.peak.allocated),
-    field("reserved", kind=BYTES, get=lambda row: row.peak.reserved),
-    field("device_low", kind=BYTES, get=lambda row: row.peak.device.low),
-    field("device_high", kind=BYTES, get=lambda row: row.peak.device.high),
+    field("requested", kind=BYTES, get=lambda row: row.group.run.peak.requested),
+    field("allocated", kind=BYTES, get=lambda row: row.group.run.peak.allocated),
+    field("reserved", kind=BYTES, get=lambda row: row.group.run.peak.reserved),
+    field("device_low", kind=BYTES, get=lambda row: row.group.run.peak.device.low),
+    field("device_high", kind=BYTES, get=lambda row: row.group.run.peak.device.high),
 )
 
 GROUP_FIELDS: Final = Fields[RankGroup](
@@ -128,7 +122,7 @@ class RankRuns(Answer):
         rows = [
             RankRow(rank, rank // (self.size // self.nodes), group) for rank, group in sorted(runs, key=itemgetter(0))
         ]
-        roles = role_fields([group.run.peak.roles for group in self.groups], of="peak.roles")
+        roles = role_fields([group.run.peak.roles for group in self.groups], of="group.run.peak.roles")
         return {"ranks": RANK_FIELDS.plus(*roles).flat(rows), **self.worst.run.tables()}
 
 

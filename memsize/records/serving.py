@@ -97,24 +97,6 @@ class ServingRow:
 _NO_CACHE: Final = Paged(_NOTHING, 0, 0, _NOTHING, _NOTHING, Concurrency(0, 0))
 
 
-def _drawn(value: Any, draw: Callable[[Any], Cell]) -> Cell:
-    return None if value is None else draw(value)
-
-
-def _end(figure: str, draw: Callable[[Any], Cell]) -> dict[str, Any]:
-    """The getters of one end of an interval of `Paged`; without one files have None, documents 0."""
-    name, _, end = figure.partition(".")
-
-    def read(paged: Paged) -> Any:
-        interval = getattr(paged, name)
-        return None if interval is None else getattr(interval, end)
-
-    return {
-        "get": lambda row: None if row.paged is None else read(row.paged),
-        "cell": lambda row, _: None if row.reason is not None else _drawn(read(row.paged or _NO_CACHE), draw),
-    }
-
-
 def _interval(
     key: str,
     title: str,
@@ -126,11 +108,22 @@ def _interval(
     draw: Callable[[Any], Cell] = int,
     optional: bool = False,
 ) -> tuple[Field[ServingRow], Field[ServingRow]]:
-    """Both ends of an interval, beside one another."""
-    low, high = (_end(f"{figure or key}.{end}", draw) for end in ("low", "high"))
+    """Both ends of an interval of `Paged`, beside one another; without one files have None, documents 0."""
+
+    def read(paged: Paged | None, end: str) -> Any:
+        interval = None if paged is None else getattr(paged, figure or key)
+        return None if interval is None else getattr(interval, end)
+
+    def getters(end: str) -> dict[str, Any]:
+        def cell(row: ServingRow, _: object) -> Cell:
+            value = None if row.reason is not None else read(row.paged or _NO_CACHE, end)
+            return None if value is None else draw(value)
+
+        return {"get": lambda row: read(row.paged, end), "cell": cell, "optional": optional}
+
     return (
-        field(f"{key}_from", title, kind, weight, hint, key=key, optional=optional, **low),
-        field(f"{key}_to", "to", kind, weight, "and at most", key=f"{key}_high", beside=key, optional=optional, **high),
+        field(f"{key}_from", title, kind, weight, hint, key=key, **getters("low")),
+        field(f"{key}_to", "to", kind, weight, "and at most", key=f"{key}_high", beside=key, **getters("high")),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -235,16 +235,14 @@ PHASE_FIELDS: Final = Fields[PhaseSummary](
 
 def courses(timeline: Timeline) -> tuple[PhaseSummary, ...]:
     """Summarize the phases of a run in order; equal phases of several steps share one summary."""
-    summaries: dict[object, PhaseSummary] = {}
+    courses = []
     for phase in timeline.phases:
         course = _course(timeline, phase)
         # The same but for the step and for where in the run it is.
         summit = course.summit
         key = (course.name, course.before, course.allocated, course.reserved, summit[1:4], *summit.roles.items())
-        earlier = summaries.get(key)
-        steps = course.steps if earlier is None else tuple(dict.fromkeys((*earlier.steps, phase.step)))
-        summaries[key] = course if earlier is None else earlier._replace(steps=steps)
-    return tuple(summaries.values())
+        courses.append((key, course))
+    return _shared(courses)
 
 
 def step_courses(timeline: Timeline) -> tuple[PhaseSummary, ...]:
@@ -254,19 +252,22 @@ def step_courses(timeline: Timeline) -> tuple[PhaseSummary, ...]:
     going to the GPU, gradients being clipped). Steps whose phases have equal peaks share a summary, with the largest
     `allocated` and `reserved` of them.
     """
-    summaries: dict[object, PhaseSummary] = {}
+    courses = []
     for (name, step), phases in _settled(timeline.phases).items():
         course = max((_course(timeline, phase) for phase in phases), key=lambda entry: entry.summit.bytes)
         course = course._replace(name=name, steps=(step,), before=timeline.before(phases[0].start))
-        key = (name, course.before, course.summit.bytes, *course.summit.roles.items())
-        earlier = summaries.get(key)
-        summaries[key] = course
-        if earlier is not None:
-            summaries[key] = earlier._replace(
-                steps=tuple(dict.fromkeys((*earlier.steps, step))),
-                allocated=max(earlier.allocated, course.allocated),
-                reserved=max(earlier.reserved, course.reserved),
-            )
+        courses.append(((name, course.before, course.summit.bytes, *course.summit.roles.items()), course))
+    return _shared(courses)
+
+
+def _shared(courses: Iterable[tuple[object, PhaseSummary]]) -> tuple[PhaseSummary, ...]:
+    """One summary for all courses of a key: the first, with the steps of all and their largest levels."""
+    summaries: dict[object, PhaseSummary] = {}
+    for key, course in courses:
+        earlier = summaries.get(key, course)
+        steps = tuple(dict.fromkeys((*earlier.steps, *course.steps)))
+        levels = max(earlier.allocated, course.allocated), max(earlier.reserved, course.reserved)
+        summaries[key] = earlier._replace(steps=steps, allocated=levels[0], reserved=levels[1])
     return tuple(summaries.values())
 
 

@@ -42,9 +42,7 @@ DRAFTED: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A source of `tokens` proposed tokens before each step of a model, which checks them all at once: the model named
-    `assistant`; None where they are looked up in the prompt.
-    """
+    """Proposes `tokens` before each step, which checks them: a model named `assistant`, or looked up in the prompt."""
 
     assistant: str | None = None
     tokens: int = DRAFTED
@@ -138,9 +136,7 @@ class Generation:
 
     @property
     def steps(self) -> int:
-        """The decode steps that count. Where tokens are proposed, those at the end are left out, before which fewer
-        are: they read no further.
-        """
+        """The decode steps that count: not those at the end, before which fewer tokens are proposed."""
         steps = self.max_new_tokens - 1
         return max(steps - self.draft.tokens, min(steps, 1)) if self.draft else steps
 

@@ -146,9 +146,7 @@ def format_shape(shape: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class InputRequest:
-    """The sizes and the mode that inputs are made for. `seq_len` is None where nobody chose one; a text that `goes_on`
-    is a prompt, whose last token ends nothing.
-    """
+    """The sizes and the mode of inputs to make. A text that `goes_on` is a prompt, whose last token ends nothing."""
 
     batch_size: int = 1
     seq_len: int | None = None

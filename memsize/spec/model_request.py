@@ -9,9 +9,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from memsize.errors import InputError
-from memsize.spec.adapters import BASES, PEFT_CONFIGS, TrainedParts, parse_adapter, parse_base, parse_lora
 from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, parse_input, parse_inputs
 from memsize.spec.options import option
+from memsize.spec.training import BASES, PEFT_CONFIGS, TrainedParts, parse_adapter, parse_base, parse_lora
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +55,7 @@ class ModelRequest:
     `source` that makes them, a function or its name. Where none is given, a library's model may know its own.
 
     `batch_size` is for inputs that are made, `seq_len` for texts that are. What is left None is for the question to
-    choose. `lora`, `adapter`, `base` and `freeze` say what is trained (`memsize.spec.adapters`).
+    choose. `lora`, `adapter`, `base` and `freeze` say what is trained (`memsize.spec.training`).
     """
 
     model: nn.Module | str = option("", "", key="target", positional=True)
@@ -228,8 +228,6 @@ def _is_size(value: Any) -> bool:
 def _specs(input_size: Any) -> tuple[InputSpec, ...]:
     """`input_size` in any of its forms: one size, one text, one spec, or a sequence of such."""
     is_one = isinstance(input_size, (str, InputSpec)) or all(isinstance(size, int) for size in input_size)
-    specs = []
-    for size in (input_size,) if is_one else input_size:
-        text = size if isinstance(size, str | InputSpec) else ",".join(map(str, size))
-        specs.append(parse_input(text) if isinstance(text, str) else text)
-    return tuple(specs)
+    sizes = (input_size,) if is_one else input_size
+    texts = (size if isinstance(size, str | InputSpec) else ",".join(map(str, size)) for size in sizes)
+    return tuple(parse_input(text) if isinstance(text, str) else text for text in texts)

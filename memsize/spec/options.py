@@ -33,7 +33,7 @@ Kind = Literal["text", "count", "number", "flag", "list", "texts", "table", "pat
 T = TypeVar("T")
 _KINDS: Final[Mapping[str, Kind]] = {"str": "text", "int": "count", "float": "number", "bool": "flag"}
 _PYTHON: Final[Mapping[str, type]] = {"str": str, "int": int, "float": float, "bool": bool, "None": type(None)}
-_TOML: Final[Mapping[Kind, tuple[type, ...]]] = {
+TOML_TYPES: Final[Mapping[Kind, tuple[type, ...]]] = {
     "text": (str,),
     "count": (int,),
     "number": (float, int),
@@ -146,10 +146,6 @@ class Option:
         kind = Parameter.POSITIONAL_OR_KEYWORD if self.positional else Parameter.KEYWORD_ONLY
         default = Parameter.empty if self.required else self.default
         return _spelled_out(Parameter(self.key, kind, default=default, annotation=self.annotation), declared_in)
-
-    def check_toml(self, value: Any) -> None:
-        """Raise `InputError` for a value of another type than a TOML file has for it."""
-        check_type(self.key, value, _TOML[self.kind or "text"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,11 +272,10 @@ def _named(declared: Field[Any]) -> Option:
 def options_of(request: Any) -> dict[str, Option]:
     """All options of a request and its parts by their keys, in the order of their fields."""
     options: dict[str, Option] = {}
+    own = _own_options(request)
     for declared in fields(request):
-        if _OPTION in declared.metadata:
-            choices = [_named(declared)]
-        else:
-            choices = [*declared.metadata[_PART].options().values()] if _PART in declared.metadata else []
+        of_part = declared.metadata[_PART].options() if _PART in declared.metadata else {}
+        choices = [own[declared.name]] if declared.name in own else of_part.values()
         options |= {choice.key: choice for choice in choices}
     return options
 

@@ -99,9 +99,7 @@ class Parallel:
         return max(training.gradient_accumulation_steps, self.stages)
 
     def trained(self, training: Training) -> Training:
-        """`training` as it can be done so: PyTorch's multi-tensor updates refuse lists in which some of the parameters
-        are divided and others whole, as they are under ``tp``.
-        """
+        """`training` under ``tp``: multi-tensor updates refuse lists of divided and whole parameters."""
         optimizer = training.optimizer
         if self.kind != "tp" or not isinstance(optimizer, str):
             return training

@@ -59,23 +59,23 @@ def parse_limits(values: Mapping[str, object]) -> tuple[Bound, ...]:
 
     A plain number of parameters counts elements, a size such as ``"40 MiB"`` their bytes.
     """
-    return tuple(_bound(name, value) for name, value in values.items())
-
-
-def _bound(name: str, value: object) -> Bound:
-    if name not in LIMITS:
-        raise UnknownInputError("limit", name, LIMITS)
-    units = LIMITS[name].units
-    if isinstance(value, str) and "bytes" in units and not value.strip().isdecimal():
-        try:
-            return Bound(name, parse_bytes(value), "bytes")
-        except InputError as error:
-            raise InputError(f"the limit {name}: {error}") from None
-    amount = int(value.replace("_", "")) if isinstance(value, str) and re.fullmatch("[0-9_]+", value) else value
-    if isinstance(amount, bool) or not isinstance(amount, int) or amount < (units[0] == "samples"):
-        example = "'40 MiB'" if "bytes" in units else "16" if units[0] == "samples" else "10_000_000"
-        raise InputError(f"the limit {name} is {quoted(str(value))}: write it like {example}")
-    return Bound(name, amount, units[0])
+    bounds: list[Bound] = []
+    for name, value in values.items():
+        if name not in LIMITS:
+            raise UnknownInputError("limit", name, LIMITS)
+        units = LIMITS[name].units
+        if isinstance(value, str) and "bytes" in units and not value.strip().isdecimal():
+            try:
+                bounds.append(Bound(name, parse_bytes(value), "bytes"))
+            except InputError as error:
+                raise InputError(f"the limit {name}: {error}") from None
+            continue
+        amount = int(value.replace("_", "")) if isinstance(value, str) and re.fullmatch("[0-9_]+", value) else value
+        if isinstance(amount, bool) or not isinstance(amount, int) or amount < (units[0] == "samples"):
+            example = "'40 MiB'" if "bytes" in units else "16" if units[0] == "samples" else "10_000_000"
+            raise InputError(f"the limit {name} is {quoted(str(value))}: write it like {example}")
+        bounds.append(Bound(name, amount, units[0]))
+    return tuple(bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,7 @@ class CheckedTarget:
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """A project's file, the targets in it, and which findings count: `severity` by code, those to `select` or to
-    `ignore`.
-    """
+    """A project's file, its targets, and which findings count: `severity` by code, those to `select` or `ignore`."""
 
     file: Path
     targets: tuple[CheckedTarget, ...]
@@ -179,7 +177,12 @@ def read_project(file: Path) -> Project:
         raise InputError(f"{file.name} has no {SECTION}: memsize init TARGET writes one")
     header = re.compile(r"\s*\[\[\s*tool\s*\.\s*memsize\s*\.\s*target\s*\]\]")
     lines = [number for number, line in enumerate(text.splitlines(), 1) if header.match(line)] + [1] * len(sections)
-    targets = tuple(_target(file, line, section) for line, section in zip(lines, sections, strict=False))
+    targets: list[CheckedTarget] = []
+    for line, target in zip(lines, sections, strict=False):
+        try:
+            targets.append(parse_section(by_new_keys(target, f"{file.name}:{line}"), line))
+        except InputError as error:
+            raise InputError(f"{file.name}:{line}: {error}") from None
     names = [target.name for target in targets]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -189,20 +192,13 @@ def read_project(file: Path) -> Project:
     if not (isinstance(severities, dict) and all(value in SEVERITIES for value in severities.values())):
         example = '{ unused-parameters = "error" }'
         raise InputError(f"{file.name}: severity is a table such as {example}, with error, warning or note")
-    return Project(file, targets, select, ignore=ignore, severity=severities)
+    return Project(file, tuple(targets), select, ignore=ignore, severity=severities)
 
 
 def _section(data: Mapping[str, Any]) -> dict[str, Any]:
     tool = data.get("tool")
     section = tool.get("memsize") if isinstance(tool, dict) else None
     return section if isinstance(section, dict) else {}
-
-
-def _target(file: Path, line: int, section: Mapping[str, Any]) -> CheckedTarget:
-    try:
-        return parse_section(by_new_keys(section, f"{file.name}:{line}"), line)
-    except InputError as error:
-        raise InputError(f"{file.name}:{line}: {error}") from None
 
 
 _KEYS: Final[Mapping[str, tuple[type, ...]]] = {

@@ -34,12 +34,26 @@ _TRAINING: Final = {
 }
 
 
-def _model(**changes: Any) -> Any:
-    return part(ModelRequest, keywords=ModelRequest.of, **changes)
-
-
-def _scenario(help: str = "How to store and run the model.") -> Any:
-    return option("as-given", help, flags=("-s", "--scenario"), metavar="NAME")
+_model: Final = partial(part, ModelRequest, keywords=ModelRequest.of)
+_scenario: Final = partial(
+    option, "as-given", help="How to store and run the model.", flags=("-s", "--scenario"), metavar="NAME"
+)
+_parallel: Final = partial(
+    option,
+    None,
+    "Train on several GPUs, and show one: ddp=8[,views], fsdp=8[,offload], hsdp=4x8, tp=8, pp=4, "
+    "fsdp=8,tp=8,pp=4, dp=4.",
+    metavar="STRATEGY",
+)
+_execute: Final = partial(option, False, "Compute for real, on the CPU: for models with data-dependent control flow.")
+_compile: Final = partial(
+    option, False, help="Compile the model with torch.compile, and show it beside the model as it is written."
+)
+_jobs: Final = partial(option, flags=("-j", "--jobs"), shown="one per core", least=1)
+_budget: Final = partial(option, None, "Memory of the device, instead of the GPU's: 15109MiB, 24GB.", metavar="SIZE")
+_margin: Final = partial(option, "0", "Memory to leave free: 500MiB, or 5% of the device.", metavar="SIZE")
+_steps: Final = partial(option, help="Stop after N optimizer steps; 0 runs the program to its end.", least=0)
+_allow_writes: Final = partial(option, False, "Let the program write to files that were there before.")
 
 
 def _scenarios(usual: Iterable[str], help: str = "Scenarios separated by commas, or all.") -> Any:
@@ -47,47 +61,10 @@ def _scenarios(usual: Iterable[str], help: str = "Scenarios separated by commas,
     return option(None, help, shown=", ".join(usual), **settings)
 
 
-def _parallel() -> Any:
-    return option(
-        None,
-        "Train on several GPUs, and show one: ddp=8[,views], fsdp=8[,offload], hsdp=4x8, tp=8, pp=4, "
-        "fsdp=8,tp=8,pp=4, dp=4.",
-        metavar="STRATEGY",
-    )
-
-
-def _execute() -> Any:
-    return option(False, "Compute for real, on the CPU: for models with data-dependent control flow.")
-
-
-def _compile(help: str = "Compile the model with torch.compile, and show it beside the model as it is written.") -> Any:
-    return option(False, help)
-
-
-def _jobs(help: str = "Processes that run scenarios side by side.", default: int | None = None) -> Any:
-    return option(default, help, flags=("-j", "--jobs"), shown="one per core", least=1)
-
-
 def _gpus(**changes: Any) -> Any:
     help = "GPUs to simulate: t4, a100,h100 or local (this machine's)."
     several = {"annotation": "Gpu | str | Iterable[str] | None", "kind": "list", "types": ()}
     return part(Gpu, name={"help": help, "metavar": "NAMES", **several}, **changes)
-
-
-def _budget() -> Any:
-    return option(None, "Memory of the device, instead of the GPU's: 15109MiB, 24GB.", metavar="SIZE")
-
-
-def _margin() -> Any:
-    return option("0", "Memory to leave free: 500MiB, or 5% of the device.", metavar="SIZE")
-
-
-def _steps(default: int) -> Any:
-    return option(default, "Stop after N optimizer steps; 0 runs the program to its end.", least=0)
-
-
-def _allow_writes() -> Any:
-    return option(False, "Let the program write to files that were there before.")
 
 
 _NO_RANK: Final = "no rank {!r}: a number from 0, all or distinct"
@@ -151,7 +128,7 @@ class TimelineRequest(_ModelRun):
     """Live memory over training steps, or over one inference."""
 
     scenario: str = _scenario()
-    compile: bool = _compile("Compile the model with torch.compile.")
+    compile: bool = _compile(help="Compile the model with torch.compile.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +152,8 @@ class GuardRequest:
         when="optimizer",
         purpose=_TRAINING["purpose"],
         without=("steps", "ema", "set_to_none", "scaler"),
-        optimizer={
-            "annotation": "optim.Optimizer | None",
-            "key": "optimizer",
-            "default": None,
-            "positional": True,
-            "required": True,
-        },
+        optimizer={"annotation": "optim.Optimizer | None", "key": "optimizer", "default": None}
+        | {"positional": True, "required": True},
     )
     batch: Any = option(REQUIRED, "", positional=True)
     budget: str | int | None = option(None, "What PyTorch may reserve.", written=False)
@@ -348,7 +320,7 @@ class RunRequest:
         read=_rank,
         metavar="RANK",
     )
-    jobs: int | None = _jobs(default=1)
+    jobs: int | None = _jobs(1, "Processes that run scenarios side by side.")
 
     @property
     def world(self) -> World | None:
@@ -360,9 +332,8 @@ class RunRequest:
         if not isinstance(self.rank, int) and self.rank not in get_args(Which):
             raise InputError(_NO_RANK.format(self.rank))
         if self.gpus is not None:
-            return World(
-                self.gpus, self.rank if isinstance(self.rank, int) else 0, self.nodes, one_process=self.one_process
-            )
+            rank = self.rank if isinstance(self.rank, int) else 0
+            return World(self.gpus, rank, self.nodes, one_process=self.one_process)
         if self.rank != 0 or self.nodes != 1 or self.one_process:
             raise InputError("ranks and nodes are those of a program on several GPUs: say how many, as in --gpus 8")
         return None
@@ -436,7 +407,7 @@ class SweepRequest:
     )
     retry: bool = option(False, "Run the cells again that failed.")
     fresh: bool = option(False, "Forget the results that are there, and run all cells.")
-    jobs: int | None = _jobs("Processes that run cells side by side.")
+    jobs: int | None = _jobs(None, "Processes that run cells side by side.")
     backend: Backend = option(
         "loky", "Where cells run: loky on this machine, dask or ray on a cluster.", choices=get_args(Backend)
     )
@@ -471,5 +442,5 @@ class InitRequest:
     model: ModelRequest = _model()
     training: Training | None = part(Training, without=("steps",), **_TRAINING)
     gpu: Gpu = part(Gpu, without=("stack", "allocator"))
-    scenario: str = _scenario("How to store and run it.")
+    scenario: str = _scenario(help="How to store and run it.")
     folder: _Path = option(".", "", positional=True, kind="path")

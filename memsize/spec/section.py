@@ -15,7 +15,7 @@ from typing import Any, Final
 from memsize import files
 from memsize.errors import InputError, UnknownInputError, quoted
 from memsize.spec.model_request import ModelRequest
-from memsize.spec.options import build, option, options_of, part, renamed
+from memsize.spec.options import TOML_TYPES, build, check_type, option, options_of, part, renamed
 from memsize.spec.scenario import scenario_named
 from memsize.spec.stack import Gpu
 from memsize.spec.training import Training
@@ -52,14 +52,8 @@ def section_of(values: Mapping[str, Any]) -> ModelSection:
     options = options_of(ModelSection)
     for key, value in values.items():
         if key in options:
-            options[key].check_toml(value)
+            check_type(key, value, TOML_TYPES[options[key].kind or "text"])
     return build(ModelSection, values)
-
-
-def check_key(key: str, value: Any) -> None:
-    """Raise `InputError` or `ScenarioError` for a value that a key of `MODEL_KEYS` cannot have."""
-    is_of_training = key in ("loss", "gradient_accumulation_steps", "ema")
-    section_of({key: value} | ({"train": "adamw"} if is_of_training else {}))
 
 
 def parsed_toml(file: Path) -> tuple[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from memsize.errors import InputError, UnknownInputError, quoted
@@ -35,9 +35,7 @@ class Defaults(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """The setting for which a server chooses defaults: the length of a request, the GPUs that share a layer, whether it
-    reads images.
-    """
+    """The base of defaults: the length of a request, the GPUs that share a layer, whether it reads images."""
 
     context: int
     tp: int = 1
@@ -332,33 +330,25 @@ def rules_of(text: str | None) -> Rules:
     server = _SERVERS.get(name.strip())
     if server is None:
         raise UnknownInputError("server", name, sorted(_SERVERS))
-    if not release:
-        return _rules(server, server.read[-1])
-    version = _version(release.strip())
+    version = _version(release.strip()) if release else server.read[-1]
     releases = sorted({*server.read, *server.unread})
     if version not in releases:
-        earlier = [other for other in releases if version and other < version][-1:]
-        nearest = [*earlier, *[other for other in releases if not version or other > version][:1]]
+        before = [other for other in releases if version and other < version][-1:]
+        nearest = [*before, *[other for other in releases if not version or other > version][:1]]
         names = " and ".join(".".join(map(str, other)) for other in nearest)
         raise InputError(f"{server.title} {quoted(release.strip())} is not a known release: the nearest are {names}")
-    return _rules(server, version)
+    entries: dict[str, Any] = {}
+    for change in server.changes:
+        if change.since <= version:
+            entries |= change.rules
+    if version in server.unread:
+        earlier, later = max(v for v in server.read if v < version), min(v for v in server.read if v > version)
+        if any(earlier < change.since <= later for change in server.changes):
+            entries["unread"] = (".".join(map(str, earlier)), ".".join(map(str, later)))
+    return Rules(server.title, version, **entries)
 
 
 def _version(text: str) -> Version:
     """Numbers of ``v0.6.4.post1``, without what was posted after the release; () where it cannot be read."""
     match = re.fullmatch(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.\d+)?(?:\.?post\d+)?", text)
     return tuple(int(number or 0) for number in match.groups()) if match else ()
-
-
-def _rules(server: _Server, version: Version) -> Rules:
-    entries: dict[str, Any] = {}
-    for change in server.changes:
-        if change.since <= version:
-            entries |= change.rules
-    rules = Rules(server.title, version, **entries)
-    if version in server.read:
-        return rules
-    earlier, later = max(v for v in server.read if v < version), min(v for v in server.read if v > version)
-    changed = any(earlier < change.since <= later for change in server.changes)
-    names = (".".join(map(str, earlier)), ".".join(map(str, later)))
-    return replace(rules, unread=names) if changed else rules

@@ -15,7 +15,7 @@ from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.options import check_type
 from memsize.spec.parallel import Parallel, on_each, spread_of
-from memsize.spec.section import MODEL_KEYS, by_new_keys, check_key, parsed_toml, refuse_unknown, section_of
+from memsize.spec.section import MODEL_KEYS, by_new_keys, parsed_toml, refuse_unknown, section_of
 from memsize.spec.stack import Stack
 from memsize.spec.training import Training
 
@@ -179,7 +179,8 @@ def _checked(where: str, key: str, value: Any) -> None:
         if key in _SPREAD:
             check_type(key, value, _SPREAD[key])
         elif (key, value) != ("train", INFERENCE):
-            check_key(key, value)
+            is_of_training = key in ("loss", "gradient_accumulation_steps", "ema")
+            section_of({key: value} | ({"train": "adamw"} if is_of_training else {}))
     except UnknownValueError as error:
         raise InputError(f"{where}: {key}: {error}") from error
     except (InputError, ScenarioError) as error:

@@ -116,7 +116,20 @@ def settings_kept() -> Iterator[None]:
 
 def settings_read() -> Callable[[], None]:
     """Read the process's settings and random generators; what is returned puts them back."""
-    before = [_read(setting) for setting in _SETTINGS]
+    before, generators_put_back = [_read(setting) for setting in _SETTINGS], generators_read()
+
+    def put_back() -> None:
+        for setting, value in zip(_SETTINGS, before, strict=True):
+            if value is not _UNREADABLE and _read(setting) != value:
+                with suppress(Exception):  # such as a signal handler outside of the main thread
+                    setting.write(value)
+        generators_put_back()
+
+    return put_back
+
+
+def generators_read() -> Callable[[], None]:
+    """Read the random generators of Python, NumPy and PyTorch; what is returned puts them back."""
     generators: list[tuple[Callable[[Any], object], Any]] = [
         (torch.set_rng_state, torch.get_rng_state()),
         (random.setstate, random.getstate()),
@@ -127,10 +140,6 @@ def settings_read() -> Callable[[], None]:
         generators.append((numpy.set_state, numpy.get_state()))
 
     def put_back() -> None:
-        for setting, value in zip(_SETTINGS, before, strict=True):
-            if value is not _UNREADABLE and _read(setting) != value:
-                with suppress(Exception):  # such as a signal handler outside of the main thread
-                    setting.write(value)
         for write, state in generators:
             write(state)
 
@@ -207,20 +216,20 @@ def _fp32_precision(backend: str, op: str) -> _Setting:
     return _Setting(partial(read, backend, op), partial(write, backend, op))
 
 
+def _reduced_precision(dtype: str) -> _Setting:
+    write = getattr(torch._C, f"_set_cublas_allow_{dtype}_reduced_precision_reduction")
+    return _Setting(
+        getattr(torch._C, f"_get_cublas_allow_{dtype}_reduced_precision_reduction"), lambda mode: write(*mode)
+    )
+
+
 def _set_default_type(device: str) -> None:
     """``torch.set_default_tensor_type(torch.cuda.FloatTensor)`` sets a device too, below that of `torch.device`."""
     torch._C._set_default_tensor_type(torch.FloatTensor if device == "cpu" else getattr(torch, device).FloatTensor)
 
 
-def _set_numpy_options(options: tuple[Any, Any]) -> None:
-    numpy = sys.modules["numpy"]
-    numpy.set_printoptions(**options[0])
-    numpy.seterr(**options[1])
-
-
-def _numpy_options() -> tuple[Any, Any]:
-    numpy = sys.modules["numpy"]
-    return numpy.get_printoptions(), numpy.geterr()
+def _numpy() -> Any:
+    return sys.modules["numpy"]
 
 
 _cuda: Any = torch.backends.cuda
@@ -258,14 +267,7 @@ _OF_PYTORCH: Final = (
     *(_attribute(_backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
     *(_attribute(_backends.mkldnn, name) for name in ("enabled", "deterministic", "allow_tf32")),
     *(_attribute(_cuda.matmul, name) for name in ("allow_tf32", "allow_fp16_accumulation")),
-    _Setting(
-        _torch._get_cublas_allow_fp16_reduced_precision_reduction,
-        lambda mode: _torch._set_cublas_allow_fp16_reduced_precision_reduction(*mode),
-    ),
-    _Setting(
-        _torch._get_cublas_allow_bf16_reduced_precision_reduction,
-        lambda mode: _torch._set_cublas_allow_bf16_reduced_precision_reduction(*mode),
-    ),
+    *(_reduced_precision(dtype) for dtype in ("fp16", "bf16")),
     *(_fp32_precision(backend, "all") for backend in ("generic", "cuda", "mkldnn")),
     *(_fp32_precision(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
     _Setting(_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
@@ -287,7 +289,8 @@ _OF_PYTORCH: Final = (
 
 _SETTINGS: Final = (
     *_OF_PYTORCH,
-    _Setting(_numpy_options, _set_numpy_options),
+    _Setting(lambda: _numpy().get_printoptions(), lambda options: _numpy().set_printoptions(**options)),
+    _Setting(lambda: _numpy().geterr(), lambda errors: _numpy().seterr(**errors)),
     _mapping(os.environ),
     *(_attribute(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook", "displayhook", "argv")),
     *(_list(sys, name) for name in ("argv", "path")),

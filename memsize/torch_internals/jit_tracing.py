@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
@@ -45,8 +45,12 @@ def untraced() -> Iterator[None]:
         if state is None:
             yield
         else:
-            with _recording_allowed(), _tracing(None, after=state):
-                yield
+            with _recording_allowed():
+                _set(None)
+                try:
+                    yield
+                finally:
+                    _set(state)
     finally:
         _suspended.states.pop()
 
@@ -58,42 +62,29 @@ def traced_again() -> Iterator[None]:
     if state is None:
         yield
     else:
-        with _tracing(state, after=None):
+        _set(state)
+        try:
             yield
+        finally:
+            _set(None)
 
 
 def record_convolution(args: Any) -> torch.Tensor:
     """Run `aten.convolution`, and record `_convolution`, as PyTorch's kernel would behind the dispatch mode."""
     cudnn: Any = torch.backends.cudnn
     options = (cudnn.benchmark, cudnn.deterministic, cudnn.enabled, cudnn.allow_tf32)
-    with _recording_allowed(), _shaped_convolution():
+    with _recording_allowed(), ExitStack() as stack:
+        # PyTorch 2.13 brought a kernel for `meta` (torch/_meta_registrations.py).
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_convolution", "Meta"):
+            library = stack.enter_context(torch.library._scoped_library("aten", "IMPL", "Meta"))
+            library.impl("_convolution", lambda *args: torch.ops.aten.convolution.default(*args[:_OF_CONVOLUTION]))
         recorded: torch.Tensor = _convolution(*args, *options)
     return recorded
-
-
-@contextmanager
-def _shaped_convolution() -> Iterator[None]:
-    """While open, `_convolution` works on `meta`. PyTorch 2.13 brought a kernel (torch/_meta_registrations.py)."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_convolution", "Meta"):
-        yield
-    else:
-        with torch.library._scoped_library("aten", "IMPL", "Meta") as library:
-            library.impl("_convolution", lambda *args: torch.ops.aten.convolution.default(*args[:_OF_CONVOLUTION]))
-            yield
 
 
 def record_as(tensor: torch.Tensor, recorded: torch.Tensor) -> None:
     """Let `tensor` stand in the graph for what is recorded as `recorded`."""
     torch._C._set_value_trace(tensor, torch._C._get_value_trace(recorded))  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _tracing(state: Any, after: Any) -> Iterator[None]:
-    _set(state)
-    try:
-        yield
-    finally:
-        _set(after)
 
 
 @contextmanager

@@ -74,13 +74,10 @@ def _is_code(value: Any) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
-    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return attributes | getattr(value, "__dict__", {})
-
-
-def _names(slots: Any) -> list[str]:
-    return [name for name in ([slots] if isinstance(slots, str) else slots) if name not in ("__dict__", "__weakref__")]
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = (name for own in slots for name in ((own,) if isinstance(own, str) else own))
+    present = (name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name))
+    return {name: getattr(value, name) for name in present} | getattr(value, "__dict__", {})
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

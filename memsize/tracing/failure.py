@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 import traceback
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from memsize.errors import first_line, message_of
 from memsize.processes.user_code import is_outside
 from memsize.records.trace import Failure
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.module_calls import ModuleCallRecorder, ModuleRecord
-
-if TYPE_CHECKING:
-    pass
 
 
 def explain(error: Exception, calls: ModuleCallRecorder, ledger: Ledger) -> tuple[str, Failure]:
@@ -57,20 +54,19 @@ def _reason(error: Exception, module: ModuleRecord, phase: str) -> str:
     plain = isinstance(error, (RuntimeError, ValueError, IndexError))
     kind = type(error).__name__
     parts = [text if plain or text == kind else f"{kind}: {text}"]
-    parts += filter(None, (_construction(module) if phase == "forward" else "", _advice(message)))
+    if phase == "forward" and module.leaf:
+        with suppress(Exception):  # the user's own, and not what is to be explained
+            if described := module.module.extra_repr():
+                parts.append(f"{module.path or module.type} is built as {module.type}({described})")
+    match = _DIMENSIONS.search(message)
+    if match and int(match["actual"] or match["sizes"].count(",") + 1) == int(match["most"]) + 1:
+        parts.append(_NO_BATCH)
+    else:
+        parts += [advice for pattern, advice in _ADVICE.items() if re.search(pattern, message)][:1]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_outside(frame.filename)]
     if frames:
         parts.append(f"at {Path(frames[-1].filename).name}:{frames[-1].lineno}")
     return "\n  ".join(parts)
-
-
-def _construction(module: ModuleRecord) -> str:
-    """How the layer was built, from its own `extra_repr`."""
-    try:
-        described = module.module.extra_repr() if module.leaf else ""
-    except Exception:  # the user's own, and not what is to be explained
-        return ""
-    return f"{module.path or module.type} is built as {module.type}({described})" if described else ""
 
 
 _DIMENSIONS = re.compile(
@@ -122,10 +118,3 @@ _ADVICE: dict[str, str] = {
     ),
 }
 """Patterns in messages of common failures, and what to do about each; the first match counts."""
-
-
-def _advice(text: str) -> str:
-    match = _DIMENSIONS.search(text)
-    if match and int(match["actual"] or match["sizes"].count(",") + 1) == int(match["most"]) + 1:
-        return _NO_BATCH
-    return next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), "")

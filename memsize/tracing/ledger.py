@@ -7,9 +7,9 @@ each storage records the event of its end. Nothing is added up here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,6 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
     index: int
 
     def named(self, storage: torch.UntypedStorage) -> _StorageRef:
-        """Another name of what this one stands for."""
         other = _StorageRef(storage)
         other.address, other.index = storage._cdata, self.index
         return other
@@ -97,6 +96,8 @@ class Ledger(MetaDispatchMode):
     those of the simulated GPU, if there is one.
     """
 
+    _running_line = staticmethod(line_in_forward)
+
     def __init__(self, device: str = "meta", workspaces: Workspaces = NO_WORKSPACES) -> None:
         super().__init__(device)
         self.clock = RunPosition()
@@ -117,8 +118,9 @@ class Ledger(MetaDispatchMode):
         self._numbers: dict[Lines, int] = {}
         """The position in `lines` of each line."""
         self._saved: list[weakref.ref[SavedTensor]] = []
-        self.layer_of_path: Mapping[str, int] = {}
-        """The layers by the paths of their modules."""
+        self.layer_inside: Callable[[int, str], int] = lambda layer, path: layer
+        """The layer of the module at a path below that of another layer."""
+        self._compiled_in = -1
         self._compiled: set[int] = set()
         """Storages that compiled code made, whose own layers and lines are known."""
         self._handles: set[bool] = set()
@@ -184,7 +186,10 @@ class Ledger(MetaDispatchMode):
         if op.result_first:
             copies = self._open_copies(op, args, kwargs)
         if op.is_biased and self.workspaces.lt and takes_cublaslt(args, kwargs):
-            self._take_lt_workspace(op.name)
+            if self.workspaces.keeps_lt:
+                self._keep_workspace(self._lt_handles, self.workspaces.lt, op.name)
+            else:
+                self._borrow(self.workspaces.lt, op.name)
         if op.temporaries is not None:
             self._end_all(self._open_temporaries(op.temporaries(*args), op.name), op.name)
         self._end_all(copies, op.name)
@@ -194,12 +199,6 @@ class Ledger(MetaDispatchMode):
         if self.clock.backward not in threads:
             self._open("workspace", size, op, torch.uint8, (size,))
             threads.add(self.clock.backward)
-
-    def _take_lt_workspace(self, op: str) -> None:
-        if self.workspaces.keeps_lt:
-            self._keep_workspace(self._lt_handles, self.workspaces.lt, op)
-        else:
-            self._borrow(self.workspaces.lt, op)
 
     def _open_copies(self, op: OpFacts, args: Any, kwargs: Any) -> list[tuple[int, int]]:
         copied = () if op.copies is None else op.copies(args, kwargs)
@@ -351,10 +350,6 @@ class Ledger(MetaDispatchMode):
         line = None if self.clock.backward else self._running_line()
         return -1 if line is None else self._numbers.setdefault((line,), len(self._numbers))
 
-    def _running_line(self) -> tuple[str, int] | None:
-        """Return the file and the number of the line that is running."""
-        return line_in_forward()
-
     def saved_bytes(self, alive: Set[int]) -> int:
         """Return the bytes of those storages among `alive` that are saved for backward."""
         return sum(self.rows[index].most_bytes for index in alive if self.rows[index].saved_by >= 0)
@@ -377,7 +372,7 @@ class Ledger(MetaDispatchMode):
         clock.tick()
         self._mark_read(arguments)
         before = clock.layer, clock.pinned, self.line
-        clock.pinned = clock.layer
+        clock.pinned = self._compiled_in = clock.layer
         try:
             yield
         finally:
@@ -386,7 +381,7 @@ class Ledger(MetaDispatchMode):
     def move_to(self, path: str, line: tuple[str, int] | None) -> None:
         """Attribute what compiled code does next to the module of this `path` and to this line of a forward."""
         clock = self.clock
-        clock.layer = clock.pinned = self.layer_of_path.get(path, clock.layer)
+        clock.layer = clock.pinned = self.layer_inside(self._compiled_in, path)
         is_known = line is not None and not clock.backward
         self.line = self._numbers.setdefault((line,), len(self._numbers)) if line and is_known else -1
 
@@ -404,18 +399,6 @@ class Ledger(MetaDispatchMode):
         if op.is_cublas and self.workspaces.blas and takes_cublas(args):
             self._keep_workspace(self._handles, self.workspaces.blas, op.name)
         self._note_kernel(op, args, kwargs, None)
-
-    # -- a step recorded without being run (`memsize.tracing.repetition`) --------------------------------------------
-
-    def made_again(self, index: int) -> int:
-        """Append a storage like storage `index`, without an event; returns its index."""
-        self.rows.append(replace(self.rows[index]))
-        return len(self.rows) - 1
-
-    def renamed(self, indexes: Mapping[int, int]) -> None:
-        """Let live references stand for other storages from now on: for index `i`, ``indexes[i]``."""
-        for reference in self.live.values():
-            reference.index = indexes.get(reference.index, reference.index)
 
     # -- the result of the run ----------------------------------------------------------------------------------------
 

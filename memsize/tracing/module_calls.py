@@ -90,6 +90,20 @@ class ModuleCallRecorder:
         """Called before each forward of the model itself; returns the name of its phase."""
         self._claimed: set[int] = set()
         self._compiler = CompilerImport()
+        ledger.layer_inside = self.layer_inside
+
+    def layer_inside(self, layer: int, path: str) -> int:
+        """The layer of the module at `path` below that of `layer`; `layer` itself where none is there."""
+        if not path:
+            return layer
+        outer = self.seen[layer].path if layer >= 0 else ""
+        full = f"{outer}.{path}" if outer else path
+        same = (i for i, seen in enumerate(self.seen) if seen.path == full and self._is_beside(i, layer))
+        return next(same, layer)
+
+    def _is_beside(self, layer: int, other: int) -> bool:
+        """Whether two layers are of one model."""
+        return True
 
     @contextmanager
     def watched(self, inner: bool = True) -> Iterator[None]:
@@ -161,18 +175,18 @@ class ModuleCallRecorder:
         seen.calls += 1
         seen.inputs.extend(spec_of(tensor) for tensor, _ in arguments)
         for tensor in tensors_in(result):
-            again = met.get(tensor)
-            output = replace(again, bytes=0) if again else self._output(tensor, start, arguments)
+            storages = list(map(self.ledger.index_of, plain_tensors(tensor)))
+            new = {storage for storage in storages if storage >= start and storage not in self._claimed}
+            if tensor in met:
+                output = replace(met[tensor], bytes=0)
+            elif new:
+                self._claimed |= new
+                output = Output(spec_of(tensor), "new", sum(map(self.ledger.size, new)))
+            else:
+                memory = _shared(tensor, storages[0] if storages else -1, start, arguments)
+                output = Output(spec_of(tensor), memory, 0)
             met[tensor] = output
             seen.outputs.append(output)
-
-    def _output(self, tensor: torch.Tensor, start: int, arguments: list[tuple[torch.Tensor, int]]) -> Output:
-        storages = list(map(self.ledger.index_of, plain_tensors(tensor)))
-        new = {storage for storage in storages if storage >= start and storage not in self._claimed}
-        if new:
-            self._claimed |= new
-            return Output(spec_of(tensor), "new", sum(map(self.ledger.size, new)))
-        return Output(spec_of(tensor), _shared(tensor, storages[0] if storages else -1, start, arguments), 0)
 
 
 def _shared(tensor: torch.Tensor, storage: int, start: int, arguments: list[tuple[torch.Tensor, int]]) -> Memory:
@@ -212,14 +226,10 @@ def record_of(path: str, module: nn.Module, reference: Any, aliases: tuple[str, 
     """Return the record of a `module` that was not called yet; `reference` is the module or a proxy."""
     depth = path.count(".") + 1 if path else 0
     leaf = not any(True for _ in module.children())
-    return ModuleRecord(path, module_type(module), depth, leaf, reference, aliases, kernel_size(module))
-
-
-def kernel_size(module: nn.Module) -> tuple[int, ...]:
-    """The window that a convolution or a pooling slides over its input, as its attribute of that name says."""
-    size = getattr(module, "kernel_size", ())
-    sizes = size if isinstance(size, tuple | list) else (size,)
-    return tuple(sizes) if all(type(length) is int for length in sizes) else ()
+    size = getattr(module, "kernel_size", ())  # the window that a convolution or a pooling slides over its input
+    sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
+    kernel = sizes if all(type(length) is int for length in sizes) else ()
+    return ModuleRecord(path, module_type(module), depth, leaf, reference, aliases, kernel)
 
 
 def module_type(module: nn.Module) -> str:

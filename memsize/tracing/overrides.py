@@ -11,8 +11,8 @@ Known limits: names that a module imported from torch itself (``from torch impor
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Final
 
@@ -57,16 +57,34 @@ def _note(remark: str) -> None:
         notes.remarks[remark] = None
 
 
-def override_imported() -> None:
-    """Let runs that are under way override what has been imported since they began, such as the module `FLEX`."""
+def override_imported(module: Any) -> tuple[()]:
+    """Let runs that are under way override a `module` that was imported since they began, such as `FLEX`; returns no
+    further patches.
+    """
     _overrides.renew()
+    return ()
 
 
 class Compiles:
-    """A part of simulations in which code that the user compiles is compiled."""
+    """A part of simulations in which code that the user compiles is compiled.
 
-    leaves_cycles = False
-    """Whether something was traced since the last collection."""
+    `traced` and `lowered` restore PyTorch's functions, which the compiler knows by their identity, while Dynamo runs
+    and while what comes after it does. `stands_for` is the device that code sees its tensors on, if not their own.
+    """
+
+    def __init__(
+        self,
+        traced: Callable[[], AbstractContextManager[None]] | None = None,
+        lowered: Callable[[], AbstractContextManager[None]] | None = None,
+        stands_for: torch.device | None = None,
+    ) -> None:
+        self.traced = traced or suspended_overrides
+        self.lowered = lowered or suspended_overrides
+        self.stands_for = stands_for
+        self.is_tracing = False
+        """Whether Dynamo is tracing, and not what comes after it."""
+        self.leaves_cycles = False
+        """Whether something was traced since the last collection."""
 
 
 def compiles() -> bool:

@@ -35,7 +35,13 @@ class StepRepetition:
 
     def ended(self) -> None:
         """A step is over, or the first is about to begin."""
-        self._ends.append(self._end())
+        ledger = self.ledger
+        for event in ledger.events[self._ends[-1].events if self._ends else 0 :]:
+            self._bytes[event.storage] = self._bytes.get(event.storage, 0) + event.delta
+            if not self._bytes[event.storage]:
+                del self._bytes[event.storage]
+        alive = {index: replace(ledger.rows[index]) for index in self._bytes}
+        self._ends.append(_End(len(ledger.events), ledger.count, alive))
 
     @property
     def repeat_themselves(self) -> bool:
@@ -57,25 +63,23 @@ class StepRepetition:
         """
         before, last = self._ends[-2:]
         ledger = self.ledger
-        follows = dict(self._followed(before, last))
+        left: dict[Row, list[int]] = {}
+        for index in sorted(last.alive.keys() - before.alive.keys(), reverse=True):
+            left.setdefault(last.alive[index], []).append(index)
+        freed = sorted(before.alive.keys() - last.alive.keys())
+        follows = {index: left[before.alive[index]].pop() for index in freed}
         roles = {later: ledger.rows[earlier].role for earlier, later in follows.items()}
-        copies = {index: ledger.made_again(index) for index in range(before.storages, last.storages)}
+        copies = {index: ledger.count + number for number, index in enumerate(range(before.storages, last.storages))}
+        ledger.rows += [replace(ledger.rows[index]) for index in copies]
         for later, role in roles.items():
             ledger.rows[later].role = role
         phases = ledger.clock.of_this_step()
         for storage, delta, phase, layer, op in ledger.events[before.events : last.events]:
             index = copies.get(storage, follows.get(storage, storage))
             ledger.events.append(Event(index, delta, phases[phase], layer, op))
-        ledger.renamed(copies)
+        for reference in ledger.live.values():
+            reference.index = copies.get(reference.index, reference.index)
         self.ended()
-
-    def _end(self) -> _End:
-        ledger = self.ledger
-        for event in ledger.events[self._ends[-1].events if self._ends else 0 :]:
-            self._bytes[event.storage] = self._bytes.get(event.storage, 0) + event.delta
-            if not self._bytes[event.storage]:
-                del self._bytes[event.storage]
-        return _End(len(ledger.events), ledger.count, {index: replace(ledger.rows[index]) for index in self._bytes})
 
     def _allocations(self, start: _End, end: _End, apart: Container[int]) -> Iterator[tuple[object, ...]]:
         """Yield the allocations of a step, but for those of the storages `apart`."""
@@ -83,11 +87,3 @@ class StepRepetition:
             if event.delta > 0 and event.storage not in apart:
                 row = self.ledger.rows[event.storage]
                 yield event.delta, event.layer, event.op, row.dtype, row.shape
-
-    def _followed(self, before: _End, last: _End) -> Iterator[tuple[int, int]]:
-        """Yield each storage that the last step freed, with the one that it left in its place."""
-        left: dict[Row, list[int]] = {}
-        for index in sorted(last.alive.keys() - before.alive.keys(), reverse=True):
-            left.setdefault(last.alive[index], []).append(index)
-        for index in sorted(before.alive.keys() - last.alive.keys()):
-            yield index, left[before.alive[index]].pop()

@@ -17,10 +17,10 @@ from memsize.kernels.semantics import CUDNN, Semantics
 from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode
 from memsize.model.restored_globals import restored_globals
-from memsize.model.stored import stored_tensors
-from memsize.model.tensor_storage import plain_tensors
+from memsize.model.tensor_storage import plain_tensors, stored_tensors
 from memsize.precision.recipes import RunPrecision
 from memsize.processes.simulation import Function, Override, ThreadPatches, current
+from memsize.records.roles import Role
 from memsize.records.trace import Failure, Layer, Storage, StoredTensor, Trace
 from memsize.spec.model_request import Call
 from memsize.spec.stack import INSTALLED, Stack
@@ -149,7 +149,6 @@ class Run:
         self.ledger = setup.machine.ledger(setup)
         self.ledger.counts = tables
         self.calls = ModuleCallRecorder(setup.model, self.ledger)
-        self.ledger.layer_of_path = {seen.path: index for index, seen in enumerate(self.calls.seen)}
         self._notes: list[str] = []
         if enter:
             self.enter_inputs()
@@ -179,7 +178,8 @@ class Run:
             except Exception as error:
                 what, failure = explain(error, self.calls, self.ledger)
                 self.calls.saved_storages = {reference.index for reference in self.ledger.live.values()}
-                raise ForwardError(_message(what, failure), self.trace(failure)) from error
+                inputs = f"\nIt was given {', '.join(failure.inputs)}." if failure.inputs else ""
+                raise ForwardError(f"{what}: {failure.reason}{inputs}", self.trace(failure)) from error
 
     def note(self, text: str) -> None:
         """Add something that a reader must know about how the run was made."""
@@ -191,6 +191,8 @@ class Run:
         storages = ledger.storages(self.calls.saved_storages)
         tensors = self.tensors if failure or not self.calls.complete else self._with_use()
         tensors = setup.precision.rewrite(tensors)
+        has_run = any(seen.calls for seen in self.calls.seen) or self.calls.failed
+        multiply_adds = ledger.multiply_adds if has_run else None
         trace = Trace(
             model=setup.name,
             scenario=setup.scenario,
@@ -198,7 +200,7 @@ class Run:
             batch_size=setup.batch_size,
             torch=str(torch.__version__),
             inputs=input_tensors(setup.call),
-            layers=layer_rows(self.calls.seen, tensors, storages, self.calls.saved_storages, self._multiply_adds()),
+            layers=layer_rows(self.calls.seen, tensors, storages, self.calls.saved_storages, multiply_adds),
             tensors=tensors,
             phases=tuple(ledger.clock.phases),
             storages=storages,
@@ -214,9 +216,6 @@ class Run:
         setup.listener(self.calls)
         return trace
 
-    def _multiply_adds(self) -> Mapping[int, int] | None:
-        return self.ledger.multiply_adds if any(seen.calls for seen in self.calls.seen) or self.calls.failed else None
-
     def enter_inputs(self) -> None:
         """Record the storages that exist before the run: the model's and its inputs'."""
         ledger, sizes = self.ledger, self.setup.precision.sizes
@@ -226,15 +225,15 @@ class Run:
             if id(seen.module) not in there:  # a stage of a pipeline drops the layers of others
                 continue
             ledger.clock.layer = index
-            for name, parameter in seen.module._parameters.items():
-                if parameter is not None and not is_lazy(parameter):
-                    size = sizes.get(f"{seen.path}.{name}" if seen.path else name)
-                    for piece in plain_tensors(parameter):
-                        ledger.enter(piece, "parameter", size=size)
-            for buffer in seen.module._buffers.values():
-                if buffer is not None and not is_lazy(buffer):
-                    for piece in plain_tensors(buffer):
-                        ledger.enter(piece, "buffer")
+            roles: tuple[tuple[Role, Any], ...] = (
+                ("parameter", seen.module._parameters),
+                ("buffer", seen.module._buffers),
+            )
+            for role, (name, tensor) in ((role, item) for role, own in roles for item in own.items()):
+                if tensor is not None and not is_lazy(tensor):
+                    size = sizes.get(f"{seen.path}.{name}" if seen.path else name) if role == "parameter" else None
+                    for piece in plain_tensors(tensor):
+                        ledger.enter(piece, role, size=size)
         ledger.clock.layer = -1
         for tensor in tensors_in(self.setup.call):
             for piece in plain_tensors(tensor):
@@ -252,14 +251,12 @@ class Run:
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
         }
 
-        def seen(tensor: StoredTensor) -> StoredTensor:
-            source = tensors.get(tensor.name)
-            if source is None:
-                return tensor
-            used = not ledger.addresses(source).isdisjoint(ledger.read)
-            return tensor.seen(used, id(source) in self.calls.reached)
-
-        return tuple(map(seen, self.tensors))
+        return tuple(
+            tensor
+            if (source := tensors.get(tensor.name)) is None
+            else tensor.seen(not ledger.addresses(source).isdisjoint(ledger.read), id(source) in self.calls.reached)
+            for tensor in self.tensors
+        )
 
 
 def give_shapes(model: nn.Module, call: Call, training: bool, device: str = "meta", always: bool = False) -> None:
@@ -305,33 +302,28 @@ def layer_rows(
     own: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         own.setdefault(tensor.layer, []).append(tensor)
-    counts = [None if multiply_adds is None else multiply_adds.get(i, 0) for i in range(len(seen))]
-    return tuple(_layer(s, own.get(s.path, []), saved[i], cast[i], counts[i]) for i, s in enumerate(seen))
-
-
-def _layer(seen: ModuleRecord, own: list[StoredTensor], saved: int, cast: int, multiply_adds: int | None) -> Layer:
-    weights = [t for t in own if t.kind in ("parameter", "packed")]
-    return Layer(
-        path=seen.path,
-        type=seen.type,
-        depth=seen.depth,
-        leaf=seen.leaf,
-        calls=seen.calls,
-        outputs=tuple(seen.outputs),
-        parameters=sum(t.elements for t in weights if t.tied_to is None),
-        trainable=sum(t.elements for t in weights if t.trainable and t.tied_to is None),
-        parameter_bytes=sum(t.bytes for t in weights),
-        buffer_bytes=sum(t.bytes for t in own if t.kind == "buffer"),
-        output_bytes=sum(output.bytes for output in seen.outputs),
-        saved_bytes=saved,
-        cast_bytes=cast,
-        aliases=seen.aliases,
-        inputs=tuple(seen.inputs),
-        kernel=seen.kernel,
-        multiply_adds=multiply_adds,
-    )
-
-
-def _message(what: str, failure: Failure) -> str:
-    inputs = f"\nIt was given {', '.join(failure.inputs)}." if failure.inputs else ""
-    return f"{what}: {failure.reason}{inputs}"
+    layers = []
+    for index, module in enumerate(seen):
+        stored = own.get(module.path, [])
+        weights = [t for t in stored if t.kind in ("parameter", "packed")]
+        layer = Layer(
+            path=module.path,
+            type=module.type,
+            depth=module.depth,
+            leaf=module.leaf,
+            calls=module.calls,
+            outputs=tuple(module.outputs),
+            parameters=sum(t.elements for t in weights if t.tied_to is None),
+            trainable=sum(t.elements for t in weights if t.trainable and t.tied_to is None),
+            parameter_bytes=sum(t.bytes for t in weights),
+            buffer_bytes=sum(t.bytes for t in stored if t.kind == "buffer"),
+            output_bytes=sum(output.bytes for output in module.outputs),
+            saved_bytes=saved[index],
+            cast_bytes=cast[index],
+            aliases=module.aliases,
+            inputs=tuple(module.inputs),
+            kernel=module.kernel,
+            multiply_adds=None if multiply_adds is None else multiply_adds.get(index, 0),
+        )
+        layers.append(layer)
+    return tuple(layers)

@@ -10,7 +10,7 @@ else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 
@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memsize.known_values.propagation import carry_over
 from memsize.model.tensor_storage import PLAIN_TYPES
-from memsize.processes.simulation import Function, Override, ThreadPatches
+from memsize.processes.simulation import Override, ThreadPatches
 
 
 class SavedTensor:
@@ -52,9 +52,12 @@ def saving(save: Callable[[torch.Tensor], SavedTensor]) -> saved_tensors_hooks:
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` without its graph: itself where no graph made it, so that autograd sees a later ``.data = …``."""
-    level = of_the_same_level(tensor)
-    if tensor.is_leaf or level is not tensor:
-        return level
+    functional = torch._C._functorch
+    if functional.is_gradtrackingtensor(tensor):
+        # A handle without the innermost transform's graph, whose nodes would keep their own outputs.
+        return functional._wrap_for_grad(functional.get_unwrapped(tensor), functional.maybe_get_level(tensor))
+    if tensor.is_leaf:
+        return tensor
     if type(tensor) not in PLAIN_TYPES:
         return tensor.detach()
     with torch._C._DisableTorchDispatch():
@@ -72,16 +75,5 @@ def functional_transforms_allowed() -> Iterator[None]:
         yield
 
 
-def of_the_same_level(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a handle of it without the innermost transform's graph, whose nodes would keep their own outputs."""
-    functional = torch._C._functorch
-    if not functional.is_gradtrackingtensor(tensor):
-        return tensor
-    return functional._wrap_for_grad(functional.get_unwrapped(tensor), functional.maybe_get_level(tensor))
-
-
-def _not_disabled(_: Function, error_message: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-_patches = ThreadPatches(lambda: (Override(torch.autograd.graph, "disable_saved_tensors_hooks", _not_disabled),))
+_allowed = Override(torch.autograd.graph, "disable_saved_tensors_hooks", lambda _, error_message: nullcontext())
+_patches = ThreadPatches(lambda: (_allowed,))

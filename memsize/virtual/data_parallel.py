@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import repeat
 from typing import Any, Final
 
 import torch
@@ -115,15 +116,13 @@ class _Between:
     ) -> tuple[Tensor, ...]:
         """A part of `tensor` on each device, copied there on the stream that is given for it."""
         chunks = tensor.chunk(len(devices), dim) if sizes is None else tensor.split_with_sizes(sizes, dim)
-        waiting = [None] * len(chunks) if streams is None else streams
-        return tuple(map(self._copied, chunks, devices, waiting))
-
-    def _copied(self, chunk: Tensor, number: int, stream: Any) -> Tensor:
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            copy = chunk.to(torch.device("cuda", number), non_blocking=True)
-        if not is_meta(chunk):  # from the CPU: what the program passes in, no gradient
-            self._ledger.mark(copy, "input")
-        return copy
+        copies = []
+        for chunk, number, stream in zip(chunks, devices, streams or repeat(None), strict=False):
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                copies.append(chunk.to(torch.device("cuda", number), non_blocking=True))
+            if not is_meta(chunk):  # from the CPU: what the program passes in, no gradient
+                self._ledger.mark(copies[-1], "input")
+        return tuple(copies)
 
     def gather(self, tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
         """One tensor of all of them on one device; -1 is the CPU."""

@@ -79,11 +79,15 @@ def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     yield _lazy, "_allowed_methods", [*_lazy._allowed_methods, *moves.values(), compatible]
     yield wrapping(_lazy, "materialize", _materialize, ledger)
     yield Tensor, "data_ptr", _tensor_address
-    yield wrapping(torch.UntypedStorage, "data_ptr", _storage_address)
-    yield wrapping(torch.UntypedStorage, "copy_", _copy_storage)
-    yield wrapping(torch.UntypedStorage, "__getitem__", _slice_storage, ledger)
-    yield wrapping(torch.UntypedStorage, "share_memory_", _share_storage)
-    yield wrapping(torch.UntypedStorage, "is_shared", lambda original, s: _is_stand_in_storage(s) or original(s))
+    storage = torch.UntypedStorage
+    yield wrapping(storage, "data_ptr", lambda read, s: s._cdata if s.device.type == "meta" else read(s))
+    yield wrapping(storage, "copy_", _copy_storage)
+    yield wrapping(storage, "__getitem__", _slice_storage, ledger)
+    # Memory of a GPU can be shared as it is (torch/storage.py).
+    yield wrapping(
+        storage, "share_memory_", lambda share, s, *a, **k: s if _is_stand_in_storage(s) else share(s, *a, **k)
+    )
+    yield wrapping(storage, "is_shared", lambda original, s: _is_stand_in_storage(s) or original(s))
     yield Tensor, "pin_memory", lambda t, *device: host_memory.pin(t)
     yield Tensor, "is_pinned", lambda t, *device: host_memory.holds(t)
     yield Tensor, "record_stream", lambda t, stream: ledger.hand_over(t, stream)
@@ -95,8 +99,15 @@ def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     yield torch, "Generator", Generator
     yield from ((torch.cuda, name, _OldType(name, (), {"dtype": dtype})) for name, dtype in _TYPES.items())
     yield wrapping(torch, "set_default_tensor_type", _set_default_type)
-    yield wrapping(nn.init, "_no_grad_trunc_normal_", _fill)
-    yield wrapping(torch._tensor_str, "_tensor_str", _values_as_text)
+    # These read numbers, and there are none: the first would draw again for ever.
+    draw = "_no_grad_trunc_normal_"
+    yield wrapping(nn.init, draw, lambda fill, t, *args, **kwargs: t if is_stand_in(t) else fill(t, *args, **kwargs))
+    text = "..., size={}"
+    yield wrapping(
+        torch._tensor_str,
+        "_tensor_str",
+        lambda show, t, indent: text.format(tuple(t.shape)) if is_stand_in(t) else show(t, indent),
+    )
     yield wrapping(torch._utils, "_get_obj_state", _state_to_pickle)
 
 
@@ -122,10 +133,13 @@ def _to(ledger: VirtualLedger, original: Callable[..., Tensor], tensor: Tensor, 
     """
     if is_meta(tensor) and not below_autograd():
         if is_own_meta(tensor):
-            if _goes_to_gpu(*args, **kwargs):
+            other = args[0] if args and isinstance(args[0], Tensor) else None
+            device = torch._C._nn._parse_to(*args, **kwargs)[0] if other is None else None
+            if (device is not None and device.type == "cuda") or (other is not None and _is_on_gpu(other)):
                 return _cuda(original, tensor)
         elif any(type(named) is str and named == "meta" for named in (*args[:1], kwargs.get("device"))):
-            return _off_gpu(ledger, tensor, _dtype_of(*args, **kwargs))
+            named = (value.dtype if isinstance(value, Tensor) else value for value in (*args, *kwargs.values()))
+            return _off_gpu(ledger, tensor, next((value for value in named if isinstance(value, torch.dtype)), None))
     return original(tensor, *args, **kwargs)
 
 
@@ -162,29 +176,6 @@ def _materialize(ledger: VirtualLedger, original: Callable[..., None], tensor: A
     ledger.mark(tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
 
 
-def _goes_to_gpu(*args: Any, **kwargs: Any) -> bool:
-    if args and isinstance(args[0], Tensor):
-        return _is_on_gpu(args[0])
-    device = torch._C._nn._parse_to(*args, **kwargs)[0]
-    return device is not None and device.type == "cuda"
-
-
-def _dtype_of(*args: Any, **kwargs: Any) -> torch.dtype | None:
-    """Return the dtype that the arguments of `Tensor.to` name, None without one."""
-    named = (value.dtype if isinstance(value, Tensor) else value for value in (*args, *kwargs.values()))
-    return next((value for value in named if isinstance(value, torch.dtype)), None)
-
-
-def _fill(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-    """It reads whether to draw again: there are no numbers, and it would never end."""
-    return tensor if is_stand_in(tensor) else original(tensor, *args, **options)
-
-
-def _values_as_text(original: Callable[[Tensor, int], str], tensor: Tensor, indent: int) -> str:
-    """PyTorch reads each number that it prints, and there are none."""
-    return f"..., size={tuple(tensor.shape)}" if is_stand_in(tensor) else original(tensor, indent)
-
-
 def _tensor_address(tensor: Tensor) -> int:
     """Where `tensor` would be: `meta` tensors are all at 0, and whoever compares addresses takes them for shared."""
     address: int = _base.data_ptr(tensor)
@@ -213,10 +204,6 @@ def _make_fake(
     return original(kind, mode, data, *args, **options)
 
 
-def _storage_address(original: Callable[[Any], int], storage: Any) -> int:
-    return storage._cdata if storage.device.type == "meta" else original(storage)
-
-
 def _copy_storage(original: Callable[..., Any], storage: Any, source: Any, *options: Any, **named: Any) -> Any:
     """Deep copies go through storages, and have no device that would tell the GPU's from the program's own `meta`."""
     stand_in = source if source.device.type == "meta" else storage
@@ -227,11 +214,6 @@ def _copy_storage(original: Callable[..., Any], storage: Any, source: Any, *opti
 
 def _is_stand_in_storage(storage: Any) -> bool:
     return storage.device.type == "meta" and not is_own_storage(storage)
-
-
-def _share_storage(original: Callable[..., Any], storage: Any, *args: Any, **options: Any) -> Any:
-    """Memory of a GPU can be shared as it is (torch/storage.py)."""
-    return storage if _is_stand_in_storage(storage) else original(storage, *args, **options)
 
 
 def _slice_storage(ledger: VirtualLedger, original: Callable[..., Any], storage: Any, index: Any) -> Any:
@@ -334,10 +316,8 @@ def _set_default_type(original: Callable[[Any], None], named: Any) -> None:
 
 
 def _state_to_pickle(original: Callable[[Any], Any], value: Any) -> Any:
-    attributes = original(value)
-    if not isinstance(attributes, dict):
-        return attributes
-    return {name: attribute for name, attribute in attributes.items() if name != CONSTANT}
+    state = original(value)
+    return {name: item for name, item in state.items() if name != CONSTANT} if isinstance(state, dict) else state
 
 
 class Generator(torch._C.Generator):
@@ -377,7 +357,9 @@ class CpuRestore:
     def _swapping(self, original: Callable[[Tensor, Tensor], None], one: Tensor, other: Tensor) -> None:
         original(one, other)
         if is_meta(one) and not is_meta(other):
-            self._swapped.append((_weakly(one), other))
+            # PyTorch exchanges no wrapper that has weak references, and a later move of the module would do so.
+            is_wrapper: bool = is_traceable_wrapper_subclass(one)
+            self._swapped.append(((lambda: one) if is_wrapper else TensorWeakRef(one), other))
 
     def _applying(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for name, buffer in module._buffers.items():
@@ -399,9 +381,3 @@ class CpuRestore:
                 buffers = getattr(owner(), "_buffers", {})
                 if buffers.get(name) is not None and is_meta(buffers[name]):
                     buffers[name] = buffer
-
-
-def _weakly(tensor: Tensor) -> Callable[[], Tensor | None]:
-    """PyTorch exchanges no wrapper that has weak references, and a later move of the module would do so."""
-    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-    return (lambda: tensor) if is_wrapper else TensorWeakRef(tensor)

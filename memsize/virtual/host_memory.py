@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsize.processes.patches import LatePatches, Patch, wrapping
-from memsize.records.host import HostUse
+from memsize.processes.patches import LatePatches, wrapping
+from memsize.records.trace import HostUse
 from memsize.torch_internals.pytree import tensors_in
 from memsize.units import format_bytes
 from memsize.virtual.device_assignment import devices
@@ -76,33 +76,31 @@ class HostMemory:
 
     def later(self) -> dict[str, LatePatches]:
         """Patches for libraries, by the module that they are in."""
-        return {"bitsandbytes.functional": self._of_bitsandbytes, "torch.utils.data.dataloader": self._of_loaders}
-
-    def _of_loaders(self, dataloader: Any) -> Iterator[Patch]:
-        """Workers make `prefetch_factor` batches ahead, each; with `pin_memory` another batch is on its way."""
-        yield wrapping(dataloader._MultiProcessingDataLoaderIter, "_process_data", self._prefetched)
+        return {
+            "torch.utils.data.dataloader": lambda module: [
+                wrapping(module._MultiProcessingDataLoaderIter, "_process_data", self._prefetched)
+            ],
+            "bitsandbytes.functional": lambda module: [
+                (module, "get_paged", self._get_paged),
+                *((module, name, lambda *_, **__: None) for name in ("fill", "prefetch_tensor")),
+            ],
+        }
 
     def _prefetched(self, original: Callable[..., Any], loader: Any, *data: Any) -> Any:
+        """Workers make `prefetch_factor` batches ahead, each; with `pin_memory` another batch is on its way."""
         batch = original(loader, *data)
         ahead = loader._num_workers * loader._prefetch_factor * sum(tensor.nbytes for tensor in tensors_in(batch))
         self._batches[id(loader._dataset)] = max(self._batches.get(id(loader._dataset), 0), ahead)
         return batch
 
-    def _of_bitsandbytes(self, functional: Any) -> Iterator[Patch]:
-        """The pages of a paged optimizer's state, which the driver moves to the GPU while there is room for them.
-
-        Source: bitsandbytes 0.50, `functional.get_paged`: managed memory, as a tensor on the CPU.
+    def _get_paged(self, *shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
+        """Pages of an optimizer's state, which the driver moves to the GPU while there is room for them: managed
+        memory, as a tensor on the CPU (bitsandbytes 0.50, `functional.get_paged`).
         """
-
-        def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
-            paged: Any = torch.empty(shape, dtype=dtype)  # which takes no memory, since nothing is written to it
-            paged.is_paged, paged.page_deviceid = True, getattr(device, "index", 0)
-            self.copied(paged.untyped_storage(), "managed")
-            return paged  # type: ignore[no-any-return]
-
-        yield functional, "get_paged", get_paged
-        for name in ("fill", "prefetch_tensor"):
-            yield functional, name, lambda *_, **__: None
+        paged: Any = torch.empty(shape, dtype=dtype)  # which takes no memory, since nothing is written to it
+        paged.is_paged, paged.page_deviceid = True, getattr(device, "index", 0)
+        self.copied(paged.untyped_storage(), "managed")
+        return paged  # type: ignore[no-any-return]
 
     def _count(self, kind: str, size: int) -> None:
         self._bytes[kind] += size

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from memsize.known_values.values import state_of
-from memsize.processes.patches import Patch
+from memsize.processes.patches import LatePatches, Patch
 from memsize.records.finding import join_names
 from memsize.torch_internals.pytree import arguments_in
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
@@ -85,28 +85,25 @@ _NOTE: Final = (
 )
 
 
-def later(ledger: VirtualLedger) -> dict[str, Callable[[Any], Iterator[Patch]]]:
+def later(ledger: VirtualLedger) -> dict[str, LatePatches]:
     """Return the patches of Triton, for when the program has imported it."""
     kernels: dict[str, None] = {}
 
     def left_out(kernel: Any, *args: Any, **options: Any) -> None:
+        while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):  # an autotuner, a set of heuristics
+            kernel = kernel.fn
+        name = getattr(kernel, "__name__", "a kernel without a name")
         ledger.evaluator.notes.pop(_NOTE.format(join_names(tuple(kernels))), None)
-        kernels[_name_of(kernel) + (f" in {ledger.custom_op}" if ledger.custom_op else "")] = None
+        kernels[name + (f" in {ledger.custom_op}" if ledger.custom_op else "")] = None
         ledger.evaluator.notes[_NOTE.format(join_names(tuple(kernels)))] = None
         for tensor in arguments_in((args, options)):
             state = state_of(tensor)
             if state is not None:
                 state.invalidate()
 
-    def replacements(module: Any) -> Iterator[Patch]:
-        yield module.Autotuner, "run", left_out
-        yield sys.modules["triton.runtime.jit"].JITFunction, "run", left_out
-
-    return {MODULE: replacements}
-
-
-def _name_of(kernel: Any) -> str:
-    """The name of a kernel's function, which an autotuner and a set of heuristics wrap."""
-    while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):
-        kernel = kernel.fn
-    return getattr(kernel, "__name__", "a kernel without a name")
+    return {
+        MODULE: lambda module: [
+            (module.Autotuner, "run", left_out),
+            (sys.modules["triton.runtime.jit"].JITFunction, "run", left_out),
+        ]
+    }

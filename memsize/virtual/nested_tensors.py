@@ -54,22 +54,14 @@ def _strided(original: Callable[..., Any], tensors: Any, *args: Any, **options: 
     return original(tensors, *args, **options)
 
 
-def _selected(
-    original: Callable[..., Any],
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    dropout: float,
-    causal: bool,
-    grouped: bool,
-) -> Any:
+def _selected(original: Callable[..., Any], *arguments: Any) -> Any:
     semantics = current()
-    if semantics is None or not is_meta(query):
-        return original(query, key, value, mask, dropout, causal, grouped)
+    if semantics is None or not is_meta(arguments[0]):
+        return original(*arguments)
+    query, key, value, mask, dropout, causal, grouped = arguments
     gpu = (semantics.capability, semantics.cudnn)
     call = Attention(query, key, value, mask, dropout, causal, None, grouped, *gpu)
-    params = torch.backends.cuda.SDPAParams(query, key, value, mask, dropout, causal, grouped)
+    params = torch.backends.cuda.SDPAParams(*arguments)
     for name in _BACKENDS:
         if can_run(name, call) and getattr(_sdpa, f"_can_use_{name}_sdpa_jagged")(params):
             return _BACKENDS[name]

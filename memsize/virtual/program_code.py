@@ -62,20 +62,18 @@ def holders(index_of: IndexOf) -> tuple[Held, ...]:
     """The variables that hold tensors, as the running code sees them; `index_of` gives the index of a storage."""
     saved_by_node: dict[Any, set[int]] = {}
     variables_of_tensors: list[Held] = []
-    for variable, tensors in _holding(_variables()):
+    places: list[_Place] = []
+    for frame in users_frames():
+        code = frame.f_code
+        last = max((line for _, _, line in code.co_lines() if line), default=0)
+        lines = code.co_filename, code.co_firstlineno, last
+        places += (_Place(name, value, *lines) for name, value in variables(frame))
+    for variable, tensors in _holding(places):
         storages = frozenset().union(*(_storages(tensor, index_of, saved_by_node) for tensor in tensors))
         with_graphs = any(tensor.grad_fn is not None for tensor in tensors)
         holder = Holder(variable.name, _grown_at(variable), len(tensors), with_graphs)
         variables_of_tensors.append(Held(holder, storages))
     return tuple(variables_of_tensors)
-
-
-def _variables() -> Iterator[_Place]:
-    for frame in users_frames():
-        code = frame.f_code
-        lines = [line for _, _, line in code.co_lines() if line]
-        for name, value in variables(frame):
-            yield _Place(name, value, code.co_filename, code.co_firstlineno, max(lines, default=0))
 
 
 def _holding(places: Iterable[_Place]) -> Iterator[tuple[_Place, list[torch.Tensor]]]:
@@ -97,7 +95,8 @@ def _holding(places: Iterable[_Place]) -> Iterator[tuple[_Place, list[torch.Tens
                 yield variable, tensors
             todo.extend(variable._replace(value=item) for item in objects)
         else:
-            todo.extend(_attributes(variable))
+            source = _source(cast(Any, type(value)))
+            todo.extend(_Place(f"{variable.name}.{name}", item, *source) for name, item in _own(value))
 
 
 def _contents(collection: Any) -> tuple[list[torch.Tensor], list[Any]]:
@@ -120,12 +119,6 @@ def _contents(collection: Any) -> tuple[list[torch.Tensor], list[Any]]:
                 others.append(item)
                 tensors += (value for _, value in _own(item) if isinstance(value, torch.Tensor))
     return [tensor for tensor in tensors if is_meta(tensor) or tensor.grad_fn is not None], others
-
-
-def _attributes(variable: _Place) -> Iterator[_Place]:
-    source = _source(cast(Any, type(variable.value)))
-    for name, item in _own(variable.value):
-        yield _Place(f"{variable.name}.{name}", item, *source)
 
 
 def _own(value: Any) -> list[tuple[str, Any]]:
@@ -191,7 +184,8 @@ def _grown_at(variable: _Place) -> str | None:
     adding = (
         node.lineno
         for node in (ast.walk(tree) if tree else ())
-        if isinstance(node, (ast.expr, ast.stmt)) and any(_ends_in(target, name) for target in _added_to(node))
+        if isinstance(node, (ast.expr, ast.stmt))
+        and any(name == getattr(target, "id", getattr(target, "attr", None)) for target in _added_to(node))
     )
     line = min((line for line in adding if variable.first <= line <= variable.last), default=None)
     return None if line is None else line_of(variable.file, line)
@@ -217,13 +211,6 @@ def _collection(target: ast.expr) -> ast.expr:
     return target
 
 
-def _ends_in(target: ast.expr, name: str) -> bool:
-    match target:
-        case ast.Name(id=last) | ast.Attribute(attr=last):
-            return last == name
-    return False
-
-
 # -- loops that wait --------------------------------------------------------------------------------------------------
 
 MOST_READS: Final = 1000
@@ -241,16 +228,15 @@ class Waits:
     def seen(self, line: _Line) -> bool:
         """Count that the program's line at `line` has read a number; whether it waits for one."""
         self._reads[line] += 1
-        if self._reads[line] == MOST_READS and _in_while(*line):
-            self.line = line_of(*line)
+        if self._reads[line] == MOST_READS:
+            file, number = line
+            tree = parsed(file)
+            loops = [
+                node
+                for node in (ast.walk(tree) if tree else ())
+                if isinstance(node, (ast.While, ast.For, ast.AsyncFor))
+                and node.lineno <= number <= (node.end_lineno or 0)
+            ]
+            if isinstance(max(loops, key=lambda node: node.lineno, default=None), ast.While):
+                self.line = line_of(file, number)
         return self.line is not None
-
-
-def _in_while(file: str, line: int) -> bool:
-    tree = parsed(file)
-    loops = [
-        node
-        for node in (ast.walk(tree) if tree else ())
-        if isinstance(node, (ast.While, ast.For, ast.AsyncFor)) and node.lineno <= line <= (node.end_lineno or 0)
-    ]
-    return isinstance(max(loops, key=lambda node: node.lineno, default=None), ast.While)

@@ -6,16 +6,16 @@ A module that is called while none is running is a root, and its modules are the
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain, count
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from memsize.model.stored import stored_tensors
-from memsize.model.tensor_storage import plain_tensors, spec_of
+from memsize.model.tensor_storage import plain_tensors, spec_of, stored_tensors
 from memsize.processes.patches import calling, wrapping
 from memsize.processes.user_code import users_frames, variables
 from memsize.records.aggregates import split_phase
@@ -27,6 +27,9 @@ from memsize.torch_internals.pytree import arguments_in, tensors_in
 from memsize.tracing.module_calls import ModuleCallRecorder, module_type, record_of, version_of
 from memsize.virtual.device_assignment import devices
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
+
+Call = Callable[..., Any]
+_COMPILER: Final = "torch._dynamo.eval_frame"
 
 
 class Root:
@@ -84,19 +87,23 @@ class ProgramCalls(ModuleCallRecorder):
             self.ledger.mark(tensor, "buffer")
 
     def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+            call = None
+            if (compiler := sys.modules.get(_COMPILER)) and isinstance(module, compiler.OptimizedModule):
+                module, call = module._orig_mod, module.forward
             index = self._index(module)
             if index < 0 and is_tracing() is None and not _is_on_gpu(module, args, kwargs):
-                return original(module, *args, **kwargs)
+                return call(*args, **kwargs) if call else original(module, *args, **kwargs)
             with untraced():
                 if index < 0 and _is_on_gpu(module, args, kwargs):
                     index = self._add(module)
                 if index < 0:
                     with traced_again():
-                        return original(module, *args, **kwargs)
+                        return call(*args, **kwargs) if call else original(module, *args, **kwargs)
+                call = call or module._compiled_call_impl or module._call_impl
                 if not self.ledger.clock.inside:
-                    return self._call_root(module, index, args, kwargs)
-                return self._call_module(module, index, args, kwargs)
+                    return self._call_root(module, index, call, args, kwargs)
+                return self._call_module(module, index, call, args, kwargs)
 
         return called
 
@@ -104,9 +111,17 @@ class ProgramCalls(ModuleCallRecorder):
         entry = self._layers.get(id(module))
         return entry[1] if entry is not None and entry[0]() is module else -1
 
+    def _is_beside(self, layer: int, other: int) -> bool:
+        return other < 0 or self.root_of[layer] == self.root_of[other]
+
     def _add(self, module: nn.Module) -> int:
         """Let `module` be a root; returns its layer. Modules that were called on their own before keep their layer."""
-        first, root = len(self.seen), Root(self._name(module), module, len(self.seen))
+        taken = {root.name for root in self.roots}
+        around = chain.from_iterable(map(variables, reversed([*users_frames()])))
+        names = (name for name, value in around if value is module and name != "self" and name not in taken)
+        name = next(names, module_type(module))
+        free = (candidate for candidate in chain([name], (f"{name}#{n}" for n in count(2))) if candidate not in taken)
+        first, root = len(self.seen), Root(next(free), module, len(self.seen))
         for path, submodule in module.named_modules():
             if self._index(submodule) < 0:
                 self._layers[id(submodule)] = weakref.ref(submodule), len(self.seen)
@@ -116,33 +131,27 @@ class ProgramCalls(ModuleCallRecorder):
         self.roots.append(root)
         return first
 
-    def _name(self, module: nn.Module) -> str:
-        taken = {root.name for root in self.roots}
-        around = chain.from_iterable(map(variables, reversed([*users_frames()])))
-        names = [name for name, value in around if value is module and name != "self" and name not in taken]
-        name = names[0] if names else module_type(module)
-        return next(
-            candidate for candidate in chain([name], (f"{name}#{n}" for n in count(2))) if candidate not in taken
-        )
-
-    def _call_root(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> Any:
+    def _call_root(self, module: nn.Module, index: int, call: Call, args: Any, kwargs: Any) -> Any:
         root = self.roots[self.root_of[index]]
         if not root.has_weights:
-            return self._call_module(module, index, args, kwargs)
+            return self._call_module(module, index, call, args, kwargs)
         self._before_forward()
         for tensor in arguments_in((args, kwargs)):
             self.ledger.mark(tensor, "input")
         grad = torch.is_grad_enabled()
         self.ledger.counts = not root.trained
         if grad and root.called and not root.trained:
-            self._forget(root)
+            for layer, seen in enumerate(self.seen):
+                if self.roots[self.root_of[layer]] is root:
+                    seen.calls, seen.inputs, seen.outputs = 0, [], []
+                    self.ledger.multiply_adds.pop(layer, None)
         name = AROUND if grad else "evaluation"
         clock = self.ledger.clock
         current, _ = split_phase(clock.phases[clock.phase])
         if current != name and current in (AROUND, "evaluation", "forward"):
             clock.phase = clock.index(name)
         with self.ledger.clock.during("forward" if grad else "evaluation"):
-            result = self._call_module(module, index, args, kwargs)
+            result = self._call_module(module, index, call, args, kwargs)
             if not root.trained:
                 self.ledger.forget_released()
             for tensor in tensors_in(result):
@@ -174,13 +183,7 @@ class ProgramCalls(ModuleCallRecorder):
             self._before_forward()
             clock.phase = clock.index("forward")
 
-    def _forget(self, root: Root) -> None:
-        for index, seen in enumerate(self.seen):
-            if self.roots[self.root_of[index]] is root:
-                seen.calls, seen.inputs, seen.outputs = 0, [], []
-                self.ledger.multiply_adds.pop(index, None)
-
-    def _call_module(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> Any:
+    def _call_module(self, module: nn.Module, index: int, call: Call, args: Any, kwargs: Any) -> Any:
         clock = self.ledger.clock
         self._compiler.forget()
         outer, start = clock.enter(index), self.ledger.count
@@ -188,7 +191,7 @@ class ProgramCalls(ModuleCallRecorder):
         arguments = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs))] if is_open else []
         try:
             with traced_again():
-                result = module._call_impl(*args, **kwargs)
+                result = call(*args, **kwargs)
         finally:
             clock.leave(outer)
         if is_open:

@@ -63,10 +63,6 @@ class Files(FileGuard):
         """Note that `size` bytes of stand-ins would have been written to `path`."""
         self.saved[shown(path)] = size
 
-    def has_counted(self, path: str) -> bool:
-        """Whether some would have been written there."""
-        return shown(path) in self.saved
-
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """While open, files that were there before are left as they are; the empty ones are removed at its end."""
@@ -177,7 +173,13 @@ def _load_mapped(
     load: Callable[..., Any], f: Any, map_location: Any = None, pickle_module: Any = None, **options: Any
 ) -> Any:
     to_meta = isinstance(map_location, (str, torch.device)) and torch.device(map_location).type == "meta"
-    if options.get("mmap") or to_meta or not _can_be_mapped(f):
+    is_archive = isinstance(f, (str, os.PathLike)) and zipfile.is_zipfile(f)
+    if options.get("mmap") or to_meta or not is_archive:
+        return load(f, map_location, pickle_module, **options)
+    with zipfile.ZipFile(f) as archive:
+        entries = archive.infolist()
+    is_code = any(entry.filename.endswith("/constants.pkl") for entry in entries)
+    if is_code or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         return load(f, map_location, pickle_module, **options)
     restore = _get_restore_location(map_location)
 
@@ -186,16 +188,6 @@ def _load_mapped(
         return restored.clone() if restored.device.type == "cpu" else restored
 
     return load(f, placed, pickle_module, **options | {"mmap": True})
-
-
-def _can_be_mapped(f: Any) -> bool:
-    """Whether `f` is a file as `torch.save` writes it: an archive of state, in which nothing is compressed."""
-    if not isinstance(f, (str, os.PathLike)) or not zipfile.is_zipfile(f):
-        return False
-    with zipfile.ZipFile(f) as archive:
-        entries = archive.infolist()
-    is_code = any(entry.filename.endswith("/constants.pkl") for entry in entries)
-    return not is_code and all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
 
 
 def _safe_open(original: Callable[..., Any], filename: Any, framework: Any, device: Any = "cpu", **options: Any) -> Any:
@@ -223,19 +215,16 @@ class _Opened:
         return getattr(self._file, name)
 
     def __getitem__(self, part: Any) -> torch.Tensor:
-        return self._there(self._file[part])
+        return self._file[part].to(self._device)  # type: ignore[no-any-return]
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        return self._there(self._file.get_tensor(name))
+        return self._file.get_tensor(name).to(self._device)  # type: ignore[no-any-return]
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
         return {name: self.get_tensor(name) for name in self._file.offset_keys()}
 
     def get_slice(self, name: str) -> _Opened:
         return _Opened(self._file.get_slice(name), self._device)
-
-    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device)
 
 
 # -- checkpoints of `torch.distributed.checkpoint` ---------------------------------------------------------------------
@@ -289,7 +278,7 @@ def _load_sharded(
     files: Files, original: Callable[..., Any], state_dict: Any, storage_reader: Any, *args: Any, **options: Any
 ) -> Any:
     path = _path(storage_reader)
-    there = files.has_counted(path) or (Path(path) / _METADATA).is_file()
+    there = shown(path) in files.saved or (Path(path) / _METADATA).is_file()
     if not there or not _stands_aside(state_dict):
         return original(state_dict, storage_reader, *args, **options)
     return None

@@ -56,11 +56,19 @@ class _DeviceClass(type):
 
 def replacements() -> Iterator[Patch]:
     """Patch the functions that compile or trace, the one that moves a scripted module, and `torch.device`."""
-    if not _means_cuda():
+    try:
+        means_cuda = torch.device(0).type == "cuda"
+    except RuntimeError:  # no accelerator at all
+        means_cuda = False
+    if not means_cuda:
         # Pickles look for it by its module and name.
         yield torch, "device", _DeviceClass("device", (), {"__module__": "torch", "__wrapped__": torch.device})
-    yield wrapping(torch.jit._builtins, "_find_builtin", _find_builtin)
-    yield wrapping(torch.jit.annotations, "try_ann_to_type", _read_annotation)
+    yield wrapping(torch.jit._builtins, "_find_builtin", lambda find, function: find(inspect.unwrap(function)))
+    yield wrapping(
+        torch.jit.annotations,
+        "try_ann_to_type",
+        lambda read, annotation, *where: read(torch.device if annotation == torch.device else annotation, *where),
+    )
     module: Any = torch.jit._trace
     yield module, "_check_trace", lambda *args, **options: None  # it runs the model again, and compares the values
     for name in ("trace", "trace_module"):
@@ -68,21 +76,6 @@ def replacements() -> Iterator[Patch]:
         for owner in (module, torch.jit):
             yield owner, name, quiet
     yield torch.jit.ScriptModule, "_apply", _moved
-
-
-def _means_cuda() -> bool:
-    try:
-        return torch.device(0).type == "cuda"
-    except RuntimeError:  # no accelerator at all
-        return False
-
-
-def _find_builtin(original: Callable[[Any], Any], function: Any) -> Any:
-    return original(inspect.unwrap(function))
-
-
-def _read_annotation(original: Callable[..., Any], annotation: Any, *where: Any) -> Any:
-    return original(torch.device if annotation == torch.device else annotation, *where)
 
 
 def _trace(original: Callable[..., Any], *args: Any, **options: Any) -> Any:

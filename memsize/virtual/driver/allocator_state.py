@@ -7,7 +7,7 @@ PyTorch counts them (c10/core/CachingDeviceAllocator.h, DeviceStats).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -27,13 +27,14 @@ _POOLS: Final = ("all", "small_pool", "large_pool")
 _ZEROS: Final = ("num_sync_all_streams", "num_device_alloc", "num_device_free")
 
 
+@dataclass(slots=True)
 class _Stat:
     """One figure as PyTorch keeps it: now, at most, and all that was ever added and taken away."""
 
-    __slots__ = ("allocated", "current", "freed", "peak")
-
-    def __init__(self) -> None:
-        self.current = self.peak = self.allocated = self.freed = 0
+    current: int = 0
+    peak: int = 0
+    allocated: int = 0
+    freed: int = 0
 
     def add(self, amount: int) -> None:
         self.current += amount
@@ -42,9 +43,6 @@ class _Stat:
             self.peak = max(self.peak, self.current)
         else:
             self.freed -= amount
-
-    def as_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("current", "peak", "allocated", "freed")}
 
 
 class DeviceMemory:
@@ -127,7 +125,8 @@ class DeviceMemory:
             if block is not None:
                 request, address, pool = block
                 self._count_rests(pool, _rests_after_giving(pool, address))
-                self._count_block(pool, -1, -request, -(address >> SHIFT) * BLOCK)
+                size = (address >> SHIFT) * BLOCK
+                self._count(pool, _BLOCKS, (-1, -1, -size, -size, -request))
             self._done += 1
 
     def _allocate(self, storage: int, request: int) -> None:
@@ -143,7 +142,8 @@ class DeviceMemory:
                 self.emptied.append(self._done)
                 raise torch.OutOfMemoryError(self._out_of_memory(request))
         self._live[storage] = (request, block, pool)
-        self._count_block(pool, 1, request, (block >> SHIFT) * BLOCK)
+        size = (block >> SHIFT) * BLOCK
+        self._count(pool, _BLOCKS, (1, 1, size, size, request))
         self._count_rests(pool, _rests_after_taking(pool, block))
 
     def _out_of_memory(self, request: int) -> str:
@@ -157,9 +157,6 @@ class DeviceMemory:
             f"allocated memory {_in_its_words(allocated)} is allocated by PyTorch, and "
             f"{_in_its_words(reserved - allocated)} is reserved by PyTorch but unallocated."
         )
-
-    def _count_block(self, pool: Pool, one: int, request: int, size: int) -> None:
-        self._count(pool, _BLOCKS, (one, one, size, size, request))
 
     def _count_rests(self, pool: Pool, change: tuple[int, int]) -> None:
         if any(change) and not self.config.expandable_segments:  # PyTorch counts none there
@@ -218,12 +215,10 @@ class DeviceMemory:
     def stats(self) -> dict[str, Any]:
         """The nested dictionary that `torch.cuda.memory_stats_as_nested_dict` returns."""
         self.follow()
-        nothing = _Stat().as_dict()
         stats: dict[str, Any] = {
-            name: {pool: self._stats[name, pool].as_dict() for pool in _POOLS}
-            for name in (*_BLOCKS, *_SEGMENTS, *_SPLIT)
+            name: {pool: asdict(self._stats[name, pool]) for pool in _POOLS} for name in (*_BLOCKS, *_SEGMENTS, *_SPLIT)
         }
-        stats |= {name: dict(nothing) for name in _SINGLE}
+        stats |= {name: asdict(_Stat()) for name in _SINGLE}
         split = -1 if self.config.max_split_size is None else self.config.max_split_size
         counts = {"num_ooms": self._failures, "num_alloc_retries": self._retries, "max_split_size": split}
         return stats | dict.fromkeys(_ZEROS, 0) | counts

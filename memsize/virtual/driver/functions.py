@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.cards import processors
 from memsize.processes.simulation import running
 from memsize.records.gpu import Card
 from memsize.spec.stack import INSTALLED, Stack
@@ -44,20 +45,6 @@ _CHOOSING: Final = """
     _cuda_setDevice _cuda_exchangeDevice _cuda_maybeExchangeDevice _accelerator_setDeviceIndex
     _accelerator_exchangeDevice _accelerator_maybeExchangeDevice"""
 """Functions that take the number of a device, and return that of the one before."""
-_MULTIPROCESSORS: Final = {
-    "P100": 56,
-    "V100": 80,
-    "T4": 40,
-    "A30": 56,
-    "A40": 84,
-    "L40": 142,
-    "H100": 132,
-    "H200": 132,
-    "B200": 148,
-    "RTX 3090": 82,
-    "RTX 4090": 128,
-    "RTX A6000": 84,
-}
 
 
 @dataclass(frozen=True)
@@ -68,6 +55,7 @@ class Properties:
     major: int
     minor: int
     total_memory: int
+    multi_processor_count: int
     warp_size: int = 32
     max_threads_per_block: int = 1024
     is_integrated: int = 0
@@ -79,11 +67,6 @@ class Properties:
     def max_threads_per_multi_processor(self) -> int:
         """By compute capability, from the table in the CUDA C++ Programming Guide."""
         return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get((self.major, self.minor), 2048)
-
-    @property
-    def multi_processor_count(self) -> int:
-        """As NVIDIA's data sheets have it; an A100's where it is not listed, since no memory depends on it here."""
-        return next((count for name, count in _MULTIPROCESSORS.items() if name in self.name), 108)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"memsize does not know the {name} of a {self.name}")
@@ -208,7 +191,7 @@ class Driver:
 
     @property
     def properties(self) -> Properties:
-        return Properties(self.card.name, *self.card.capability, self.memory.total)
+        return Properties(self.card.name, *self.card.capability, self.memory.total, processors(self.card)[0])
 
     def gpu(self) -> Gpu:
         """Return the card as it is now, for ``nvidia-smi`` and NVML."""

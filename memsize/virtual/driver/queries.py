@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from memsize.processes.patches import Patch, wrapping
+from memsize.processes.patches import Patch, assign, wrapping
 from memsize.virtual.device_assignment import devices
 from memsize.virtual.driver.allocator_state import DeviceMemory
 from memsize.virtual.driver.functions import Driver
@@ -105,8 +105,10 @@ class Library:
             "nvmlDeviceGetName": lambda handle, text, length: _write_text(text, gpu().name),
             "nvmlDeviceGetUUID": lambda handle, text, length: _write_text(text, uuid(_number_of(handle))),
             "nvmlDeviceGetCudaComputeCapability": lambda handle, *parts: _write(*parts, *gpu().capability.split(".")),
-            "nvmlDeviceGetMemoryInfo": lambda handle, info: _write_memory(info._obj, gpu()),
-            "nvmlDeviceGetUtilizationRates": lambda handle, rates: _write_rates(rates._obj),
+            "nvmlDeviceGetMemoryInfo": lambda handle, info: _fill(
+                info, total=gpu().total, used=gpu().used, free=gpu().total - gpu().used
+            ),
+            "nvmlDeviceGetUtilizationRates": lambda handle, rates: _fill(rates, gpu=0, memory=0),
             **dict.fromkeys(_NUMBERS, lambda handle, number, *rest: _write(number, 0)),
             **dict.fromkeys(_NUMBERS_OF, lambda handle, kind, number: _write(number, 0)),
         }
@@ -138,13 +140,9 @@ def _write(*pointers: Any) -> int:
     return 0
 
 
-def _write_memory(info: Any, gpu: Gpu) -> int:
-    info.total, info.used, info.free = gpu.total, gpu.used, gpu.total - gpu.used
-    return 0
-
-
-def _write_rates(rates: Any) -> int:
-    rates.gpu = rates.memory = 0
+def _fill(pointer: Any, **fields: int) -> int:
+    for name, value in fields.items():
+        assign(pointer._obj, name, value)
     return 0
 
 

@@ -33,7 +33,7 @@ from memsize.processes.patches import Patch, calling, environment, wrapping
 from memsize.processes.simulation import open_simulation
 from memsize.records.gpu import Card
 from memsize.records.world import World
-from memsize.spec.stack import Stack
+from memsize.spec.stack import INSTALLED, Stack
 from memsize.virtual.driver import nvidia_smi
 from memsize.virtual.driver.nvidia_smi import Gpu
 from memsize.virtual.guards import landlock
@@ -87,17 +87,21 @@ def is_launcher(program: str) -> bool:
 
 
 class Settings(NamedTuple):
-    """The machine that a program has, which the processes that it starts have, too: see `memsize.workloads.program`.
-    `allowed` lets them change files that were there before, and `offline` keeps them from the network.
+    """The machine that a program has, which the processes that it starts have, too.
+
+    `config` holds the settings of the caching allocator; None: those that the environment has when it is first used.
+    The program ends after `steps` optimizer steps (0: at its own end). `world` is the job of which it is one process
+    (None: it was started alone). Where it is not `bounded`, nothing is too large for the card. `stack` is the software
+    on the GPU. `allowed` lets it change files that were there before, and `offline` keeps it from the network.
     """
 
     card: Card
-    config: AllocatorConfig | None
-    steps: int
-    world: World | None
-    bounded: bool
-    stack: Stack
-    allowed: bool
+    config: AllocatorConfig | None = None
+    steps: int = 3
+    world: World | None = None
+    bounded: bool = True
+    stack: Stack = INSTALLED
+    allowed: bool = False
     offline: bool = False
 
 
@@ -192,7 +196,11 @@ class ChildProcesses:
                 yield file, json.loads(file.read_text("utf-8"))
 
     def _read_results(self) -> Iterator[dict[str, Any]]:
-        failed = {started.number: started for started in self._ended() if started.runs_python and started.failure}
+        ended = [*self._started]
+        for process in self._multiprocessing:
+            with suppress(ValueError):  # it was closed, as only one that has ended may be
+                ended.append(_Started(process.name, process.pid or 0, True, process.exitcode))
+        failed = {started.number: started for started in ended if started.runs_python and started.failure}
         for file, result in self._read("results"):
             started = failed.pop(int(file.stem.partition("-")[2]), None)
             if started is not None:
@@ -200,12 +208,6 @@ class ChildProcesses:
             yield result
         for started in failed.values():
             yield {**NO_GPU_USE, "command": started.command, "failure": started.failure}
-
-    def _ended(self) -> Iterator[_Started]:
-        yield from self._started
-        for process in self._multiprocessing:
-            with suppress(ValueError):  # it was closed, as only one that has ended may be
-                yield _Started(process.name, process.pid or 0, True, process.exitcode)
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -252,7 +254,9 @@ class ChildProcesses:
             original(process, args, bufsize, executable, *rest, shell=shell, env=variables, **options)
         else:
             variables["TMPDIR"] = str(self._folder / "tmp")
-            limited = [*self._limited, os.path.abspath(program), *words]
+            limits = ["--offline"] * self.settings.offline + ["--any-file"] * self._guard.allowed
+            limited = [sys.executable, "-I", "-S", landlock.__file__, *limits, *self._writable, "--"]
+            limited += [os.path.abspath(program), *words]
             original(process, limited, bufsize, None, *rest, shell=False, env=variables, **options)
             process.args = args
         started = _Started(shlex.join(words), process.pid, is_python)
@@ -270,12 +274,6 @@ class ChildProcesses:
     def _noting_the_process(self, original: Callable[[BaseProcess], None], process: BaseProcess) -> None:
         original(process)
         self._multiprocessing.append(process)
-
-    @property
-    def _limited(self) -> list[str]:
-        """The command that becomes a program with limited rights, without that program and its words."""
-        limits = ["--offline"] * self.settings.offline + ["--any-file"] * self._guard.allowed
-        return [sys.executable, "-I", "-S", landlock.__file__, *limits, *self._writable, "--"]
 
     @property
     def _is_limited(self) -> bool:

@@ -1,7 +1,9 @@
-"""The user's files while a program runs: those that were there before are not changed.
+"""The user's files while a program runs: those that were there before are not changed. And the network, while it runs
+with ``--offline``: connections to other machines are refused.
 
-Python announces file operations to audit hooks. This module does not need torch: processes that a program starts are
-guarded too, whatever they import.
+Python announces both to audit hooks. This module does not need torch: processes that a program starts are guarded too,
+whatever they import. This machine's own addresses and sockets of files stay open: launchers and data loaders use them.
+Hugging Face's libraries are switched to what they have on disk, which they look for at once then.
 
 Known limit: what opens files in C, such as HDF5 and LMDB, announces nothing.
 """
@@ -9,12 +11,14 @@ Known limit: what opens files in C, such as HDF5 and LMDB, announces nothing.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from memsize.processes.patches import Patch, wrapping
+from memsize.processes.patches import Patch, environment, wrapping
 from memsize.processes.simulation import Guard, install_guard, open_simulation
 
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
@@ -154,3 +158,37 @@ def shown(path: Any) -> str:
 def _holds_something(name: str) -> bool:
     """Whether a file is there that would lose what it holds; `tempfile` opens the folder in which it makes one."""
     return os.path.isfile(name) and os.path.getsize(name) > 0
+
+
+# -- the network ------------------------------------------------------------------------------------------------------
+
+_REACHING: Final = {"socket.connect": 1, "socket.getaddrinfo": 0, "socket.gethostbyname": 0, "socket.sendto": 1}
+"""Events that reach another machine: the place of its address among their arguments."""
+_VARIABLES: Final = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+class NetworkGuard(Guard):
+    """Refuses connections to other machines."""
+
+    events = _REACHING
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """While open, the program has no network."""
+        install_guard(NetworkGuard)
+        with open_simulation() as simulation, simulation.with_part(NetworkGuard, self), environment(_VARIABLES):
+            yield
+
+    def check(self, event: str, args: tuple[Any, ...]) -> None:
+        """Raise ConnectionRefusedError where an operation reaches another machine."""
+        address = args[_REACHING[event]]
+        if isinstance(address, (bytes, str)) and os.fsdecode(address).startswith(("/", "\0")):
+            return  # a socket that is a file
+        host = address[0] if isinstance(address, tuple) else address
+        name = host.decode() if isinstance(host, bytes) else host
+        if not isinstance(name, str) or name in ("", "localhost", "0.0.0.0", "::", platform.node()):
+            return
+        with suppress(ValueError):
+            if ip_address(name.partition("%")[0]).is_loopback:
+                return
+        raise ConnectionRefusedError(111, f"memsize run --offline connects to no other machine: {name}")

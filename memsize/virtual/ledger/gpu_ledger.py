@@ -12,7 +12,7 @@ it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Final
@@ -37,7 +37,7 @@ from memsize.ranks.collectives import (
     waited,
     waits,
 )
-from memsize.ranks.peer_checks import check_devices, check_layouts, check_ranks
+from memsize.ranks.peers import check
 from memsize.records.aggregates import split_phase
 from memsize.torch_internals.jit_tracing import is_tracing, record_as, record_convolution, untraced
 from memsize.torch_internals.meta import is_meta
@@ -56,8 +56,6 @@ _NUMBERS: Final = {bool: torch.bool, int: torch.int64, float: torch.float64, com
 _TO_COPY: Final = torch.ops.aten._to_copy.default
 _SET_STORAGE: Final = torch.ops.aten.set_.source_Storage_storage_offset
 """As `torch.load` makes tensors."""
-
-
 _OF_PYTORCH: Final = frozenset(
     """aten prims prim profiler c10d _c10d_functional _c10d_functional_autograd c10d_functional _dtensor device_mesh
     fsdp symm_mem bucketing streams inductor export quantized quantized_decomposed semi_structured flex_lib torch_attn
@@ -141,6 +139,29 @@ class VirtualLedger(GpuStorages):
             self.order.synchronize(self.order.moment((self.devices.index, self.current_stream())))
         return result
 
+    # -- compiled code -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def inside_compiled(self, arguments: Iterable[Any]) -> Iterator[None]:
+        arguments = list(arguments)
+        if not self.clock.inside and self._is_of_training(arguments):
+            self.differentiated()
+        for tensor in arguments_in(arguments):
+            if is_meta(tensor) and self.index_of(tensor) < 0:  # as an optimizer's state, which the compiler makes
+                self.enter(tensor, "temporary", "")
+        with super().inside_compiled(arguments):
+            yield
+
+    def allocated(self, tensor: torch.Tensor, op: str) -> None:
+        with self._turn:
+            super().allocated(tensor, op)
+        self._observer()
+
+    def launched(self, func: Any, args: Any, kwargs: Any) -> None:
+        with self._turn:
+            super().launched(func, args, kwargs)
+        self._observer()
+
     # -- ops that are defined in Python -------------------------------------------------------------------------------
 
     def _run_body(self, backend: Any, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -148,8 +169,11 @@ class VirtualLedger(GpuStorages):
         outer, depth = self.custom_op, thread.depth
         self.custom_op, thread.depth = func.name(), 0
         try:
-            with self._again():
+            _push_mode(self)  # a mode's own way in and out also changes the whole process
+            try:
                 return func.redispatch(backend, *args, **kwargs)
+            finally:
+                _pop_mode()
         except Exception as error:
             if (
                 not isinstance(error, _NEEDS_GPU)
@@ -171,15 +195,6 @@ class VirtualLedger(GpuStorages):
             return result
         finally:
             self.custom_op, thread.depth = outer, depth
-
-    @contextmanager
-    def _again(self) -> Iterator[None]:
-        """Make this the mode again within an op. A mode's own way in and out also changes the whole process."""
-        _push_mode(self)
-        try:
-            yield
-        finally:
-            _pop_mode()
 
     # -- where an op runs ---------------------------------------------------------------------------------------------
 
@@ -231,7 +246,7 @@ class VirtualLedger(GpuStorages):
 
     def _is_of_training(self, args: Any) -> bool:
         """Whether autograd records an op with these arguments, or it ends an evaluation by its use of gradients."""
-        if torch.is_grad_enabled() and _any_requires_grad(args):
+        if torch.is_grad_enabled() and any(t.requires_grad and is_meta(t) for t in arguments_in(args)):
             return True
         if split_phase(self.clock.phases[self.clock.phase])[0] != "evaluation":
             return False
@@ -284,11 +299,7 @@ class VirtualLedger(GpuStorages):
             self.clock.tick()
             before = len(self.events)
             if kind is not None and has_buffers:
-                group = group_of(args)
-                check_ranks(func, args, group.size())
-                check_devices(arguments_in(args), group)
-                if kind == "all-reduce":
-                    check_layouts(arguments_in(args), group)
+                check(kind, func, args, group_of(args))
             result = answer(kind, func, args) if has_buffers else self._run(func, types, args, kwargs)
             self.last_op = func._overloadpacket.__name__
             if kind is not None and not has_buffers:
@@ -331,10 +342,6 @@ def _wants_tensors(func: Any) -> frozenset[int]:
         return frozenset()
     arguments = enumerate(func._schema.arguments)
     return frozenset(index for index, argument in arguments if str(argument.type) == "Tensor")
-
-
-def _any_requires_grad(args: Any) -> bool:
-    return any(tensor.requires_grad and is_meta(tensor) for tensor in arguments_in(args))
 
 
 def _unpinned(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memsize.known_values.evaluation import as_stand_ins
 from memsize.model.tensor_storage import PLAIN_TYPES, plain_tensors
-from memsize.processes.patches import assigned
+from memsize.processes.patches import Patch, assigned, wrapping
 from memsize.processes.user_code import Lines, variables
 from memsize.records.aggregates import split_phase
 from memsize.records.roles import Role
@@ -38,7 +39,6 @@ from memsize.tracing.run_position import RunPosition
 from memsize.tracing.saved_tensors import SavedTensor, without_graph
 from memsize.virtual.device_assignment import HOST, DeviceAssignment
 from memsize.virtual.host_memory import HostMemory
-from memsize.virtual.ledger.backward_queue import BackwardQueue
 from memsize.virtual.ledger.stream_order import StreamOrder
 
 _aten: Any = torch.ops.aten
@@ -54,6 +54,8 @@ _FILLING: Final = frozenset(
 """Names of the ops with which optimizers make their state."""
 _COPYING: Final = frozenset(("_to_copy", "clone"))
 """Names of the ops with which they copy one that they load."""
+_INPUTS: Final = 4
+"""The position of the tensors to differentiate by among the arguments of the engine."""
 _GRADIENTS: Final[dict[Role, Role]] = {"parameter": "gradient", "gathered parameter": "unsharded gradient"}
 
 
@@ -69,6 +71,60 @@ thread: Final = _Thread()
 def below_autograd() -> bool:
     """Whether this thread is inside an op: PyTorch's own kernels in Python must see the real device of a tensor."""
     return thread.depth > 0
+
+
+class _First(threading.local):
+    """A result of a thread's first autograd node. The queue takes out the node with the highest number first."""
+
+    def __init__(self) -> None:
+        with torch.enable_grad():
+            self.result = torch.zeros((), device="cpu", requires_grad=True).neg()
+
+
+class BackwardQueue:
+    """The queues of autograd's engine in all threads, after a backward that failed as a GPU leaves them; `aside` is the
+    region in which autograd may run without being recorded.
+
+    A GPU's nodes wait in the queue of a thread of its own, which drops those of a backward that has failed. Nodes of
+    the CPU, which stand-ins take, wait in the queue of the thread that called: they keep their graph, and gradients on
+    their way, until a later backward takes them out (torch/csrc/autograd/engine.cpp).
+
+    `returned` is called with a leaf and its gradient as soon as the engine has one to return.
+    """
+
+    def __init__(
+        self,
+        aside: Callable[[], AbstractContextManager[None]],
+        returned: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        self._aside = aside
+        self._returned = returned
+        self._first = _First()
+
+    def begin_thread(self) -> None:
+        """Make the first node of this thread."""
+        assert self._first.result.grad_fn is not None
+
+    def replacements(self) -> Iterator[Patch]:
+        """Patch the function with which PyTorch starts autograd's engine."""
+        yield wrapping(torch.autograd, "_engine_run_backward", self._run_backward)
+
+    def _run_backward(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        inputs = () if options.get("accumulate_grad") else args[_INPUTS]
+        try:
+            with ExitStack() as hooks:
+                for leaf in inputs:  # which may also be edges of the graph
+                    if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad:
+                        hooks.callback(leaf.register_hook(partial(self._returned, leaf)).remove)
+                return original(*args, **options)
+        except torch.OutOfMemoryError:
+            if torch._C._current_graph_task_id() == -1:
+                # A backward whose only node is the last that the queue takes out empties it.
+                with self._aside():
+                    ones = (torch.ones((), device="cpu"),)
+                    first = (self._first.result,)
+                    original(first, ones, True, False, (), allow_unreachable=True, accumulate_grad=True)
+            raise
 
 
 class _ProgramPosition(RunPosition):
@@ -117,6 +173,9 @@ class GpuStorages(Ledger):
     `allocate` is called with a storage and its size when an event gives it memory. It raises `torch.OutOfMemoryError`
     where there is none for it, after `refuse`.
     """
+
+    _running_line = staticmethod(lambda: None)
+    """It is far above PyTorch's own calls: looked up for large storages alone, by the program (`made_at`)."""
 
     def __init__(self, workspaces: Workspaces, allocate: Callable[[int, int], None]) -> None:
         self._turn = threading.RLock()
@@ -187,9 +246,9 @@ class GpuStorages(Ledger):
 
     def _follow_clues(self, func: Any, args: Any, result: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
-            variable = _parameter_of_first_gradient(func)
-            if variable is not None:
-                self.mark_gradient(variable, result)
+            node: Any = torch._C._current_autograd_node() if func in _KEEPING else None
+            if isinstance(node, _accumulating) and node.variable.grad is None:
+                self.mark_gradient(node.variable, result)
         elif _is_gradient_of_own_forward(func, args, result) and self._role_of(args[0]) == "parameter":
             self.mark(result, "gradient")
 
@@ -336,9 +395,8 @@ class GpuStorages(Ledger):
             sizes[event.storage] = sizes.get(event.storage, 0) + event.delta
         lasting = {reference.index for reference in self.live.values()}
         lasting |= {index for index in sizes if self.rows[index].role == "workspace"}
-        self._end_all(
-            [(index, size) for index, size in sizes.items() if size > 0 and index not in lasting], self.last_op
-        )
+        unfinished = [(index, size) for index, size in sizes.items() if size > 0 and index not in lasting]
+        self._end_all(unfinished, self.last_op)
 
     def sent(
         self, kind: CollectiveKind, size: int, ranks: int, before: int | None = None, group: int = -1, stream: int = 0
@@ -351,26 +409,12 @@ class GpuStorages(Ledger):
         """`lines` of the program made `storage`."""
         self.rows[storage].line = self._numbers.setdefault(lines, len(self._numbers))
 
-    def _running_line(self) -> None:
-        """Far above PyTorch's own calls: looked up for large storages alone, by the program (`made_at`)."""
-
     def storages(self, saved: Set[int]) -> tuple[Storage, ...]:
         """As the base class has them, with their streams."""
         storages = list(super().storages(saved))
         for index, stream in self.streams.items():
             storages[index] = storages[index]._replace(stream=stream)
         return tuple(storages)
-
-
-def _parameter_of_first_gradient(func: Any) -> torch.Tensor | None:
-    """Return the tensor whose first gradient the running op keeps as its ``.grad``; `None` if it does not."""
-    if func not in _KEEPING:
-        return None
-    node: Any = torch._C._current_autograd_node()
-    if not isinstance(node, _accumulating):
-        return None
-    variable: torch.Tensor = node.variable
-    return variable if variable.grad is None else None
 
 
 def _is_gradient_of_own_forward(func: Any, args: Any, result: Any) -> bool:

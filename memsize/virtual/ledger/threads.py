@@ -7,8 +7,7 @@ thread that outlives the region is left with a mode that does nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Self
@@ -41,32 +40,21 @@ class Threads:
         original: Any = threading.Thread.start
 
         def start(thread: threading.Thread) -> None:
-            assign(thread, "run", self._followed_run(thread))
+            assign(thread, "run", partial(copy_context().run, self._follow, thread, thread.run))
             original(thread)
 
         return threading.Thread, "start", start
 
-    def _followed_run(self, thread: threading.Thread) -> Callable[[], None]:
-        run, context = thread.run, copy_context()
-
-        def followed() -> None:
-            try:
-                with self._followed():
-                    run()
-            except BaseException:
-                if self.is_open:
-                    raise  # else the program is over, and its GPU is gone
-            finally:
-                assign(thread, "run", MISSING)  # a cycle, which would keep what the thread holds
-
-        return partial(context.run, followed)
-
-    @contextmanager
-    def _followed(self) -> Iterator[None]:
+    def _follow(self, thread: threading.Thread, run: Callable[[], None]) -> None:
         ledger = self.ledger
-        hooks = saving(ledger.saved)
-        with ledger.in_thread(), hooks, _InThread(self), switched_on(self._semantics):
-            yield
+        try:
+            with ledger.in_thread(), saving(ledger.saved), _InThread(self), switched_on(self._semantics):
+                run()
+        except BaseException:
+            if self.is_open:
+                raise  # else the program is over, and its GPU is gone
+        finally:
+            assign(thread, "run", MISSING)  # a cycle, which would keep what the thread holds
 
 
 class _InThread(TorchDispatchMode):
