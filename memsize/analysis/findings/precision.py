@@ -43,8 +43,8 @@ def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
         return
     yield Finding(
         "wrapper-misreports",
-        "{names} in {layers}: {stored} are stored, as {dtypes}, where PyTorch says {said}. A summary asks "
-        "for the dtype that the wrapper stands for, not for what it holds.",
+        "{names} in {layers} store {stored}, as {dtypes}, while PyTorch reports {said}. A summary reads the dtype "
+        "that the wrapper reports, not the one that it stores.",
         {
             "names": tuple(dict.fromkeys(tensor.wrapper or tensor.kind for tensor in wrong)),
             "stored": Bytes(bytes_of(wrong)),
@@ -54,7 +54,7 @@ def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
         },
         bytes=bytes_of(wrong),
         layers=layers_of(wrong),
-        brief="{names} store {stored}, as {dtypes}, where PyTorch says {said}.",
+        brief="{names} store {stored}, as {dtypes}, while PyTorch reports {said}.",
     )
 
 
@@ -63,7 +63,7 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
     stored = evidence.stored
     if not stored.parameters:
         return
-    texts = [f"{r.tool} says {r.parameter_bytes / 1e6:,.2f} MB of the model as it is" for r in evidence.readings]
+    texts = [f"{r.tool} reports {r.parameter_bytes / 1e6:,.2f} MB for the model as it is" for r in evidence.readings]
     values: dict[str, object] = {
         "bytes": Bytes(stored.parameter_bytes),
         "parameters": stored.parameters,
@@ -73,12 +73,12 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
     if stored.parameter_bytes != stored.parameters * 4:
         yield Finding(
             "summary-assumes-4-bytes",
-            "The parameters are stored in {each} bytes each, {bytes} in all. A summary that prints {printed} "
+            "The parameters take {each} bytes each, {bytes} in all. A summary that prints {printed} "
             "MB assumes 4 bytes for each of the {parameters} parameters, whatever their dtype, as torchsummary "
             "does{others}.",
             values | {"each": f"{stored.parameter_bytes / stored.parameters:.3g}"},
             bytes=stored.parameter_bytes,
-            brief="The parameters take {each} bytes each, {bytes} in all; a summary that says {printed} assumes 4 "
+            brief="The parameters take {each} bytes each, {bytes} in all; a summary that prints {printed} MB assumes 4 "
             "bytes per parameter.",
         )
         return
@@ -88,13 +88,13 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
     halved = half.parameter_bytes * 2 == stored.parameter_bytes
     yield Finding(
         "summary-assumes-4-bytes",
-        "Casting to fp16 or bf16 does shrink the parameters, {bytes} → {half}. A summary that still prints "
+        "Casting to fp16 or bf16 shrinks the parameters, {bytes} → {half}. A summary that still prints "
         "{printed} MB afterwards assumes 4 bytes for each of the {parameters} parameters, whatever their dtype, "
         "as torchsummary does{others}.",
         values | {"half": Bytes(half.parameter_bytes)},
         bytes=stored.parameter_bytes - half.parameter_bytes,
         brief=f"Casting to fp16 or bf16 {'halves' if halved else 'shrinks'} the parameters, {{bytes}} → {{half}}; a "
-        "summary that still says {printed} assumes 4 bytes per parameter.",
+        "summary that still prints {printed} MB assumes 4 bytes per parameter.",
     )
 
 
@@ -110,11 +110,11 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
     if crossing is not None and crossing.batch is None:
         pays = " With this input autocast needs more memory than float32 at every batch size."
     elif crossing is not None and crossing.batch != 1:
-        pays = " Autocast needs less memory than float32 from batch {batch} on."
+        pays = " Autocast needs less memory than float32 at batch sizes of {batch} and above."
     yield Finding(
         "amp-keeps-fp32-parameters",
-        "Autocast casts no parameter: parameters ({bytes}), their gradients and the optimizer state stay float32, and "
-        "each forward adds {cast} of {dtype} copies.",
+        "Autocast leaves the parameters ({bytes}), their gradients and the optimizer state in float32, and each "
+        "forward adds {cast} of {dtype} copies.",
         {
             "bytes": Bytes(totals.parameter_bytes),
             "cast": Bytes(totals.cast_bytes),
@@ -139,17 +139,18 @@ def _amp_crossover(crossing: Crossover) -> Finding:
         "batch": crossing.batch,
         "before": (crossing.batch or 1) - 1,
     }
-    shown = "at batch {start} autocast keeps {amp} for backward and float32 {fp32}"
+    shown = "at batch {start} autocast keeps {amp} for backward, float32 {fp32}"
     if crossing.batch is None:
         text = (
-            f"With this input there is no batch size from which autocast keeps less than float32: {shown}, "
-            "and one more sample adds {amp_sample} to {fp32_sample}."
+            f"With this input autocast keeps more than float32 at every batch size: {shown}, "
+            "and each further sample adds {amp_sample} instead of {fp32_sample}."
         )
     elif crossing.batch == 1:
         text = f"With this input autocast keeps less than float32 at every batch size: {shown}."
     else:
         text = (
-            "With this input autocast keeps more than float32 up to batch {before} and less from batch {batch} on: "
+            "With this input autocast keeps more than float32 up to batch {before} and less at batch {batch} and "
+            "above: "
             f"{shown}."
         )
     return Finding("amp-crossover", text, values, bytes=crossing.second - crossing.first)

@@ -33,7 +33,7 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
             continue
         yield Finding(
             "quantization-leaves-layers",
-            "{name} shrinks {done} to {small} and does not convert {left} ({reason}): {size} stay {dtypes}.",
+            "{name} shrinks {done} to {small} and does not convert {left} ({reason}): {size} stay in {dtypes}.",
             {
                 "name": name,
                 "done": layers_of(done),
@@ -45,7 +45,7 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
             },
             bytes=size,
             layers=tuple(skipped),
-            brief="{name} does not convert {left}: {size} stay {dtypes}.",
+            brief="{name} does not convert {left}: {size} stay in {dtypes}.",
         )
 
 
@@ -62,8 +62,8 @@ def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
             dtypes = tuple(dict.fromkeys(copy.dtype for copy in copies))
             yield Finding(
                 "quantized-weights-unpacked",
-                "{name} unpacks the weights of {layers} to {dtypes} before it multiplies, and what it keeps for "
-                "backward includes these copies: {bytes}. Inference frees them one by one.",
+                "{name} unpacks the weights of {layers} to {dtypes} for each product and keeps these copies for "
+                "backward: {bytes}. Inference frees them one by one.",
                 {"name": name, "layers": layers, "dtypes": dtypes, "bytes": Bytes(size)},
                 bytes=size,
                 layers=layers,
@@ -84,8 +84,8 @@ def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
             size = bytes_of(wide)
             yield Finding(
                 "low-bits-in-wide-containers",
-                "{name}: {count} weights have fewer than 8 bits each but are kept in 8-bit containers, {bytes} in all: "
-                "nothing is saved beyond int8.",
+                "{name} stores {count} weights of fewer than 8 bits in 8-bit containers, {bytes} in all, which saves "
+                "nothing beyond int8.",
                 {"name": name, "count": sum(tensor.elements for tensor in wide), "bytes": Bytes(size)},
                 bytes=size,
                 layers=layers_of(wide),
@@ -110,9 +110,8 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
     layers = tuple(dict.fromkeys(trace.layers[s.saved_by].path for s in between))
     yield Finding(
         "kept-by-functions",
-        "Functions keep {size} of {all} for backward; the table counts that in the modules that call them, {layers}: "
-        + shares
-        + rest,
+        "Functions keep {size} of the {all} for backward, which the table counts for the modules that call them, "
+        "{layers}: " + shares + rest,
         {
             "size": Bytes(size),
             "all": Bytes(all_saved),
@@ -137,8 +136,8 @@ def unregistered(evidence: Evidence) -> Iterator[Finding]:
         yield _about(
             hidden,
             "unregistered-tensors",
-            "Not registered: {names} ({bytes}). parameters(), state_dict(), .to() and .half() "
-            "do not see them; nn.ModuleList, nn.Parameter and register_buffer make them part of the model.",
+            "{names} ({bytes}) are not registered: parameters(), state_dict(), .to() and .half() do not see them. "
+            "nn.ModuleList, nn.Parameter and register_buffer make them part of the model.",
         )
 
 
@@ -152,8 +151,8 @@ def pruned(evidence: Evidence) -> Iterator[Finding]:
         extra = bytes_of(masks) + bytes_of(computed)
         yield Finding(
             "pruned-parameters-grow",
-            "Pruning makes the model larger, not smaller: beside each original weight stand a mask and the computed "
-            "weight, {extra} on top, in {layers}. torch.nn.utils.prune.remove makes it permanent and drops both.",
+            "Pruning makes the model larger: it adds a mask and the computed weight to each original weight, {extra} "
+            "in all, in {layers}. torch.nn.utils.prune.remove makes it permanent and drops both.",
             {"extra": Bytes(extra), "layers": layers_of(masks)},
             bytes=extra,
             layers=layers_of(masks),
@@ -173,8 +172,7 @@ def without_gradient(evidence: Evidence) -> Iterator[Finding]:
         yield _about(
             cut,
             "no-gradient-flows",
-            "Used, but out of reach of any gradient: {names} ({bytes}), read through .data or detach, or "
-            "under no_grad.",
+            "{names} ({bytes}) are used but get no gradient: they are read through .data or detach, or under no_grad.",
         )
 
 
@@ -185,9 +183,10 @@ def tied(evidence: Evidence) -> Iterator[Finding]:
         saved = sum(tensor.reported_bytes for tensor in ties)
         yield Finding(
             "tied-parameters",
-            "Tied: {names} with {owners}. What they share is stored and counted once, which saves {saved}.",
+            "{names} {verb} tied to {owners}: the shared bytes are stored and counted once, which saves {saved}.",
             {
                 "names": tuple(tensor.name for tensor in ties),
+                "verb": "is" if len(ties) == 1 else "are",
                 "owners": tuple(dict.fromkeys(str(tensor.tied_to) for tensor in ties)),
                 "saved": Bytes(saved),
             },
@@ -213,7 +212,7 @@ def what_halving_cannot_halve(evidence: Evidence) -> Iterator[Finding]:
     fixed = [t for t in buffers if t.bytes >= 1024]
     inputs = [i for i in evidence.as_given.inputs if "float" not in i.spec.dtype]
     parts = ["integer buffers ({buffers})"] if fixed else []
-    parts += ["inputs that are not floating ({inputs}: {names})"] if inputs else []
+    parts += ["inputs of integers ({inputs}: {names})"] if inputs else []
     if parts:
         input_bytes = sum(i.bytes for i in inputs)
         yield Finding(
@@ -238,7 +237,7 @@ def norms_kept_in_fp32(evidence: Evidence) -> Iterator[Finding]:
     half = sum(t.elements for t in trace.tensors if t.spec.dtype == "float16" and t.trainable and not t.tied_to)
     yield Finding(
         "apex-o2-keeps-master-weights",
-        "apex O2 stores float16 weights but its optimizer holds {master} of float32 master weights as well"
+        "apex O2 stores float16 weights, but its optimizer adds {master} of float32 master weights"
         + (", and batch norms stay float32 ({kept})." if float32 else "."),
         {"master": Bytes(half * 4), "kept": Bytes(bytes_of(float32))},
         bytes=half * 4,
@@ -253,7 +252,7 @@ def buffers(evidence: Evidence) -> Iterator[Finding]:
     if size and size * 100 >= parameters:
         yield Finding(
             "buffers-count-too",
-            "Buffers take {bytes} beside the parameters; torchsummary and torchinfo do not count them.",
+            "Buffers take {bytes} in addition to the parameters; torchsummary and torchinfo do not count them.",
             {"bytes": Bytes(size)},
             bytes=size,
             layers=layers_of(tensors),
@@ -263,7 +262,7 @@ def buffers(evidence: Evidence) -> Iterator[Finding]:
 @RULES.rule("summary-counts-differently")
 def torchinfo_counts_differently(evidence: Evidence) -> Iterator[Finding]:
     ours, tensors = evidence.stored.parameters, evidence.parameters
-    reason = "it adds up the layers that it saw called"
+    reason = "it adds up the layers that were called"
     if any(tensor.kind == "packed" for tensor in tensors):
         reason = "it does not see packed weights"
     elif any(tensor.tied_to for tensor in tensors):
@@ -273,7 +272,7 @@ def torchinfo_counts_differently(evidence: Evidence) -> Iterator[Finding]:
     for reading in evidence.readings:
         if reading.parameters != ours:
             values = {"tool": reading.tool, "theirs": reading.parameters, "ours": ours, "reason": reason}
-            text = "{tool} counts {theirs} parameters where {ours} are stored: {reason}."
+            text = "{tool} counts {theirs} parameters, the model stores {ours}: {reason}."
             yield Finding("summary-counts-differently", text, values)
 
 

@@ -38,7 +38,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
     largest = [(role, size) for role, size in peak.roles.items() if size * 20 >= peak.requested][:4]
     spread = evidence.spread
     how, among = (" and {parallel}", " on one of {gpus} GPUs") if spread else ("", "")
-    shares = ", ".join(f"{role} {{r{number}}}" for number, (role, _) in enumerate(largest))
+    shares = ", ".join(f"{noun(role)} {{r{number}}}" for number, (role, _) in enumerate(largest))
     fits = "may not fit on" if peak.shortage else "fits on"
     fits = "does not fit on" if peak.shortage and peak.shortage.certain else fits
     yield Finding(
@@ -112,11 +112,11 @@ def _bytes_of_roles(peak: GpuEstimate, roles: Iterable[Role]) -> int:
 
 def _advice(peak: GpuEstimate) -> str:
     if peak.peak_phase == "optimizer":
-        return "The update's temporaries take {temporary} of it at any batch size: a fused optimizer has none."
+        return "The update's temporaries take {temporary} of it at any batch size; a fused optimizer has none."
     if _bytes_of_roles(peak, PER_PARAMETER) * 2 > peak.requested:
         return "Parameters, gradients and optimizer state take {states} of it at any batch size."
     if _bytes_of_roles(peak, FIXED) * 2 > peak.requested:
-        return "{constant} of it, mostly {main}, do not depend on the batch size."
+        return "{constant} of it is independent of the batch size, mostly {main}."
     return "Most of it grows with the batch."
 
 
