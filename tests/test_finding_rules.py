@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from memsize import Finding, Trace
-from memsize.analysis.findings import layout, precision, structure, training
+from memsize.analysis.findings import layout, precision, report_rules, training
 from memsize.analysis.findings.evidence import Crossover, Evidence
-from memsize.analysis.findings.report_rules import RULES
 from memsize.records.trace import InputTensor, Layer, Storage, StoredPart, StoredTensor, TensorSpec, ToolReport
 from tests.records import Audit, Copy, GpuEstimate, Interval, LayerFormats, Loss, Run, Shortage, layer, spec, stored
 
@@ -221,15 +220,15 @@ def test_low_bits_in_wide_containers() -> None:
     wide = wrapped("a.weight", "float32", ("qdata", "int8", (64, 64), 4096))
     scale = StoredPart("scale", spec("float32", 64), 256)
     named = replace(wide, wrapper="IntxUnpackedToInt8Tensor", parts=(*wide.parts, scale))
-    finding = one(structure.low_bits_in_wide_containers, Evidence(trace(named)))
+    finding = one(report_rules.low_bits_in_wide_containers, Evidence(trace(named)))
     assert (finding.bytes, finding.layers, finding.values["count"]) == (4096, ("a",), 4096)
     assert finding.text().startswith("as-given stores 4,096 weights of fewer than 8 bits in 8-bit")
-    assert not list(structure.low_bits_in_wide_containers(Evidence(trace(wide))))
+    assert not list(report_rules.low_bits_in_wide_containers(Evidence(trace(wide))))
     packed = replace(named, parts=(StoredPart("qdata", spec("uint8", 64, 32), 2048),))
-    assert not list(structure.low_bits_in_wide_containers(Evidence(trace(packed))))
+    assert not list(report_rules.low_bits_in_wide_containers(Evidence(trace(packed))))
     runs = {"torchao:X": trace(named), "fp32": trace(named)}
     evidence = Evidence(trace(wide), runs, skipped_layers={"torchao:X": {}, "torchao:Y": {}})
-    assert one(structure.low_bits_in_wide_containers, evidence).values["name"] == "torchao:X"
+    assert one(report_rules.low_bits_in_wide_containers, evidence).values["name"] == "torchao:X"
 
 
 def test_what_a_quantization_leaves() -> None:
@@ -240,7 +239,7 @@ def test_what_a_quantization_leaves() -> None:
     buffer = stored("c.mean", "float32", 8, kind="buffer")
     run = trace(done, packed, kept, also, buffer, stored("d.weight", "float16", 10, 10, tied_to="b.weight"))
     left = {"b": "too small", "c": "too small", "e": "no Linear"}
-    finding = one(structure.quantization_leaves_layers, Evidence(run, {"int8": run}, skipped_layers={"int8": left}))
+    finding = one(report_rules.quantization_leaves_layers, Evidence(run, {"int8": run}, skipped_layers={"int8": left}))
     assert (finding.bytes, finding.layers) == (200 + 120, ("b", "c", "e"))
     assert finding.values["done"] == ("a", "p")
     assert finding.values["small"] == 4096 + 100
@@ -250,7 +249,7 @@ def test_what_a_quantization_leaves() -> None:
         Evidence(run, {"int8": run}, skipped_layers={"int8": {}}),
         Evidence(run, {"int8": trace(kept)}, skipped_layers={"int8": left}),
     ):
-        assert not list(structure.quantization_leaves_layers(evidence))
+        assert not list(report_rules.quantization_leaves_layers(evidence))
 
 
 def test_copies_of_quantized_weights_that_are_kept() -> None:
@@ -268,11 +267,11 @@ def test_copies_of_quantized_weights_that_are_kept() -> None:
     )
     layers = (layer("", "Net", leaf=False), layer("a", "Linear"), layer("b", "Linear"))
     run = replace(trace(weight, stored("b.weight", "float32", 64, 64), layers=layers), storages=copies)
-    finding = one(structure.quantized_weights_unpacked, Evidence(run, {"int8": run}, skipped_layers={"int8": {}}))
+    finding = one(report_rules.quantized_weights_unpacked, Evidence(run, {"int8": run}, skipped_layers={"int8": {}}))
     assert (finding.bytes, finding.layers, finding.values["dtypes"]) == (16_384, ("a",), ("float32",))
     assert finding.text("B").startswith("int8 unpacks the weights of a to float32 for each product")
     for evidence in (Evidence(run), Evidence(run, {"int8": run}), Evidence(run, {"int8": trace(weight)}, {"int8": {}})):
-        assert not list(structure.quantized_weights_unpacked(evidence))
+        assert not list(report_rules.quantized_weights_unpacked(evidence))
 
 
 def between(*kept: tuple[int, str, int, int]) -> Evidence:
@@ -287,7 +286,7 @@ def between(*kept: tuple[int, str, int, int]) -> Evidence:
 def test_what_functions_keep_is_told_line_by_line() -> None:
     """Of 1,000 kept bytes 600 and 300 are kept in the model itself, at two lines; a layer keeps the others."""
     evidence = between((500, "relu", 0, 1), (100, "mul", 0, 1), (300, "addmm", 0, 0), (100, "relu", 1, 0))
-    finding = one(structure.kept_by_functions, evidence)
+    finding = one(report_rules.kept_by_functions, evidence)
     assert (finding.bytes, finding.layers) == (900, ("",))
     assert finding.text("B") == (
         "Functions keep 900 B of the 1,000 B for backward, which the table counts for the modules that call them, "
@@ -297,14 +296,14 @@ def test_what_functions_keep_is_told_line_by_line() -> None:
 
 def test_little_that_functions_keep_is_not_told() -> None:
     """99 of 1,000 bytes are below a tenth, 100 are not."""
-    assert list(structure.kept_by_functions(between((100, "relu", 0, 1), (900, "relu", 1, 0))))
-    assert not list(structure.kept_by_functions(between((99, "relu", 0, 1), (901, "relu", 1, 0))))
+    assert list(report_rules.kept_by_functions(between((100, "relu", 0, 1), (900, "relu", 1, 0))))
+    assert not list(report_rules.kept_by_functions(between((99, "relu", 0, 1), (901, "relu", 1, 0))))
 
 
 @pytest.mark.parametrize(("elements", "told"), [(127, False), (128, True)])
 def test_integer_buffers_are_told_from_1024_bytes(elements: int, told: bool) -> None:
     given = trace(stored("a.index", "int64", elements, kind="buffer"))
-    found = list(structure.what_halving_cannot_halve(Evidence(given)))
+    found = list(report_rules.what_halving_cannot_halve(Evidence(given)))
     assert bool(found) == told
     if told:
         assert (found[0].bytes, found[0].layers) == (1024, ("a",))
@@ -317,12 +316,12 @@ def test_halving_leaves_integer_inputs() -> None:
     table = stored("a.index", "int64", 128, kind="buffer")
     floating = stored("a.mean", "float32", 1024, kind="buffer")
     weight = stored("a.weight", "int64", 1024)
-    finding = one(structure.what_halving_cannot_halve, Evidence(trace(table, floating, weight, inputs=(ids, image))))
+    finding = one(report_rules.what_halving_cannot_halve, Evidence(trace(table, floating, weight, inputs=(ids, image))))
     assert finding.bytes == 1024 + 40
     assert finding.text("B") == (
         "Halving cannot halve integer buffers (1,024 B) and inputs of integers (40 B: ids int64[1,5])."
     )
-    assert not list(structure.what_halving_cannot_halve(Evidence(trace(floating, inputs=(image,)))))
+    assert not list(report_rules.what_halving_cannot_halve(Evidence(trace(floating, inputs=(image,)))))
 
 
 def test_apex_o2_holds_master_weights() -> None:
@@ -334,12 +333,12 @@ def test_apex_o2_holds_master_weights() -> None:
         stored("norm.mean", "float32", 8, kind="buffer"),
         stored("x.table", "float32", 50, kind="attribute"),
     )
-    finding = one(structure.norms_kept_in_fp32, Evidence(run, {"apex-O2": run}))
+    finding = one(report_rules.norms_kept_in_fp32, Evidence(run, {"apex-O2": run}))
     assert (finding.bytes, finding.layers, finding.values["kept"]) == (400, ("norm",), 64)
     assert finding.text("B").endswith("400 B of float32 master weights, and batch norms stay float32 (64 B).")
     bare = trace(stored("a.weight", "float16", 100))
-    assert one(structure.norms_kept_in_fp32, Evidence(bare, {"apex-O2": bare})).text("B").endswith("master weights.")
-    assert not list(structure.norms_kept_in_fp32(Evidence(run, {"apex-O1": run})))
+    assert one(report_rules.norms_kept_in_fp32, Evidence(bare, {"apex-O2": bare})).text("B").endswith("master weights.")
+    assert not list(report_rules.norms_kept_in_fp32(Evidence(run, {"apex-O1": run})))
 
 
 # --- the peak of a step
@@ -501,10 +500,10 @@ def test_tied_parameters() -> None:
         stored("tail.weight", "float32", 10, tied_to="embed.weight"),
         stored("tail.mean", "float32", 10, kind="buffer", tied_to="norm.mean"),
     )
-    finding = one(structure.tied, Evidence(given))
+    finding = one(report_rules.tied, Evidence(given))
     assert (finding.bytes, finding.layers) == (80, ("head", "tail"))
     assert finding.values["owners"] == ("embed.weight",)
-    assert not list(structure.tied(Evidence(trace(stored("a.weight", "float32", 1)))))
+    assert not list(report_rules.tied(Evidence(trace(stored("a.weight", "float32", 1)))))
 
 
 def test_unused_parameters() -> None:
@@ -515,9 +514,9 @@ def test_unused_parameters() -> None:
         stored("d.weight", "float32", 0, used=False),
         stored("e.mean", "float32", 10, kind="buffer", used=False),
     )
-    finding = one(structure.unused, Evidence(given))
+    finding = one(report_rules.unused, Evidence(given))
     assert (finding.bytes, finding.values["names"]) == (40, ("a.weight",))
-    assert not list(structure.unused(Evidence(trace(stored("b.weight", "float32", 10)))))
+    assert not list(report_rules.unused(Evidence(trace(stored("b.weight", "float32", 10)))))
 
 
 def test_computed_weights_are_not_taken_for_forgotten_ones() -> None:
@@ -531,12 +530,12 @@ def test_computed_weights_are_not_taken_for_forgotten_ones() -> None:
         stored("c.weight_v", "float32", 30),
         stored("d.attention_mask", "float32", 40, kind="buffer"),
     )
-    finding = one(structure.unregistered, Evidence(given))
+    finding = one(report_rules.unregistered, Evidence(given))
     assert (finding.bytes, finding.values["names"]) == (40, ("a.table",))
     # A mask of 80 B and the computed weights of 80 and 120 B
-    pruned = one(structure.pruned, Evidence(given))
+    pruned = one(report_rules.pruned, Evidence(given))
     assert (pruned.bytes, pruned.layers) == (80 + 80 + 120, ("b",))
-    assert not list(structure.pruned(Evidence(trace(stored("d.attention_mask", "float32", 40, kind="buffer")))))
+    assert not list(report_rules.pruned(Evidence(trace(stored("d.attention_mask", "float32", 40, kind="buffer")))))
 
 
 def test_parameters_out_of_reach_of_gradients() -> None:
@@ -548,22 +547,22 @@ def test_parameters_out_of_reach_of_gradients() -> None:
         stored("e.weight", "float32", 10, differentiable=None),
         stored("f.weight", "float32", 10, differentiable=False, tied_to="b.weight"),
     )
-    finding = one(structure.without_gradient, Evidence(trace(reached, cut, *others)))
+    finding = one(report_rules.without_gradient, Evidence(trace(reached, cut, *others)))
     assert (finding.bytes, finding.layers) == (80, ("b",))
-    assert not list(structure.without_gradient(Evidence(trace(cut, *others))))
-    assert not list(structure.without_gradient(Evidence(trace(reached, *others))))
+    assert not list(report_rules.without_gradient(Evidence(trace(cut, *others))))
+    assert not list(report_rules.without_gradient(Evidence(trace(reached, *others))))
 
 
 @pytest.mark.parametrize(("parameters", "told"), [(2500, True), (2501, False)])
 def test_buffers_are_told_from_a_hundredth_of_the_parameters(parameters: int, told: bool) -> None:
     # 25 elements are 100 B; of 2,500 elements (10,000 B) that is a hundredth
     given = trace(stored("a.weight", "float32", parameters), stored("a.mean", "float32", 25, kind="buffer"))
-    found = list(structure.buffers(Evidence(given)))
+    found = list(report_rules.buffers(Evidence(given)))
     assert [(finding.bytes, finding.layers) for finding in found] == ([(100, ("a",))] if told else [])
 
 
 def test_no_buffers_are_no_finding() -> None:
-    assert not list(structure.buffers(Evidence(trace())))
+    assert not list(report_rules.buffers(Evidence(trace())))
 
 
 @pytest.mark.parametrize(
@@ -580,7 +579,7 @@ def test_no_buffers_are_no_finding() -> None:
 )
 def test_why_another_summary_counts_differently(tensors: tuple[StoredTensor, ...], reason: str) -> None:
     evidence = Evidence(trace(*tensors), readings=(ToolReport("torchinfo", 7, 28), ToolReport("Lightning", 10, 40)))
-    finding = one(structure.torchinfo_counts_differently, evidence)
+    finding = one(report_rules.torchinfo_counts_differently, evidence)
     assert finding.text().startswith("torchinfo counts 7 parameters, the model stores 10:")
     assert reason in finding.text()
     assert finding.bytes is None
@@ -593,7 +592,7 @@ def test_the_order_of_findings_is_that_of_their_weight() -> None:
         stored("b.mean", "float32", 100, kind="buffer"),
         stored("b.table", "float32", 100, kind="attribute"),
     )
-    codes = [finding.code for finding in RULES.findings(Evidence(given, buckets=(1, True)))]
+    codes = [finding.code for finding in report_rules.RULES.findings(Evidence(given, buckets=(1, True)))]
     assert codes == [
         "mixed-dtypes",
         "summary-assumes-4-bytes",

@@ -26,10 +26,9 @@ from torch.utils.checkpoint import checkpoint
 import memsize
 from memsize import AllocatorConfig, Finding, Fit, Gpu, ModelRequest, Trace, Training, api
 from memsize.analysis.findings.fit import FitEvidence, what_binds, what_fits_on_the_others
-from memsize.analysis.fit.crossovers import FARTHEST, activations_outweigh, first_size, peak_has_left_the_optimizer
 from memsize.analysis.fit.footprint import Footprint, Forecast, limit_of, replay_with_capacity
-from memsize.analysis.fit.generation_runs import GenerationRunCache
-from memsize.analysis.fit.run_cache import RunCache, RunVariant
+from memsize.analysis.fit.results import FARTHEST, activations_outweigh, first_size, peak_has_left_the_optimizer
+from memsize.analysis.fit.run_cache import GenerationRunCache, RunCache, RunVariant
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.cli import run
 from memsize.errors import ForwardError, InputError
@@ -244,7 +243,7 @@ def test_a_replay_that_is_known_is_that_of_the_capacity(fixed: int, varying: lis
 def test_a_forecast_from_two_runs_is_exact_on_a_line(a: int, b: int, first: int, more: int, size: int) -> None:
     runs = [footprint(n, 1000, [a * n + b]) for n in (first, first + more)]
     forecast = Forecast(runs)
-    assert tuple(forecast.pairs(size)) == footprint(size, 1000, [a * size + b]).pairs
+    assert tuple(forecast.flow(size)) == tuple(footprint(size, 1000, [a * size + b]).flow)
     assert forecast.requested(size) == 1000 + a * size + b
 
 
@@ -965,8 +964,8 @@ def test_the_crossovers() -> None:
                 holds(size - 1)
 
     check("crossing-autocast", lambda n: runs["amp-bf16"](n).requested < runs["fp32"](n).requested)
-    check("crossing-activations", lambda n: activations_outweigh((run := runs["fp32"](n)).trace, run.pairs))
-    check("crossing-peak", lambda n: peak_has_left_the_optimizer((run := runs["fp32"](n)).trace, run.pairs))
+    check("crossing-activations", lambda n: activations_outweigh((run := runs["fp32"](n)).trace, run.flow))
+    check("crossing-peak", lambda n: peak_has_left_the_optimizer((run := runs["fp32"](n)).trace, run.flow))
 
 
 def trials_of(scenario: str) -> Callable[[int], Footprint]:

@@ -14,7 +14,7 @@ from torch import nn
 import memsize
 from memsize import Parallel, Trace, World
 from memsize.analysis.findings.fit import FitEvidence, gpus_needed
-from memsize.analysis.fit.fit_rows import likely_size
+from memsize.analysis.fit.results import likely_size
 from memsize.cli import run
 from memsize.documents import document
 from memsize.documents.fit import overview_table, size_bars

@@ -31,7 +31,8 @@ import torch
 
 from memsize import Report, Trace, cli
 from memsize.analysis import compare
-from memsize.analysis.findings import explanation, fit, generation, layout, program, report_rules, sweep
+from memsize.analysis.explain import explanation
+from memsize.analysis.findings import fit, generation, layout, program, report_rules, sweep
 from memsize.checkpoints import findings as checkpoint
 from memsize.cli.working import Session
 from memsize.documents.report import layer_table

@@ -319,33 +319,8 @@ def pickled_code(inspection: Inspection) -> Iterator[Finding]:
     if contents.classes:
         yield Finding(
             "code-in-pickle",
-            "The pickle names {names} beside tensors: torch.load(weights_only=True) refuses that unless it is allowed, "
-            "and weights_only=False would import and call it.",
+            "The pickle names {names} beside tensors: torch.load(weights_only=True) refuses that unless it is "
+            "allowed, and weights_only=False would import and call it.",
             {"names": contents.classes},
             layers=contents.classes,
-        )
-
-
-@RULES.rule("compressed-records")
-def compressed(inspection: Inspection) -> Iterator[Finding]:
-    """Records that a general-purpose tool compressed."""
-    size = inspection.contents.compressed
-    if size > 0:
-        text = "The records are compressed: in memory the tensors take {bytes} more, and mmap fails."
-        yield Finding("compressed-records", text, {"bytes": Bytes(size)}, bytes=size)
-
-
-@RULES.rule("overhead")
-def overhead(inspection: Inspection) -> Iterator[Finding]:
-    """A file that is mostly not tensor data."""
-    files = inspection.contents.files
-    size = sum(file.bytes_for("padding") + file.bytes_for("headers") + file.bytes_for("pickle") for file in files)
-    count = len(inspection.contents.tensors)
-    if size >= 0.1 * inspection.size and size >= 2**16:
-        yield Finding(
-            "overhead",
-            "Padding, headers and pickled objects take {bytes}, {share} of the file: it has {count} tensors, many of "
-            "them small.",
-            {"bytes": Bytes(size), "share": inspection.share(size), "count": count},
-            bytes=size,
         )

@@ -83,6 +83,11 @@ class _Sentence(Formatter):
         return str(value)
 
 
+def sizes(**counts: int | None) -> dict[str, object]:
+    """Byte figures among the values of a finding; a figure that is missing is 0."""
+    return {name: Bytes(count or 0) for name, count in counts.items()}
+
+
 def join_names(names: tuple[object, ...]) -> str:
     """Names as a phrase: ``a``, ``a and b``, ``a, b and c``, ``a, b and 14 more``; with commas in some of them
     ``a; b, c; and 14 more``. The model's own path is empty.

@@ -1,16 +1,17 @@
-"""A snapshot explained: which moment matters, what was alive then, where it was made, and what the allocator held."""
+"""A snapshot explained: which moment matters, what was alive then, where it was made, what the allocator held; and the
+findings: why memory ran out, what most of it was, and whether it was fragmented.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from memsize.analysis.explain.history import Category, History, Life, categories, python_calls
 from memsize.analysis.explain.snapshot_file import Segment, Snapshot, read_snapshot
-from memsize.analysis.findings.explanation import RULES
 from memsize.analysis.step import StepTrace
 from memsize.errors import InputError
 from memsize.records.explanation import (
@@ -23,11 +24,14 @@ from memsize.records.explanation import (
     Place,
     Predicted,
     Reserved as ReservedBytes,
+    category_noun,
 )
+from memsize.records.finding import Finding, Rules, sizes
 from memsize.records.gpu import GpuEstimate
 from memsize.records.program import ProgramRun
 from memsize.records.report import Report
 from memsize.records.roles import ROLES
+from memsize.units import Bytes, signed_share
 
 _MOST_CALLS: Final = 24
 """Calls of a stack that are kept; those around them start the program."""
@@ -38,7 +42,7 @@ def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None
 
     Of several GPUs it is the one that ran out of memory, else the one that holds most, unless `device` is given.
     """
-    prediction = None if beside is None else predicted(beside)
+    named, estimate = (None, None) if beside is None else predicted(beside)
     snapshot = read_snapshot(path)
     number = _chosen(snapshot) if device is None else device
     entries = snapshot.histories[number] if 0 <= number < len(snapshot.histories) else ()
@@ -55,12 +59,12 @@ def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None
         requested=sum(life.bytes for life, _ in live),
         reserved_then=history.reserved_at(last),
         line=None if moment == "end" else history.summary(history.entries[last].stack).line,
-        alive=tuple(_alive(live, prediction.estimate if prediction else None)),
+        alive=tuple(_alive(live, estimate)),
         places=tuple(_places(history, live)),
         reserved=_reserved(history.segments),
         failed=_failed(history),
         entries=len(history.entries),
-        predicted=prediction.named if prediction else None,
+        predicted=named,
         notes=tuple(_notes(snapshot, number, history)),
     )
     return replace(explanation, findings=RULES.findings(explanation))
@@ -151,11 +155,9 @@ def _alive(live: Iterable[tuple[Life, Category]], estimate: GpuEstimate | None) 
         total = categories.get(name, Alive(name, bytes=0, blocks=0, how=how))
         weakest = max(total.how, how, key=_CERTAINTY.index)
         categories[name] = total._replace(bytes=total.bytes + life.bytes, blocks=total.blocks + 1, how=weakest)
-    if estimate is not None:
-        for role, size in estimate.roles.items():
-            categories[role] = categories.get(role, Alive(role, bytes=0, blocks=0, how="unknown"))._replace(
-                predicted=size
-            )
+    for role, size in estimate.roles.items() if estimate else ():
+        of_role = categories.get(role, Alive(role, bytes=0, blocks=0, how="unknown"))
+        categories[role] = of_role._replace(predicted=size)
     return [categories[name] for name in (*ROLES, *UNKNOWN) if name in categories]
 
 
@@ -178,12 +180,7 @@ def _notes(snapshot: Snapshot, number: int, history: History) -> Iterable[str]:
         )
 
 
-class _Prediction(NamedTuple):
-    named: Predicted
-    estimate: GpuEstimate
-
-
-def predicted(answer: Any) -> _Prediction:
+def predicted(answer: Any) -> tuple[Predicted, GpuEstimate]:
     """The peak that a saved run predicts; raises `InputError` for a run that predicts none."""
     match answer:
         case StepTrace():
@@ -199,5 +196,103 @@ def predicted(answer: Any) -> _Prediction:
                 f"this saved {getattr(answer, 'kind', 'run')} predicts no peak: save memsize run, memsize timeline, or "
                 "memsize report --train"
             )
-    named = Predicted(model, scenario=scenario, requested=estimate.requested, reserved=estimate.reserved)
-    return _Prediction(named, estimate)
+    return Predicted(model, scenario=scenario, requested=estimate.requested, reserved=estimate.reserved), estimate
+
+
+# -- findings ----------------------------------------------------------------------------------------------------------
+
+RULES: Final = Rules[Explanation]()
+_WORTH_TELLING: Final = 0.05
+"""The part of what is alive, or reserved, from which on something is told."""
+
+
+@RULES.rule("snapshot-out-of-memory", "snapshot-peak", "snapshot-end")
+def _what_happened(explanation: Explanation) -> Iterator[Finding]:
+    failed, line = explanation.failed, explanation.line
+    values = sizes(requested=explanation.requested, reserved=explanation.reserved_then) | {"line": line}
+    if failed is not None:
+        text = (
+            "Out of memory{at}: PyTorch requested {bytes}, {free} were free on the GPU. Tensors held {requested} of "
+            "the {reserved} that PyTorch had reserved."
+        )
+        text += " It was the last of {times} failed requests." if failed.times > 1 else ""
+        values |= {"at": f" at {failed.line}" if failed.line else ""}
+        values |= sizes(bytes=failed.bytes, free=failed.free) | {"times": failed.times}
+        yield Finding("snapshot-out-of-memory", text, values, bytes=failed.bytes)
+    elif explanation.moment == "peak":
+        text = "The peak of the recorded history was {requested}{at}; {left} were alive at the end."
+        values |= {"at": f", at {line}" if line else "", "left": Bytes(explanation.reserved.requested)}
+        yield Finding("snapshot-peak", text, values, bytes=explanation.requested)
+    else:
+        before = ", the most so far" if explanation.entries else ""
+        text = f"Tensors held {{requested}} of {{reserved}} reserved when the snapshot was taken{before}."
+        yield Finding("snapshot-end", text, values, bytes=explanation.requested)
+
+
+@RULES.rule("snapshot-mostly")
+def _mostly(explanation: Explanation) -> Iterator[Finding]:
+    categories = [category for category in explanation.alive if category.category not in UNKNOWN and category.blocks]
+    most = max(categories, key=lambda category: category.bytes, default=None)
+    if most is None or most.bytes < explanation.requested * _WORTH_TELLING:
+        return
+    template = "The most bytes are in {noun}: {bytes} ({share:.0%}) in {blocks} blocks"
+    stack = next(category for category in explanation.places if category.category == most.category)
+    if stack.line is not None:
+        template += "; {here} of them were made at {line}" + (", in {function}" if stack.function else "")
+    values: dict[str, object] = {"noun": category_noun(most.category), "bytes": Bytes(most.bytes)}
+    values |= {"share": most.bytes / explanation.requested, "blocks": most.blocks, "here": Bytes(stack.bytes)}
+    values |= {"line": stack.line, "function": stack.function}
+    yield Finding("snapshot-mostly", template + ".", values, bytes=most.bytes)
+
+
+@RULES.rule("snapshot-fragmented", "snapshot-not-fragmented")
+def _fragmentation(explanation: Explanation) -> Iterator[Finding]:
+    reserved = explanation.reserved
+    free = reserved.pieces + reserved.cached
+    values = sizes(free=free, largest=reserved.largest, reserved=reserved.bytes)
+    if explanation.failed is not None:
+        wanted = explanation.failed.bytes
+        values |= {"wanted": Bytes(wanted)}
+        if reserved.largest < wanted <= free + explanation.failed.free:
+            template = (
+                "Fragmentation is the cause: {free} are free inside reserved segments, but the largest block is "
+                "{largest} and the request needs {wanted} in one piece. "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets PyTorch use them."
+            )
+            yield Finding("snapshot-fragmented", template, values, bytes=free)
+        elif free + explanation.failed.free < wanted:
+            template = "Fragmentation is not the cause: only {free} are free inside reserved segments."
+            yield Finding("snapshot-not-fragmented", template, values, bytes=free)
+    elif reserved.bytes and reserved.pieces >= reserved.bytes * _WORTH_TELLING:
+        template = "{pieces} of the {reserved} reserved are free but fragmented; the largest free block is {largest}."
+        values |= {"pieces": Bytes(reserved.pieces)}
+        yield Finding("snapshot-fragmented", template, values, bytes=reserved.pieces)
+
+
+@RULES.rule("snapshot-untold")
+def _untold(explanation: Explanation) -> Iterator[Finding]:
+    earlier = next((category for category in explanation.alive if category.category == "earlier"), None)
+    if earlier is None or earlier.bytes < explanation.requested * _WORTH_TELLING:
+        return
+    template = (
+        "{bytes} were allocated before the history begins, so their stacks are unknown; usually these are parameters. "
+        "Call torch.cuda.memory._record_memory_history() before the model is made."
+    )
+    yield Finding("snapshot-untold", template, {"bytes": Bytes(earlier.bytes)}, bytes=earlier.bytes)
+
+
+@RULES.rule("snapshot-predicted")
+def _predicted(explanation: Explanation) -> Iterator[Finding]:
+    if explanation.predicted is None or not explanation.requested:
+        return
+    off = explanation.predicted.requested - explanation.requested
+    gaps = [category for category in explanation.alive if category.predicted is not None]
+    widest = max(gaps, key=lambda category: abs(category.bytes - (category.predicted or 0)), default=None)
+    template = "The prediction for {model} is {predicted}, {share} compared with the snapshot"
+    values = {"predicted": Bytes(explanation.predicted.requested), "model": explanation.predicted.model}
+    values |= {"share": signed_share(explanation.requested, explanation.predicted.requested)}
+    if widest is not None and abs(off) >= explanation.requested * _WORTH_TELLING:
+        template += "; the widest gap is in {noun}, {there} predicted and {here} found"
+        values |= {"noun": category_noun(widest.category), "there": Bytes(widest.predicted or 0)}
+        values |= {"here": Bytes(widest.bytes)}
+    yield Finding("snapshot-predicted", template + ".", values, bytes=off)

@@ -135,7 +135,7 @@ def _stage(stack: Stack) -> Stage:
 
 EARLIER: Final = -1
 """When a block was made that is older than the history."""
-_ALIVE, _WAITING = ("active_allocated", "active_awaiting_free")
+_ALIVE: Final = "active_allocated"
 
 
 class Life(NamedTuple):
@@ -215,11 +215,6 @@ class History:
         returned = sum(change.size for change in later if change.action in ("segment_free", "segment_unmap"))
         return sum(segment.size for segment in self.segments) - taken + returned
 
-    @property
-    def waiting(self) -> int:
-        """Bytes at the end that tensors gave up and another stream may still use."""
-        return sum(block.size for block in self._blocks() if block.state == _WAITING)
-
     @cached_property
     def _starts(self) -> dict[Stage, list[int]]:
         starts: dict[Stage, list[int]] = {}
@@ -236,17 +231,13 @@ class History:
     @cached_property
     def _python_only(self) -> bool:
         """Whether stacks were recorded, and those of Python alone: then the thread of backward has none."""
-        stacks = [entry.stack for entry in self.entries if entry.action == "alloc" and entry.stack]
-        return bool(stacks) and all(stack[0].filename.endswith(".py") for stack in stacks)
+        innermost = [entry.stack[0].filename for entry in self.entries if entry.action == "alloc" and entry.stack]
+        return bool(innermost) and all(filename.endswith(".py") for filename in innermost)
 
     @cached_property
     def failures(self) -> list[int]:
         """The entries of requests that failed."""
         return [index for index, entry in enumerate(self.entries) if entry.action == "oom"]
-
-    def next_failure(self, entry: int) -> int | None:
-        """The first request after `entry` that failed."""
-        return next(iter(self.failures[bisect_right(self.failures, entry) :]), None)
 
     def next_of(self, stages: Sequence[Stage], entry: int) -> int | None:
         """The first entry after `entry` in which a block is made at one of `stages`."""
@@ -320,7 +311,7 @@ def _category(history: History, life: Life) -> Category:
     role, ends = _OUTLIVES[stage]
     if older or any(frame.name == "_init_group" for frame in life.stack):
         return Category(role, "stack")
-    end, failed = history.next_of(ends, life.born), history.next_failure(life.born)
+    end, failed = history.next_of(ends, life.born), next((one for one in history.failures if one > life.born), None)
     if failed is not None and (end is None or failed < end) and not (life.died is not None and life.died < failed):
         end = None  # what an error gives up might have lived on
     elif life.died is not None and (end is None or life.died < end):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from typing import Final, NamedTuple
 
 from memsize.analysis.findings.training import activations_stay
 from memsize.errors import first_line
-from memsize.records.finding import Finding, Rules, layer_in_words
-from memsize.records.fit import ANSWERED, Alike, Budget, Crossing, FitRow, Remedied, Status, gpus_in_words
+from memsize.records.finding import Finding, Rules, layer_in_words, sizes
+from memsize.records.fit import ANSWERED, Budget, Crossing, FitRow, Remedied, Status, gpus_in_words
 from memsize.records.roles import noun
 from memsize.spec.vary import UNITS
 from memsize.units import Bytes
@@ -27,40 +27,31 @@ class FitEvidence(NamedTuple):
     """All rows, where `rows` are only those of the first batch."""
 
     @property
-    def first(self) -> FitRow | None:
-        """The first row that could be run; of several numbers of GPUs, that of the fewest on which it fits, if any."""
-        ran = [row for row in self.rows if row.status != "unavailable"]
-        most = max((budget.gpus for budget in self.budgets), default=1)
-        largest = {budget.name for budget in self.budgets if budget.gpus == most}
-        return next(iter((*self.fewest, *(row for row in ran if row.gpu in largest), *ran)), None)
-
-    @property
-    def fewest(self) -> list[FitRow]:
-        """For each scenario, the row of the fewest GPUs on which something fits, where numbers of them are compared; of
-        several strategies on as many, that with the largest size.
-        """
-        rows: dict[str, FitRow] = {}
-        for (scenario, _), row in sorted(self.fewest_of_cards.items(), key=lambda item: self._gpus(item[1])):
-            rows.setdefault(scenario, row)
-        return [rows[name] for name in dict.fromkeys(row.scenario for row in self.rows) if name in rows]
-
-    @property
-    def fewest_of_cards(self) -> dict[tuple[str, str], FitRow]:
-        """The same for each scenario and card."""
-        cards = {budget.name: budget.one for budget in self.budgets}
-        rows: dict[tuple[str, str], FitRow] = {}
-        for row in sorted(self.rows, key=lambda row: (self._gpus(row), -(row.size or 0))) if self.counts else ():
-            if row.status in ANSWERED:
-                rows.setdefault((row.scenario, cards[row.gpu]), row)
-        return rows
-
-    @property
     def counts(self) -> bool:
         """Whether numbers of GPUs are compared."""
         return len({budget.gpus for budget in self.budgets}) > 1
 
-    def _gpus(self, row: FitRow) -> int:
-        return next((budget.gpus for budget in self.budgets if budget.name == row.gpu), 1)
+    @property
+    def fewest(self) -> dict[tuple[str, str], FitRow]:
+        """For each scenario and card, the row of the fewest GPUs on which something fits, where numbers of them are
+        compared; of several strategies on as many, that with the largest size.
+        """
+        budgets = {budget.name: budget for budget in self.budgets}
+        rows: dict[tuple[str, str], FitRow] = {}
+        answered = [row for row in self.rows if row.status in ANSWERED] if self.counts else []
+        for row in sorted(answered, key=lambda row: (budgets[row.gpu].gpus, -(row.size or 0))):
+            rows.setdefault((row.scenario, budgets[row.gpu].one), row)
+        return rows
+
+    @property
+    def first(self) -> FitRow | None:
+        """The first row that could be run; of several numbers of GPUs, that of the fewest on which it fits, if any."""
+        scenarios = list(dict.fromkeys(row.scenario for row in self.rows))
+        fewest = sorted(self.fewest.values(), key=lambda row: scenarios.index(row.scenario))
+        ran = [row for row in self.rows if row.status != "unavailable"]
+        most = max((budget.gpus for budget in self.budgets), default=1)
+        largest = {budget.name for budget in self.budgets if budget.gpus == most}
+        return next(iter((*fewest, *(row for row in ran if row.gpu in largest), *ran)), None)
 
 
 RULES = Rules[FitEvidence]()
@@ -90,8 +81,8 @@ _CROSSINGS: Final = {
         "Under {scenario}, activations take less than parameters at every size",
     ),
     "peak": (
-        "Under {scenario}, the peak is in the optimizer's step below {vary} {size}, and in the forward or "
-        "backward above",
+        "Under {scenario}, the peak is in the optimizer's step below {vary} {size}, and in the forward or backward "
+        "above",
         "Under {scenario}, the peak stays in the optimizer's step",
     ),
 }
@@ -102,7 +93,7 @@ def gpus_needed(evidence: FitEvidence) -> Iterator[Finding]:
     """The fewest GPUs on which a training fits, where several numbers of them were compared, for each card."""
     if not evidence.counts:
         return
-    fewest = evidence.fewest_of_cards
+    fewest = evidence.fewest
     cards = dict.fromkeys(budget.one for budget in evidence.budgets)
     ran = dict.fromkeys(row.scenario for row in evidence.rows if row.status != "unavailable")
     for scenario, card in product(ran, cards):
@@ -117,17 +108,9 @@ def gpus_needed(evidence: FitEvidence) -> Iterator[Finding]:
 
 def answer_in_words(row: FitRow, vary: str, *, several: bool) -> Finding:
     """Describe the result of a row that could be run, with its GPU if it is one of `several`."""
-    values: dict[str, object] = {
-        "scenario": row.name,
-        "gpu": row.gpu,
-        "vary": vary,
-        "size": row.size or 0,
-        "next": row.next_size or 0,
-        "peak": Bytes(row.peak or 0),
-        "next_peak": Bytes(row.next_peak or 0),
-        "budget": Bytes(row.budget),
-        "beyond": Bytes(abs(row.headroom or 0)),
-    }
+    values: dict[str, object] = {"scenario": row.name, "gpu": row.gpu, "vary": vary}
+    values |= {"size": row.size or 0, "next": row.next_size or 0}
+    values |= sizes(peak=row.peak, next_peak=row.next_peak, budget=row.budget, beyond=abs(row.headroom or 0))
     text = _ANSWERS[row.status]
     if row.status == "open" and row.next_size in row.refused:
         text = "Under {scenario}, {vary} {size} fits and the model refuses {next}; the sizes in between were not run"
@@ -161,10 +144,10 @@ def what_fits_on_the_others(evidence: FitEvidence) -> Iterator[Finding]:
         cards = tuple(row.gpu for row in others if row.status == status)
         if cards:
             yield Finding("fit-cards", text, values | {"cards": cards}, brief=text)
-    sizes = tuple(f"{row.size:,} on {row.gpu}" for row in others if row.size and row.status in _LARGEST)
-    if sizes:
+    largest = tuple(f"{row.size:,} on {row.gpu}" for row in others if row.size and row.status in _LARGEST)
+    if largest:
         text = "The largest {vary} that fits is {sizes}."
-        yield Finding("fit-cards", text, values | {"sizes": sizes}, brief=text)
+        yield Finding("fit-cards", text, values | {"sizes": largest}, brief=text)
 
 
 @RULES.rule("fit-frontier")
@@ -174,13 +157,8 @@ def _what_more_sequences_leave(evidence: FitEvidence) -> Iterator[Finding]:
         return
     rows = [row for row in evidence.frontier if (row.scenario, row.gpu) == (first.scenario, first.gpu) and row.size]
     least, most = rows[-1], max(rows, key=lambda row: (row.batch or 0) * (row.size or 0))
-    values: dict[str, object] = {
-        "batch": least.batch or 0,
-        "context": least.size or 0,
-        "best": most.batch or 0,
-        "each": most.size or 0,
-        "tokens": (most.batch or 0) * (most.size or 0),
-    }
+    values: dict[str, object] = {"batch": least.batch or 0, "context": least.size or 0}
+    values |= {"best": most.batch or 0, "each": most.size or 0, "tokens": (most.batch or 0) * (most.size or 0)}
     text = "{batch} sequences fit with {context} tokens each; {best} sequences of {each} fit the most tokens, {tokens}."
     yield Finding("fit-frontier", text, values, brief=text)
 
@@ -197,33 +175,28 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
     if adds and row.grows_in and (row.grows_in == "optimizer") != (bind.phase == "optimizer"):
         # Only one of the peak and the end of memory is in the optimizer.
         adds = " The peak is in {grows_in}, and one more {unit} adds {per_step} to it."
-    most, values = _largest(bind.largest)
+    most = ""
+    values: dict[str, object] = {"phase": bind.phase, "layer": layer_in_words(bind.layer), "op": bind.op}
     alive = sum(bind.roles.values())
     free = row.budget - (alive - bind.request) if bind.request else 0
-    in_pieces = (
-        " {free} are free, but in pieces smaller than the {request} requested: expandable segments may help."
-        if bind.request <= free and free * 10 > alive
-        else ""
-    )
+    values |= {"role": noun(bind.role)}
+    values |= sizes(held=bind.roles[bind.role], alive=alive, free=free, request=bind.request, per_step=row.per_step)
+    values |= {"grows_in": row.grows_in, "unit": UNITS.get(vary, f"step of {vary}")}
+    if (largest := bind.largest) is not None:
+        many = "{count} tensors of {spec} hold" if largest.tensors > 1 else "One tensor of {spec} holds"
+        most = f" {many} {{together}}{': as wide as the logits' if largest.logits else ''}."
+        values |= {"count": largest.tensors, "spec": str(largest.spec), "together": Bytes(largest.bytes)}
+    in_pieces = ""
+    if bind.request <= free and free * 10 > alive:
+        in_pieces = (
+            " {free} are free, but in pieces smaller than the {request} requested: expandable segments may help."
+        )
     where = "Memory runs out in" if bind.request else "The peak is in"
     brief = f"{where} {{phase}}{at} where {{role}} take {{held}} of the {{alive}} in use."
     yield Finding(
         "fit-binds",
         f"{brief}{most}{in_pieces}{adds}",
-        {
-            "phase": bind.phase,
-            "layer": layer_in_words(bind.layer),
-            "op": bind.op,
-            "role": noun(bind.role),
-            "held": Bytes(bind.roles[bind.role]),
-            "alive": Bytes(alive),
-            "free": Bytes(free),
-            "request": Bytes(bind.request),
-            "per_step": Bytes(row.per_step or 0),
-            "grows_in": row.grows_in,
-            "unit": UNITS.get(vary, f"step of {vary}"),
-        }
-        | values,
+        values,
         bytes=bind.roles[bind.role],
         layers=(bind.layer,) if bind.layer else (),
         brief=f"{brief}{adds}",
@@ -237,15 +210,6 @@ def what_adapters_leave(evidence: FitEvidence) -> Iterator[Finding]:
         yield from activations_stay(row.bind.roles, row.bind.frozen, "fit-adapters")
 
 
-def _largest(most: Alike | None) -> tuple[str, dict[str, object]]:
-    if most is None:
-        return "", {}
-    many = "{count} tensors of {spec} hold" if most.tensors > 1 else "One tensor of {spec} holds"
-    logits = ": as wide as the logits" if most.logits else ""
-    values = {"count": most.tensors, "spec": str(most.spec), "together": Bytes(most.bytes)}
-    return f" {many} {{together}}{logits}.", values
-
-
 @RULES.rule("fit-fixed-cost")
 def _fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
     row = evidence.first
@@ -253,23 +217,15 @@ def _fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
         return
     standing = sum(row.standing.values())
     fixed = max(row.fixed or 0, standing)
-    besides = ", and temporaries at the peak, in {phase}, {besides} more" if standing <= row.budget else ""
     if fixed > row.budget:
+        besides = ", and temporaries at the peak, in {phase}, {besides} more" if standing <= row.budget else ""
         total = fixed if besides else standing
-        yield Finding(
-            "fit-fixed-cost",
-            f"No {{vary}} can fit: {{roles}} alone take {{standing}}{besides}, {{beyond}} more than PyTorch can use.",
-            {
-                "vary": evidence.vary,
-                "roles": tuple(noun(role) for role in row.standing),
-                "standing": Bytes(standing),
-                "besides": Bytes(total - standing),
-                "phase": row.grows_in,
-                "beyond": Bytes(total - row.budget),
-            },
-            bytes=total,
-            brief="No {vary} can fit: {roles} alone take {standing}.",
-        )
+        brief = "No {vary} can fit: {roles} alone take {standing}"
+        values: dict[str, object] = {"vary": evidence.vary, "roles": tuple(map(noun, row.standing))}
+        values |= sizes(standing=standing, besides=total - standing) | {"phase": row.grows_in}
+        values |= sizes(beyond=total - row.budget)
+        text = f"{brief}{besides}, {{beyond}} more than PyTorch can use."
+        yield Finding("fit-fixed-cost", text, values, bytes=total, brief=f"{brief}.")
 
 
 @RULES.rule("fit-most")
@@ -296,60 +252,43 @@ def _refused(evidence: FitEvidence) -> Iterator[Finding]:
         return
     bound = row.next_size
     size = bound if bound is not None and bound in row.refused else next(iter(row.refused))
-    reason = row.refused[size]
     rule = " Sizes that ran are multiples of {step}." if row.step > 1 else ""
     # The sizes that ran are the range that works, as far as is known.
     ran = " Sizes from {least} to {most} ran." if len(row.ran) > 1 else ""
-    yield Finding(
-        "fit-refused",
-        f"The model refuses {{vary}} {{size}}: {{reason}}.{ran}{rule}",
-        {
-            "vary": evidence.vary,
-            "size": size,
-            "reason": first_line(reason),
-            "step": row.step,
-            "least": min(row.ran, default=0),
-            "most": max(row.ran, default=0),
-        },
-    )
+    values = {"vary": evidence.vary, "size": size, "reason": first_line(row.refused[size]), "step": row.step}
+    values |= {"least": min(row.ran, default=0), "most": max(row.ran, default=0)}
+    yield Finding("fit-refused", f"The model refuses {{vary}} {{size}}: {{reason}}.{ran}{rule}", values)
 
 
 @RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
 def _remedies(evidence: FitEvidence) -> Iterator[Finding]:
-    if evidence.remedied:
-        yield from what_is_enough(evidence.remedied, evidence.vary)
+    return what_is_enough(evidence.remedied, evidence.vary)
 
 
-def what_is_enough(remedied: Remedied, vary: str) -> Iterator[Finding]:
+def what_is_enough(remedied: Remedied | None, vary: str) -> Iterator[Finding]:
     """The remedies that are enough at a size that doesn't fit, of what is varied."""
-    if remedied.peak <= remedied.budget:
+    if remedied is None or remedied.peak <= remedied.budget:
         return
     order = ("nothing", "speed", "numbers", "training", "hardware")
     enough = sorted((row for row in remedied.rows if row.outcome == "fits"), key=lambda row: order.index(row.changes))
     alone = tuple(row.name for row in enough)
-    values = {"vary": vary, "size": remedied.size, "scenario": remedied.scenario}
+    values: dict[str, object] = {"vary": vary, "size": remedied.size, "scenario": remedied.scenario}
     if alone:
         text = "With {names}, {vary} {size} fits under {scenario}."
         if len(alone) > 1:
             text = "Any one of these makes {vary} {size} fit under {scenario}: {names}."
         yield Finding("remedy-enough", text, values | {"names": ", ".join(alone)}, brief=text)
     if remedied.combination:
-        together = {"together": _listed(remedied.combination), "peak": Bytes(remedied.combined or 0)}
-        so_far = (
-            "Each of these changes what is learned"
-            if alone
-            else "No single remedy makes {vary} {size} fit under {scenario}"
-        )
+        *first, last = remedied.combination
+        together = f"{', '.join(first)} and {last}" if first else last
+        values |= {"together": together, "peak": Bytes(remedied.combined or 0)}
+        so_far = "Each of these changes what is learned"
+        so_far = so_far if alone else "No single remedy makes {vary} {size} fit under {scenario}"
         text = f"{so_far}; {{together}} together need {{peak}}."
-        yield Finding("remedy-combination", text, values | together, bytes=remedied.combined, brief=text)
+        yield Finding("remedy-combination", text, values, bytes=remedied.combined, brief=text)
     elif not alone:
         text = "No remedy makes {vary} {size} fit, and no combination that was tried does."
         yield Finding("remedy-none", text, values, brief=text)
-
-
-def _listed(names: Sequence[str]) -> str:
-    *first, last = names or ("",)
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 @RULES.rule(*(f"crossing-{kind}" for kind in _CROSSINGS))
@@ -360,12 +299,8 @@ def _crossings(evidence: FitEvidence) -> Iterator[Finding]:
         text = never if crossing.size is None else so
         if crossing.kind == "peak" and crossing.size == 1:
             text = "Under {scenario}, the peak is in the forward or backward at every size"
-        values = {
-            "scenario": crossing.scenario,
-            "other": crossing.other,
-            "vary": evidence.vary,
-            "size": crossing.size or 0,
-        }
+        values: dict[str, object] = {"scenario": crossing.scenario, "other": crossing.other, "vary": evidence.vary}
+        values |= {"size": crossing.size or 0}
         yield Finding(f"crossing-{crossing.kind}", text + ".", values)
 
 
@@ -384,16 +319,8 @@ def _budgets(evidence: FitEvidence) -> Iterator[Finding]:
         taken += ["the allocator may take {fraction}"] if budget.fraction < 1 else []
         taken += ["the margin is {margin}"] if budget.margin else []
         less = f", of which {' and '.join(taken)}" if taken else ""
-        yield Finding(
-            "budget",
-            f"The allocator gets {{allocator}}{before}: {per_gpu}{{name}} has {{device}}{less}.",
-            {
-                "allocator": Bytes(budget.allocator),
-                "name": budget.one,
-                "device": Bytes(budget.device),
-                "context": Bytes(budget.context),
-                "margin": Bytes(budget.margin),
-                "fraction": Bytes(int(budget.fraction * budget.device)),
-            },
-            bytes=budget.allocator,
-        )
+        values = {"allocator": Bytes(budget.allocator), "name": budget.one}
+        values |= sizes(device=budget.device, context=budget.context, margin=budget.margin)
+        values |= sizes(fraction=int(budget.fraction * budget.device))
+        text = f"The allocator gets {{allocator}}{before}: {per_gpu}{{name}} has {{device}}{less}."
+        yield Finding("budget", text, values, bytes=budget.allocator)

@@ -4,11 +4,11 @@ about serving (how many requests a card serves at once, what is missing, what ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from memsize.analysis.findings.fit import what_is_enough
-from memsize.records.finding import Finding, Rules
+from memsize.records.finding import Finding, Rules, sizes
 from memsize.records.fit import Remedied
 from memsize.records.generation import GenerationRow
 from memsize.records.gpu import Card, GpuEstimate
@@ -19,7 +19,7 @@ from memsize.workloads.generation import OF_ASSISTANT
 
 
 class Evidence(NamedTuple):
-    """The rows of a generation, and what would make one fit that does not."""
+    """The rows of a generation that could be run, and what would make one fit that does not."""
 
     rows: tuple[GenerationRow, ...]
     draft: Draft | None = None
@@ -31,57 +31,45 @@ RULES = Rules[Evidence]()
 
 @RULES.rule("generation-fits", "generation-exceeds")
 def _what_fits(evidence: Evidence) -> Iterator[Finding]:
-    first = [row for row in _ran(evidence.rows) if row.scenario == _ran(evidence.rows)[0].scenario]
-    short = next((row for row in first if not row.fits), None)
-    row = short or max(first, key=lambda row: _estimate(row).requested)
+    first = [row for row in evidence.rows if row.scenario == evidence.rows[0].scenario]
+    row = next((row for row in first if not row.fits), None) or max(first, key=lambda row: _estimate(row).requested)
     peak = _estimate(row)
-    values = {
-        "scenario": row.scenario,
-        "batch": row.batch,
-        "sequences": "sequence" if row.batch == 1 else "sequences",
-        "prompt": row.prompt,
-        "new": row.new,
-        "tokens": "token" if row.new == 1 else "tokens",
-        "peak": Bytes(peak.reserved),
-        "phase": peak.peak_phase,
-    }
+    one = row.batch == 1
+    values: dict[str, object] = {"scenario": row.scenario, "batch": row.batch}
+    values |= {"sequences": "sequence" if row.batch == 1 else "sequences", "prompt": row.prompt, "new": row.new}
+    values |= {"tokens": "token" if row.new == 1 else "tokens", "peak": Bytes(peak.reserved), "phase": peak.peak_phase}
     what = "Under {scenario}, {batch} {sequences} of {prompt} + {new} {tokens}"
-    if peak.shortage is None:
-        text = what + (" fits" if row.batch == 1 else " fit") + ": {peak} reserved, the peak is in {phase}."
-        yield Finding("generation-fits", text, values, bytes=peak.reserved, brief=text)
+    if (end := peak.shortage) is None:
+        code, text = (
+            "generation-fits",
+            what + (" fits" if one else " fit") + ": {peak} reserved, the peak is in {phase}.",
+        )
     else:
-        end = peak.shortage
-        values |= {"phase": end.phase, "request": Bytes(end.request), "free": Bytes(end.free)}
-        does = " does" if row.batch == 1 else " do"
+        values |= {"phase": end.phase} | sizes(request=end.request, free=end.free)
+        does = " does" if one else " do"
         text = what + does + " not fit: {phase} needs {request}, {free} are free; {peak} would be reserved."
-        yield Finding("generation-exceeds", text, values, bytes=peak.reserved, brief=text)
+        code = "generation-exceeds"
+    yield Finding(code, text, values, bytes=peak.reserved, brief=text)
 
 
 @RULES.rule("remedy-enough", "remedy-combination", "remedy-none")
 def _what_would_make_it_fit(evidence: Evidence) -> Iterator[Finding]:
-    if evidence.remedied:
-        yield from what_is_enough(evidence.remedied, "batch")
+    return what_is_enough(evidence.remedied, "batch")
 
 
 @RULES.rule("kv-cache")
 def _what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
-    row = max(_ran(evidence.rows), key=lambda row: row.cache)
+    row = max(evidence.rows, key=lambda row: row.cache)
     if not row.cache:
         text = "The model keeps no KV cache."
         yield Finding("kv-cache", text, bytes=0, brief=text)
         return
     size = row.per_token // row.batch
-    values: dict[str, object] = {
-        "cache": Bytes(row.cache),
-        "batch": row.batch,
-        "prompt": row.prompt,
-        "new": row.new,
-        "sequence": Bytes(row.per_sequence),
-        "token": (f"{size / 1024:,.4g} KiB" if size >= 1024 else f"{size} B"),
-        "kinds": ", ".join(f"{kind.layers} of {kind.kind}" for kind in row.layers),
-        "hosted": Bytes(row.hosted),
-        "pinned": Bytes(row.pinned),
-    }
+    values: dict[str, object] = {"cache": Bytes(row.cache), "batch": row.batch, "prompt": row.prompt, "new": row.new}
+    values |= sizes(sequence=row.per_sequence)
+    values |= {"token": f"{size / 1024:,.4g} KiB" if size >= 1024 else f"{size} B"}
+    values |= {"kinds": ", ".join(f"{kind.layers} of {kind.kind}" for kind in row.layers)}
+    values |= sizes(hosted=row.hosted, pinned=row.pinned)
     grows = "{token} per token of a sequence" if row.per_token else "whatever the length"
     text = "The KV cache grows to {cache}, {sequence} per sequence, " + grows + " (layers: {kinds})."
     brief = "The KV cache grows to {cache}, " + grows + "."
@@ -95,15 +83,10 @@ def _what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
 def _what_proposes(evidence: Evidence) -> Iterator[Finding]:
     if evidence.draft is None:
         return
-    row = max(_ran(evidence.rows), key=lambda row: row.assistant)
+    row = max(evidence.rows, key=lambda row: row.assistant)
     cache = sum(kind.bytes for kind in row.layers if kind.kind.endswith(OF_ASSISTANT))
-    values = {
-        "assistant": evidence.draft.assistant,
-        "tokens": evidence.draft.tokens,
-        "weights": Bytes(row.assistant),
-        "cache": Bytes(cache),
-        "scenario": row.scenario,
-    }
+    values: dict[str, object] = {"assistant": evidence.draft.assistant, "tokens": evidence.draft.tokens}
+    values |= sizes(weights=row.assistant, cache=cache) | {"scenario": row.scenario}
     text = "{tokens} tokens are looked up before each step, and each is assumed to be rejected, the worst case."
     if evidence.draft.assistant:
         text = (
@@ -115,7 +98,7 @@ def _what_proposes(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("decode-transient")
 def _what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
-    row = max(_ran(evidence.rows), key=lambda row: row.transient)
+    row = max(evidence.rows, key=lambda row: row.transient)
     if row.transient * 100 < row.decode.peak:
         return
     text = "A decode step temporarily needs {transient} more, at batch {batch} under {scenario}."
@@ -125,7 +108,7 @@ def _what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("prefill-transient")
 def _what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
-    row = max(_ran(evidence.rows), key=lambda row: row.prefill.peak - row.decode.peak)
+    row = max(evidence.rows, key=lambda row: row.prefill.peak - row.decode.peak)
     beyond = row.prefill.peak - max(row.decode.peak, row.prefill.end)
     if beyond * 20 < row.prefill.peak:
         return
@@ -139,14 +122,9 @@ def _what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("generation-inexact")
 def _what_was_not_checked(evidence: Evidence) -> Iterator[Finding]:
-    inexact = [row for row in _ran(evidence.rows) if not row.exact]
-    if inexact:
+    if inexact := sum(not row.exact for row in evidence.rows):
         text = "The decode steps of {count} rows are close to the derived figures, but not equal."
-        yield Finding("generation-inexact", text, {"count": len(inexact)})
-
-
-def _ran(rows: Sequence[GenerationRow]) -> list[GenerationRow]:
-    return [row for row in rows if row.estimate is not None]
+        yield Finding("generation-inexact", text, {"count": inexact})
 
 
 def _estimate(row: GenerationRow) -> GpuEstimate:
@@ -172,7 +150,7 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
     values: dict[str, object] = {"scenario": row.scenario, "card": cards, "budget": Bytes(budget)}
     if row.paged is None:
         taken = row.weights + row.profile + row.non_torch.low
-        values |= {"short": Bytes(row.shortage), "weights": Bytes(row.weights), "rest": Bytes(taken - row.weights)}
+        values |= sizes(short=row.shortage, weights=row.weights, rest=taken - row.weights)
         text = (
             "{scenario} does not fit: the server may use {budget} of {card}, but weights take {weights}, and a step "
             "and memory outside PyTorch {rest}. No KV cache is left; {short} are missing."
@@ -180,13 +158,8 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
         yield Finding("serves-none", text, values, bytes=row.shortage, brief=text)
         return
     paged = row.paged
-    values |= {
-        "cache": Bytes(paged.available.low),
-        "tokens": paged.tokens.low,
-        "most": paged.tokens.high,
-        "requests": paged.concurrency.texts()[0],
-        "context": serving.context,
-    }
+    values |= {"cache": Bytes(paged.available.low), "tokens": paged.tokens.low, "most": paged.tokens.high}
+    values |= {"requests": paged.concurrency.texts()[0], "context": serving.context}
     text = (
         "Under {scenario}, {card} has at least {cache} for the KV cache: {tokens} to {most} tokens, or {requests} "
         "requests of {context} tokens at once."

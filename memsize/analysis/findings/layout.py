@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from memsize.records.finding import Finding, Rules
+from memsize.records.finding import Finding, Rules, sizes
 from memsize.records.layout import Audit, Copy, Format, Loss
 from memsize.units import Bytes
 
@@ -28,17 +28,18 @@ def _verdict(audit: Audit) -> Iterator[Finding]:
     if not audit.converted and not audit.converted_inputs:
         return
     plain, last = audit.plain.copied, audit.last.copied
-    values = {"plain": Bytes(plain), "last": Bytes(last), "difference": Bytes(abs(last - plain))}
+    values = sizes(plain=plain, last=last, difference=abs(last - plain))
+    text = "Channels last copies {last} per forward to rearrange tensors, "
     if last > plain:
-        text = "Channels last copies {last} per forward to rearrange tensors, {difference} more than row-major."
+        text += "{difference} more than row-major."
         yield Finding("channels-last-copies-more", text, values, bytes=last - plain, layers=_layers(audit.last.copies))
     elif last < plain:
-        text = "Channels last copies {last} per forward to rearrange tensors, {difference} less than row-major."
+        text += "{difference} less than row-major."
         if not last:
             text = "Channels last copies nothing to rearrange tensors; row-major copies {plain} per forward."
         yield Finding("channels-last-copies-less", text, values, bytes=plain - last, layers=_layers(audit.plain.copies))
     elif last:
-        text = "Channels last copies {last} per forward to rearrange tensors, as much as row-major."
+        text += "as much as row-major."
         yield Finding("channels-last-copies-the-same", text, values, bytes=last, layers=_layers(audit.last.copies))
     back = any(copy.op == _CONVOLUTION for copy in audit.last.copies)
     count = sum(layer.leaf and "channels last" in layer.outputs for layer in audit.last.layers)
@@ -58,9 +59,8 @@ def _lost(audit: Audit) -> Iterator[Finding]:
         where = f" at {line}" if line else ""
         text = "Channels last is lost in {layers}{where}: {what}."
         values = {"layers": layers, "where": where, "what": what}
-        copied = sum(
-            copy.bytes for copy in audit.last.copies if (copy.op, copy.place) == (op, line) and copy.layer in layers
-        )
+        copies = [copy for copy in audit.last.copies if (copy.op, copy.place) == (op, line) and copy.layer in layers]
+        copied = sum(copy.bytes for copy in copies)
         yield Finding("format-lost", text, values, bytes=copied or None, layers=layers)
 
 

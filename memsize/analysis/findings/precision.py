@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from memsize.analysis.findings.evidence import Crossover, Evidence, bytes_of, layers_of
 from memsize.records.aggregates import stored_dtypes
-from memsize.records.finding import Finding, Rules
+from memsize.records.finding import Finding, Rules, sizes
 from memsize.records.trace import StoredTensor
 from memsize.units import Bytes
 
@@ -41,21 +41,16 @@ def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
     wrong = [t for t in evidence.parameters if t.parts and t.bytes and t.bytes != t.reported_bytes]
     if not wrong:
         return
-    yield Finding(
-        "wrapper-misreports",
+    stored, layers = bytes_of(wrong), layers_of(wrong)
+    values: dict[str, object] = {"names": tuple(dict.fromkeys(tensor.wrapper or tensor.kind for tensor in wrong))}
+    values |= sizes(stored=stored) | {"dtypes": tuple(stored_dtypes(wrong))}
+    values |= sizes(said=sum(tensor.reported_bytes for tensor in wrong)) | {"layers": layers}
+    text = (
         "{names} in {layers} store {stored}, as {dtypes}, while PyTorch reports {said}. A summary reads the dtype "
-        "that the wrapper reports, not the one that it stores.",
-        {
-            "names": tuple(dict.fromkeys(tensor.wrapper or tensor.kind for tensor in wrong)),
-            "stored": Bytes(bytes_of(wrong)),
-            "dtypes": tuple(stored_dtypes(wrong)),
-            "said": Bytes(sum(tensor.reported_bytes for tensor in wrong)),
-            "layers": layers_of(wrong),
-        },
-        bytes=bytes_of(wrong),
-        layers=layers_of(wrong),
-        brief="{names} store {stored}, as {dtypes}, while PyTorch reports {said}.",
+        "that the wrapper reports, not the one that it stores."
     )
+    brief = "{names} store {stored}, as {dtypes}, while PyTorch reports {said}."
+    yield Finding("wrapper-misreports", text, values, bytes=stored, layers=layers, brief=brief)
 
 
 @RULES.rule("summary-assumes-4-bytes")
@@ -70,32 +65,27 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
         "printed": f"{stored.parameters * 4 / 2**20:.2f}",  # torchsummary's own "%0.2f"
         "others": f"; {' and '.join(texts)}, in units of 10^6 bytes" if texts else "",
     }
-    if stored.parameter_bytes != stored.parameters * 4:
-        yield Finding(
-            "summary-assumes-4-bytes",
-            "The parameters take {each} bytes each, {bytes} in all. A summary that prints {printed} "
-            "MB assumes 4 bytes for each of the {parameters} parameters, whatever their dtype, as torchsummary "
-            "does{others}.",
-            values | {"each": f"{stored.parameter_bytes / stored.parameters:.3g}"},
-            bytes=stored.parameter_bytes,
-            brief="The parameters take {each} bytes each, {bytes} in all; a summary that prints {printed} MB assumes 4 "
-            "bytes per parameter.",
-        )
-        return
-    half = next((t for name in ("fp16", "bf16", "apex-O3") if (t := evidence.totals(name))), None)
-    if half is None or half.parameter_bytes >= stored.parameter_bytes:
-        return
-    halved = half.parameter_bytes * 2 == stored.parameter_bytes
-    yield Finding(
-        "summary-assumes-4-bytes",
-        "Casting to fp16 or bf16 shrinks the parameters, {bytes} → {half}. A summary that still prints "
-        "{printed} MB afterwards assumes 4 bytes for each of the {parameters} parameters, whatever their dtype, "
-        "as torchsummary does{others}.",
-        values | {"half": Bytes(half.parameter_bytes)},
-        bytes=stored.parameter_bytes - half.parameter_bytes,
-        brief=f"Casting to fp16 or bf16 {'halves' if halved else 'shrinks'} the parameters, {{bytes}} → {{half}}; a "
-        "summary that still prints {printed} MB assumes 4 bytes per parameter.",
+    size = stored.parameter_bytes
+    if size != stored.parameters * 4:
+        values |= {"each": f"{size / stored.parameters:.3g}"}
+        text = "The parameters take {each} bytes each, {bytes} in all. A summary that prints {printed} MB "
+        brief = "The parameters take {each} bytes each, {bytes} in all; a summary that prints {printed} MB"
+    else:
+        half = next((t for name in ("fp16", "bf16", "apex-O3") if (t := evidence.totals(name))), None)
+        if half is None or half.parameter_bytes >= size:
+            return
+        values |= {"half": Bytes(half.parameter_bytes)}
+        text = "Casting to fp16 or bf16 shrinks the parameters, {bytes} → {half}. A summary that still prints "
+        text += "{printed} MB afterwards "
+        change = "halves" if half.parameter_bytes * 2 == size else "shrinks"
+        brief = f"Casting to fp16 or bf16 {change} the parameters, {{bytes}} → {{half}}; a summary that still prints "
+        brief += "{printed} MB"
+        size -= half.parameter_bytes
+    text += (
+        "assumes 4 bytes for each of the {parameters} parameters, whatever their dtype, as torchsummary does{others}."
     )
+    brief += " assumes 4 bytes per parameter."
+    yield Finding("summary-assumes-4-bytes", text, values, bytes=size, brief=brief)
 
 
 @RULES.rule("amp-keeps-fp32-parameters", "amp-crossover")
@@ -115,12 +105,8 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
         "amp-keeps-fp32-parameters",
         "Autocast leaves the parameters ({bytes}), their gradients and the optimizer state in float32, and each "
         "forward adds {cast} of {dtype} copies.",
-        {
-            "bytes": Bytes(totals.parameter_bytes),
-            "cast": Bytes(totals.cast_bytes),
-            "dtype": amp.removeprefix("amp-"),
-            "batch": crossing and crossing.batch,
-        },
+        sizes(bytes=totals.parameter_bytes, cast=totals.cast_bytes)
+        | {"dtype": amp.removeprefix("amp-"), "batch": crossing and crossing.batch},
         bytes=totals.cast_bytes,
         layers=tuple(layer.path for layer in evidence.runs[amp].layers if layer.cast_bytes),
         brief="Autocast leaves the parameters in float32 ({bytes}) and adds {cast} of {dtype} copies." + pays,
@@ -130,30 +116,18 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _amp_crossover(crossing: Crossover) -> Finding:
-    values: dict[str, object] = {
-        "start": crossing.start,
-        "fp32": Bytes(crossing.first),
-        "amp": Bytes(crossing.second),
-        "fp32_sample": Bytes(crossing.first_per_sample),
-        "amp_sample": Bytes(crossing.second_per_sample),
-        "batch": crossing.batch,
-        "before": (crossing.batch or 1) - 1,
-    }
-    shown = "at batch {start} autocast keeps {amp} for backward, float32 {fp32}"
+    values: dict[str, object] = {"start": crossing.start}
+    values |= sizes(fp32=crossing.first, amp=crossing.second)
+    values |= sizes(fp32_sample=crossing.first_per_sample, amp_sample=crossing.second_per_sample)
+    values |= {"batch": crossing.batch, "before": (crossing.batch or 1) - 1}
+    text = "autocast keeps more than float32 up to batch {before} and less at batch {batch} and above"
     if crossing.batch is None:
-        text = (
-            f"With this input autocast keeps more than float32 at every batch size: {shown}, "
-            "and each further sample adds {amp_sample} instead of {fp32_sample}."
-        )
+        text = "autocast keeps more than float32 at every batch size"
     elif crossing.batch == 1:
-        text = f"With this input autocast keeps less than float32 at every batch size: {shown}."
-    else:
-        text = (
-            "With this input autocast keeps more than float32 up to batch {before} and less at batch {batch} and "
-            "above: "
-            f"{shown}."
-        )
-    return Finding("amp-crossover", text, values, bytes=crossing.second - crossing.first)
+        text = "autocast keeps less than float32 at every batch size"
+    text += ": at batch {start} autocast keeps {amp} for backward, float32 {fp32}"
+    text += ", and each further sample adds {amp_sample} instead of {fp32_sample}" if crossing.batch is None else ""
+    return Finding("amp-crossover", f"With this input {text}.", values, bytes=crossing.second - crossing.first)
 
 
 @RULES.rule("activations-dominate", "parameters-dominate")
@@ -162,20 +136,12 @@ def what_binds_the_batch(evidence: Evidence) -> Iterator[Finding]:
     if crossing is None or stored is None or not stored.parameter_bytes or crossing.first_per_sample <= 0:
         return
     per_sample, parameters = crossing.first_per_sample, stored.parameter_bytes
-    values = {
-        "sample": Bytes(per_sample),
-        "parameters": Bytes(parameters),
-        "half": Bytes(parameters // 2),
-        "batch": -(-parameters // per_sample),
-        "gain": parameters // 2 // per_sample,
-    }
+    values = sizes(sample=per_sample, parameters=parameters, half=parameters // 2)
+    values |= {"batch": -(-parameters // per_sample), "gain": parameters // 2 // per_sample}
     if parameters // 2 < per_sample:
         code = "activations-dominate"
         brief = "Activations limit the batch size: each sample keeps {sample} in float32."
-        text = (
-            "Activations limit the batch size: each sample keeps {sample} in float32. Halving the "
-            "{parameters} of parameters frees {half}, less than one more sample needs."
-        )
+        text = f"{brief} Halving the {{parameters}} of parameters frees {{half}}, less than one more sample needs."
     else:
         code = "parameters-dominate"
         brief = "Each sample keeps {sample} in float32: activations overtake parameters at batch {batch}."

@@ -15,8 +15,8 @@ from memsize.known_values.data_dependent import UNCOMPILED
 from memsize.ranks.group import environment
 from memsize.ranks.strategies import undivided
 from memsize.records import aggregates
-from memsize.records.finding import Finding, Moment, Rules, moment_in_words
-from memsize.records.program import ProgramRun, Refused, WentOn
+from memsize.records.finding import Finding, Moment, Rules, moment_in_words, sizes
+from memsize.records.program import ProgramRun, Refused
 from memsize.records.ranks import RankRuns, spans
 from memsize.records.roles import noun
 from memsize.records.world import ALONE
@@ -53,63 +53,44 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     if not run.refused:
         return
     first, allowed = run.refused[0], _allowed(run)
+    values: dict[str, object] = {"card": run.card.name, **request_in_words(first), "count": len(run.refused)}
+    values |= {"total": Bytes(run.card.bytes)}
     limit = " (the allocator may take {allowed} of it)" if allowed else ""
     brief = f"Out of memory on {{card}}{limit}{eagerly(run)} at {{line}}, in {{where}}: {{op}} needs {{bytes}}, "
     brief += "{free} are left"
     template = f"{brief}; PyTorch raises OutOfMemoryError"
     if len(run.refused) > 1:
         template += ", the first of {count} times"
-    follows: dict[str, object] = {}
-    if run.went_on is not None:
-        then, follows = _follows(run.went_on, bool(run.steps))
+    if (after := run.went_on) is not None:
+        then = "it puts nothing more on the GPU"
+        if after.device is not None:
+            steps = "one step, " if after.steps == 1 else "{steps} steps, " if after.steps else ""
+            steps = steps or ("no step, " if run.steps else "")
+            then = f"the rest fits ({steps}{{low}} to {{high}} of {{total}} at the peak)"
+            values |= {"steps": after.steps} | sizes(low=after.device.low, high=after.device.high)
         template += f". The program goes on: {then}"
         times = "once, at {line}" if len(run.refused) == 1 else "{count} times, first at {line}"
         brief = f"The program runs out of memory on {{card}} {times}, and goes on: {then}"
-    values = {
-        "card": run.card.name,
-        **request_in_words(first),
-        "count": len(run.refused),
-        "total": Bytes(run.card.bytes),
-        **follows,
-        **allowed,
-    }
-    layers = _layers(first.layer)
+    values, layers = values | allowed, _layers(first.layer)
     yield Finding("run-out-of-memory", f"{template}.", values, bytes=first.bytes, layers=layers, brief=f"{brief}.")
 
 
 def request_in_words(request: Refused) -> dict[str, object]:
     """The values of a sentence on a request that the card refused."""
-    return {
-        "line": request.line or "a line of PyTorch's own",
-        "where": moment_in_words(request.phase, request.layer),
-        "op": request.op,
-        "bytes": Bytes(request.bytes),
-        "free": Bytes(request.free),
-    }
+    line, where = request.line or "a line of PyTorch's own", moment_in_words(request.phase, request.layer)
+    return {"line": line, "where": where, "op": request.op} | sizes(bytes=request.bytes, free=request.free)
 
 
 def peak_in_words(run: ProgramRun) -> dict[str, object]:
     """The values of a sentence on the peak of a run."""
     peak = run.peak
-    return {
-        "low": Bytes(peak.device.low),
-        "high": Bytes(peak.device.high),
-        "total": Bytes(run.card.bytes),
-        "where": moment_in_words(peak.peak_phase, peak.peak_layer, peak.peak_step),
-    }
+    where = {"where": moment_in_words(peak.peak_phase, peak.peak_layer, peak.peak_step)}
+    return sizes(low=peak.device.low, high=peak.device.high, total=run.card.bytes) | where
 
 
 def eagerly(run: ProgramRun) -> str:
     """The words to add for a program that is too large in eager mode, but would be compiled."""
     return " without torch.compile" if UNCOMPILED in run.trace.notes else ""
-
-
-def _follows(after: WentOn, trains: bool) -> tuple[str, dict[str, object]]:
-    if after.device is None:
-        return "it puts nothing more on the GPU", {}
-    steps = ("one step, " if after.steps == 1 else "{steps} steps, ") if after.steps else "no step, " if trains else ""
-    values: dict[str, object] = {"steps": after.steps, "low": Bytes(after.device.low), "high": Bytes(after.device.high)}
-    return f"the rest fits ({steps}{{low}} to {{high}} of {{total}} at the peak)", values
 
 
 @RULES.rule("run-needs-gpu")
@@ -158,21 +139,14 @@ def _divides_heads(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-child-failed")
 def _child_failed(run: ProgramRun) -> Iterator[Finding]:
     """The first one's failure is often the cause of the others', as in ranks that wait for it."""
-    failed = [
-        (child, child.failure)
-        for child in run.children
-        if child.failure and not child.failure.startswith("OutOfMemoryError")  # that has a rule of its own
-    ]
-    if not failed:
-        return
-    first, failure = failed[0]
-    template = (
-        "A process that the script started failed"
-        if len(failed) == 1
-        else "{count} processes that the script started failed, the first"
-    ) + " with {failure}: {command}."
-    values = {"count": len(failed), "failure": failure.rstrip(".: "), "command": first.command}
-    yield Finding("run-child-failed", template, values)
+    # Out of memory has a rule of its own.
+    failed = [child for child in run.children if child.failure and not child.failure.startswith("OutOfMemoryError")]
+    if failed:
+        several = "{count} processes that the script started failed, the first"
+        what = "A process that the script started failed" if len(failed) == 1 else several
+        failure = (failed[0].failure or "").rstrip(".: ")
+        values = {"count": len(failed), "failure": failure, "command": failed[0].command}
+        yield Finding("run-child-failed", f"{what} with {{failure}}: {{command}}.", values)
 
 
 @RULES.rule("run-children")
@@ -180,24 +154,15 @@ def _children(run: ProgramRun) -> Iterator[Finding]:
     if not run.gpu_children:
         return
     largest = max(run.gpu_children, key=lambda child: child.high)
-    template = (
-        "A process that the script started takes {low} to {high} of {total} at its peak, which is not in the figures: "
-        if len(run.gpu_children) == 1
-        else "The largest of {count} processes that the script started takes {low} to {high} of {total} at its peak, "
-        "which is not in the figures: "
-    ) + "{command}"
+    what = "A process" if len(run.gpu_children) == 1 else "The largest of {count} processes"
+    template = f"{what} that the script started takes {{low}} to {{high}} of {{total}} at its peak, "
+    template += "which is not in the figures: {command}"
     ranks = {child.rank for child in run.gpu_children if child.rank is not None}
     if largest.rank is not None:
         template += " (rank {rank}). To see each rank, run its script: memsize run --gpus {ranks} --rank all"
-    values = {
-        "count": len(run.gpu_children),
-        "ranks": len(ranks),
-        "low": Bytes(largest.low),
-        "high": Bytes(largest.high),
-        "total": Bytes(run.card.bytes),
-        "command": largest.command,
-        "rank": largest.rank,
-    }
+    values: dict[str, object] = {"count": len(run.gpu_children), "ranks": len(ranks)}
+    values |= sizes(low=largest.low, high=largest.high, total=run.card.bytes)
+    values |= {"command": largest.command, "rank": largest.rank}
     yield Finding("run-children", f"{template}.", values, bytes=largest.high)
 
 
@@ -212,11 +177,8 @@ def _child_ran_out(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-nothing-on-gpu")
 def _nothing(run: ProgramRun) -> Iterator[Finding]:
     if not (run.trace.events or run.refused or run.failure is not None or run.gpu_children):
-        yield Finding(
-            "run-nothing-on-gpu",
-            "Nothing was put on the GPU. A program often chooses its device by an option, such as --device cuda or "
-            "--accel.",
-        )
+        template = "Nothing was put on the GPU. A program often chooses its device by an option, such as --device cuda "
+        yield Finding("run-nothing-on-gpu", f"{template}or --accel.")
 
 
 @RULES.rule("run-fits")
@@ -227,20 +189,13 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
     brief = "It fits on {card}: {low} to {high} of {total} at the peak, in {where}"
     template = f"{brief}, which holds {{requested}} of tensors."
     template += " The allocator may take {allowed} of the card." if allowed else ""
-    values = {"card": run.card.name, **peak_in_words(run), "requested": Bytes(peak.requested), **allowed}
+    values = {"card": run.card.name, **peak_in_words(run), **sizes(requested=peak.requested), **allowed}
     largest = next((tensor for tensor in run.tensors if tensor.line and tensor.role != "workspace"), None)
     if largest is not None:
         template += " The largest tensor, {bytes} of {role}, is allocated at {line}."
         values |= {"bytes": Bytes(largest.bytes), "role": noun(largest.role), "line": largest.line}
-    yield Finding(
-        "run-fits",
-        template,
-        values,
-        bytes=peak.device.high,
-        layers=_layers(peak.peak_layer),
-        brief=f"{brief}.",
-        moment=Moment(run.trace.scenario, aggregates.summit(run.trace)),
-    )
+    layers, moment = _layers(peak.peak_layer), Moment(run.trace.scenario, aggregates.summit(run.trace))
+    yield Finding("run-fits", template, values, bytes=peak.device.high, layers=layers, brief=f"{brief}.", moment=moment)
 
 
 @RULES.rule("run-host")
@@ -274,12 +229,8 @@ def _sends_nothing(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-waits")
 def _waits(run: ProgramRun) -> Iterator[Finding]:
     if run.waits:
-        yield Finding(
-            "run-waits",
-            "The loop at {line} waits for a number that only a GPU computes and would never end, so the program was "
-            "stopped.",
-            {"line": run.waits},
-        )
+        template = "The loop at {line} waits for a number that only a GPU computes and would never end: the "
+        yield Finding("run-waits", f"{template}program was stopped.", {"line": run.waits})
 
 
 @RULES.rule("run-grows")
@@ -363,11 +314,9 @@ def _ranks_refused(runs: RankRuns) -> Iterator[Finding]:
         if group.run.refused:
             first = group.run.refused[0]
             ends = "." if group.run.went_on is None else "; the program goes on."
-            template = (
-                f"Out of memory on {{card}}{eagerly(group.run)} for {{ranks}} of {{size}} at {{line}}, in {{where}}: "
-                f"{{op}} needs {{bytes}}, {{free}} are left{ends}"
-            )
-            values = {"card": group.run.card.name, "ranks": runs.named(group), "size": runs.size}
+            template = f"Out of memory on {{card}}{eagerly(group.run)} for {{ranks}} of {{size}} at {{line}}, in "
+            template += f"{{where}}: {{op}} needs {{bytes}}, {{free}} are left{ends}"
+            values: dict[str, object] = {"card": group.run.card.name, "ranks": runs.named(group), "size": runs.size}
             values |= request_in_words(first)
             yield Finding("ranks-out-of-memory", template, values, bytes=first.bytes)
 
@@ -380,13 +329,8 @@ def _ranks_fit(runs: RankRuns) -> Iterator[Finding]:
     most = "{ranks} needs the most," if len(runs.neediest) == 1 else "{ranks} need the most,"
     template = "All {size} {noun} fit on {card}: " + ("each takes" if len(runs.neediest) == runs.size else most)
     template += " {low} to {high} of {total} at the peak, in {where}."
-    values = {
-        "size": runs.size,
-        "noun": f"{runs.noun}s",
-        "card": run.card.name,
-        "ranks": runs.counted(runs.neediest),
-        **peak_in_words(run),
-    }
+    values = {"size": runs.size, "noun": f"{runs.noun}s", "card": run.card.name}
+    values |= {"ranks": runs.counted(runs.neediest)} | peak_in_words(run)
     yield Finding("ranks-fit", template, values, bytes=peak.device.high, layers=_layers(peak.peak_layer))
 
 
@@ -396,15 +340,10 @@ def _ranks_differ(runs: RankRuns) -> Iterator[Finding]:
     difference = most.requested - least.requested
     if difference <= 0 or any(group.run.refused or group.run.failure for group in runs.groups):
         return
-    sizes = {role: size - least.roles.get(role, 0) for role, size in most.roles.items()}
-    role = max(sizes, key=sizes.__getitem__)
-    values = {
-        "least": _first(runs.named(runs.least)),
-        "s": "" if len(runs.least.ranks) > 1 else "s",
-        "bytes": Bytes(difference),
-        "part": Bytes(sizes[role]),
-        "role": noun(role),
-    }
+    by_role = {role: size - least.roles.get(role, 0) for role, size in most.roles.items()}
+    role = max(by_role, key=by_role.__getitem__)
+    values: dict[str, object] = {"least": _first(runs.named(runs.least)), "s": "" if len(runs.least.ranks) > 1 else "s"}
+    values |= sizes(bytes=difference, part=by_role[role]) | {"role": noun(role)}
     template = "{least} hold{s} {bytes} less of tensors at the peak, {part} of it {role}."
     yield Finding("ranks-differ", template, values, bytes=difference)
 
@@ -414,8 +353,8 @@ def _ranks_between(runs: RankRuns) -> Iterator[Finding]:
     ran = [rank for group in runs.groups for rank in group.ran]
     if len(ran) < runs.size:
         template = (
-            "{count} of {size} {noun} were run: {ran}. Each other {one} lies between two with equal "
-            "figures, and shards never grow from one {one} to the next."
+            "{count} of {size} {noun} were run: {ran}. Each other {one} lies between two with equal figures, and "
+            "shards never grow from one {one} to the next."
         )
         values = {"count": len(ran), "size": runs.size, "noun": f"{runs.noun}s", "one": runs.noun, "ran": spans(ran)}
         yield Finding("ranks-between", template, values, brief="{count} of {size} {noun} were run: {ran}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from memsize.records.finding import Finding, Rules
+from memsize.records.finding import Finding, Rules, sizes
 from memsize.records.roles import noun
 from memsize.records.sweep import SweepRow, phrase_of, varying
 from memsize.units import Bytes
@@ -79,13 +79,8 @@ def _what_needs_most(rows: Rows) -> Iterator[Finding]:
         return
     row = max(ran, key=lambda cell: cell.reserved or 0)
     role = max(row.roles, key=lambda cell: row.roles[cell])
-    values = {
-        "cell": phrase_of(row.settings, varying(cell.settings for cell in rows)),
-        "reserved": Bytes(row.reserved or 0),
-        "role": noun(role),
-        "part": Bytes(row.roles[role]),
-        "phase": row.phase,
-    }
+    values: dict[str, object] = {"cell": phrase_of(row.settings, varying(cell.settings for cell in rows))}
+    values |= sizes(reserved=row.reserved) | {"role": noun(role), "part": Bytes(row.roles[role]), "phase": row.phase}
     brief = "{cell} peaks highest: {reserved} reserved"
     text = f"{brief}, {{part}} of them {{role}}, in {{phase}}."
     yield Finding("sweep-largest", text, values, bytes=row.reserved, brief=f"{brief}.")

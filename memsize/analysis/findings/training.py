@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from memsize.analysis.findings.evidence import Evidence, bytes_of
 from memsize.analysis.findings.unfinished_runs import moment, out_of_memory
 from memsize.records.aggregates import summit
-from memsize.records.finding import Finding, Moment, Rules, optimizer_in_words
-from memsize.records.gpu import GpuEstimate
+from memsize.records.finding import Finding, Moment, Rules, optimizer_in_words, sizes
 from memsize.records.roles import FIXED, PER_PARAMETER, Role, noun
 from memsize.units import Bytes
 
@@ -26,7 +25,7 @@ def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
             yield out_of_memory(shortage, what=f"{run} under {name}{others}", gpu=evidence.gpu, scenario=shown)
 
 
-@RULES.rule("training-peak")
+@RULES.rule("training-peak", "adapters-leave-activations")
 def training_peak(evidence: Evidence) -> Iterator[Finding]:
     name = next((name for name in ("as-given", "fp32", *evidence.peaks) if name in evidence.peaks), None)
     if name is None:
@@ -39,44 +38,36 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
     spread = evidence.spread
     how, among = (" and {parallel}", " on one of {gpus} GPUs") if spread else ("", "")
     shares = ", ".join(f"{noun(role)} {{r{number}}}" for number, (role, _) in enumerate(largest))
+    states, constant = (sum(peak.roles.get(role, 0) for role in roles) for roles in (PER_PARAMETER, FIXED))
+    values: dict[str, object] = {"optimizer": optimizer_in_words(evidence.optimizer), "name": name}
+    values |= sizes(requested=peak.requested) | {"where": moment(peak.peak_phase, peak.peak_layer)}
+    values |= sizes(states=states, constant=constant)
+    values |= {"main": noun(max(FIXED, key=lambda role: (peak.roles.get(role, 0), role)))}
+    values |= sizes(temporary=peak.roles.get("temporary"), low=peak.device.low, high=peak.device.high)
+    values |= {"gpu": evidence.gpu} | sizes(total=evidence.gpu_bytes) | {"best": best} | sizes(least=least)
+    values |= {"parallel": str(spread), "gpus": spread.size} if spread else {}
+    values |= sizes(**{f"r{number}": size for number, (_, size) in enumerate(largest)})
+    advice = "Most of it grows with the batch."
+    if peak.peak_phase == "optimizer":
+        advice = "The update's temporaries take {temporary} of it at any batch size; a fused optimizer has none."
+    elif states * 2 > peak.requested:
+        advice = "Parameters, gradients and optimizer state take {states} of it at any batch size."
+    elif constant * 2 > peak.requested:
+        advice = "{constant} of it is independent of the batch size, mostly {main}."
     fits = "may not fit on" if peak.shortage else "fits on"
     fits = "does not fit on" if peak.shortage and peak.shortage.certain else fits
     yield Finding(
         "training-peak",
         f"A training step with {{optimizer}}{how} under {{name}} peaks at {{requested}}{among} in the {{where}}: "
-        f"{shares}. {_advice(peak)}",
-        {
-            "optimizer": optimizer_in_words(evidence.optimizer),
-            "name": name,
-            "requested": Bytes(peak.requested),
-            "where": moment(peak.peak_phase, peak.peak_layer),
-            "states": Bytes(_bytes_of_roles(peak, PER_PARAMETER)),
-            "constant": Bytes(_bytes_of_roles(peak, FIXED)),
-            "main": noun(max(FIXED, key=lambda role: (peak.roles.get(role, 0), role))),
-            "temporary": Bytes(peak.roles.get("temporary", 0)),
-            "low": Bytes(peak.device.low),
-            "high": Bytes(peak.device.high),
-            "gpu": evidence.gpu,
-            "total": Bytes(evidence.gpu_bytes),
-            "best": best,
-            "least": Bytes(least),
-        }
-        | ({"parallel": str(spread), "gpus": spread.size} if spread else {})
-        | {f"r{number}": Bytes(size) for number, (_, size) in enumerate(largest)},
+        f"{shares}. {advice}",
+        values,
         bytes=peak.requested,
         layers=(peak.peak_layer,) if peak.peak_layer else (),
         brief=f"A training step with {{optimizer}}{how} in {{name}} {fits} {{gpu}}: it peaks at {{requested}}{among}, "
         "in the {where}." + lowest,
         moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs and not evidence.spread else None,
     )
-
-
-@RULES.rule("adapters-leave-activations")
-def _adapters(evidence: Evidence) -> Iterator[Finding]:
-    name = next((name for name in ("as-given", "fp32", *evidence.peaks) if name in evidence.peaks), None)
-    if name is not None:
-        frozen = evidence.stored.frozen
-        yield from activations_stay(evidence.peaks[name].roles, frozen, "adapters-leave-activations")
+    yield from activations_stay(peak.roles, evidence.stored.frozen, "adapters-leave-activations")
 
 
 _FROZEN: Final = 0.9
@@ -94,8 +85,8 @@ def activations_stay(roles: Mapping[Role, int], frozen: float, code: str) -> Ite
         "shorter input or a smaller batch does."
     )
     states = sum(roles.get(role, 0) for role in ("gradient", "optimizer state", "master weight"))
-    shares = {"trained": f"{100 * (1 - frozen):.2g}", "share": round(100 * grows / total)}
-    yield Finding(code, text, shares | {"states": Bytes(states), "grows": Bytes(grows)}, bytes=grows, brief=text)
+    values: dict[str, object] = {"trained": f"{100 * (1 - frozen):.2g}", "share": round(100 * grows / total)}
+    yield Finding(code, text, values | sizes(states=states, grows=grows), bytes=grows, brief=text)
 
 
 @RULES.rule("no-training-step")
@@ -104,20 +95,6 @@ def _not_trained(evidence: Evidence) -> Iterator[Finding]:
         reason = next(iter(evidence.untrained.values()))
         text = "There is no training step to show: {reason}."
         yield Finding("no-training-step", text, {"reason": reason}, brief=text)
-
-
-def _bytes_of_roles(peak: GpuEstimate, roles: Iterable[Role]) -> int:
-    return sum(peak.roles.get(role, 0) for role in roles)
-
-
-def _advice(peak: GpuEstimate) -> str:
-    if peak.peak_phase == "optimizer":
-        return "The update's temporaries take {temporary} of it at any batch size; a fused optimizer has none."
-    if _bytes_of_roles(peak, PER_PARAMETER) * 2 > peak.requested:
-        return "Parameters, gradients and optimizer state take {states} of it at any batch size."
-    if _bytes_of_roles(peak, FIXED) * 2 > peak.requested:
-        return "{constant} of it is independent of the batch size, mostly {main}."
-    return "Most of it grows with the batch."
 
 
 @RULES.rule("data-parallel-replicas")
@@ -134,7 +111,7 @@ def data_parallel(evidence: Evidence) -> Iterator[Finding]:
         "each 1/n of the batch, and so of {saved} kept for backward; every GPU but the first holds a copy of the "
         "{copied} of parameters and buffers during each forward and backward; the first alone holds the whole input "
         "and output, the summed gradients and the optimizer's state.",
-        {"saved": Bytes(evidence.stored.saved_bytes), "copied": Bytes(copied)},
+        sizes(saved=evidence.stored.saved_bytes, copied=copied),
         bytes=copied,
         layers=paths,
     )

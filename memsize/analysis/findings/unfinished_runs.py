@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from memsize.records.finding import Finding, Moment, moment_in_words
+from memsize.records.finding import Finding, Moment, moment_in_words, sizes
 from memsize.records.gpu import RecordStreamCost, Shortage
 from memsize.units import Bytes
 
@@ -31,21 +31,17 @@ def out_of_memory(shortage: Shortage, what: str, gpu: str, scenario: str | None 
             f"{{what}} may not fit on {{gpu}}: if the CUDA {takes} {{context}}, it runs out of memory in the {{where}}."
         )
         brief = f"{{what}} may not fit on {{gpu}}: with a large CUDA {large} it runs out of memory in the {{where}}."
+    text += " PyTorch's error would then say that it tried to allocate {tried}; of {total}, {free} are free, "
+    text += "{allocated} are allocated by PyTorch, and {idle} are reserved but unallocated."
+    where = moment(shortage.phase, shortage.layer)
+    values: dict[str, object] = {"what": what[:1].upper() + what[1:], "gpu": gpu, "where": where}
+    values |= sizes(tried=shortage.tried, free=shortage.free, total=shortage.total, allocated=shortage.allocated)
+    values |= sizes(idle=shortage.reserved - shortage.allocated)
+    values |= sizes(context=shortage.total - shortage.free - shortage.reserved)
     return Finding(
         "out-of-memory",
-        text + " PyTorch's error would then say that it tried to allocate {tried}; of {total}, {free} are free, "
-        "{allocated} are allocated by PyTorch, and {idle} are reserved but unallocated.",
-        {
-            "what": what[:1].upper() + what[1:],
-            "gpu": gpu,
-            "where": moment(shortage.phase, shortage.layer),
-            "tried": Bytes(shortage.tried),
-            "free": Bytes(shortage.free),
-            "total": Bytes(shortage.total),
-            "allocated": Bytes(shortage.allocated),
-            "idle": Bytes(shortage.reserved - shortage.allocated),
-            "context": Bytes(shortage.total - shortage.free - shortage.reserved),
-        },
+        text,
+        values,
         bytes=shortage.tried,
         layers=(shortage.layer,) if shortage.layer else (),
         brief=brief,

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import NamedTuple
 
 from memsize.analysis.findings.fit import RULES, FitEvidence, answer_in_words
 from memsize.analysis.findings.unfinished_runs import interrupted
-from memsize.analysis.fit.crossovers import crossings
-from memsize.analysis.fit.fit_rows import likely_size, row_of_search, row_of_size
-from memsize.analysis.fit.generation_runs import MOST_SEQUENCES
 from memsize.analysis.fit.remedy_trials import RemedyWork
-from memsize.analysis.fit.run_cache import NewRuns, RunCache, RunVariant
+from memsize.analysis.fit.results import crossings, likely_size, row_of_search, row_of_size
+from memsize.analysis.fit.run_cache import MOST_SEQUENCES, NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.search import Search
 from memsize.analysis.model_setups import is_float32
 from memsize.device.allocator_config import AllocatorConfig
@@ -21,7 +18,7 @@ from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.processes.ctrl_c import found_kept
 from memsize.processes.workers import Workers
 from memsize.records.finding import Finding, join_names
-from memsize.records.fit import Budget, Crossing, Fit, FitRow, FitRun, Remedied, RemedyRow
+from memsize.records.fit import Budget, Crossing, Fit, FitRow, FitRun, Remedied
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.parallel import parse_parallel
@@ -142,27 +139,28 @@ RowKey = tuple[str, str]
 """A scenario and a GPU, by their names."""
 
 
-class _RowsOfKey(NamedTuple):
-    key: RowKey
-    rows: tuple[FitRow, ...]
-    complete: bool
-
-
 class _PartialRows:
-    """The rows that are available so far. `tell` is called with the findings of each key whose rows are complete."""
+    """The rows that are available so far. `tell` is called with a finding for each row of a key that is complete."""
 
     def __init__(self, request: FitRequest, runs: RunCache, tell: Callable[[Finding], None]) -> None:
-        self.rows_of: dict[RowKey, _RowsOfKey] = {}
+        self.rows_of: dict[RowKey, Sequence[FitRow]] = {}
+        self.complete: set[RowKey] = set()
         self.keys = [(scenario.name, budget.name) for scenario, budget in product(request.scenarios, request.budgets)]
         self._request, self._vary, self._tell = request, runs.vary.text, tell
         self._several = len(request.budgets) > 1
 
-    def add(self, part: _RowsOfKey) -> None:
-        """Add the rows of a key; they come again if another process repeats the work of one that ended."""
-        before = self.rows_of.get(part.key)
-        self.rows_of[part.key] = part
-        if part.complete and not (before and before.complete):
-            for row in part.rows:
+    def add(self, part: tuple[Sequence[FitRow], bool]) -> None:
+        """Add the rows of a key so far, and whether they are all. They come again if another process repeats the work
+        of one that ended.
+        """
+        rows, complete = part
+        key = rows[0].scenario, rows[0].gpu
+        if key in self.complete:
+            return
+        self.rows_of[key] = rows
+        if complete:
+            self.complete.add(key)
+            for row in rows:
                 if row.status != "unavailable":
                     self._tell(answer_in_words(row, self._vary, several=self._several))
 
@@ -170,7 +168,7 @@ class _PartialRows:
         """Wrap `progress` to add the number of the current answer, where there are several."""
 
         def with_number(text: str) -> None:
-            number = 1 + sum(part.complete for part in self.rows_of.values())
+            number = 1 + len(self.complete)
             progress(f"{text}; answer {number} of {len(self.keys)}" if 1 < len(self.keys) >= number else text)
 
         return with_number
@@ -178,7 +176,7 @@ class _PartialRows:
     def missing(self) -> Iterator[str]:
         """Yield what the answer lacks."""
         for key in self.keys:
-            if key not in self.rows_of or not self.rows_of[key].complete:
+            if key not in self.complete:
                 name = " on ".join(key) if self._several else key[0]
                 yield f"the rest of {name}" if key in self.rows_of else name
         wanted = self._request.remedies
@@ -188,7 +186,7 @@ class _PartialRows:
             yield "crossovers"
 
     def __iter__(self) -> Iterator[FitRow]:
-        return (row for key in self.keys if key in self.rows_of for row in self.rows_of[key].rows)
+        return (row for key in self.keys for row in self.rows_of.get(key, ()))
 
 
 def _rows(runs: RunCache, request: FitRequest, workers: Workers) -> tuple[FitRow, ...]:
@@ -223,38 +221,30 @@ def _similar(scenarios: Sequence[Scenario]) -> list[list[Scenario]]:
 
 
 @dataclass(eq=False)
-class FitWork:
+class FitWork(RemedyWork):
     """The pieces of work of a fit, which several processes share.
 
-    `hand_over` is called with rows as soon as they are known; `failures` are the errors of scenarios.
+    `hand_over` is called with the rows of a scenario on a budget as soon as they are known, and whether they are all;
+    `failures` are the errors of scenarios.
     """
 
-    runs: RunCache
     request: FitRequest
-    hand_over: Callable[[_RowsOfKey], None] = lambda _: None
+    hand_over: Callable[[tuple[Sequence[FitRow], bool]], None] = lambda _: None
     failures: list[Exception] = field(default_factory=list)
-
-    def remedy_alone(self, base: RunVariant, size: int, name: str) -> tuple[RemedyRow, NewRuns]:
-        """Measure one remedy (see `RemedyWork`)."""
-        return RemedyWork(self.runs).remedy_alone(base, size, name)
 
     def rows(self, scenarios: Sequence[Scenario]) -> tuple[list[FitRow], NewRuns]:
         """Compute the rows of some scenarios, one for each budget; return them with the runs that this took."""
         rows: list[FitRow] = []
         before = self.runs.new_runs()
-        for scenario in scenarios:
-            for budget in self.request.budgets:
-                if self.runs.vary.frontier:
-                    new_rows = self._frontier(scenario, budget)
-                else:
-                    start = likely_size(rows, scenario.name, budget, budgets=self.request.budgets)
-                    new_rows = [self._row(self.request.variant(scenario, budget), budget, start)]
-                self._hand_over(new_rows)
-                rows += new_rows
+        for scenario, budget in product(scenarios, self.request.budgets):
+            if self.runs.vary.frontier:
+                new_rows = self._frontier(scenario, budget)
+            else:
+                start = likely_size(rows, scenario.name, budget, budgets=self.request.budgets)
+                new_rows = [self._row(self.request.variant(scenario, budget), budget, start)]
+            self.hand_over((new_rows, True))
+            rows += new_rows
         return rows, self.runs.new_runs(before)
-
-    def _hand_over(self, rows: Sequence[FitRow], complete: bool = True) -> None:
-        self.hand_over(_RowsOfKey((rows[0].scenario, rows[0].gpu), tuple(rows), complete))
 
     def _frontier(self, scenario: Scenario, budget: Budget) -> list[FitRow]:
         rows: list[FitRow] = []
@@ -265,7 +255,7 @@ class FitWork:
             self.runs.drop(of_batch, but=None if rows else row.size)
             if row.size is not None or not rows:
                 rows.append(row)
-                self._hand_over(rows, complete=False)
+                self.hand_over((tuple(rows), False))
             if row.size is None:
                 break
             batch *= 2
@@ -299,7 +289,7 @@ class FitWork:
             search.run(start or (runs.input_size if runs.input_size > 1 else None), runs.most_runs)
         except KeyboardInterrupt:
             if search.runs and search.size and variant.sequences is None:
-                self._hand_over([row_of_search(search, row, linear=linear)], complete=False)
+                self.hand_over(([row_of_search(search, row, linear=linear)], False))
             raise
         if search.largest_run is None and variant.sequences is not None and start is not None:
             return replace(row, status="none")  # the end of a frontier, which is not shown
@@ -307,30 +297,25 @@ class FitWork:
 
 
 def _remedied(work: FitWork, rows: Sequence[FitRow], workers: Workers) -> Remedied | None:
+    """Try remedies for the first row that does not fit, or of several strategies for the one that needs least; without
+    such a row for the first, if the user asks for remedies. None if another strategy or number of GPUs is enough.
+    """
     runs, request = work.runs, work.request
-    row = None if request.remedies is False else _row_to_remedy(request, rows)
-    if row is None:
+    short = [row for row in rows if row.status == "exceeds"]
+    if short and request.budgets[0].parallel:
+        alike = [row for row in rows if row.scenario == short[0].scenario]
+        if not request.remedies and any(row.status == "fits" for row in alike):
+            return None
+        short = [min((row for row in alike if row.status == "exceeds"), key=lambda row: row.peak or 0)]
+    if request.remedies and not short:
+        short = [row for row in rows if row.status != "unavailable"]
+    if request.remedies is False or not short:
         return None
+    row = short[0]
     scenario = next(scenario for scenario in request.scenarios if scenario.name == row.scenario)
     budget = next(budget for budget in request.budgets if budget.name == row.gpu)
     size = request.size or (2 * row.size if row.size else row.next_size or runs.input_size)
-    base = request.variant(scenario, budget)
-    return RemedyWork(runs).remedied(workers, base, size, budget=budget, splits=runs.vary.batch)
-
-
-def _row_to_remedy(request: FitRequest, rows: Sequence[FitRow]) -> FitRow | None:
-    """Choose the first row that does not fit, or of several strategies the one that needs least; without such a row the
-    first, if the user asks for remedies. None if another strategy or number of GPUs is enough.
-    """
-    short = [row for row in rows if row.status == "exceeds"]
-    if not short:
-        return next((row for row in rows if request.remedies and row.status != "unavailable"), None)
-    if not request.budgets[0].parallel:
-        return short[0]
-    alike = [row for row in rows if row.scenario == short[0].scenario]
-    if not request.remedies and any(row.status == "fits" for row in alike):
-        return None
-    return min((row for row in alike if row in short), key=lambda row: row.peak or 0)
+    return work.remedied(workers, request.variant(scenario, budget), size, budget=budget, splits=runs.vary.batch)
 
 
 def _notes(

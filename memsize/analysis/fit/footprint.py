@@ -17,7 +17,7 @@ from memsize.device.allocator_config import SEGMENT_STEP, AllocatorConfig
 from memsize.device.gpu_estimate import roles_of
 from memsize.device.replay import Prefixes, Replay, replay
 from memsize.errors import InputError
-from memsize.records.aggregates import totals
+from memsize.records.aggregates import split_phase, totals
 from memsize.records.columns import rows_at
 from memsize.records.fit import Alike, Bind
 from memsize.records.roles import FIXED
@@ -74,11 +74,6 @@ class Footprint:
     def flow(self) -> AllocationEvents:
         """The events of the run as the allocator takes them."""
         return self.events or flow_of(self.trace)
-
-    @property
-    def pairs(self) -> tuple[tuple[int, int], ...]:
-        """The events one by one: storages, and the bytes that they gain or lose."""
-        return tuple(self.flow)
 
     @cached_property
     def shape(self) -> int:
@@ -192,7 +187,7 @@ def limit_of(run: Footprint, capacity: int | None) -> Bind:
     widths = {out.spec.shape[-1] for layer in trace.layers[:1] for out in layer.outputs if out.spec.shape}
     vocabularies = {width for width in widths if width and width >= _VOCABULARY}
     return Bind(
-        phase=phase_name(trace.phases[event.phase]),
+        phase=split_phase(trace.phases[event.phase])[0],
         layer=trace.layers[event.layer].path if event.layer >= 0 else "",
         op=event.op,
         role=next(iter(roles)),
@@ -201,12 +196,6 @@ def limit_of(run: Footprint, capacity: int | None) -> Bind:
         largest=most and most._replace(logits=bool(most.spec.shape) and most.spec.shape[-1] in vocabularies),
         frozen=totals(trace).frozen,
     )
-
-
-def phase_name(label: str) -> str:
-    """Drop the step from a phase: ``"backward 2"`` → ``"backward"``."""
-    name, _, step = label.rpartition(" ")
-    return name if name and step.isdecimal() else label
 
 
 # -- forecasts ---------------------------------------------------------------------------------------------------------
@@ -231,10 +220,6 @@ class Forecast:
         self._signs = np.sign(self._flow.deltas.astype(np.float64))
         self._amounts = [np.abs(run.flow.deltas.astype(np.float64)) for run in self.runs]
         self._exponents = _exponents(runs[0], powers) if len(runs) == 1 else None
-
-    def pairs(self, size: int) -> list[tuple[int, int]]:
-        """List the events of `size`: storages, and the bytes that they gain or lose."""
-        return list(self.flow(size))
 
     def flow(self, size: int) -> AllocationEvents:
         """Return the events of `size` as the allocator takes them."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn import functional
 
 from memsize.analysis.remedies import NotApplicable
 from memsize.errors import InputError
-from memsize.model.stored import stored_tensors
+from memsize.model.tensor_storage import stored_tensors
 from memsize.precision.adapters import add_adapters, has_adapters
 from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Adapter
@@ -43,7 +44,7 @@ def chunk_the_head(setup: Setup) -> Setup:
     head = _head(setup.model)
     forward = head.forward
 
-    def part(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def loss_of_part(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(forward(hidden).float(), target, reduction="sum")
 
     def chunked(hidden: torch.Tensor) -> torch.Tensor:
@@ -52,7 +53,7 @@ def chunk_the_head(setup: Setup) -> Setup:
         tokens = hidden.reshape(-1, hidden.shape[-1])
         target = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
         pairs = zip(tokens.split(TOKENS), target.split(TOKENS), strict=True)
-        losses: list[torch.Tensor] = [checkpoint(part, *pair, use_reentrant=False) for pair in pairs]
+        losses: list[torch.Tensor] = [checkpoint(loss_of_part, *pair, use_reentrant=False) for pair in pairs]
         return torch.stack(losses).sum() / tokens.shape[0]
 
     head.forward = chunked  # type: ignore[method-assign,assignment]
@@ -123,23 +124,16 @@ class Adam8bit(torch.optim.Optimizer):
         return None
 
     def _new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = ("state1", "state2")
         if parameter.numel() < LEAST:
-            return {name: _like(parameter, parameter.shape, torch.float32) for name in ("state1", "state2")}
+            return {name: torch.empty_like(parameter, dtype=torch.float32) for name in state}
         if not self._tables:
-            self._tables = [_like(parameter, (256,), torch.float32) for _ in range(2)]
-        blocks = (-(-parameter.numel() // BLOCK),)
-        return {
-            "state1": _like(parameter, parameter.shape, torch.uint8),
-            "state2": _like(parameter, parameter.shape, torch.uint8),
-            "absmax1": _like(parameter, blocks, torch.float32),
-            "absmax2": _like(parameter, blocks, torch.float32),
-            "qmap1": self._tables[0],
-            "qmap2": self._tables[1],
-        }
-
-
-def _like(parameter: torch.Tensor, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device=parameter.device)
+            self._tables = [torch.empty(256, dtype=torch.float32, device=parameter.device) for _ in state]
+        blocks = -(-parameter.numel() // BLOCK)
+        packed = {name: torch.empty_like(parameter, dtype=torch.uint8) for name in state}
+        for name in ("absmax1", "absmax2"):
+            packed[name] = torch.empty(blocks, dtype=torch.float32, device=parameter.device)
+        return packed | dict(zip(("qmap1", "qmap2"), self._tables, strict=True))
 
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -149,8 +143,10 @@ _IN_PLACE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.Hardtanh, nn.R
 
 def recompute_blocks(setup: Setup) -> Setup:
     """Checkpoint each of the repeated blocks: it keeps its input, and runs again in backward."""
+    from torch.utils.checkpoint import checkpoint
+
     for block in repeated_blocks(setup.model):
-        block.forward = _checkpointed(block.forward)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     config = getattr(setup.model, "config", None)
     if getattr(config, "use_cache", False):
         # Running a block twice would also write its keys and values to the cache twice.
@@ -173,15 +169,6 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     if not repeated:
         raise NotApplicable("no module of several layers stands more than once in a list or a sequence")
     return max(repeated, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
-
-
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    from torch.utils.checkpoint import checkpoint
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return recomputed
 
 
 def write_in_place(setup: Setup) -> Setup:

@@ -4,16 +4,16 @@ generations are here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from memsize.analysis.fit.generation_runs import GenerationRunCache
 from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
-from memsize.analysis.fit.run_cache import NewRuns, RunCache, RunVariant
+from memsize.analysis.fit.run_cache import GenerationRunCache, NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.step_remedies import (
     BF16_PARAMETERS,
+    CHUNK,
     EXPANDABLE_SEGMENTS,
     INT8_WEIGHTS,
     VariantRemedy,
@@ -40,8 +40,6 @@ from memsize.workloads.generation import Prompts
 
 SEGMENT: Final = 2 << 20
 """A remedy that saves less than one segment saves nothing that shows on the GPU."""
-CHUNK: Final = 1024
-"""Tokens of the prompt that are read at a time."""
 
 
 def _with_cache(variant: RunVariant, cache: str, dtype: str | None = None) -> RunVariant:
@@ -57,60 +55,17 @@ GENERATION_REMEDIES: Final = (
     BF16_PARAMETERS,
     EXPANDABLE_SEGMENTS,
     INT8_WEIGHTS,
-    remedy(
-        "int4 weights",
-        "weight-only quantization of the linear layers to 4 bits",
-        "weights rounded to 16 values, unpacked each time they are used",
-        "numbers",
-        partial(quantized, name="int4-weight"),
-        "precision",
-    ),
-    remedy(
-        "fp8 KV cache",
-        "a quantized cache with the backend fp8",
-        "rounded keys and values, unpacked each time they are used",
-        "numbers",
-        partial(_with_cache, cache="quantized", dtype="fp8"),
-        "cache",
-    ),
+    remedy("int4 weights", "numbers", partial(quantized, name="int4-weight"), "precision"),
+    remedy("fp8 KV cache", "numbers", partial(_with_cache, cache="quantized", dtype="fp8"), "cache"),
     remedy(
         "prefill in chunks",
-        f"prefill_chunk_size={CHUNK}",
-        "a slower prefill, in smaller pieces",
         "speed",
         switched("generation", "prefill_chunk_size", "the prompt is read in chunks already", CHUNK),
     ),
-    remedy(
-        "last logits only",
-        "the head applied to the last token of the prompt alone",
-        "none: generate looks at no other",
-        "nothing",
-        edited(keep_the_last_logits),
-    ),
-    remedy(
-        "static cache",
-        'cache_implementation="static"',
-        "room for the whole context from the first token on",
-        "nothing",
-        partial(_with_cache, cache="static"),
-        "cache",
-    ),
-    remedy(
-        "offloaded cache",
-        'cache_implementation="offloaded"',
-        "as much memory of the host, and each step copies the whole cache to the GPU and back",
-        "speed",
-        partial(_with_cache, cache="offloaded"),
-        "cache",
-    ),
-    remedy(
-        "2 cards",
-        "each layer divided between two such GPUs (tensor parallelism), as vLLM divides it",
-        "a second card, and what all of them exchange after each layer",
-        "hardware",
-        edited(Share(2)),
-        "cards precision",
-    ),
+    remedy("last logits only", "nothing", edited(keep_the_last_logits)),
+    remedy("static cache", "nothing", partial(_with_cache, cache="static"), "cache"),
+    remedy("offloaded cache", "speed", partial(_with_cache, cache="offloaded"), "cache"),
+    remedy("2 cards", "hardware", edited(Share(2)), "cards precision"),
 )
 """Remedies for a generation, in the order in which they are tried."""
 
@@ -119,7 +74,7 @@ def fewer_sequences(parts: int) -> VariantRemedy:
     """Generate for one of `parts` parts of the batch at a time."""
     title = f"{parts} generations one after the other, each of a part of the sequences"
     cost = "longer: each step makes tokens for fewer sequences"
-    return remedy(f"batch ÷{parts}", title, cost, "speed", partial(replace, split=parts), "parts")
+    return remedy(f"batch ÷{parts}", "speed", partial(replace, split=parts), "parts", texts=(title, cost))
 
 
 def on_larger_gpu(budget: Budget) -> VariantRemedy:
@@ -127,7 +82,7 @@ def on_larger_gpu(budget: Budget) -> VariantRemedy:
     card = budget.card
     title = f"the smallest card on which it fits, of {format_bytes(card.bytes)}"
     apply = partial(replace, card=card, capacity=budget.allocator)
-    return remedy(card.name, title, "another card", "hardware", apply, "cards")
+    return remedy(card.name, "hardware", apply, "cards", texts=(title, "another card"))
 
 
 # -- trials ------------------------------------------------------------------------------------------------------------
@@ -136,22 +91,6 @@ def on_larger_gpu(budget: Budget) -> VariantRemedy:
 def remedies_of(variant: RunVariant) -> tuple[VariantRemedy, ...]:
     """Return the remedies that are tried for a variant."""
     return GENERATION_REMEDIES if variant.generation else step_remedies(variant.parallel)
-
-
-def ladders_of(
-    search: RemedySearch[RunVariant], size: int, *, splits: bool, larger: Sequence[Budget] = ()
-) -> Iterator[Ladder[RunVariant]]:
-    """Yield the ladders that are tried after the table: parts of the batch (if `splits`), GPUs of `larger` budgets, and
-    more GPUs.
-    """
-    base = search.base
-    if splits and (base.training or base.generation) and size > 1:
-        in_parts = fewer_sequences if base.generation else accumulation
-        yield Ladder(map(in_parts, numbers_of_parts(size)), until="last")
-    if larger and not search.need.fits:
-        enough = (budget for budget in larger if budget.allocator >= search.need.bytes)
-        yield Ladder(map(on_larger_gpu, enough), until="enough")
-    yield Ladder(more_gpus(base.parallel), until="no gain")
 
 
 @dataclass(eq=False)
@@ -167,7 +106,7 @@ class RemedyWork:
         """Measure the remedy `name` at one size; return its row and the runs that this took."""
         before = self.runs.new_runs()
         chosen = next(remedy for remedy in remedies_of(base) if remedy.name == name)
-        return self._search(base, size).alone(chosen), self.runs.new_runs(before)
+        return self._remedy_search(base, size).alone(chosen), self.runs.new_runs(before)
 
     def remedied(self, workers: Workers, base: RunVariant, size: int, budget: Budget, *, splits: bool) -> Remedied:
         """Try all remedies at one size; `workers` serve this object, or one with its methods. `splits`: the size is a
@@ -177,14 +116,18 @@ class RemedyWork:
         for row, new_runs in workers.answers([("remedy_alone", base, size, tried.name) for tried in remedies]):
             rows.append(row)
             runs.adopt(new_runs)
-        search = self._search(base, size)
-        larger = larger_budgets(budget, runs.stack) if runs.generates else ()
-        ladders = ladders_of(search, size, splits=splits, larger=larger)
+        search, ladders = self._remedy_search(base, size), [Ladder(more_gpus(base.parallel), until="no gain")]
+        if runs.generates and not search.need.fits:
+            larger = (one for one in larger_budgets(budget, runs.stack) if one.allocator >= search.need.bytes)
+            ladders.insert(0, Ladder(map(on_larger_gpu, larger), until="enough"))
+        if splits and (base.training or base.generation) and size > 1:
+            in_parts = fewer_sequences if base.generation else accumulation
+            ladders.insert(0, Ladder(map(in_parts, numbers_of_parts(size)), until="last"))
         return try_remedies(
             search, remedies, ladders, scenario=base.scenario.name, gpu=budget.name, size=size, rows=rows
         )
 
-    def _search(self, base: RunVariant, size: int) -> RemedySearch[RunVariant]:
+    def _remedy_search(self, base: RunVariant, size: int) -> RemedySearch[RunVariant]:
         def measure(variant: RunVariant) -> Need:
             run = self.runs.run(variant, size)
             host = run.trace.host.needs if variant.parallel and variant.parallel.offload else 0

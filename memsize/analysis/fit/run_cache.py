@@ -1,20 +1,25 @@
-"""The cache of runs behind a fit: each variant of a model is run once at each size."""
+"""The cache of runs behind a fit: each variant of a model is run once at each size. A generation is composed of a few
+traced steps, at any batch and context.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Final, NamedTuple, Protocol
 
 from torch import nn
 
 from memsize.analysis.fit.footprint import Footprint, ReplaysByCapacity
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS
+from memsize.analysis.generation.generator import Generator
+from memsize.analysis.model_setups import ModelEdit
 from memsize.analysis.runner import Edit, Runner
 from memsize.device.allocation_events import AllocationEvents, flow_of
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.errors import ForwardError
+from memsize.errors import ForwardError, InputError
 from memsize.model.input_tensors import ModelInputs, input_tensors, resized_call
 from memsize.records.columns import in_columns
 from memsize.records.fit import FitRun
@@ -28,6 +33,7 @@ from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.training import Training
 from memsize.spec.vary import Vary
 from memsize.torch_internals.isolation import forget_run
+from memsize.workloads.generation import Prompts, positions
 from memsize.workloads.parallel import steps_on
 
 
@@ -189,7 +195,10 @@ class RunCache:
         """
         key = variant.run_key, size
         if key not in self._results:
-            self.progress(self._label(variant, size))
+            parallel = [str(variant.parallel)] if variant.parallel else []
+            sequences = [f"batch {variant.sequences:,}"] if variant.sequences else []
+            parts = (variant.scenario.name, *variant.applied, *parallel, *sequences, f"{self.vary.text} {size:,}")
+            self.progress(", ".join(parts))
             self._latest = None, None  # its trace is not needed while another run is made
             try:
                 self._results[key] = self._trace(variant, size)
@@ -201,7 +210,13 @@ class RunCache:
         result = self._results[key]
         if isinstance(result, ForwardError):
             raise result
-        return self._footprint(result, key, variant.config)
+        config = variant.config
+        if (key, config) not in self._footprints:
+            new = Footprint(size, partial(self._trace_of, result), config, events=result.flow)
+            # Runs that make the same events share their replays: float16 and bfloat16 often do.
+            shared = self._replays.setdefault((new.flow.digest, config), new.replays)
+            self._footprints[key, config] = new if shared is new.replays else replace(new, replays=shared)
+        return self._footprints[key, config]
 
     def runs_of(self, variant: RunVariant) -> dict[int, Footprint]:
         """Return the runs of a variant that were made before, on this GPU or one like it."""
@@ -257,17 +272,11 @@ class RunCache:
 
     # -- how a run is made --------------------------------------------------------------------------------------------
 
-    def _label(self, variant: RunVariant, size: int) -> str:
-        parallel = [str(variant.parallel)] if variant.parallel else []
-        sequences = [f"batch {variant.sequences:,}"] if variant.sequences else []
-        return ", ".join((variant.scenario.name, *variant.applied, *parallel, *sequences, f"{self.vary.text} {size:,}"))
-
     def _trace(self, variant: RunVariant, size: int) -> Run:
         training = variant.training
         if training:
-            backwards = (
-                variant.parallel.microbatches(training) if variant.parallel else training.gradient_accumulation_steps
-            )
+            accumulated = training.gradient_accumulation_steps
+            backwards = variant.parallel.microbatches(training) if variant.parallel else accumulated
             # The first step creates the optimizer's state: the second is like all that follow.
             training = replace(training, steps=2, gradient_accumulation_steps=backwards * variant.split)
         batch = size if self.vary.batch else self.model_inputs.batch_size
@@ -287,24 +296,9 @@ class RunCache:
     def _runner(self, variant: RunVariant) -> Runner:
         kernels = variant.card.kernels
         if kernels not in self._runners:
-            self._runners[kernels] = Runner(
-                self.name,
-                self.model,
-                self.model_inputs,
-                self.training,
-                gpu=variant.card,
-                stack=self.stack,
-                whole=self.whole,
-            )
+            model = self.name, self.model, self.model_inputs, self.training
+            self._runners[kernels] = Runner(*model, gpu=variant.card, stack=self.stack, whole=self.whole)
         return self._runners[kernels]
-
-    def _footprint(self, run: Run, key: ResultKey, config: AllocatorConfig) -> Footprint:
-        if (key, config) not in self._footprints:
-            new = Footprint(key[1], partial(self._trace_of, run), config, events=run.flow)
-            # Runs that make the same events share their replays: float16 and bfloat16 often do.
-            shared = self._replays.setdefault((new.flow.digest, config), new.replays)
-            self._footprints[key, config] = new if shared is new.replays else replace(new, replays=shared)
-        return self._footprints[key, config]
 
     def _trace_of(self, run: Run) -> Trace:
         """Return the trace of a run. Of the traces that are built anew each time, the latest is stored."""
@@ -314,3 +308,106 @@ class RunCache:
             trace = run.trace
             self._latest = run, trace
         return trace
+
+
+# -- generations -------------------------------------------------------------------------------------------------------
+
+MOST_SEQUENCES: Final = 1024
+"""The largest batch of a frontier."""
+_SHORT: Final = 8
+"""The shortest prompt of the contexts that are traced together."""
+_TOGETHER: Final = 16
+"""The largest of the batches that are traced together has this many times the sequences of the smallest."""
+_MOST_TOKENS: Final = 1 << 23
+"""The most tokens of all sequences in a generation that is traced for several contexts."""
+_INEXACT = "some steps are close to what was derived for them, not equal"
+
+
+class GenerationRunCache(RunCache):
+    """The generations of one model by variant and size: a batch, or the tokens of a context, new ones included.
+
+    `generation` is the one in question; where the context varies, its prompt is where the search begins. No context is
+    longer than the model has positions for. Traces of `generators` are used again. Raises `InputError` where the
+    context varies and the prompt has no length, as with speech.
+    """
+
+    generates: ClassVar = True
+    most_runs: ClassVar = 24
+    """The scan of a state is padded to 256 tokens, or loops over them: forecasts only say about where the answer is."""
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        prompts: Prompts,
+        generation: Generation,
+        batch: int,
+        vary: Vary,
+        progress: Callable[[str], None],
+        stack: Stack = INSTALLED,
+        generators: Iterable[Generator] = (),
+        whole: bool = False,
+    ) -> None:
+        inputs = replace(prompts(generation.prompt), batch_size=batch)
+        super().__init__(name, model, inputs, training=False, vary=vary, progress=progress, stack=stack, whole=whole)
+        if vary.context and input_tensors(prompts(generation.prompt + 1).call(batch)) == self.inputs:
+            raise InputError(f"{name} reads an input of one length, whatever the prompt: its context does not vary")
+        self.generation = generation
+        self._prompts = prompts
+        self._generators = {RunVariant(one.scenario, one.runner.gpu).run_key: one for one in generators}
+        self._derives = vary.frontier or bool(self._generators)
+        self._covered: set[tuple[Generator, Generation, int]] = set()
+
+    @property
+    def input_size(self) -> int:
+        """The batch, or the context, of the generation in question."""
+        whole = self.generation.prompt + self.generation.max_new_tokens
+        return min(whole, self.most) if self.vary.context else self.model_inputs.batch_size
+
+    @property
+    def least(self) -> int:
+        """The smallest possible size: for a context, the new tokens and one to begin with."""
+        return self.generation.max_new_tokens + 1 if self.vary.context else 1
+
+    @property
+    def most(self) -> int:
+        """The largest size to try: for a context, the number of the model's positions."""
+        return (self.vary.context and positions(self.model)) or LIMIT
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the report about the sizes to try."""
+        note = f"the model has positions for {self.most:,} tokens: no more are looked at"
+        return (note,) if self.most < LIMIT else ()
+
+    def _trace(self, variant: RunVariant, size: int) -> Run:
+        assert variant.generation is not None, "only generations are run here"
+        key = variant.run_key._replace(generation=None, sequences=None, split=1)
+        if key not in self._generators:
+            runner = self._runner(variant)
+            edits = tuple(edit for edit in variant.edits if not isinstance(edit, ModelEdit))  # of trainings alone
+            self._generators[key] = Generator(runner, self._prompts, variant.scenario, edits=edits)
+        generation, batch, generator = variant.generation, -(-size // variant.split), self._generators[key]
+        if self.vary.context:
+            new = generation.max_new_tokens
+            if size <= new:
+                raise ForwardError(f"a context of {size} tokens has no room for a prompt and {new} new ones")
+            generation = replace(generation, prompt=size - new)
+            batch = variant.sequences or self.model_inputs.batch_size
+            self._cover(generator, generation, batch, size)
+        run = (generator.derive if self._derives else generator.run)(generation, batch)
+        return run if run.exact else run.noted(_INEXACT)
+
+    def _cover(self, generator: Generator, generation: Generation, batch: int, size: int) -> None:
+        """Trace what all contexts of a batch (or of similar batches of a frontier) have in common, up to a size whose
+        inputs are small themselves.
+        """
+        shortest, batches = replace(generation, prompt=_SHORT), [batch]
+        if self.vary.frontier and batch > 1:  # a batch of 1 takes other code paths
+            batches.append(min(_TOGETHER * batch, MOST_SEQUENCES))
+        longest = min(self.most, max(_MOST_TOKENS // batches[-1], size)) - generation.max_new_tokens
+        done = (generator, shortest, batch) in self._covered or generator.covers(generation, batch)
+        if longest > _SHORT and not done:
+            self._covered.add((generator, shortest, batch))
+            with suppress(ForwardError, InputError):  # then each context is traced by itself
+                generator.cover(shortest, batches, [_SHORT, longest], between=True, splits=0)

@@ -7,13 +7,14 @@ are imported already. The values are searched as in any fit (`memsize.analysis.f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
 from memsize.analysis.findings.fit import RULES, FitEvidence, answer_in_words
 from memsize.analysis.findings.unfinished_runs import interrupted
-from memsize.analysis.fit.fit_rows import row_of_search
 from memsize.analysis.fit.footprint import Footprint
+from memsize.analysis.fit.results import row_of_search
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.analysis.program import run_program
 from memsize.analysis.ranks import import_packages
@@ -23,9 +24,9 @@ from memsize.processes.ctrl_c import found_kept
 from memsize.processes.workers import Workers, can_fork, silent
 from memsize.records.finding import Finding
 from memsize.records.fit import Budget, Fit, FitRow, FitRun
-from memsize.records.gpu import Card
 from memsize.records.trace import Trace
 from memsize.spec.vary import VariedScript
+from memsize.virtual.guards.child_processes import Settings
 
 ScriptRun: TypeAlias = tuple[Trace, AllocatorConfig, str]
 """The trace of a script, its allocator settings, and how it failed (empty: it did not)."""
@@ -35,31 +36,27 @@ the data for it.
 """
 
 
+@dataclass(eq=False)
 class ScriptRuns:
-    """The runs of a script with different values of one argument, `steps` training steps each."""
+    """The runs of a script on one GPU with different values of an argument, `steps` training steps each, and their
+    `search`. Once the script ran, `budget` has the share of the GPU's memory that it lets PyTorch use.
+    """
 
-    def __init__(
-        self,
-        script: VariedScript,
-        card: Card,
-        config: AllocatorConfig | None,
-        steps: int,
-        progress: Callable[[str], None],
-    ) -> None:
-        self.script = script
-        self.footprints: dict[int, Footprint] = {}
-        self._card = card
-        self._config = config
-        self._steps = steps
-        self._progress = progress
+    script: VariedScript
+    budget: Budget
+    config: AllocatorConfig | None
+    steps: int
+    progress: Callable[[str], None]
+    footprints: dict[int, Footprint] = field(default_factory=dict)
+    search: Search | None = None
 
     def run(self, value: int) -> Footprint:
         """Run the script with one value, once; raises `ForwardError` where the script fails with it."""
         if value not in self.footprints:
-            self._progress(f"running {self.script.command(value)}")
+            self.progress(f"running {self.script.command(value)}")
             if can_fork():
-                with Workers(self, self._progress) as workers:
-                    trace, config, failure = workers.apart(("silent_trace", value))
+                with Workers(self, self.progress) as workers:
+                    trace, config, failure = workers.apart(("trace", value, True))
             else:
                 trace, config, failure = self.trace(value)
             if failure:
@@ -67,21 +64,35 @@ class ScriptRuns:
             self.footprints[value] = Footprint(value, trace, config)
         return self.footprints[value]
 
-    def silent_trace(self, value: int) -> ScriptRun:
-        """Call `trace` without showing what the script prints."""
-        with silent():
-            return self.trace(value)
-
-    def trace(self, value: int) -> ScriptRun:
-        """Run the script with a value."""
-        arguments = self.script.valued(value)
-        program, error = run_program(
-            self.script.path, arguments, self._card, self._config, steps=self._steps, module=False, bounded=False
-        )
+    def trace(self, value: int, quiet: bool = False) -> ScriptRun:
+        """Run the script with a value; `quiet` hides what it prints."""
+        settings = Settings(self.budget.card, self.config, self.steps, bounded=False)
+        with silent() if quiet else nullcontext():
+            program, error = run_program(self.script.path, self.script.valued(value), settings)
         if isinstance(error, KeyboardInterrupt):  # which reaches the script where it runs in this process
             raise error
         failure = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
         return program.trace, config_of(program), failure
+
+    def start(self) -> Search:
+        """Run the value of the command and twice that: they show about where to look, and the script's share."""
+        script = self.script
+        first, second = self.run(script.value), self.run(2 * script.value)
+        if tuple(first.flow) == tuple(second.flow):
+            sizes = f"{script.name} {first.size} and {second.size}"
+            raise InputError(f"{sizes} take the same memory of the GPU: there is nothing to vary")
+        self.budget = budget = replace(self.budget, fraction=first.config.memory_fraction)
+        slope = max((second.requested - first.requested) // (second.size - first.size), 1)
+        about = max((budget.allocator - first.requested) // slope + first.size, second.size)
+        most = min(_BEYOND * about, LIMIT)
+        self.search = Search(self.run, budget.allocator, runs={**self.footprints}, refused={}, most=most)
+        return self.search
+
+    def row(self, search: Search) -> FitRow:
+        """The row of the values that were run."""
+        budget = self.budget
+        row = FitRow("as-given", "as the script runs", gpu=budget.name, budget=budget.allocator, status="unavailable")
+        return row_of_search(search, row, linear=True)
 
 
 def fit_script(
@@ -102,76 +113,43 @@ def fit_script(
     effect on the memory of the GPU.
     """
     import_packages(script.path, budgets[0].card, config)
-    runs: list[ScriptRuns] = []
-    in_use: list[Budget] = []
+    # The script may ask for the card's size: each card has runs of its own.
+    runs = [ScriptRuns(script, budget, config, steps, progress) for budget in budgets]
     rows: list[FitRow] = []
-    searches: list[Search] = []
 
     def so_far() -> Fit | None:
-        all_budgets = [*in_use, *budgets[len(in_use) :]]
-        unfinished = [_row_of(search, all_budgets[len(rows)]) for search in searches[len(rows) :]]
-        partial = [row for row in unfinished if row.size]
+        started = [of_budget.row(of_budget.search) for of_budget in runs[len(rows) :] if of_budget.search]
+        partial = [row for row in started if row.size]
         missing = [f"the rest of {row.gpu}" for row in partial]
-        missing += [budget.name for budget in all_budgets[len(rows) + len(partial) :]]
-        return _answer(runs, [*rows, *partial], all_budgets, missing) if rows or partial else None
+        missing += [of_budget.budget.name for of_budget in runs[len(rows) + len(partial) :]]
+        return _answer(runs, [*rows, *partial], missing) if rows or partial else None
 
     with found_kept(so_far):
-        for budget in budgets:
-            # The script may ask for the card's size: each card has runs of its own.
-            runs.append(ScriptRuns(script, budget.card, config, steps, progress))
-            search, budget_in_use = _search(runs[-1], budget)
-            in_use.append(budget_in_use)
-            searches.append(search)
+        for of_budget in runs:
+            search = of_budget.start()
             search.run(None, MOST_RUNS - 2)
-            rows.append(_row_of(search, budget_in_use))
+            rows.append(of_budget.row(search))
             tell(answer_in_words(rows[-1], script.name, several=len(budgets) > 1))
-    return _answer(runs, rows, in_use)
+    return _answer(runs, rows)
 
 
-def _search(runs: ScriptRuns, budget: Budget) -> tuple[Search, Budget]:
-    """Run the value of the command and twice that: they show about where to look, and which share of the GPU's memory
-    the script lets PyTorch use.
-    """
-    script = runs.script
-    first, second = runs.run(script.value), runs.run(2 * script.value)
-    if first.pairs == second.pairs:
-        raise InputError(
-            f"{script.name} {first.size} and {second.size} take the same memory of the GPU: there is nothing to vary"
-        )
-    budget = replace(budget, fraction=first.config.memory_fraction)
-    slope = max((second.requested - first.requested) // (second.size - first.size), 1)
-    about = max((budget.allocator - first.requested) // slope + first.size, second.size)
-    most = min(_BEYOND * about, LIMIT)
-    return Search(runs.run, budget.allocator, runs={**runs.footprints}, refused={}, most=most), budget
-
-
-def _answer(
-    runs: Sequence[ScriptRuns], rows: Sequence[FitRow], budgets: Sequence[Budget], missing: Sequence[str] = ()
-) -> Fit:
-    script = runs[0].script
+def _answer(runs: Sequence[ScriptRuns], rows: Sequence[FitRow], missing: Sequence[str] = ()) -> Fit:
+    script, budgets = runs[0].script, tuple(of_budget.budget for of_budget in runs)
     footprints = {
-        FitRun("as-given", size, budget.name): run
-        for of_budget, budget in zip(runs, budgets, strict=False)
+        FitRun("as-given", size, of_budget.budget.name): run
+        for of_budget in runs
         for size, run in of_budget.footprints.items()
     }
     return Fit(
         model=script.command(),
         inputs=(),
         vary=script.name,
-        budgets=tuple(budgets),
+        budgets=budgets,
         fit_rows=tuple(rows),
         optimizer="the script's optimizer",
-        findings=(
-            *interrupted(missing),
-            *RULES.findings(FitEvidence(tuple(rows), tuple(budgets), script.name, None, ())),
-        ),
+        findings=(*interrupted(missing), *RULES.findings(FitEvidence(tuple(rows), budgets, script.name))),
         notes=tuple(dict.fromkeys(note for run in footprints.values() for note in run.trace.notes)),
         traces={run: footprint.trace for run, footprint in footprints.items()},
         runs=len(footprints),
         missing=tuple(missing),
     )
-
-
-def _row_of(search: Search, budget: Budget) -> FitRow:
-    row = FitRow("as-given", "as the script runs", gpu=budget.name, budget=budget.allocator, status="unavailable")
-    return row_of_search(search, row, linear=True)

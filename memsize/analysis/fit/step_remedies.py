@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -26,6 +26,8 @@ from memsize.spec.training import RANK, Training, parse_optimizer
 
 _FUSED: Final = ("adam", "adamw", "sgd", "sgd-momentum", "adagrad")
 _ADAMS: Final = ("adam", "adamw")
+CHUNK: Final = 1024
+"""Tokens of the prompt that are read at a time."""
 _MOST_PARTS: Final = 64
 _MOST_GPUS: Final = 1024
 
@@ -33,10 +35,95 @@ VariantRemedy = Remedy[RunVariant]
 Apply = Callable[[RunVariant], RunVariant]
 
 
-def remedy(name: str, title: str, cost: str, changes: Changes, apply: Apply, groups: str = "") -> VariantRemedy:
+TEXTS: Final[Mapping[str, tuple[str, str]]] = {
+    "bf16 parameters": (
+        "model.bfloat16(): weights, gradients, optimizer state and activations",
+        "updates smaller than 1/256 of a weight are lost",
+    ),
+    "int8 weights": (
+        "weight-only quantization of the linear layers",
+        "rounded weights, unpacked each time they are used",
+    ),
+    "expandable segments": ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "none known on Linux"),
+    "bucket views": (
+        "DistributedDataParallel(gradient_as_bucket_view=True): gradients lie in their buckets",
+        "nothing, unless gradients are detached in place (detach_)",
+    ),
+    "fsdp": (
+        "fully_shard in place of copies: each GPU stores its part alone",
+        "layers are gathered for each forward and backward",
+    ),
+    "offload": (
+        "CPUOffloadPolicy: shards, gradients and optimizer state in the host's memory",
+        "copies to the GPU and back, and an optimizer on the CPU: slower",
+    ),
+    "mixed precision": (
+        "MixedPrecisionPolicy: layers in a lower precision, shards in float32",
+        "rounding in the layers; usually faster",
+    ),
+    "autocast": (
+        "torch.autocast around forward and loss",
+        "rounding in matrix products; copies of the weights while they are used; usually faster",
+    ),
+    "activation checkpointing": (
+        "torch.utils.checkpoint around each repeated block",
+        "one more forward of these blocks per step, about a third more time",
+    ),
+    "fused optimizer": ("fused=True", "none; usually faster"),
+    "foreach=False": ("the optimizer's loop over single parameters", "a slower optimizer step, many small kernels"),
+    "8-bit optimizer state": (
+        "bitsandbytes' Adam8bit or AdamW8bit; modelled",
+        "another library; state rounded in blocks of 256",
+    ),
+    "SGD": ("plain SGD, which keeps no state", "another optimizer: other learning rates, often more steps"),
+    "set_to_none": ("zero_grad(set_to_none=True)", "none"),
+    "chunked cross-entropy": (
+        "head and loss over 1,024 tokens at a time",
+        "the head's product is computed twice; no logits to look at",
+    ),
+    "in-place activations": (
+        "inplace=True where the backward needs the output only",
+        "wrong results where something else reads an activation's input",
+    ),
+    "freezing": ("all but the last layer frozen", "only the last layer learns"),
+    "LoRA": (
+        f"adapters of rank {RANK} beside the linear layers, the rest frozen",
+        "only adapters learn; two more small products per layer",
+    ),
+    "LoRA on a 4-bit base": (
+        "the same beside nf4 weights (QLoRA)",
+        "rounded base weights, unpacked each time they are used: slower",
+    ),
+    "int4 weights": (
+        "weight-only quantization of the linear layers to 4 bits",
+        "weights rounded to 16 values, unpacked each time they are used",
+    ),
+    "fp8 KV cache": (
+        "a quantized cache with the backend fp8",
+        "rounded keys and values, unpacked each time they are used",
+    ),
+    "prefill in chunks": (f"prefill_chunk_size={CHUNK}", "a slower prefill, in smaller pieces"),
+    "last logits only": ("the head applied to the last token of the prompt alone", "none: generate looks at no other"),
+    "static cache": ('cache_implementation="static"', "room for the whole context from the first token on"),
+    "offloaded cache": (
+        'cache_implementation="offloaded"',
+        "as much memory of the host, and each step copies the whole cache to the GPU and back",
+    ),
+    "2 cards": (
+        "each layer divided between two such GPUs (tensor parallelism), as vLLM divides it",
+        "a second card, and what all of them exchange after each layer",
+    ),
+}
+"""What each remedy is, and what it costs."""
+
+
+def remedy(
+    name: str, changes: Changes, apply: Apply, groups: str = "", texts: tuple[str, str] | None = None
+) -> VariantRemedy:
     """Make a row of a table; its variants list `name` as applied. A remedy is a group of its own unless `groups` names
-    some.
+    some. `texts` are those of `TEXTS` by default.
     """
+    title, cost = texts or TEXTS[name]
 
     def apply_by_name(variant: RunVariant) -> RunVariant:
         return replace(apply(variant), applied=(*variant.applied, name))
@@ -166,160 +253,41 @@ def _shards(variant: RunVariant) -> RunVariant:
     return replace(variant, parallel=replace(parallel, kind="fsdp", replicas=1, shards=shards, views=False))
 
 
-BF16_PARAMETERS: Final = remedy(
-    "bf16 parameters",
-    "model.bfloat16(): weights, gradients, optimizer state and activations",
-    "updates smaller than 1/256 of a weight are lost",
-    "numbers",
-    partial(_in_lower_precision, name="bf16"),
-    "precision",
-)
-INT8_WEIGHTS: Final = remedy(
-    "int8 weights",
-    "weight-only quantization of the linear layers",
-    "rounded weights, unpacked each time they are used",
-    "numbers",
-    _int8_weights,
-    "precision",
-)
+BF16_PARAMETERS: Final = remedy("bf16 parameters", "numbers", partial(_in_lower_precision, name="bf16"), "precision")
+INT8_WEIGHTS: Final = remedy("int8 weights", "numbers", _int8_weights, "precision")
 EXPANDABLE_SEGMENTS: Final = remedy(
-    "expandable segments",
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-    "none known on Linux",
-    "nothing",
-    switched("config", "expandable_segments", "segments are expandable already"),
+    "expandable segments", "nothing", switched("config", "expandable_segments", "segments are expandable already")
 )
 
 STEP_REMEDIES: Final = (
-    remedy(
-        "autocast",
-        "torch.autocast around forward and loss",
-        "rounding in matrix products; copies of the weights while they are used; usually faster",
-        "numbers",
-        _autocast,
-        "precision",
-    ),
+    remedy("autocast", "numbers", _autocast, "precision"),
     BF16_PARAMETERS,
-    remedy(
-        "activation checkpointing",
-        "torch.utils.checkpoint around each repeated block",
-        "one more forward of these blocks per step, about a third more time",
-        "speed",
-        edited(recompute_blocks, trained=True),
-    ),
-    remedy(
-        "fused optimizer",
-        "fused=True",
-        "none; usually faster",
-        "nothing",
-        partial(_with_option, option="fused", optimizers=_FUSED),
-        "optimizer",
-    ),
-    remedy(
-        "foreach=False",
-        "the optimizer's loop over single parameters",
-        "a slower optimizer step, many small kernels",
-        "speed",
-        partial(_with_option, option="foreach=False"),
-        "optimizer",
-    ),
-    remedy(
-        "8-bit optimizer state",
-        "bitsandbytes' Adam8bit or AdamW8bit; modelled",
-        "another library; state rounded in blocks of 256",
-        "numbers",
-        _eight_bit_state,
-        "optimizer",
-    ),
-    remedy(
-        "SGD",
-        "plain SGD, which keeps no state",
-        "another optimizer: other learning rates, often more steps",
-        "training",
-        _sgd,
-        "optimizer",
-    ),
+    remedy("activation checkpointing", "speed", edited(recompute_blocks, trained=True)),
+    remedy("fused optimizer", "nothing", partial(_with_option, option="fused", optimizers=_FUSED), "optimizer"),
+    remedy("foreach=False", "speed", partial(_with_option, option="foreach=False"), "optimizer"),
+    remedy("8-bit optimizer state", "numbers", _eight_bit_state, "optimizer"),
+    remedy("SGD", "training", _sgd, "optimizer"),
     remedy(
         "set_to_none",
-        "zero_grad(set_to_none=True)",
-        "none",
         "nothing",
         switched("training", "set_to_none", "gradients are dropped before the forward already"),
     ),
-    remedy(
-        "chunked cross-entropy",
-        "head and loss over 1,024 tokens at a time",
-        "the head's product is computed twice; no logits to look at",
-        "speed",
-        _chunked_cross_entropy,
-    ),
-    remedy(
-        "in-place activations",
-        "inplace=True where the backward needs the output only",
-        "wrong results where something else reads an activation's input",
-        "nothing",
-        edited(write_in_place),
-    ),
+    remedy("chunked cross-entropy", "speed", _chunked_cross_entropy),
+    remedy("in-place activations", "nothing", edited(write_in_place)),
     EXPANDABLE_SEGMENTS,
-    remedy(
-        "freezing",
-        "all but the last layer frozen",
-        "only the last layer learns",
-        "training",
-        edited(freeze_all_but_head, trained=True),
-        "trained",
-    ),
-    remedy(
-        "LoRA",
-        f"adapters of rank {RANK} beside the linear layers, the rest frozen",
-        "only adapters learn; two more small products per layer",
-        "training",
-        _lora,
-        "trained",
-    ),
-    remedy(
-        "LoRA on a 4-bit base",
-        "the same beside nf4 weights (QLoRA)",
-        "rounded base weights, unpacked each time they are used: slower",
-        "training",
-        _qlora,
-        "trained precision",
-    ),
+    remedy("freezing", "training", edited(freeze_all_but_head, trained=True), "trained"),
+    remedy("LoRA", "training", _lora, "trained"),
+    remedy("LoRA on a 4-bit base", "training", _qlora, "trained precision"),
     INT8_WEIGHTS,
 )
 """Remedies for one GPU, in the order in which they are tried."""
 
 _BUCKET_VIEWS: Final = remedy(
-    "bucket views",
-    "DistributedDataParallel(gradient_as_bucket_view=True): gradients lie in their buckets",
-    "nothing, unless gradients are detached in place (detach_)",
-    "nothing",
-    switched("parallel", "views", "gradients are views of the buckets already"),
-    "buckets",
+    "bucket views", "nothing", switched("parallel", "views", "gradients are views of the buckets already"), "buckets"
 )
-_FSDP: Final = remedy(
-    "fsdp",
-    "fully_shard in place of copies: each GPU stores its part alone",
-    "layers are gathered for each forward and backward",
-    "speed",
-    _shards,
-    "copies",
-)
-_OFFLOAD: Final = remedy(
-    "offload",
-    "CPUOffloadPolicy: shards, gradients and optimizer state in the host's memory",
-    "copies to the GPU and back, and an optimizer on the CPU: slower",
-    "speed",
-    switched("parallel", "offload", "shards are in the host's memory already"),
-)
-_MIXED_PRECISION: Final = remedy(
-    "mixed precision",
-    "MixedPrecisionPolicy: layers in a lower precision, shards in float32",
-    "rounding in the layers; usually faster",
-    "numbers",
-    _autocast,
-    "precision",
-)
+_FSDP: Final = remedy("fsdp", "speed", _shards, "copies")
+_OFFLOAD: Final = remedy("offload", "speed", switched("parallel", "offload", "shards are in the host's memory already"))
+_MIXED_PRECISION: Final = remedy("mixed precision", "numbers", _autocast, "precision")
 
 
 def step_remedies(parallel: Parallel | None) -> tuple[VariantRemedy, ...]:
@@ -351,7 +319,7 @@ def accumulation(parts: int) -> VariantRemedy:
 
     title = f"{parts} backwards per step, each with a part of the batch"
     cost = "smaller kernels, so slower; batch norms see the parts' statistics"
-    return remedy(f"accumulation ×{parts}", title, cost, "speed", apply, "accumulation")
+    return remedy(f"accumulation ×{parts}", "speed", apply, "accumulation", texts=(title, cost))
 
 
 def more_gpus(parallel: Parallel | None) -> Iterator[VariantRemedy]:
@@ -367,4 +335,6 @@ def more_gpus(parallel: Parallel | None) -> Iterator[VariantRemedy]:
         else:  # more GPUs would hold more copies of the same
             return
         title = f"{parallel}, with the same batch on each"
-        yield remedy(f"{parallel.size:,} GPUs", title, cost, "hardware", partial(replace, parallel=parallel), "gpus")
+        yield remedy(
+            f"{parallel.size:,} GPUs", "hardware", partial(replace, parallel=parallel), "gpus", texts=(title, cost)
+        )

@@ -28,24 +28,19 @@ _EFFORT: Final = 300_000
 def align(predicted: AllocationLog, real: AllocationLog) -> Alignment:
     """The differences between two logs of one step; swapping the logs swaps the two sides and changes nothing else."""
     first, second = allocations(predicted), allocations(real)
-    turned = _order(second) < _order(first)
+    turned = _order(second) < _order(first)  # so that ties fall the same way whichever log comes first
     pairs = [(a, b) for b, a in _pairs(second, first)] if turned else _pairs(first, second)
-    differences = sorted(_differences(first, second, pairs), key=lambda item: item[0])
-    return Alignment(
-        len(first), real=len(second), matched=len(pairs), differences=tuple(difference for _, difference in differences)
-    )
-
-
-def _order(side: Sequence[Allocation]) -> tuple[object, ...]:
-    """Ties between equally good matches fall the same way whichever log comes first."""
-    return len(side), [
-        (_blocks(allocation), allocation.place.phase, allocation.place.layer or "", allocation.place.op)
-        for allocation in side
-    ]
+    in_order = sorted(_differences(first, second, pairs), key=lambda item: item[0])
+    differences = tuple(difference for _, difference in in_order)
+    return Alignment(len(first), real=len(second), matched=len(pairs), differences=differences)
 
 
 def _blocks(allocation: Allocation) -> int:
     return -(-allocation.bytes // _BLOCK)
+
+
+def _order(side: Sequence[Allocation]) -> tuple[object, ...]:
+    return len(side), [(_blocks(one), one.place.phase, one.place.layer or "", one.place.op) for one in side]
 
 
 _KEYS: Final[tuple[Callable[[Allocation], Hashable], ...]] = (
@@ -169,8 +164,7 @@ def _by_number(first: Sequence[Hashable], second: Sequence[Hashable], window: Wi
     indices: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index in range(other_high - 1, other_low - 1, -1):
         indices[second[index]].append(index)
-    candidates = [(index, indices[first[index]].pop()) for index in range(low, high) if indices[first[index]]]
-    return _rising(candidates)
+    return _rising([(index, indices[first[index]].pop()) for index in range(low, high) if indices[first[index]]])
 
 
 def _rising(pairs: Sequence[IndexPair]) -> list[IndexPair]:

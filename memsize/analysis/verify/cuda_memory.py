@@ -106,9 +106,7 @@ class CudaMemory:
         """Free cuBLAS's workspaces too: PyTorch makes them again when they are needed."""
         gc.collect()
         torch.cuda.synchronize(self.device)
-        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear is not None:
-            clear()
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
         torch.cuda.empty_cache()
 
     def live_bytes(self) -> int:

@@ -94,82 +94,69 @@ def _measured(plan: MeasurementPlan, memory: MemoryReader, stack: SoftwareStack)
     memory.settle()  # what building the model left behind
     memory.reset()
     marker = OpMarker(str(memory.device), memory.count)
-    step = _Inference(setup) if plan.training is None else _Steps(setup, marker, plan.training)
+    step = _Step(setup, marker, plan.training)
     skipped = step.warmed_up()
     before = memory.peaks()
     memory.reset()
     with memory.recorded() as events:
         step()
     steady, device = memory.peaks(), memory.use()
-    measured = Measurement(
+    with memory.recorded() as marked:
+        first = memory.count()
+        with marker.listening(setup) as spans, marker.clock.during("step"):
+            step()
+    log = located(events, marked, [OpSpan(start - first, stop - first, location) for start, stop, location in spans])
+    return Measurement(
         workload=plan.workload,
         stack=stack,
         peaks=Peaks.most([before, steady]),
         steady=steady,
         device=device,
         skipped=skipped,
+        log=log,
+        **(_tracked(step, memory.device) if plan.track else {}),
     )
-    with memory.recorded() as marked:
-        first = memory.count()
-        with marker.listening(setup) as spans, marker.clock.during("step"):
-            step()
-    log = located(events, marked, [OpSpan(start - first, stop - first, location) for start, stop, location in spans])
-    return replace(measured, log=log, **_tracked(plan, setup=setup, step=step, device=memory.device))
 
 
-class _Inference:
-    """A forward without gradients; its result is dropped when the next begins."""
+class _Step:
+    """The step to measure, as often as it is called: one of training, or a forward without gradients, whose result is
+    dropped when the next begins.
+    """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, marker: OpMarker, training: Training | None) -> None:
         self.setup = setup
         self.result: Any = None
+        self.loop = Loop(setup, marker, training) if training else None
+        self.steps = training.steps if training else 1  # what is predicted of a model that runs is the first forward
 
     def __call__(self) -> None:
         self.result = None
         args, kwargs = self.setup.call
-        with torch.no_grad(), self.setup.precision.autocast():
-            self.result = self.setup.model(*args, **kwargs)
-
-    def warmed_up(self) -> int:
-        """Nothing runs: what is predicted is the first forward."""
-        return 0
-
-    def state(self) -> Iterable[Any]:
-        """The inputs. The last result is dropped, as it is at the start of every call."""
-        self.result = None
-        return tensors_in(self.setup.call)
-
-
-class _Steps:
-    def __init__(self, setup: Setup, marker: OpMarker, training: Training) -> None:
-        self.setup = setup
-        self.steps = training.steps
-        self.loop = Loop(setup, marker, training)
-
-    def __call__(self) -> None:
-        with torch.enable_grad():
-            self.loop()
+        if self.loop is None:
+            with torch.no_grad(), self.setup.precision.autocast():
+                self.result = self.setup.model(*args, **kwargs)
+        else:
+            with torch.enable_grad():
+                self.loop()
 
     def warmed_up(self) -> int:
         """Run all steps but the last, and again those that the scaler skips; returns how many it skipped."""
-        scaler, skipped = self.loop.scaler, 0
-        scales = scaler is not None and scaler.is_enabled()
+        scaler, skipped = self.loop and self.loop.scaler, 0
         for _ in range(self.steps - 1):
             is_skipped = True  # its update, because a gradient was not finite
             while is_skipped and skipped < _MAX_SKIPPED:
-                before = scaler.get_scale() if scaler and scales else 0.0
+                before = scaler.get_scale() if scaler else 0.0
                 self()
-                is_skipped = bool(scaler and scales and scaler.get_scale() < before)
+                is_skipped = bool(scaler and scaler.get_scale() < before)
                 skipped += is_skipped
         return skipped
 
     def state(self) -> Iterable[Any]:
-        loop = self.loop
-        tensors = (self.setup.call, loop.losses.targets, loop.masters or [], loop.average)
-        return (loop.optimizer, *tensors_in(tensors))
-
-
-_Step = _Inference | _Steps
+        """The tensors beside the model's, and the optimizer; without the last result, which every call drops first."""
+        self.result, loop = None, self.loop
+        if loop is None:
+            return tensors_in(self.setup.call)
+        return (loop.optimizer, *tensors_in((self.setup.call, loop.losses.targets, loop.masters or [], loop.average)))
 
 
 @contextmanager
@@ -262,19 +249,17 @@ def located(
     return log_of((*event, places[next(numbers)] if event.delta > 0 else NO_LOCATION) for event in events)
 
 
-def _tracked(plan: MeasurementPlan, setup: Setup, step: _Step, device: torch.device) -> dict[str, Any]:
-    """The peak of PyTorch's own MemTracker in one more step, to compare predictions with, as fields of a `Measurement`.
+def _tracked(step: _Step, device: torch.device) -> dict[str, Any]:
+    """The peak of PyTorch's own MemTracker in one more step, or why there is none, as fields of a `Measurement`.
 
     It follows tensors through a dispatch mode, counts each storage in blocks of 512 B, and knows neither workspaces nor
     segments: its peak compares with `allocated`.
     """
-    if not plan.track:
-        return {}
     try:
         from torch.distributed._tools.mem_tracker import MemTracker
 
         tracker = MemTracker()
-        tracker.track_external(setup.model, *step.state())
+        tracker.track_external(step.setup.model, *step.state())
         with tracker:
             step()
         return {"tracked": int(tracker.get_tracker_snapshot("peak").get(device, {}).get("Total", 0))}
@@ -311,13 +296,13 @@ def materialized_setup(runner: Runner, scenario: Scenario, device: torch.device)
 
 
 def _apply(model: nn.Module, scenario: Scenario, device: torch.device) -> Recipe:
-    """`model` on the device in the scenario's precision: casts come before the move, torchao quantizes after it."""
+    """Casts come before the move to the device, torchao quantizes after it."""
     if scenario.recipe != "quantized":
         recipe = apply_scenario(model, scenario)
         materialize(model, device)
         return recipe
     layout = scenario.layout or ""
-    config = layout[len(TORCHAO) :] if layout.startswith(TORCHAO) else _BY_TORCHAO.get(layout)
+    config = layout.removeprefix(TORCHAO) if layout.startswith(TORCHAO) else _BY_TORCHAO.get(layout)
     if config is None:
         raise ScenarioError(f"{scenario.name} cannot be run on a GPU here: torchao:CONFIG runs what torchao quantizes")
     floating = floating_dtype(model) or torch.float32
