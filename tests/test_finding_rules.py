@@ -713,7 +713,7 @@ def test_kernels_that_copy_what_they_are_given() -> None:
         "The input of b and c is not row-major, so addmm copies it first: 7 B in all."
     )
     [single] = [f for f in layout.RULES.findings(audit(last=copies[2:3])) if f.code == "kernel-copies"]
-    assert single.text("B").startswith("What b gets is not row-major")
+    assert single.text("B").startswith("The input of b is not row-major")
 
 
 def test_float64_convolutions_stay_row_major() -> None:
