@@ -50,7 +50,7 @@ _QUESTIONS = {
     },
     "Which names are there?": {
         "gpus": "List the GPUs whose memory is known.",
-        "models": "List the models that timm, torchvision and transformers define.",
+        "models": "List the models of timm, torchvision, transformers and the Hub.",
         "scenarios": "List the ways to store and run a model.",
     },
 }
