@@ -27,7 +27,7 @@ def hub_config(name: str, online: bool) -> Path | dict[str, Any]:
     if online:
         return _fetched(name)
     problem = f"no folder, file, preset or cached config is called {quoted(name)} (--online fetches its config.json)"
-    if not nearest(name, presets()):
+    if not nearest(name, tuple(presets())):
         raise TargetError(problem)
     raise UnknownTargetError("preset", name, presets(), problem=problem)
 
