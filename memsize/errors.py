@@ -58,6 +58,17 @@ class OutputError(MemsizeError):
     """The report cannot be written as asked."""
 
 
+INSTALL_TORCH: Final = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+"""How to get the small CPU build of PyTorch: https://pytorch.org/get-started/locally."""
+
+
+class TorchMissingError(MemsizeError):
+    """PyTorch is not installed, and the question runs a model."""
+
+    def __init__(self) -> None:
+        super().__init__(f"this needs PyTorch, which is not installed; its CPU build is enough: {INSTALL_TORCH}")
+
+
 class BudgetError(MemsizeError):
     """A training loop would need more memory than there is, by the prediction of `memsize.guard`."""
 

@@ -59,15 +59,16 @@ def models(pattern: str) -> None:
       memsize models llama-3
       memsize models "timm:vit_*_384"
     """
-    from memsize.loading.hubs import model_names
     from memsize.loading.presets import presets
     from memsize.loading.target import LIBRARIES
 
     targets = list(presets())
     for library in LIBRARIES:
         try:
+            from memsize.loading.hubs import model_names
+
             targets += [f"{library}:{name}" for name in model_names(library)]
-        except TargetError:  # it is not installed, or cannot be imported
+        except (TargetError, ModuleNotFoundError):  # it or torch is not installed, or cannot be imported
             continue
     _print([(name,) for name in targets if _matches(pattern, name)], (), "model", pattern, targets)
 

@@ -32,8 +32,8 @@ def on_smallest(runs: RunCache, request: FitRequest) -> FitRequest:
                 starts[way] = _smallest(runs, request, scenario, budgets, starts[way])
             cells.add((scenario.name, budgets[starts[way]].name))
     names = {name for _, name in cells}
-    budgets = tuple(budget for of in ways.values() for budget in of if budget.name in names)
-    return replace(request, budgets=budgets, cells=frozenset(cells))
+    chosen = tuple(budget for of in ways.values() for budget in of if budget.name in names)
+    return replace(request, budgets=chosen, cells=frozenset(cells))
 
 
 def _smallest(runs: RunCache, request: FitRequest, scenario: Scenario, budgets: Sequence[Budget], start: int) -> int:
