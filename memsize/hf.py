@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from memsize.analysis.step import Guard
-from memsize.api.guarding import guard
+from memsize.api.models import guard
 from memsize.errors import MemsizeError
 from memsize.spec.requests import OnExcess
 

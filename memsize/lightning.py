@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 
 from memsize import api
 from memsize.analysis.step import Guard
-from memsize.api.guarding import budget_of, remade, warn_or_stop
+from memsize.api.models import budget_of, remade, warn_or_stop
 from memsize.errors import BudgetError, MemsizeError
 from memsize.loading.model_defined_step import LightningStep
 from memsize.spec.requests import OnExcess

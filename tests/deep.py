@@ -19,11 +19,13 @@ from memsize.depth.alignment import (
     extended_values as extended_values,
     insertions as insertions,
 )
-from memsize.depth.blocks import ModelBlocks as ModelBlocks, find_blocks as find_blocks, shorten as shorten
-from memsize.depth.repeated import (
+from memsize.depth.blocks import (
     FoldedPath as FoldedPath,
+    ModelBlocks as ModelBlocks,
     RepeatedBlocks as RepeatedBlocks,
     Repetition as Repetition,
+    find_blocks as find_blocks,
+    shorten as shorten,
 )
 from memsize.kernels.cudnn import handle, installed
 from memsize.records.trace import Trace

@@ -14,7 +14,7 @@ from memsize import AllocatorConfig, Trace
 from memsize.units import format_bytes
 from memsize.virtual import device_assignment
 from memsize.virtual.gpu_tensors import is_stand_in
-from memsize.workloads.program import Program
+from memsize.workloads.program import Program, Settings
 from tests.gpus import card
 from tests.models import Workspaces
 from tests.ranks import PARAMETERS, Model, fsdp
@@ -25,7 +25,7 @@ SIDE = 512
 
 
 def program() -> Program:
-    return Program("test", card("t4"), Workspaces(), AllocatorConfig(), 0)
+    return Program("test", Settings(card("t4"), AllocatorConfig(), 0), Workspaces())
 
 
 def test_a_large_copy_says_that_it_is_on_the_cpu() -> None:

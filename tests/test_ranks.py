@@ -19,12 +19,12 @@ from torch import nn
 import memsize
 from memsize import AllocatorConfig, ProgramRun, Trace, World
 from memsize.analysis.findings.unfinished_runs import out_of_memory
-from memsize.analysis.program import run_program
+from memsize.analysis.program import Settings, run_program
 from memsize.cli import run
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.known_values.data_dependent import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
 from memsize.processes.workers import can_fork
-from memsize.ranks.peer_checks import LonelyStore
+from memsize.ranks.peers import LonelyStore
 from memsize.ranks.sharding import _chunked
 from memsize.render import render
 from memsize.units import MiB, format_bytes
@@ -819,7 +819,7 @@ layer(torch.randn(2, 16, 8, device="cuda")).view(2, 16, {heads})
 def test_heads_that_cannot_be_divided(tmp_path: Path, heads: str, words: str | None) -> None:
     script = tmp_path / "train.py"
     script.write_text(ATTENTION.format(heads=heads))
-    found, error = run_program(str(script), (), card("t4"), AllocatorConfig(), steps=3, module=False, world=World(4))
+    found, error = run_program(str(script), (), Settings(card("t4"), AllocatorConfig(), world=World(4)))
     assert isinstance(error, RuntimeError)
     told = [each.text() for each in found.findings if each.code == "run-divides-heads"]
     assert len(told) == (words is not None) and all(str(words) in each for each in told)

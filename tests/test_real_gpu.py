@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from memsize import AllocatorConfig
-from memsize.analysis.program import run_program
-from memsize.analysis.real_gpu import needs_gpu
+from memsize.analysis.program import Settings, needs_gpu, run_program
 from memsize.cli import run as command
 from tests.gpus import card
 from tests.records import NeedsGpu
@@ -34,7 +33,7 @@ def said(tmp_path: Path, text: str) -> tuple[NeedsGpu | None, str]:
     """What the script needs, and the first sentence of its report."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(text), encoding="utf-8")
-    found, error = run_program(str(script), (), card("t4"), AllocatorConfig(), steps=3, module=False)
+    found, error = run_program(str(script), (), Settings(card("t4"), AllocatorConfig()))
     assert error is not None
     failed, cause, *_ = found.findings
     assert failed.code == "run-failed"
@@ -110,7 +109,7 @@ def test_triton_kernels_write_what_is_there(tmp_path: Path, monkeypatch: pytest.
         "triton.Autotuner(None)[1,](x)\n"
         "print(x.tolist(), torch.zeros(1, device='cuda').item())\n"
     )
-    found, error = run_program(str(script), (), card("t4"), AllocatorConfig(), steps=3, module=False)
+    found, error = run_program(str(script), (), Settings(card("t4"), AllocatorConfig()))
     assert error is None and any("Triton kernels are not run" in note for note in found.trace.notes)
     assert found.needs_gpu is None and [each.lines for each in found.assumed] == [("train.py:5",)]
     launched = sys.modules["triton.runtime.jit"].JITFunction

@@ -21,7 +21,7 @@ from memsize.analysis.program import program_run
 from memsize.documents import document
 from memsize.records.trace import DeferredFree
 from memsize.virtual.ledger.stream_order import StreamOrder
-from memsize.workloads.program import Program
+from memsize.workloads.program import Program, Settings
 from tests.gpus import card, replay, timeline
 from tests.models import Workspaces
 from tests.ranks import Model, flat
@@ -230,7 +230,7 @@ def test_a_block_is_free_once_a_path_leads_from_its_stream_to_the_program(steps:
 
 @contextmanager
 def gpu() -> Iterator[Program]:
-    program = Program("test", card("t4"), Workspaces(), AllocatorConfig(), 0)
+    program = Program("test", Settings(card("t4"), AllocatorConfig(), 0), Workspaces())
     with program.open():
         yield program
 

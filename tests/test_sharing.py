@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import memsize
-from memsize.analysis.report import ReportBuilder
+from memsize.analysis.report import ReportBuilder, counts_without_running, torchinfo_reading
 from memsize.analysis.runner import Runner
-from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.known_values.values import constant_of
 from memsize.precision.recipes import apply_scenario
 from memsize.tracing.module_calls import ModuleCallRecorder

@@ -15,7 +15,7 @@ from torch import nn
 import memsize
 from memsize import AllocatorConfig
 from memsize.cli import run as command
-from memsize.workloads.program import Program
+from memsize.workloads.program import Program, Settings
 from tests.gpus import card
 from tests.models import Workspaces
 
@@ -119,7 +119,7 @@ def test_an_error_that_has_nothing_to_do_with_a_gpu_is_told_as_it_is(
 
 def test_inside_of_a_virtual_gpu_it_is_that_one(write: Callable[..., str]) -> None:
     target = write(after="model = Net().cuda()")
-    program = Program("test", card("t4"), Workspaces(), AllocatorConfig(), 0)
+    program = Program("test", Settings(card("t4"), AllocatorConfig(), 0), Workspaces())
     with program.open():
         assert memsize.report(target).trace.tensors
 

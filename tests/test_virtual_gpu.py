@@ -38,7 +38,7 @@ from memsize.known_values.data_dependent import ALL_DISTINCT
 from memsize.records.trace import Event
 from memsize.render import render
 from memsize.units import format_bytes
-from memsize.workloads.program import Program
+from memsize.workloads.program import Program, Settings
 from tests.conftest import Python
 from tests.gpus import card, cuda_context, replay
 from tests.models import Ledger, Small, Workspaces
@@ -50,16 +50,18 @@ MiB = 2**20
 @contextmanager
 def gpu(name: str = "t4", steps: int = 0, world: memsize.World | None = None) -> Iterator[Program]:
     """A virtual GPU without library workspaces: what is allocated is what the test allocates."""
-    program = Program("test", card(name), Workspaces(), AllocatorConfig(), steps, world=world)
+    program = Program("test", Settings(card(name), AllocatorConfig(), steps, world=world), Workspaces())
     with program.open():
         yield program
 
 
-def ran(tmp_path: Path, text: str, *arguments: str, **options: Any) -> tuple[ProgramRun, BaseException | None]:
+def ran(
+    tmp_path: Path, text: str, *arguments: str, progress: Callable[[str], None] = lambda _: None, **options: Any
+) -> tuple[ProgramRun, BaseException | None]:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(text), encoding="utf-8")
-    options = {"steps": 3, "module": False} | options
-    return run_program(str(script), arguments, card("t4"), AllocatorConfig(), **options)
+    settings = Settings(card("t4"), AllocatorConfig(), **options)
+    return run_program(str(script), arguments, settings, progress=progress)
 
 
 # -- what PyTorch answers ---------------------------------------------------------------------------------------------
@@ -886,7 +888,7 @@ def test_what_would_be_compiled_is_noted_when_it_runs(tmp_path: Path, lines: str
         """
     run, error = ran(tmp_path, text)
     assert error is None
-    assert any("torch.compile is left out" in note for note in run.trace.notes) == is_noted
+    assert any("compiled by the rules of PyTorch" in note for note in run.trace.notes) == is_noted
 
 
 def test_what_is_asked_of_the_runtime_and_the_driver() -> None:
@@ -1044,7 +1046,7 @@ def run_twice(folder: Path, text: str, gpu: str, monkeypatch: pytest.MonkeyPatch
     """A script that takes its device as an argument, on the virtual GPU without library workspaces, and on the CPU."""
     script = folder / "train.py"
     script.write_text(textwrap.dedent(text), encoding="utf-8")
-    program = Program("test", card(gpu), Workspaces(), AllocatorConfig(), 0)
+    program = Program("test", Settings(card(gpu), AllocatorConfig(), 0), Workspaces())
     assert program.run(str(script), ["cuda"]) is None
     real = Ledger("cpu")
     try:
@@ -1152,7 +1154,7 @@ def test_evaluation_between_epochs_is_what_it_really_is_on_the_cpu(
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(EVALUATED), encoding="utf-8")
     monkeypatch.setattr("builtins.mark", lambda call, batch: call(batch), raising=False)
-    program = Program("test", card("t4"), Workspaces(), AllocatorConfig(), 0)
+    program = Program("test", Settings(card("t4"), AllocatorConfig(), 0), Workspaces())
     assert program.run(str(script), ["cuda"]) is None
     trace, real = program.trace(), Ledger("cpu")
     peaks: list[int] = []
@@ -1565,7 +1567,7 @@ def test_a_line_that_calls_a_package_is_named_with_the_packages(tmp_path: Path, 
 
 
 def test_a_package_that_is_run_itself_has_its_own_lines(package: Path) -> None:
-    found, _ = run_program("training", (), card("t4"), AllocatorConfig(), steps=3, module=True)
+    found, _ = run_program("training", (), Settings(card("t4"), AllocatorConfig()), module=True)
     assert {tensor.line for tensor in found.tensors if tensor.line} == {f"__init__.py:{line}" for line in (4, 8, 9)}
 
 

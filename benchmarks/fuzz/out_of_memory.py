@@ -31,6 +31,7 @@ from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
 from memsize.records.roles import Role
 from memsize.virtual.driver.allocator_state import DeviceMemory
+from memsize.virtual.guards.child_processes import Settings
 from memsize.workloads.program import Program
 
 KEPT: Final = frozenset(("parameter", "buffer", "optimizer state", "gradient", "workspace", "input", "master weight"))
@@ -329,7 +330,7 @@ def run(build: Callable[[], Step], refuse: Callable[[DeviceMemory], None] | None
     `refuse` is called with the card's memory before.
     """
     where = replace(_T4, bytes=size)
-    program = Program("test", where, workspaces(where), AllocatorConfig(), 0)
+    program = Program("test", Settings(where, AllocatorConfig(), 0), workspaces(where))
     if refuse is not None:
         refuse(program.memory)
     error: BaseException | None = None

@@ -156,10 +156,7 @@ def against_batch(row: FitRow, bound: Bound) -> tuple[Figure, Finding | None]:
 
 
 def against_baseline(now: Baseline, before: Baseline, growth: Growth) -> Iterator[tuple[Figure, Finding | None]]:
-    """Each figure beside its baseline, and what is to be said where it grew too much, or shrank.
-
-    Raises `InputError` for a baseline of another setting.
-    """
+    """Each figure beside its baseline, which has to be of the same setting, and what is to be said where it moved."""
     if changed := [
         key for key in {**before.settings, **now.settings} if before.settings.get(key) != now.settings.get(key)
     ]:

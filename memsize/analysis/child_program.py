@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -68,20 +69,19 @@ def start(folder: str) -> None:
                 processes.report(result)
 
     atexit.register(end)
-    sys.meta_path.insert(0, _AfterImport("torch", simulate))
+    sys.meta_path.insert(0, _AfterTorch(simulate))
 
 
 _LONGEST: Final = 200
 """Characters of an error, of which a launcher's lists all of its processes."""
 
 
-class _AfterImport(MetaPathFinder):
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name = name
-        self._then = then
+@dataclass(eq=False)
+class _AfterTorch(MetaPathFinder):
+    then: Callable[[], None]
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self._name:
+        if name != "torch":
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
@@ -91,7 +91,7 @@ class _AfterImport(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 original(module)
-                self._then()
+                self.then()
 
             loader.exec_module = exec_module
         return spec
@@ -116,13 +116,9 @@ def _result(programs: list[Program]) -> dict[str, Any] | None:
     """Return the process's peak on the GPU, and the error that ended it, as data; None where there is neither."""
     error: BaseException | None = getattr(sys, "last_value", None)
     failed = {"failure": None if error is None else textwrap.shorten(in_one_line(error), _LONGEST, placeholder=" …")}
-    for program in programs:
-        if program.trace().events:
-            return _peak(program) | failed
-    return None if error is None else {**NO_GPU_USE, "command": _command(), **failed}
-
-
-def _peak(program: Program) -> dict[str, Any]:
+    program = next((program for program in programs if program.trace().events), None)
+    if program is None:
+        return None if error is None else {**NO_GPU_USE, "command": _command(), **failed}
     from memsize.device.gpu_estimate import estimate_gpu
 
     peak = estimate_gpu(program.trace(), program.card, config=program.memory.config)
@@ -134,4 +130,5 @@ def _peak(program: Program) -> dict[str, Any]:
         "low": peak.device.low,
         "high": peak.device.high,
         "ran_out": bool(program.refused),
+        **failed,
     }

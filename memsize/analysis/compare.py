@@ -108,13 +108,8 @@ def _peaks(models: Models) -> Iterator[Finding]:
 def _resized(models: Models) -> Iterator[Finding]:
     members = [pair for pair in models.pairs if pair.resized]
     if members:
-        yield Finding(
-            "tensors-resized",
-            "{count} of the tensors changed shape, {before} → {after}: {layers}.",
-            {"count": len(members), **_sizes(members)},
-            bytes=sum(pair.bytes for pair in members),
-            layers=_layers(members),
-        )
+        text = "{count} of the tensors changed shape, {before} → {after}: {layers}."
+        yield _about("tensors-resized", text, members)
 
 
 @RULES.rule("tensors-changed")
@@ -124,13 +119,8 @@ def _changed(models: Models) -> Iterator[Finding]:
         if pair.before and pair.after and not (pair.same or pair.resized):
             groups.setdefault((stored_as(pair.before), stored_as(pair.after)), []).append(pair)
     for (old, new), members in groups.items():
-        yield Finding(
-            "tensors-changed",
-            "{count} of the tensors went from {old} to {new}, {before} → {after}: {layers}.",
-            {"count": len(members), "old": old, "new": new, **_sizes(members)},
-            bytes=sum(pair.bytes for pair in members),
-            layers=_layers(members),
-        )
+        text = "{count} of the tensors went from {old} to {new}, {before} → {after}: {layers}."
+        yield _about("tensors-changed", text, members, old=old, new=new)
 
 
 @RULES.rule("tensors-unchanged")
@@ -185,12 +175,14 @@ def _went(before: int, after: int) -> dict[str, object]:
     return {"before": Bytes(before), "after": Bytes(after), "share": signed_share(before, after)}
 
 
-def _sizes(pairs: list[Change]) -> dict[str, object]:
-    return {
+def _about(code: str, text: str, pairs: list[Change], **values: object) -> Finding:
+    sizes = {
         "before": Bytes(sum(pair.before.bytes for pair in pairs if pair.before)),
         "after": Bytes(sum(pair.after.bytes for pair in pairs if pair.after)),
-        "layers": _layers(pairs),
     }
+    layers = _layers(pairs)
+    values = {"count": len(pairs), **values, **sizes, "layers": layers}
+    return Finding(code, text, values, bytes=sum(pair.bytes for pair in pairs), layers=layers)
 
 
 def _layers(pairs: list[Change]) -> tuple[str, ...]:

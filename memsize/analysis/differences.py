@@ -80,10 +80,7 @@ def _peak_of(trace: Trace) -> FigureOf:
 
 
 def _as_trace(report: CheckpointReport) -> Trace:
-    """The tensors of a file as those of a model, with a layer for each key that they stand under.
-
-    What belongs to the model counts as parameters: a file does not tell them from buffers.
-    """
+    """The tensors of a file as those of a model, with a layer for each key. A file does not tell which are buffers."""
     weights = {id(tensor) for tensor in report.breakdown.of("model")}
     tensors = tuple(
         StoredTensor(
@@ -105,23 +102,9 @@ def _as_trace(report: CheckpointReport) -> Trace:
         steps = tensor.layer.split(".") if tensor.layer else []
         paths |= dict.fromkeys(".".join(steps[: depth + 1]) for depth in range(len(steps)))
     above = {path.rpartition(".")[0] for path in paths if path}
-    layers = tuple(
-        Layer(
-            path=path,
-            type="",
-            depth=path.count(".") + 1 if path else 0,
-            leaf=path not in above,
-            calls=0,
-            outputs=(),
-            parameters=0,
-            trainable=0,
-            parameter_bytes=0,
-            buffer_bytes=0,
-            output_bytes=0,
-            saved_bytes=0,
-            cast_bytes=0,
-        )
-        for path in paths
+    no_figures = (0,) * 7
+    layers = (
+        Layer(path, "", path.count(".") + 1 if path else 0, path not in above, 0, (), *no_figures) for path in paths
     )
     return Trace(
         model=report.contents.path,
@@ -130,16 +113,13 @@ def _as_trace(report: CheckpointReport) -> Trace:
         batch_size=None,
         torch="",
         inputs=(),
-        layers=layers,
+        layers=tuple(layers),
         tensors=tensors,
     )
 
 
 def paired_tensors(before: Trace, after: Trace, layers: Iterable[Pair]) -> tuple[Change, ...]:
-    """Every tensor of both models once: those of layers that are the same, by their names there; others by their own.
-
-    A packed module holds its weight under another name than the module it was converted from.
-    """
+    """Every tensor of both models once: those of layers that are the same by their names there, others by their own."""
     unpaired = {tensor.name: tensor for tensor in after.tensors}
     renamed: dict[str, str] = {}
     for old, new in layers:
@@ -157,10 +137,8 @@ def paired_tensors(before: Trace, after: Trace, layers: Iterable[Pair]) -> tuple
 
 
 def layer_changes(layers: Sequence[Pair]) -> tuple[LayerChange, ...]:
-    """The layers that changed, in the order of the second model.
-
-    What is below a layer that was added, removed or renamed as a whole is counted with it, so that the rows and the
-    layers that did not change add up to the model.
+    """The layers that changed, in the order of the second model. What is below a layer that was added, removed or
+    renamed as a whole is counted with it, so that the rows and the layers that did not change add up to the model.
     """
     parents = {child: node for pair in layers for node in pair if node for child in node.children}
     partners = {old: new for old, new in layers if old and new}
@@ -209,7 +187,6 @@ def _how(pair: Pair, parents: Mapping[Node, Node], partners: Mapping[Node, Node]
 
 
 def _stored(node: Node, exact: bool) -> set[object]:
-    """The tensors of a layer itself: their names and shapes, and if `exact` also how they are stored."""
     return {
         (local_name(tensor), tensor.spec.shape, *((tensor.spec.dtype, tensor.bytes, tensor.parts) if exact else ()))
         for tensor in node.tensors

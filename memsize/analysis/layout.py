@@ -23,7 +23,6 @@ from memsize.model.input_tensors import input_tensors
 from memsize.model.tensor_storage import spec_of
 from memsize.processes.user_code import running_line
 from memsize.records.layout import Audit, Copy, Format, LayerFormats, Loss, Run as FormatsRun
-from memsize.spec.model_request import Call
 from memsize.torch_internals.isolation import collector_paused
 from memsize.torch_internals.pytree import map_tensors, tensors_in
 from memsize.tracing.ledger import Ledger
@@ -45,10 +44,8 @@ def format_of(tensor: torch.Tensor) -> Format | None:
 
 
 def convert(model: nn.Module) -> int:
-    """Rearrange the weights of `model`, a copy that memsize may change, as ``.to(memory_format=torch.channels_last)``
-    does, volumes too.
-
-    Returns how many were rearranged.
+    """Rearrange the weights of `model`, a copy, as ``.to(memory_format=torch.channels_last)`` does, volumes too; count
+    them.
     """
     converted = 0
     for tensor in dict.fromkeys((*model.parameters(), *model.buffers())):
@@ -56,16 +53,6 @@ def convert(model: nn.Module) -> int:
             tensor.data = _rearranged(tensor)
             converted += 1
     return converted
-
-
-def convert_call(call: Call) -> tuple[Call, int]:
-    """The same arguments with floating images and volumes in channels last, and how many those are."""
-    images = [tensor for tensor in tensors_in(call) if tensor.is_floating_point() and _is_convertible(tensor)]
-    if not images:
-        return call, 0
-    chosen = {id(tensor) for tensor in images}
-    args, kwargs = map_tensors(lambda tensor: _rearranged(tensor) if id(tensor) in chosen else tensor, call)
-    return (args, kwargs), len(images)
 
 
 def _is_convertible(tensor: torch.Tensor) -> bool:
@@ -112,6 +99,11 @@ class FormatLedger(Ledger):
         return result
 
     def _compare(self, func: Any, args: Any, result: torch.Tensor) -> None:
+        def was_last(tensor: torch.Tensor) -> bool:
+            index = self.index_of(tensor)
+            is_image = index in self._last and self.rows[index].role not in ("parameter", "buffer")
+            return is_image and format_of(tensor) in ("channels last", "other")  # and not row-major as it stands
+
         after = format_of(result)
         if func in _COPIES:
             if not _same_order(args[0], result):
@@ -119,23 +111,16 @@ class FormatLedger(Ledger):
                 self._copied(func, args[0], after, hidden=False, size=result.untyped_storage().nbytes())
                 if after == "row-major" and self.index_of(args[0]) in self._last:
                     self._lost(func, result)
-        elif after in ("row-major", "other") and any(map(self._was_last, _tensors(args))):
+        elif after in ("row-major", "other") and any(map(was_last, _tensors(args))):
             if after == "row-major":
                 self._lost(func, result)
             else:
                 self._last.add(self.index_of(result))
 
-    def _was_last(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is an image from channels last that is not row-major as it stands; weights are none."""
-        index = self.index_of(tensor)
-        if index not in self._last or self.rows[index].role in ("parameter", "buffer"):
-            return False
-        return format_of(tensor) in ("channels last", "other")
-
     def _copied(self, func: Any, source: torch.Tensor, after: Format, hidden: bool, size: int | None = None) -> None:
         copy = Copy(
             layer=self.paths[self.clock.layer],
-            op=_name(func),
+            op=func._overloadpacket.__name__,
             tensor=spec_of(source),
             before=_format_or_order(source),
             after=after,
@@ -148,7 +133,9 @@ class FormatLedger(Ledger):
     def _lost(self, func: Any, tensor: torch.Tensor) -> None:
         after, line = format_of(tensor) or "row-major", running_line(run_formats.__code__)
         layer = self.paths[self.clock.layer]
-        self.losses.append(Loss(layer, op=_name(func), tensor=spec_of(tensor), after=after, place=line))
+        self.losses.append(
+            Loss(layer, op=func._overloadpacket.__name__, tensor=spec_of(tensor), after=after, place=line)
+        )
 
 
 def _format_or_order(tensor: torch.Tensor) -> Format:
@@ -176,9 +163,7 @@ class FormatCalls(ModuleCallRecorder):
         self.returned.setdefault(index, []).extend(_formats(tensors_in(result)))
 
 
-class FormatRun(Run):
-    """One forward of a model whose memory formats are recorded."""
-
+class _FormatRun(Run):
     ledger: FormatLedger
     calls: FormatCalls
 
@@ -190,32 +175,29 @@ class FormatRun(Run):
         self.ledger.paths = (*(entry.path for entry in self.calls.seen), "")
         self.enter_inputs()
 
-    def formats(self) -> FormatsRun:
-        """The formats, copies and losses that the run recorded."""
-        layers = tuple(
-            LayerFormats(
-                path=seen.path,
-                type=seen.type,
-                depth=seen.depth,
-                leaf=seen.leaf,
-                calls=seen.calls,
-                parameters=tuple(_formats(seen.module.parameters(recurse=False))),
-                inputs=tuple(self.calls.received.get(index, ())),
-                outputs=tuple(self.calls.returned.get(index, ())),
-                specs=tuple(output.spec for output in seen.outputs),
-            )
-            for index, seen in enumerate(self.calls.seen)
-        )
-        return FormatsRun(layers=layers, copies=tuple(self.ledger.copies), losses=tuple(self.ledger.losses))
-
 
 def run_formats(setup: Setup) -> FormatsRun:
     """The formats of one forward in gradient mode; raises `ForwardError` when the model's own code fails."""
-    run = FormatRun(setup)
+    run = _FormatRun(setup)
     with run.recording(), torch.enable_grad(), setup.precision.autocast():
         run.result = setup.model(*setup.call[0], **setup.call[1])
-    formats = run.formats()
-    run.ledger.close()
+    calls, ledger = run.calls, run.ledger
+    layers = tuple(
+        LayerFormats(
+            path=seen.path,
+            type=seen.type,
+            depth=seen.depth,
+            leaf=seen.leaf,
+            calls=seen.calls,
+            parameters=tuple(_formats(seen.module.parameters(recurse=False))),
+            inputs=tuple(calls.received.get(index, ())),
+            outputs=tuple(calls.returned.get(index, ())),
+            specs=tuple(output.spec for output in seen.outputs),
+        )
+        for index, seen in enumerate(calls.seen)
+    )
+    formats = FormatsRun(layers=layers, copies=tuple(ledger.copies), losses=tuple(ledger.losses))
+    ledger.close()
     return formats
 
 
@@ -227,7 +209,9 @@ def audit(prepared: Callable[[], Setup]) -> Audit:
         plain = run_formats(setup)
         setup = prepared()
         converted = convert(setup.model)
-        call, converted_inputs = convert_call(setup.call)
+        floating = (tensor for tensor in tensors_in(setup.call) if tensor.is_floating_point())
+        images = {id(tensor) for tensor in floating if _is_convertible(tensor)}
+        call = map_tensors(lambda tensor: _rearranged(tensor) if id(tensor) in images else tensor, setup.call)
         last = run_formats(replace(setup, call=call))
     double = any(parameter.dtype is torch.float64 for parameter in setup.model.parameters())
     return Audit(
@@ -238,7 +222,7 @@ def audit(prepared: Callable[[], Setup]) -> Audit:
         plain=plain,
         last=last,
         converted=converted,
-        converted_inputs=converted_inputs,
+        converted_inputs=len(images),
         double=double,
     )
 
@@ -253,7 +237,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield item
         elif isinstance(item, (list, tuple)):
             yield from _tensors(item)
-
-
-def _name(func: Any) -> str:
-    return str(func._overloadpacket.__name__)

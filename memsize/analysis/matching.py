@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Final, NamedTuple
 
 from memsize.records.trace import Layer, StoredTensor, Trace
@@ -75,11 +76,14 @@ class _Pairs:
     of: dict[Node, Node] = field(default_factory=dict)
 
     def descend(self, olds: Sequence[Node], news: Sequence[Node]) -> None:
-        """Pair `olds` with `news` by the rules, and what is below each pair in turn."""
         rest, free = list(olds), list(news)
         for key in _SURE:
             rest, free = self._by(key, rest, free)
-        pairs = [(_similarity(old, new), old, new) for old in rest for new in free if old.layer.type == new.layer.type]
+        pairs = []
+        for old, new in product(rest, free):
+            if old.layer.type == new.layer.type:
+                less, most = sorted((old.elements, new.elements))
+                pairs.append((less / most if most else 1.0, old, new))
         taken: set[Node] = set()
         for similarity, old, new in sorted(pairs, key=lambda pair: -pair[0]):
             if similarity >= _SIMILAR and taken.isdisjoint((old, new)):
@@ -122,11 +126,6 @@ class _Pairs:
                     self.of.update(both)
                     taken.update(node for _, node in both)
                     break
-
-
-def _similarity(old: Node, new: Node) -> float:
-    most = max(old.elements, new.elements)
-    return min(old.elements, new.elements) / most if most else 1.0
 
 
 def matched(before: Trace, after: Trace) -> tuple[Pair, ...]:

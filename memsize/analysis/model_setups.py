@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -54,39 +54,31 @@ class ModelEdit:
     change: Callable[[nn.Module], None]
 
 
+@dataclass(eq=False)
 class ModelSetups:
-    """One model with one input, and the setups of its runs on `gpu` (None: the default card).
+    """One model with one input, and the setups of its runs on `gpu`.
 
     Each setup has its own copy of the model, so that no run sees what another did. With `execute` it really computes,
     on the CPU. `plans` give the workspaces that cuDNN takes for convolutions; without them those workspaces are left
     out. `stack` is the software on that card.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        inputs: ModelInputs,
-        training: bool,
-        *,
-        gpu: Card | None = None,
-        execute: bool = False,
-        plans: Plans | None = None,
-        stack: Stack = INSTALLED,
-    ) -> None:
-        self.name = name
-        self.model = model
-        self.inputs = inputs
-        self.training = training
-        self.gpu = gpu or card(DEFAULT_GPU)
-        self.execute = execute
-        self.plans = plans
-        self.stack = stack
-        self.skipped_layers: dict[str, dict[str, str]] = {}
-        """By scenario: the layers that it left unquantized, and why."""
-        self.late: tuple[str, ...] = ()
-        """The parameters and buffers that the forward was found to register."""
-        self._copier = MetaCopier(model)
+    name: str
+    model: nn.Module
+    inputs: ModelInputs
+    training: bool
+    _: KW_ONLY
+    gpu: Card = field(default_factory=partial(card, DEFAULT_GPU))
+    execute: bool = False
+    plans: Plans | None = None
+    stack: Stack = INSTALLED
+    skipped_layers: dict[str, dict[str, str]] = field(default_factory=dict, init=False)
+    """By scenario: the layers that it left unquantized, and why."""
+    late: tuple[str, ...] = field(default=(), init=False)
+    """The parameters and buffers that the forward was found to register."""
+
+    def __post_init__(self) -> None:
+        self._copier = MetaCopier(self.model)
 
     def setup(self, scenario: Scenario, batch_size: int | None = None, edits: tuple[ModelEdit, ...] = ()) -> Setup:
         """A fresh copy with these `edits`, ready to run under the scenario; `batch_size` overrides the inputs'."""
@@ -111,7 +103,7 @@ class ModelSetups:
         return Setup(
             name=self.name,
             device="cpu" if self.execute else "meta",
-            notes=self._notes(scenario),
+            notes=tuple(self._notes(scenario)),
             scenario=scenario.name,
             model=recipe.model,
             call=call,
@@ -124,26 +116,40 @@ class ModelSetups:
         )
 
     def call(self, scenario: Scenario, floating: torch.dtype | None, batch_size: int | None = None) -> Call:
-        """The arguments of one call under `scenario`, whose floating inputs come in `floating`.
-
-        A model as it is gets inputs of the dtypes that the user chose, unless it does not run on them.
-        """
+        """The arguments of a call, floating ones in `floating`; as-given keeps the user's where it runs on them."""
         as_chosen = scenario.recipe == "as-given" and not self._inputs_are_cast
         return self.inputs.call(batch_size, floating, typed_too=not as_chosen)
 
-    def _notes(self, scenario: Scenario) -> tuple[str, ...]:
-        floating = self._given_floating if scenario.recipe == "as-given" and self._inputs_are_cast else None
-        cast = (_CAST.format(dtype_name(floating)),) if floating is not None else ()
-        hidden = (_SCRIPTED.format(join_names(_outermost(self._scripted))),) if self._scripted else ()
-        stored = _quantized_note(self.model) if scenario.recipe == "as-given" else None
-        late = (_LATE.format(join_names(self.late)),) if self.late else ()
-        executed = _EXECUTED if self.execute else None
-        stack = self.stack.note(str(torch.__version__))
-        return (*cast, *hidden, *late, *filter(None, (stored, executed, self.gpu.note, stack)))
+    def _notes(self, scenario: Scenario) -> Iterator[str]:
+        is_own = scenario.recipe == "as-given"
+        if is_own and self._inputs_are_cast and self._given_floating is not None:
+            yield _CAST.format(dtype_name(self._given_floating))
+        if self._scripted:
+            yield _SCRIPTED.format(join_names(self._scripted))
+        if self.late:
+            yield _LATE.format(join_names(self.late))
+        quantized = checkpoint_config_of(self.model) if is_own else None
+        if quantized is not None and (quantization := quantization_of(self.model)) is not None:
+            yield _QUANTIZED.format(quantization.method)
+        elif quantized is not None:
+            methods = quantized if isinstance(quantized, dict) else {}
+            yield _UNQUANTIZED.format(methods.get("quant_method", "some method"))
+        if self.execute:
+            yield _EXECUTED
+        yield from filter(None, (self.gpu.note, self.stack.note(str(torch.__version__))))
 
     @cached_property
     def _scripted(self) -> tuple[str, ...]:
-        return tuple(path for path, module in self.model.named_modules() if _hides_layers(module))
+        """The outermost modules of TorchScript that have others inside."""
+        paths = [
+            path
+            for path, module in self.model.named_modules()
+            if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.children())
+        ]
+        prefixes = {path: f"{path}." if path else "" for path in paths}
+        return tuple(
+            path for path in paths if not any(path.startswith(prefixes[other]) for other in paths if other != path)
+        )
 
     @cached_property
     def _given_floating(self) -> torch.dtype | None:
@@ -162,8 +168,6 @@ class ModelSetups:
         except ForwardError:
             return True
         return False
-
-    # -- copies -------------------------------------------------------------------------------------------------------
 
     def copy(self) -> nn.Module:
         """A meta copy of the model as it is."""
@@ -203,17 +207,6 @@ def own_autocast(model: nn.Module) -> str | None:
     return step.autocast if step else None
 
 
-def _quantized_note(model: nn.Module) -> str | None:
-    """A note on the weights of a quantized checkpoint; None for another model."""
-    config, quantization = checkpoint_config_of(model), quantization_of(model)
-    if config is None:
-        return None
-    if quantization is not None:
-        return _QUANTIZED.format(quantization.method)
-    method = config.get("quant_method", "some method") if isinstance(config, dict) else "some method"
-    return _UNQUANTIZED.format(method)
-
-
 def is_float32(model: nn.Module, trace: Trace) -> bool:
     """Whether `model`, of which `trace` is a run as it is, in float32 would store and run on just the same."""
     if own_autocast(model):
@@ -226,11 +219,3 @@ def is_float32(model: nn.Module, trace: Trace) -> bool:
 
 def storage_key(scenario: Scenario) -> StorageKey:
     return scenario.dtype, scenario.keep_norms
-
-
-def _hides_layers(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.children())
-
-
-def _outermost(paths: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(path for path in paths if not any(path.startswith(f"{o}." if o else "") for o in paths if o != path))

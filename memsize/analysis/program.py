@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import traceback
 from collections import defaultdict
@@ -11,25 +12,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, Literal
+from types import FrameType
+from typing import Any, Final, Literal
 
 import torch
 
 from memsize.analysis.findings.program import RULES
 from memsize.analysis.model_setups import plans_of, workspaces
-from memsize.analysis.real_gpu import failing_line, needs_gpu
 from memsize.analysis.timeline import snapshot
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import device_since, estimate_gpu
-from memsize.errors import InputError
+from memsize.errors import InputError, message_of
 from memsize.loading.library_imports import torchvision_importable
+from memsize.processes.user_code import is_library, is_outside, line_of
 from memsize.records.aggregates import alive, split_phase, summit
 from memsize.records.codec import plain
-from memsize.records.gpu import Card
-from memsize.records.program import ChildRun, Growth, KeptGradients, LiveTensor, ProgramRun, WentOn
+from memsize.records.program import ChildRun, Growth, KeptGradients, LiveTensor, NeedsGpu, ProgramRun, WentOn
 from memsize.records.trace import Trace
-from memsize.records.world import World
-from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import default_device_kept, isolated
 from memsize.virtual.gpu_tensors import CpuRestore
 from memsize.virtual.guards.child_processes import ChildProcesses, Settings
@@ -38,7 +36,7 @@ from memsize.virtual.saved_weights import Files
 from memsize.workloads.program import Program, StopProgram
 from memsize.workloads.program_steps import Zeroed
 
-LARGEST: Final = 15
+_LARGEST: Final = 15
 """How many of the storages alive at the peak are listed."""
 _OWN: Final = ("parameter", "buffer", "optimizer state", "gradient", "workspace", "communication")
 """Roles of what may stay from step to step."""
@@ -49,24 +47,16 @@ _ENOUGH: Final = 3
 def run_program(
     path: str,
     arguments: Sequence[str],
-    card: Card,
-    config: AllocatorConfig | None,
+    settings: Settings,
     *,
-    steps: int,
-    module: bool,
-    allow_writes: bool = False,
-    offline: bool = False,
-    world: World | None = None,
-    bounded: bool = True,
-    stack: Stack = INSTALLED,
+    module: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[ProgramRun, BaseException | None]:
     """Run a script (or a module) with its own arguments and return its run, with the error that ended it, if any.
 
-    The program is one process of `world` (None: alone) on a card whose software is `stack`; unless the card is
-    `bounded`, nothing is too large for it. `progress` is called with what the program is doing.
+    `progress` is called with what the program is doing.
     """
-    program = program_on(path, Settings(card, config, steps, world, bounded, stack, allow_writes, offline))
+    program = program_on(path, settings)
     if not module and not Path(path).is_file():
         raise InputError(f"no such script: {path}")
     name = Path(path).name
@@ -74,8 +64,10 @@ def run_program(
     progress(f"{name}: starting")
     with isolated(), torchvision_importable():
         error = program.run(path, arguments, module)
-    if module and isinstance(error, ImportError) and _is_runpys(error):
-        raise InputError(f"cannot run the module {path}: {error}") from error
+    if module and isinstance(error, ImportError):
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+        if innermost.f_code.co_filename == runpy.run_module.__code__.co_filename:  # and not code of its package
+            raise InputError(f"cannot run the module {path}: {error}") from error
     progress(f"{name}: adding up what it held")
     return program_run(program, " ".join((path, *arguments)), error), error
 
@@ -85,25 +77,8 @@ def program_on(
 ) -> Program:
     """Return a program on such a machine, which has not begun, with the `files` and `processes` that it has already."""
     card, stack, files = settings.card, settings.stack, files or Files(settings.allowed)
-    return Program(
-        name=name,
-        card=card,
-        workspaces=workspaces(card, plans_of(card, stack), stack),
-        config=settings.config,
-        steps=settings.steps,
-        files=files,
-        snapshot=snapshot,
-        world=settings.world,
-        bounded=settings.bounded,
-        stack=stack,
-        processes=processes or ChildProcesses(files, settings),
-    )
-
-
-def _is_runpys(error: ImportError) -> bool:
-    """Return whether `error` comes from the search for the module, and not from code of its package."""
-    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-    return innermost.f_code.co_filename == runpy.run_module.__code__.co_filename
+    own = workspaces(card, plans_of(card, stack), stack)
+    return Program(name, settings, own, files, processes or ChildProcesses(files, settings), snapshot)
 
 
 class VirtualGpu:
@@ -126,23 +101,13 @@ class VirtualGpu:
 
 
 @contextmanager
-def virtual_gpu(
-    card: Card,
-    config: AllocatorConfig | None,
-    *,
-    steps: int,
-    allow_writes: bool,
-    name: str = "this program",
-    world: World | None = None,
-    stack: Stack = INSTALLED,
-) -> Iterator[VirtualGpu]:
-    """Let the block have a virtual GPU, as a process of `world` if it is named; it ends after `steps` optimizer steps
-    (0: at its own end).
+def virtual_gpu(settings: Settings, name: str = "this program") -> Iterator[VirtualGpu]:
+    """Let the block have a virtual GPU.
 
     Modules that the block moves there are back on the CPU, with their values, when it is over, and so is what it makes
     the default device.
     """
-    program = program_on(name, Settings(card, config, steps, world, True, stack, allow_writes))
+    program = program_on(name, settings)
     region = VirtualGpu()
     error: BaseException | None = None
     restore = CpuRestore()
@@ -193,9 +158,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
 
 
 def _went_on(program: Program, trace: Trace, error: BaseException | None) -> WentOn | None:
-    """How the program goes on after the last refused request; None where that ended it, by itself or by an error that
-    was raised for it.
-    """
+    """How the program goes on after the last refused request; None where that ended it."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     refusal = program.last_refused
@@ -211,7 +174,7 @@ def _largest(trace: Trace) -> Iterator[LiveTensor]:
     peak = summit(trace)
     live = alive(trace, peak) if peak >= 0 else {}
     born = {event.storage: event.phase for event in trace.events if event.delta > 0}
-    for index in sorted(live, key=lambda index: (-live[index], index))[:LARGEST]:
+    for index in sorted(live, key=lambda index: (-live[index], index))[:_LARGEST]:
         storage = trace.storages[index]
         yield LiveTensor(
             bytes=live[index],
@@ -304,3 +267,88 @@ def _untouched(trace: Trace, start: int, phases: Sequence[tuple[str, int]]) -> C
             else:
                 after.setdefault(layer, index)
     return lambda layer: range(before.get(layer, -1) + 1, after.get(layer, len(phases)) + 1)
+
+
+# -- the part of a program that needs a real GPU -----------------------------------------------------------------------
+
+_SDPA: Final = (
+    "take torch.nn.functional.scaled_dot_product_attention, PyTorch's own in linear memory, which is "
+    'attn_implementation="sdpa" in transformers'
+)
+_MAMBA: Final = "leave it out: transformers' Mamba then runs in PyTorch's own ops (use_mamba_kernels=False)"
+_INSTEAD: Final = {
+    "apex": "take torch.optim.AdamW for FusedAdam, torch.nn.LayerNorm for FusedLayerNorm, torch.autocast for amp",
+    "bitsandbytes": 'set optim="adamw_torch", and load the model without a quantization_config',
+    "causal_conv1d": _MAMBA,
+    "deepspeed": 'set "torch_adam": true in the optimizer\'s params of its config: its ZeRO runs without a GPU then',
+    "flash_attn": _SDPA,
+    "flash_attn_interface": _SDPA,
+    "fla": "take the model's implementation without it, or register fakes of its kernels",
+    "liger_kernel": "set use_liger_kernel=False",
+    "mamba_ssm": _MAMBA,
+    "transformer_engine": "take torch.nn.Linear and torch.nn.LayerNorm, in bfloat16 instead of float8",
+    "triton": "it comes with PyTorch's CUDA builds, and its kernels want a torch.library.custom_op around them",
+    "unsloth": "load the model with transformers and peft themselves",
+    "vllm": "memsize serve sizes its weights, KV cache and CUDA graphs without one",
+    "xformers": "take torch.nn.functional.scaled_dot_product_attention, as diffusers and transformers do without it",
+}
+"""Packages of CUDA kernels, and what does the same, with about the same memory, in ops of PyTorch."""
+_TRIED: Final = frozenset(("bitsandbytes", "fla", "liger_kernel"))
+"""Those of them that train without a GPU once they are installed: where one is missing, that alone is the reason."""
+_RAISED: Final = (ImportError, RuntimeError, OSError, AssertionError)
+"""What such packages raise without a GPU; other errors are the program's own."""
+_WITHOUT_RULE: Final = re.compile(
+    r"Could not run '(\w+::\w+)[\w.]*' with arguments from the '(?:Meta|CPU)' backend"
+    r"|no fake impl registered for <CustomOpDef\((\w+::\w+)\)>"
+    r"|(\w+::\w+): attempted to run this operator with Meta tensors"
+    r"|(\w+\.\w+)\.\w+ has no meta kernel"
+)
+_NATIVE: Final = re.compile(r"(must be|is not|[Ee]xpected)( to be)?( an?)? CUDA tensor|CUDA_HOME environment")
+"""What extensions in C++ say of a tensor that is not on a GPU, and of a machine without a compiler for one."""
+
+
+def needs_gpu(error: BaseException | None) -> NeedsGpu | None:
+    """The part of the program that needs a real GPU, as `error` shows; None if the error has another cause."""
+    needed = None
+    while error is not None and needed is None:
+        if isinstance(error, _RAISED) and not isinstance(error, torch.OutOfMemoryError):
+            needed = _needed(error)
+        error = error.__cause__
+    return needed
+
+
+def _needed(error: BaseException) -> NeedsGpu | None:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    roots = list(map(_root, frames))
+    line, text = failing_line(error), message_of(error)
+    match = _WITHOUT_RULE.search(text)
+    op = next(filter(None, match.groups())).replace(".", "::") if match else None
+    named = [op.partition("::")[0]] if op else []
+    if isinstance(error, FileNotFoundError):
+        named.append(str(error.filename))
+    if isinstance(error, ImportError):
+        named += [(error.name or "").partition(".")[0], *re.findall(r"\w+", text.replace("-", "_"))]
+    named += [root for root in reversed(roots) if root not in ("torch", "memsize", "triton")][:1]
+    tried = _TRIED if isinstance(error, ImportError) else frozenset()
+    package = next((name for name in named if name in _INSTEAD and name not in tried), None)
+    if package is not None and not (package == "triton" and "triton" in roots):
+        return NeedsGpu("package", name=package, line=line, instead=_INSTEAD[package])
+    if op is not None:
+        return NeedsGpu("op", op, line)
+    if "triton" in roots:
+        launched: Iterator[Any] = (frame.f_locals.get("self") for frame in frames if _root(frame) == "triton")
+        names = (getattr(getattr(kernel, "fn", None), "__name__", None) for kernel in launched)
+        return NeedsGpu("triton", next(filter(None, names), None), line)
+    return NeedsGpu("extension", None, line) if _NATIVE.search(text) else None
+
+
+def _root(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def failing_line(error: BaseException) -> str | None:
+    """Return the innermost line of the program's own that led to `error`, or else of a library."""
+    calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    outside = [call for call in calls if is_outside(call[0])]
+    own = [call for call in outside if not is_library(call[0])]
+    return line_of(*(own or outside)[-1]) if outside else None

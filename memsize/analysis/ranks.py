@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -32,6 +31,7 @@ from memsize.records.ranks import RankGroup, RankRuns
 from memsize.records.trace import UNUSED, Trace
 from memsize.records.world import ALONE, World
 from memsize.spec.requests import Which
+from memsize.virtual.guards.child_processes import Settings
 
 _MESSAGES: Final = frozenset(("send", "receive"))
 
@@ -53,15 +53,13 @@ class RankProcesses:
             batch = waiting[start : start + self.jobs]
             named = f"rank{'s' if len(batch) > 1 else ''} {', '.join(map(str, batch))}"
             self.progress(f"running {named} of {self.world.size}, {len(self.runs)} done")
-            self.runs |= zip(batch, self._side_by_side(batch), strict=True)
-
-    def _side_by_side(self, ranks: Sequence[int]) -> list[ProgramRun]:
-        if not can_fork():
-            return [self.rank(rank) for rank in ranks]
-        with side_by_side(len(ranks)), Workers(self, self.progress) as workers:
-            if len(ranks) == 1:
-                return [workers.apart(("rank", ranks[0]))]
-            return workers.answers([("rank", rank) for rank in ranks])
+            if not can_fork():
+                runs = [self.rank(rank) for rank in batch]
+            else:
+                with side_by_side(len(batch)), Workers(self, self.progress) as workers:
+                    calls = [("rank", rank) for rank in batch]
+                    runs = workers.answers(calls) if len(batch) > 1 else [workers.apart(calls[0])]
+            self.runs |= zip(batch, runs, strict=True)
 
     def rank(self, rank: int) -> ProgramRun:
         """One rank's run; nobody reads what it prints."""
@@ -76,50 +74,50 @@ def run_ranks(
     jobs: int | None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> RankRuns:
-    """All ranks of a program that is run as one of `world`, or as many as it takes to know what each holds; `run_rank`
-    runs one of them.
-
-    `jobs` are run side by side; None: one for each core.
-    """
+    """Run `which` ranks of a program with `run_rank`, `jobs` side by side (None: one for each core)."""
     processes = RankProcesses(run_rank, world, cores() if jobs is None else jobs, progress)
     if which == "all":
         processes.run(range(world.size))
         between: dict[int, int] = {}
     else:
         between = distinct(processes)
-    runs = RankRuns(world.size, world.nodes, tuple(_groups(processes.runs, between)))
+    groups: list[RankGroup] = []
+    waiting = sorted(processes.runs)
+    while waiting:
+        run = processes.runs[waiting[0]]
+        ran = tuple(rank for rank in waiting if _same(run, processes.runs[rank]))
+        groups.append(RankGroup(ran, run, tuple(rank for rank, like in between.items() if like in ran)))
+        waiting = [rank for rank in waiting if rank not in ran]
+    runs = RankRuns(world.size, world.nodes, tuple(groups))
     return replace(runs, findings=RANK_RULES.findings(runs))
 
 
 def run_as_rank(
     path: str,
     arguments: Sequence[str],
-    card: Card,
-    config: AllocatorConfig | None,
+    settings: Settings,
     *,
     module: bool,
-    world: World | None,
     progress: Callable[[str], None] = lambda _: None,
-    **options: Any,
 ) -> tuple[ProgramRun, BaseException | None]:
     """`run_program` with the same arguments, for which other ranks run too where this one waits for what they send."""
-    run = partial(run_program, path, arguments, card, config, module=module, **options)
+
+    def run(world: World) -> tuple[ProgramRun, BaseException | None]:
+        return run_program(path, arguments, settings._replace(world=world), module=module)
 
     def imports() -> None:
         if not module:
-            import_packages(path, card, config)
+            import_packages(path, settings.card, settings.config)
 
-    with others_asked(lambda other_world: run(world=other_world), world, imports):
-        return run(world=world, progress=progress)
+    with others_asked(run, settings.world, imports):
+        return run_program(path, arguments, settings, module=module, progress=progress)
 
 
 @contextmanager
 def others_asked(
     run_rank: Callable[[World], object], world: World | None, prepare: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """While open, ranks of `world` that wait for what another one sends get it: `run_rank` runs that one in a process
-    apart, as far as that, once `prepare` has done what all of them need.
-    """
+    """While open, ranks that wait for what another sends get it: `run_rank` runs that one in a process apart."""
     if world is None or world.one_process:
         yield
         return
@@ -148,20 +146,10 @@ def distinct(processes: RankProcesses) -> dict[int, int]:
     return represented
 
 
-def _groups(runs: dict[int, ProgramRun], between: dict[int, int]) -> Iterator[RankGroup]:
-    waiting = sorted(runs)
-    while waiting:
-        run = runs[waiting[0]]
-        ran = tuple(rank for rank in waiting if _same(run, runs[rank]))
-        yield RankGroup(ran, run, tuple(rank for rank, like in between.items() if like in ran))
-        waiting = [rank for rank in waiting if rank not in ran]
-
-
 def _same(one: ProgramRun, other: ProgramRun) -> bool:
     """Whether two ranks did the same on their GPUs: what either did with copies on the host is no part of it."""
 
-    def on_gpu(trace: Trace) -> Trace:
-        """Drop the rank, the notes, and the ops after which memory was let go of, which may be of the host."""
+    def on_gpu(trace: Trace) -> Trace:  # memory that an op let go of may be of the host
         events = tuple(event if event.delta > 0 else event._replace(op="") for event in trace.events)
         return replace(trace, world=ALONE, notes=(), host=UNUSED, events=events)
 
@@ -181,7 +169,7 @@ def import_packages(path: str, card: Card, config: AllocatorConfig | None) -> No
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.append(node.module)
-    with virtual_gpu(card, config, steps=0, allow_writes=False), warnings.catch_warnings():
+    with virtual_gpu(Settings(card, config, steps=0)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in (*names, *_LATE):
             # What fails here fails in the script too, or was meant to.

@@ -23,6 +23,8 @@ Changes = Literal["nothing", "speed", "numbers", "training", "hardware"]
 
 _LAST: Final = ("training", "hardware")
 """Changes that nobody has to make where a remedy without them is enough."""
+_NOTICEABLE: Final = 1000
+"""A remedy helps if it saves at least such a fraction of what is needed without it."""
 _MOST_PAIRS: Final = 4
 """How many pairs are measured where more than two remedies would be needed otherwise."""
 
@@ -64,11 +66,10 @@ class Need(NamedTuple):
 
 
 class Ladder(NamedTuple, Generic[Variant]):
-    """Remedies of one kind, cheapest first (2 GPUs, 4 GPUs, …). One is shown: the first that is enough.
+    """Remedies of one kind, cheapest first (2 GPUs, 4 GPUs, …). The first that is enough is shown.
 
-    `until` says which one is shown where no remedy is enough. ``"last"``: the last. ``"refusal"``: the first that does
-    not apply, else the last. ``"no gain"``: the one before the first that does not apply or does not save more; there
-    may be no such remedy. ``"enough"``: no remedy is shown.
+    `until` says which one is shown where none is. ``"last"``: the last. ``"refusal"``: the first that does not apply,
+    else the last. ``"no gain"``: the one before the first that does not save more, if any. ``"enough"``: none.
     """
 
     remedies: Iterable[Remedy[Variant]]
@@ -103,7 +104,7 @@ class RemedySearch(Generic[Variant]):
         saved = without.bytes - need.bytes
         if need.host:
             columns = (*columns[:2], f"{remedy.cost}; {format_bytes(need.host)} of the host's memory", remedy.changes)
-        helps = saved + need.capacity - without.capacity >= self.least_saving
+        helps = saved + need.capacity - without.capacity >= max(self.least_saving, without.bytes // _NOTICEABLE)
         outcome: Literal["fits", "saves", "no help"] = "saves" if helps else "no help"
         return RemedyRow(*columns, "fits" if need.fits and not without.fits else outcome, need.bytes, saved)
 
@@ -123,11 +124,10 @@ class RemedySearch(Generic[Variant]):
         return None if ladder.until == "enough" else last
 
     def together(self, trials: Sequence[Trial[Variant]]) -> tuple[tuple[str, ...], int | None]:
-        """Find a few remedies that fit together: their names, and the bytes needed with them; ``(), None`` if there are
-        none.
+        """Find a few remedies that fit together, and the bytes needed with them; ``(), None`` if there are none.
 
-        Remedies are added in the order of their savings, those that change the training last. Then each that turns out
-        not to be needed is removed. If more than two remain, pairs whose savings add up to enough are tried.
+        Remedies are added in the order of their savings, those that change the training last, and removed if not needed
+        after all. If more than two remain, pairs whose savings add up to enough are tried.
         """
         chosen: list[Remedy[Variant]] = []
         needed, capacity = self.need.bytes, self.need.capacity
@@ -151,9 +151,7 @@ class RemedySearch(Generic[Variant]):
     def _pair(
         self, trials: Sequence[Trial[Variant]], chosen: Sequence[Remedy[Variant]]
     ) -> tuple[list[Remedy[Variant]], int] | None:
-        """Find two remedies that fit together, among the pairs whose savings add up to most. They change the training
-        only if one of `chosen` does.
-        """
+        """Find two remedies that fit together. They change the training only if one of `chosen` does."""
         trains = any(remedy.changes == "training" for remedy in chosen)
         savings = [(remedy, row.saved or 0) for remedy, row in trials if trains or remedy.changes != "training"]
         pairs = [(one, two) for one, two in combinations(savings, 2) if not one[0].groups & two[0].groups]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
+from importlib.metadata import version
 
 import torch
 from torch import nn
@@ -16,10 +17,9 @@ from memsize.analysis.findings.unfinished_runs import interrupted
 from memsize.analysis.fit.results import find_crossover
 from memsize.analysis.model_setups import is_float32, own_autocast
 from memsize.analysis.runner import Runner
-from memsize.analysis.torchinfo import counts_without_running, torchinfo_reading
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import Replays, estimate_gpu
-from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.errors import ForwardError, InputError, ScenarioError, exits_caught
 from memsize.loading.building import wanted_inputs
 from memsize.model.meta_copy import in_mode
 from memsize.precision.quantized import modelled
@@ -33,11 +33,13 @@ from memsize.records.finding import join_names
 from memsize.records.gpu import GpuEstimate
 from memsize.records.report import Report, ScenarioResult
 from memsize.records.trace import ToolReport, Trace
+from memsize.spec.model_request import Call
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.training import Training
-from memsize.torch_internals.isolation import collector_paused
+from memsize.torch_internals.isolation import collector_paused, undisturbed
 from memsize.tracing.ddp import bucket_bytes
+from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import stored_only, wants_shapes
 from memsize.workloads import Forward, Inference
@@ -46,38 +48,27 @@ _AMP = ("amp-fp16", "amp-bf16")
 _OWN, _FP32 = SCENARIOS["as-given"], SCENARIOS["fp32"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The results of some scenarios. `skipped_layers` are the layers that they left unquantized, as the `Runner` has
-    them, and `notes` those that only the run on several GPUs could make.
-
-    `trace` is the run of the model as it is, in the part that has it, with torchinfo's `readings` of the model.
+@dataclass
+class _Parts:
+    """The parts of a report that are finished, in any order, by scenario. `skipped_layers` are the layers that it left
+    unquantized, as the `Runner` has them, and `notes` those that only the run on several GPUs could make. `trace` is
+    the run of the model as it is, with torchinfo's `readings` of the model.
     """
 
-    results: tuple[ScenarioResult, ...]
+    results: dict[str, ScenarioResult] = field(default_factory=dict)
     skipped_layers: dict[str, dict[str, str]] = field(default_factory=dict)
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     trace: Trace | None = None
     readings: tuple[ToolReport, ...] = ()
 
-
-@dataclass
-class _Parts:
-    """The parts of a report that are finished, in any order: what they have by scenario."""
-
-    own: _Part | None = None
-    """The part of the model as it is."""
-    results: dict[str, ScenarioResult] = field(default_factory=dict)
-    skipped_layers: dict[str, dict[str, str]] = field(default_factory=dict)
-    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def add(self, part: _Part) -> None:
-        """Take a part. What the model showed as it is goes before what was run for fp32."""
-        self.own = self.own if part.trace is None else part
-        for of in filter(None, (part, self.own)):
-            self.results |= {result.name: result for result in of.results}
-            self.skipped_layers |= of.skipped_layers
-            self.notes |= of.notes
+    def add(self, part: _Parts) -> None:
+        """Add a part. What the model showed as it is goes before what was run for fp32."""
+        first, then = (self, part) if part.trace else (part, self)
+        self.results = first.results | then.results
+        self.skipped_layers = first.skipped_layers | then.skipped_layers
+        self.notes = first.notes | then.notes
+        if part.trace is not None:
+            self.trace, self.readings = part.trace, part.readings
 
 
 def numbered(progress: Callable[[str], None], names: Set[str]) -> Callable[[str], None]:
@@ -107,7 +98,7 @@ class ReportBuilder:
     peaks: bool = False
     config: AllocatorConfig | None = None
     progress: Callable[[str], None] = lambda _: None
-    add_part: Callable[[_Part], None] = lambda _: None
+    add_part: Callable[[_Parts], None] = lambda _: None
     _traces: dict[str, Trace] = field(default_factory=dict)
     _untrained: dict[str, str] = field(default_factory=dict)
     """By scenario: why its training steps fail although a forward runs."""
@@ -127,7 +118,7 @@ class ReportBuilder:
         parts = _Parts()
 
         def so_far() -> Report | None:
-            if parts.own is None:
+            if parts.trace is None:
                 return None
             missing = [entry.name for entry in scenarios if entry is not _OWN and entry.name not in parts.results]
             return self._report(scenarios, notes, parts, crossover=None, missing=tuple(missing) or ("findings",))
@@ -154,9 +145,8 @@ class ReportBuilder:
         crossover: Crossover | None,
         missing: tuple[str, ...] = (),
     ) -> Report:
-        own = parts.own
-        assert own is not None and own.trace is not None
-        by_name, as_given = parts.results, own.trace
+        by_name, as_given = parts.results, parts.trace
+        assert as_given is not None
         self.runner.skipped_layers |= parts.skipped_layers
         shown_results = tuple(by_name[scenario.name] for scenario in scenarios if scenario.name in by_name)
         fp32 = by_name.get("fp32")
@@ -164,7 +154,27 @@ class ReportBuilder:
         if baseline is not None and any(t.wrapper or t.parts or t.kind == "packed" for t in as_given.tensors):
             # Casting does not undo quantization: those weights' float32 size is arithmetic.
             baseline = replace(baseline, parameter_bytes=4 * baseline.parameters)
-        evidence = self._evidence(as_given, shown_results, fp32, readings=own.readings, crossover=crossover)
+        # fp32 is part of the evidence only as the run to compare with.
+        runs = {result.name: result.trace for result in (*shown_results, *filter(None, [fp32])) if result.trace}
+        # Workers finish in any order; findings come in the order of the scenarios.
+        layers = self.runner.skipped_layers
+        optimizer = self.training.optimizer_name if self.training else ""
+        evidence = Evidence(
+            as_given=as_given,
+            runs=runs,
+            skipped_layers={name: layers[name] for name in runs if name in layers},
+            readings=parts.readings,
+            peaks={result.name: result.training for result in shown_results if result.training},
+            inference={result.name: result.inference for result in shown_results if result.inference},
+            untrained={result.name: result.untrained for result in shown_results if result.untrained},
+            gpu=self.runner.gpu.name,
+            gpu_bytes=self.runner.gpu.bytes,
+            optimizer=optimizer,
+            crossover=crossover,
+            amp=next((name for name in _AMP if name in runs), None),
+            buckets=bucket_bytes(self.runner.model),
+            spread=self.parallel,
+        )
         return Report(
             model=self.runner.name,
             trace=as_given,
@@ -173,39 +183,9 @@ class ReportBuilder:
             notes=(*notes, *self._how(scenarios, parts.notes)),
             baseline=baseline,
             gpu=self.runner.gpu.name if self.peaks else "",
-            optimizer=self.training.optimizer_name if self.training else "",
+            optimizer=optimizer,
             allocator=json.dumps(plain(self.config)) if self.config else "",
             missing=missing,
-        )
-
-    def _evidence(
-        self,
-        as_given: Trace,
-        results: Sequence[ScenarioResult],
-        fp32: ScenarioResult | None,
-        *,
-        readings: tuple[ToolReport, ...],
-        crossover: Crossover | None,
-    ) -> Evidence:
-        """The evidence of the requested scenarios. fp32 is part of it only as the run to compare with."""
-        runs = {result.name: result.trace for result in (*results, *filter(None, [fp32])) if result.trace}
-        # Workers finish in any order; findings come in the order of the scenarios.
-        layers = self.runner.skipped_layers
-        return Evidence(
-            as_given=as_given,
-            runs=runs,
-            skipped_layers={name: layers[name] for name in runs if name in layers},
-            readings=readings,
-            peaks={result.name: result.training for result in results if result.training},
-            inference={result.name: result.inference for result in results if result.inference},
-            untrained={result.name: result.untrained for result in results if result.untrained},
-            gpu=self.runner.gpu.name,
-            gpu_bytes=self.runner.gpu.bytes,
-            optimizer=self.training.optimizer_name if self.training else "",
-            crossover=crossover,
-            amp=next((name for name in _AMP if name in runs), None),
-            buckets=bucket_bytes(self.runner.model),
-            spread=self.parallel,
         )
 
     def own(self, scenarios: Sequence[Scenario], default: bool) -> None:
@@ -219,15 +199,14 @@ class ReportBuilder:
             if not any(tensor.kind == "attribute" for tensor in trace.tensors):  # a module may cast those itself
                 self.runner.same_stored(_FP32, _OWN)
         wanted = [*([_OWN] if _OWN in scenarios and not (default and as_fp32) else []), *([_FP32] if as_fp32 else [])]
-        self.add_part(
-            _Part(tuple(map(self.result, wanted)), trace=trace, readings=self.readings(), notes=self._spread_notes)
-        )
+        results = {scenario.name: self.result(scenario) for scenario in wanted}
+        self.add_part(_Parts(results, {}, self._spread_notes, trace, self.readings()))
 
     def shown(self, scenario: Scenario) -> None:
         """Find what the runs of one scenario show."""
         result, left = self.result(scenario), self.runner.skipped_layers.get(scenario.name)
         spread_notes = {name: notes for name, notes in self._spread_notes.items() if name == scenario.name}
-        self.add_part(_Part((result,), {} if left is None else {scenario.name: left}, spread_notes))
+        self.add_part(_Parts({scenario.name: result}, {} if left is None else {scenario.name: left}, spread_notes))
 
     def result(self, scenario: Scenario) -> ScenarioResult:
         """The figures of one scenario, or why it does not apply."""
@@ -286,25 +265,23 @@ class ReportBuilder:
         """The run under a scenario; raises `ScenarioError` or `ForwardError` when there can be none."""
         if scenario.name not in self._traces:
             self.progress(scenario.name)
-            self._traces[scenario.name] = self._run(scenario).in_rows()
+            listener = self._observe if scenario.recipe == "as-given" else lambda _: None
+            trace = None
+            if self.training is not None and self.parallel is None:
+                from memsize.workloads.training import TrainingSteps
+
+                try:
+                    trace = self.runner.run(TrainingSteps(self.training), scenario, listener=listener)
+                except (ForwardError, InputError) as error:
+                    # The forward alone may still run: then that is what the tables show.
+                    self._untrained[scenario.name] = _one_line(error)
+            if trace is None:
+                trace = self.runner.run(Forward(), scenario, listener=listener)
+            self._traces[scenario.name] = trace.in_rows()
         return self._traces[scenario.name]
 
-    def _run(self, scenario: Scenario) -> Trace:
-        listener = self._observe if scenario.recipe == "as-given" else lambda _: None
-        if self.training is not None and self.parallel is None:
-            from memsize.workloads.training import TrainingSteps
-
-            try:
-                return self.runner.run(TrainingSteps(self.training), scenario, listener=listener)
-            except (ForwardError, InputError) as error:
-                # The forward alone may still run: then that is what the tables show.
-                self._untrained[scenario.name] = _one_line(error)
-        return self.runner.run(Forward(), scenario, listener=listener)
-
     def _observe(self, calls: ModuleCallRecorder) -> None:
-        """Note that the model was run as it is, and whether torchinfo may read that very copy instead of running
-        another.
-        """
+        """Note whether torchinfo may read the very copy that was run as it is."""
         grows = self.runner.late or wants_shapes(self.runner.model)
         is_simple = not grows and not self.runner.execute and calls.complete and counts_without_running(calls)
         self._readable = calls.seen[0].module if is_simple else None
@@ -320,7 +297,6 @@ class ReportBuilder:
         return () if reading is None else (reading,)
 
     def _crossover(self, results: Mapping[str, ScenarioResult], workers: Workers) -> Crossover | None:
-        """Where autocast begins to keep less than fp32; None where one was not run, or the batch cannot be changed."""
         runs = {name: result.trace for name, result in results.items() if result.trace}
         names = ("fp32", next((name for name in _AMP if name in runs), ""))
 
@@ -356,3 +332,42 @@ def stored_report(name: str, model: nn.Module, notes: Sequence[str] = ()) -> Rep
 
 def _one_line(error: Exception) -> str:
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
+# -- a second opinion: torchinfo's -------------------------------------------------------------------------------------
+
+
+def torchinfo_reading(model: nn.Module, call: Call) -> ToolReport | None:
+    """The totals of `torchinfo.summary` for a meta copy, run on `meta`; None if it fails. Without arguments it does not
+    run it, and adds up what is registered.
+    """
+    import torchinfo
+
+    args, kwargs = call
+    mode = "train" if model.training else "eval"
+    try:
+        with exits_caught(), undisturbed(), MetaDispatchMode():
+            summary = torchinfo.summary(
+                model, input_data=args or None, verbose=0, device="meta", mode=mode, cache_forward_pass=False, **kwargs
+            )
+    except Exception:  # torchinfo wraps whatever a model raises; that it has no answer is the answer
+        return None
+    return ToolReport(f"torchinfo {version('torchinfo')}", summary.total_params, summary.total_param_bytes)
+
+
+def counts_without_running(calls: ModuleCallRecorder) -> bool:
+    """Whether torchinfo counts the same for a model without running it as it does when it runs it: each module is
+    registered once, is first called by the module that holds it, during that one's own first call, and returns tensors
+    with dimensions, which its hooks want.
+    """
+    seen = calls.seen
+    index = {layer.path: position for position, layer in enumerate(seen)}
+    holders = [index[layer.path.rpartition(".")[0]] if layer.path else -1 for layer in seen]
+    times = [0] * len(seen)
+    for caller, called in calls.entered:
+        if not times[called] and (caller != holders[called] or (caller >= 0 and times[caller] != 1)):
+            return False
+        times[called] += 1
+    is_ordinary = all(layer.plain and all(output.spec.shape for output in layer.outputs) for layer in seen)
+    registered = sum(1 for layer in seen for module in layer.module._modules.values() if module is not None)
+    return registered == len(seen) - 1 and all(times) and is_ordinary

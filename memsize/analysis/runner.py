@@ -14,18 +14,15 @@ from torch import nn
 
 from memsize.analysis.model_setups import ModelEdit, ModelSetups, StorageKey, storage_key
 from memsize.analysis.short_runs import ShortRuns
-from memsize.depth.counters import Numbers, is_counting, numbers_of
-from memsize.depth.repeated import FoldedPath
+from memsize.depth.blocks import FoldedPath
+from memsize.depth.likeness import is_counting, numbers_of
 from memsize.depth.trace_extension import NotRepeatedError
 from memsize.errors import ForwardError, MemsizeError
-from memsize.kernels.cudnn.library import Plans
 from memsize.model.input_tensors import ModelInputs
-from memsize.model.stored import stored_tensors
-from memsize.records.gpu import Card
+from memsize.model.tensor_storage import stored_tensors
 from memsize.records.trace import StoredTensor, Trace
 from memsize.spec.model_request import Call
 from memsize.spec.scenario import SCENARIOS, Scenario
-from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import forget_run
 from memsize.torch_internals.module_tree import paths_of
 from memsize.tracing.ddp import buckets_of
@@ -44,8 +41,6 @@ def _as_it_is(call: Call) -> Call:
 
 @dataclass(frozen=True)
 class _RunRequest:
-    """A workload under a scenario, and in what it differs from a run of the model with its inputs."""
-
     workload: Workload
     scenario: Scenario
     batch_size: int | None = None
@@ -64,27 +59,17 @@ class _RunRequest:
         return self.workload, self.edits
 
 
+@dataclass(eq=False, kw_only=True)
 class Runner(ModelSetups):
     """Any number of runs of one model with one input. With `whole` each of them runs all layers."""
 
-    def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        inputs: ModelInputs,
-        training: bool,
-        *,
-        gpu: Card | None = None,
-        execute: bool = False,
-        plans: Plans | None = None,
-        stack: Stack = INSTALLED,
-        whole: bool = False,
-    ) -> None:
-        super().__init__(name, model, inputs, training, gpu=gpu, execute=execute, plans=plans, stack=stack)
-        self.whole = whole
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.is_counting = False
         """Whether a run changed numbers that the model's code may decide by: one of its calls may be another."""
-        self.short_runs = ShortRuns(model, self.copy)
+        self.short_runs = ShortRuns(self.model, self.copy)
         self._short_runners: dict[nn.Module, Runner] = {}
         self._stored: dict[StorageKey, tuple[StoredTensor, ...]] = {}
         self._whole: dict[Hashable, tuple[_RunRequest, Trace]] = {}
@@ -113,21 +98,17 @@ class Runner(ModelSetups):
         try:
             if proof is None:
                 return self._run(request, listener)
-            extended = self._extended(request) if self._is_proven(proof, request, listener) else None
-            return extended or self._run_whole(request, proof, listener)
+            if self._is_proven(proof, request, listener) and (extended := self._extended(request)):
+                return extended
+            trace = self._run(request, listener)
+            self.short_runs.whole_runs[proof.kind] += 1
+            if request.is_plain and proof.kind not in self.short_runs.refusals:
+                self._whole.setdefault(proof.kind, (request, trace))
+            return trace
         finally:
             forget_run()
 
-    def _run_whole(self, request: _RunRequest, proof: Proof, listener: Listener | None) -> Trace:
-        """The trace of a request from a run of all layers, which may be the proof of runs that follow."""
-        trace = self._run(request, listener)
-        self.short_runs.whole_runs[proof.kind] += 1
-        if request.is_plain and proof.kind not in self.short_runs.refusals:
-            self._whole.setdefault(proof.kind, (request, trace))
-        return trace
-
     def _extended(self, request: _RunRequest) -> Trace | None:
-        """The trace of a request from the runs of short models; None where those don't tell."""
         skipped: dict[FoldedPath, str] = {}
         name = request.scenario.name
 
@@ -155,8 +136,12 @@ class Runner(ModelSetups):
                 return False  # it takes no longer than its proof
             if not self.short_runs.are_worthwhile(proof.kind, bool(first)):
                 return False
+            # As they are, or cast as the runs that follow: in half precision attention is fewer ops.
+            is_cast = listener is None and request.scenario.recipe == "cast"
+            scenario = request.scenario if is_cast else SCENARIOS["as-given"]
+            proof_request = _RunRequest(proof.workload, scenario)
             try:
-                proven, whole = first or self._run_proof(proof, request.scenario, listener)
+                proven, whole = first or (proof_request, self._run(proof_request, listener))
             except MemsizeError as error:  # a proof that fails once is not tried for each run
                 refusals[proof.kind] = str(error)
                 return False
@@ -165,12 +150,6 @@ class Runner(ModelSetups):
             refusals[proof.kind] = self.short_runs.refusal(whole, partial(self._run_short, proven), proven.kind)
             self._whole.pop(proof.kind, None)
         return not refusals[proof.kind]
-
-    def _run_proof(self, proof: Proof, scenario: Scenario, listener: Listener | None) -> tuple[_RunRequest, Trace]:
-        """Run all layers as they are, or cast as the runs that follow: in half precision attention is fewer ops."""
-        is_cast = listener is None and scenario.recipe == "cast"
-        request = _RunRequest(proof.workload, scenario if is_cast else SCENARIOS["as-given"])
-        return request, self._run(request, listener)
 
     def _run_short(self, request: _RunRequest, model: nn.Module) -> Trace:
         runner = self._short_runner(model)
@@ -184,34 +163,26 @@ class Runner(ModelSetups):
 
     def _short_runner(self, model: nn.Module) -> Runner:
         if model not in self._short_runners:
-            self._short_runners[model] = Runner(
-                self.name,
-                model,
-                self.inputs,
-                self.training,
-                gpu=self.gpu,
-                plans=self.plans,
-                stack=self.stack,
-                whole=True,
-            )
+            self._short_runners[model] = replace(self, model=model, whole=True)
         return self._short_runners[model]
 
-    def _setup(self, request: _RunRequest) -> Setup:
-        before = tuple(edit for edit in request.edits if isinstance(edit, ModelEdit))
-        setup = self.setup(request.scenario, request.batch_size, before)
+    def _run(self, request: _RunRequest, listener: Listener | None) -> Trace:
+        before_scenario = tuple(edit for edit in request.edits if isinstance(edit, ModelEdit))
+        setup = self.setup(request.scenario, request.batch_size, before_scenario)
         setup = replace(setup, call=request.resized(setup.call))
         for edit in request.edits:
             setup = setup if isinstance(edit, ModelEdit) else edit(setup)
-        return setup
-
-    def _run(self, request: _RunRequest, listener: Listener | None) -> Trace:
-        setup = self._setup(request)
         if listener is not None:
             setup = replace(setup, listener=listener)
-        if self._stores_alike(request):
+        if not (request.scenario.name in self.skipped_layers or self.late or before_scenario):
             setup = replace(setup, stored=partial(self._stored_tensors, storage_key(request.scenario)))
         if not self.execute and (self.whole or self.short_runs.blocks is not None):
-            setup = replace(setup, ended=partial(self._note_counting, numbers_of(setup.model)))
+            numbers = numbers_of(setup.model)
+
+            def note_counting(model: nn.Module) -> None:
+                self.is_counting = self.is_counting or is_counting(numbers, numbers_of(model))
+
+            setup = replace(setup, ended=note_counting)
         before = _registered(setup.model)
         failed: ForwardError | None = None
         try:
@@ -225,9 +196,6 @@ class Runner(ModelSetups):
         if failed is not None:
             raise failed
         return trace
-
-    def _note_counting(self, before: Numbers, model: nn.Module) -> None:
-        self.is_counting = self.is_counting or is_counting(before, numbers_of(model))
 
     def with_inputs(self, inputs: ModelInputs, batch_size: int) -> Runner:
         """A runner of the same model with other inputs, of which it makes `batch_size`."""
@@ -246,13 +214,7 @@ class Runner(ModelSetups):
             )
         return kept_for_backward(self.setup(scenario, batch_size))
 
-    def _stores_alike(self, request: _RunRequest) -> bool:
-        """Whether the copy of a setup that was just made stores what all others of its storage key do."""
-        is_quantized = request.scenario.name in self.skipped_layers
-        return not (is_quantized or self.late or any(isinstance(edit, ModelEdit) for edit in request.edits))
-
     def _stored_tensors(self, storage: StorageKey, copied: nn.Module) -> tuple[StoredTensor, ...]:
-        """The stored tensors of a copy; all copies with one `storage` key store the same."""
         if storage not in self._stored:
             self._stored[storage] = stored_tensors(copied)
         return self._stored[storage]

@@ -11,13 +11,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, replace
 from functools import cached_property, partial
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
-from memsize.depth.blocks import SHORTEST, ModelBlocks, find_blocks, shorten
+from memsize.depth.blocks import SHORTEST, FoldedPath, ModelBlocks, find_blocks, one_more, shorten
 from memsize.depth.extension_plan import ExtensionPlan
-from memsize.depth.repeated import FoldedPath, one_more
 from memsize.depth.trace_extension import NotRepeatedError, plan_extension
 from memsize.errors import MemsizeError
 from memsize.records.finding import join_names
@@ -187,9 +186,8 @@ class ShortRuns:
 
 def different_part(a: Trace, b: Trace) -> str:
     """Return the name of a part in which two runs differ, apart from how they were made; empty where there is none."""
-    parts = (part.name for part in fields(Trace) if part.name != "extended_from")
-    return next((name for name in parts if not _equal(getattr(a, name), getattr(b, name))), "")
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return bool(a == b or b == a)
+    for part in fields(Trace):
+        one, other = getattr(a, part.name), getattr(b, part.name)
+        if part.name != "extended_from" and not (one == other or other == one):
+            return part.name
+    return ""

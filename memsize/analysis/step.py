@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field as attribute
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from memsize import files
 from memsize.analysis.findings.unfinished_runs import lagging, out_of_memory
@@ -23,7 +23,7 @@ from memsize.printable import printable
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.answer import Saveable
 from memsize.records.codec import decode, encode
-from memsize.records.fields import BYTES, Fields, field
+from memsize.records.fields import FlatTable
 from memsize.records.finding import moment_in_words
 from memsize.records.generation import GenerationReport
 from memsize.records.gpu import DEFAULT_GPU, GpuEstimate
@@ -32,50 +32,12 @@ from memsize.records.program import ProgramRun
 from memsize.records.report import Report
 from memsize.records.roles import noun
 from memsize.records.run_file import read_run
-from memsize.records.trace import Event, Trace
+from memsize.records.trace import Trace
 from memsize.units import format_bytes, format_together
 
 if TYPE_CHECKING:
     from pandas import DataFrame
     from plotly.graph_objects import Figure
-
-
-class EventRow(NamedTuple):
-    """An event of a run, and the bytes that are alive after it."""
-
-    trace: Trace
-    event: Event
-    live: int
-
-
-EVENT_FIELDS: Final = Fields[EventRow](
-    field("storage", get=lambda row: row.event.storage),
-    field("delta", kind=BYTES, get=lambda row: row.event.delta),
-    field("live", kind=BYTES),
-    field("role", get=lambda row: row.trace.storages[row.event.storage].role),
-    field("op", get=lambda row: row.event.op),
-    field("layer", get=lambda row: row.trace.layers[row.event.layer].path if row.event.layer >= 0 else None),
-    field("phase", get=lambda row: row.trace.phases[row.event.phase]),
-)
-
-
-class CollectiveRow(NamedTuple):
-    """The collectives of one kind and size in a step: how often, of how many bytes, among how many ranks."""
-
-    step: int
-    kind: str
-    ranks: int
-    times: int
-    bytes: int
-
-
-COLLECTIVE_FIELDS: Final = Fields[CollectiveRow](
-    field("step"),
-    field("kind"),
-    field("ranks"),
-    field("count", get=lambda row: row.times),
-    field("bytes", kind=BYTES),
-)
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,8 +66,21 @@ class StepTrace(Saveable):
     @property
     def events(self) -> DataFrame:
         """One row per event: bytes that appear or disappear, live bytes after it, role, op, layer and phase."""
-        pairs = zip(self.trace.events, live_bytes(self.trace.events), strict=True)
-        return EVENT_FIELDS.flat(EventRow(self.trace, event, live) for event, live in pairs).frame()
+        trace = self.trace
+        rows = (
+            (
+                event.storage,
+                event.delta,
+                live,
+                trace.storages[event.storage].role,
+                event.op,
+                trace.layers[event.layer].path if event.layer >= 0 else None,
+                trace.phases[event.phase],
+            )
+            for event, live in zip(trace.events, live_bytes(trace.events), strict=True)
+        )
+        columns = ("storage", "delta", "live", "role", "op", "layer", "phase")
+        return FlatTable(columns, rows, sizes=("delta", "live")).frame()
 
     @property
     def timeline(self) -> DataFrame:
@@ -122,8 +97,8 @@ class StepTrace(Saveable):
             (split_phase(self.trace.phases[collective.phase])[1], collective.kind, collective.ranks, collective.bytes)
             for collective in self.trace.collectives
         )
-        rows = (CollectiveRow(*key[:3], count, key[3]) for key, count in counts.items())
-        return COLLECTIVE_FIELDS.flat(rows).frame()
+        rows = ((*key[:3], count, key[3]) for key, count in counts.items())
+        return FlatTable(("step", "kind", "ranks", "count", "bytes"), rows, sizes=("bytes",)).frame()
 
     def plot(self, unit: str | None = None) -> Figure:
         """Live bytes by role over the run's events as a figure of plotly, in `unit`; what the allocator holds as lines.

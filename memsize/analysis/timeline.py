@@ -19,6 +19,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -90,10 +91,7 @@ def timeline(
 
 
 def phases(trace: Trace, few: int = _FEW) -> Iterator[Phase]:
-    """Runs of events of the same phase.
-
-    Up to `few` events outside every phase (the seed of a backward, a scaled loss) belong to the one that follows them.
-    """
+    """Runs of events of the same phase; up to `few` outside every phase (the seed of a backward) belong to the next."""
     start = stop = 0
     for index, events in groupby(trace.events, key=attrgetter("phase")):
         stop += sum(1 for _ in events)
@@ -158,13 +156,13 @@ class _Live(NamedTuple):
     frames: list[Fields]
 
 
+@dataclass
 class _Mapped:
     """A segment of the replay, and how far it has been taken from CUDA so far."""
 
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-        self.size = 0
-        self.frames: list[Fields] = []
+    segment: Segment
+    size: int = 0
+    frames: list[Fields] = field(default_factory=list)
 
     def __contains__(self, address: int) -> bool:
         return self.segment.address <= address < self.segment.address + self.segment.bytes
@@ -183,9 +181,7 @@ class _History:
         self._types = {layer.path: layer.type for layer in trace.layers}
 
     def add(self, index: int, event: Event, address: int, reserved: int) -> None:
-        """Add the entries that the allocator makes for `event`, which leaves `reserved` bytes; `address` is that of its
-        block.
-        """
+        """Add the entries that the allocator makes for `event`, which leaves `reserved` bytes."""
         frames = self._frames_of(event)
         storage = self.trace.storages[event.storage]
         freed = self._live.pop(event.storage, None)
@@ -209,7 +205,6 @@ class _History:
     def write(
         self, action: str, address: int, size: int, stream: int, index: int, frames: list[Fields], **more: str
     ) -> None:
-        """Write an entry of the history."""
         entry = {"action": action, "addr": address, "size": size, "stream": stream, "time_us": index, "frames": frames}
         self.entries.append({**entry, "compile_context": "N/A", "user_metadata": "", **more})
 
@@ -223,7 +218,10 @@ class _History:
             op = [_frame("aten", event.op)] if event.op else []
             modules = self._modules_of(event.layer) if event.layer >= 0 else []
             phase = _frame(f"step {step}" if step else "run", name)
-            frames = self._frames[key] = [*op, *_line_frames(line), *modules, phase]
+            # ``"train.py:12 > trainer.py:80"``: the second is of a package, which readers recognise by its folder.
+            lines = [*enumerate(_LINE.findall(line or ""))][::-1]
+            files = (_frame(f"{_PACKAGES}/{file}" if n else file, "", int(number)) for n, (file, number) in lines)
+            frames = self._frames[key] = [*op, *files, *modules, phase]
         return frames
 
     def _modules_of(self, index: int) -> list[Fields]:
@@ -238,7 +236,6 @@ class _History:
         return self._modules[index]
 
     def segments(self) -> Iterator[Fields]:
-        """The segments at the end, with their blocks."""
         for mapped in self._mapped.values():
             segment = mapped.segment
             blocks = [self._block(*block) for block in segment.blocks]
@@ -267,14 +264,6 @@ class _History:
             "state": "active_allocated" if live else "inactive",
             "frames": live.frames if live else [],
         }
-
-
-def _line_frames(lines: str | None) -> Iterator[Fields]:
-    """The frames of ``"train.py:12 > trainer.py:80"``, innermost first. The second line is that of a package, which
-    readers recognise by its folder.
-    """
-    for position, (file, number) in reversed([*enumerate(_LINE.findall(lines or ""))]):
-        yield _frame(f"{_PACKAGES}/{file}" if position else file, "", int(number))
 
 
 def _frame(filename: str, name: str, line: int = 0) -> Fields:

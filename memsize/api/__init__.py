@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from memsize.api.comparing import checkpoint as checkpoint, diff as diff, explain as explain, load as load
     from memsize.api.fitting import fit as fit
     from memsize.api.generating import generate as generate, serve as serve
-    from memsize.api.guarding import guard as guard
     from memsize.api.models import (
+        guard as guard,
         layout as layout,
         report as report,
         shape_rule as shape_rule,
@@ -36,8 +36,7 @@ _MODULES = {
     "comparing": "checkpoint diff explain load",
     "fitting": "fit",
     "generating": "generate serve",
-    "guarding": "guard",
-    "models": "layout report shape_rule step_trace timeline trace verify",
+    "models": "guard layout report shape_rule step_trace timeline trace verify",
     "programs": "fit_script run run_program virtual_gpu",
     "sweeping": "sweep",
 }

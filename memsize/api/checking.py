@@ -10,6 +10,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -42,10 +43,6 @@ if TYPE_CHECKING:
     from memsize.analysis.check import Measured
 
 
-Judged = tuple[Figure, Finding | None]
-_Checked = tuple[CheckedModel, Baseline | None]
-
-
 @takes(CheckRequest)
 def check(request: CheckRequest, *, progress: Callable[[str], None] | None = None) -> Check:
     """Whether a project's models keep the limits and baselines of its pyproject.toml, and what is wrong where not.
@@ -61,15 +58,20 @@ def check(request: CheckRequest, *, progress: Callable[[str], None] | None = Non
     if len(request.projects) > 1:
         raise InputError("a check is of one project: ask about each by itself")
     project = read_project(find_project(request.projects[0]).absolute())
-    rules = _Rules.of(project, _codes(request.select), _codes(request.ignore))
+    select, ignore = (
+        tuple(filter(None, map(str.strip, codes.split(",") if isinstance(codes, str) else codes)))
+        for codes in (request.select, request.ignore)
+    )
+    rules = _Rules.of(project, select, ignore)
     if request.update and not any(target.baseline for target in project.targets):
         raise OutputError(f'{project.file.name} names no baseline: add baseline = "memsize-baseline.json" to a target')
     start = Path.cwd()
     with contextlib.chdir(project.file.parent):
         checked = []
         for number, target in enumerate(project.targets, 1):
-            count = f"{number} of {len(project.targets)}"
-            checked.append(_checked(target, project, rules, request.update, start, _counted(progress, count)))
+            count = f"{number} of {len(project.targets)}: "
+            report_progress = partial(lambda count, text: progress(count + text) if progress else None, count)
+            checked.append(_checked(target, project, rules, request.update, start, report_progress))
         written = []
         for name in dict.fromkeys(target.baseline for target in project.targets if target.baseline):
             baselines = {
@@ -80,11 +82,6 @@ def check(request: CheckRequest, *, progress: Callable[[str], None] | None = Non
             if request.update and baselines and write_baselines(Path(name), baselines):
                 written.append(os.path.relpath(name, start))
     return Check(os.path.relpath(project.file, start), tuple(model for model, _ in checked), tuple(written))
-
-
-def _codes(codes: str | Iterable[str]) -> tuple[str, ...]:
-    parts = codes.split(",") if isinstance(codes, str) else codes
-    return tuple(code.strip() for code in parts if code.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +117,6 @@ class _Rules:
             yield from (problem for problem in shown if problem.severity == level)
 
 
-def _counted(progress: Callable[[str], None] | None, count: str) -> Callable[[str], None]:
-    return lambda text: progress(f"{count}: {text}") if progress else None
-
-
 def _checked(
     target: CheckedTarget,
     project: Project,
@@ -131,30 +124,42 @@ def _checked(
     update: bool,
     start: Path,
     report_progress: Callable[[str], None],
-) -> _Checked:
+) -> tuple[CheckedModel, Baseline | None]:
     """The checked model, seen from the folder `start`, and its baseline of now."""
-    file, line = _line(target, project)
+    from memsize.analysis.check import against_baseline, against_batch, against_limit
+
+    file, line = project.file, target.line
+    with contextlib.suppress(MemsizeError):  # a problem is shown at the target's own line, else its section's
+        parsed = parse_target(str(target.run.model.model))
+        file, line = (parsed.file, line_of(parsed)) if parsed.file else (file, line)
     model = CheckedModel(target.name, os.path.relpath(file, start), line)
     report_progress(f"checking {target.name}")
+    run = target.run
     try:
         measured = _measured(target, report_progress)
         baseline = measured.baseline(target.settings)
-        judged = [*_limits(target, measured, report_progress), *([] if update else _growth(target, baseline))]
+        judged: list[tuple[Figure, Finding | None]] = []
+        for bound in target.limits:
+            if bound.name != "fits_batch":
+                judged.append(against_limit(measured, bound))
+                continue
+            report_progress(f"{target.name}: batch {bound.amount}")
+            sized = replace(run.model, batch_size=bound.amount)
+            request = FitRequest(
+                model=sized, scenarios=run.scenario, training=run.training, gpu=run.gpu, remedies=False
+            )
+            judged.append(against_batch(fit(request).fit_rows[0], bound))
+        if target.baseline is not None and not update:
+            before = read_baselines(Path(target.baseline)).get(target.name)
+            if before is None:
+                raise OutputError(f"{target.baseline} has no baseline of it: memsize check --update writes one")
+            judged += against_baseline(baseline, before, target.max_growth)
     except MemsizeError as error:
         return replace(model, error="; ".join(filter(None, map(str.strip, str(error).splitlines())))), None
     findings = [(finding, figure.case) for figure, finding in judged if finding]
     others = [(finding, None) for finding in measured.report.findings]
     problems = tuple(rules.problems((*findings, *others)))
     return replace(model, figures=tuple(figure for figure, _ in judged), problems=problems), baseline
-
-
-def _line(target: CheckedTarget, project: Project) -> tuple[Path, int]:
-    """The file and the line that a problem is shown at: the target's own, else its section's."""
-    try:
-        parsed = parse_target(str(target.run.model.model))
-    except MemsizeError:
-        return project.file, target.line
-    return (parsed.file, line_of(parsed)) if parsed.file else (project.file, target.line)
 
 
 def _measured(target: CheckedTarget, report_progress: Callable[[str], None]) -> Measured:
@@ -173,36 +178,6 @@ def _measured(target: CheckedTarget, report_progress: Callable[[str], None]) -> 
     )
     answer = report(request, progress=lambda text: report_progress(f"{target.name}: {text}"))
     return Measured(answer, run.scenario)
-
-
-def _limits(target: CheckedTarget, measured: Measured, report_progress: Callable[[str], None]) -> Iterator[Judged]:
-    from memsize.analysis.check import against_batch, against_limit
-
-    run = target.run
-    for bound in target.limits:
-        if bound.name != "fits_batch":
-            yield against_limit(measured, bound)
-            continue
-        report_progress(f"{target.name}: batch {bound.amount}")
-        request = FitRequest(
-            model=replace(run.model, batch_size=bound.amount),
-            scenarios=run.scenario,
-            training=run.training,
-            gpu=run.gpu,
-            remedies=False,
-        )
-        yield against_batch(fit(request).fit_rows[0], bound)
-
-
-def _growth(target: CheckedTarget, now: Baseline) -> Iterator[Judged]:
-    from memsize.analysis.check import against_baseline
-
-    if target.baseline is None:
-        return
-    before = read_baselines(Path(target.baseline)).get(target.name)
-    if before is None:
-        raise OutputError(f"{target.baseline} has no baseline of it: memsize check --update writes one")
-    yield from against_baseline(now, before, target.max_growth)
 
 
 # -- the first section: a target with limits somewhat above what it needs today ---------------------------------------
@@ -241,7 +216,11 @@ def init(request: InitRequest) -> tuple[Path, str]:
         tomllib.loads(before)
     except ValueError as error:
         raise InputError(f"{file} is no TOML: {error}") from None
-    section = _section(request, limits, file, names=_names(before))
+    tool = tomllib.loads(before).get("tool")
+    there = tool.get("memsize") if isinstance(tool, dict) else None
+    targets = there.get("target") if isinstance(there, dict) else None
+    names = {str(target.get("name", target.get("target"))) for target in targets or () if isinstance(target, dict)}
+    section = _section(request, limits, file, names)
     parse_section(tomllib.loads(section)["tool"]["memsize"]["target"][0])
     newline = "\r\n" if "\r\n" in before else "\n"
     gap = "" if not before else newline if before.endswith("\n") else newline * 2
@@ -255,21 +234,12 @@ def init(request: InitRequest) -> tuple[Path, str]:
 
 
 def _above(size: int) -> str:
-    """A round size somewhat above `size`."""
     wanted = max(int(size * _ROOM), 1)
     unit = next(unit for unit in ("GiB", "MiB", "KiB", "B") if wanted >= UNITS[unit])
     amount = wanted / UNITS[unit]
     digits = max(0, 1 - math.floor(math.log10(amount)))
     rounded = math.ceil(amount * 10**digits) / 10**digits
     return f"{rounded:g} {unit}"
-
-
-def _names(text: str) -> set[str]:
-    """The names of the sections that a file has already."""
-    tool = tomllib.loads(text).get("tool")
-    section = tool.get("memsize") if isinstance(tool, dict) else None
-    targets = section.get("target") if isinstance(section, dict) else None
-    return {str(target.get("name", target.get("target"))) for target in targets or () if isinstance(target, dict)}
 
 
 def _section(request: InitRequest, limits: Mapping[str, object], file: Path, names: set[str]) -> str:
@@ -307,7 +277,6 @@ def _section(request: InitRequest, limits: Mapping[str, object], file: Path, nam
 
 
 def _from(folder: Path, target: str) -> str:
-    """A target whose path is that from `folder`."""
     path, colon, name = target.partition(":")
     if not Path(path).is_file():
         return target
@@ -315,7 +284,6 @@ def _from(folder: Path, target: str) -> str:
 
 
 def _toml(value: object) -> str:
-    """A value as TOML writes it; raises `InputError` for one that it cannot."""
     match value:
         case bool():
             return str(value).lower()

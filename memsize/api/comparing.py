@@ -173,10 +173,7 @@ _START: Final = "import sys; sys.path[:] = sys.argv[2:]; from memsize.api.compar
 
 
 def _answer_at(revision: Revision, request: ReportRequest) -> Any:
-    """Return the answer about the request's model as it was at `revision`.
-
-    Raises `TargetError` where there is no such revision, or no answer there.
-    """
+    """Return the answer about the request's model as it was at `revision`; raise `TargetError` where there is none."""
     with checked_out(revision.name) as checkout, tempfile.TemporaryDirectory(prefix="memsize-") as folder:
         exchange = Path(folder) / "question"
         model = replace(request.model, model=_target(revision.target, checkout))
@@ -199,7 +196,6 @@ def _answer_at(revision: Revision, request: ReportRequest) -> Any:
 
 
 def _target(target: str, checkout: Checkout) -> str:
-    """The target with an absolute path at the revision, where it has one in the repository."""
     path, colon, name = target.partition(":")
     if Path(path).is_absolute():
         return checkout.moved(path) + colon + name
@@ -214,17 +210,12 @@ def answer(exchange: str) -> None:
     request, checkout = pickle.loads(Path(exchange).read_bytes())
     try:
         reply = answer_of(request)
-        _refuse_mixture(checkout)
+        for name, module in tuple(sys.modules.items()):  # one of the work tree makes it about two versions
+            file = getattr(module, "__file__", None)
+            if not isinstance(file, str) or name.partition(".")[0] in ("memsize", "__main__"):
+                continue
+            if Path(file).is_relative_to(checkout.top) and checkout.moved(file) != file:
+                raise TargetError(f"{name} was imported from {os.path.relpath(file, checkout.top)} as it is now")
     except MemsizeError as error:
         reply = str(error)
     Path(exchange).write_bytes(pickle.dumps(reply))
-
-
-def _refuse_mixture(checkout: Checkout) -> None:
-    """Raise `TargetError` where a module came from the user's work tree: the answer would be about two versions."""
-    for name, module in tuple(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or name.partition(".")[0] in ("memsize", "__main__"):
-            continue
-        if Path(file).is_relative_to(checkout.top) and checkout.moved(file) != file:
-            raise TargetError(f"{name} was imported from {os.path.relpath(file, checkout.top)} as it is now")

@@ -122,7 +122,6 @@ def _fit_of_generations(
     report_progress: Callable[[str], None],
     show: Callable[[Finding], None],
 ) -> Fit:
-    """The answer to a request about a generation."""
     assert request.generation is not None
     with model_of(subject, report_progress, request.budgets[0].card.name) as loaded:
         from memsize.analysis.fit.fit import find_fit

@@ -5,21 +5,34 @@ All take a `ModelRequest`, made of the keywords that `ModelRequest.of` explains.
 
 from __future__ import annotations
 
+import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from memsize.analysis.step import Guard
 from memsize.api.keywords import takes
 from memsize.api.opened import model_of, opened, refuse_resizing, with_inputs
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.errors import InputError
+from memsize.errors import BudgetError, InputError, quoted
 from memsize.records.gpu import DEFAULT_GPU
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import spread_of
-from memsize.spec.requests import LayoutRequest, ReportRequest, TimelineRequest, TraceRequest, VerifyRequest
+from memsize.spec.requests import (
+    GuardRequest,
+    LayoutRequest,
+    OnExcess,
+    ReportRequest,
+    TimelineRequest,
+    TraceRequest,
+    VerifyRequest,
+)
 from memsize.spec.scenario import Scenario, compiled_from, refuse_compiled, scenario_named, selected
 from memsize.spec.training import USUAL_STEPS, Training
+from memsize.units import parse_bytes
 
 if TYPE_CHECKING:
     from memsize.analysis.step import StepTrace
@@ -63,7 +76,7 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
     spread = spread_of(request.parallel, training, execute=request.execute)
     _refuse_run_compiled(scenarios, world=None, execute=request.execute)
     refuse_resizing(model)
-    where = card(gpu.name) if gpu.name else None
+    where = card(gpu.name or DEFAULT_GPU)
     allocator = AllocatorConfig.parse_optional(gpu.allocator, gpu.releases.release)
     with model_of(model, report_progress, gpu.name, own=training is not None and training.is_own) as loaded:
         from memsize.analysis.model_setups import plans_of
@@ -92,12 +105,12 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
                 raise InputError(f"{unused} {why}")
             return stored_report(loaded.name, loaded.model, loaded.notes)
         run = with_inputs(model, loaded)
-        plans = plans_of(where or card(DEFAULT_GPU), gpu.releases) if where or training else None
+        plans = plans_of(where, gpu.releases) if gpu.name or training else None
         runner = Runner(
             *run.run, gpu=where, execute=request.execute, plans=plans, stack=gpu.releases, whole=model.whole
         )
         builder = ReportBuilder(
-            runner, training, parallel=spread, peaks=where is not None, config=allocator, progress=report_progress
+            runner, training, parallel=spread, peaks=bool(gpu.name), config=allocator, progress=report_progress
         )
         return builder.build(scenarios, default=request.scenarios is None and not request.compile, notes=run.notes)
 
@@ -110,15 +123,14 @@ def trace(request: TraceRequest) -> StepTrace:
     a name (``"adamw"``, ``"adamw:fused"``, ``"sgd:momentum=0.9"``), a function from parameters to an optimizer, or None
     for one inference without gradients. `loss` is a name of `memsize.spec.training.LOSSES`, a function of the model's
     output, or None for the loss that the output suggests. `steps` steps are run, each with
-    `gradient_accumulation_steps` backwards;
-    `set_to_none` is `zero_grad`'s, `ema` keeps an averaged copy of the parameters, `scaler` uses a GradScaler (None:
-    under float16 autocast). `step` replaces all of that by a loop of your own: ``step(model)`` is called once with a
-    copy of the model and returns the body of the loop, which is called `steps` times with the inputs. With `world` it
-    runs as one process of many: ``step(model)`` shards or wraps the copy by PyTorch's own code (`fully_shard`,
-    `DistributedDataParallel`, `parallelize_module`), in a process group that is there already. `parallel` does that
-    without code: ``"fsdp=8"``, ``"ddp=8"`` and ``"pp=4"`` run the usual loop as one process of many. `gpu` is
-    the GPU to simulate, `stack` its PyTorch and CUDA, `allocator` the settings of its caching allocator, as
-    `PYTORCH_CUDA_ALLOC_CONF` writes them. `execute` really computes, on the CPU.
+    `gradient_accumulation_steps` backwards; `set_to_none` is `zero_grad`'s, `ema` keeps an averaged copy of the
+    parameters, `scaler` uses a GradScaler (None: under float16 autocast). `step` replaces all of that by a loop of your
+    own: ``step(model)`` is called once with a copy of the model and returns the body of the loop, which is called
+    `steps` times with the inputs. With `world` it runs as one process of many: ``step(model)`` shards or wraps the copy
+    by PyTorch's own code (`fully_shard`, `DistributedDataParallel`, `parallelize_module`), in a process group that is
+    there already. `parallel` does that without code: ``"fsdp=8"``, ``"ddp=8"`` and ``"pp=4"`` run the usual loop as one
+    process of many. `gpu` is the GPU to simulate, `stack` its PyTorch and CUDA, `allocator` the settings of its caching
+    allocator, as `PYTORCH_CUDA_ALLOC_CONF` writes them. `execute` really computes, on the CPU.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
@@ -270,3 +282,90 @@ def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     from memsize.kernels.registry import shape_rule as register
 
     return register(*names)
+
+
+# -- before a training loop --------------------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@takes(GuardRequest)
+def guard(request: GuardRequest) -> Guard:
+    """Predict the peak of a training loop before its first step, and warn or stop where the memory isn't there.
+
+        guard = memsize.guard(model, optimizer, batch)
+        ...                                 # your loop
+        guard.predicted, guard.measured()   # under the names of torch.cuda.memory_stats
+
+    `optimizer` is yours, as it will be used, or None for inference; `batch` is what the model's forward takes: a
+    tensor, a tuple of positional inputs, or a mapping of keyword inputs. None of them is run, moved or changed, and
+    random generators stay as they are. `budget` is what PyTorch may reserve, in bytes or as ``"16 GiB"``; None is what
+    is free on the CUDA device plus what PyTorch holds of it, and without CUDA nothing is compared. `on_excess` warns
+    with a `UserWarning` or raises `BudgetError`. `scenario`, `loss`, `gradient_accumulation_steps` and `gpu` are those
+    of `trace`; `gpu` is by default the one of this machine where there is CUDA.
+
+    Raises `BudgetError`, and what `trace` raises.
+    """
+    import torch
+
+    training = request.training
+    step = trace(
+        TraceRequest(
+            model=ModelRequest.of(request.model, input_data=request.batch),
+            scenario=request.scenario,
+            training=training and replace(training, optimizer=remade(request.model, training.optimizer)),
+            gpu=replace(request.gpu, name=request.gpu.name or ("local" if torch.cuda.is_available() else None)),
+        )
+    )
+    prediction = Guard(step, budget_of(request.budget))
+    warn_or_stop(prediction, request.on_excess, stacklevel=4)
+    return prediction
+
+
+def warn_or_stop(guard: Guard, on_excess: OnExcess, stacklevel: int = 2) -> None:
+    """Say that a predicted peak exceeds its budget, as `on_excess` asks for it."""
+    if guard.fits is not False or on_excess == "ignore":
+        return
+    if on_excess == "raise":
+        raise BudgetError(guard.text())
+    warnings.warn(guard.text(), stacklevel=stacklevel)
+
+
+def remade(model: nn.Module, optimizer: Any) -> Callable[[list[Any]], Any]:
+    """Return a function that makes an optimizer like this one for another copy of the model's trained parameters."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:  # those of accelerate and Lightning
+        optimizer = inner
+    if not hasattr(optimizer, "param_groups"):
+        raise InputError(f"optimizer is {quoted(str(optimizer))}: give the one of your loop, or None")
+    trained = (p for p in model.parameters() if p.requires_grad)
+    numbers = {id(parameter): number for number, parameter in enumerate(trained)}
+
+    def plain(value: Any) -> Any:  # a learning rate may be a tensor on the GPU
+        return value.item() if hasattr(value, "item") else value
+
+    groups = []
+    for group in optimizer.param_groups:
+        chosen = [numbers[id(p)] for p in group["params"] if id(p) in numbers]
+        groups.append((chosen, {name: plain(value) for name, value in group.items() if name != "params"}))
+    arguments = inspect.signature(type(optimizer)).parameters
+    defaults = {name: plain(value) for name, value in optimizer.defaults.items() if name in arguments}
+
+    def make(parameters: list[Any]) -> Any:
+        groups_of_copy = ({"params": [parameters[n] for n in chosen]} | options for chosen, options in groups if chosen)
+        return type(optimizer)([*groups_of_copy], **defaults)
+
+    make.__name__ = type(optimizer).__name__
+    return make
+
+
+def budget_of(budget: str | int | None) -> int | None:
+    """The bytes that PyTorch may reserve: those that are given, else what is free for it; None without CUDA."""
+    if budget is not None:
+        return parse_bytes(budget) if isinstance(budget, str) else budget
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved()

@@ -85,19 +85,19 @@ def assisted(
     """
     from memsize.workloads import generation
 
-    if draft is not None:
-        generation.refuse_own_generation(loaded.model)
+    if draft is not None and not hasattr(loaded.model, "_get_candidate_generator"):
+        kind = type(loaded.model).__name__
+        raise InputError(f"{kind} generates in its own way: only models of transformers are assisted")
     if draft is None or assistant is None:
         yield draft
         return
     with model_of(ModelRequest.of(assistant, mode="eval"), report_progress) as loaded_assistant:
         generation.generate_of(loaded_assistant.model, loaded_assistant.name)
         with generation.assisted(loaded.model, loaded_assistant.model):
-            yield replace(
-                draft,
-                assistant=loaded_assistant.name,
-                tokens=generation.proposed(loaded_assistant.model) or draft.tokens,
-            )
+            config = getattr(loaded_assistant.model, "generation_config", None)
+            count = getattr(config, "num_assistant_tokens", None)
+            tokens = count if isinstance(count, int) and count else draft.tokens
+            yield replace(draft, assistant=loaded_assistant.name, tokens=tokens)
 
 
 @contextmanager
@@ -148,7 +148,6 @@ def model_of(
 
 
 def _with_trained_parts(model: nn.Module, subject: ModelRequest) -> nn.Module:
-    """The model with the adapters, the base and the frozen parts that the subject asks for; itself without any."""
     if not (parts := subject.trained_parts):
         return model
     from memsize.precision.adapters import with_trained_parts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from memsize.api.keywords import takes
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from memsize.records.finding import Finding
     from memsize.records.fit import Fit
     from memsize.records.ranks import RankRuns
+    from memsize.records.world import World
 
 
 @takes(RunRequest)
@@ -66,30 +66,30 @@ def run_program(
     where = card(gpu.name or DEFAULT_GPU)
     allocator = AllocatorConfig.parse_optional(gpu.allocator, gpu.releases.release)
     world = request.world
-    path = os.fspath(request.script)
+    path, arguments = os.fspath(request.script), tuple(map(str, request.arguments))
     begin()
     from memsize.analysis.ranks import import_packages, others_asked, run_as_rank, run_ranks
+    from memsize.virtual.guards.child_processes import Settings
 
-    run_rank = partial(
-        run_as_rank,
-        path,
-        tuple(map(str, request.arguments)),
-        card=where,
-        config=allocator,
-        steps=request.steps,
-        module=request.module,
-        allow_writes=request.allow_writes,
-        offline=request.offline,
+    settings = Settings(
+        where,
+        allocator,
+        request.steps,
+        world,
         stack=gpu.releases,
+        allowed=request.allow_writes,
+        offline=request.offline,
     )
     if world is None or isinstance(rank, int):
-        return run_rank(world=world, progress=report_progress)
+        return run_as_rank(path, arguments, settings, module=request.module, progress=report_progress)
     if not request.module:
         import_packages(path, where, allocator)
-    with others_asked(lambda rank_world: run_rank(world=rank_world), world):
-        return run_ranks(
-            lambda rank_world: run_rank(world=rank_world)[0], world, rank, jobs=request.jobs, progress=report_progress
-        ), None
+
+    def run_rank(world: World) -> ProgramRun:
+        return run_as_rank(path, arguments, settings._replace(world=world), module=request.module)[0]
+
+    with others_asked(run_rank, world):
+        return run_ranks(run_rank, world, rank, jobs=request.jobs, progress=report_progress), None
 
 
 @takes(FitScriptRequest)
@@ -134,14 +134,11 @@ def virtual_gpu(request: VirtualGpuRequest) -> AbstractContextManager[VirtualGpu
     and for a process that is in a group already.
     """
     from memsize.analysis import program
+    from memsize.virtual.guards.child_processes import Settings
 
     gpu = request.gpu
     allocator = AllocatorConfig.parse_optional(gpu.allocator, gpu.releases.release)
+    where = card(gpu.name or DEFAULT_GPU)
     return program.virtual_gpu(
-        card(gpu.name or DEFAULT_GPU),
-        allocator,
-        steps=request.steps,
-        allow_writes=request.allow_writes,
-        world=request.world,
-        stack=gpu.releases,
+        Settings(where, allocator, request.steps, request.world, stack=gpu.releases, allowed=request.allow_writes)
     )

@@ -24,7 +24,7 @@ from memsize.processes.spread import Died, TimeLimitError, is_late, spread, time
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.sweep import ResultsFile, Sweep, SweepRow, phrase_of, results_file, varying
 from memsize.spec.requests import SweepRequest
-from memsize.spec.sweep import Cell, Grid, grid_of, read_grid
+from memsize.spec.sweep import Cell, grid_of, read_grid
 from memsize.version import VERSION
 
 if TYPE_CHECKING:
@@ -70,7 +70,11 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
     with contextlib.chdir(grid.folder):
         report_progress("looking up targets")
         cells = grid.cells(targets_of, lambda name: card(name).name)
-        _check_allocators(grid, cells)
+        for settings, stack in {(cell.settings.get("allocator"), cell.stack) for cell in cells}:
+            try:
+                AllocatorConfig.of(settings, stack.release)
+            except InputError as error:
+                raise InputError(f"{grid.name}: allocator: {error}") from None
         made_with = {cell.settings["target"]: _made_with(cell) for cell in cells}
     with (
         contextlib.nullcontext()
@@ -113,17 +117,14 @@ class _Rows:
 
     @property
     def missing(self) -> dict[int, Cell]:
-        """The cells without a row, by their numbers."""
         return {number: cell for number, cell in enumerate(self._cells) if number not in self.rows}
 
     @property
     def progress(self) -> str:
-        """How many cells of those that were missing are done."""
         done, most = len(self.rows) - self._reused, len(self._cells) - self._reused
         return f"{done} of {most} cells" + (f", {self._failed} failed" if self._failed else "")
 
     def add(self, task: _Task, rows: Sequence[SweepRow]) -> None:
-        """The rows of a task's cells, which go to the file too."""
         self.rows |= zip(task.numbers, rows, strict=True)
         if self._file:
             made_with = (self._made_with[cell.settings["target"]] for cell in task.cells)
@@ -140,14 +141,6 @@ class _Rows:
         missing = tuple(phrase_of(cell.settings, varied) for cell in self.missing.values())
         ended = sweep_interrupted(missing, len(self._cells), saved=self._file is not None)
         return Sweep(self._name, rows, (*ended, *RULES.findings(rows)), reused=self._reused, missing=missing)
-
-
-def _check_allocators(grid: Grid, cells: Sequence[Cell]) -> None:
-    for settings, stack in {(cell.settings.get("allocator"), cell.stack) for cell in cells}:
-        try:
-            AllocatorConfig.of(settings, stack.release)
-        except InputError as error:
-            raise InputError(f"{grid.name}: allocator: {error}") from None
 
 
 def _made_with(cell: Cell) -> dict[str, str]:
@@ -216,8 +209,6 @@ def _outcomes(tasks: list[_Task], request: SweepRequest) -> Iterator[tuple[_Task
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Cells of one model, with their numbers in the sweep."""
-
     folder: Path
     cells: tuple[Cell, ...]
     numbers: tuple[int, ...]
@@ -231,7 +222,6 @@ def _trace_of(cell: Cell) -> dict[str, object]:
 
 
 def _card_of(cell: Cell) -> Card:
-    """The GPU that a cell asks about."""
     return card(cell.settings.get("gpu", DEFAULT_GPU))
 
 
@@ -257,10 +247,6 @@ def _run_cells(task: _Task) -> list[SweepRow]:
     return rows + [_failed_row(cell, reason) for cell in task.cells[len(rows) :]]
 
 
-_Traced = tuple["Trace", tuple[str, ...]]
-"""A trace and its notes."""
-
-
 class _Shared:
     """A model that is built, with the inputs and the traces that its cells share."""
 
@@ -268,10 +254,9 @@ class _Shared:
         self._loaded = loaded
         self._runners: dict[str, Runner] = {}
         self._latest: tuple[str, Runner, tuple[str, ...]] | None = None
-        self._last: tuple[str, _Traced | MemsizeError] | None = None
+        self._last: tuple[str, tuple[Trace, tuple[str, ...]] | MemsizeError] | None = None
 
     def row(self, cell: Cell, timeout: float | None) -> SweepRow:
-        """The row of a cell, whatever comes of it."""
         begun = time.perf_counter()
         try:
             trace, notes = self._trace(cell)
@@ -279,8 +264,7 @@ class _Shared:
         except (Exception, TimeLimitError) as error:
             return _failed_row(cell, _reason(error, timeout), time.perf_counter() - begun)
 
-    def _trace(self, cell: Cell) -> _Traced:
-        """The trace of a cell, which the one before may have had; raises again what it raised."""
+    def _trace(self, cell: Cell) -> tuple[Trace, tuple[str, ...]]:
         from memsize.spec.scenario import scenario_named
         from memsize.workloads.parallel import steps_on
 
@@ -299,7 +283,6 @@ class _Shared:
         return outcome
 
     def _runner(self, cell: Cell) -> tuple[Runner, tuple[str, ...]]:
-        """The runner of a cell's input on its kind of card, under any scenario, and its notes."""
         from memsize.analysis.model_setups import plans_of
         from memsize.analysis.runner import Runner
 
@@ -350,7 +333,6 @@ def _row(cell: Cell, trace: Trace, notes: tuple[str, ...], seconds: float) -> Sw
 
 
 def _failed_row(cell: Cell, reason: str, seconds: float = 0.0) -> SweepRow:
-    """The row of a cell that has no figures."""
     of_gpu, spent, gpus = _card_of(cell).bytes, round(seconds, 2), cell.parallel.size if cell.parallel else 1
     return SweepRow(cell.settings, "failed", first_line(reason), gpu_bytes=of_gpu, seconds=spent, gpus=gpus)
 

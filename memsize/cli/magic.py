@@ -44,6 +44,7 @@ def _run_cell(shell: Any, line: str, cell: str) -> ProgramRun:
     from IPython.display import display
 
     from memsize.analysis.program import VirtualGpu, virtual_gpu
+    from memsize.virtual.guards.child_processes import Settings
 
     request = _parsed(line)
     where, allocator = card(request.gpu.name or DEFAULT_GPU), AllocatorConfig.parse_optional(request.gpu.allocator)
@@ -53,8 +54,8 @@ def _run_cell(shell: Any, line: str, cell: str) -> ProgramRun:
     source = "\n" * (1 + left_out) + shell.transform_cell(cell)
     code = compile(source, name, "exec", dont_inherit=True)
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    options: dict[str, Any] = {"name": name, "steps": request.steps, "allow_writes": request.allow_writes}
-    region, running = virtual_gpu(where, allocator, **options), list[VirtualGpu]()
+    settings = Settings(where, allocator, request.steps, allowed=request.allow_writes)
+    region, running = virtual_gpu(settings, name), list[VirtualGpu]()
     try:
         with _cells_named(shell, name), region as gpu:
             running.append(gpu)

@@ -9,6 +9,7 @@ blocks, an encoder's and a decoder's, a table with one more of each kind shows w
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -48,9 +49,7 @@ class Insertion(NamedTuple):
 
 
 def insertions(shorter: Integers, longer: Integers) -> list[Insertion] | None:
-    """Return the segments that turn `shorter` into `longer`, each a repetition of what stands right before it and right
-    behind it; None where there are no such segments.
-    """
+    """Return the segments that turn `shorter` into `longer`, each a repetition of its neighbours; None without any."""
     return _Search(shorter, longer).segments(0, 0, 0)
 
 
@@ -63,9 +62,7 @@ class _Search:
         self.tries = 0
 
     def segments(self, at: int, to: int, last: int) -> list[Insertion] | None:
-        """Return the segments from row `at` of the shorter table and `to` of the longer one, of which they may repeat
-        what stands from `last` on.
-        """
+        """Return the segments from two rows on, which may repeat what stands from `last` on."""
         alike = _common(self.shorter[at:], self.longer[to:])
         at, to = at + alike, to + alike
         if at == len(self.shorter) and to == len(self.longer):
@@ -75,9 +72,16 @@ class _Search:
             self.tries += 1
             if self.tries > _MOST_TRIES or not self._goes_on(at, to + length, 1):
                 continue
-            back = self._slack(to, length, last) // 2
+            # It is best taken from the middle of all repetitions: a row is then compared with that of the same one.
+            before, end = self.longer[last:to], self.longer[last + length : to + length]
+            back = _common(before[::-1], end[::-1]) // 2
             segment = Insertion(at - back, to - back, length)
-            rest = self.segments(at, to + length, to + length) if self._has_neighbours(segment) else None
+            # Of rows that the shorter table has on one side alone, nothing shows by how much their numbers change.
+            around = self.shorter[max(segment.shorter - length, 0) : segment.shorter + length]
+            rows = self.longer[segment.longer : segment.longer + length]
+            if len(around) < 2 * length or (around.reshape(2, length) != rows).any():
+                continue
+            rest = self.segments(at, to + length, to + length)
             if rest is not None:
                 return [segment, *rest]
         return None
@@ -91,22 +95,6 @@ class _Search:
             if (rows[at : at + length] == rows[at - length : at]).all():
                 yield length
 
-    def _slack(self, at: int, length: int, last: int) -> int:
-        """Return by how many rows a segment may begin earlier.
-
-        It is best taken from the middle of all repetitions: a row is then compared with that of the same repetition.
-        """
-        before, end = self.longer[last:at], self.longer[last + length : at + length]
-        return _common(before[::-1], end[::-1])
-
-    def _has_neighbours(self, segment: Insertion) -> bool:
-        """Whether the shorter table has the rows of a segment right before it and right behind it as well: of one alone
-        nothing shows by how much its numbers change.
-        """
-        at, to, length = segment
-        rows, around = self.longer[to : to + length], self.shorter[max(at - length, 0) : at + length]
-        return len(around) == 2 * length and bool((around.reshape(2, length) == rows).all())
-
     def _goes_on(self, at: int, to: int, ahead: int) -> bool:
         """Whether `ahead` rows of the two tables are alike from here on."""
         rest, other = self.shorter[at : at + ahead], self.longer[to : to + ahead]
@@ -114,7 +102,6 @@ class _Search:
 
 
 def _common(a: Integers, b: Integers) -> int:
-    """Return how many rows at the beginning are alike."""
     size = min(len(a), len(b))
     different = (a[:size] != b[:size]).nonzero()[0]
     return int(different[0]) if len(different) else size
@@ -133,8 +120,9 @@ def extended(shorter: Table, longer: Sequence[Table], blocks: Sequence[int]) -> 
         repetitions += [(segment.shorter, kind, segment) for segment in segments]
         growths.append(_growth(shorter, table, segments))
     repetitions.sort()
-    if _are_nested(repetitions):
-        return None
+    for (at, kind, segment), (start, other, part) in product(repetitions, repeat=2):
+        if kind != other and abs(at - start) < max(segment.length, part.length, 1):
+            return None  # a segment of one kind of block begins inside of the neighbours of another kind's
     growth = sum(
         (growth * count for growth, count in zip(growths, blocks, strict=True)), np.zeros_like(shorter.numbers)
     )
@@ -158,21 +146,11 @@ def extended(shorter: Table, longer: Sequence[Table], blocks: Sequence[int]) -> 
 
 
 def _growth(shorter: Table, longer: Table, segments: Sequence[Insertion]) -> Integers:
-    """Return by how much the numbers of each row of `shorter` are larger in `longer`."""
     inserted = np.zeros(len(shorter.keys) + 1, dtype=np.int64)
     for segment in segments:
         inserted[segment.shorter] += segment.length
     growth: Integers = longer.numbers[np.arange(len(shorter.keys)) + np.cumsum(inserted)[:-1]] - shorter.numbers
     return growth
-
-
-def _are_nested(repetitions: Sequence[tuple[int, int, Insertion]]) -> bool:
-    """Whether a segment of one kind of block begins inside of the neighbours of another kind's."""
-    return any(
-        kind != other and abs(at - start) < max(segment.length, part.length, 1)
-        for at, kind, segment in repetitions
-        for start, other, part in repetitions
-    )
 
 
 def extended_values(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
 from memsize.depth.likeness import Key, Likeness, counted
-from memsize.depth.repeated import RepeatedBlocks, Repetition, one_more
 
 SHORTEST: Final = 3
 """The periods of blocks in the shortest model whose run shows what repeats: the first and the last stand apart."""
@@ -75,6 +74,11 @@ class ModelBlocks:
         counts = (SHORTEST,) * len(self.groups)
         return self.shortest + sum(self.modules(one_more(counts, group)) for group in range(len(counts)))
 
+    @property
+    def of_runs(self) -> int:
+        """The modules of all models that are run, if a few runs of the shortest follow the first."""
+        return self.first_runs + _MORE_RUNS * self.shortest
+
 
 def find_blocks(model: nn.Module) -> ModelBlocks | None:
     """Return the blocks of `model` whose repetition saves most; None where nothing repeats often enough."""
@@ -83,20 +87,20 @@ def find_blocks(model: nn.Module) -> ModelBlocks | None:
     groups: dict[int, list[Stack]] = {}
     for stack in _stacks(model):
         groups.setdefault(stack.repeated.count, []).append(stack)
-    saving = sorted(groups.values(), key=lambda group: -sum(map(_saved, group)))
+
+    def saved(group: list[Stack]) -> int:
+        return sum(stack.modules * (stack.repeated.count - SHORTEST) for stack in group)
+
+    saving = sorted(groups.values(), key=saved, reverse=True)
     total = sum(1 for _ in model.modules())
     best = None
     for size in range(1, len(saving) + 1):
         chosen = tuple(map(tuple, saving[:size]))
         inside = sum(stack.modules * stack.repeated.count for group in chosen for stack in group)
         blocks = ModelBlocks(chosen, total - inside)
-        if best is None or _of_runs(blocks) < _of_runs(best):
+        if best is None or blocks.of_runs < best.of_runs:
             best = blocks
     return best
-
-
-def _of_runs(blocks: ModelBlocks) -> int:
-    return blocks.first_runs + _MORE_RUNS * blocks.shortest
 
 
 def _stacks(model: nn.Module) -> Iterator[Stack]:
@@ -112,10 +116,6 @@ def _stacks(model: nn.Module) -> Iterator[Stack]:
         if stack is not None:
             outer.append(stem)
             yield stack
-
-
-def _saved(stack: Stack) -> int:
-    return stack.modules * (stack.repeated.count - SHORTEST)
 
 
 def _stem(path: str, module: nn.Module) -> str | None:
@@ -174,7 +174,17 @@ def shorten(model: nn.Module, blocks: ModelBlocks, counts: Sequence[int]) -> Non
             repeated = stack.repeated
             without = slice(repeated.start + repeated.period * count, repeated.stop)
             removed.setdefault(repeated.stop + repeated.behind, without)
-            _take_out(model, stack, without)
+            holder, fewer = model.get_submodule(stack.path), without.stop - without.start
+            children = list(holder.children())
+            for child in children[without.stop :]:
+                modules: dict[str, Any] = dict(child.named_modules())
+                for path, name in stack.counting:
+                    if path in modules and type(vars(modules[path]).get(name)) is int:
+                        vars(modules[path])[name] -= fewer
+            stem = repeated.stem.removeprefix(f"{stack.path}." if stack.path else "")
+            del children[without]
+            holder._modules.clear()
+            holder._modules.update({f"{stem}{number}": child for number, child in enumerate(children)})
     for owner in _owners(model):
         for name, value in list(vars(owner).items()):
             if type(value) in (list, tuple) and len(value) in removed and not name.startswith("__"):
@@ -182,25 +192,6 @@ def shorten(model: nn.Module, blocks: ModelBlocks, counts: Sequence[int]) -> Non
                 vars(owner)[name] = value[: without.start] + value[without.stop :]
             elif type(value) is int and value in removed and _COUNTS.search(name) and not isinstance(owner, nn.Module):
                 vars(owner)[name] = value - (removed[value].stop - removed[value].start)
-
-
-def _take_out(model: nn.Module, stack: Stack, without: slice) -> None:
-    """Take blocks out of a stack, and count those behind them anew."""
-    holder, fewer = model.get_submodule(stack.path), without.stop - without.start
-    children = list(holder.children())
-    for child in children[without.stop :]:
-        for path, name in stack.counting:
-            module: Any = child.get_submodule(path) if _has(child, path) else None
-            if module is not None and type(vars(module).get(name)) is int:
-                vars(module)[name] -= fewer
-    stem = stack.repeated.stem.removeprefix(f"{stack.path}." if stack.path else "")
-    del children[without]
-    holder._modules.clear()
-    holder._modules.update({f"{stem}{number}": child for number, child in enumerate(children)})
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    return any(path == other for other, _ in module.named_modules())
 
 
 def _owners(model: nn.Module) -> Iterator[Any]:
@@ -216,10 +207,83 @@ def _owners(model: nn.Module) -> Iterator[Any]:
                     if id(owner) not in met and not isinstance(owner, nn.Module):
                         met.add(id(owner))
                         yield owner
-                        waiting += [
-                            part for part in vars(owner).values() if type(part) is type(owner) or _is_config(part)
-                        ]
+                        for part in vars(owner).values():
+                            is_config = type(part).__name__.endswith("Config") and hasattr(part, "__dict__")
+                            waiting += [part] if type(part) is type(owner) or is_config else []
 
 
-def _is_config(value: Any) -> bool:
-    return type(value).__name__.endswith("Config") and hasattr(value, "__dict__")
+# -- where blocks repeat, and how their names count --------------------------------------------------------------------
+
+WITHOUT_NUMBER = -1
+
+
+class FoldedPath(NamedTuple):
+    """A path without the number of its block: `stem` is what comes before the number, `kind` is which block of a period
+    it is in, counted from the end behind the last period; None outside of the blocks, where `rest` is the whole path.
+    """
+
+    stem: str
+    kind: int | None
+    rest: str
+
+    def unfold(self, number: int) -> str:
+        """Return the path in the block of this number."""
+        return self.rest if self.kind is None else f"{self.stem}{number}{self.rest}"
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedBlocks:
+    """`count` periods of `period` blocks each, the children of one module from number `start` on.
+
+    Their paths are `stem` and a number (``"model.layers."``, 7). `behind` are the children that follow the last period.
+    """
+
+    stem: str
+    start: int
+    period: int
+    count: int
+    behind: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The number behind the last period."""
+        return self.start + self.period * self.count
+
+    def fold(self, path: str) -> tuple[FoldedPath, int]:
+        """Return `path` without the number of its child, and that number; children before the first period keep it."""
+        name = path[len(self.stem) :].partition(".")[0] if path.startswith(self.stem) else ""
+        number = int(name) if name.isdigit() else WITHOUT_NUMBER
+        if number < self.start:
+            return FoldedPath("", None, path), WITHOUT_NUMBER
+        kind = (number - self.start) % self.period if number < self.stop else self.stop - number - 1
+        return FoldedPath(self.stem, kind, path[len(self.stem) + len(str(number)) :]), number
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """The blocks of a model that repeat. The stacks of one of the `groups` have equally many periods."""
+
+    groups: tuple[tuple[RepeatedBlocks, ...], ...]
+
+    def __iter__(self) -> Iterator[RepeatedBlocks]:
+        return (stack for group in self.groups for stack in group)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The periods in each group."""
+        return tuple(group[0].count for group in self.groups)
+
+    def with_counts(self, counts: Sequence[int]) -> Repetition:
+        """Return these blocks in a model that has as many periods of each group."""
+        groups = zip(self.groups, counts, strict=True)
+        return Repetition(tuple(tuple(replace(stack, count=count) for stack in group) for group, count in groups))
+
+    def fold(self, path: str) -> tuple[FoldedPath, int]:
+        """Return `path` without the number of its block, and that number, -1 outside of the stacks."""
+        folded = (stack.fold(path) for stack in self if path.startswith(stack.stem))
+        return next(folded, (FoldedPath("", None, path), WITHOUT_NUMBER))
+
+
+def one_more(counts: Sequence[int], group: int) -> tuple[int, ...]:
+    """Return the counts of the periods with one more in a group."""
+    return tuple(count + (number == group) for number, count in enumerate(counts))

@@ -21,9 +21,7 @@ _FIELDS: Final = {kind: (tuple(kind.__slots__), attrgetter(*kind.__slots__)) for
 
 
 class LayerRow(NamedTuple):
-    """A layer of the deep model: the one of the short model that it is like, its names, how many tensors it returns and
-    gets, and the figures that grow with the depth.
-    """
+    """A layer of the deep model: the short one that it is like, its names, tensors, and figures that grow."""
 
     origin: int
     path: str
@@ -149,12 +147,8 @@ def _rows(short: Sequence[Any], rows: IndexedRows, kind: type[Any], size: str) -
         columns[size] = columns[size].astype(np.int64)
         columns[size][rows.grown] = rows.sizes[:, 0]
         if "shape" in columns:
-            columns["shape"] = _grown(columns["shape"], rows.grown, rows.sizes[:, 1:])
+            shapes, dimensions = columns["shape"], rows.sizes[:, 1:]
+            starts = shapes.starts.copy()
+            starts[rows.grown] = len(shapes.sizes) + np.arange(len(rows.grown)) * dimensions.shape[1]
+            columns["shape"] = Shapes(np.concatenate((shapes.sizes, dimensions.ravel())), starts, shapes.ranks)
     return Columns(kind, *columns.values())
-
-
-def _grown(shapes: Shapes, rows: Integers, dimensions: Integers) -> Shapes:
-    """Return `shapes` with other dimensions in some rows."""
-    starts = shapes.starts.copy()
-    starts[rows] = len(shapes.sizes) + np.arange(len(rows)) * dimensions.shape[1]
-    return Shapes(np.concatenate((shapes.sizes, dimensions.ravel())), starts, shapes.ranks)

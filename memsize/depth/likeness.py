@@ -5,9 +5,10 @@ Whole numbers may differ from module to module by the same amount each time, as 
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -31,9 +32,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The features that blocks have in common if they are alike, and the whole numbers of a block, which may count the
-    blocks.
-    """
+    """The features that like blocks have in common, and the whole numbers of a block, which may count the blocks."""
 
     common: Hashable
     numbers: Mapping[Key, int]
@@ -133,9 +132,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def counted(blocks: Sequence[Features], period: int, count: int) -> frozenset[Key] | None:
-    """Return the whole numbers that count blocks, in `count` periods of `period` of them; None where a number differs
-    otherwise.
-    """
+    """Return the whole numbers that count blocks in `count` periods; None where a number differs otherwise."""
     counting = set()
     for kind in range(period):
         alike = [blocks[kind + period * number].numbers for number in range(count)]
@@ -146,3 +143,50 @@ def counted(blocks: Sequence[Features], period: int, count: int) -> frozenset[Ke
             elif steps != {0}:
                 return None
     return frozenset(counting)
+
+
+# -- numbers that the code of a model changes as it runs ---------------------------------------------------------------
+
+_COUNTERS: dict[type, Callable[[Any], object]] = {int: int, float: float, list: len, itertools.count: repr}
+"""What can count, and how its number is read."""
+
+Numbers = Mapping[Hashable, object]
+"""Numbers, and lengths of lists, by where they are."""
+
+
+def numbers_of(model: nn.Module) -> Numbers:
+    """Return the numbers that modules of `model` have, their classes, and the globals and closures of their methods."""
+    numbers: dict[Hashable, object] = {}
+    of_kinds: dict[type, dict[str, object]] = {}
+    for module, path in paths_of(model).items():
+        kind = type(module)
+        if kind not in of_kinds:
+            of_kinds[kind] = {name: number for of in reversed(_own(kind)) for name, number in _numbers(vars(of))}
+        # An attribute of the class stands for that of a module until that is set.
+        for name, number in (*of_kinds[kind].items(), *_numbers(vars(module))):
+            numbers["module", path, name] = number
+    for base in {base for kind in of_kinds for base in _own(kind)}:
+        seen: set[int] = set()
+        for method in [value for value in vars(base).values() if isinstance(value, types.FunctionType)]:
+            if id(method.__globals__) not in seen:
+                seen.add(id(method.__globals__))
+                numbers.update(((base, "globals", name), n) for name, n in _numbers(method.__globals__))
+            closure = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)
+            cells = {name: cell.cell_contents for name, cell in closure if _is_filled(cell)}
+            numbers.update(((base, "closure", method.__name__, name), n) for name, n in _numbers(cells))
+    return numbers
+
+
+def is_counting(before: Numbers, after: Numbers) -> bool:
+    """Whether a number is another one than it was; one that was none before is no counter."""
+    return any(name in after and after[name] != number for name, number in before.items())
+
+
+def _own(kind: type) -> list[type]:
+    return [kind for kind in kind.__mro__ if not kind.__module__.startswith("torch.") and kind is not object]
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    for name, value in list(values.items()):
+        if (kind := type(value)) in _COUNTERS:
+            yield name, _COUNTERS[kind](value)

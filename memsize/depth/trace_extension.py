@@ -17,10 +17,9 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from memsize.depth.alignment import Extension, Integers, Table, extended
+from memsize.depth.blocks import Repetition, one_more
 from memsize.depth.extension_plan import ExtensionPlan, IndexedRows, LayerRow, TensorRow, structure_of
-from memsize.depth.repeated import Repetition, one_more
 from memsize.records.trace import DeferredFree, Layer, StoredTensor, Trace
-from memsize.records.world import Collective
 
 _MOST_DIMENSIONS: Final = 8
 _NUMBER: Final = re.compile(r"(?<![\d.,])(\d+)(?![\d.,]*\d)")
@@ -131,24 +130,19 @@ def _planned(
 
 
 def extended_texts(shorter: Sequence[str], longer: Sequence[Sequence[str]], blocks: Sequence[int]) -> tuple[str, ...]:
-    """Return the texts of a model that has more blocks than that of `shorter`, as `extended` does: their numbers may
-    count blocks. Raises `NotRepeatedError` where they differ otherwise.
-    """
-    return tuple(_extended_text(*texts, blocks=blocks) for texts in zip_longest(shorter, *longer, fillvalue=""))
-
-
-def _extended_text(shorter: str, *longer: str, blocks: Sequence[int]) -> str:
-    parts = [_NUMBER.split(text) for text in (shorter, *longer)]
-    if any(other[::2] != parts[0][::2] for other in parts):
-        raise NotRepeatedError("notes of the short runs differ")
-    numbers = [[int(number) for number in numbers] for numbers in zip(*(part[1::2] for part in parts), strict=True)]
-    if any(len({*of_runs}) > 1 and max(of_runs) > 999 for of_runs in numbers):
-        raise NotRepeatedError("sizes in notes of the short runs differ")
-    parts[0][1::2] = [
-        f"{first + sum((other - first) * count for other, count in zip(others, blocks, strict=True))}"
-        for first, *others in numbers
-    ]
-    return "".join(parts[0])
+    """Extend texts whose numbers may count blocks. Raises `NotRepeatedError` where they differ otherwise."""
+    texts = []
+    for of_runs in zip_longest(shorter, *longer, fillvalue=""):
+        first, *others = (_NUMBER.split(text) for text in of_runs)
+        if any(other[::2] != first[::2] for other in others):
+            raise NotRepeatedError("notes of the short runs differ")
+        for part in range(1, len(first), 2):
+            number, *more = (int(parts[part]) for parts in (first, *others))
+            if {*more} - {number} and max(number, *more) > 999:
+                raise NotRepeatedError("sizes in notes of the short runs differ")
+            first[part] = str(number + sum((one - number) * count for one, count in zip(more, blocks, strict=True)))
+        texts.append("".join(first))
+    return tuple(texts)
 
 
 class _Folding:
@@ -167,17 +161,28 @@ class _Folding:
         self.event_keys: Integers = np.zeros(0, dtype=np.int64)
 
     def tables(self) -> _Tables[Table]:
-        trace = self.trace
+        trace, others = self.trace, self.keys.others
+        storages, events = self._storages(), self._events()
+        of = self.event_keys
+        deferred = (
+            (others(("deferred", int(of[free.event]), free.until < 0)), (free.event, free.until))
+            for free in trace.deferred
+        )
+        # One that grows with the depth is split from some size on, as a bucket of DDP is.
+        collectives = (
+            (others((one._replace(layer=0, event=0), self.paths[one.layer])), (one.layer, one.event))
+            for one in trace.collectives
+        )
         return _Tables(
             layers=_table(map(self._layer, trace.layers), 3 + len(_LAYER_SIZES)),
             outputs=_table(self._passed("outputs"), 0),
             inputs=_table(self._passed("inputs"), 0),
             tensors=_table(map(self._tensor, trace.tensors), 2),
-            storages=self._storages(),
-            events=self._events(),
-            deferred=_table(map(self._deferred, trace.deferred), 2),
-            emptied=_table(((self.keys.others("emptied"), (event,)) for event in trace.emptied), 1),
-            collectives=_table(map(self._collective, trace.collectives), 2),
+            storages=storages,
+            events=events,
+            deferred=_table(deferred, 2),
+            emptied=_table(((others("emptied"), (event,)) for event in trace.emptied), 1),
+            collectives=_table(collectives, 2),
         )
 
     def _grows(self, path: int) -> bool:
@@ -198,7 +203,6 @@ class _Folding:
         return self.keys.layers(key), (number, len(layer.outputs), len(layer.inputs), *sizes.values())
 
     def _passed(self, what: str) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """Rows of the tensors that layers returned or got, for one table of all."""
         for path, layer in zip(self.paths, self.trace.layers, strict=False):
             for tensor in getattr(layer, what):
                 yield self.keys.others((path, tensor)), ()
@@ -247,21 +251,9 @@ class _Folding:
         )
         return Table(self.event_keys, numbers)
 
-    def _deferred(self, free: DeferredFree) -> tuple[int, tuple[int, ...]]:
-        of = int(self.event_keys[free.event])
-        return self.keys.others(("deferred", of, free.until < 0)), (free.event, free.until)
-
-    def _collective(self, collective: Collective) -> tuple[int, tuple[int, ...]]:
-        # One that grows with the depth is split from some size on, as a bucket of DDP is.
-        key = collective._replace(layer=0, event=0), self.paths[collective.layer]
-        return self.keys.others(key), (collective.layer, collective.event)
-
 
 def _ends(storage: Integers, delta: Integers) -> tuple[Integers, Integers]:
-    """Return which events are the first of their storage, and which are the last and leave nothing of it.
-
-    Raises `NotRepeatedError` where a storage has fewer than no bytes.
-    """
+    """Return which events are the first of their storage, and which are the last and leave nothing of it."""
     order = np.argsort(storage, kind="stable")
     starts = np.append(True, np.diff(storage[order]) != 0)
     total = np.cumsum(delta[order])
@@ -314,19 +306,36 @@ def _plan(
     whole: _Tables[Extension],
     notes: tuple[str, ...],
 ) -> ExtensionPlan:
-    """The plan by which `whole` comes from the tables of the shorter run."""
     paths = [keys.layers.keys[key][1] for key in whole.layers.keys.tolist()]
     for passed, column in ((whole.outputs, 1), (whole.inputs, 2)):
         of = [keys.others.keys[key][0] for key in passed.keys.tolist()]
         counts = whole.layers.numbers[:, column].tolist()
         if of != [path for path, count in zip(paths, counts, strict=True) for _ in range(count)]:
             raise NotRepeatedError("a layer has the outputs of another")
+    layers = []
+    for key, (number, outputs, inputs, *sizes), origin in _rows(whole.layers):
+        _, of, aliases, grows = keys.layers.keys[key]
+        grown = dict(zip(_LAYER_SIZES, sizes, strict=True)) if grows else {}
+        row = LayerRow(
+            origin=origin,
+            path=keys.paths.keys[of].unfold(number),
+            aliases=tuple(alias.unfold(number) for alias in aliases),
+            outputs=outputs,
+            inputs=inputs,
+            grown={name: size for name, size in grown.items() if size != getattr(shorter.layers[origin], name)},
+        )
+        layers.append(row)
+    tensors = []
+    for key, (number, tied_number), origin in _rows(whole.tensors):
+        _, name, layer, tied = keys.tensors.keys[key]
+        tied_to = None if tied is None else tied.unfold(tied_number)
+        tensors.append(TensorRow(origin, name.unfold(number), layer.unfold(number), tied_to))
     return ExtensionPlan(
         structure=structure_of(shorter),
-        layers=[_layer_row(shorter, keys, *row) for row in _rows(whole.layers)],
+        layers=layers,
         outputs=whole.outputs.origin.tolist(),
         inputs=whole.inputs.origin.tolist(),
-        tensors=[_tensor_row(keys, *row) for row in _rows(whole.tensors)],
+        tensors=tensors,
         storages=_indexed(whole.storages, first.storages, ("layer", "saved_by")),
         events=_indexed(whole.events, first.events, ("storage", "layer")),
         deferred=tuple(DeferredFree(*numbers) for numbers in whole.deferred.numbers.tolist()),
@@ -334,29 +343,6 @@ def _plan(
         collectives=[(origin, layer, event) for _, (layer, event), origin in _rows(whole.collectives)],
         notes=notes,
     )
-
-
-def _layer_row(shorter: Trace, keys: _Keys, key: int, numbers: Sequence[int], origin: int) -> LayerRow:
-    alike = shorter.layers[origin]
-    _, of, aliases, grows = keys.layers.keys[key]
-    number, outputs, inputs, *sizes = numbers
-    return LayerRow(
-        origin=origin,
-        path=keys.paths.keys[of].unfold(number),
-        aliases=tuple(alias.unfold(number) for alias in aliases),
-        outputs=outputs,
-        inputs=inputs,
-        grown={
-            name: size for name, size in zip(_LAYER_SIZES, sizes, strict=True) if grows and size != getattr(alike, name)
-        },
-    )
-
-
-def _tensor_row(keys: _Keys, key: int, numbers: Sequence[int], origin: int) -> TensorRow:
-    _, name, layer, tied = keys.tensors.keys[key]
-    number, tied_number = numbers
-    tied_to = None if tied is None else tied.unfold(tied_number)
-    return TensorRow(origin, name.unfold(number), layer.unfold(number), tied_to)
 
 
 def _indexed(table: Extension, short: Table, fields: tuple[str, str]) -> IndexedRows:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from memsize.errors import InputError
 from memsize.processes.patches import Patch, assign, calling, wrapping
-from memsize.ranks.peer_checks import LonelyStore
+from memsize.ranks.peers import LonelyStore
 from memsize.records.world import World
 
 JOINED: Final = (
@@ -64,26 +64,20 @@ def wanted(size: int, world: World) -> str:
     return f"this program wants {size} processes, one for each GPU, and it is run with {gpus}: {run} …"
 
 
-def is_available() -> bool:
-    """Whether this build of PyTorch has process groups."""
-    return dist.is_available()
-
-
 def is_joined() -> bool:
     """Whether this process is in a group."""
-    return is_available() and dist.is_initialized()
+    return dist.is_available() and dist.is_initialized()
 
 
 @contextmanager
 def started(world: World | None) -> Iterator[None]:
-    """Give this process the environment variables of its rank in `world`, if there is one; on exit, restore the old
-    ones and leave any group that was joined meanwhile.
+    """Give this process the environment variables of its rank in `world`; on exit, restore the old ones and leave
+    groups.
 
-    Raises `InputError` for a `world` if this process is already in a group, which may be one of real processes, or if
-    PyTorch was built without torch.distributed.
+    Raises `InputError` for a `world` if this process is in a group already, or PyTorch has no torch.distributed.
     """
     there = is_joined()
-    if world is not None and not is_available():
+    if world is not None and not dist.is_available():
         raise InputError("this build of PyTorch has no torch.distributed")
     if world is not None and there:
         raise InputError(JOINED)
@@ -91,27 +85,27 @@ def started(world: World | None) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of TorchScript, which compiles it from functions that are replaced next
             import torch.distributed.optim  # noqa: F401
+
+    def forget_meshes() -> None:
+        """Reset DTensor's sharding decisions and random numbers: it cannot tell the meshes of different ranks apart."""
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor import _random, debug
+
+            debug._clear_sharding_prop_cache()
+            assign(_random, "_rng_tracker", None)
+
     before, hook = dict(os.environ), sys.excepthook
-    _forget_meshes()
+    forget_meshes()
     os.environ.update({} if world is None or world.one_process else environment(world))
     try:
         yield
     finally:
         if not there and is_joined():
             dist.destroy_process_group()
-        _forget_meshes()
+        forget_meshes()
         assign(sys, "excepthook", hook)
         os.environ.clear()
         os.environ.update(before)
-
-
-def _forget_meshes() -> None:
-    """Reset DTensor's sharding decisions and random numbers: it cannot tell the meshes of different ranks apart."""
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _random, debug
-
-        debug._clear_sharding_prop_cache()
-        assign(_random, "_rng_tracker", None)
 
 
 class Backends:
@@ -123,7 +117,7 @@ class Backends:
         """The store of the group of all processes."""
         self._whole: Any = None
         self._is_ours = False
-        self._parts: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.parts: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def join(
         self,
@@ -152,32 +146,25 @@ class Backends:
         usual = original()
         return self._store if usual and self._store else usual
 
-    def opened(self, group: Any, backend: str | None) -> None:
-        """Keep the backend of a subgroup, which has that of all processes where none is named."""
-        if backend and isinstance(group, dist.ProcessGroup):
-            self._parts[group] = dist.Backend(backend)
-
     def of(self, original: Callable[..., Any], group: Any = None) -> Any:
         """Replace `get_backend`: return the requested backend. `original` checks that this rank is in the group."""
         original(group)
-        return self._whole if group is None else self._parts.get(group, self._whole)
+        return self._whole if group is None else self.parts.get(group, self._whole)
 
     def devices(self, original: Any, group: Any) -> list[torch.device]:
         """Return the devices that a group's backend supports: the fake backend claims all devices."""
-        backend = self._parts.get(group, self._whole)
-        if backend in (None, _UNNAMED) or (self._is_ours and group not in self._parts):
+        backend = self.parts.get(group, self._whole)
+        if backend in (None, _UNNAMED) or (self._is_ours and group not in self.parts):
             devices: list[torch.device] = original.__get__(group)
             return devices
         config: Any = dist.distributed_c10d.BackendConfig(backend)
         return [torch.device(name) for name in config.get_device_backend_map()]
 
 
-class NoNCCL:
+class _NoNCCL:
     """`ProcessGroupNCCL` in builds of PyTorch that lack it: no group is one, and its options decide nothing here."""
 
     class Options(SimpleNamespace):
-        """Options that accept any attribute."""
-
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
@@ -198,7 +185,7 @@ def replacements(world: World) -> Iterator[Patch]:
         yield owner, "split_group", calling(_split_group, open_group)
         yield owner, "is_nccl_available", lambda: True
         if not hasattr(owner, "ProcessGroupNCCL"):
-            yield owner, "ProcessGroupNCCL", NoNCCL
+            yield owner, "ProcessGroupNCCL", _NoNCCL
     waits = dist.Work.wait
     yield dist.Work, "wait", lambda work, timeout=None: waits(work)  # what is over is not waited for
     device_types = calling(backends.devices, vars(dist.ProcessGroup)["_device_types"])
@@ -223,7 +210,8 @@ def _without_backend(backends: Backends, original: Callable[..., Any], *args: An
     for name in ("pg_options", "device_id"):
         options.pop(name, None)
     group = original(*args[:2], **options)
-    backends.opened(group, backend)
+    if backend and isinstance(group, dist.ProcessGroup):  # else it has the backend of all processes
+        backends.parts[group] = dist.Backend(backend)
     return group
 
 

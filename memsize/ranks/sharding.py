@@ -67,7 +67,7 @@ def later(ledger: Ledger, aside: Region, alone: bool = True) -> dict[str, Callab
             "OffsetBasedRNGTracker._distribute_region": lambda *_, **__: nullcontext(),
             "OffsetBasedRNGTracker._set_device_state": lambda *_: None,
         },
-        f"{fsdp}._flat_param": {"FlatParamHandle._alloc_padded_unsharded_flat_param": partial(_gathering_flat, ledger)},
+        f"{fsdp}._flat_param": {"FlatParamHandle._alloc_padded_unsharded_flat_param": partial(_gathering, ledger)},
         f"{fsdp}._runtime_utils": {"_post_backward_hook": partial(_reducing_flat, ledger)},
         f"{fsdp}._fully_shard._fsdp_param": {
             "_chunk_with_empty": partial(_chunked, aside),
@@ -103,10 +103,11 @@ def _chunked(aside: Region, _: Any, tensor: torch.Tensor, num_chunks: int, dim: 
         return chunks + [chunks[0].new_empty(0)] * (num_chunks - len(chunks))
 
 
-def _gathering(ledger: Ledger, original: Callable[..., None], parameter: Any, *args: Any, **options: Any) -> None:
-    original(parameter, *args, **options)
-    for tensor in parameter.all_gather_outputs:
+def _gathering(ledger: Ledger, original: Callable[..., Any], owner: Any, *args: Any, **options: Any) -> Any:
+    flat = original(owner, *args, **options)  # None for a parameter of its own, which has the tensors then
+    for tensor in owner.all_gather_outputs if flat is None else (flat,):
         ledger.mark(tensor, "gathered parameter")
+    return flat
 
 
 def _reducing(ledger: Ledger, original: Callable[..., None], group: Any, *args: Any) -> None:
@@ -119,12 +120,6 @@ def _reducing(ledger: Ledger, original: Callable[..., None], group: Any, *args: 
     for parameter in group.fsdp_params:
         if parameter.sharded_param.grad is not None:
             ledger.mark(parameter.sharded_param.grad, "gradient")
-
-
-def _gathering_flat(ledger: Ledger, original: Callable[..., torch.Tensor], handle: Any) -> torch.Tensor:
-    whole = original(handle)
-    ledger.mark(whole, "gathered parameter")
-    return whole
 
 
 def _reducing_flat(ledger: Ledger, original: Callable[..., None], state: Any, handle: Any, *args: Any) -> None:

@@ -117,9 +117,21 @@ def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, 
             f"dp: nn.DataParallel splits the batch over {parallel.size} GPUs, and copies the model to each for every "
             f"forward; shown is GPU {parallel.world.rank}",
         )
-    notes = [_on_stages(model, parallel.stages)] if parallel.is_pipeline else []
+    notes = []
+    if parallel.is_pipeline:
+        blocks = blocks_in_line(model)
+        per_stage, more = divmod(len(blocks.modules), parallel.stages)
+        size = f"{per_stage + 1} or {per_stage}" if more else str(per_stage)
+        notes.append(
+            f"pp: {parallel.stages} stages, each with {size} of {blocks}, {blocks.source}, under PyTorch's "
+            "Schedule1F1B; the batch is that of one microbatch"
+        )
     if parallel.tensor > 1:
-        notes.append(plan_in_words(model, parallel.tensor))
+        styles = Counter(plan_of(model, parallel.tensor).values())
+        tied = len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)])
+        whole = "; layers whose weights are tied stay whole" if tied else ""
+        words = join_names(tuple(f"{n} x {style}" for style, n in styles.items()))
+        notes.append(f"tp: the model's own tp_plan ({words}){whole}")
     if parallel.kind == "tp":
         notes.append("the optimizer updates one parameter after the other (foreach=False), as some are divided")
     if parallel.kind == "ddp":
@@ -175,16 +187,6 @@ def _padded(model: nn.Module, parallel: Parallel) -> Iterator[str]:
     )
 
 
-def _on_stages(model: nn.Module, stages: int) -> str:
-    blocks = blocks_in_line(model)
-    per_stage, more = divmod(len(blocks.modules), stages)
-    size = f"{per_stage + 1} or {per_stage}" if more else str(per_stage)
-    return (
-        f"pp: {stages} stages, each with {size} of {blocks}, {blocks.source}, under PyTorch's Schedule1F1B; the batch "
-        "is that of one microbatch"
-    )
-
-
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -203,15 +205,20 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """Return the blocks of a model: the modules that its library lists in ``_no_split_modules``, or else the children
-    of one class in a ModuleList or Sequential (preferably those that have children themselves). May be empty.
+    """Return the modules that the library lists in ``_no_split_modules``, or else the children of one class in a
+    ModuleList or Sequential, preferably those that have children themselves. May be empty.
     """
     hints = (getattr(module, "_no_split_modules", None) for module in model.modules())
     hinted = {name for names in hints if isinstance(names, (list, tuple, set)) for name in names}
     own = [module for module in model.modules() if type(module).__name__ in hinted and module is not model]
     if own:
         return Blocks(_inner_first(own), "the model's own _no_split_modules")
-    repeated = [child for module in model.modules() if isinstance(module, _LISTS) for child in _alike(module)]
+    repeated: list[nn.Module] = []
+    for module in model.modules():
+        children = list(dict.fromkeys(module.children())) if isinstance(module, _LISTS) else []
+        is_one_class = len({type(child) for child in children}) == 1 and len(children) > 1
+        if is_one_class and not isinstance(children[0], _WITHOUT_FORWARD):
+            repeated += [child for child in children if any(True for _ in child.parameters())]
     nested = [module for module in repeated if any(True for _ in module.children())]
     return Blocks(_inner_first(nested or repeated), "the layers that repeat in a list or a sequence")
 
@@ -250,13 +257,6 @@ def _planned(model: Any) -> Iterator[nn.ModuleList]:
             yield children
 
 
-def _alike(several: nn.Module) -> list[nn.Module]:
-    children = list(dict.fromkeys(several.children()))
-    one_class = len({type(child) for child in children}) == 1 and len(children) > 1
-    usable = one_class and not isinstance(children[0], _WITHOUT_FORWARD)
-    return [child for child in children if any(True for _ in child.parameters())] if usable else []
-
-
 def _inner_first(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
     return tuple(reversed(dict.fromkeys(modules)))
 
@@ -274,14 +274,12 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
     except ImportError:
         raise InputError("tensor parallelism by a model's own plan wants transformers 5.20 or newer") from None
-    apply_tensor_parallelism(model, mesh, _apart(model, model._expand_parallel_plan(plan)))
-
-
-def _apart(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
-    """Return `plan` without layers that share another's weight: the library ties weights after dividing them."""
+    # Layers that share another's weight stay whole: the library ties weights after dividing them.
     there = {name for name, _ in model.named_parameters()}
     tied = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False) if name not in there}
-    return {name: style for name, style in plan.items() if not tied & {name, name.rpartition(".")[0]}}
+    styles = model._expand_parallel_plan(plan).items()
+    plan = {name: style for name, style in styles if not tied & {name, name.rpartition(".")[0]}}
+    apply_tensor_parallelism(model, mesh, plan)
 
 
 def plan_of(model: Any, size: int) -> dict[str, str]:
@@ -302,14 +300,6 @@ def plan_of(model: Any, size: int) -> dict[str, str]:
     return dict(plan)
 
 
-def plan_in_words(model: nn.Module, size: int) -> str:
-    """Describe the plan that divides `model` over `size` GPUs, for the report."""
-    styles = Counter(plan_of(model, size).values())
-    tied = len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)])
-    whole = "; layers whose weights are tied stay whole" if tied else ""
-    return f"tp: the model's own tp_plan ({join_names(tuple(f'{n} x {style}' for style, n in styles.items()))}){whole}"
-
-
 # -- tp head split ---------------------------------------------------------------------------------------------------
 
 _VIEW: Final = re.compile(r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)")
@@ -318,9 +308,8 @@ _DISTRIBUTED: Final = "torch DTensor"
 
 
 def undivided(failure: str, trace: Trace, ranks: int) -> tuple[str, str] | None:
-    """Explain a view that fails because heads are divided over `ranks` processes: return a sentence with the
-    placeholder ``{shape}``, and the shape that the view asks for. Return `None` if the run in `trace` failed for
-    another reason.
+    """Explain a view that fails because heads are divided over `ranks` processes: a sentence with the placeholder
+    ``{shape}``, and the shape that the view asks for. `None` if the run in `trace` failed for another reason.
     """
     match = _VIEW.search(failure)
     if match is None or not any(tensor.wrapper == _DISTRIBUTED for tensor in trace.tensors):

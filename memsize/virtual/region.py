@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import FunctionType, MappingProxyType, ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -28,12 +28,10 @@ import torch.utils.data
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cuda_context import cuda_context
 from memsize.errors import InputError
-from memsize.kernels.attention import compiled_mask
-from memsize.known_values.data_dependent import UNCOMPILED
 from memsize.processes.patches import LatePatches, Patch, SuspendablePatches, calling
 from memsize.processes.rank_processes import RankConnection, connected
 from memsize.processes.simulation import open_simulation, running
-from memsize.ranks import collectives, group, objects, peer_checks, sharding
+from memsize.ranks import collectives, group, peers, sharding
 from memsize.records.gpu import Card
 from memsize.records.world import World
 from memsize.spec.stack import INSTALLED, Stack
@@ -43,6 +41,7 @@ from memsize.tracing.named_devices import Gpus
 from memsize.tracing.run import RunDevice, Setup, gpu_semantics, resizes_seen
 from memsize.tracing.saved_tensors import functional_transforms_allowed, saving
 from memsize.virtual import data_parallel, gpu_tensors, launches, nested_tensors, torchscript
+from memsize.virtual.compilation import Compilation
 from memsize.virtual.device_assignment import DeviceAssignment
 from memsize.virtual.driver import queries
 from memsize.virtual.driver.allocator_state import DeviceMemory
@@ -55,7 +54,7 @@ _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
 _SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor")}
-_APART = frozenset({"torch._dynamo", overrides.FLEX, launches.MODULE, *_SHARDING, *peer_checks.REACHING})
+_APART = frozenset({"torch._dynamo", overrides.FLEX, launches.MODULE, *_SHARDING, *peers.REACHING})
 """Packages that are imported among the originals, of which they make tables, classes and TorchScript."""
 _REMEMBERING = (
     "transformers.utils.import_utils",
@@ -97,15 +96,20 @@ def virtual_gpu(
         ledger.current_stream = lambda: driver.stream
         threads = regions.enter_context(Threads(ledger, semantics))
         line = regions.enter_context(connected(world.rank)) if world is not None else None
-        replaced = (threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
+        compilation = Compilation(ledger, driver.card.capability)
+        regions.callback(compilation.close)
+        compiles: Patch = (torch, "compile", compilation.compile)
+        replaced = (compiles, threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
         own: dict[str, LatePatches] = {
             **launches.later(ledger),
             **ledger.host_memory.later(),
             overrides.FLEX: overrides.override_imported,
         }
-        if group.is_available():
-            own |= {**sharding.later(ledger, ledger.aside, alone=line is None), **peer_checks.later()}
-        regions.enter_context(_patched(SuspendablePatches(simulation.patches, replaced, {**own, **later})))
+        if torch.distributed.is_available():
+            own |= {**sharding.later(ledger, ledger.aside, alone=line is None), **peers.later()}
+        patches = SuspendablePatches(simulation.patches, replaced, {**own, **later})
+        compilation.reach(patches, SuspendablePatches(simulation.patches, _of_driver(driver)))
+        regions.enter_context(_patched(patches))
         yield
 
 
@@ -125,7 +129,6 @@ def _forget_answers() -> None:
 
 
 def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: RankConnection | None) -> Iterator[Patch]:
-    yield torch, "compile", partial(_compile, ledger)
     yield from _saved_by_checkpointing(ledger)
     yield from launches.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
     yield from torchscript.replacements()
@@ -135,25 +138,8 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: Ran
     yield from data_parallel.replacements(ledger)
     yield from gpu_tensors.replacements(ledger)
     yield from ledger.backward_queue.replacements()
-    functions = driver.functions()
-    yield from ((torch._C, name, function) for name, function in functions.items())
-    cuda: Any = torch.cuda
-    yield cuda, "_lazy_init", lambda: None
-    yield cuda, "_initialized", True
-    yield cuda, "_cached_device_count", None
-    yield cuda, "_is_in_bad_fork", lambda: False
-    yield cuda, "_get_device_properties", lambda device: driver.properties
-    yield cuda, "current_device", lambda: driver.devices.current
-    yield cuda, "_exchange_device", functions["_cuda_exchangeDevice"]
-    yield cuda, "_maybe_exchange_device", functions["_cuda_maybeExchangeDevice"]
-    yield cuda, "default_generators", (driver.seed,) * driver.devices.count
-    yield torch.storage, "_to", calling(_storage_to, torch._utils._to)
-    yield cuda.nvtx, "_nvtx", _Silent()
-    for owner in (torch, cuda, cuda.streams):
-        yield owner, "Stream", Stream
-        yield owner, "Event", Event
-    for owner in (cuda, cuda.streams):
-        yield owner, "ExternalStream", lambda pointer, device=None, **options: Stream(stream_id=pointer)
+    yield from _of_driver(driver)
+    yield from _of_cuda(driver)
     cudnn: Any = torch.backends.cudnn.m  # type: ignore[attr-defined]  # the module behind its stand-in
     yield cudnn, "is_available", lambda: True
     yield cudnn, "_init", lambda: True
@@ -163,6 +149,18 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: Ran
     yield torch.backends.cuda, "is_built", lambda: True
     if torch.version.cuda is None:
         yield torch.version, "cuda", _CUDA
+
+
+def _of_driver(driver: Driver) -> Iterator[Patch]:
+    """What is asked of the driver, and of whether it is there."""
+    cuda: Any = torch.cuda
+    yield from ((torch._C, name, function) for name, function in driver.functions().items())
+    yield cuda, "_lazy_init", lambda: None
+    yield cuda, "_initialized", True
+    yield cuda, "_cached_device_count", None
+    yield cuda, "_is_in_bad_fork", lambda: False
+    yield cuda, "_get_device_properties", lambda device: driver.properties
+    yield cuda, "default_generators", (driver.seed,) * driver.devices.count
 
 
 def _saved_by_checkpointing(ledger: VirtualLedger) -> Iterator[Patch]:
@@ -179,27 +177,18 @@ def _saved_by_checkpointing(ledger: VirtualLedger) -> Iterator[Patch]:
     yield module, "_VersionWrapper", Kept
 
 
-def _compile(ledger: VirtualLedger, model: Any = None, **options: Any) -> Any:
-    """`torch.compile` that returns what it is given: the program runs eagerly. FlexAttention makes its masks without
-    what is as large as the scores, which no program could hold.
-    """
-    notes = ledger.evaluator.notes
-    if model is None:
-        return partial(_compile, ledger, **options)
-    if options.get("disable"):
-        return model
-    if not isinstance(model, FunctionType):
-        notes[UNCOMPILED] = None
-        return model
-    makes_masks = model is getattr(sys.modules.get(overrides.FLEX), "create_block_mask", None)
-    function = compiled_mask(model, ledger.absently) if makes_masks else model
-
-    @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        notes[UNCOMPILED] = None
-        return function(*args, **kwargs)
-
-    return called
+def _of_cuda(driver: Driver) -> Iterator[Patch]:
+    cuda: Any = torch.cuda
+    yield cuda, "current_device", lambda: driver.devices.current
+    yield cuda, "_exchange_device", driver.functions()["_cuda_exchangeDevice"]
+    yield cuda, "_maybe_exchange_device", driver.functions()["_cuda_maybeExchangeDevice"]
+    yield torch.storage, "_to", calling(_storage_to, torch._utils._to)
+    yield cuda.nvtx, "_nvtx", _Silent()
+    for owner in (torch, cuda, cuda.streams):
+        yield owner, "Stream", Stream
+        yield owner, "Event", Event
+    for owner in (cuda, cuda.streams):
+        yield owner, "ExternalStream", lambda pointer, device=None, **options: Stream(stream_id=pointer)
 
 
 def _storage_to(original: Any, storage: Any, device: torch.device, non_blocking: bool = False) -> Any:
@@ -245,7 +234,7 @@ class _Apart(SourceFileLoader):
         self._region = region
 
     def exec_module(self, module: ModuleType) -> None:
-        with self._region:
+        with overrides.suspended_overrides(), self._region:
             super().exec_module(module)
 
 
@@ -255,10 +244,9 @@ class _Apart(SourceFileLoader):
 def _process_patches(world: World, ledger: VirtualLedger, line: RankConnection | None) -> Iterator[Patch]:
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         yield owner, "spawn", partial(_spawn, world)
-    if group.is_available():
+    if torch.distributed.is_available():
         yield from group.replacements(world)
-        yield from objects.replacements(ledger.evaluator.rely_on, line)
-        yield from peer_checks.replacements(ledger.evaluator.rely_on)
+        yield from peers.replacements(ledger.evaluator.rely_on, line)
         yield from collectives.replacements()
         yield from sharding.replacements(ledger.in_pytorch)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -44,10 +44,7 @@ class Workload(Protocol):
         return None
 
     def run(self, setup: Setup) -> Trace:
-        """Run the workload on `setup`, whose model it may change.
-
-        Raises `ForwardError` when the model's own code fails; its `trace` holds the layers that ran.
-        """
+        """Run the workload on `setup`, whose model it may change; the `trace` of a `ForwardError` has what ran."""
         ...
 
 
@@ -55,24 +52,21 @@ class Workload(Protocol):
 class Forward(Workload):
     """One forward in gradient mode, up to the tensors that autograd saves, as shown in the tables of a report."""
 
+    gradients: ClassVar = True
+
     @property
     def proof(self) -> Proof:
-        return Proof(Forward, self)
+        return Proof(type(self), self)
 
     def run(self, setup: Setup) -> Trace:
-        return _forward(Run(setup), gradients=True).trace()
+        return _forward(Run(setup), self.gradients).trace()
 
 
 @dataclass(frozen=True, slots=True)
-class Inference(Workload):
+class Inference(Forward):
     """One forward without gradients, outputs freed as PyTorch frees them."""
 
-    @property
-    def proof(self) -> Proof:
-        return Proof(Inference, self)
-
-    def run(self, setup: Setup) -> Trace:
-        return _forward(Run(setup), gradients=False).trace()
+    gradients: ClassVar = False
 
 
 def kept_for_backward(setup: Setup) -> int:

@@ -96,7 +96,6 @@ class OnGpuWithHost:
     card: Card
 
     def __call__(self, setup: Setup) -> Setup:
-        """Return the setup on that GPU."""
         return replace(setup, machine=VirtualMachine(self.card))
 
 

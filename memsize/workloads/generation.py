@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -39,7 +39,7 @@ END: Final = "end"
 _MADE: Final = frozenset(("decoder_input_ids", "decoder_attention_mask", "labels"))
 """Arguments of a forward that `generate` makes itself."""
 
-_ASSISTANT: Final = "assistant"
+ASSISTANT: Final = "assistant"
 """The name of the module that a model has as its assistant."""
 OF_ASSISTANT: Final = " of the assistant"
 _NO_TOKEN: Final = -1
@@ -166,7 +166,6 @@ def prompts_of(request: ModelRequest, inputs: Callable[[ModelRequest], ModelInpu
 
 
 def _padded(setup: Setup) -> Setup:
-    """The setup with one prompt a token shorter than the others: how much shorter it is makes no difference."""
     args, kwargs = setup.call
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, torch.Tensor):
@@ -195,7 +194,12 @@ def _arguments(model: nn.Module, generation: Generation) -> dict[str, object]:
         return generation.arguments
     config = endless(config)
     config.update(**generation.arguments)
-    return {"generation_config": config} | assisting(model)
+    assistant = assistant_of(model)
+    if assistant is None:
+        return {"generation_config": config}
+    assistant.generation_config = endless(assistant.generation_config)
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"  # it always proposes as many
+    return {"generation_config": config, "assistant_model": assistant}
 
 
 def _begun(model: nn.Module, tokens: int, batch: int) -> torch.Tensor:
@@ -245,7 +249,6 @@ class _Steps:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """While open, they are counted."""
         model, assistant = self.run.setup.model, assistant_of(self.run.setup.model)
         with ExitStack() as handles:
             handles.enter_context(assigned(self.run.calls, "forward", self.forward))
@@ -257,26 +260,23 @@ class _Steps:
                 self.clock.phase = self.clock.index(END)
 
     def propose(self) -> None:
-        """Proposals begin, and so does the step."""
         self._begin()
         self.proposed = True
 
     def forward(self) -> str:
-        """The model's forward begins; returns its phase."""
         if not self.proposed:
             self._begin()
         self.proposed = False
         return self._phase
 
     def forwarded(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """The model's forward has ended."""
         if self.begun and not self.clock.backward:
             layers = cached_layers(self.run, cache_of(kwargs, output))
             self.record.add(self.clock.step, (*layers, *self.drafted))
 
     def assisted(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """The assistant's forward has ended."""
-        self.drafted = tuple(assistants(cached_layers(self.run, cache_of(kwargs, output))))
+        layers = cached_layers(self.run, cache_of(kwargs, output))
+        self.drafted = tuple(layer._replace(kind=f"{layer.kind}{OF_ASSISTANT}") for layer in layers)
 
     def _begin(self) -> None:
         if self.begun >= self.prefills + self.steps:
@@ -303,50 +303,18 @@ def assisted(model: nn.Module, assistant: nn.Module) -> Iterator[None]:
             f"the assistant has a vocabulary of {theirs} tokens, the model one of {own}: transformers would translate "
             "between their tokenizers, which is not followed"
         )
-    if hasattr(model, _ASSISTANT):
-        raise InputError(f"the model has an attribute {_ASSISTANT} of its own: there is no place for another")
-    model.add_module(_ASSISTANT, assistant)
+    if hasattr(model, ASSISTANT):
+        raise InputError(f"the model has an attribute {ASSISTANT} of its own: there is no place for another")
+    model.add_module(ASSISTANT, assistant)
     try:
         yield
     finally:
-        delattr(model, _ASSISTANT)
-
-
-def refuse_own_generation(model: nn.Module) -> None:
-    """Raise `InputError` where no generation of transformers checks tokens that are proposed."""
-    if not hasattr(model, "_get_candidate_generator"):
-        raise InputError(f"{type(model).__name__} generates in its own way: only models of transformers are assisted")
+        delattr(model, ASSISTANT)
 
 
 def assistant_of(model: nn.Module) -> Any:
-    """The model's assistant, None where it has none."""
-    return model._modules.get(_ASSISTANT)
-
-
-def is_assistants(layer: str) -> bool:
-    """Whether a layer of a record is one of the assistant's."""
-    return layer.partition(".")[0] == _ASSISTANT
-
-
-def assistants(layers: Iterable[CachedLayer]) -> Iterator[CachedLayer]:
-    """The layers of an assistant's cache, told from those of the model."""
-    return (layer._replace(kind=f"{layer.kind}{OF_ASSISTANT}") for layer in layers)
-
-
-def proposed(assistant: Any) -> int | None:
-    """How many tokens the assistant's own settings let it propose; None where they don't say."""
-    count = getattr(getattr(assistant, "generation_config", None), "num_assistant_tokens", None)
-    return count if isinstance(count, int) else None
-
-
-def assisting(model: nn.Module) -> dict[str, object]:
-    """The argument of `generate` for the model's assistant, if any, which always proposes as many tokens."""
-    assistant = assistant_of(model)
-    if assistant is None:
-        return {}
-    assistant.generation_config = endless(assistant.generation_config)
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    return {"assistant_model": assistant}
+    """The module that `assisted` gave the model; None where it has none."""
+    return model._modules.get(ASSISTANT)
 
 
 def endless(config: Any) -> Any:
@@ -380,6 +348,5 @@ def never_right(draft: Draft | None, begins: Callable[[], None], candidates: Any
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    """The size of a model's vocabulary, as transformers reads it."""
     config: Any = getattr(model, "config", None)
     return getattr(config.get_text_config(), "vocab_size", None) if config is not None else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ class Losses:
         self.targets: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def __call__(self, output: Any) -> torch.Tensor:
-        """The loss of a model's output, of one element; raises `InputError` where the output does not allow it."""
         if callable(self.wanted):
             self.name = getattr(self.wanted, "__name__", "the given function")
             return self.wanted(output)
@@ -57,23 +57,8 @@ class Losses:
         shape = (logits.shape[0], *logits.shape[2:])
         return functional.cross_entropy(logits, self._target(shape, torch.int64, logits.device))
 
-    def mse(self, output: Any) -> torch.Tensor:
-        """Mean squared error against a target like the first floating output."""
-        return functional.mse_loss(*self._with_target(output))
-
-    def bce(self, output: Any) -> torch.Tensor:
-        """Binary cross-entropy with logits against a target like the first floating output."""
-        return functional.binary_cross_entropy_with_logits(*self._with_target(output))
-
-    def mean(self, output: Any) -> torch.Tensor:
-        """The sum of the means of all floating outputs that require a gradient."""
-        return _total(tensor.mean() for tensor in _floating(output))
-
-    def sum(self, output: Any) -> torch.Tensor:
-        """The sum of all floating outputs that require a gradient."""
-        return _total(tensor.sum() for tensor in _floating(output))
-
-    def _with_target(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_target(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first floating output, and a target like it."""
         first = _floating(output)[0]
         return first, self._target(tuple(first.shape), first.dtype, first.device)
 
@@ -91,13 +76,26 @@ class Losses:
         return self.targets[key]
 
 
+def _total(terms: Iterable[torch.Tensor]) -> torch.Tensor:
+    return reduce(lambda total, term: total + term.to(total.dtype), terms)
+
+
 _KINDS: dict[str, tuple[Callable[[Losses, Any], torch.Tensor], str]] = {
     "own": (Losses.own, "the model's own"),
     "cross_entropy": (Losses.cross_entropy, "cross-entropy of the output"),
-    "mse": (Losses.mse, "the mean squared error of the output"),
-    "bce": (Losses.bce, "the binary cross-entropy of the output"),
-    "mean": (Losses.mean, "the mean of the floating outputs"),
-    "sum": (Losses.sum, "the sum of the floating outputs"),
+    "mse": (
+        lambda losses, output: functional.mse_loss(*losses.with_target(output)),
+        "the mean squared error of the output",
+    ),
+    "bce": (
+        lambda losses, output: functional.binary_cross_entropy_with_logits(*losses.with_target(output)),
+        "the binary cross-entropy of the output",
+    ),
+    "mean": (
+        lambda _, output: _total(tensor.mean() for tensor in _floating(output)),
+        "the mean of the floating outputs",
+    ),
+    "sum": (lambda _, output: _total(tensor.sum() for tensor in _floating(output)), "the sum of the floating outputs"),
 }
 """How each loss is computed, and what notes call it."""
 
@@ -118,15 +116,7 @@ def _named(output: Any, name: str) -> torch.Tensor | None:
 
 
 def _floating(output: Any) -> list[torch.Tensor]:
-    """Every floating output from which a gradient can start, once."""
     tensors = [t for t in dict.fromkeys(tensors_in(output)) if t.is_floating_point() and t.requires_grad]
     if not tensors:
         raise InputError("no output of the model requires a gradient: there is nothing to train")
     return tensors
-
-
-def _total(terms: Any) -> torch.Tensor:
-    first, *rest = terms
-    for term in rest:
-        first = first + term.to(first.dtype)
-    return first  # type: ignore[no-any-return]

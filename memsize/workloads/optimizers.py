@@ -42,11 +42,8 @@ def make_optimizer(kind: str | Callable[[Any], Any], parameters: list[torch.Tens
 
 @cache
 def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """`cls` with the methods that PyTorch wraps for torch.compile replaced by the originals.
-
-    All that the wrappers would do here is import torch._dynamo, which takes as long as importing torch, and choose the
-    gradient mode, which is done here instead. PyTorch hooks `step` for profilers class by class: it finds this class
-    unhooked and hooks it.
+    """`cls` with the methods that PyTorch wraps for torch.compile replaced by the originals: the wrappers would import
+    torch._dynamo, which takes as long as torch, and choose the gradient mode, which is done here instead.
     """
     written = inspect.unwrap(cls.step)
 
@@ -62,7 +59,7 @@ def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
 @contextmanager
 def steps_watched(ledger: Ledger, everywhere: bool = False) -> Iterator[None]:
     """While open, every optimizer's `step` in this thread, or `everywhere`, is its own phase, but for a closure that it
-    calls; the gradients that it takes and the state that it makes are marked. A step that fails ends its phase too.
+    calls; the gradients that it takes and the state that it makes are marked.
     """
     phases: defaultdict[int, list[Any]] = defaultdict(list)
     thread = threading.get_ident()
@@ -112,7 +109,6 @@ def mark_state(ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _outside(ledger: Ledger, value: Any) -> Any:
-    """Wrap a closure, so that its work is not part of the optimizer's phase."""
     if not callable(value):
         return value
 

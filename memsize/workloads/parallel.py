@@ -20,7 +20,7 @@ from memsize.device.cuda_libraries import nccl_notes
 from memsize.errors import ForwardError, ScenarioError
 from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode
-from memsize.model.stored import stored_tensors
+from memsize.model.tensor_storage import stored_tensors
 from memsize.ranks.group import OURS
 from memsize.ranks.strategies import (
     blocks_in_line,
@@ -63,11 +63,9 @@ _LARGEST: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class RankLoop(Workload):
-    """The user's own loop, run as one process of `world`.
-
-    `make_body(model)` is called once with a copy of the user's model, of which nothing is on the GPU yet: it shards the
-    model, or wraps it, and returns the body, which is called `steps` times with the inputs. What the copy still stores
-    then is on the GPU from the first step on, and whole parameters that were sharded never are.
+    """The user's own loop, run as one process of `world`. `make_body(model)` shards or wraps a copy of the user's
+    model, of which nothing is on the GPU yet, and returns the body, which is called `steps` times. What the copy still
+    stores then is on the GPU from the first step on, and whole parameters that were sharded never are.
     """
 
     make_body: Callable[[nn.Module], Body]
@@ -296,12 +294,10 @@ class StageLoop(Loop):
         self._schedule = Schedule1F1B(staged, self._count, loss_fn=self._loss)
         if self.scaler is not None:  # its scale is made by the first loss, which other ranks don't have
             self.scaler.scale(torch.zeros((), device=device))
-        self._batch = [self._whole(tensor) for tensor in stage.takes] if stage.is_first else []
-
-    def _whole(self, tensor: Tensor) -> Tensor:
-        whole = tensor.repeat(self._count, *(1 for _ in tensor.shape[1:]))
-        self.ledger.mark(whole, "input")
-        return whole
+        takes = stage.takes if stage.is_first else ()
+        self._batch = [tensor.repeat(self._count, *(1 for _ in tensor.shape[1:])) for tensor in takes]
+        for whole in self._batch:
+            run.ledger.mark(whole, "input")
 
     def _forward_and_backward(self) -> None:
         targets: dict[str, Any] = {}

@@ -22,11 +22,9 @@ from memsize.device.cuda_libraries import nccl_notes
 from memsize.errors import first_line
 from memsize.processes.patches import Patch, assigned, wrapping
 from memsize.processes.user_code import Lines, running_lines, shown
-from memsize.records.gpu import Card
 from memsize.records.program import Assumed, Refused
-from memsize.records.trace import Failure, Layer, StoredTensor, Trace
+from memsize.records.trace import Failure, Layer, Trace
 from memsize.records.world import World
-from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleRecord
 from memsize.tracing.run import layer_rows
@@ -58,11 +56,7 @@ class StopProgram(SystemExit):
 
 
 class Program:
-    """A program on a GPU that isn't there, until it has made `steps` optimizer steps (0: to its own end).
-
-    `config` holds the settings of the caching allocator; None: those that the environment has when it is first used.
-    `world` is the job of which it is one process (None: it was started alone). Where it is not `bounded`, nothing is
-    too large for the card. `stack` is the software on the GPU. `processes` are those that it starts.
+    """A program on a GPU that isn't there, with these `settings`. `processes` are those that it starts.
 
     `snapshot` makes of what has run what `torch.cuda.memory._snapshot` returns.
     """
@@ -70,35 +64,35 @@ class Program:
     def __init__(
         self,
         name: str,
-        card: Card,
+        settings: Settings,
         workspaces: Workspaces,
-        config: AllocatorConfig | None,
-        steps: int = 3,
         files: Files | None = None,
-        snapshot: Callable[[Trace, AllocatorConfig], dict[str, Any]] = lambda trace, config: {},
-        world: World | None = None,
-        bounded: bool = True,
-        stack: Stack = INSTALLED,
         processes: ChildProcesses | None = None,
+        snapshot: Callable[[Trace, AllocatorConfig], dict[str, Any]] = lambda trace, config: {},
     ) -> None:
+        card = settings.card
         self.name = name
         self.card = card
-        self._config = config
-        self.world = world
-        self.stack = stack
+        self._config = settings.config
+        self.world = settings.world
+        self.stack = settings.stack
         self.stopped = False
         self.waits = Waits()
         self.gpu_variables: tuple[Held, ...] = ()
         """The variables that hold tensors on the GPU when the program is stopped."""
-        self.files = files or Files()
-        settings = Settings(card, config, steps, world, bounded, stack, self.files.allowed)
+        self.files = files or Files(settings.allowed)
         self.processes = processes or ChildProcesses(self.files, settings)
         self.ledger = VirtualLedger(workspaces, self._after_op, self._allocate)
         self.ledger.evaluator.observer = self._relied
         self.memory = DeviceMemory(
-            card.bytes, cuda_context(card, stack).low, self._settings, self.ledger.events, self.ledger.streams, bounded
+            card.bytes,
+            cuda_context(card, settings.stack).low,
+            self._allocator_config,
+            self.ledger.events,
+            self.ledger.streams,
+            settings.bounded,
         )
-        self.steps = ProgramSteps(self.ledger, steps, self._stop_after_steps, lambda: shown(self._lines()))
+        self.steps = ProgramSteps(self.ledger, settings.steps, self._stop_after_steps, lambda: shown(self._lines()))
         self.calls = ProgramCalls(self.ledger, self._before_forward)
         self._refused: list[tuple[int, int, Refused]] = []
         """Each with the number of events before it, and the layer as the clock numbers it."""
@@ -108,10 +102,7 @@ class Program:
         self._end: int | None = None
 
     def run(self, path: str, arguments: Sequence[str], module: bool = False) -> BaseException | None:
-        """Run the script `path` (or the module of that name) with its own command line, as ``python`` would.
-
-        Returns the error that it ended with: None where it came to its end or was stopped.
-        """
+        """Run a script (or a module) with its own command line, and return the error that it ended with."""
         with self._watched(), self.open(), _command_line(path, arguments, module):
             try:
                 if module:
@@ -147,7 +138,7 @@ class Program:
             self.processes.gpu = driver.gpu
             yield
 
-    def _settings(self) -> AllocatorConfig:
+    def _allocator_config(self) -> AllocatorConfig:
         self.stack = self.stack.in_environment(os.environ.get("CUDA_MODULE_LOADING"))
         if self._config is not None:
             return self._config
@@ -185,9 +176,11 @@ class Program:
 
         def watch() -> None:
             while not over.wait(_PROGRESS_EVERY) and not self.steps.done:
-                seconds = time.monotonic() - started
+                so_far = "no optimizer step so far" if self.ledger.events else "nothing on the GPU so far"
+                end = "; Ctrl-C ends it" + " with a report of what ran" * bool(self.ledger.events)
+                end *= time.monotonic() - started >= _LONG
                 if line := shown(running_lines(Program.run.__code__, program)):
-                    self.steps.progress(self._where(line, seconds))
+                    self.steps.progress(f"at {line}, {so_far}{end}")
 
         watching = threading.Thread(target=watch, daemon=True)
         watching.start()
@@ -196,13 +189,6 @@ class Program:
         finally:
             over.set()
             watching.join()
-
-    def _where(self, line: str, seconds: float) -> str:
-        """Return the progress of a program that has made no optimizer step in so many seconds."""
-        used = bool(self.ledger.events)
-        so_far = "no optimizer step so far" if used else "nothing on the GPU so far"
-        how = ("; Ctrl-C ends it" + " with a report of what ran" * used) if seconds >= _LONG else ""
-        return f"at {line}, {so_far}{how}"
 
     def _relied(self, assumption: str) -> None:
         lines = self._assumed.setdefault(assumption, {})
@@ -263,7 +249,14 @@ class Program:
         ledger, calls, names = self.ledger, self.calls, self._root_names()
         storages = ledger.storages(calls.saved_storages)
         tensors = tuple(
-            _of_root(tensor, names[number]) for number, root in enumerate(calls.roots) for tensor in root.tensors
+            replace(
+                tensor,
+                name=_path(name, tensor.name),
+                layer=_path(name, tensor.layer),
+                tied_to=tensor.tied_to and _path(name, tensor.tied_to),
+            )
+            for name, root in zip(names, calls.roots, strict=False)
+            for tensor in root.tensors
         )
         seen, failure = self._seen_layers(), None
         if error is not None:
@@ -311,7 +304,6 @@ class Program:
         return [root.name for root in self.calls.roots] if len(self.calls.roots) > 1 else [""]
 
     def _seen_layers(self) -> list[ModuleRecord]:
-        """The layers that were called, their paths with the names of their roots."""
         calls, names = self.calls, self._root_names()
         return [
             replace(record, path=_path(names[calls.root_of[i]], record.path)) for i, record in enumerate(calls.seen)
@@ -324,11 +316,6 @@ _NOTHING = Layer("", "program", 0, True, 0, (), 0, 0, 0, 0, 0, 0, 0)
 
 def _path(root: str, path: str) -> str:
     return ".".join(filter(None, (root, path)))
-
-
-def _of_root(tensor: StoredTensor, root: str) -> StoredTensor:
-    tied = tensor.tied_to and _path(root, tensor.tied_to)
-    return replace(tensor, name=_path(root, tensor.name), layer=_path(root, tensor.layer), tied_to=tied)
 
 
 def _unless_stopped(show: Callable[[Any], object], args: Any) -> None:

@@ -84,15 +84,16 @@ class ProgramSteps:
 
     def replacements(self) -> Iterator[Patch]:
         """Yield the patches that observe new optimizers, loaded states and freed gradients."""
-        yield wrapping(Optimizer, "__init__", self._constructed)
+
+        def constructed(original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._step_counts[optimizer] = 0
+
+        yield wrapping(Optimizer, "__init__", constructed)
         yield wrapping(Optimizer, "add_param_group", self._added)
         yield wrapping(Optimizer, "load_state_dict", self._loading)
         yield wrapping(Optimizer, "zero_grad", self._zeroing)
         yield wrapping(nn.Module, "zero_grad", self._zeroing)
-
-    def _constructed(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        original(optimizer, *args, **kwargs)
-        self._step_counts[optimizer] = 0
 
     def _added(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Wrap `add_param_group` to mark its tensors as parameters, whether a module stores them or not."""
@@ -147,7 +148,11 @@ class ProgramSteps:
             if isinstance(parameter, torch.Tensor):
                 for tensor in tensors_in(state):
                     self._ledger.belongs(tensor, parameter)
-        self._settle_state(optimizer)
+        likely, self._ledger.likely_state = self._ledger.likely_state, None
+        if likely:  # what a first step made and did not keep in its state is a temporary
+            state = tensors_in(list(optimizer.state.values()))
+            for index in likely - {self._ledger.index_of(piece) for tensor in state for piece in plain_tensors(tensor)}:
+                self._ledger.rows[index].role = "temporary"
         self._step_counts[optimizer] = self._step_counts.get(optimizer, 0) + 1
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
@@ -163,15 +168,6 @@ class ProgramSteps:
         if self.done < self.wanted:
             return f"step {self.done + 1} of {self.wanted}"
         return f"step {self.done + 1}" + " (other optimizers have made fewer)" * bool(self.wanted)
-
-    def _settle_state(self, optimizer: Optimizer) -> None:
-        """Take what a first step made and did not keep in its state for a temporary."""
-        likely, self._ledger.likely_state = self._ledger.likely_state, None
-        if likely:
-            state = tensors_in(list(optimizer.state.values()))
-            state_storages = {self._ledger.index_of(piece) for tensor in state for piece in plain_tensors(tensor)}
-            for index in likely - state_storages:
-                self._ledger.rows[index].role = "temporary"
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -198,14 +194,13 @@ class ProgramSteps:
         sent_in = (phase_of(number, collective.phase, sent) for number, collective in enumerate(collectives))
         met = tuple(collective._replace(phase=phase) for collective, phase in zip(collectives, sent_in, strict=True))
         begun, over = {event.phase for event in moved}, len(ends)
-        names = tuple(name if number in begun else _around(name, over) for name, number in indices.items())
-        return moved, met, names
-
-
-def _around(phase: str, over: int) -> str:
-    """The name of a phase without events: none is an update of a step that is not among the `over`."""
-    name, step = split_phase(phase)
-    return f"{AROUND} {step}" if name == "optimizer" and step > over else phase
+        names = []
+        for name, number in indices.items():
+            of, step = split_phase(name)
+            # Without events, none is an update of a step that is not among those that are over.
+            is_update = number not in begun and of == "optimizer" and step > over
+            names.append(f"{AROUND} {step}" if is_update else name)
+        return moved, met, tuple(names)
 
 
 def in_step(phase: str, number: int, ends: Sequence[int]) -> str:

@@ -64,7 +64,7 @@ class ProfileRun(Workload):
 
     def run(self, setup: Setup) -> Trace:
         body, head = text_model(setup.model, setup.name)
-        tokens = _tokens(setup)
+        args, kwargs = setup.call
         run = Run(setup)
         names = {id(module): name for name, module in setup.model.named_modules()}
         root = names[id(body)]
@@ -72,8 +72,8 @@ class ProfileRun(Workload):
         _fuse(body, self, quantized)
         _forget_states(body)
         with run.recording(), torch.no_grad(), setup.precision.autocast():
-            inputs = setup.call[1] if self.with_images else {"input_ids": tokens}
-            hidden = body(**inputs, use_cache=False).last_hidden_state
+            tokens = kwargs["input_ids"] if "input_ids" in kwargs else next(iter(tensors_in(args)))
+            hidden = body(**(kwargs if self.with_images else {"input_ids": tokens}), use_cache=False).last_hidden_state
             last = hidden[: self.seqs, -1].contiguous()
             width = getattr(head, "weight", last).dtype
             logits = head(last.to(width) if width.is_floating_point else last)  # Mamba's residuals are in float32
@@ -90,15 +90,8 @@ class ImageRun(Workload):
     def __init__(self) -> None:
         self.tokens = self.bytes = 0
 
-    @staticmethod
-    def suits(model: Any) -> bool:
-        """Whether a model has an encoder that can be run by itself."""
-        return _encoder(model) is not None
-
     def run(self, setup: Setup) -> Trace:
-        """Encode the images among the inputs."""
-        encode = _encoder(setup.model)
-        assert encode is not None
+        encode = image_encoder(setup.model)
         images = {name: value for name, value in setup.call[1].items() if "pixel" in name or "image" in name}
         run = Run(setup)
         with run.recording(), torch.no_grad(), setup.precision.autocast():
@@ -111,7 +104,8 @@ class ImageRun(Workload):
         return run.trace()
 
 
-def _encoder(model: Any) -> Any:
+def image_encoder(model: Any) -> Any:
+    """The method by which a model encodes images; None where none can be run by itself."""
     owners: tuple[Any, ...] = (getattr(model, "base_model", None), model)
     return next((owner.get_image_features for owner in owners if hasattr(owner, "get_image_features")), None)
 
@@ -147,36 +141,24 @@ def text_model(model: nn.Module, name: str) -> tuple[Any, nn.Module]:
     return body, outputs
 
 
-def _tokens(setup: Setup) -> torch.Tensor:
-    args, kwargs = setup.call
-    return kwargs["input_ids"] if "input_ids" in kwargs else next(iter(tensors_in(args)))
-
-
 def _sampled(logits: torch.Tensor, sampler: Sampler) -> torch.Tensor:
-    """Filter logits by a top-k of the whole vocabulary and a top-p, and sample from what is left."""
     if sampler != "sorts":
         logits = logits.float()
     if sampler != "searches":
-        logits = _filtered(logits)
+        ordered, places = logits.sort(dim=-1)
+        ordered.masked_fill_(ordered < ordered[:, :1], -torch.inf)
+        shares = ordered.softmax(dim=-1)
+        ordered.masked_fill_(shares.cumsum(dim=-1) <= 0.01, -torch.inf)
+        logits = torch.empty_like(ordered).scatter_(dim=-1, index=places, src=ordered)
     shares = logits.softmax(dim=-1, dtype=torch.float32)
     return shares.div_(torch.empty_like(shares).exponential_()).argmax(dim=-1)
-
-
-def _filtered(logits: torch.Tensor) -> torch.Tensor:
-    ordered, places = logits.sort(dim=-1)
-    ordered.masked_fill_(ordered < ordered[:, :1], -torch.inf)
-    shares = ordered.softmax(dim=-1)
-    ordered.masked_fill_(shares.cumsum(dim=-1) <= 0.01, -torch.inf)
-    return torch.empty_like(ordered).scatter_(dim=-1, index=places, src=ordered)
 
 
 # -- kernels of its own ------------------------------------------------------------------------------------------------
 
 
 def _fuse(body: nn.Module, run: ProfileRun, packed: Set[str]) -> None:
-    """Let the layers of a copy of a model take what those of a server take. `packed` are the paths of linear layers
-    whose weights are packed integers.
-    """
+    """Let the layers of a model take what a server's do. `packed` are the paths of those with packed integers."""
     for path, module in body.named_modules():
         experts = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
         if all(isinstance(weight, torch.Tensor) and weight.dim() == 3 for weight in experts):
@@ -217,6 +199,12 @@ def _forget_states(model: nn.Module) -> None:
     """Free the states between the layers of image encoders, but for those that the config lists: transformers returns
     them all (`MllamaVisionEncoder` in vLLM's `model_executor/models/mllama.py`).
     """
+
+    def freeing(forward: Callable[..., Any], *, hidden_states: torch.Tensor, **options: Any) -> Any:
+        result = forward(hidden_states, **options)
+        hidden_states.untyped_storage().resize_(0)
+        return result
+
     for module in model.modules():
         listed = getattr(getattr(module, "config", None), "intermediate_layers_indices", None)
         layers = getattr(module, "layers", None)
@@ -225,17 +213,10 @@ def _forget_states(model: nn.Module) -> None:
             returned = listed if max(listed) < len(layers) else ()
             for number, layer in enumerate(layers[1:]):
                 if number not in returned:
-                    vars(layer)["forward"] = partial(_freeing_states, layer.forward)
-
-
-def _freeing_states(forward: Callable[..., Any], *, hidden_states: torch.Tensor, **options: Any) -> Any:
-    result = forward(hidden_states, **options)
-    hidden_states.untyped_storage().resize_(0)
-    return result
+                    vars(layer)["forward"] = partial(freeing, layer.forward)
 
 
 def _gated(module: Any, run: ProfileRun, is_packed: bool, states: torch.Tensor) -> torch.Tensor:
-    """A gated MLP: gate and up are one product."""
     inner = module.down_proj.in_features
     both = states.new_empty(*states.shape[:-1], 2 * inner)
     if is_packed:
@@ -294,21 +275,18 @@ def rotary_tables(model: Any) -> int:
     rope = getattr(config, "rope_parameters", None)
     if not rope:
         return 0
-    kinds = {kind: entries for kind, entries in rope.items() if isinstance(entries, dict)} or {"": rope}
-    tables = {
-        (*sorted((name, str(entry)) for name, entry in entries.items()), width): _positions(config, entries) * width
-        for kind, entries in kinds.items()
-        for width in [int(_head_dim(config, kind) * entries.get("partial_rotary_factor", 1))]
-    }
+    layers = list(getattr(config, "layer_types", None) or ())
+    tables: dict[tuple[object, ...], int] = {}
+    for kind, entries in ({kind: own for kind, own in rope.items() if isinstance(own, dict)} or {"": rope}).items():
+        own = config
+        if getattr(config, "per_layer_config", None) and kind in layers:
+            own = config.per_layer_config[layers.index(kind)]
+        of_head = getattr(own, "qk_rope_head_dim", None) or getattr(own, "head_dim", None)
+        of_head = int(of_head or own.hidden_size // own.num_attention_heads)
+        width = int(of_head * entries.get("partial_rotary_factor", 1))
+        key = *sorted((name, str(entry)) for name, entry in entries.items()), width
+        tables[key] = _positions(config, entries) * width
     return sum(tables.values()) * int(model.dtype.itemsize)
-
-
-def _head_dim(config: Any, kind: str) -> int:
-    kinds = getattr(config, "layer_types", None) or ()
-    if getattr(config, "per_layer_config", None) and kind in kinds:
-        config = config.per_layer_config[kinds.index(kind)]
-    of_head = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
-    return int(of_head or config.hidden_size // config.num_attention_heads)
 
 
 def _positions(config: Any, rope: dict[str, Any]) -> int:

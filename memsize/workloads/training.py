@@ -57,10 +57,8 @@ class TrainingSteps(Workload):
 
     @property
     def _repeats(self) -> bool:
-        """Whether a step that would repeat the one before need not be run.
-
-        An optimizer from elsewhere may do something every so often, and whoever asks for more steps than usual looks
-        for what the first ones don't show.
+        """Whether a step that would repeat the one before need not be run. An optimizer from elsewhere may do something
+        every so often, and whoever asks for more steps than usual looks for what the first ones don't show.
         """
         is_regular = isinstance(self.options.optimizer, str) and not self.options.is_own
         return is_regular and self.options.steps <= USUAL_STEPS
@@ -73,11 +71,8 @@ def is_regular(training: Training) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnLoop(Workload):
-    """The user's own loop.
-
-    `make_body(model)` is called once with a copy of the user's model and returns the body, which is called `steps`
-    times with the inputs; whatever it makes outside the body (optimizer, scaler, averaged copy) exists from the first
-    step on.
+    """The user's own loop. `make_body(model)` is called once with a copy of the user's model and returns the body,
+    which is called `steps` times with the inputs; whatever it makes outside the body exists from the first step on.
     """
 
     make_body: Callable[[nn.Module], Body]
@@ -123,9 +118,8 @@ def _as_trained(run: Run) -> Iterator[None]:
 
 @contextmanager
 def gradients_marked(run: Run) -> Iterator[None]:
-    """While open, the gradients of the run's model are marked as they are accumulated; those of parameters that are
-    offloaded are left alone, as PyTorch copies them otherwise where somebody watches, and those of flat parameters,
-    which are whole until they are reduced.
+    """While open, gradients of the run's model are marked as they are accumulated; not those of offloaded parameters,
+    as PyTorch copies them otherwise where somebody watches, nor of flat ones, which are whole until they are reduced.
     """
     ledger = run.ledger
 
@@ -163,7 +157,11 @@ class Loop:
         self.parameters = _trainable(setup.model)
         if not self.parameters:
             raise InputError("no parameter of the model requires a gradient: there is nothing to train")
-        self.masters = _master_copies(self.parameters, self.ledger) if setup.precision.masters else None
+        self.masters: list[torch.Tensor] | None = None
+        if setup.precision.masters:  # one in float32 for each of lower precision; a float32 parameter is its own
+            lower = [p for p in self.parameters if p.dtype is not torch.float32]
+            copies = dict(zip(map(id, lower), _copies(lower, ledger, "master weight"), strict=True))
+            self.masters = [copies[id(p)].requires_grad_() if id(p) in copies else p for p in self.parameters]
         own = model_defined_step_of(setup.model) if training.is_own else None
         if training.is_own and own is None:
             kind = type(setup.model).__name__
@@ -181,7 +179,10 @@ class Loop:
 
     def __call__(self) -> None:
         with self.ledger.clock.during("zero_grad"):
-            self._zero_grad()
+            views = self.setup.buckets is not None and self.setup.buckets.views  # views of buckets, which stay
+            self.optimizer.zero_grad(set_to_none=self.training.set_to_none and not views)
+            for parameter in self.parameters if self.masters is not None else ():
+                parameter.grad = None
         for _ in range(self.accumulate):
             self._forward_and_backward()
         if self.clip:
@@ -193,13 +194,6 @@ class Loop:
         if self.average:
             with self.ledger.clock.during("ema"), torch.no_grad():
                 torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 0.001)
-
-    def _zero_grad(self) -> None:
-        views = self.setup.buckets is not None and self.setup.buckets.views  # views of buckets, which stay
-        self.optimizer.zero_grad(set_to_none=self.training.set_to_none and not views)
-        if self.masters is not None:
-            for parameter in self.parameters:
-                parameter.grad = None
 
     def _forward_and_backward(self) -> None:
         args, kwargs = self.setup.call
@@ -215,28 +209,25 @@ class Loop:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def _step(self) -> None:
-        if self.masters is not None:
-            self._step_masters()
-        elif self.scaler is None:
+        if self.masters is None and self.scaler is None:
             self.optimizer.step()
-        else:
-            with self.ledger.clock.during("optimizer"):
+            return
+        with self.ledger.clock.during("optimizer"):
+            if self.masters is None:
+                assert self.scaler is not None
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
-
-    def _step_masters(self) -> None:
-        """apex O2: gradients are copied to float32, the masters are updated, and the parameters are made from them."""
-        assert self.masters is not None
-        with self.ledger.clock.during("optimizer"):
-            for master, parameter in zip(self.masters, self.parameters, strict=True):
-                if parameter.grad is not None and master is not parameter:
+                return
+            # apex O2: gradients are copied to float32, the masters are updated, and the parameters are made from them.
+            lower = [pair for pair in zip(self.masters, self.parameters, strict=True) if pair[0] is not pair[1]]
+            for master, parameter in lower:
+                if parameter.grad is not None:
                     master.grad = parameter.grad.detach().to(torch.float32)
                     self.ledger.mark(master.grad, "gradient")
             self.optimizer.step()
             with torch.no_grad():
-                for master, parameter in zip(self.masters, self.parameters, strict=True):
-                    if master is not parameter:
-                        parameter.copy_(master)
+                for master, parameter in lower:
+                    parameter.copy_(master)
 
 
 def one_number(loss: Any) -> torch.Tensor:
@@ -245,13 +236,6 @@ def one_number(loss: Any) -> torch.Tensor:
         got = spec_of(loss) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise InputError(f"the loss is {got}: a backward starts from a tensor with one element")
     return loss
-
-
-def _master_copies(parameters: list[torch.Tensor], ledger: Ledger) -> list[torch.Tensor]:
-    """A float32 master for every parameter of lower precision; a float32 parameter is its own."""
-    lower = [p for p in parameters if p.dtype is not torch.float32]
-    copies = dict(zip(map(id, lower), _copies(lower, ledger, "master weight"), strict=True))
-    return [copies[id(p)].requires_grad_() if id(p) in copies else p for p in parameters]
 
 
 def _copies(parameters: list[torch.Tensor], ledger: Ledger, role: Any) -> list[torch.Tensor]:

@@ -26,6 +26,7 @@ from memsize.records.finding import Finding
 from memsize.records.fit import Budget, Fit, FitRow, FitRun
 from memsize.records.trace import Trace
 from memsize.spec.vary import VariedScript
+from memsize.virtual.guards.child_processes import Settings
 
 ScriptRun: TypeAlias = tuple[Trace, AllocatorConfig, str]
 """The trace of a script, its allocator settings, and how it failed (empty: it did not)."""
@@ -65,11 +66,9 @@ class ScriptRuns:
 
     def trace(self, value: int, quiet: bool = False) -> ScriptRun:
         """Run the script with a value; `quiet` hides what it prints."""
-        arguments, card = self.script.valued(value), self.budget.card
+        settings = Settings(self.budget.card, self.config, self.steps, bounded=False)
         with silent() if quiet else nullcontext():
-            program, error = run_program(
-                self.script.path, arguments, card, self.config, steps=self.steps, module=False, bounded=False
-            )
+            program, error = run_program(self.script.path, self.script.valued(value), settings)
         if isinstance(error, KeyboardInterrupt):  # which reaches the script where it runs in this process
             raise error
         failure = "" if error is None else f"{type(error).__name__}: {first_line(error)}"

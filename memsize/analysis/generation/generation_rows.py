@@ -27,7 +27,7 @@ from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
 from memsize.torch_internals.isolation import collector_paused
 from memsize.workloads.caches import CachedLayer
-from memsize.workloads.generation import DECODE, PREFILL, Prompts, is_assistants, positions
+from memsize.workloads.generation import ASSISTANT, DECODE, PREFILL, Prompts, positions
 
 _WEIGHTS = ("parameter", "buffer")
 _NONE_RIGHT = "none of the tokens that are proposed is right: no step needs more than those that are taken then"
@@ -35,10 +35,7 @@ _NONE_RIGHT = "none of the tokens that are proposed is right: no step needs more
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """The question: each of `generations` at each of `batches` under each of `scenarios`.
-
-    `loop` generates in place of the model's own `generate`.
-    """
+    """Each of `generations` at each of `batches` under each of `scenarios`. `loop` takes the place of `generate`."""
 
     generations: Sequence[Generation]
     batches: Sequence[int]
@@ -86,7 +83,7 @@ def report_generation(
         if all(row.estimate is None for row in rows):
             raise next(result.error for result in results if result.error)
         remedied = remedies(rows, work.generators.values())
-        largest = work.trace(max(results, key=_requested))
+        largest = work.trace(max(results, key=lambda result: getattr(result.row.estimate, "requested", 0)))
     config, most = getattr(runner.model, "config", None), positions(runner.model)
     tokens = max(generation.prompt + generation.max_new_tokens for generation in request.generations)
     beyond = f"the model has positions for {most or 0:,} tokens: its answers to {tokens:,} have no meaning"
@@ -104,10 +101,6 @@ def report_generation(
         allocator=json.dumps(plain(request.config)),
         trace=largest,
     )
-
-
-def _requested(result: RowResult) -> int:
-    return result.row.estimate.requested if result.row.estimate else 0
 
 
 class GenerationWork:
@@ -166,7 +159,7 @@ class GenerationWork:
     def _row(self, row: GenerationRow, generated: Generated) -> GenerationRow:
         trace = generated.trace
         prefill, decode = _phases(trace, PREFILL, DECODE)
-        layers = {index for index, layer in enumerate(trace.layers) if is_assistants(layer.path)}
+        layers = {index for index, layer in enumerate(trace.layers) if layer.path.partition(".")[0] == ASSISTANT}
         weights = (trace.storages[index] for index in places(trace.storages, "role", _WEIGHTS)) if layers else ()
         return replace(
             row,

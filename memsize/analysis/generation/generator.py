@@ -7,7 +7,7 @@ The prefill of the prompt is traced, and the first decode steps. Later steps dif
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from memsize.virtual.host_memory import pinned_block
 from memsize.workloads.caches import CachedLayer, OnGpuWithHost, refuse_missing_cache
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
 
-FIRST_STEPS = 4
+_FIRST_STEPS = 4
 """The decode steps that are traced after the prompt of a generation."""
 _FEW_STEPS = 16
 """In a generation of fewer decode steps each is traced."""
@@ -80,7 +80,7 @@ class Generated:
     def trace(self) -> Trace:
         """The trace, built anew each time, its storages and events in columns."""
         columns = columns_of(_run(self.begun.steps, self.pieces, self.generation))
-        return replace(self.begun.trace, **columns._asdict())
+        return replace(self.begun.trace, **columns)
 
     def noted(self, note: str) -> Generated:
         """Add a note to the trace."""
@@ -127,30 +127,31 @@ class Generator:
             return _generated(self.sample((generation, batch, None)), generation)
         if generation.draft and (repeating := self._repeating(generation, batch)):
             return repeating
-        sample = self.sample((generation, batch, FIRST_STEPS))
+        sample = self.sample((generation, batch, _FIRST_STEPS))
         steady = _steady(sample.steps)
         if steady is None:
             return _generated(self.sample((generation, batch, None)), generation)
         polynomial = self._polynomial(generation, batch)
-        if polynomial and (piece := polynomial.piece(batch, generation.start + FIRST_STEPS, generation.last)):
+        if polynomial and (piece := polynomial.piece(batch, generation.start + _FIRST_STEPS, generation.last)):
             return _generated(sample, generation, pieces=[piece], lengths=polynomial.lengths)
         curve = Curve(lambda length: self.sample((generation.after(length - steady), batch, steady)).steps[-1], 1)
-        pieces = curve.pieces(range(generation.start + FIRST_STEPS, generation.last + 1), period=ALIGNED)
+        pieces = curve.pieces(range(generation.start + _FIRST_STEPS, generation.last + 1), period=ALIGNED)
         return _generated(sample, generation, pieces=pieces, lengths={node for piece in pieces for node in piece.nodes})
 
     def derive(self, generation: Generation, batch: int) -> Generated:
-        """Build a generation from a polynomial, without tracing, if one covers it; else as `run` does.
-
-        The layer rows are then those of the largest traced generation.
-        """
+        """Build a generation without tracing if a polynomial covers it, its layers those of the largest; else `run`."""
         polynomial = self._polynomial(generation, batch)
-        beginning = polynomial and _beginning(polynomial, generation, batch)
-        piece = polynomial and polynomial.piece(batch, generation.start + FIRST_STEPS, generation.last)
+        start, last = generation.start, generation.last
+        beginning = polynomial and polynomial.at(GenerationPoint(batch, start, last))
+        piece = polynomial and polynomial.piece(batch, start + _FIRST_STEPS, last)
         if not (polynomial and beginning and piece):
             return self.run(generation, batch)
+        numbers = range(polynomial.generations.begin + 1, _FIRST_STEPS + 1)
+        later = (polynomial.step(batch, start + number, last) for number in numbers)
         inputs = input_tensors(self.prompts(generation.prompt).call(batch))
         trace = replace(self._largest(polynomial, generation).trace, inputs=inputs, batch_size=batch)
-        return _generated(Sample(beginning, trace), generation, pieces=[piece], lengths=polynomial.lengths)
+        begun = Sample((*beginning, *filter(None, later)), trace)
+        return _generated(begun, generation, pieces=[piece], lengths=polynomial.lengths)
 
     def cover(
         self,
@@ -166,7 +167,11 @@ class Generator:
         One polynomial is to cover all of them, or with `between` also all prompts between them. Where the generations
         differ, halves are tried, as often as `splits`. A batch of 1 takes other code paths, so it is covered by itself.
         """
-        if not self._may_interpolate(generation):
+        irregular = (
+            generation.num_beams > 1 or generation.is_periodic or generation.prefill_chunk_size or generation.draft
+        )
+        # The prompt of an encoder-decoder is not what the decoder reads.
+        if generation.steps < _FEW_STEPS or irregular or self._is_encoder_decoder:
             return
         if batches[0] == 1 < len(batches):
             self.cover(generation, batches[:1], prompts, between=between, splits=splits)
@@ -181,21 +186,19 @@ class Generator:
             begin=_BEGIN,
             apart=apart,
         )
-        polynomial = polynomial_in(generations, lambda points: self._beginnings(generation, generations, points))
+
+        def beginnings(points: Sequence[GenerationPoint]) -> list[Steps]:
+            needed = [_traced(generation, generations, point) for point in points]
+            self.ahead([traced for traced in needed if traced not in self.samples])
+            return [self.sample(traced).steps[: generations.begin + 2] for traced in needed]
+
+        polynomial = polynomial_in(generations, beginnings)
         if polynomial:
-            if (_steady(self._largest(polynomial, generation).steps) or FIRST_STEPS) <= _BEGIN:
+            if (_steady(self._largest(polynomial, generation).steps) or _FIRST_STEPS) <= _BEGIN:
                 self._polynomials.append((replace(generation, prompt=1), polynomial))
         elif splits:
             for fewer, shorter in _parts(batches, prompts, apart):
                 self.cover(generation, fewer, shorter, splits=splits - 1)
-
-    def _may_interpolate(self, generation: Generation) -> bool:
-        """Whether generations of different batches and prompts differ in sizes alone."""
-        irregular = (
-            generation.num_beams > 1 or generation.is_periodic or generation.prefill_chunk_size or generation.draft
-        )
-        # The prompt of an encoder-decoder is not what the decoder reads.
-        return generation.steps >= _FEW_STEPS and not irregular and not self._is_encoder_decoder
 
     def covers(self, generation: Generation, batch: int) -> bool:
         """Whether a polynomial covers a generation."""
@@ -223,9 +226,7 @@ class Generator:
         return self.samples[traced]
 
     def _repeating(self, generation: Generation, batch: int) -> Generated | None:
-        """Build a generation whose steps repeat after 8, with rows of masks padded to a multiple of 8, from its first
-        steps, its last steps, and two in the middle that have to agree. None where they do not repeat.
-        """
+        """Build a generation whose steps repeat after 8: from first, last, and two in the middle that must agree."""
         most = _STEADY + ALIGNED - 1
         first = most + (generation.steps - most) % ALIGNED
         if generation.steps < first + 2 * ALIGNED:
@@ -249,20 +250,12 @@ class Generator:
             return None
         return _generated(begun, generation, pieces=pieces, lengths={*held_out, lengths[0], lengths[-1]})
 
-    def _beginnings(
-        self, generation: Generation, generations: GenerationRange, points: Sequence[GenerationPoint]
-    ) -> list[Steps]:
-        needed = [_traced(generation, generations, point) for point in points]
-        self.ahead([traced for traced in needed if traced not in self.samples])
-        return [self.sample(traced).steps[: generations.begin + 2] for traced in needed]
-
     def _largest(self, polynomial: StepPolynomial, generation: Generation) -> Sample:
         """Return the generation of the most sequences after the longest prompt."""
         generations = polynomial.generations
         return self.sample(_traced(generation, generations, generations.largest))
 
     def _polynomial(self, generation: Generation, batch: int) -> StepPolynomial | None:
-        """Return the polynomial that covers a generation."""
         similar = (one for of, one in self._polynomials if of == replace(generation, prompt=1))
         return next((one for one in similar if one.generations.contains(batch, generation.prompt)), None)
 
@@ -272,35 +265,22 @@ class Generator:
 
 
 def _traced(generation: Generation, generations: GenerationRange, point: GenerationPoint) -> Traced:
-    """Return the generation to trace for a point. More steps of the largest show when steps begin to be alike."""
     proposed = generation.draft.tokens if generation.draft else 0
     longer = replace(generation, prompt=point.start, max_new_tokens=point.last - point.start + 1 + proposed)
-    return longer, point.batch, FIRST_STEPS if point == generations.largest else generations.begin
-
-
-def _beginning(polynomial: StepPolynomial, generation: Generation, batch: int) -> Steps | None:
-    """Interpolate the steps that `Generator.run` would trace."""
-    start, last = generation.start, generation.last
-    beginning = polynomial.at(GenerationPoint(batch, start, last))
-    numbers = range(polynomial.generations.begin + 1, FIRST_STEPS + 1)
-    later = (polynomial.step(batch, start + number, last) for number in numbers)
-    return beginning and (*beginning, *filter(None, later))
+    return longer, point.batch, _FIRST_STEPS if point == generations.largest else generations.begin
 
 
 def _parts(batches: Sequence[int], prompts: Sequence[int], apart: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
     """Yield parts of the batches and prompts that may be more alike: prompts a multiple of 8 apart, else halves."""
     if apart < ALIGNED:
-        residues = sorted({prompt % ALIGNED for prompt in prompts})
-        yield from ((batches, [prompt for prompt in prompts if prompt % ALIGNED == residue]) for residue in residues)
+        for residue in sorted({prompt % ALIGNED for prompt in prompts}):
+            yield batches, [prompt for prompt in prompts if prompt % ALIGNED == residue]
     elif len(prompts) > 1:
-        yield from ((batches, half) for half in _halves(prompts))
+        middle = (len(prompts) + 1) // 2
+        yield from ((batches, prompts[:middle]), (batches, prompts[middle:]))
     else:
-        yield from ((half, prompts) for half in _halves(batches))
-
-
-def _halves(numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    middle = (len(numbers) + 1) // 2
-    return numbers[:middle], numbers[middle:]
+        middle = (len(batches) + 1) // 2
+        yield from ((batches[:middle], prompts), (batches[middle:], prompts))
 
 
 def _steady(steps: Sequence[Step]) -> int | None:
@@ -324,6 +304,9 @@ def _generated(
     traced = sample.steps[: generation.steps + 2]
     steps = list(_run(traced, pieces, generation))
     last, before = steps[-1][0], steps[-2][0]
+    pinned: Counter[int] = Counter()  # of each block size as many as are in use when most tensors are on the host
+    for step, _ in steps if generation.is_offloaded else ():
+        pinned |= Counter(pinned_block(size) for layer in step.cached for size in layer.hosted)
     return Generated(
         begun=Sample(traced, sample.trace),
         generation=generation,
@@ -333,43 +316,27 @@ def _generated(
         lengths=tuple(sorted({*lengths, generation.start})),
         # A beam search keeps tables whose size is that of the whole search: they do not follow from the length alone.
         exact=all(piece.exact for piece in pieces) and (generation.num_beams == 1 or not pieces),
-        pinned=_pinned(step for step, _ in steps) if generation.is_offloaded else 0,
+        pinned=sum(size * count for size, count in pinned.items()),
     )
 
 
 def _run(begun: Steps, pieces: Sequence[Piece], generation: Generation) -> Iterator[tuple[Step, Sequence[int] | None]]:
-    """Yield all steps of a generation, the setup first, and the events that are recorded of each (None: all)."""
+    """Yield all steps of a generation, the setup first, and the events that are recorded of each (None: all).
+
+    Between the ends of a piece memory grows evenly, so the peak is at an end. There, small tensors that a step
+    allocates and frees are dropped: the allocator has had cached blocks for them since the first step.
+    """
     yield from ((step, None) for step in begun)
-    yield from _later(pieces, after=generation.start + len(begun) - 2)
-
-
-def _pinned(steps: Iterable[Step]) -> int:
-    """Compute the bytes that PyTorch pins on the host: of each block size as many as are in use at the end of a step,
-    when most tensors are on the host.
-    """
-    most: Counter[int] = Counter()
-    for step in steps:
-        most |= Counter(pinned_block(size) for layer in step.cached for size in layer.hosted)
-    return sum(size * count for size, count in most.items())
-
-
-def _later(pieces: Sequence[Piece], after: int) -> Iterator[tuple[Step, Sequence[int] | None]]:
-    """Yield the steps of the lengths beyond `after`, with all events near the ends of their pieces.
-
-    In between, memory grows evenly, so the peak is at an end. There, small tensors that a step allocates and frees are
-    dropped: the allocator has had cached blocks for them since the first step.
-    """
     positions_of = {length: (piece, index) for piece in pieces for index, length in enumerate(piece.lengths)}
     lasting = {id(piece): _lasting(piece) for piece in pieces}
     for length in sorted(positions_of):
         piece, index = positions_of[length]
-        if length > after:
+        if length > generation.start + len(begun) - 2:
             whole = index < 2 or index == len(piece.lengths) - 1
             yield piece.at(length), None if whole else lasting[id(piece)]
 
 
 def _lasting(piece: Piece) -> list[int]:
-    """List the events of a step about large storages, and about storages that outlive it."""
     low, high = piece.nodes[piece.low], piece.nodes[piece.high]
     events = low.structure.events
     left: dict[int, int] = {}

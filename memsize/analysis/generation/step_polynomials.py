@@ -40,10 +40,7 @@ _MOST_TRACED: Final = 64
 
 
 class Polynomials:
-    """The polynomials with some `terms` that are determined by their values at as many `points`.
-
-    Raises `ValueError` where the points do not determine them.
-    """
+    """The polynomials with some `terms` that their values at as many `points` determine; else a `ValueError`."""
 
     def __init__(self, points: Sequence[tuple[int, ...]], terms: Sequence[Powers]) -> None:
         self._terms = terms
@@ -84,7 +81,6 @@ def weighted(weights: Sequence[Fraction], values: Sequence[Sizes]) -> Sizes | No
 
 
 def _inverse(rows: Sequence[Sequence[Fraction]]) -> list[list[Fraction]]:
-    """Invert a matrix by Gauss-Jordan elimination."""
     size = len(rows)
     work = [[*row, *(Fraction(int(column == number)) for column in range(size))] for number, row in enumerate(rows)]
     for column in range(size):
@@ -130,18 +126,20 @@ class Piece:
             return self.nodes[length]
         if not self.exact:  # the longest is the largest
             return self.nodes[self.high]
-        return Step(self.nodes[self.low].structure, self._sizes(length))
+        if len(self.nodes) == 2:
+            sizes = self.nodes[self.low].sizes + self._slope * (length - self.low)
+        else:
+            interpolated = self._polynomials.at((length,), (step.sizes for step in self.nodes.values()))
+            assert interpolated is not None, "a held-out length has agreed, so all are integers"
+            sizes = interpolated
+        return Step(self.nodes[self.low].structure, sizes)
 
     def agrees(self, length: int, step: Step) -> bool:
         """Whether the piece predicts a traced step to the byte."""
-        return _agree(self.nodes, length, step)
-
-    def _sizes(self, length: int) -> Sizes:
-        if len(self.nodes) == 2:
-            return self.nodes[self.low].sizes + self._slope * (length - self.low)
-        sizes = self._polynomials.at((length,), (step.sizes for step in self.nodes.values()))
-        assert sizes is not None, "a held-out length has agreed, so all are integers"
-        return sizes
+        if any(node.structure != step.structure for node in self.nodes.values()):
+            return False
+        sizes = self._polynomials.at((length,), (node.sizes for node in self.nodes.values()))
+        return sizes is not None and bool((sizes == step.sizes).all())
 
     @cached_property
     def _slope(self) -> Sizes:
@@ -171,8 +169,9 @@ class Curve:
         last = len(lengths) - 1
         nodes = {node: self._step(node) for node in (lengths[last * n // self.degree] for n in range(self.degree + 1))}
         held_out = [length for length in _held_out(lengths, period) if length not in nodes]
-        if all(_agree(nodes, length, self._step(length)) for length in held_out):
-            return [Piece(lengths, nodes)]
+        piece = Piece(lengths, nodes)
+        if all(piece.agrees(length, self._step(length)) for length in held_out):
+            return [piece]
         if len(self.traced) >= _MOST_TRACED:
             return [Piece(lengths, nodes, exact=False)]
         if period > 1 and len(lengths) > period and self._repeats(held_out[0], period):
@@ -181,7 +180,6 @@ class Curve:
         return [*self.pieces(lengths[:middle], period), *self.pieces(lengths[middle:], period)]
 
     def _repeats(self, length: int, period: int) -> bool:
-        """Whether the step at `length` is like the one a period later, and unlike one between them."""
         first, *between = (self._step(length + apart).structure for apart in range(period))
         return self._step(length + period).structure == first and any(other != first for other in between)
 
@@ -198,13 +196,6 @@ def _held_out(lengths: Sequence[int], period: int) -> list[int]:
         return [lengths[middle]]
     multiple = next(length for length in lengths[middle:] if length % period == 0)
     return [multiple, multiple + 1]
-
-
-def _agree(nodes: dict[int, Step], length: int, step: Step) -> bool:
-    if any(node.structure != step.structure for node in nodes.values()):
-        return False
-    sizes = Polynomials.of_degree(nodes).at((length,), (node.sizes for node in nodes.values()))
-    return sizes is not None and bool((sizes == step.sizes).all())
 
 
 # -- beginnings over batches, prompts and final lengths ---------------------------------------------------------------

@@ -34,10 +34,7 @@ SETUP = -1
 
 
 class StepEvent(NamedTuple):
-    """An event of a step, in a layer and by an op, about the storage in `slot` of the step `age` steps before.
-
-    `stage` tells phases of one step apart.
-    """
+    """An event about the storage in `slot` of the step `age` steps before. `stage` tells phases of one step apart."""
 
     age: int
     slot: int
@@ -78,10 +75,8 @@ class Structure:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step: its structure and its sizes.
-
-    The order of the sizes: the bytes that each event adds, the bytes of each storage, the dimensions of all storages,
-    the bytes of each layer of the cache, the bytes of all their tensors on the host.
+    """One step: its structure and its sizes: the bytes that each event adds, the bytes of each storage, the dimensions
+    of all storages, the bytes of each layer of the cache, the bytes of all their tensors on the host.
     """
 
     structure: Structure
@@ -163,24 +158,14 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
 # -- from steps to the columns of a run -------------------------------------------------------------------------------
 
 
-class RunColumns(NamedTuple):
-    """The fields of a trace that come from its steps."""
-
-    phases: tuple[str, ...]
-    storages: Columns[Storage]
-    events: Columns[Event]
-    lines: tuple[str, ...]
-
-
-def columns_of(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> RunColumns:
-    """Build the columns of a run from its steps, the setup first, each with the numbers of its events to record (None:
-    all of them).
-
-    If an event of a storage is dropped, later events of the storage must be dropped too.
+def columns_of(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> dict[str, Any]:
+    """Build the fields of a trace that come from its steps, the setup first, each with the numbers of its events to
+    record (None: all). If an event of a storage is dropped, later ones must be too.
     """
     import numpy as np
 
-    codes, plans, phases = _Codes({}, {}, {}, {}), dict[tuple[int, int], _Plan](), dict[str, int]()
+    codes = {name: dict[str, int]() for name in ("role", "op", "dtype", "line")}
+    plans, phases = dict[tuple[int, int], _Plan](), dict[str, int]()
     of_storages: list[Sequence[Integers]] = []
     of_events: list[Sequence[Integers]] = []
     numbers: list[Integers] = []
@@ -204,23 +189,16 @@ def columns_of(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> RunColumns
     joined = map(np.concatenate, zip(*of_storages, strict=True))
     size, dimensions, role, layer, op, dtype, rank, stream, line = joined
     storage, delta, phase, event_layer, event_op = map(np.concatenate, zip(*of_events, strict=True))
-    roles, ops, dtypes, lines = map(tuple, codes)
+    roles, ops, dtypes, lines = map(tuple, codes.values())
     shape = Shapes(dimensions, np.cumsum(rank) - rank, rank)
     described = Coded(role, roles), layer, Coded(op, ops), Coded(dtype, dtypes), shape
     unsaved = np.full(count, -1, dtype=np.int32)
-    return RunColumns(
-        tuple(phases),
-        Columns(Storage, size, *described, unsaved, stream, line, unsaved),
-        Columns(Event, storage, delta, phase, event_layer, Coded(event_op, ops)),
-        lines,
-    )
-
-
-class _Codes(NamedTuple):
-    roles: dict[str, int]
-    ops: dict[str, int]
-    dtypes: dict[str, int]
-    lines: dict[str, int]
+    return {
+        "phases": tuple(phases),
+        "storages": Columns(Storage, size, *described, unsaved, stream, line, unsaved),
+        "events": Columns(Event, storage, delta, phase, event_layer, Coded(event_op, ops)),
+        "lines": lines,
+    }
 
 
 class _Plan:
@@ -231,26 +209,28 @@ class _Plan:
     is `new_age`.
     """
 
-    def __init__(self, structure: Structure, recorded: Sequence[int] | None, *, new_age: int, codes: _Codes) -> None:
+    def __init__(
+        self, structure: Structure, recorded: Sequence[int] | None, *, new_age: int, codes: dict[str, dict[str, int]]
+    ) -> None:
         import numpy as np
 
-        self._slots = len(structure.storages)
+        self._slots, lines = len(structure.storages), codes["line"]
         self.recorded = np.arange(len(structure.events)) if recorded is None else np.array(recorded)
         events = [structure.events[number] for number in self.recorded.tolist()]
         self.stages = list(dict.fromkeys(event.stage for event in events))
         self.stage = _column(self.stages.index(event.stage) for event in events)
         self.layers = _column(event.layer for event in events)
-        self.ops = _coded((event.op for event in events), codes.ops)
+        self.ops = _coded((event.op for event in events), codes["op"])
         self.new = _column(dict.fromkeys(event.slot for event in events if event.age == new_age))
         new = [structure.storages[slot] for slot in self.new.tolist()]
         self.storages = (
-            _coded((storage.role for storage in new), codes.roles),
+            _coded((storage.role for storage in new), codes["role"]),
             _column(storage.layer for storage in new),
-            _coded((storage.op for storage in new), codes.ops),
-            _coded((storage.dtype for storage in new), codes.dtypes),
+            _coded((storage.op for storage in new), codes["op"]),
+            _coded((storage.dtype for storage in new), codes["dtype"]),
             _column(storage.dims for storage in new),
             _column(storage.stream for storage in new),
-            _column(codes.lines.setdefault(storage.line, len(codes.lines)) if storage.line else -1 for storage in new),
+            _column(lines.setdefault(storage.line, len(lines)) if storage.line else -1 for storage in new),
         )
         self.bytes = len(structure.events) + self.new
         starts = [len(structure.events) + structure.offsets[slot] for slot in self.new.tolist()]

@@ -78,6 +78,8 @@ class BlockLayout:
         request = self.request(context, step)
         blocks = Interval(*(size // self.block_bytes for size in available))
         tokens = min(filter(None, self.tokens), default=context)
+        lengths = range(1, (positions or _ENDLESS) + 1)  # the longest: `estimate_max_model_len`
+        longest = (bisect_right(lengths, count, key=lambda length: self.request(length, step)) for count in blocks)
         concurrency = Concurrency(*(count / request for count in blocks))
         if by_requests:
             capacity = Interval(*(int(requests * context) for requests in concurrency))
@@ -90,12 +92,8 @@ class BlockLayout:
             blocks=blocks,
             tokens=capacity,
             concurrency=concurrency,
-            longest=Interval(*(self._longest(count, step, positions or _ENDLESS) for count in blocks)),
+            longest=Interval(*longest),
         )
-
-    def _longest(self, blocks: int, step: int, positions: int) -> int:
-        """The longest request that `blocks` hold (`estimate_max_model_len`)."""
-        return bisect_right(range(1, positions + 1), blocks, key=lambda context: self.request(context, step))
 
 
 def block_layout(
@@ -148,9 +146,7 @@ def block_layout(
 
 
 def state_bytes(layer: CachedLayer, width: int | None) -> int:
-    """Return the bytes of a layer's states on a server. `width` is the bytes per number of a recurrent state; None: the
-    same as of the others.
-    """
+    """Return the bytes of a layer's states on a server; `width` is that of a recurrent number (None: the others')."""
     of_model = min(state.itemsize for state in layer.states)
     size = 0
     for state in layer.states:

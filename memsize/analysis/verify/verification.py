@@ -16,6 +16,7 @@ from memsize.analysis.verify.cuda_memory import MemoryReader
 from memsize.analysis.verify.measure import SEED, MeasurementPlan, materialized_setup, measure
 from memsize.device.allocation_events import CONVOLUTIONS, dispensable, requests, variants
 from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.cards import card
 from memsize.device.cuda_context import cuda_context
 from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.device.replay import replay_within
@@ -27,7 +28,7 @@ from memsize.kernels.semantics import CUDNN
 from memsize.model.input_tensors import ModelInputs, input_tensors
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.columns import distinct
-from memsize.records.gpu import Card, Interval
+from memsize.records.gpu import DEFAULT_GPU, Card, Interval
 from memsize.records.measurement import (
     ConvolutionWorkspace,
     MeasuredWorkload,
@@ -189,7 +190,7 @@ class Experiment:
         return MeasurementPlan(self.workload(benchmark), build=build, training=self.training, track=track)
 
     def _runner(self, gpu: Card | None = None) -> Runner:
-        return Runner(self.name, model=self.model, inputs=self.inputs, training=self.mode, gpu=gpu)
+        return Runner(self.name, model=self.model, inputs=self.inputs, training=self.mode, gpu=gpu or card(DEFAULT_GPU))
 
 
 def workspaces(stack: SoftwareStack, plans: Plans | None = None) -> Workspaces:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from memsize.errors import TargetError, first_line
 from memsize.files import parse_json, read
 from memsize.loading.building import LoadedModel
 from memsize.loading.hubs import (
+    CHECKPOINT_CONFIG,
     build_library_model,
     first_cause,
     import_library,
     is_broken,
-    mark_quantized,
     unknown_name,
 )
 from memsize.loading.hubs.hub_configs import LONGEST_CONFIG, hub_config
@@ -89,8 +89,11 @@ def _load(name: str, arguments: Mapping[str, object], online: bool) -> LoadedMod
     kind = model_class(transformers, config, label)
     module, built = build_library_model(lambda: kind._from_config(config), label, {})
     if stored:
-        mark_quantized(module, stored)
-    maker = config_input_maker(module, _preprocessor(file or Path()))
+        vars(module)[CHECKPOINT_CONFIG] = stored
+    preprocessor: Any = {}  # the sizes that its processor makes
+    with suppress(OSError, ValueError):
+        preprocessor = _json(file.with_name("preprocessor_config.json")) if file else {}
+    maker = config_input_maker(module, preprocessor if isinstance(preprocessor, dict) else {})
     return LoadedModel(module, f"{label} ({kind.__name__})", (*filter(None, [note]), *notes, *built), inputs=maker)
 
 
@@ -213,16 +216,6 @@ def _replaced(data: dict[str, Any], arguments: Mapping[str, object]) -> dict[str
             if isinstance(value, list) and len(value) == before and name not in arguments:
                 replaced[name] = value[:layers]
     return replaced
-
-
-def _preprocessor(file: Path) -> dict[str, Any]:
-    """The entries of a preprocessor_config.json beside the config: the sizes that its processor makes."""
-    beside = file.parent / "preprocessor_config.json"
-    try:
-        data = _json(beside) if file.name else {}
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}
 
 
 # -- the class --------------------------------------------------------------------------------------------------------

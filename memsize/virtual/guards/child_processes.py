@@ -33,7 +33,7 @@ from memsize.processes.patches import Patch, calling, environment, wrapping
 from memsize.processes.simulation import open_simulation
 from memsize.records.gpu import Card
 from memsize.records.world import World
-from memsize.spec.stack import Stack
+from memsize.spec.stack import INSTALLED, Stack
 from memsize.virtual.driver import nvidia_smi
 from memsize.virtual.driver.nvidia_smi import Gpu
 from memsize.virtual.guards import landlock
@@ -87,17 +87,21 @@ def is_launcher(program: str) -> bool:
 
 
 class Settings(NamedTuple):
-    """The machine that a program has, which the processes that it starts have, too: see `memsize.workloads.program`.
-    `allowed` lets them change files that were there before, and `offline` keeps them from the network.
+    """The machine that a program has, which the processes that it starts have, too.
+
+    `config` holds the settings of the caching allocator; None: those that the environment has when it is first used.
+    The program ends after `steps` optimizer steps (0: at its own end). `world` is the job of which it is one process
+    (None: it was started alone). Where it is not `bounded`, nothing is too large for the card. `stack` is the software
+    on the GPU. `allowed` lets it change files that were there before, and `offline` keeps it from the network.
     """
 
     card: Card
-    config: AllocatorConfig | None
-    steps: int
-    world: World | None
-    bounded: bool
-    stack: Stack
-    allowed: bool
+    config: AllocatorConfig | None = None
+    steps: int = 3
+    world: World | None = None
+    bounded: bool = True
+    stack: Stack = INSTALLED
+    allowed: bool = False
     offline: bool = False
 
 

@@ -12,8 +12,8 @@ it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Final
 
@@ -37,7 +37,7 @@ from memsize.ranks.collectives import (
     waited,
     waits,
 )
-from memsize.ranks.peer_checks import check_devices, check_layouts, check_ranks
+from memsize.ranks.peers import check
 from memsize.records.aggregates import split_phase
 from memsize.torch_internals.jit_tracing import is_tracing, record_as, record_convolution, untraced
 from memsize.torch_internals.meta import is_meta
@@ -138,6 +138,29 @@ class VirtualLedger(GpuStorages):
         if self.order.waiting and host_waits(func, args, kwargs):
             self.order.synchronize(self.order.moment((self.devices.index, self.current_stream())))
         return result
+
+    # -- compiled code -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def inside_compiled(self, arguments: Iterable[Any]) -> Iterator[None]:
+        arguments = list(arguments)
+        if not self.clock.inside and self._is_of_training(arguments):
+            self.differentiated()
+        for tensor in arguments_in(arguments):
+            if is_meta(tensor) and self.index_of(tensor) < 0:  # as an optimizer's state, which the compiler makes
+                self.enter(tensor, "temporary", "")
+        with super().inside_compiled(arguments):
+            yield
+
+    def allocated(self, tensor: torch.Tensor, op: str) -> None:
+        with self._turn:
+            super().allocated(tensor, op)
+        self._observer()
+
+    def launched(self, func: Any, args: Any, kwargs: Any) -> None:
+        with self._turn:
+            super().launched(func, args, kwargs)
+        self._observer()
 
     # -- ops that are defined in Python -------------------------------------------------------------------------------
 
@@ -276,11 +299,7 @@ class VirtualLedger(GpuStorages):
             self.clock.tick()
             before = len(self.events)
             if kind is not None and has_buffers:
-                group = group_of(args)
-                check_ranks(func, args, group.size())
-                check_devices(arguments_in(args), group)
-                if kind == "all-reduce":
-                    check_layouts(arguments_in(args), group)
+                check(kind, func, args, group_of(args))
             result = answer(kind, func, args) if has_buffers else self._run(func, types, args, kwargs)
             self.last_op = func._overloadpacket.__name__
             if kind is not None and not has_buffers:

@@ -1,4 +1,5 @@
-"""Objects that ranks send each other, and numbers that a rank broadcasts, where this process runs a single rank.
+"""Calls that depend on other processes, where this process runs a single rank: objects and numbers that ranks send each
+other, barriers, receives, stores. We assume that the others have reached the same point; a call that needs more raises.
 
 If the sender can be run too, its objects come from its own process. If all ranks send, we assume that they send copies
 of this rank's objects. Objects that only another rank has stay unchanged here.
@@ -9,6 +10,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,10 +21,12 @@ from torch import Tensor
 from memsize.errors import InputError
 from memsize.known_values.data_dependent import ITEM_IS_ONE
 from memsize.known_values.values import constant_of, is_small
-from memsize.processes.patches import Patch
+from memsize.processes.patches import Patch, calling
 from memsize.processes.rank_processes import RankConnection
 from memsize.ranks.collectives import write
+from memsize.records.world import CollectiveKind
 from memsize.torch_internals.meta import is_meta
+from memsize.torch_internals.pytree import arguments_in
 
 _ALIKE: Final = "what other ranks send as objects is taken to be what this rank sends"
 _KEPT: Final = "objects that another rank sends to this one stay as they are here"
@@ -32,13 +37,28 @@ Assume = Callable[[str], None]
 
 
 def replacements(assume: Assume, line: RankConnection | None) -> Iterator[Patch]:
-    """Patch the functions that send objects and numbers (by `line` if other ranks are run), and a rare barrier."""
+    """Patch the functions that send objects and numbers, by `line` if other ranks are run, or that wait for others."""
+    from torch.distributed.algorithms.join import Join
+
     exchange = _Exchange(assume, line, dist.broadcast)
     names = "broadcast all_gather_object gather_object broadcast_object_list scatter_object_list"
     functions = {name: getattr(exchange, name) for name in f"{names} send_object_list recv_object_list".split()}
     functions["monitored_barrier"] = lambda *args, **options: None
     for owner in (dist, dist.distributed_c10d):
         yield from ((owner, name, function) for name, function in functions.items())
+
+    def nobody_left(_: Any) -> int:
+        assume(_AT_ONCE)
+        return 0
+
+    yield Join, "_get_num_nonjoined_procs", nobody_left
+    for name in ("irecv", "recv"):
+        receive = calling(partial(_from_somebody, assume), getattr(dist, name))  # the same for both: P2POp compares
+        yield from ((owner, name, receive) for owner in (dist, dist.distributed_c10d))
+    # Where TORCH_DIST_INIT_BARRIER is set, processes that open a group wait until the last of them has said so.
+    yield dist.distributed_c10d, "_store_based_barrier", lambda *args, **options: None
+    yield dist, "TCPStore", LonelyStore
+    yield dist, "FileStore", LonelyStore
 
 
 class _Exchange:
@@ -153,7 +173,6 @@ class _Exchange:
             self._line.send(ranks, pickle.dumps(objects))
 
     def _received(self, source: int, group: Any) -> list[Any] | None:
-        """Return the objects that `source` sends to all of `group`, or `None` if no answer comes."""
         ranks = tuple(dist.get_process_group_ranks(_of(group)))
         message = None if self._line is None else self._line.receive(source, ranks)
         objects: list[Any] | None = None if message is None else pickle.loads(message)
@@ -167,3 +186,115 @@ def _number(rank: _Rank, group_rank: _Rank, group: Any) -> int:
 
 def _of(group: Any) -> Any:
     return dist.group.WORLD if group is None else group
+
+
+# -- calls that depend on other processes ------------------------------------------------------------------------------
+
+_AT_ONCE: Final = "all ranks have equally many batches: they leave Join together"
+_FROM_NEXT: Final = "what is received from any rank is taken to come from the next one"
+_SHARED: Final = "memory that GPUs share (torch.distributed._symmetric_memory)"
+REACHING: Final = {
+    "torch.distributed.rpc": (("init_rpc",), "torch.distributed.rpc calls functions of other processes"),
+    "torch.distributed._symmetric_memory": (
+        ("empty", "rendezvous", "get_symm_mem_workspace", "enable_symm_mem_for_group"),
+        f"{_SHARED} is that of other processes",
+    ),
+}
+"""By module, the functions that need other processes to exist, and the reason."""
+_PEERS: Final = ("dst", "src", "root_rank")
+"""The argument names by which operators refer to a rank."""
+_POLLS: Final = 1000
+"""The number of identical reads in a row at which a program counts as waiting for another process."""
+_Store: Any = getattr(dist, "HashStore", object)  # where PyTorch was built without torch.distributed
+
+
+def later() -> dict[str, Callable[[Any], Iterator[Patch]]]:
+    """Return, by module, patches that make the functions of `REACHING` raise `InputError`."""
+    return {module: partial(_refused, *refusal) for module, refusal in REACHING.items()}
+
+
+def check(kind: CollectiveKind, func: Any, args: Any, group: dist.ProcessGroup) -> None:
+    """Raise the error that a collective would end with: of a rank outside its group, of CPU tensors where the group's
+    backend does not support them, or of sparse ones that NCCL does not add up (ProcessGroupNCCL.cpp,
+    `allreduce_sparse`; `DistributedDataParallel` does so with sparse gradients).
+    """
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name in _PEERS and not 0 <= value < group.size():
+            last = group.size() - 1
+            raise InputError(f"no rank {value} among {last + 1}, which {func} names: they are counted from 0 to {last}")
+    devices: Any = group
+    where, tensors = {device.type for device in devices._device_types}, list(arguments_in(args))
+    if "cpu" not in where and any(not is_meta(tensor) and tensor.device.type == "cpu" for tensor in tensors):
+        raise RuntimeError("No backend type associated with device type cpu")
+    if kind == "all-reduce" and any(is_meta(tensor) and tensor.layout is not torch.strided for tensor in tensors):
+        backends: Any = dist.distributed_c10d.BackendConfig(dist.get_backend(group))
+        if backends.get_device_backend_map()["cuda"] == "nccl":
+            raise RuntimeError(
+                "NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead."
+            )
+
+
+def _from_somebody(
+    assume: Assume,
+    original: Callable[..., Any],
+    tensor: Any,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Any:
+    if src is None and group_src is None and dist.get_rank(group) >= 0:
+        assume(_FROM_NEXT)
+        group_src = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+    return original(tensor, src, group, tag, group_src)
+
+
+def _refused(names: tuple[str, ...], why: str, module: Any) -> Iterator[Patch]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise InputError(f"{why}, which are not there: switch it off for this run, or use collectives instead")
+
+    yield from ((module, name, refuse) for name in names if hasattr(module, name))
+
+
+class LonelyStore(_Store):  # type: ignore[misc]
+    """A store that no other process writes to. Waiting for another process's key raises instead of hanging."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.set_timeout(timedelta(milliseconds=1))
+        self._latest: tuple[object, ...] = ()
+        self._times = 0
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        value: bytes = super().get(key)
+        self._check_polling("get", key, value)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        value: int = super().add(key, amount)
+        self._check_polling("add", key, value)
+        return value
+
+    def check(self, keys: list[str]) -> bool:
+        exists: bool = super().check(keys)
+        self._check_polling("check", *keys, exists)
+        return exists
+
+    def wait(self, keys: list[str], *_: Any) -> None:
+        """Return if all `keys` are set; raise `InputError` otherwise."""
+        missing = [key for key in keys if not super(LonelyStore, self).check([key])]
+        if missing:
+            raise InputError(
+                f"the program waits for {missing[0]!r}, which another process would put into the store that they "
+                "share: set it in each process, or leave that out of this run"
+            )
+
+    def _check_polling(self, *read: object) -> None:
+        self._times = self._times + 1 if read == self._latest else 1
+        self._latest = read
+        if self._times >= _POLLS:
+            raise InputError(
+                f"the program waits for another process to change {read[1]!r} in the store that they share, and there "
+                "is none: leave that out of this run"
+            )
