@@ -21,6 +21,7 @@ from memsize.errors import (
     OutputError as OutputError,
     ScenarioError as ScenarioError,
     TargetError as TargetError,
+    TorchMissingError as TorchMissingError,
     UnknownValueError as UnknownValueError,
 )
 from memsize.interrupt import Interrupted as Interrupted

@@ -8,6 +8,7 @@
     ├── CheckpointError  a checkpoint file is missing, damaged, or refused because it would run code
     ├── OutputError      the report cannot be written as asked
     ├── BudgetError      a training loop would need more memory than there is
+    ├── TorchMissingError  a model is to be run, and PyTorch is not installed
     └── UnknownValueError  a name that is none of the known ones; it is also one of the errors above
 
 Every message is one that a user can act on. The command line prints it and exits with status 2; the exception that
