@@ -90,7 +90,7 @@ def fit(
         training,
         config=allocator,
         size=model.batch_size if vary.batch else None,
-        remedies=request.remedies or (False if is_about_all else None),
+        remedies=False if is_about_all and request.remedies is None else request.remedies,
         crossovers=request.crossovers,
         default=request.scenarios is None and not request.compile,
         generation=generation,
