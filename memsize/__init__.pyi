@@ -284,6 +284,7 @@ def run(
     stack: Stack | str | None = None,
     allocator: AllocatorConfig | str | None = None,
     steps: int = 3,
+    training_only: bool = False,
     module: bool = False,
     allow_writes: bool = False,
     offline: bool = False,

@@ -111,6 +111,7 @@ class ProgramDocument(Document[ProgramRun]):
             "modules": plain(peak_by_module(run.trace)),
             **values_of(run, "growth", "kept_gradients", "waits", "unwritten"),
             "host": plain(run.trace.host),
+            "after": plain(run.after),
             **values_of(run, "children", "assumed"),
             "findings": findings_data(run.findings, unit),
             "notes": run.trace.notes,
