@@ -194,3 +194,52 @@ def test_the_trainer_of_transformers_evaluates_and_saves_at_once(tmp_path: Path)
     assert ANSWER <= after.per_batch < 1.01 * ANSWER  # and the loss and the labels
     assert "eval_accumulation_steps" in sentence(run, "run-evaluation-grows")
     assert not list(tmp_path.glob("out/checkpoint-*"))
+
+
+BLOCKS = """
+    import torch
+    from torch import nn
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    class Block(nn.Module):
+        gradient_checkpointing = False
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            if self.gradient_checkpointing and self.training:
+                return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False)
+            return self.linear(x)
+
+    model = nn.Sequential(Block(), Block()).cuda()
+    {}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(9):
+        model(torch.randn(8, 64, device="cuda", requires_grad=True)).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("switch", "named"),
+    [
+        ("", None),
+        ("model[0].gradient_checkpointing = True", None),
+        ("model[0].gradient_checkpointing = True; model.eval()", "0.gradient_checkpointing"),
+        ("apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, Block))", None),
+        ("apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, nn.Conv2d))", "train.py:19"),
+    ],
+)
+def test_checkpointing_that_is_on_and_recomputes_nothing_is_named(
+    tmp_path: Path, switch: str, named: str | None
+) -> None:
+    run = ran(tmp_path, BLOCKS.format(switch))
+    assert run.unused_checkpointing == named
+    assert (named or "on (") in (sentence(run, "run-checkpoints-nothing") or "on (")
+
+
+def test_a_tensor_on_another_ranks_gpu_is_a_finding(tmp_path: Path) -> None:
+    with pytest.raises(memsize.ForwardError, match=r"Rank 3 puts a tensor on cuda:0, the GPU of another rank"):
+        ran(tmp_path, "import torch\ntorch.zeros(9, device='cuda:0')", gpus=8, rank=3)

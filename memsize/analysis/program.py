@@ -149,6 +149,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         growth=_growth(program, trace),
         kept_gradients=_kept_gradients(trace, program.steps.zeroed),
         waits=program.waits.line,
+        unused_checkpointing=program.unused_checkpointing,
         unwritten=(*program.files.remarks, *program.processes.failures),
         children=tuple(ChildRun(**result) for result in program.processes.results),
         after=after_steps(program.after, trace, program.steps.ends, failing_line),

@@ -109,7 +109,7 @@ class ProgramDocument(Document[ProgramRun]):
             "peak": peak,
             **values_of(run, "tensors", "refused", "went_on"),
             "modules": plain(peak_by_module(run.trace)),
-            **values_of(run, "growth", "kept_gradients", "waits", "unwritten"),
+            **values_of(run, "growth", "kept_gradients", "unused_checkpointing", "waits", "unwritten"),
             "host": plain(run.trace.host),
             "after": plain(run.after),
             **values_of(run, "children", "assumed"),

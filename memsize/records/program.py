@@ -208,6 +208,8 @@ class ProgramRun(Answer):
     went_on: WentOn | None = None
     children: tuple[ChildRun, ...] = ()
     after: AfterSteps | None = None
+    unused_checkpointing: str | None = None
+    """The line or the attribute that switches activation checkpointing on, where nothing was recomputed."""
     findings: tuple[Finding, ...] = attribute(default=())
 
     @property

@@ -29,6 +29,7 @@ from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleRecord
 from memsize.tracing.run import layer_rows
 from memsize.virtual import saved_weights
+from memsize.virtual.checkpointing import CheckpointingCalls, switched_on
 from memsize.virtual.driver.allocator_state import DeviceMemory
 from memsize.virtual.driver.functions import Driver
 from memsize.virtual.guards.child_processes import ChildProcesses, Settings
@@ -95,6 +96,9 @@ class Program:
         )
         self.steps = ProgramSteps(self.ledger, settings.steps, self._before_step, lambda: shown(self._lines()))
         self.after = AfterSteps(self.ledger, self.steps, self.files, settings.goes_on, self._note_variables, self._stop)
+        self.checkpointing = CheckpointingCalls(lambda: shown(self._lines()))
+        self.unused_checkpointing: str | None = None
+        """Where checkpointing was switched on, if it recomputed nothing."""
         self.calls = ProgramCalls(self.ledger, self._before_forward)
         self._refused: list[tuple[int, int, Refused]] = []
         """Each with the number of events before it, and the layer as the clock numbers it."""
@@ -128,7 +132,7 @@ class Program:
         quiet = wrapping(threading, "excepthook", _unless_stopped)
         files = (*self.files.replacements(), *ScriptFiles(self.files, self.ledger).replacements())
         own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files, *self.after.replacements())
-        later = {**saved_weights.later(self.files), **self.after.later()}
+        later = {**saved_weights.later(self.files), **self.after.later(), **self.checkpointing.later()}
         with (
             virtual_gpu(driver, self.ledger, (*own, *more), self.world, later),
             steps_watched(self.ledger, everywhere=True),
@@ -208,6 +212,8 @@ class Program:
 
     def _note_variables(self) -> None:
         self.gpu_variables = holders(self.ledger.index_of)
+        if not self.ledger.clock.recomputes:
+            self.unused_checkpointing = self.checkpointing.without_match or switched_on(self.calls.seen)
 
     def _stop(self) -> None:
         if self._end is None:
