@@ -29,6 +29,7 @@ from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleRecord
 from memsize.tracing.run import layer_rows
 from memsize.virtual import saved_weights
+from memsize.virtual.checkpoint_stand_in import StandInLoading
 from memsize.virtual.checkpointing import CheckpointingCalls, switched_on
 from memsize.virtual.driver.allocator_state import DeviceMemory
 from memsize.virtual.driver.functions import Driver
@@ -96,6 +97,10 @@ class Program:
         )
         self.steps = ProgramSteps(self.ledger, settings.steps, self._before_step, lambda: shown(self._lines()))
         self.after = AfterSteps(self.ledger, self.steps, self.files, settings.goes_on, self._note_variables, self._stop)
+        self.stand_ins = StandInLoading(self.ledger, self.files) if settings.stands_in else None
+        if self.stand_ins is not None:
+            self.files.missing = self.stand_ins.missing
+            self.steps.state_to_load = self.stand_ins.optimizer_state
         self.checkpointing = CheckpointingCalls(lambda: shown(self._lines()))
         self.unused_checkpointing: str | None = None
         """Where checkpointing was switched on, if it recomputed nothing."""
@@ -111,6 +116,8 @@ class Program:
         """Run a script (or a module) with its own command line, and return the error that it ended with."""
         with self._watched(), self.open(), _command_line(path, arguments, module):
             try:
+                if self.stand_ins is not None:
+                    self.stand_ins.announce(arguments)
                 if module:
                     runpy.run_module(path, run_name="__main__", alter_sys=True)
                 else:
@@ -132,6 +139,7 @@ class Program:
         quiet = wrapping(threading, "excepthook", _unless_stopped)
         files = (*self.files.replacements(), *ScriptFiles(self.files, self.ledger).replacements())
         own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files, *self.after.replacements())
+        own += tuple(self.stand_ins.replacements()) if self.stand_ins else ()
         later = {**saved_weights.later(self.files), **self.after.later(), **self.checkpointing.later()}
         with (
             virtual_gpu(driver, self.ledger, (*own, *more), self.world, later),
