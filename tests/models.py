@@ -16,9 +16,9 @@ from memsize.model.input_tensors import (
     resized as resized,
 )
 from memsize.model.meta_copy import MetaCopier as MetaCopier, in_mode as in_mode, meta_copy as meta_copy
-from memsize.model.stored import stored_tensors as stored_tensors
 from memsize.model.tensor_storage import (
     storage_key as storage_key,
+    stored_tensors as stored_tensors,
     tensor_bytes as tensor_bytes,
     wrapper_name as wrapper_name,
 )

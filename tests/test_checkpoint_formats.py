@@ -295,9 +295,7 @@ def test_a_scripted_module(tmp_path: Path) -> None:
 def test_numpy_arrays_in_the_pickle(tmp_path: Path) -> None:
     value = {"history": np.zeros((300, 2)), "tiny": np.zeros(3), "epoch": 1}
     contents = saved(value, tmp_path / "numpy.pt")
-    assert [(t.name, t.spec.dtype, t.bytes, t.wrapper) for t in contents.tensors] == [
-        ("history", "float64", 4800, "numpy array")
-    ]
+    assert not contents.tensors and contents.files[0].bytes_for("pickle") > 4800
     assert any(name.endswith("_reconstruct") for name in contents.classes)
 
 

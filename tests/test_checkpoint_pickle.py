@@ -26,9 +26,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 from memsize import CheckpointReport
-from memsize.checkpoints import pickle_names, read
-from memsize.checkpoints.pickle_names import is_allowed, is_refused
-from memsize.checkpoints.pickle_values import Blob, Dict, Object
+from memsize.checkpoints import pickle_values, read
+from memsize.checkpoints.pickle_values import Blob, Dict, Object, is_allowed, is_refused
 from memsize.checkpoints.source import Source
 from memsize.checkpoints.unpickler import Unpickler
 from memsize.errors import CheckpointError
@@ -183,7 +182,7 @@ def test_what_weights_only_blocks_is_refused() -> None:
 
 
 def test_the_lists_do_not_contradict_each_other() -> None:
-    for path in pickle_names._NAMES:
+    for path in pickle_values._NAMES:
         module, _, name = path.rpartition(".")
         assert is_refused(module, name)
         assert not is_allowed(path)

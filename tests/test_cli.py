@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -378,31 +379,50 @@ def test_progress_can_be_switched_off() -> None:
 
 
 @pytest.mark.usefixtures("talking")
-@pytest.mark.parametrize(("stream", "clear"), [(Terminal(), "\r\x1b[2K"), (io.StringIO(), "")])
-def test_parts_of_the_answer_are_shown_once_the_rest_takes_long(
-    stream: io.StringIO, clear: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Progress(stream) as progress:
+def test_parts_of_the_answer_are_shown_once_the_rest_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Progress(stream := io.StringIO()) as progress:
         progress.found("batch 3 on 8 GPUs")
         progress.found("batch 5 on 16 GPUs")
         assert stream.getvalue() == ""
         monkeypatch.setattr("memsize.cli.working._LONG", 0.0)
         progress.found("batch 6 on 32 GPUs")
-        assert stream.getvalue() == "".join(
-            f"{clear}{part}\n" for part in ("batch 3 on 8 GPUs", "batch 5 on 16 GPUs", "batch 6 on 32 GPUs")
-        )
+    assert stream.getvalue() == "batch 3 on 8 GPUs\nbatch 5 on 16 GPUs\nbatch 6 on 32 GPUs\n"
+
+
+def screen(written: str, columns: int) -> list[str]:
+    """The lines of a terminal after it was sent `written`."""
+    lines, row, column = [""], 0, 0
+    for piece in re.findall(r"\x1b\[\d*[A-Z]|[^\x1b]", written):
+        if piece == "\x1b[2K":
+            lines[row] = ""
+        elif piece == "\x1b[1A":
+            row -= 1
+        elif piece == "\r":
+            column = 0
+        elif piece == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        else:
+            lines[row] = lines[row][:column].ljust(column) + piece + lines[row][column + 1 :]
+            column += 1
+            assert column <= columns
+    return [line for line in lines if line]
 
 
 @pytest.mark.usefixtures("talking")
-def test_parts_are_wrapped_at_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_parts_above_the_progress_until_the_answer_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memsize.cli.working._LONG", 0.0)
     monkeypatch.setenv("COLUMNS", "20")
-    terminal, file = Terminal(), io.StringIO()
-    with Progress(terminal, patience=60.0) as narrow, Progress(file, patience=60.0) as plain:
-        for progress in (narrow, plain):
-            progress.found("batch 3 fits and 4 doesn't")
-        assert terminal.getvalue() == "\r\x1b[2Kbatch 3 fits and 4\n  doesn't\n"
-        assert file.getvalue() == "batch 3 fits and 4 doesn't\n"
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with Progress(terminal, patience=0.0) as progress:
+        progress("fp16, 1 of 3, a line that is too long for it")
+        progress.found("batch 3 fits and 4 doesn't")
+        progress.found("\x1b[31mbatch 5")
+        assert screen(terminal.getvalue(), 20) == [
+            "batch 3 fits and 4 ", "doesn't", "\\x1b[31mbatch 5", "fp16, 1 of 3, a lin…"
+        ]  # fmt: skip
+    assert screen(terminal.getvalue(), 20) == []
 
 
 @pytest.mark.usefixtures("talking")
@@ -458,9 +478,35 @@ def test_the_line_makes_room_for_what_others_write() -> None:
         terminal.write("half a line")
         progress("scenario 3")
     shown = terminal.getvalue()
-    assert shown.startswith("\r\x1b[2Kscenario 1 … 0 s\r\x1b[2Ka warning\n")
+    assert shown.startswith("scenario 1 … 0 s\r\x1b[2Ka warning\n")
     assert "scenario 2 … 0 s\r\x1b[2Khalf a line" in shown and "scenario 3" not in shown
     assert "write" not in vars(terminal)
+
+
+# A forward that fails
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "options"),
+    [
+        ("Conv2d(3, 8, 3)", "64,3,32,32", "-i 3,32,32 -b 64"),  # the batch in the size
+        ("Conv2d(3, 8, 3)", "3,32", "-i 3,32,32"),
+        ("Conv2d(3, 8, 3)", "28,28", "-i 3,28,28"),
+        ("Conv2d(3, 8, 3)", "32,32,3", "-i 3,32,32"),
+        ("Conv2d(3, 8, 3)", "1,32,32", "-i 3,32,32"),
+        ("Conv1d(4, 8, 3)", "100", "-i 4,100"),
+        ("Linear(784, 10)", "1,28,28", "-i 784"),
+        ("Linear(16, 10)", "5,8", "-i 5,16"),
+        ("Conv2d(3, 8, 64)", "3,32,32", ""),  # too small, which no other layer says
+    ],
+)
+def test_a_failed_forward_names_options_that_may_be_right(
+    layer: str, size: str, options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.py").write_text(f"from torch.nn import *\nnet = Sequential({layer})\n")
+    assert run(["report", f"{tmp_path / 'net.py'}:net", "-i", size]) == 2
+    hint = f"; perhaps it takes {options}\n" if options else ": the report says why\n"
+    assert capsys.readouterr().err.endswith(f"the forward failed in 0 ({layer.partition('(')[0]}){hint}")
 
 
 # As a process

@@ -125,13 +125,13 @@ def test_a_frozen_weight_or_input_asks_for_less() -> None:
     assert [each.operation for each in plans.convolutions] == ["forward", "data"]
 
 
-# One sample's patches: 8 channels of 3 x 3 pixels for 5 x 5 results, or of 1 x 5 for 9
+# One sample's patches: 8 channels of 3 x 3 pixels for 5 x 5 results, of 1 x 5 for 9, or of one pixel
 @pytest.mark.parametrize(
     ("layer", "shape", "columns"),
     [
         (lambda: nn.Conv2d(8, 16, 3, stride=2, padding=1), (4, 8, 9, 9), 2 * 8 * 9 * 25),
         (lambda: nn.Conv1d(8, 16, 5, padding=2), (4, 8, 9), 2 * 8 * 5 * 9),
-        (lambda: nn.Conv2d(8, 16, 1), (4, 8, 9, 9), 0),
+        (lambda: nn.Conv2d(8, 16, 1), (4, 8, 9, 9), 2 * 8 * 81),
         (lambda: nn.Conv2d(8, 16, 1, stride=2), (4, 8, 9, 9), 2 * 8 * 25),
         (lambda: nn.Conv2d(8, 16, 3, groups=2), (4, 8, 9, 9), 0),
         (lambda: nn.Conv2d(8, 16, 3, dilation=2), (4, 8, 9, 9), 0),
@@ -141,16 +141,27 @@ def test_a_frozen_weight_or_input_asks_for_less() -> None:
 def test_what_cudnn_does_not_take_is_unfolded(
     layer: Callable[[], nn.Module], shape: tuple[int, ...], columns: int
 ) -> None:
-    """A T4 has no bfloat16 in cuDNN: forward, and both gradients, unfold one sample at a time."""
+    """A T4 has no bfloat16 in cuDNN: forward and backward unfold one sample at a time (ConvolutionMM2d.cu)."""
     module = layer().to("meta", torch.bfloat16)
     x = torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
     ledger = Ledger(workspaces=Workspaces(convolutions=ConvolutionWorkspaces.on(Asked((7, 5), []))))  # type: ignore[arg-type]
     with ledger:
         y: Tensor = module(x)
         y.backward(torch.empty_like(y))
-    taken = [each.bytes for each in ledger.storages(frozenset()) if each.role == "workspace"]
+    taken = [each.bytes for each in ledger.storages(frozenset()) if each.role == "temporary"]
     ledger.close()
-    assert taken == [columns] * 3 * (columns > 0)
+    # Of its own: the output, the gradients and the columns of each, and no two of them are of equal size here
+    assert taken.count(columns) == 2 * (columns > 0)
+
+
+def test_the_patches_of_a_backward_stay_until_the_weights_gradient_is_there() -> None:
+    """ConvolutionMM2d.cu, `slow_conv2d_backward_out_cuda`: one buffer for both gradients, the bias's between them."""
+    layer, x = nn.Conv2d(4, 8, 3).to("meta", torch.bfloat16), torch.empty(2, 4, 8, 8, device="meta").bfloat16()
+    found = events_of(layer, x.requires_grad_(), Asked(T4, []))
+    output, data, weight, bias = 2 * 2 * 8 * 6 * 6, 2 * 2 * 4 * 8 * 8, 2 * 8 * 4 * 9, 2 * 8
+    columns = 2 * 4 * 9 * 36
+    assert [delta for _, delta in found[:3]] == [output, columns, -columns]
+    assert [delta for _, delta in found[4:9]] == [data, columns, bias, weight, -columns]
 
 
 def test_a_transposed_one_is_the_gradient_of_another() -> None:

@@ -360,10 +360,8 @@ def test_a_role_is_named_from_a_twentieth_of_the_peak_and_four_at_most() -> None
 @pytest.mark.parametrize(("fp16", "told"), [(998, True), (999, False), (1000, False), (1001, False)])
 def test_another_scenario_peaks_lowest_where_it_saves_more_than_a_thousandth(fp16: int, told: bool) -> None:
     evidence = Evidence(trace(), peaks={"as-given": peak(1000), "fp16": peak(fp16)})
-    assert (
-        one(training.training_peak, evidence).in_brief("B").endswith(f" The lowest peak is that of fp16: {fp16} B.")
-        == told
-    )
+    brief = one(training.training_peak, evidence).in_brief("B")
+    assert brief.endswith(f" fp16 peaks lowest, at {fp16} B.") == told
 
 
 def test_which_scenarios_peak_is_told() -> None:
@@ -383,7 +381,15 @@ def test_which_scenarios_peak_is_told() -> None:
 def test_a_step_of_the_targets_own_is_told_as_such() -> None:
     finding = one(training.training_peak, Evidence(trace(), peaks={"fp32": peak(activation=900)}, optimizer="own"))
     assert finding.text().startswith("A training step with its own optimizer under fp32 peaks at ")
-    assert finding.in_brief().startswith("A training step with its own optimizer peaks at ")
+    assert finding.in_brief().startswith("A training step with its own optimizer in fp32 fits on ")
+
+
+@pytest.mark.parametrize(("certain", "fits"), [(None, "fits on"), (False, "may not fit on"), (True, "does not fit on")])
+def test_a_peak_says_whether_it_fits(certain: bool | None, fits: str) -> None:
+    shortage = None if certain is None else Shortage(1, 1, 1, 1, 1, 1, "backward", 2, "fc", "mm", certain)
+    evidence = Evidence(trace(), peaks={"fp32": replace(peak(1000), shortage=shortage)}, gpu="Tesla T4")
+    text = one(training.training_peak, evidence).in_brief("B")
+    assert f"in fp32 {fits} Tesla T4: it peaks at 1,000 B, in the backward." in text
 
 
 @pytest.mark.parametrize(

@@ -396,7 +396,7 @@ class TestApplyTorchao:
 
 def test_importing_the_layouts_loads_no_library(warm_python: Python) -> None:
     code = (
-        "import sys, memsize.precision.quantized, memsize.model.stored\n"
+        "import sys, memsize.precision.quantized, memsize.model.tensor_storage\n"
         "heavy = {'torchao', 'bitsandbytes', 'torch._dynamo', 'sympy', 'torch.fx.experimental.symbolic_shapes'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

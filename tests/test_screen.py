@@ -7,18 +7,19 @@ import re
 from dataclasses import replace
 
 import pytest
+from rich.cells import cell_len
 
-from memsize import Report
+from memsize import Finding, Report
 from memsize.cli import output
 from memsize.cli.output import Color, destination
-from memsize.documents.sections import Table
+from memsize.documents import document
+from memsize.documents.sections import Findings, Table, Verdict, without_repeats
 from memsize.render import render
-from memsize.render.cell_text import columns_of, padded, shorten
-from memsize.render.screen import Screen
+from memsize.render.cell_text import shorten
 from memsize.render.text import _table
 from memsize.units import Bytes
 from tests import records
-from tests.records import Column, Path
+from tests.records import Column, Label, Path
 
 
 def shown(report: Report, height: int, width: int = 80) -> list[str]:
@@ -28,7 +29,7 @@ def shown(report: Report, height: int, width: int = 80) -> list[str]:
 def test_the_opening_is_shown_however_low_the_screen_is() -> None:
     drawn = shown(records.toy_report(), 5)
     assert drawn[0].startswith("model.py:Test") and "fp16 halves what is stored, 35.19 MiB → 17.59 MiB." in drawn
-    assert drawn[-1] == "--full shows all: layers, scenarios, 2 findings in full."
+    assert drawn[-1] == "Not shown (--full): layers, scenarios, 2 findings"
 
 
 @pytest.mark.parametrize("height", range(18, 60, 3))
@@ -37,17 +38,45 @@ def test_no_more_is_shown_than_the_screen_has_room_for(height: int, width: int) 
     report = records.toy_report()
     drawn, whole = shown(report, height, width), render(report, "text", width=width).splitlines()
     assert len(drawn) <= height - 2
-    assert drawn == whole or drawn[-1].startswith("--full shows all: ")
-    assert len(drawn) == len(whole) or len(whole) > height - 3
+    assert drawn == whole or drawn[-1].startswith("Not shown (--full): ")
+    assert drawn == whole or len(whole) > height - 2
 
 
 def test_a_deep_layer_table_is_shown_less_deep() -> None:
     report = records.deep_report()
     whole = render(report, "text", width=120).splitlines()
-    drawn = shown(report, len(whole) + 2, 120)
+    drawn = shown(report, len(whole) + 1, 120)
     assert any(line.startswith("total") for line in drawn) and "layers" in drawn[-1]
     one, other = ([line.split() for line in lines if line.startswith("total")] for lines in (drawn, whole))
     assert one == other
+
+
+@pytest.mark.parametrize("name", ["toy", "deep", "structures"])
+def test_the_layers_that_matter_are_on_every_screen_with_their_total(name: str) -> None:
+    report = getattr(records, f"{name}_report")()
+    drawn = shown(report, 24)
+    title = next(n for n, line in enumerate(drawn) if line.startswith("layer "))
+    total = next(n for n, line in enumerate(drawn) if line.startswith("total "))
+    assert total - title >= 4 and not drawn[0].startswith("  ")
+
+
+def test_rows_that_are_left_out_of_the_layer_table_are_added_up() -> None:
+    report = records.toy_report()
+    table = document(report).sections()[3]
+    assert isinstance(table, Table) and table.name == "layers"
+    for short in (version for version in document(report).shorter(table) if isinstance(version, Table)):
+        columns = zip(short.keys, short.total or (), *short.rows, strict=True)
+        sums = {key: (total, sum(map(int, cells))) for key, total, *cells in columns if isinstance(total, int)}
+        assert len(sums) == 5 and all(total == added for total, added in sums.values())
+    assert [row[0] for row in short.rows] == [Path("fc"), Label("3 others")]  # it holds most
+
+
+def test_why_has_only_what_the_verdict_has_not() -> None:
+    whole, longer, other = Finding("a", "A.", brief="A."), Finding("b", "B. C.", brief="B."), Finding("d", "D and E.")
+    sections = (Verdict((whole, longer, replace(other, brief="D."))), Findings("Why", (whole, longer, other)))
+    *_, why = without_repeats(sections)
+    assert isinstance(why, Findings) and [finding.text() for finding in why.findings] == ["C.", "D and E."]
+    assert without_repeats((Verdict((whole,)), Findings("Why", (whole,)))) == (Verdict((whole,)),)
 
 
 def test_json_is_whole_on_any_screen() -> None:
@@ -114,25 +143,21 @@ def test_coloured_text_says_the_same() -> None:
         assert re.sub("[█░▒▓]", "#", bare) == re.sub("[█░▒▓]", "#", plain)
 
 
-@pytest.mark.parametrize(
-    ("text", "columns"), [("conv", 4), ("層", 2), ("層.conv", 7), ("é", 1), ("e\u0301", 1), ("\uff57", 2)]
-)
-def test_wide_characters_take_two_columns(text: str, columns: int) -> None:
-    assert columns_of(text) == columns
-    assert columns_of(padded(text, 9)) == 9 == columns_of(padded(text, 9, left=False))
-
-
 @pytest.mark.parametrize(("width", "short"), [(6, "層層層"), (5, "層層…"), (4, "層…")])
 def test_wide_texts_are_cut_between_characters(width: int, short: str) -> None:
-    assert shorten("層層層", width) == short and columns_of(short) <= width
+    assert shorten("層層層", width) == short and cell_len(short) <= width
+
+
+def drawn_at(width: int, table: Table) -> str:
+    return " ".join(" ".join(line.plain for line in _table(table, "MiB", width)).split())
 
 
 def test_columns_stand_below_each_other_whatever_the_names() -> None:
     columns = (Column("layer", "layer", "name", 100), Column("stored", "stored", "bytes", 90))
-    names = ("conv", "畳み込み層", "e\u0301tage")
+    names = ("conv", "畳み込み層", "e\u0301tage", "\uff57")
     rows = tuple((Path(name), Bytes(2**20)) for name in names)
-    drawn = [*_table(Table("t", "T", columns, rows), "MiB", Screen(width=40))]
-    assert {columns_of(line) for line in drawn[-3:]} == {columns_of(drawn[-4])}
+    drawn = [*_table(Table("t", "T", columns, rows), "MiB", 40)]
+    assert {line.cell_len for line in drawn[-4:]} == {drawn[-5].cell_len} == {10 + 2 + 6}
 
 
 def test_a_column_goes_with_the_one_that_it_belongs_to() -> None:
@@ -143,8 +168,8 @@ def test_a_column_goes_with_the_one_that_it_belongs_to() -> None:
         Column("in", "in", "text", 90),
     )
     row = (Path("a"), Bytes(2**30), Bytes(2**31), "backward")
-    drawn = "\n".join(_table(Table("t", "T", columns, (row,)), "MiB", Screen(width=24)))
-    assert "Left out at this width: device from … to." in " ".join(drawn.split())
+    drawn = drawn_at(24, Table("t", "T", columns, (row,)))
+    assert "Hidden at this width: device from … to." in drawn
 
 
 def test_what_is_left_out_is_called_by_a_name_that_stands_alone() -> None:
@@ -156,10 +181,7 @@ def test_what_is_left_out_is_called_by_a_name_that_stands_alone() -> None:
         Column("share", "% of all", "share", 10),
     )
     row = (Path("a"), Bytes(2**30), "backward", Bytes(2**31), 0.5)
-    narrow, wide = (
-        " ".join("\n".join(_table(Table("t", "T", columns, (row,)), "MiB", Screen(width=width))).split())
-        for width in (16, 36)
-    )
+    narrow, wide = (drawn_at(width, Table("t", "T", columns, (row,))) for width in (16, 36))
     # A share of a figure that is left out goes without saying.
-    assert "Left out at this width: phase, stored." in narrow
-    assert "Left out at this width: percentages of stored." in wide
+    assert "Hidden at this width: phase, stored." in narrow
+    assert "Hidden at this width: percentages of stored." in wide

@@ -671,6 +671,22 @@ def test_the_state_of_efficient_attentions_random_numbers_is_on_the_host() -> No
     assert made == [(name, 4 * 2 * 4 * 16 * 64), (name, 4 * 2 * 4 * 32)]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_scores_of_mathematical_attention(causal: bool) -> None:
+    """attention.cpp: a mask is added in place; the weights are cast for a caller that reads them, before the product.
+
+    Scores of 2·4·16·16 floats, softmax, and what the safe softmax compares: a byte for each score, one for each row.
+    """
+    x, scores = meta(2, 4, 16, 64, dtype=BF16), 2 * 4 * 16 * 16
+    with sdpa_kernel(SDPBackend.MATH):
+        made = storages_made(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=causal), x)
+    assert [size for _, size in made].count(4 * scores) == 2
+    softmax = [size for op, size in made if op == "_safe_softmax"]
+    assert softmax == [4 * scores, scores, 2 * 4 * 16, 4]
+    after = made[made.index(("_safe_softmax", 4)) + 1 :]
+    assert [size for _, size in after] == [2 * scores, 4 * 2 * 4 * 16 * 64, 2 * 2 * 4 * 16 * 64]
+
+
 # (batch 2, heads 4, length 40, head 72): float32 sums of rows, and what the gradients are accumulated in
 INSIDE: dict[str, tuple[torch.dtype, list[int]]] = {
     # whole blocks of 128 rows, heads of a multiple of 32: 96

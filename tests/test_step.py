@@ -425,6 +425,37 @@ def test_fused_adamw_needs_no_temporaries_and_counts_steps_on_the_gpu() -> None:
     assert plain.requested - fused.requested > 3_900_000
 
 
+class Branches(nn.Module):
+    """Values with several uses: gradients meet that are shared, parts of others, expanded, or the engine's alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        first, second = x.chunk(2, 1)
+        x = torch.cat([x, first * second], 1)[:, :8] + self.b(x) + x.expand(4, 8).relu()
+        y = self.c(x)
+        summed: Tensor = x + y * y.sum() + torch.cat([x, y], 1)[:, 4:12]
+        return summed
+
+
+def test_gradients_are_summed_in_place_where_the_engine_does_so() -> None:
+    """The profiler shows what autograd does with real tensors while no dispatch mode looks on."""
+    x = torch.randn(4, 8)
+    with torch.profiler.profile() as profile:
+        Branches()(x).sum().backward()
+    sums = [
+        event.name
+        for event in profile.events()
+        if event.cpu_parent is None or event.cpu_parent.name.startswith("autograd::engine")
+    ]
+    assert sums.count("aten::add_") > 3  # or this would show nothing
+    step = memsize.trace(Branches(), x, step=lambda model: lambda x: model(x).sum().backward(), steps=1)
+    assert [storage.op for storage in step.trace.storages].count("add") == sums.count("aten::add")
+
+
 def test_gradient_accumulation_keeps_the_peak_and_repeats_the_backward() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     once, twice = (memsize.trace(model, (64,), gradient_accumulation_steps=count, steps=1).trace for count in (1, 2))

@@ -888,7 +888,7 @@ def test_what_would_be_compiled_is_noted_when_it_runs(tmp_path: Path, lines: str
         """
     run, error = ran(tmp_path, text)
     assert error is None
-    assert any("torch.compile is left out" in note for note in run.trace.notes) == is_noted
+    assert any("compiled by the rules of PyTorch" in note for note in run.trace.notes) == is_noted
 
 
 def test_what_is_asked_of_the_runtime_and_the_driver() -> None:

@@ -23,6 +23,8 @@ Changes = Literal["nothing", "speed", "numbers", "training", "hardware"]
 
 _LAST: Final = ("training", "hardware")
 """Changes that nobody has to make where a remedy without them is enough."""
+_NOTICEABLE: Final = 1000
+"""A remedy helps if it saves at least such a fraction of what is needed without it."""
 _MOST_PAIRS: Final = 4
 """How many pairs are measured where more than two remedies would be needed otherwise."""
 
@@ -102,7 +104,7 @@ class RemedySearch(Generic[Variant]):
         saved = without.bytes - need.bytes
         if need.host:
             columns = (*columns[:2], f"{remedy.cost}; {format_bytes(need.host)} of the host's memory", remedy.changes)
-        helps = saved + need.capacity - without.capacity >= self.least_saving
+        helps = saved + need.capacity - without.capacity >= max(self.least_saving, without.bytes // _NOTICEABLE)
         outcome: Literal["fits", "saves", "no help"] = "saves" if helps else "no help"
         return RemedyRow(*columns, "fits" if need.fits and not without.fits else outcome, need.bytes, saved)
 

@@ -19,7 +19,7 @@ from memsize.depth.likeness import is_counting, numbers_of
 from memsize.depth.trace_extension import NotRepeatedError
 from memsize.errors import ForwardError, MemsizeError
 from memsize.model.input_tensors import ModelInputs
-from memsize.model.stored import stored_tensors
+from memsize.model.tensor_storage import stored_tensors
 from memsize.records.trace import StoredTensor, Trace
 from memsize.spec.model_request import Call
 from memsize.spec.scenario import SCENARIOS, Scenario

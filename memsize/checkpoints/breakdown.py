@@ -62,7 +62,7 @@ class Breakdown:
                 parts.append(_part_at_top(tensor, heads, marks))
                 continue
             if inner not in memo:
-                memo[inner] = _part_below(inner, marks, named, tensor.wrapper)
+                memo[inner] = _part_below(inner, marks, named)
             parts.append(memo[inner])
         return tuple(parts)
 
@@ -74,15 +74,13 @@ class Breakdown:
     @cached_property
     def parts(self) -> tuple[Group, ...]:
         """One group for each kind of part that there is, named by the keys it stands under."""
-        members: dict[PartKind, list[Tensor]] = {}
-        roots: dict[PartKind, dict[str, None]] = {}
+        roots: dict[PartKind, dict[str, None]] = {kind: {} for kind in KINDS}
         for tensor, part in zip(self.contents.tensors, self.tensor_parts, strict=True):
-            members.setdefault(part.kind, []).append(tensor)
-            roots.setdefault(part.kind, {}).setdefault(".".join(tensor.keys[: part.root]))
+            roots[part.kind].setdefault(".".join(tensor.keys[: part.root]))
         groups = []
-        for kind in (kind for kind in KINDS if kind in members):
+        for kind in (kind for kind in KINDS if roots[kind]):
             names = [root for root in roots[kind] if root]
-            groups.append(_group(kind, ", ".join(names[:4]) + (" …" if len(names) > 4 else ""), members[kind]))
+            groups.append(_group(kind, ", ".join(names[:4]) + (" …" if len(names) > 4 else ""), self.of(kind)))
         return tuple(groups)
 
     @cached_property
@@ -97,7 +95,8 @@ class Breakdown:
     def modules(self, view: View) -> Iterator[Group]:
         """One group for each module that `view` tells apart, part by part, in the order of the file."""
         members: dict[tuple[PartKind, str, tuple[str, ...]], list[Tensor]] = {}
-        for tensor, part, steps in zip(self.contents.tensors, self.tensor_parts, self._steps(view.folded), strict=True):
+        every = self._folded_steps if view.folded else self._plain_steps
+        for tensor, part, steps in zip(self.contents.tensors, self.tensor_parts, every, strict=True):
             root = ".".join(tensor.keys[: part.root])
             members.setdefault((part.kind, root, steps[: view.depth]), []).append(tensor)
         for (kind, root, steps), tensors in sorted(members.items(), key=lambda item: KINDS.index(item[0][0])):
@@ -106,32 +105,23 @@ class Breakdown:
     @cached_property
     def fitting_view(self) -> View:
         """The view with the most rows up to `MOST_ROWS`, at the least depth. Numbers are folded if that shows more."""
-        plain, folded = self._fitting_depth(False), self._fitting_depth(True)
+        plain, folded = self._fitting_depth(self._plain_steps), self._fitting_depth(self._folded_steps)
         return View(folded, folded=True) if folded > plain else View(plain)
 
-    def _fitting_depth(self, folded: bool) -> int:
+    def _fitting_depth(self, every: tuple[tuple[str, ...], ...]) -> int:
         best, most = 1, 0
         for depth in range(1, DEEPEST + 1):
-            rows = self._count(depth, folded)
-            if rows > MOST_ROWS:
-                break
-            best, most = (depth, rows) if rows > most else (best, most)
+            seen: set[tuple[PartKind, tuple[str, ...], tuple[str, ...]]] = set()
+            for tensor, part, steps in zip(self.contents.tensors, self.tensor_parts, every, strict=True):
+                seen.add((part.kind, tensor.keys[: part.root], steps[:depth]))
+                if len(seen) > MOST_ROWS:
+                    return best
+            best, most = (depth, len(seen)) if len(seen) > most else (best, most)
         return best
-
-    def _count(self, depth: int, folded: bool) -> int:
-        seen: set[tuple[PartKind, tuple[str, ...], tuple[str, ...]]] = set()
-        for tensor, part, steps in zip(self.contents.tensors, self.tensor_parts, self._steps(folded), strict=True):
-            seen.add((part.kind, tensor.keys[: part.root], steps[:depth]))
-            if len(seen) > MOST_ROWS:
-                break
-        return len(seen)
-
-    def _steps(self, folded: bool) -> tuple[tuple[str, ...], ...]:
-        return self._folded_steps if folded else self._plain_steps
 
     @cached_property
     def _folded_steps(self) -> tuple[tuple[str, ...], ...]:
-        """The same with a star for every number."""
+        """The plain steps with a star for every number."""
         star = {step: "*" if step.isdecimal() else step for steps in self._plain_steps for step in steps}
         return tuple(tuple([star[step] for step in steps]) for steps in self._plain_steps)
 
@@ -201,9 +191,7 @@ def _part_at_top(tensor: Tensor, heads: set[str], marks: Mapping[tuple[str, ...]
     return Part("other" if beside else "model", 0)
 
 
-def _part_below(
-    keys: tuple[str, ...], marks: Mapping[tuple[str, ...], PartKind], named: bool, wrapper: str | None
-) -> Part:
+def _part_below(keys: tuple[str, ...], marks: Mapping[tuple[str, ...], PartKind], named: bool) -> Part:
     """The part of the tensors under `keys`. `named`: some part of the file is called a model."""
     for length in range(len(keys), -1, -1):
         kind = marks.get(keys[:length])
@@ -224,6 +212,5 @@ def _part_below(
         return Part("model", 1)
     if "model" in kinds:
         return Part("model", 2)
-    if wrapper == "numpy array" or named or (len(keys) > 1 and keys[1].isdecimal()):
-        return Part("other", 1)
-    return Part("model", 1)
+    beside = named or (len(keys) > 1 and keys[1].isdecimal())
+    return Part("other" if beside else "model", 1)

@@ -320,28 +320,3 @@ def pickled_code(inspection: Inspection) -> Iterator[Finding]:
             {"names": contents.classes},
             layers=contents.classes,
         )
-
-
-@RULES.rule("compressed-records")
-def compressed(inspection: Inspection) -> Iterator[Finding]:
-    """Records that a general-purpose tool compressed."""
-    size = inspection.contents.compressed
-    if size > 0:
-        text = "Its records are compressed, by {bytes}: in memory the tensors take that much more, and mmap fails."
-        yield Finding("compressed-records", text, {"bytes": Bytes(size)}, bytes=size)
-
-
-@RULES.rule("overhead")
-def overhead(inspection: Inspection) -> Iterator[Finding]:
-    """A file that is mostly not tensor data."""
-    files = inspection.contents.files
-    size = sum(file.bytes_for("padding") + file.bytes_for("headers") + file.bytes_for("pickle") for file in files)
-    count = len(inspection.contents.tensors)
-    if size >= 0.1 * inspection.size and size >= 2**16:
-        yield Finding(
-            "overhead",
-            "Padding, headers and pickled objects take {bytes}, {share} of the file: it has {count} tensors, many of "
-            "them small.",
-            {"bytes": Bytes(size), "share": inspection.share(size), "count": count},
-            bytes=size,
-        )

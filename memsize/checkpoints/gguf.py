@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from memsize.checkpoints.contents import GGML, Contents, Storage
 from memsize.checkpoints.source import (
@@ -64,9 +64,9 @@ class _Cursor:
         """The next number, of a `struct` code."""
         return struct.unpack(self.order + code, self.take(struct.calcsize(code)))[0]
 
-    def count(self, code: str = "Q") -> int:
+    def count(self) -> int:
         """The next number as a count of things that are read one by one."""
-        count = int(self.number(code))
+        count = int(self.number("Q"))
         self.spend(count, f"{self.what} would hold {count:,} entries")
         return count
 
@@ -85,13 +85,8 @@ class _Cursor:
         return printable(text + "…" if length > longest else text)
 
 
-class _Described(NamedTuple):
-    """One tensor's description: its data starts `offset` bytes into the tensor data."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: int
-    offset: int
+_Described = tuple[str, tuple[int, ...], int, int]
+"""One tensor's name, shape and type, and where its data starts in the tensor data."""
 
 
 def looks_like(source: Source) -> bool:
@@ -136,7 +131,7 @@ def _described(cursor: _Cursor) -> _Described:
     if dimensions > MOST_GGML_DIMENSIONS:
         raise cursor.source.damaged(f"{name!r} has {dimensions:,} dimensions")
     shape = tuple(int(cursor.number("Q")) for _ in range(dimensions))
-    return _Described(name, shape, cursor.number("I"), cursor.number("Q"))
+    return name, shape, cursor.number("I"), cursor.number("Q")
 
 
 def _laid_out(

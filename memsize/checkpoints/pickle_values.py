@@ -1,18 +1,28 @@
-"""The values of a pickle: storages, tensors, dictionaries, and the results that its calls would have.
+"""The names and values of a pickle: storages, tensors, dictionaries, and the results that its calls would have.
 
-Nothing that a pickle names is imported or called. The functions that put tensors together have rules here, from
-`torch._utils`, `torch._tensor` and the classes' own ``__reduce__``; any other call makes an `Object`, whose arguments
-are kept and searched for tensors.
+A pickle names functions and classes and their arguments; unpickling calls them. memsize reads the instructions and
+keeps them as values: nothing is imported or called, so that no name is dangerous to memsize itself. The policy decides
+what the report says:
+
+* **known** names are those that ``torch.load(weights_only=True)`` allows, and a few containers of Python. The functions
+  that put tensors together have rules here, from `torch._utils`, `torch._tensor` and the classes' own ``__reduce__``.
+* **opaque** names are all others: an ``argparse.Namespace``, a class of the user's. Their calls make an `Object`, whose
+  arguments are kept and searched for tensors, and their names are reported, since ``weights_only`` refuses the file and
+  plain ``torch.load`` would import and call them.
+* **refused** names are those that a file has no honest reason to call: they run commands or code, open files or
+  connections, load further code or pickles, or reach into other objects (`getattr`). A file that mentions one is not
+  analysed at all, and the error names it. weights_only's own blocklist (``sys``, ``os``, ``posix``, ``nt``) is part of
+  these. The list cannot be complete, and safety does not rest on it: a function that is missing from it is shown as
+  opaque and runs just as little.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from memsize.checkpoints.contents import BITS, torch_dtype
+from memsize.checkpoints.contents import STORAGES, torch_dtype
 from memsize.checkpoints.source import MOST_DIMENSIONS
 
 Args = tuple[Any, ...]
@@ -91,16 +101,13 @@ class Object:
 
 @dataclass(slots=True, eq=False)
 class TensorValue:
-    """A strided tensor of a storage: `offset` and `stride` in elements. `storage` is None when it keeps no data.
-
-    A numpy array that stands in the pickle itself has a `Blob` for a storage.
-    """
+    """A strided tensor of a storage: `offset` and `stride` in elements. `storage` is None when it keeps no data."""
 
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    storage: StorageValue | Blob | None
+    storage: StorageValue | None
     trainable: bool | None = None
 
 
@@ -204,15 +211,12 @@ def _sparse(args: Args) -> Composite:
     return Composite(layout.removeprefix("torch."), list(zip(_SPARSE[layout], data, strict=False)))
 
 
+_BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE = {
     "torch.sparse_coo": ("indices", "values"),
-    "torch.sparse_csr": ("crow_indices", "col_indices", "values"),
-    "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
-    "torch.sparse_bsr": ("crow_indices", "col_indices", "values"),
-    "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
+    **dict.fromkeys(("torch.sparse_csr", "torch.sparse_bsr"), _BY_ROW),
+    **dict.fromkeys(("torch.sparse_csc", "torch.sparse_bsc"), _BY_COLUMN),
 }
-
-
 _NESTED = ("values", "sizes", "strides", "offsets")
 
 
@@ -320,51 +324,105 @@ _RULES: dict[str, Callable[[Args], Any]] = {
 }
 
 
-_ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
-_BUFFERS = ("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer")
-_KINDS = {"f": "float", "i": "int", "u": "uint", "c": "complex"}
+# Names
 
-
-def array_of(value: Object) -> TensorValue | None:
-    """The numpy array that an object is, None when it is none or a small one.
-
-    numpy pickles an array as ``_reconstruct(ndarray, (0,), b'b')`` with a state of version, shape, dtype, Fortran order
-    and bytes; from protocol 5 on as ``_frombuffer``. Arrays of a kilobyte or less count with the pickle they are in.
+_MODULES = frozenset(
     """
-    path = _path(value.callee)
-    state = value.states[0] if value.states else None
-    if path in _ARRAYS and isinstance(state, tuple) and len(state) == 5:
-        return _array(state[1], state[2], state[4])
-    if path in _BUFFERS and len(value.args) == 4:
-        buffer, dtype, shape, _ = value.args
-        return _array(shape, dtype, buffer)
-    return None
+    _aix_support _ctypes _imp _osx_support _pickle _posixsubprocess _pyrepl _socket _winapi aiohttp antigravity
+    asyncio bdb cPickle cProfile codeop ctypes distutils ensurepip ftplib http httpx idlelib imaplib imp
+    importlib lib2to3 marshal multiprocessing nntplib nt os paramiko pdb pexpect pickle pip pkgutil poplib
+    popen2 posix posixsubprocess pty py_compile pydoc requests runpy setuptools shutil smtplib socket
+    socketserver subprocess sys sysconfig telnetlib timeit urllib urllib2 urllib3 venv webbrowser wsgiref xmlrpc
+    zipapp zipimport
+    """.split()
+)
+"""Modules that nothing in a checkpoint has a reason to name, and that no one calls a module of their own."""
+
+_BUILTINS = frozenset(
+    """
+    __build_class__ __import__ __loader__ apply breakpoint compile delattr eval exec execfile file filter
+    getattr globals input locals map open raw_input reduce reload setattr vars
+    """.split()
+)
+
+_NAMES = frozenset(
+    """
+    _codecs.lookup _codecs.register _io.FileIO _io.open _io.open_code code.InteractiveConsole
+    code.InteractiveInterpreter code.interact codecs.lookup codecs.open codecs.register commands.getoutput
+    commands.getstatusoutput concurrent.futures.ProcessPoolExecutor doctest.debug doctest.debug_script
+    functools.partialmethod functools.reduce io.FileIO io.open io.open_code joblib.load linecache.getlines
+    logging.FileHandler logging.config.dictConfig logging.config.fileConfig logging.config.listen numpy.fromfile
+    numpy.lib.npyio.load numpy.load numpy.loadtxt numpy.memmap numpy.save operator.attrgetter operator.call
+    operator.methodcaller pandas.eval pandas.read_pickle platform.popen profile.Profile profile.run
+    profile.runctx shelve.open sqlite3.connect tempfile.mktemp threading.Thread threading.Timer torch.compile
+    torch.load torch.save torch.serialization.load torch.storage._load_from_bytes trace.Trace types.CodeType
+    types.FunctionType types.LambdaType types.MethodType zipfile.PyZipFile
+    """.split()
+)
+
+_PACKAGES = tuple(
+    """
+    numpy.ctypeslib. numpy.distutils. numpy.f2py. numpy.testing. torch._dynamo. torch._inductor.
+    torch.distributed.launcher. torch.distributed.run. torch.hub. torch.jit. torch.package. torch.testing.
+    torch.utils.bottleneck. torch.utils.collect_env. torch.utils.cpp_extension. torch.utils.model_zoo.
+    """.split()
+)
+_SCRIPTED = ("torch.jit._pickle.", "__torch__.")
+"""What the pickles of scripted models name; those are read by TorchScript's own loader, which imports nothing."""
+
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg", "exceptions": "builtins", "UserDict": "collections"}
+"""Modules by the names that Python 2 had for them, which protocols up to 2 still write."""
+
+_ALLOWED = frozenset(
+    """
+    collections.OrderedDict collections.Counter torch.nn.parameter.Parameter torch.serialization._get_layout
+    torch.Size torch.Tensor torch.device _codecs.encode builtins.bytearray builtins.set builtins.complex
+    torch._tensor._rebuild_from_type_v2 torch.per_tensor_affine torch.per_tensor_symmetric
+    torch.per_channel_affine torch.per_channel_symmetric torch.per_channel_affine_float_qparams
+    torch.storage.UntypedStorage torch.storage.TypedStorage torch._utils._rebuild_parameter
+    torch._utils._rebuild_parameter_with_state torch._utils._rebuild_qtensor torch._utils._rebuild_tensor
+    torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 torch._utils._rebuild_sparse_tensor
+    torch._utils._rebuild_meta_tensor_no_storage torch._utils._rebuild_nested_tensor
+    torch._utils._rebuild_wrapper_subclass torch._utils._rebuild_device_tensor_from_numpy
+    torch._utils._rebuild_device_tensor_from_cpu_tensor
+    """.split()
+)
+"""What ``weights_only`` allows (`torch._weights_only_unpickler._get_allowed_globals`), dtypes and storages apart."""
 
 
-def _array(shape: Any, kind: Any, data: Any) -> TensorValue | None:
-    dtype = _dtype(kind)
-    if dtype is None or not isinstance(data, Blob):
-        return None
-    try:
-        extent = sizes(shape)
-    except ValueError:
-        return None
-    elements = math.prod(extent)
-    if elements * BITS[dtype] >> 3 > data.length:
-        return None
-    # A text holds each byte above 127 in two: what the elements take is its first part, the rest is encoding.
-    shape = extent or (elements,)
-    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return TensorValue(dtype, shape, strides, 0, data)
+def canonical(module: str, name: str) -> str:
+    """The dotted name that a pickle means, by the names that Python 3 has for it."""
+    return f"{_RENAMED.get(module, module)}.{name}"
 
 
-def _dtype(kind: Any) -> str | None:
-    if not (isinstance(kind, Object) and kind.callee == Global("numpy.dtype") and kind.args):
-        return None
-    code = kind.args[0]
-    if not isinstance(code, str) or not code[1:].isdecimal() or len(code) > 4:
-        return None
-    if code == "b1":
-        return "bool"
-    name = f"{_KINDS.get(code[0], '')}{int(code[1:]) * 8}"
-    return name if name in BITS else None
+def is_refused(module: str, name: str) -> bool:
+    """Whether a file that mentions this name is refused.
+
+    From protocol 4 on a name may have dots itself, and is then looked up step by step: ``torch`` with ``os.system``.
+    """
+    path = canonical(module, name)
+    root, *steps = path.split(".")
+    if root in _MODULES or (root == "builtins" and steps and steps[0] in _BUILTINS):
+        return True
+    reached = name.split(".")
+    through = any(step in _MODULES or step in ("builtins", "__builtins__") for step in reached[:-1])
+    inner = any(step.startswith("__") and step.endswith("__") for step in reached)
+    if path.startswith(_SCRIPTED):
+        return through
+    return through or (inner and path not in _DUNDERS) or path in _NAMES or f"{path}.".startswith(_PACKAGES)
+
+
+_DUNDERS = ("copyreg.__newobj__", "copyreg.__newobj_ex__")
+
+
+def is_allowed(path: str) -> bool:
+    """Whether ``torch.load(weights_only=True)`` accepts the name without `add_safe_globals`."""
+    if path in _ALLOWED or path.startswith(_SCRIPTED):
+        return True
+    module, _, name = path.rpartition(".")
+    if module == "torch":
+        return torch_dtype(name) is not None or name in STORAGES or name.endswith("Tensor")
+    return module in _TENSOR_MODULES and (name in STORAGES or name.endswith("Tensor"))
+
+
+_TENSOR_MODULES = ("torch.cuda", "torch.sparse", "torch.cuda.sparse", "torch.storage")

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from memsize.checkpoints.contents import BITS, Mark, PartKind
-from memsize.checkpoints.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, TensorValue, array_of
+from memsize.checkpoints.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, TensorValue
 from memsize.checkpoints.source import DEEPEST, LONGEST_KEY, MOST_VALUES_SHOWN, Piece, Source, printable
 from memsize.errors import CheckpointError
 from memsize.records.byte_ownership import strided_extent
 from memsize.records.trace import TensorSpec
 
 Keys = tuple[str, ...]
-Locate = Callable[[StorageValue | Blob], int]
+Locate = Callable[[StorageValue], int]
 """Gives the index of a storage; raises `CheckpointError` when the file lacks it."""
 
 _OF_MODULE = ("_parameters", "_buffers", "_modules")
@@ -170,10 +170,6 @@ def _mark(keys: Keys, value: Dict, entries: dict[str, Any], contents: PickleCont
 
 def _of_object(step: _Step, value: Object, contents: PickleContents) -> Iterator[_Step]:
     """The states, arguments and items of an object; a module as its ``state_dict()``."""
-    array = array_of(value)
-    if array is not None:
-        yield _Step(step.keys, array, "numpy array")
-        return
     for state in value.states:
         entries = _entries(state) if isinstance(state, Dict) else {}
         if all(name in entries for name in _OF_MODULE):
@@ -209,7 +205,7 @@ def _piece(step: _Step, locate: Locate) -> Piece:
         spec=TensorSpec(value.dtype, value.shape),
         elements=math.prod(value.shape),
         storage=None if value.storage is None else locate(value.storage),
-        start=(value.offset + (value.storage.base if isinstance(value.storage, StorageValue) else 0)) * bits >> 3,
+        start=(value.offset + (value.storage.base if value.storage else 0)) * bits >> 3,
         span=span,
         needed=needed,
         wrapper=step.wrapper,

@@ -41,8 +41,11 @@ def read(path: str | os.PathLike[str]) -> Contents:
         if match is None or int(match["count"]) < 2:
             return contents
         position = f"file {int(match['number'])} of {int(match['count'])}"
-        note = f"This is {position}: name the folder or the index to read them all."
-        return replace(contents, notes=(*contents.notes, note))
+        return _noted(contents, f"This is {position}: name the folder or the index to read them all.")
+
+
+def _noted(contents: Contents, *notes: str) -> Contents:
+    return replace(contents, notes=(*contents.notes, *notes))
 
 
 @contextmanager
@@ -114,8 +117,7 @@ def _read_folder(folder: Path) -> Contents:
         if indexes:
             contents = replace(_read_index(folder / indexes[0]), path=_name_of(folder))
             others = [name for name in names if name.endswith(_INDEX[:2]) and name != indexes[0]]
-            note = f"The folder also has {others[0]}, which is not read here." if others else ""
-            return replace(contents, notes=(*contents.notes, note)) if note else contents
+            return _noted(contents, *(f"The folder also has {other}, which is not read here." for other in others[:1]))
     for suffix in CHECKPOINTS:
         candidates = [name for name in names if name.endswith(suffix) and name not in _ASIDE]
         if candidates:
@@ -165,7 +167,7 @@ def _check_index(contents: Contents, index: dict[str, Any], wanted: dict[str, st
     names = {tensor.name for tensor in contents.tensors}
     missing = tuple(printable(name) for name in wanted if printable(name) not in names)
     extra = [name for name in names if name not in wanted]
-    notes = list(contents.notes)
+    notes: list[str] = []
     if extra:
         notes.append(f"The index leaves out {len(extra):,} tensors that the files hold, such as {min(extra)}.")
     metadata = index.get("metadata")
@@ -173,7 +175,7 @@ def _check_index(contents: Contents, index: dict[str, Any], wanted: dict[str, st
     stored = sum(storage.bytes for storage in contents.storages)
     if isinstance(total, int) and total != stored:
         notes.append(f"The index says that the tensors take {total:,} bytes; they take {stored:,}.")
-    return replace(contents, missing=missing, notes=tuple(notes))
+    return _noted(replace(contents, missing=missing), *notes)
 
 
 def _join(name: str, parts: Iterable[Contents]) -> Contents:
@@ -184,13 +186,9 @@ def _join(name: str, parts: Iterable[Contents]) -> Contents:
         base = len(storages)
         # A new tuple of fields is made much faster than by `replace`.
         storages += [Storage(s.name, number, s.offset, s.bytes, s.file_bytes, s.unneeded) for s in part.storages]
-        tensors += [
-            Tensor(
-                t.name, t.keys, t.spec, t.elements, None if t.storage is None else t.storage + base, t.bytes,
-                t.unneeded, t.shared_with, t.wrapper, t.trainable,
-            )
-            for t in part.tensors
-        ]  # fmt: skip
+        for t in part.tensors:
+            sizes = None if t.storage is None else t.storage + base, t.bytes, t.unneeded
+            tensors.append(Tensor(t.name, t.keys, t.spec, t.elements, *sizes, t.shared_with, t.wrapper, t.trainable))
     formats = tuple(dict.fromkeys(part.format for part in contents))
     values = dict(pair for part in reversed(contents) for pair in part.values)
     return Contents(

@@ -8,7 +8,7 @@ readers take from it as they go. The other limits bound one thing each.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -216,15 +216,6 @@ class Claims:
         if length > 0:
             self._claims.append((start, start + length, use))
 
-    def claim_around(self, start: int, length: int, use: Use, holes: Iterable[tuple[int, int]]) -> None:
-        """Claim `length` bytes from `start` for `use`, without `holes`: the starts and lengths of other claims."""
-        position, end = start, start + length
-        for hole, size in sorted(holes):
-            if start <= hole < end:
-                self.claim(position, hole - position, use)
-                position = max(position, hole + size)
-        self.claim(position, end - position, use)
-
     def pad_gaps(self, start: int, end: int) -> None:
         """Claim the bytes between `start` and `end` that no claim covers as padding."""
         position = start
@@ -313,28 +304,19 @@ def share_out(
     ]
     ownership = dict(zip(stored, own_bytes(extents, spend), strict=True))
     names = [".".join(piece.keys) for piece in pieces]
-    tensors = tuple(
-        Tensor(
-            name,
-            piece.keys,
-            piece.spec,
-            piece.elements,
-            piece.storage,
-            share.owned,
-            share.uncovered,
-            None if share.shared_with is None else names[stored[share.shared_with]],
-            piece.wrapper,
-            piece.trainable,
+    uncovered = [storage.bytes for storage in storages]
+    tensors = []
+    for index, (name, piece) in enumerate(zip(names, pieces, strict=True)):
+        share = ownership.get(index, _NO_BYTES)
+        owner = None if share.shared_with is None else names[stored[share.shared_with]]
+        sizes = (piece.storage, share.owned, share.uncovered)
+        tensors.append(
+            Tensor(name, piece.keys, piece.spec, piece.elements, *sizes, owner, piece.wrapper, piece.trainable)
         )
-        for index, (name, piece) in enumerate(zip(names, pieces, strict=True))
-        for share in (ownership.get(index, _NO_BYTES),)
-    )
-    uncovered = {index: storage.bytes for index, storage in enumerate(storages)}
-    for tensor in tensors:
-        if tensor.storage is not None:
-            uncovered[tensor.storage] -= tensor.bytes
-    covered = (replace(s, unneeded=uncovered[index]) if uncovered[index] > 0 else s for index, s in enumerate(storages))
-    return tensors, tuple(covered)
+        if piece.storage is not None:
+            uncovered[piece.storage] -= share.owned
+    covered = (replace(s, unneeded=rest) if rest > 0 else s for s, rest in zip(storages, uncovered, strict=True))
+    return tuple(tensors), tuple(covered)
 
 
 _NO_BYTES = Ownership(0)

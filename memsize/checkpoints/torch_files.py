@@ -13,21 +13,20 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from memsize.checkpoints.contents import BITS, Contents, Mark, Storage, Use
-from memsize.checkpoints.pickle_names import is_allowed
-from memsize.checkpoints.pickle_values import Blob, Dict, StorageValue
-from memsize.checkpoints.pickle_walk import Locate, PickleContents, walk
+from memsize.checkpoints.pickle_values import Dict, StorageValue, is_allowed
+from memsize.checkpoints.pickle_walk import PickleContents, walk
 from memsize.checkpoints.source import (
     BEST_PACKING,
     LONGEST_DIRECTORY,
     MOST_UNPACKED,
     Claims,
-    Piece,
     Source,
     file_contents,
     printable,
@@ -60,9 +59,8 @@ def read_zip(source: Source) -> Contents:
             index.add(name, Storage(name, 0, record.offset, record.size, record.packed))
             use = "tensors"
         if name in _PICKLES:
-            pickles[name] = record
-        else:
-            claims.claim(record.offset, record.packed, use)
+            pickles[name], use = record, "pickle"
+        claims.claim(record.offset, record.packed, use)
     for name in (name for name in _PICKLES if name in pickles):
         noted = len(contents.values)
         record = pickles[name]
@@ -71,50 +69,31 @@ def read_zip(source: Source) -> Contents:
             unpickler = Unpickler(source, record.offset + record.packed)
         else:
             unpickler = Unpickler(source, len(record.unpacked), io.BytesIO(record.unpacked))
-        walk(unpickler.load(), _locator(index, _PICKLES[name], record.unpacked is None), source, contents)
+        walk(unpickler.load(), partial(index.find, prefix=_PICKLES[name]), source, contents)
         mentioned |= unpickler.mentioned
         if name == "constants.pkl":
             del contents.values[noted:]
     if "constants.pkl" in pickles:
         contents.marks = [Mark((), "model")]
-    index.measure_arrays(contents.pieces, claims)
-    for record in pickles.values():
-        claims.claim_around(record.offset, record.packed, "pickle", index.holes)
     format = "TorchScript" if "constants.pkl" in pickles else "PyTorch zip"
     return _contents(source, format, claims, index, contents, mentioned)
-
-
-def _locator(index: StorageIndex, prefix: str = "", in_file: bool = True) -> Locate:
-    return lambda value: index.find_array(value, in_file) if isinstance(value, Blob) else index.find(value, prefix)
 
 
 def _contents(
     source: Source, format: str, claims: Claims, index: StorageIndex, contents: PickleContents, mentioned: Iterable[str]
 ) -> Contents:
-    return file_contents(
-        source,
-        format,
-        claims,
-        contents.pieces,
-        index.storages,
-        values=tuple(contents.values),
-        marks=tuple(contents.marks),
-        classes=tuple(name for name in mentioned if not is_allowed(name)),
-        module=contents.module,
-    )
+    classes = tuple(name for name in mentioned if not is_allowed(name))
+    facts = {"values": tuple(contents.values), "marks": tuple(contents.marks), "module": contents.module}
+    return file_contents(source, format, claims, contents.pieces, index.storages, classes=classes, **facts)
 
 
 @dataclass(slots=True)
 class StorageIndex:
-    """The storages of one PyTorch file while it is read, found by the keys that its pickles have for them.
-
-    `storages` are in the order in which they were added. Among them are arrays that stand within a pickle.
-    """
+    """The storages of one PyTorch file while it is read, found by the keys that its pickles have for them."""
 
     source: Source
     storages: list[Storage] = field(default_factory=list)
     _by_key: dict[str, int] = field(default_factory=dict)
-    _arrays: dict[Blob, int] = field(default_factory=dict)
 
     def add(self, key: str, storage: Storage) -> None:
         """Keep `storage` under `key`."""
@@ -133,30 +112,6 @@ class StorageIndex:
                 f"{self.storages[index].bytes:,} bytes"
             )
         return index
-
-    def find_array(self, blob: Blob, in_file: bool) -> int:
-        """The index of the array with the data `blob`, which is part of the file unless its pickle is compressed."""
-        if blob not in self._arrays:
-            self._arrays[blob] = len(self.storages)
-            self.storages.append(Storage("in the pickle", 0, blob.start if in_file else None, 0, 0))
-        return self._arrays[blob]
-
-    def measure_arrays(self, pieces: Sequence[Piece], claims: Claims) -> None:
-        """Set the sizes of arrays within a pickle from their tensors: a text that encodes an array is longer."""
-        needs = dict.fromkeys(self._arrays.values(), 0)
-        for piece in pieces if needs else ():
-            if piece.storage in needs:
-                needs[piece.storage] = max(needs[piece.storage], piece.start + piece.span)
-        for index, size in needs.items():
-            old = self.storages[index]
-            self.storages[index] = replace(old, bytes=size, file_bytes=0 if old.offset is None else size)
-            claims.claim(old.offset or 0, 0 if old.offset is None else size, "tensors")
-
-    @property
-    def holes(self) -> list[tuple[int, int]]:
-        """The starts and lengths of arrays within a pickle."""
-        storages = (self.storages[index] for index in self._arrays.values())
-        return [(storage.offset, storage.file_bytes) for storage in storages if storage.offset is not None]
 
 
 # The zip archive
@@ -296,9 +251,8 @@ def read_legacy(source: Source) -> Contents:
     entries = {key: value for key, value in system.pairs if isinstance(key, str)} if isinstance(system, Dict) else {}
     order: Literal["little", "big"] = "big" if entries.get("little_endian") is False else "little"
     _index_storages(source, keys, unpickler.storages, index, claims, order)
-    walk(root, _locator(index), source, contents)
-    index.measure_arrays(contents.pieces, claims)
-    claims.claim_around(0, end, "pickle", index.holes)
+    walk(root, index.find, source, contents)
+    claims.claim(0, end, "pickle")
     return _contents(source, "PyTorch legacy", claims, index, contents, unpickler.mentioned)
 
 

@@ -17,8 +17,17 @@ from functools import partial
 from typing import Any, BinaryIO, ClassVar
 
 from memsize.checkpoints.contents import STORAGES
-from memsize.checkpoints.pickle_names import canonical, is_refused
-from memsize.checkpoints.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, meaning
+from memsize.checkpoints.pickle_values import (
+    Blob,
+    Composite,
+    Dict,
+    Global,
+    Object,
+    StorageValue,
+    canonical,
+    is_refused,
+    meaning,
+)
 from memsize.checkpoints.source import LONGEST_KEPT, LONGEST_LINE, LONGEST_NUMBER, Source, printable
 from memsize.errors import CheckpointError
 

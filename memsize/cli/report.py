@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ from memsize.cli.output import Destination
 from memsize.errors import ForwardError, OutputError
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.report import COLUMNS, Report, column_keys
-from memsize.records.trace import Failure
+from memsize.records.trace import Failure, Trace
 from memsize.spec.requests import ReportRequest
 from memsize.spec.scenario import SCENARIOS
 from memsize.spec.stack import INSTALLED
@@ -82,12 +83,40 @@ def report(
     if shown.stopped is not None:
         # A text on stdout has said why already.
         if output.file is None and output.format in ("text", "markdown"):
-            raise ForwardError(f"the forward failed in {_layer(shown.stopped)}: the report says why")
+            options = corrected_options(shown.trace, shown.stopped)
+            hint = f"; perhaps it takes {options}" if options else ": the report says why"
+            raise ForwardError(f"the forward failed in {_layer(shown.stopped)}{hint}")
         raise errors[0] if errors else ForwardError(describe_failure(shown.stopped), shown.trace)
 
 
 def _layer(failure: Failure) -> str:
     return f"{failure.layer} ({failure.type})" if failure.layer else f"the model itself ({failure.type})"
+
+
+def corrected_options(trace: Trace, failure: Failure) -> str:
+    """Options of an input that the first layer takes: ``-i 3,32,32 -b 64``. Empty where that is not clear."""
+    weight = next((tensor.spec.shape for tensor in trace.tensors if tensor.name == f"{failure.layer}.weight"), ())
+    if len(trace.inputs) != 1 or failure.inputs != (str(trace.inputs[0].spec),) or len(weight) < 2:
+        return ""
+    batch, *size = (size or 1 for size in trace.inputs[0].spec.shape)
+    channels, dimensions = weight[1] or 1, len(weight) - 1
+    if failure.type == "Linear" and size:
+        right = [channels] if prod(size) == channels else [*size[:-1], channels]
+    elif failure.type in ("Conv1d", "Conv2d", "Conv3d") and dimensions - 1 <= len(size) <= dimensions + (batch == 1):
+        if len(size) > dimensions:  # the batch stands in the size
+            batch, *size = size
+        right = _image(channels, size, dimensions)
+    else:
+        return ""
+    text = f"-i {','.join(map(str, right))}{f' -b {batch}' if batch > 1 else ''}"
+    return text if (batch, *right) != trace.inputs[0].spec.shape else ""
+
+
+def _image(channels: int, size: list[int], dimensions: int) -> list[int]:
+    """The size of an image with its channels first: `size` may lack them, have them last, or lack a dimension."""
+    if len(size) < dimensions:
+        return [*size, size[-1]] if size[0] == channels else [channels, *size]
+    return [channels, *(size[:-1] if size[-1] == channels != size[0] else size[1:])]
 
 
 def describe_failure(failure: Failure) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import re
-import shutil
 import signal
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -138,7 +137,6 @@ _FILE_PATIENCE = 3.0
 _LONG = 10.0
 _TICK = 1.0
 _FILE_TICK = 5.0
-_CLEAR = "\r\x1b[2K"
 _COUNT = re.compile(r"\b(\d+) of (\d+)\b")
 """A count in what is being done, from which the rest is estimated: ``fp16, 3 of 7``."""
 _writing = threading.Lock()
@@ -150,9 +148,9 @@ if hasattr(os, "register_at_fork"):
 class Progress:
     """Progress on stderr: call it with what is being done now, and it adds about how long that will go on.
 
-    A terminal shows it in one line once it takes longer than `patience` seconds, and wipes the line at the end. A file
-    or a pipe gets a line every `tick` seconds, none for quick work, and so does a terminal that a program writes to
-    meanwhile. Parts of the answer that come before the rest are shown where that takes long, each in a line that stays.
+    A terminal shows it once it takes longer than `patience` seconds, below the parts of the answer that came before the
+    rest where that takes long, and wipes it all at the end. A file or a pipe gets a line every `tick` seconds and for
+    each such part, none for quick work, and so does a terminal that a program writes to meanwhile.
     `MEMSIZE_PROGRESS=never` silences both.
 
     A program that is running writes to the streams `beside` it: lines that it has not ended, such as a bar of its own,
@@ -177,13 +175,13 @@ class Progress:
         self._count: str | None = None
         self._counted = 0.0
         self._parts: list[str] = []
-        self._shown = False
+        self._clear = ""  # what wipes the lines that a terminal shows now
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
         self._start = time.monotonic()
-        # There is no stderr where it is closed.
+        # stderr may be closed (`2>&-`).
         if self._stream is not None and os.environ.get("MEMSIZE_PROGRESS") != "never":
             for lines in self._beside:
                 lines.watch()
@@ -196,17 +194,16 @@ class Progress:
     ) -> None:
         self._over.set()
         with _writing:
-            if self._shown and self._on_terminal:
-                self._write(_CLEAR)
+            self._make_room()
             for lines in self._beside if self._thread else ():
                 lines.leave()
             self._thread = None
 
     def wipe(self) -> None:
-        """Wipe the line where the process is about to end: without the lock, which its own thread may hold."""
-        if self._shown and self._on_terminal:
+        """Wipe the lines where the process is about to end: without the lock, which its own thread may hold."""
+        if self._clear:
             with contextlib.suppress(OSError, ValueError):
-                os.write(self._stream.fileno(), _CLEAR.encode())
+                os.write(self._stream.fileno(), self._clear.encode())
 
     def __call__(self, text: str) -> None:
         self._text = text
@@ -219,48 +216,62 @@ class Progress:
     def found(self, part: str) -> None:
         """Show a part of the answer, at once or as soon as the rest takes long."""
         with _writing:
-            self._parts.append(part)
-        self._show_parts()
+            self._parts.append(printable(part))
+        if self._is_long():
+            self._show()
 
-    def _show_parts(self) -> None:
-        with _writing:
-            if self._thread is None or self._over.is_set() or time.monotonic() < self._start + _LONG:
-                return
-            for part in map(printable, self._parts):
-                if self._on_terminal:
-                    part = textwrap.fill(part, shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
-                    part = f"{_CLEAR}{part}"
-                self._write(f"{part}\n")
-            self._parts.clear()
+    def _is_long(self) -> bool:
+        return time.monotonic() >= self._start + _LONG
 
     def _tell(self) -> None:
         wait = self._patience
         while not self._over.wait(wait):
-            self._show_parts()
             self._show()
             wait = self._tick
 
     def _show(self) -> None:
         with _writing:
-            if self._thread is None or not self._text or self._over.is_set() or any(e.is_open for e in self._beside):
+            if self._thread is None or self._over.is_set() or any(lines.is_open for lines in self._beside):
                 return
-            line = f"{printable(self._text)} … {remaining(self._text, time.monotonic() - self._start, self._counted)}"
-            if self._on_terminal:
-                self._write(f"{_CLEAR}{line[: shutil.get_terminal_size().columns - 1]}")
-            else:
-                self._write(f"memsize: {line}\n")
-            self._shown = True
+            spent = remaining(self._text, time.monotonic() - self._start, self._counted)
+            line = f"{printable(self._text)} … {spent}" if self._text else ""
+            parts = self._parts if self._is_long() else []
+            if not (line or parts):
+                return
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                self._draw(parts, line) if self._on_terminal else self._print(parts, line)
 
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-            (self._beside[0].write if self._on_terminal else self._stream.write)(text)
-            self._stream.flush()
+    def _print(self, parts: list[str], line: str) -> None:
+        """Write lines to a file or a pipe: each part once."""
+        self._stream.writelines(f"{text}\n" for text in (*parts, *([f"memsize: {line}"] if line else ())))
+        self._stream.flush()
+        parts.clear()
+
+    def _draw(self, parts: list[str], line: str) -> None:
+        """Replace what a terminal shows. What draws it is imported here: quick work needs none of it."""
+        from rich.console import Console, Group
+        from rich.live_render import LiveRender
+        from rich.text import Text
+
+        drawn = io.StringIO()
+        console = Console(file=drawn, force_terminal=True, color_system=None, legacy_windows=False)
+        lines = [Text(part) for part in parts[-console.height // 2 :]]
+        region = LiveRender(Group(*lines, *([Text(line, no_wrap=True, overflow="ellipsis")] if line else ())))
+        console.print(region, crop=False)
+        self._make_room()
+        self._write(drawn.getvalue())
+        self._clear = str(region.position_cursor())
 
     def _make_room(self) -> None:
-        """Wipe the line for what somebody else writes to the terminal, a library's log message, say."""
-        if self._shown:
-            self._shown = False
-            self._write(_CLEAR)
+        """Wipe the lines for what somebody else writes to the terminal, a library's log message, say."""
+        if self._clear:
+            text, self._clear = self._clear, ""
+            with contextlib.suppress(OSError, ValueError):
+                self._write(text)
+
+    def _write(self, text: str) -> None:
+        self._beside[0].write(text)
+        self._stream.flush()
 
 
 class _Lines:

@@ -8,19 +8,23 @@ Source: torch/_inductor/compile_fx.py (`compile_fx`, `compile_fx_inner`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import compile_fx
-from torch.fx import GraphModule, Interpreter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Interpreter
 
 from memsize.compile.decompositions import cuda_decompositions
 from memsize.compile.devices import CPU, CUDA, META, Move
 from memsize.compile.gpu import planning
 from memsize.kernels.semantics import current, switched_on
+from memsize.processes.patches import Patches, assigned, wrapping
+from memsize.processes.simulation import current as current_simulation
 from memsize.torch_internals.dispatch_key import suspended
-from memsize.tracing.overrides import suspended_overrides
+from memsize.tracing.overrides import Compiles
 
 Note = Callable[[str], None]
 
@@ -31,27 +35,34 @@ class Compiler:
     def __init__(self, capability: tuple[int, int], note: Note) -> None:
         self._capability = capability
         self._note = note
-        self.graphs = 0
 
-    def __call__(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        """Compile a graph of Dynamo's."""
-        self.graphs += 1
+    def __call__(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Compile a graph of Dynamo's with these `options` of Inductor."""
         move = Move(CPU)
-        with planning(self._capability), _tracing():
+        with (
+            planning(self._capability),
+            _tracing(),
+            Patches().applied([wrapping(FakeTensorMode, "from_tensor", move.result)]),
+        ):
             moved = [move.value(fake) for fake in _fakes(module, inputs)]
             return compile_fx.compile_fx(
-                move.graph(module), moved, inner_compile=self._lower, decompositions=cuda_decompositions(), **options
+                move.graph(module),
+                moved,
+                inner_compile=self._lower,
+                config_patches=_without_gpu(options),
+                decompositions=cuda_decompositions(),
             )
 
     def _lower(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Lower one graph of the partition."""
-        move = Move(CUDA)
-        with planning(self._capability), suspended(), suspended_overrides():
+        move, as_traced = Move(CUDA), GraphModule(module, Graph())
+        as_traced.graph.output(as_traced.graph.graph_copy(module.graph, {}))
+        with planning(self._capability), suspended(), _originals():
             try:
                 return compile_fx.compile_fx_inner(move.graph(module), [move.value(v) for v in inputs], **options)
             except Exception as error:
                 self._note(_UNLOWERED.format(_reason(error)))
-                return _interpreted(Move(META).graph(module))
+                return _interpreted(Move(META).graph(as_traced))
 
 
 def _fakes(module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
@@ -74,8 +85,33 @@ def _interpreted(module: GraphModule) -> Any:
     return make_boxed_func(lambda *args: Interpreter(module).run(*args))
 
 
-def _tracing() -> Any:
-    """CUDA's semantics for the fakes of a trace."""
-    semantics = current()
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """CUDA's semantics for the fakes of a trace, which follows Dynamo's."""
+    semantics, compiles = current(), _part()
     assert semantics is not None, "compiled code is for a simulated GPU"
-    return switched_on(semantics.for_fakes())
+    with switched_on(semantics.for_fakes()), assigned(compiles, "is_tracing", False):
+        yield
+
+
+@contextmanager
+def _originals() -> Iterator[None]:
+    """PyTorch's own functions, also where a backward is lowered once it runs."""
+    compiles = _part()
+    with compiles.lowered(), assigned(compiles, "is_tracing", False):
+        yield
+
+
+def _part() -> Compiles:
+    simulation = current_simulation()
+    compiles = simulation.get(Compiles) if simulation else None
+    assert compiles is not None, "graphs are compiled in the region that is for it"
+    return compiles
+
+
+def _without_gpu(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without those that run something on a GPU."""
+    return {name: value for name, value in options.items() if name not in _ON_GPU}
+
+
+_ON_GPU: Final = frozenset({"triton.cudagraphs", "max_autotune", "max_autotune_gemm", "max_autotune_pointwise"})

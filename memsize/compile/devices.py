@@ -6,6 +6,7 @@ graphs are traced with tensors on the CPU and are moved to CUDA afterwards, befo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -39,6 +40,10 @@ class Move:
             return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
         return value
 
+    def result(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Move what `function` returns."""
+        return self.value(function(*args, **options))
+
     def graph(self, module: GraphModule) -> GraphModule:
         """Move the fake results and the devices named in `module`, in place, and in the graphs inside it."""
         for part in module.modules():
@@ -52,9 +57,12 @@ class Move:
         for name in _VALUES:
             if name in node.meta:
                 node.meta[name] = self.value(node.meta[name])
-        if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
-            node.args = tuple(self.value(a) if isinstance(a, torch.device) else a for a in node.args)
-            node.kwargs = {k: self.value(v) if isinstance(v, torch.device) else v for k, v in node.kwargs.items()}
+        if node.op == "call_method" and node.target == "cuda":
+            node.target, node.args, node.kwargs = "to", (node.args[0], self._device), {}
+        is_moving = node.op == "call_method" and node.target == "to"
+        if any(_names_device(value) for value in (*node.args, *node.kwargs.values())):
+            node.args = tuple(self._device if _names_device(a, is_moving) else a for a in node.args)
+            node.kwargs = {k: self._device if _names_device(v, k == "device") else v for k, v in node.kwargs.items()}
 
     def _tensor(self, tensor: FakeTensor) -> FakeTensor:
         if tensor.device == self._device:
@@ -62,6 +70,12 @@ class Move:
         if id(tensor) not in self._moved:
             self._moved[id(tensor)] = tensor, fake_like(tensor, tensor.fake_mode, self._device)
         return self._moved[id(tensor)][1]
+
+
+def _names_device(value: Any, also_text: bool = True) -> bool:
+    """Whether an argument of a node is a device, or its name, as in ``x.to("cuda")``."""
+    is_name = also_text and isinstance(value, str) and value.partition(":")[0] in ("cuda", "cpu", "meta")
+    return isinstance(value, torch.device) or is_name
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:

@@ -20,8 +20,10 @@ import torch._inductor.config as inductor_config
 import torch._inductor.scheduler as inductor_scheduler
 from torch._dynamo import device_interface
 from torch._inductor import ir
+from torch._inductor.codecache import CacheBase
 from torch._inductor.codegen import common
 from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
+from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
@@ -48,6 +50,7 @@ class GpuProperties:
     shared_memory_per_block_optin: int = 166912
     warp_size: int = 32
     gcnArchName: str = ""  # noqa: N815 - PyTorch's name
+    name: str = "simulated"
 
     @classmethod
     def of(cls, capability: tuple[int, int]) -> GpuProperties:
@@ -127,6 +130,11 @@ class PlannedScheduling(TritonScheduling):
         return None
 
 
+def _one_by_one(nodes: list[Any], *_: Any, **__: Any) -> list[list[Any]]:
+    """Groups of one: kernels that run side by side in one allocate what each of them does, and free it together."""
+    return [[node] for node in nodes]
+
+
 class PlannedWrapper(PythonWrapperCodegen):
     """Inductor's wrapper, which also says of each allocation where it comes from, and asks nothing of a driver."""
 
@@ -181,20 +189,26 @@ def planning(capability: tuple[int, int]) -> Iterator[None]:
         (torch.cuda, "get_device_properties", lambda *_: properties),
         (torch.cuda, "get_device_capability", lambda *_: (properties.major, properties.minor)),
         (GraphLowering, "_compile_to_module", _unloaded),
+        (ComboKernel, "horizontal_partition", staticmethod(_one_by_one)),
         *without_driver(),
     ]
     try:
         device_interface.get_registered_device_interfaces()
         interfaces.update(names)
         common.register_backend_for_device("cuda", PlannedScheduling, PlannedWrapper)
-        DeviceProperties.create.cache_clear()
+        _forget_properties()
         with Patches().applied(patches), inductor_config.patch(_SETTINGS):
             yield
     finally:
         for registry, entries in zip((interfaces, codegens), before, strict=True):
             registry.clear()
             registry.update(entries)
-        DeviceProperties.create.cache_clear()
+        _forget_properties()
+
+
+def _forget_properties() -> None:
+    DeviceProperties.create.cache_clear()
+    CacheBase.get_system.cache_clear()
 
 
 _SETTINGS: Final = {

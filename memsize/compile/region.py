@@ -10,41 +10,54 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType
 from typing import Any, Final
 
 import torch
 import torch._dynamo as dynamo
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.variables import TensorVariable
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.optim import Optimizer
 
 from memsize.compile.backend import Compiler
-from memsize.processes.patches import Patch, wrapping
+from memsize.compile.devices import META
+from memsize.processes.patches import Patch, assigned, calling, wrapping
 from memsize.processes.simulation import current, open_simulation
 from memsize.spec.scenario import CompileMode
-from memsize.tracing.overrides import Compiles, suspended_overrides
+from memsize.tracing.named_devices import named_gpu
+from memsize.tracing.overrides import Compiles
 from memsize.tracing.run import Run
 
 _PACKAGE: Final = f"{Path(__file__).parents[1]}/"
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
-    """While open, functions and modules that were compiled are compiled; afterwards nothing of it is left."""
+def compiling(compiler: Compiler, compiles: Compiles | None = None) -> Iterator[None]:
+    """While open, `torch.compile` compiles with `compiler`; afterwards nothing of it is left."""
     trace_rules.SKIP_DIRS.append(_PACKAGE)
     trace_rules._recompile_re()
     patches: list[Patch] = [
-        wrapping(CatchErrorsWrapper, "__call__", _without_overrides),
+        wrapping(CatchErrorsWrapper, "__call__", _traced),
         wrapping(FakeTensorMode, "__init__", _accepting),
+        wrapping(FakeTensorMode, "dispatch", _on_stand_ins),
+        (TensorVariable, "specialize", staticmethod(calling(_specialized, TensorVariable.specialize))),
+        wrapping(torch._TorchCompileInductorWrapper, "__call__", _compiled, compiler),
+        wrapping(dynamo, "optimize", _optimized),
     ]
     try:
         with (
             open_simulation() as simulation,
-            simulation.with_part(Compiles, Compiles()),
+            simulation.with_part(Compiles, compiles or Compiles()),
             simulation.patches.applied(patches),
+            torch.compiler.set_stance("default"),
             _quiet(),
         ):
             yield
@@ -54,7 +67,7 @@ def compiling() -> Iterator[None]:
         dynamo.reset()
 
 
-_RULES: Final = (
+RULES: Final = (
     "compiled by the rules of PyTorch {}: what torch.compile recomputes, fuses and reuses differs between releases; "
     "choices that it makes by measured times are left out"
 )
@@ -75,12 +88,66 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _without_overrides(original: Callable[..., Any], *args: Any) -> Any:
-    with suspended_overrides():
-        result = original(*args)
-    if (simulation := current()) and (compiles := simulation.get(Compiles)) and result.guarded_code is not None:
+def _part() -> Compiles | None:
+    simulation = current()
+    return simulation.get(Compiles) if simulation else None
+
+
+_STEP_WITH_HOOKS: Final = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, CodeType))
+
+
+def _traced(original: Callable[..., Any], wrapper: Any, frame: Any, *args: Any) -> Any:
+    """Trace a frame, among PyTorch's own functions.
+
+    The hooks by which a run watches its optimizers' steps are no part of what is compiled: Dynamo breaks the graph of a
+    step within them in any case.
+    """
+    compiles = _part()
+    if compiles is None:
+        return original(wrapper, frame, *args)
+    if frame.f_code is _STEP_WITH_HOOKS:
+        return ConvertFrameReturn()
+    with compiles.traced(), assigned(compiles, "is_tracing", True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's, about its own reading of attributes
+        result = original(wrapper, frame, *args)
+    if result.guarded_code is not None:
         compiles.leaves_cycles = True
     return result
+
+
+def _compiled(
+    compiler: Compiler,
+    original: Callable[..., Any],
+    wrapper: Any,
+    module: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    config_patches: dict[str, Any] | None = None,
+) -> Any:
+    """Compile a graph with the options of its call of `torch.compile`."""
+    return compiler(module, inputs, {**wrapper.config, **(config_patches or {})})
+
+
+def _optimized(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return original(*args, **{**options, "guard_filter_fn": _guarded_by(options.get("guard_filter_fn"))})
+
+
+def _specialized(original: Callable[..., dict[str, Any]], value: torch.Tensor) -> dict[str, Any]:
+    """The facts of a tensor by which its attributes are answered while code is traced."""
+    facts, compiles = original(value), _part()
+    if compiles is not None and compiles.stands_for is not None and facts["device"].type == "meta":
+        facts["device"] = compiles.stands_for
+    return facts
+
+
+def _on_stand_ins(
+    original: Callable[..., Any], mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    """Make fakes where stand-ins are if traced code names a GPU."""
+    compiles = _part()
+    if kwargs and compiles is not None and compiles.is_tracing and named_gpu(kwargs.get("device")):
+        kwargs = {**kwargs, "device": META}
+    return original(mode, func, types, args, kwargs)
 
 
 def _collected(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,9 +169,17 @@ def _accepting(original: Callable[..., None], mode: FakeTensorMode, **options: A
     original(mode, **{**options, "allow_non_fake_inputs": True})
 
 
-def _guarded(guards: Sequence[Any]) -> list[bool]:
+def _guarded_by(chosen: Callable[[Sequence[Any]], Sequence[bool]] | None) -> Callable[[Sequence[Any]], list[bool]]:
     """Leave out guards on PyTorch's own functions, in whose place others stand while the code runs."""
-    return [not (guard.has_value and _is_function_of_torch(guard.value)) for guard in guards]
+
+    def guarded(guards: Sequence[Any]) -> list[bool]:
+        wanted = chosen(guards) if chosen else [True] * len(guards)
+        return [
+            bool(keep) and not (guard.has_value and _is_function_of_torch(guard.value))
+            for keep, guard in zip(wanted, guards, strict=True)
+        ]
+
+    return guarded
 
 
 def _is_function_of_torch(value: object) -> bool:
@@ -115,11 +190,9 @@ def _is_function_of_torch(value: object) -> bool:
 def compiled_model(run: Run, mode: CompileMode, capability: tuple[int, int]) -> Iterator[None]:
     """Compile the calls of the model of `run` while open, as its method `compile` does."""
     model = run.setup.model
-    with compiling():
-        run.note(_RULES.format(torch.__version__.partition("+")[0]))
-        options: dict[str, Any] = {"guard_filter_fn": _guarded}
-        compiled = torch.compile(model._call_impl, backend=Compiler(capability, run.note), options=options)
-        vars(model)["_call_impl"] = _collected(compiled)
+    with compiling(Compiler(capability, run.note)):
+        run.note(RULES.format(torch.__version__.partition("+")[0]))
+        vars(model)["_call_impl"] = _collected(torch.compile(model._call_impl, mode=mode))
         try:
             yield
         finally:

@@ -11,8 +11,8 @@ reach the memory-efficient kernel on no version (newer ones may allow it).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from math import copysign
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memsize.cuda import autocast
 from memsize.kernels.semantics import Semantics, current
-from memsize.torch_internals.dispatch_key import KEY, Kernel, exclude, key_excluded, overload
+from memsize.torch_internals.dispatch_key import Kernel, key_excluded, overload
 
 Backend = Literal["flash", "efficient", "cudnn", "math"]
 _HALVES = (torch.float16, torch.bfloat16)
@@ -264,25 +264,38 @@ def _cudnn(call: Attention) -> Tensor:
 
 
 def _math(call: Attention) -> Tensor:
-    attend = overload("_scaled_dot_product_attention_math")
-    tensors = (call.query, call.key, call.value, call.mask)
-    options = {"scale": call.scale, "enable_gqa": call.grouped}
-    with _seen_inside() if call.dropout > 0 else contextlib.nullcontext():
-        out: Tensor = attend(*tensors, call.dropout, call.causal, None, **options)[0]
+    """As attention.cpp `_scaled_dot_product_attention_math`, which adds a mask to a copy of the scores where a dispatch
+    mode looks on. It returns the weights as well, in the dtype of the query: they are cast before the last product.
+    """
+    dtype, tensors = call.query.dtype, (call.query, call.key, call.value)
+    if dtype in _HALVES and not torch._C._get_math_sdp_allow_fp16_bf16_reduction():
+        tensors = tuple(tensor.float() for tensor in tensors)  # type: ignore[assignment]
+    _, key, value = tensors
+    scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    factor = abs(scale) ** 0.5
+    query, mask = tensors[0] * copysign(factor, scale), call.mask
+    if call.causal:
+        seen = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        mask = torch.where(seen, query.new_zeros(()), query.new_full((), -torch.inf))
+    if call.grouped:
+        key, value = (_repeated(tensor, query) for tensor in (key, value))
+    scores = query @ (key.transpose(-2, -1) * factor)
+    if mask is not None:
+        scores.add_(mask)
+    weights = overload("_safe_softmax")(scores, -1)
+    del scores
+    if call.dropout > 0:
+        weights = overload("native_dropout")(weights, call.dropout, True)[0]
+    returned = weights.to(dtype)
+    out: Tensor = (weights @ value).to(dtype)
+    del returned
     return out
 
 
-@contextlib.contextmanager
-def _seen_inside() -> Iterator[None]:
-    """Let the key's kernels see the composite's inner calls, with autocast off as it is inside every wrapped call."""
-    was_enabled = torch._C.is_autocast_enabled("cuda")
-    torch._C.set_autocast_enabled("cuda", False)
-    exclude(KEY, False)
-    try:
-        yield
-    finally:
-        exclude(KEY, True)
-        torch._C.set_autocast_enabled("cuda", was_enabled)
+def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
+    """The key or value of grouped heads, once for each head of the query."""
+    times = query.shape[-3] // tensor.shape[-3]
+    return tensor if times == 1 else tensor.repeat_interleave(times, -3)
 
 
 _RUNS: dict[Backend, Callable[[Attention], Tensor]] = {

@@ -87,7 +87,7 @@ def cuda_semantics(
     semantics = Semantics("meta" in devices, "cpu" in devices, capability, cudnn, autocast_observer, release)
     if outer is not None:
         semantics.copies = outer.copies
-    with _answers.active(), switched_on(semantics):
+    with _answers.active(), _lists.active(), switched_on(semantics):
         try:
             yield semantics
         finally:
@@ -117,9 +117,22 @@ def _questions() -> tuple[Override, ...]:
         Override(torch, "clear_autocast_cache", _dropping_copies),
         Override(torch.utils.checkpoint, "_infer_device_type", _inferring_cuda),
         Override(torch.utils.backend_registration, "_privateuse1_backend_name", _NameOfStandIn),
+    )
+
+
+@cache
+def _lists_of_devices() -> tuple[Override, ...]:
+    return (
         *(Override(module, _LIST_KERNELS, _with_stand_in) for module in (_foreach_utils, optimizer, swa_utils)),
         Override(optimizer, "_get_fused_kernels_supported_devices", _with_stand_in),
     )
+
+
+@contextmanager
+def original_lists_of_devices() -> Iterator[None]:
+    """Restore PyTorch's lists of the devices that have some kernel while open: `meta` is none of them."""
+    with _lists.suspended():
+        yield
 
 
 class _NameOfStandIn(str):
@@ -184,3 +197,4 @@ def _with_stand_in(original: Function) -> list[str]:
 
 
 _answers = ThreadPatches(_questions, lambda: current() is not None)
+_lists = ThreadPatches(_lists_of_devices, lambda: current() is not None)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-from memsize.documents.sections import Bars, Chart, Findings, Phrase, ScenarioView, Section, Verdict
+from memsize.documents.sections import Bars, Chart, Findings, Phrase, ScenarioView, Section, Table, Verdict
 from memsize.records.answer import Renderable
 from memsize.records.fields import FlatTable
 from memsize.records.finding import Finding
@@ -19,6 +19,8 @@ from memsize.records.kinds import KINDS
 A = TypeVar("A", bound=Renderable)
 MOST_SENTENCES: Final = 4
 """The most findings in a verdict: few enough to read without scrolling."""
+MOST_SHORT_ROWS: Final = 12
+"""The most rows of a table that is shortened."""
 
 
 class Case(NamedTuple):
@@ -104,8 +106,20 @@ class Document(ABC, Generic[A]):
         return self.bars()
 
     def shorter(self, section: Section) -> Iterator[Section]:
-        """Yield shorter and shorter versions of `section`; nothing by default."""
-        yield from ()
+        """Yield shorter and shorter versions of `section`: by default of a verdict without its last sentences, and of a
+        table without its last rows and its remarks.
+        """
+        if isinstance(section, Verdict):
+            yield from (Verdict(section.findings[:count]) for count in range(len(section.findings) - 1, 0, -1))
+        if isinstance(section, Table):
+            yield replace(section, hint="")
+        if isinstance(section, Table) and not section.total:
+            counts = range(min(len(section.rows) - 2, MOST_SHORT_ROWS), 1, -1)
+            yield from (replace(section.first(count), remarks=(), hint="") for count in counts)
+
+    def main_table(self) -> str:
+        """The name of the table that belongs to the first screen: by default of the first one, if there is any."""
+        return next((section.name for section in self.sections() if isinstance(section, Table)), "")
 
     def opening(self) -> tuple[Section, ...]:
         """The verdict and the bars, without the ones that are empty."""

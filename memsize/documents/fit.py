@@ -57,6 +57,9 @@ class FitDocument(Document[Fit]):
             *listed("Notes", fit.notes),
         )
 
+    def main_table(self) -> str:
+        return "remedies" if self.answer.remedied else super().main_table()
+
     def bars(self) -> Bars:
         """The largest sizes; of a size that is asked about the bytes that it needs, beside the only budget's."""
         fit = self.answer
@@ -228,13 +231,13 @@ def _remarks(fit: Fit) -> Iterator[Remark]:
 
 
 def remedy_tables(remedied: Remedied | None, about: str) -> tuple[Table, ...]:
-    """The remedies `about` a run, if any were tried; remarks have what those cost that help, and why others cannot."""
+    """The remedies `about` a run, the ones that fit first, if any were tried; remarks have why others cannot be."""
     if remedied is None:
         return ()
-    fields = REMEDY_FIELDS.only("name", "outcome", "saved", "peak")
-    rows = (row for row in remedied.rows if row.outcome != "not here")
-    costs = (Remark(row.name, "costs", row.cost) for row in remedied.rows if row.outcome in ("fits", "saves"))
+    fields = REMEDY_FIELDS.only("name", "outcome", "peak", "saved", "cost")
+    ran = [row for row in remedied.rows if row.outcome != "not here"]
+    ran.sort(key=lambda row: ("fits", "saves", "no help").index(row.outcome))
     others = (row for row in remedied.rows if row.outcome == "not here")
-    remarks = (*costs, *(Remark(row.name, "not here", first_line(row.reason or "")) for row in others))
+    remarks = tuple(Remark(row.name, "not here", first_line(row.reason or "")) for row in others)
     caption = f"Remedies for {about}, each run by itself"
-    return (Table.of("remedies", "What would make it fit", fields, rows, caption=caption, remarks=remarks),)
+    return (Table.of("remedies", "What would make it fit", fields, ran, caption=caption, remarks=remarks),)

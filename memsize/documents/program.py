@@ -11,7 +11,18 @@ from typing import Any, Final
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import config_of
 from memsize.documents import Document, findings_data, plain, values_of
-from memsize.documents.sections import Bars, Chart, Findings, Phrase, Remark, ScenarioView, Section, Table, Title
+from memsize.documents.sections import (
+    Bars,
+    Chart,
+    Findings,
+    Phrase,
+    Remark,
+    ScenarioView,
+    Section,
+    Strip,
+    Table,
+    Title,
+)
 from memsize.documents.shared import collective_tables, listed, role_part, stream_tables, versions
 from memsize.documents.timeline import alive_table, course_table
 from memsize.records.cells import Label
@@ -52,7 +63,10 @@ class ProgramDocument(Document[ProgramRun]):
         steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
         ranks = ((str(run.trace.world),),) if run.trace.world.size > 1 else ()
         stack = f" with {run.trace.stack}" if run.trace.stack else ""
-        title = Title(run.program, (*ranks, (steps,), (f"on {run.card.name}{stack}",)))
+        peak = run.peak
+        memory = Strip(peak.requested, peak.allocated, peak.reserved, peak.device, run.card.bytes)
+        strip = ((memory,),) if peak.requested else ()
+        title = Title(run.program, (*ranks, (steps,), (f"on {run.card.name}{stack}",), *strip))
         return (title, *self.opening(), *self.reasons(), *self.inside())
 
     def inside(self) -> tuple[Section, ...]:
@@ -84,6 +98,9 @@ class ProgramDocument(Document[ProgramRun]):
             return ()
         seen = self._timeline
         return (ScenarioView("run", run.program, lambda: (Chart(seen), course_table(step_courses(seen)))),)
+
+    def main_table(self) -> str:
+        return "tensors" if self.answer.tensors else super().main_table()
 
     def bars(self) -> Bars | None:
         rows = [(role_part(role), size) for role, size in self.answer.peak.roles.items() if size]

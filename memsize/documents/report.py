@@ -6,7 +6,7 @@ figure that is not known is `Missing` in a table and null in the data, where the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from memsize.analysis.timeline import timeline
 from memsize.device.allocator_config import config_of
 from memsize.device.cards import card
-from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, renamed, values_of
+from memsize.documents import MOST_SENTENCES, MOST_SHORT_ROWS, Document, findings_data, plain, renamed, values_of
 from memsize.documents.sections import (
     Bars,
     Chart,
@@ -25,6 +25,7 @@ from memsize.documents.sections import (
     ScenarioView,
     Section,
     Stop,
+    Strip,
     Table,
     Title,
 )
@@ -39,7 +40,7 @@ from memsize.documents.shared import (
 )
 from memsize.errors import OutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
-from memsize.records.cells import Path
+from memsize.records.cells import Label, Path
 from memsize.records.fields import BYTES, NAME, SCENARIO, TEXT, Fields, FlatTable, role_fields, shown
 from memsize.records.finding import Finding, moment_in_words, optimizer_in_words
 from memsize.records.gpu import DEFAULT_GPU, LIVE_FIELDS, GpuEstimate, Shortage
@@ -144,10 +145,18 @@ class ReportDocument(Document[Report]):
         return Chart(run_timeline, f"Live bytes over {what}"), table
 
     def shorter(self, section: Section) -> Iterator[Section]:
-        """Yield the layer table one level less deep each time, down to the model's children."""
-        if isinstance(section, Table) and section.name == "layers" and self.depth is None:
+        """Yield the layer table one level less deep each time, down to the model's children, and then the largest."""
+        if isinstance(section, Title):
+            yield replace(
+                section, phrases=(*section.phrases[: 1 if self.answer.trace.inputs else 0], *_strips(self.answer))
+            )
+        elif not isinstance(section, Table) or section.name != "layers":
+            yield from super().shorter(section)
+        elif self.depth is None:
             deepest = max((layer.depth for layer in self.answer.trace.layers), default=0)
-            yield from (layer_table(self.answer, depth, self.columns) for depth in range(deepest - 1, 0, -1))
+            cuts: list[tuple[int | None, int | None]] = [(depth, None) for depth in range(deepest, 0, -1)]
+            cuts += [(None, most) for most in range(MOST_SHORT_ROWS, 0, -1)]
+            yield from (replace(layer_table(self.answer, depth, self.columns, n), hint="") for depth, n in cuts)
 
     def tables(self) -> dict[str, FlatTable]:
         table = layer_table(self.answer, self.depth, self.columns or COLUMNS)
@@ -244,26 +253,54 @@ def title(report: Report) -> Title:
     phrases.append(tuple(stored))
     if totals.buffer_bytes:
         phrases.append(("buffers", Bytes(totals.buffer_bytes)))
+    phrases += _strips(report)
     return Title(report.model, tuple(phrases))
 
 
+def _strips(report: Report) -> Iterator[Phrase]:
+    """The peak of the first scenario that has one, in all ways to count."""
+    for result in report.scenario_results:
+        if peak := result.training or result.inference:
+            memory = Strip(peak.requested, peak.allocated, peak.reserved, peak.device, card(report.gpu).bytes)
+            yield (f"peak of {result.name}:",)
+            yield (memory,)
+            return
+
+
+_SUMMED: Final = (
+    "parameters trainable parameter_bytes buffer_bytes attribute_bytes output_bytes saved_bytes cast_bytes"
+).split()
 _FROM_RUNS: Final = ("input", "output", "calls", "cast", "new", "saved", "mult_adds", "mult_adds_share")
 """The columns that are unknown if the model was not run."""
 
 
-def layer_table(report: Report, depth: int | None = None, columns: Sequence[str] | None = None) -> Table:
-    """The layer table down to `depth`; its rows add up to its total. `layer` is always its first column."""
+def layer_table(
+    report: Report, depth: int | None = None, columns: Sequence[str] | None = None, most: int | None = None
+) -> Table:
+    """The layer table down to `depth`; its rows add up to its total. `layer` is always its first column.
+
+    With `most`, all but so many rows with the largest figures are added up in one. So are those that a forward that
+    failed did not reach.
+    """
     rows, totals = visible(report.trace, depth), report.totals
+    shown = [row for row in rows if not report.stopped or row.calls or "failed here" in row.marks]
+    if most is not None:
+        largest = sorted(shown, key=lambda row: row.parameter_bytes + row.saved_bytes, reverse=True)[:most]
+        shown = [row for row in shown if row in largest]
+    others = [row for row in rows if row not in shown]
     table = Table.of(
         "layers",
         "Layers",
         LAYER_FIELDS,
-        rows,
+        shown,
         totals,
         total=LAYER_FIELDS.total("so far" if report.stopped else "total", totals, totals),
         chosen=columns is not None,
         hint="--columns chooses; a file or a pipe gets them all.",
     )
+    if others:
+        named = f"{len(others):,} {'not reached' if report.stopped and most is None else 'others'}"
+        table = replace(table, rows=(*table.rows, LAYER_FIELDS.total(Label(named), _added(others), totals)))
     if columns is not None:
         return table.picked(dict.fromkeys(("layer", *columns)))
     # A dtype that all share stands in the heading.
@@ -273,9 +310,17 @@ def layer_table(report: Report, depth: int | None = None, columns: Sequence[str]
     return table.without_empty("buffers", "unregistered", "cast", "notes")
 
 
+def _added(rows: Collection[Row]) -> Row:
+    """The sums of `rows`."""
+    sums = {name: sum(getattr(row, name) for row in rows) for name in _SUMMED}
+    counts = [row.multiply_adds for row in rows if row.multiply_adds is not None]
+    return Row("", "", 0, (), **sums, multiply_adds=sum(counts) if counts else None)
+
+
 def scenario_table(report: Report) -> Table:
     """The scenarios side by side, each figure beside its share of float32's where that is known."""
-    fields = SCENARIO_FIELDS if report.fp32 else SCENARIO_FIELDS.without(*SHARES)
+    compared = report.fp32 and len(report.scenario_results) > 1
+    fields = SCENARIO_FIELDS if compared else SCENARIO_FIELDS.without(*SHARES)
     remarks = said_once(
         Remark(entry.name, entry.status, entry.reason) for entry in report.scenario_results if entry.reason
     )

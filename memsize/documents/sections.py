@@ -10,12 +10,27 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from memsize.records.cells import Cell, Label, Missing, Signed
 from memsize.records.fields import Column, Fields
 from memsize.records.finding import Finding
+from memsize.records.gpu import Interval
 from memsize.records.roles import Role
 from memsize.records.timeline import Timeline
 from memsize.records.trace import Failure
 from memsize.units import Bytes, Unit, unit_for
 
-Phrase = tuple[str | Bytes, ...]
+
+class Strip(NamedTuple):
+    """The peak of one run in all ways to count, the smallest first: ``tensors 2.2 → allocated 2.3 → reserved 2.8 →
+    nvidia-smi 3.5–3.8 of 14.6 GiB``. `device` is the memory of the process, `card` the whole of its GPU; either may be
+    unknown.
+    """
+
+    requested: int
+    allocated: int
+    reserved: int
+    device: Interval | None = None
+    card: int = 0
+
+
+Phrase = tuple[str | Bytes | Strip, ...]
 """Words and sizes, drawn with a space between them."""
 
 
@@ -176,6 +191,11 @@ class Table:
             total=None if self.total is None else _at(places, self.total),
         )
 
+    def first(self, count: int) -> Table:
+        """The table with its first `count` rows, and a row that counts the others."""
+        more = (Label(f"{len(self.rows) - count:,} more"), *(None for _ in self.columns[1:]))
+        return replace(self, rows=(*self.rows[:count], more))
+
     def usual(self) -> Table:
         """The table without optional columns that nobody chose."""
         return self if self.chosen else self.without(*(column.key for column in self.columns if column.optional))
@@ -231,3 +251,25 @@ class ScenarioView(NamedTuple):
 
 
 Section = Title | Verdict | Bars | Chart | Stop | Table | Findings | Notes
+
+
+def without_repeats(sections: Iterable[Section]) -> tuple[Section, ...]:
+    """`sections` whose findings lack the sentences of the verdict, for formats that are read from top to bottom."""
+    sections = tuple(sections)
+    verdict = tuple(f for section in sections if isinstance(section, Verdict) for f in section.findings)
+    left: list[Section] = []
+    for section in sections:
+        if isinstance(section, Findings):
+            rest = (_rest(finding) if finding in verdict else finding for finding in section.findings)
+            section = replace(section, findings=tuple(finding for finding in rest if finding.template))
+        if not isinstance(section, Findings) or section.findings:
+            left.append(section)
+    return tuple(left)
+
+
+def _rest(finding: Finding) -> Finding:
+    """`finding` without the sentences that it has in a verdict: all of it, if its brief form is not where it begins."""
+    brief = finding.brief or finding.template
+    if not finding.template.startswith(brief):
+        return finding
+    return replace(finding, template=finding.template.removeprefix(brief).strip(), brief="")

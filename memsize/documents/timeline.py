@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memsize.documents import Document
-from memsize.documents.sections import Chart, Phrase, Section, Table, Title
+from memsize.documents.sections import Chart, Phrase, Section, Strip, Table, Title
 from memsize.documents.shared import collective_tables, listed, stream_tables, versions
 from memsize.records.fields import role_fields
 from memsize.records.finding import Finding, Moment
@@ -54,6 +54,10 @@ class TimelineDocument(Document[Timeline]):
     def versions(self) -> tuple[Phrase, ...]:
         return versions((self.answer,), [self.answer.card] if self.answer.card else ())
 
+    def main_table(self) -> str:
+        """None: the chart is the answer."""
+        return ""
+
     def picture(self) -> Chart:
         return Chart(self.answer)
 
@@ -64,15 +68,11 @@ class TimelineDocument(Document[Timeline]):
 def timeline_title(timeline: Timeline) -> Title:
     """The model, how it was run, and its peak in the allocator's terms."""
     peak = timeline.peak
-    phrases: list[tuple[str | Bytes, ...]] = [(str(timeline.world),)] if timeline.world.size > 1 else []
+    phrases: list[Phrase] = [(str(timeline.world),)] if timeline.world.size > 1 else []
     phrases += [] if timeline.scenario == "as-given" else [("as", timeline.scenario)]
     phrases += [("on", timeline.card.name)] if timeline.card else []
     if len(timeline):
-        phrases += [
-            ("at most", Bytes(peak.bytes), f"live, in {timeline.phase_at(peak.event)}"),
-            (Bytes(max(timeline.allocated)), "allocated"),
-            (Bytes(max(timeline.reserved)), "reserved"),
-        ]
+        phrases.append((Strip(peak.bytes, max(timeline.allocated), max(timeline.reserved)),))
     return Title(timeline.model, tuple(phrases))
 
 

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from memsize.kernels.cudnn.library import WIDTHS, Convolution, Operation, Plans
-from memsize.kernels.registry import Copies, copies_of, copy_unless_contiguous, overloads, same_dtype, shape_rule
+from memsize.kernels.registry import (
+    Copies,
+    Temporary,
+    copies_of,
+    copy_unless_contiguous,
+    overloads,
+    same_dtype,
+    shape_rule,
+)
 from memsize.kernels.strides import Shape
 from memsize.kernels.tensors import (
     are_alike,
@@ -227,14 +235,20 @@ class ConvolutionWorkspaces:
         """The cuDNN release that gave the workspaces; None where any of them is an estimate, or there are none."""
         return self.plans.source(self.met)
 
+    def columns(self, backward: bool, args: Sequence[Any], result: Any) -> Temporary | None:
+        """Return what PyTorch's own kernel takes for a convolution, or for its backward; None where cuDNN runs it."""
+        x, w, *rest = args[backward:]
+        call = Operands(x, w, *rest[1:7])
+        return None if self._runs_on_cudnn(call) else _columns(call, args[0].shape if backward else result.shape)
+
     def forward(self, args: Sequence[Any], output: torch.Tensor) -> int:
-        """Return the bytes of the workspace of `aten::convolution`."""
+        """Return the bytes of the workspace that cuDNN takes for `aten::convolution`."""
         x, w, _, *settings = args
         call = Operands(x, w, *settings)
         return self._workspace("data" if call.transposed else "forward", call, output.shape)
 
     def backward(self, args: Sequence[Any]) -> tuple[int, int]:
-        """Return the bytes for `aten::convolution_backward`: for the gradient of the input, then for the weight's."""
+        """Return those for `aten::convolution_backward`: for the gradient of the input, then for the weight's."""
         grad, x, w, _, *settings, mask = args
         call = Operands(x, w, *settings)
         data = self._workspace("forward" if call.transposed else "data", call, grad.shape) if mask[0] else 0
@@ -242,8 +256,6 @@ class ConvolutionWorkspaces:
 
     def _workspace(self, operation: Operation, call: Operands, other: Sequence[int]) -> int:
         """`other` is the shape of the forward's output. A transposed convolution is one from that to its input."""
-        if not self._runs_on_cudnn(call):
-            return _columns(call, other)
         x, y = _as_image(call.x.shape), _as_image(other)
         rank = call.x.dim() - 2
         convolution = Convolution(
@@ -285,18 +297,15 @@ class ConvolutionWorkspaces:
         return not (is_depthwise and x.dim() < 6) or last or _suits_cudnn(call)
 
 
-def _columns(call: Operands, other: Sequence[int]) -> int:
-    """Return the bytes that PyTorch's own kernel unfolds: one sample's patches, unless they are its pixels
-    (`slow_conv2d`).
+def _columns(call: Operands, other: Sequence[int]) -> Temporary:
+    """Return one sample's patches, for which PyTorch's own kernel takes room also where it reads the sample itself, as
+    for 1×1 pixels (cuda/ConvolutionMM2d.cu).
 
     Known limits: nothing for kernels of groups, dilated and transposed ones and volumes, which unfold as well.
     """
     x, w = call.x, call.w
-    is_plain = call.groups == 1 and not call.transposed and max(call.dilation) == 1 and x.dim() < 5
-    patch = w.shape[2:].numel()
-    if not is_plain or not x.numel() or (patch == 1 and max(call.stride) == 1 and not max(call.padding)):
-        return 0
-    return int(x.shape[1] * patch * math.prod(other[2:]) * x.element_size())
+    is_plain = call.groups == 1 and not call.transposed and max(call.dilation) == 1 and x.dim() < 5 and x.numel() > 0
+    return Temporary((x.shape[1] * w.shape[2:].numel(), math.prod(other[2:])) if is_plain else (0,), x.dtype)
 
 
 def _as_image(shape: Sequence[int]) -> tuple[int, ...]:

@@ -97,10 +97,18 @@ def _softmax(tensor: Any, dim: int, half_to_float: bool) -> Any:
 
 @shape_rule("aten::_safe_softmax")
 def _safe_softmax(tensor: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """Only the result; on the way CUDA also makes a softmax, a comparison and its reduction."""
     if not are_floating(tensor) or reduced_shape(tensor.shape, dim, True) is None:
         return NotImplemented
     return empty(tensor.shape, dtype or tensor.dtype)
+
+
+@temporaries_of(_aten._safe_softmax.default)
+def _masked_rows(tensor: Tensor, dim: int, *_: Any) -> Iterator[Temporary]:
+    """Where the input is -inf, which rows are so throughout, and the zero that is written there (attention.cpp
+    `_safe_softmax`, since 2.11 or earlier)."""
+    yield Temporary(tuple(tensor.shape), torch.bool)
+    yield Temporary(reduced_shape(tensor.shape, dim, True) or (), torch.bool)
+    yield Temporary((), tensor.dtype)
 
 
 @shape_rule("aten::_softmax_backward_data", "aten::_log_softmax_backward_data")

@@ -46,9 +46,11 @@ def data_dependent_ops() -> Mapping[str, DataDependentOp]:
         "aten::nonzero": _nonzero,
         "aten::index.Tensor": _index,
         "aten::masked_select": _masked_select,
-        "aten::_unique2": _unique,
-        "aten::unique_dim": _unique_dim,
-        "aten::unique_consecutive": _unique_consecutive,
+        "aten::_unique2": lambda rely, tensor, _sorted=True, *flags: _unique(rely, tensor, *flags),
+        "aten::unique_dim": lambda rely, tensor, dim, _sorted=True, inverse=False, counts=False: _unique(
+            rely, tensor, inverse, counts, dim
+        ),
+        "aten::unique_consecutive": _unique,
         "aten::bincount": _bincount,
         "torchvision::nms": _nms,
     }
@@ -115,33 +117,17 @@ def _masked_select(rely: Rely, tensor: torch.Tensor, mask: torch.Tensor) -> Any:
     return _meta(count * repeats, dtype=tensor.dtype)
 
 
-def _is_data(rely: Rely, tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is data; its values are then assumed to be all different."""
-    if constant_of(tensor) is not None:
-        return False
-    rely(ALL_SELECTED)
-    return True
-
-
-def _unique(rely: Rely, tensor: torch.Tensor, _sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
-    if not _is_data(rely, tensor):
-        return NotImplemented
-    size = tensor.numel()
-    places = torch.empty(tensor.shape if inverse else (0,), dtype=torch.int64, device="meta")
-    return _meta(size, dtype=tensor.dtype), places, _meta(size if counts else 0)
-
-
-def _unique_dim(
-    rely: Rely, tensor: torch.Tensor, dim: int, _sorted: bool = True, inverse: bool = False, counts: bool = False
+def _unique(
+    rely: Rely, tensor: torch.Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
 ) -> Any:
-    if not _is_data(rely, tensor):
+    """The values of data are assumed to be all different."""
+    if constant_of(tensor) is not None:
         return NotImplemented
-    size = tensor.shape[dim]
-    return torch.empty_like(tensor), _meta(size if inverse else 0), _meta(size if counts else 0)
-
-
-def _unique_consecutive(rely: Rely, tensor: torch.Tensor, *flags: bool, dim: int | None = None) -> Any:
-    return _unique(rely, tensor, True, *flags) if dim is None else _unique_dim(rely, tensor, dim, True, *flags)
+    rely(ALL_SELECTED)
+    size = tensor.numel() if dim is None else tensor.shape[dim]
+    values = _meta(size, dtype=tensor.dtype) if dim is None else torch.empty_like(tensor)
+    inverses = _meta(*(tensor.shape if dim is None else (size,))) if inverse else _meta(0)
+    return values, inverses, _meta(size if counts else 0)
 
 
 def _bincount(rely: Rely, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
@@ -199,12 +185,10 @@ def _nms(rely: Rely, boxes: torch.Tensor, scores: torch.Tensor, _threshold: floa
     if is_constant and torch._C._dispatch_has_kernel_for_dispatch_key("torchvision::nms", "CPU"):
         return NotImplemented
     rely(ALL_SELECTED)
-    boxes_kept = _meta(len(boxes))
-    return (
-        set_constant(boxes_kept, torch.arange(len(boxes)), ConstantState(ALL_SELECTED))
-        if is_small(boxes_kept)
-        else boxes_kept
-    )
+    chosen = _meta(len(boxes))
+    if not is_small(chosen):
+        return chosen
+    return set_constant(chosen, torch.arange(len(boxes)), ConstantState(ALL_SELECTED))
 
 
 ALL_FINITE = "every value is finite (isnan and isinf answer no)"
@@ -230,7 +214,9 @@ COPIED_VALUES = "values that the model copies to the CPU are taken to be 1.0, in
 
 MIXED_DEVICES = "the forward makes a tensor on the CPU and mixes it with the model's; on a GPU that line fails"
 CPU_AUTOCAST = 'the model opens torch.autocast("cpu"), which casts nothing on a GPU: what runs in it keeps its dtypes'
-UNCOMPILED = "torch.compile is left out: compiled code fuses ops, and often needs less memory than what is shown"
+UNCOMPILED = (
+    "torch.compile is left out for some code, which runs as it is written: compiled, it may need less memory, or more"
+)
 """Not assumptions but notes."""
 
 

@@ -272,15 +272,15 @@ def _to_meta_with_constant(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_host(value: Any) -> Any:
     if isinstance(value, dict) and isinstance(value.get("device"), torch.device):
-        value = value | {"device": torch.device("cpu")}
-    return map_tensors(_stand_in, value)
+        value = value | {"device": _CPU}
 
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        if is_in_coordinates(tensor):
+            return zeros_in_coordinates(tensor)
+        constant = constant_of(tensor)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=_CPU) if constant is None else constant
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    if is_in_coordinates(tensor):
-        return zeros_in_coordinates(tensor)
-    value = constant_of(tensor)
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if value is None else value
+    return map_tensors(stand_in, value)
 
 
 def _plausible(dtype: torch.dtype) -> Any:

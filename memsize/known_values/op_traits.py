@@ -12,8 +12,7 @@ from memsize.known_values.data_dependent import DataDependentOp, data_dependent_
 _FILLS: dict[str, Any] = {
     **dict.fromkeys(("aten::zeros", "aten::zeros_like", "aten::new_zeros"), 0),
     **dict.fromkeys(("aten::ones", "aten::ones_like", "aten::new_ones"), 1),
-    **dict.fromkeys(("aten::full", "aten::full_like"), "fill_value"),
-    "aten::new_full": "fill_value",
+    **dict.fromkeys(("aten::full", "aten::full_like", "aten::new_full"), "fill_value"),
 }
 """Ops that fill a tensor with one number: the number, or the name of the argument that gives it."""
 
@@ -48,12 +47,8 @@ _CHOICES: dict[str, tuple[int, int | None, bool]] = {
     "aten::sort.stable": (1, None, True),
     "aten::argsort": (0, 1, True),
     "aten::argsort.stable": (0, None, True),
-    "aten::argmax": (0, 1, False),
-    "aten::argmin": (0, 1, False),
-    "aten::max.dim": (1, 1, False),
-    "aten::min.dim": (1, 1, False),
-    "aten::median.dim": (1, 1, False),
-    "aten::mode": (1, 1, False),
+    **dict.fromkeys(("aten::argmax", "aten::argmin"), (0, 1, False)),
+    **dict.fromkeys(("aten::max.dim", "aten::min.dim", "aten::median.dim", "aten::mode"), (1, 1, False)),
     "aten::kthvalue": (1, 2, False),
     "aten::multinomial": (0, None, True),
 }

@@ -180,9 +180,8 @@ def _turn(diagonals: Tensor, _: Tensor, source: Tensor, one: int = 0, other: int
 
 
 def _permute(diagonals: Tensor, _: Tensor, source: Tensor, dims: Any) -> Tensor | None:
-    rank = source.dim()
-    last = tuple(dim % rank for dim in dims[-2:])
-    return {(rank - 2, rank - 1): diagonals, (rank - 1, rank - 2): diagonals.flip(0)}.get(last)
+    last = tuple(dim % source.dim() - source.dim() for dim in dims[-2:])
+    return {(-2, -1): diagonals, (-1, -2): diagonals.flip(0)}.get(last)
 
 
 def _slice(

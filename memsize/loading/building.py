@@ -7,13 +7,12 @@ It runs without the memory of its weights where it can, and leaves the random ge
 from __future__ import annotations
 
 import inspect
-import random
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,8 +82,7 @@ def build(
     try:
         module, why = weightless(value, arguments, is_theirs, failure)
     except Exception as error:
-        why = f"{user_traceback(error, is_theirs)}{gpu_advice(error)}"
-        raise TargetError(f"building {label} failed {why}") from error
+        raise TargetError(f"building {label} failed {explained(error, is_theirs)}") from error
     if not isinstance(module, nn.Module) and not is_trainer(module):
         raise TargetError(f"{label} returned {_kind(module)}, not a torch.nn.Module")
     if why is None:
@@ -162,21 +160,13 @@ def _kind(value: Any) -> str:
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
     """Restore the global random generators of Python, NumPy and PyTorch at the end."""
-    import torch
+    from memsize.torch_internals.isolation import generators_read
 
-    python, state = random.getstate(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    numpy = sys.modules.get("numpy.random")
-    numpy_state = numpy.get_state() if numpy else None
+    put_back = generators_read()
     try:
         yield
     finally:
-        random.setstate(python)
-        torch.set_rng_state(state)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        if numpy:
-            numpy.set_state(numpy_state)
+        put_back()
 
 
 # -- where the user's code failed --------------------------------------------------------------------------------------
@@ -203,14 +193,13 @@ def lacks_gpu(error: BaseException | None) -> bool:
     return error is not None and _WANTS_GPU.search(message_of(error)) is not None
 
 
-def gpu_advice(error: BaseException) -> str:
-    """Return advice on an error that `lacks_gpu`, for the end of a message; empty for any other error."""
-    if not lacks_gpu(error):
-        return ""
-    return (
+def explained(error: BaseException, is_theirs: IsTheirs) -> str:
+    """`user_traceback`, and advice where the error `lacks_gpu`."""
+    advice = (
         "; memsize needs no GPU, and neither may building the model: leave it on the CPU, and keep .cuda() and "
         "training below if __name__ == '__main__'"
     )
+    return f"{user_traceback(error, is_theirs)}{advice if lacks_gpu(error) else ''}"
 
 
 @contextmanager
@@ -239,7 +228,16 @@ def input_maker(function: Callable[..., Any], label: str, scope: ImportScope | N
 
     Calling it raises `InputError` where the function fails, needs other arguments, or returns nothing.
     """
-    taken = _taken(function, label)
+    names = {"batch_size", "seq_len", "training"}
+    taken, missing = set[str](), list[str]()
+    with suppress(TypeError, ValueError):
+        parameters = inspect.signature(function).parameters.values()
+        named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        taken = names if any(p.kind is p.VAR_KEYWORD for p in parameters) else names & named.keys()
+        if taken is not names:
+            missing = [name for name, p in named.items() if p.default is p.empty and name not in names - {"seq_len"}]
+    if missing:
+        raise InputError(f"{label} needs {', '.join(missing)}: it may only ask for batch_size, training, seq_len=None")
 
     def make(request: InputRequest) -> Any:
         arguments = {name: value for name, value in asdict(request).items() if name in taken}
@@ -262,21 +260,6 @@ def input_maker(function: Callable[..., Any], label: str, scope: ImportScope | N
         return inputs
 
     return InputMaker(make, resizable="batch_size" in taken, untyped=False)
-
-
-def _taken(function: Callable[..., Any], label: str) -> set[str]:
-    names = {"batch_size", "seq_len", "training"}
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return set()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return names
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    missing = [p.name for p in named if p.default is p.empty and p.name not in names - {"seq_len"}]
-    if missing:
-        raise InputError(f"{label} needs {', '.join(missing)}: it may only ask for batch_size, training, seq_len=None")
-    return names & {p.name for p in named}
 
 
 def wanted_inputs(model: nn.Module) -> str:

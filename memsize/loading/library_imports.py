@@ -133,17 +133,10 @@ def _disabled_when_called(disable: Function, fn: Any = None, recursive: bool = T
     return _disable_dynamo(fn, recursive)
 
 
-def _constant(mark: Function, fn: Any) -> Any:
+def _marked_late(note: Callable[[Function], None], mark: Function, fn: Any) -> Any:
     if _COMPILER in sys.modules or not inspect.isfunction(fn):
         return mark(fn)
-    vars(fn)["_dynamo_marked_constant"] = True  # all that the compiler does
-    return fn
-
-
-def _allowed_when_imported(mark: Function, fn: Any) -> Any:
-    if _COMPILER in sys.modules or not inspect.isfunction(fn):
-        return mark(fn)
-    _allowed.add(fn)
+    note(fn)
     return fn
 
 
@@ -183,8 +176,9 @@ def _without_import(lookup: Function, name: str) -> Any:
 
 _MARKS: Final[Mapping[str, Function]] = {
     "disable": _disabled_when_called,
-    "assume_constant_result": _constant,
-    "allow_in_graph": _allowed_when_imported,
+    # All that the compiler does with a constant.
+    "assume_constant_result": functools.partial(_marked_late, lambda fn: setattr(fn, "_dynamo_marked_constant", True)),
+    "allow_in_graph": functools.partial(_marked_late, _allowed.add),
 }
 
 
@@ -242,16 +236,12 @@ _declared: list[torch.library.Library] = []
 @contextmanager
 def torchvision_importable() -> Iterator[None]:
     """Let this thread import torchvision: operators that cannot be loaded are declared instead."""
-    _forget_failed_import()
-    with _operator_patches.active():
-        yield
-
-
-def _forget_failed_import() -> None:
-    """Python keeps the parts of a package whose import failed; `torchvision.extension` would not try to load again."""
+    # Python keeps the parts of a package whose import failed; `torchvision.extension` would not try to load again.
     if "torchvision" not in sys.modules:
         for name in [name for name in sys.modules if name.startswith("torchvision.")]:
             del sys.modules[name]
+    with _operator_patches.active():
+        yield
 
 
 def _or_declared(load: Function, path: str) -> None:

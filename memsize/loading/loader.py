@@ -17,26 +17,21 @@ from fnmatch import filter as matching
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from memsize.errors import ExitError, InputError, TargetError, UnknownTargetError, exits_caught, quoted
 from memsize.loading.building import (
     LoadedModel,
     build,
-    gpu_advice,
+    explained,
     input_maker,
     lacks_gpu,
     random_numbers_kept,
-    user_traceback,
 )
 from memsize.loading.model_defined_step import is_trainer, model_defined_step, model_defined_step_of
 from memsize.loading.scope import ImportScope, is_taken
 from memsize.loading.target import LIBRARIES, Target, parse_target
 from memsize.spec.inputs import InputMaker, InputRequest
-
-if TYPE_CHECKING:
-    pass
-
 
 GpuContextFactory = Callable[[], AbstractContextManager[Any]]
 """Opens a region in which this process has a GPU."""
@@ -90,7 +85,9 @@ def load(
 def _of_library(target: Target) -> Target | None:
     """The model of timm or torchvision that the bare name of a missing module means, as in ``resnet50``."""
     name = target.module
-    if name is None or target.name is not None or "." in name or importlib.util.find_spec(name) or _is_here(name):
+    if name is None or target.name is not None or "." in name or importlib.util.find_spec(name):
+        return None
+    if Path(name).is_dir() or Path(f"{name}.py").is_file():
         return None
     from memsize.loading.hubs import model_names
 
@@ -99,10 +96,6 @@ def _of_library(target: Target) -> Target | None:
             if name in model_names(library):
                 return Target(None, None, name, library)
     return None
-
-
-def _is_here(name: str) -> bool:
-    return Path(name).is_dir() or Path(f"{name}.py").is_file()
 
 
 def load_inputs(text: str, gpu_context: GpuContextFactory = nullcontext) -> InputMaker:
@@ -293,7 +286,7 @@ def _import_failure(error: Exception, target: Target, scope: ImportScope) -> str
         package, _, last = str(target.module).rpartition(".")
         hint = f" (did you mean {package}:{last}?)" if package and target.name is None else ""
         return f"no module {missing!r}, neither installed nor in {scope.folder}{hint}"
-    failure = f"importing {target.source} failed {user_traceback(error, scope.owns)}{gpu_advice(error)}"
+    failure = f"importing {target.source} failed {explained(error, scope.owns)}"
     if "torchvision::" in str(error):
         from memsize.loading.library_imports import remedy
 
@@ -321,8 +314,8 @@ def only_class(module: ModuleType, target: Target) -> str:
     """The name of the only Module class that the target's own code defines; raises `TargetError` when it is not one."""
     from torch import nn
 
-    defined = _defined(module)
-    classes = [name for name, value in defined.items() if isinstance(value, type) and issubclass(value, nn.Module)]
+    defined = _defined(module).items()
+    classes = [name for name, value in defined if isinstance(value, type) and issubclass(value, nn.Module)]
     if len(classes) == 1:
         return classes[0]
     choices = classes or _candidates(module)

@@ -188,9 +188,8 @@ def model_defined_step_of(model: nn.Module) -> ModelDefinedStep | None:
 
 def is_trainer(value: Any) -> bool:
     """Whether `value` is a Hugging Face `Trainer`, or of a class derived from it."""
-    return any(
-        kind.__name__ == "Trainer" and kind.__module__.startswith("transformers.") for kind in type(value).__mro__
-    )
+    kinds = type(value).__mro__
+    return any(kind.__name__ == "Trainer" and kind.__module__.startswith("transformers.") for kind in kinds)
 
 
 def model_defined_step(model: nn.Module, trainer: Any = None) -> ModelDefinedStep:

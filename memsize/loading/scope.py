@@ -51,9 +51,9 @@ class ImportScope:
         assign(sys, "argv", [str(self._script)] if self._script else arguments)
         # Modules of these names may be there already, from other folders.
         here = {entry.stem for entry in self.folder.iterdir() if entry.is_dir() or entry.suffix == ".py"}
-        clashing = {top for top in here & set(sys.modules) if self._is_foreign(top)} | {
-            _top(name) for name in self._own
-        }
+        homes = {top: _home(sys.modules[top]) for top in here & set(sys.modules)}
+        foreign = {top for top, home in homes.items() if home and home not in self._folders() and not is_taken(top)}
+        clashing = foreign | {_top(name) for name in self._own}
         self._hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if _top(name) in clashing}
         sys.modules.update(self._own)
         before = set(sys.modules) - set(self._own)
@@ -68,7 +68,8 @@ class ImportScope:
             sys.path[:] = paths
             assign(sys, "argv", arguments)
             new = [name for name in list(sys.modules) if name not in before]
-            tops = {top for top in {_top(name) for name in new} - before if self._is_from_here(top)}
+            homes = {top: _home(sys.modules.get(top)) for top in {_top(name) for name in new} - before}
+            tops = {top for top, home in homes.items() if home in self._folders() and not _installed(home)}
             own = [*(name for name in new if _top(name) in tops), *self._own]
             self._own = {name: sys.modules.pop(name) for name in own if name in sys.modules}
             sys.modules.update(self._hidden)
@@ -85,17 +86,8 @@ class ImportScope:
         path = Path(file).absolute()
         return not _installed(path) and any(path.is_relative_to(folder) for folder in self._folders())
 
-    def _is_from_here(self, top: str) -> bool:
-        home = _home(sys.modules.get(top))
-        return home is not None and home in self._folders() and not _installed(home)
-
     def _folders(self) -> list[Path]:
         return [Path(path).absolute() for path in (*self._first, *self._last)]
-
-    def _is_foreign(self, top: str) -> bool:
-        """Whether `top` is some other folder's module, and neither Python's own nor installed."""
-        home = _home(sys.modules[top])
-        return home is not None and home not in self._folders() and not is_taken(top)
 
 
 def is_taken(name: str) -> bool:

@@ -149,18 +149,14 @@ def line_of(target: Target) -> int:
         return 1
     line = 1
     for name in (target.name or "").split("."):
-        node = next((statement for statement in nodes if name in _names(statement)), None)
-        if node is None:
+        for node in nodes:
+            targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+            if name in (getattr(node, "name", None), *(getattr(variable, "id", None) for variable in targets)):
+                line, nodes = node.lineno, getattr(node, "body", [])
+                break
+        else:
             return line
-        line, nodes = node.lineno, getattr(node, "body", [])
     return line
-
-
-def _names(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.ClassDef | ast.FunctionDef):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [name.id for name in targets if isinstance(name, ast.Name)]
 
 
 _FILES: Final = (".py", ".json", SUFFIX, *CHECKPOINTS)

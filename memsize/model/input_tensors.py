@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -136,15 +135,15 @@ def inputs_from_maker(maker: InputMaker, request: InputRequest) -> ModelInputs:
     if not maker.resizable:
         return replace(inputs_from_data(maker.make(request)), typed=typed)
 
-    @cache
-    def inputs_of(size: int) -> Call:
-        try:
-            return _copied(call_of(maker.make(replace(request, batch_size=size))))
-        except (RuntimeError, MemoryError) as error:
-            raise InputError(f"inputs of batch {size:,} cannot be made: {first_line(error)}") from error
+    calls: dict[int, Call] = {}
 
     def make(size: int) -> Call:
-        copied: Call = meta_copy(inputs_of(size))
+        try:
+            if size not in calls:
+                calls[size] = _copied(call_of(maker.make(replace(request, batch_size=size))))
+        except (RuntimeError, MemoryError) as error:
+            raise InputError(f"inputs of batch {size:,} cannot be made: {first_line(error)}") from error
+        copied: Call = meta_copy(calls[size])
         return copied
 
     make(request.batch_size)  # to find mistakes in them now

@@ -37,7 +37,7 @@ def executable(model: nn.Module) -> nn.Module:
 
     Raises `MemsizeError` when the copy would not fit in memory.
     """
-    _check_free(2 * _bytes(tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor)))
+    _check_free((tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor)), times=2)
     copied = real_copy(model)
     materialize(copied, _CPU)
     return copied
@@ -69,17 +69,14 @@ def _still_lazy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return kind(tensor.requires_grad, device=device, dtype=tensor.dtype)  # type: ignore[no-any-return]
 
 
-def _check_free(needed: int) -> None:
+def _check_free(tensors: Iterable[torch.Tensor], times: int = 1) -> None:
+    needed = times * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if needed > available:
         raise MemsizeError(
             f"running the model for real needs more than {format_bytes(needed, 'GiB')} of memory, and "
             f"{format_bytes(available, 'GiB')} are free"
         )
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @torch.no_grad()
@@ -113,7 +110,7 @@ def executable_call(call: Call, device: torch.device | str = _CPU) -> Call:
 
     Raises `MemsizeError` when they would not fit in memory.
     """
-    _check_free(_bytes(tensor for tensor in tensors_in(call) if tensor.is_meta))
+    _check_free(tensor for tensor in tensors_in(call) if tensor.is_meta)
     real: Call = map_tensors(_argument, call)
     if torch.device(device) == _CPU:
         return real

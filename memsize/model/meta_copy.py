@@ -85,17 +85,13 @@ class MetaCopier:
     def copy(self) -> nn.Module:
         """A new copy, as `meta_copy` makes it."""
         for module in () if self._learned.modules else paths_of(self._model):
-            if _is_sharded(module):
+            parts = (module, *module.parameters(recurse=False), *module.buffers(recurse=False))
+            if any(_SHARDED & {kind.__name__ for kind in type(part).__mro__} for part in parts):
                 raise MemsizeError(
                     f"{type(module).__name__} holds shards of its parameters: pass the model as it is before it is "
                     "sharded, and shard it in the step of memsize.trace(…, world=…, step=…)"
                 )
         return _Copy(self._learned).module(inside(self._model))
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    parts = (module, *module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(_SHARDED & {kind.__name__ for kind in type(part).__mro__} for part in parts)
 
 
 def in_mode(model: nn.Module, training: bool) -> nn.Module:
@@ -147,9 +143,11 @@ class _Copy:
         originals = [module for module in map(inside, paths_of(model)) if id(module) not in self.memo]
         # An empty copy first: attributes may refer to any module, including their own owner.
         for module in originals:
+            if id(module) in self.memo:
+                continue
             if isinstance(module, torch.jit.ScriptModule):
                 self._script(module)
-            elif id(module) not in self.memo:
+            else:
                 # Not the class's own __new__: it may want arguments, and torch.fx's makes a class without the forward.
                 self.memo[id(module)] = object.__new__(type(module))
         for module in originals:
@@ -159,8 +157,6 @@ class _Copy:
 
     def _script(self, module: torch.jit.ScriptModule) -> None:
         """TorchScript copies itself, values and all; then its tensors are replaced. Constants in its code stay."""
-        if id(module) in self.memo:
-            return
         copied: Any = copy.deepcopy(module)
         for original, own in zip(module.modules(), copied.modules(), strict=True):
             for name, tensor in (*original._parameters.items(), *original._buffers.items()):
@@ -282,19 +278,15 @@ class _Copy:
             copied.cell_contents = None  # a function may hold itself
             copied.cell_contents = self.part(contents)
 
-    def _partial(self, value: functools.partial[Any]) -> functools.partial[Any]:
+    def _partial(self, value: functools.partial[Any]) -> Any:
         copied = functools.partial(self.part(value.func), *map(self.part, value.args), **self._mapping(value.keywords))
-        return self._remember(value, copied)  # type: ignore[no-any-return]
+        return self._remember(value, copied)
 
-    def _generator(self, value: torch.Generator) -> torch.Generator:
-        copied: torch.Generator = self._remember(value, torch.Generator(value.device))
-        return copied.set_state(value.get_state())
-
-    def _packed_sequence(self, value: PackedSequence) -> PackedSequence:
+    def _packed_sequence(self, value: PackedSequence) -> Any:
         """Its batch sizes are on the CPU wherever its data is."""
         data, sizes, order, back = value
         copied = PackedSequence(self.part(data), sizes.cpu().clone(), self.part(order), self.part(back))
-        return self._remember(value, copied)  # type: ignore[no-any-return]
+        return self._remember(value, copied)
 
     def _object(self, value: Any) -> Any:
         size = len(self.memo)
@@ -348,7 +340,9 @@ _COPIERS: dict[type, Callable[[_Copy, Any], Any]] = {
     types.FunctionType: _Copy._function,
     types.MethodType: lambda copier, method: types.MethodType(*map(copier.part, (method.__func__, method.__self__))),
     functools.partial: _Copy._partial,
-    torch.Generator: _Copy._generator,
+    torch.Generator: lambda copier, value: copier._remember(value, torch.Generator(value.device)).set_state(
+        value.get_state()
+    ),
     PackedSequence: _Copy._packed_sequence,
 }
 

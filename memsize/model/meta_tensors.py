@@ -248,21 +248,23 @@ def refuse_traced(tensor: torch.Tensor, name: str = "a tensor of the model or it
 
 def refuse_endless(model: nn.Module) -> None:
     """Raise `TargetError` where listing the modules of `model`, or calling its ``train()``, could not end well."""
-    _visit(model, "", {}, set())
+    above: dict[int, str] = {}
+    done: set[int] = set()
 
+    def visit(module: nn.Module, path: str) -> None:
+        if id(module) in above:
+            outer = above[id(module)] or "the model itself"
+            raise TargetError(f"{path} is {outer} again: train(), to() and half() of such a model never end")
+        if id(module) in done:
+            return
+        if type(module).__hash__ is None:
+            name = type(module).__name__
+            raise TargetError(f"PyTorch cannot list modules of {name}, which cannot be hashed: give it a __hash__")
+        done.add(id(module))
+        above[id(module)] = path
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{path}.{name}" if path else name)
+        del above[id(module)]
 
-def _visit(module: nn.Module, path: str, above: dict[int, str], done: set[int]) -> None:
-    if id(module) in above:
-        outer = above[id(module)] or "the model itself"
-        raise TargetError(f"{path} is {outer} again: train(), to() and half() of such a model never end")
-    if id(module) in done:
-        return
-    if type(module).__hash__ is None:
-        name = type(module).__name__
-        raise TargetError(f"PyTorch cannot list modules of {name}, which cannot be hashed: give it a __hash__")
-    done.add(id(module))
-    above[id(module)] = path
-    for name, child in module._modules.items():
-        if child is not None:
-            _visit(child, f"{path}.{name}" if path else name, above, done)
-    del above[id(module)]
+    visit(model, "")

@@ -84,8 +84,7 @@ def _contents(table: Any, names: Iterable[str]) -> Contents:
 def _put_back(owner: Any, before: Contents) -> None:
     is_class = isinstance(owner, type)
     table: Any = vars(owner) if is_class else owner
-    added = [name for name in table if name not in before and not name.startswith("__")] if is_class else []
-    for name in added:
+    for name in [name for name in table if name not in before and not name.startswith("__")] if is_class else []:
         assign(owner, name, MISSING)
     for name, (value, contents) in before.items():
         if table.get(name, MISSING) is not value:

@@ -19,7 +19,7 @@ from memsize.loading.hubs import quiet
 from memsize.loading.library_imports import torchvision_importable
 from memsize.model.meta_copy import MetaCopier
 from memsize.precision.layouts import LAYOUTS
-from memsize.precision.quantized import converts, is_adapter, is_unpacked, mark_adapter, mark_base
+from memsize.precision.quantized import ADAPTER, BASE, converts, is_adapter, is_unpacked
 from memsize.spec.training import BASES, PEFT_CONFIGS, Adapter, TrainedParts, matches, parse_base
 
 _PROJECTION = nn.modules.linear.NonDynamicallyQuantizableLinear
@@ -35,8 +35,11 @@ def with_trained_parts(model: nn.Module, parts: TrainedParts) -> nn.Module:
     for pattern in parts.freeze:
         _freeze_matching(copied, pattern)
     if parts.base is not None:
-        _check_base(copied, parts.base)
-        mark_base(copied, parse_base(parts.base))
+        if not converts(copied, LAYOUTS[parse_base(parts.base)]):
+            others = [name for name in BASES if converts(copied, LAYOUTS[parse_base(name)])]
+            instead = f"choose from {', '.join(others)}" if others else "no other format is for its layers either"
+            raise InputError(f"no layer of the model can be stored as {parts.base}: {instead}")
+        vars(copied)[BASE] = parse_base(parts.base)
     if parts.adapter is not None:
         add_adapters(copied, parts.adapter)
     return copied
@@ -56,7 +59,8 @@ def add_adapters(model: nn.Module, adapter: Adapter) -> None:
     if adapter.kind == "lora" and all(path in linears for path in targets):
         for path in targets:
             module, inside, outside = linears[path]
-            _replace(model, path, LoRALinear(module, inside, outside, adapter))
+            parent, _, name = path.rpartition(".")
+            model.get_submodule(parent)._modules[name] = LoRALinear(module, inside, outside, adapter)
     else:
         _add_by_peft(model, adapter, targets)
     for path in trained:
@@ -73,7 +77,7 @@ class LoRALinear(nn.Module):
         self.lora_A = nn.Linear(inside, adapter.rank, bias=False, device="meta", dtype=torch.float32)
         self.lora_B = nn.Linear(adapter.rank, outside, bias=False, device="meta", dtype=torch.float32)
         for part in (self.lora_A, self.lora_B):
-            mark_adapter(part)
+            vars(part)[ADAPTER] = True
 
     @property
     def weight(self) -> Any:
@@ -145,9 +149,10 @@ def _matching_layers(model: nn.Module, pattern: str, linears: Iterable[str]) -> 
 
 
 def _matching_modules(model: nn.Module, pattern: str) -> list[str]:
-    paths = [path for path, _ in model.named_modules() if path and matches(path, pattern)]
+    every = [path for path, _ in model.named_modules() if path]
+    paths = [path for path in every if matches(path, pattern)]
     if not paths:
-        names = dict.fromkeys(path.rpartition(".")[2] for path, _ in model.named_modules() if path)
+        names = dict.fromkeys(path.rpartition(".")[2] for path in every)
         raise UnknownInputError("module", pattern, names, problem=f"no module is called {pattern!r}")
     return paths
 
@@ -164,19 +169,6 @@ def _freeze_matching(model: nn.Module, pattern: str) -> None:
         parameter.requires_grad_(False)
 
 
-def _check_base(model: nn.Module, base: str) -> None:
-    """Raise `InputError` where no layer of `model` can be stored in the format `base`, with formats that can be."""
-    if not converts(model, LAYOUTS[parse_base(base)]):
-        others = [name for name in BASES if converts(model, LAYOUTS[parse_base(name)])]
-        instead = f"choose from {', '.join(others)}" if others else "no other format is for its layers either"
-        raise InputError(f"no layer of the model can be stored as {base}: {instead}")
-
-
-def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    model.get_submodule(parent)._modules[name] = module
-
-
 def _add_by_peft(model: nn.Module, adapter: Adapter, targets: list[str]) -> None:
     """Let peft put its adapters in place, and mark what it added."""
     try:
@@ -187,8 +179,7 @@ def _add_by_peft(model: nn.Module, adapter: Adapter, targets: list[str]) -> None
         raise MemsizeError(f"{beside} are made by peft: pip install peft") from error
     before = set(map(id, (*model.parameters(), *model.buffers())))
     options: dict[str, Any] = {"target_modules": targets, **dict(adapter.options)}
-    ranks = {"lora": "r", "dora": "r", "vera": "r"}
-    if adapter.kind in ranks:
+    if adapter.kind in ("lora", "dora", "vera"):
         options["r"] = adapter.rank
         options["vera_dropout" if adapter.kind == "vera" else "lora_dropout"] = adapter.dropout
     if adapter.kind == "dora":
@@ -208,5 +199,5 @@ def _add_by_peft(model: nn.Module, adapter: Adapter, targets: list[str]) -> None
     for module in model.modules():
         own = (*module._parameters.values(), *module._buffers.values())
         if any(tensor is not None and id(tensor) not in before for tensor in own):
-            mark_adapter(module)
+            vars(module)[ADAPTER] = True
             module._apply(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, recurse=False)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -180,14 +180,14 @@ def nvfp4_blocks(shape: Shape, dtype: str) -> Parts:
     )
 
 
-def _not_grouped(shape: Shape) -> str | None:
-    return f"{shape[-1]} input features are not a multiple of the group of {GROUP}" if shape[-1] % GROUP else None
+def _not_in_blocks(block: int, kind: str, shape: Shape) -> str | None:
+    return f"{shape[-1]} input features are not a multiple of the {kind} of {block}" if shape[-1] % block else None
 
 
-def _not_in_blocks(block: int, shape: Shape) -> str | None:
-    return f"{shape[-1]} input features are not a multiple of the block of {block}" if shape[-1] % block else None
-
-
+_NF4 = Layout(
+    "nf4", "bitsandbytes' 4-bit Linear", "bitsandbytes Params4bit", nf4_blocks, "copy freed",
+    claims="uint8", note="without double quantization", heads=False,
+)  # fmt: skip
 _TABLE = (
     Layout(
         "int8-dynamic", "torch.ao's dynamic quantization", "torch.ao packed", int8_per_tensor, "no gradient",
@@ -203,32 +203,23 @@ _TABLE = (
     ),
     Layout(
         "int4-weight", "torchao's Int4WeightOnlyConfig", "torchao Int4Tensor", int4_groups, "quantized",
-        skips=_not_grouped,
+        skips=partial(_not_in_blocks, GROUP, "group"),
     ),
     Layout("fp8-weight", "torchao's Float8WeightOnlyConfig", "torchao Float8Tensor", float8_rows, "copy kept"),
-    Layout(
-        "nf4", "bitsandbytes' 4-bit Linear", "bitsandbytes Params4bit", nf4_blocks, "copy freed",
-        claims="uint8", note="without double quantization", heads=False,
-    ),
-    Layout(
-        "nf4-double", "bitsandbytes' 4-bit Linear", "bitsandbytes Params4bit", nf4_double_blocks, "copy freed",
-        claims="uint8", heads=False,
-    ),
-    Layout(
-        "fp4", "bitsandbytes' 4-bit Linear", "bitsandbytes Params4bit", nf4_blocks, "copy freed",
-        claims="uint8", note="without double quantization", heads=False,
-    ),
+    _NF4,
+    replace(_NF4, name="nf4-double", weight=nf4_double_blocks, note=""),
+    replace(_NF4, name="fp4"),
     Layout(
         "int8", "bitsandbytes' LLM.int8", "bitsandbytes Int8Params", llm_int8_rows, "int8 product",
         claims="int8", heads=False,
     ),
     Layout(
         "mxfp4", "MXFP4", "MXFP4", mxfp4_blocks, "copy freed", claims="uint8", heads=False, experts=True,
-        skips=partial(_not_in_blocks, 32),
+        skips=partial(_not_in_blocks, 32, "block"),
     ),
     Layout(
         "nvfp4", "NVFP4", "NVFP4", nvfp4_blocks, "copy freed", claims="uint8", heads=False, experts=True,
-        skips=partial(_not_in_blocks, 16),
+        skips=partial(_not_in_blocks, 16, "block"),
     ),
 )  # fmt: skip
 

@@ -5,6 +5,7 @@ how quantized layers use their weights while they run.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
@@ -20,10 +21,9 @@ from torch.nn.parameter import is_lazy
 
 from memsize.errors import ScenarioError, UnknownScenarioError, first_line, quoted
 from memsize.loading.hubs import quiet
-from memsize.model.stored import TORCHSCRIPT_CONSTANT, stored_tensors
-from memsize.model.tensor_storage import dtype_name, wrapper_name
+from memsize.model.tensor_storage import TORCHSCRIPT_CONSTANT, dtype_name, stored_tensors, wrapper_name
 from memsize.precision.layouts import Kernel, Layout, Parts
-from memsize.precision.quantization_config import is_skipped
+from memsize.precision.quantization_config import CHECKPOINT, is_ignored, is_skipped, read_quantization_config
 from memsize.records.trace import Output, StoredTensor, TensorSpec, Trace
 from memsize.spec.scenario import Scenario
 
@@ -59,22 +59,13 @@ def apply_layout(model: nn.Module, layout: Layout, skipped: tuple[str, ...] | No
     model already holds quantized tensors.
     """
     _refuse_quantized(model)
-    patterns = _skipped_by_default(model, layout) if skipped is None else skipped
+    covered, left = _converted(model, layout, _skipped_by_default(model, layout) if skipped is None else skipped)
     replaced: dict[str, Parts] = {}
-    left: dict[str, str] = {}
     converted: list[tuple[nn.Module, str]] = []
-    for path, module in model.named_modules():
-        if is_adapter(module) or not any(parameter is not None for parameter in module._parameters.values()):
-            continue
-        reason = _left_alone(module, path, layout)
-        if reason is None and is_skipped(path, patterns):
-            reason = f"{layout.library} leaves it alone"
-        if reason:
-            left[path] = reason
-        else:
-            parts = _parts(module, layout)
-            replaced |= {f"{path}.{name}" if path else name: value for name, value in parts.items()}
-            converted += [(module, name) for name in parts]
+    for path, module in covered.items():
+        parts = _parts(module, layout)
+        replaced |= {f"{path}.{name}" if path else name: value for name, value in parts.items()}
+        converted += [(module, name) for name in parts]
     if not replaced:
         # For the first reason that is not about a module's class, if there is one.
         general = f"{layout.library} converts {layout.converts}"
@@ -86,39 +77,20 @@ def apply_layout(model: nn.Module, layout: Layout, skipped: tuple[str, ...] | No
     return Quantized(layout.name, replaced, left, layout.wrapper, layout.packed, layout.claims, note=layout.note)
 
 
-_ADAPTER: Final = "_memsize_adapter"
-_BASE: Final = "_memsize_base"
-
-
-def mark_adapter(module: nn.Module) -> None:
-    """Note that the parameters of `module` are an adapter's: no scenario casts or quantizes them."""
-    vars(module)[_ADAPTER] = True
+ADAPTER: Final = "_memsize_adapter"
+"""Set on modules whose parameters are an adapter's: no scenario casts or quantizes them."""
+BASE: Final = "_memsize_base"
+"""Set on a model whose linear layers every scenario stores under this layout."""
 
 
 def is_adapter(module: nn.Module) -> bool:
     """Whether `module` was marked as part of an adapter."""
-    return _ADAPTER in vars(module)
-
-
-def mark_base(model: nn.Module, layout: str) -> None:
-    """Note that every scenario stores the linear layers of `model` under `layout`."""
-    vars(model)[_BASE] = layout
-
-
-def base_of(model: nn.Module) -> str | None:
-    """The layout of the quantized base with which `model`, or the model that it copies, was marked."""
-    return vars(model).get(_BASE)
+    return ADAPTER in vars(module)
 
 
 def converts(model: nn.Module, layout: Layout) -> bool:
     """Whether `layout` converts a layer of `model`."""
-    patterns = _skipped_by_default(model, layout)
-    named = (
-        (path, module)
-        for path, module in model.named_modules()
-        if any(p is not None for p in module._parameters.values())
-    )
-    return any(_left_alone(m, path, layout) is None and not is_skipped(path, patterns) for path, m in named)
+    return bool(_converted(model, layout, _skipped_by_default(model, layout))[0])
 
 
 def stored_under(tensors: tuple[StoredTensor, ...], quantized: Quantized) -> tuple[StoredTensor, ...]:
@@ -133,6 +105,34 @@ def stored_under(tensors: tuple[StoredTensor, ...], quantized: Quantized) -> tup
     owners: dict[str, str] = {}
     bytes_of = {tensor.name: tensor.bytes for tensor in tensors if tensor.tied_to is None}
     return tuple(_stored(tensor, quantized, owners, bytes_of) for tensor in tensors)
+
+
+def quantize_as(model: nn.Module, text: str) -> Quantized:
+    """How a server stores `model` by the quantization config that `text` has as JSON; nothing of the model changes.
+
+    Embeddings and the head stay as they are, unless `lm_head` is true. Raises `ScenarioError` for a method that is not
+    covered.
+    """
+    config = json.loads(text)
+    stored, method = read_quantization_config(config), str(config.get("quant_method", "no method"))
+    if stored is None or stored.method in _NOT_SERVED:
+        raise ScenarioError(f"the checkpoint's weights are quantized by {quoted(method)}, which is not covered")
+    head = None if config.get("lm_head") else getattr(model, "get_output_embeddings", lambda: None)()
+    replaced: dict[str, Parts] = {}
+    for path, module in model.named_modules():
+        if module is head or any(is_ignored(path, entry, method) for entry in stored.skipped or ()):
+            continue
+        for name, parameter in module._parameters.items():
+            is_linear = isinstance(module, nn.Linear) and name == "weight" and bool(stored.layout.modules)
+            if parameter is not None and (is_linear or (parameter.dim() == 3 and name in _EXPERTS)):
+                parts = stored.layout.weight(tuple(parameter.shape), dtype_name(parameter.dtype))
+                replaced[f"{path}.{name}" if path else name] = parts
+    return Quantized(f"{CHECKPOINT}{method}", replaced, {}, f"{method} checkpoint")
+
+
+_NOT_SERVED: Final = ("bitsandbytes", "torchao", "nvfp4")
+_EXPERTS: Final = ("gate_up_proj", "down_proj")
+"""The weights of experts that are stored together."""
 
 
 def apply_torchao(model: nn.Module, config_name: str) -> Quantized:
@@ -156,6 +156,24 @@ def apply_torchao(model: nn.Module, config_name: str) -> Quantized:
 
 
 # What a layout covers
+
+
+def _converted(
+    model: nn.Module, layout: Layout, patterns: tuple[str, ...]
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The modules that `layout` converts by their paths, and the reasons for those that it leaves alone."""
+    covered, left = {}, {}
+    for path, module in model.named_modules():
+        if is_adapter(module) or not any(parameter is not None for parameter in module._parameters.values()):
+            continue
+        reason = _left_alone(module, path, layout)
+        if reason is None and is_skipped(path, patterns):
+            reason = f"{layout.library} leaves it alone"
+        if reason:
+            left[path] = reason
+        else:
+            covered[path] = module
+    return covered, left
 
 
 def _left_alone(module: nn.Module, path: str, layout: Layout) -> str | None:
@@ -368,18 +386,17 @@ def modelled(trace: Trace, scenario: Scenario) -> tuple[Trace, str | None]:
         return trace, None
     layers = []
     for layer in trace.layers:
-        outputs = tuple(map(_int8_output, layer.outputs))
+        outputs = tuple(
+            Output(TensorSpec("quint8", output.spec.shape), output.memory, output.bytes // 4)
+            if output.spec.dtype == "float32"
+            else output
+            for output in layer.outputs
+        )
         size = sum(output.bytes for output in outputs)
         layers.append(dataclasses.replace(layer, outputs=outputs, output_bytes=size, saved_bytes=0))
     storages = tuple(storage._replace(saved_by=-1) for storage in trace.storages)
     reason = "activations are taken to be quint8, one byte per element, and none is kept for backward"
     return dataclasses.replace(trace, layers=tuple(layers), storages=storages), reason
-
-
-def _int8_output(output: Output) -> Output:
-    if output.spec.dtype != "float32":
-        return output
-    return Output(TensorSpec("quint8", output.spec.shape), output.memory, output.bytes // 4)
 
 
 # torchao itself

@@ -21,15 +21,15 @@ from memsize.cuda.autocast import autocast_region
 from memsize.errors import ScenarioError, first_line
 from memsize.known_values.toeplitz import cast
 from memsize.model.input_tensors import cast_floating
-from memsize.precision.checkpoint_quantization import CHECKPOINT, quantize_as
-from memsize.precision.layouts import LAYOUTS, Layout
-from memsize.precision.quantization_config import quantization_of
+from memsize.precision.layouts import LAYOUTS
+from memsize.precision.quantization_config import CHECKPOINT, quantization_of
 from memsize.precision.quantized import (
+    BASE,
     Quantized,
     apply_layout,
     apply_torchao,
-    base_of,
     is_adapter,
+    quantize_as,
     stored_under,
 )
 from memsize.records.trace import StoredTensor, TensorSpec
@@ -77,7 +77,7 @@ def apply_scenario(model: nn.Module, scenario: Scenario) -> Recipe:
     """
     if scenario.dtype is not None:
         _cast(model, _dtype(scenario.dtype), scenario.keep_norms)
-    base = base_of(model)
+    base = vars(model).get(BASE)
     if base and scenario.recipe in ("apex", "quantized"):
         raise ScenarioError(f"the base is stored as {base} already")
     if scenario.recipe == "quantized":
@@ -87,9 +87,9 @@ def apply_scenario(model: nn.Module, scenario: Scenario) -> Recipe:
     autocast = partial(autocast_region, _dtype(scenario.autocast)) if scenario.autocast else nullcontext
     stored = quantization_of(model) if scenario.recipe == "as-given" else None
     if base:
-        return _stored_under_layout(model, scenario, LAYOUTS[base], autocast=autocast)
+        return _stored_as(model, scenario, apply_layout(model, LAYOUTS[base]), autocast)
     if stored:
-        return _stored_under_layout(model, scenario, stored.layout, stored.skipped, autocast=autocast)
+        return _stored_as(model, scenario, apply_layout(model, stored.layout, stored.skipped), autocast)
     is_cast = scenario.dtype is not None and scenario.recipe in ("cast", "autocast")
     floating = _dtype(scenario.dtype) if is_cast else floating_dtype(model)
     if scenario.recipe == "apex":
@@ -126,21 +126,22 @@ def _dtype(name: str | None) -> torch.dtype:
 def _cast(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
     try:
         has_adapters = any(map(is_adapter, model.modules()))
-        if not has_adapters:
-            _cast_floating(model, torch.float32 if keep_norms else dtype)
+        first = torch.float32 if keep_norms else dtype
+        # As `Module.half` and its like do. `Module.to` would also make complex tensors real.
+        if not has_adapters and not _has_only(model, first):
+            model._apply(lambda tensor: cast(tensor, first) if tensor.is_floating_point() else tensor)
         for module in model.modules() if keep_norms or has_adapters else ():
             # apex's `convert_network`: batch norms with parameters of their own stay float32, as adapters do.
-            if not (is_adapter(module) or (keep_norms and isinstance(module, _BatchNorm) and module.affine)):
-                _cast_own(module, dtype)
+            if is_adapter(module) or (keep_norms and isinstance(module, _BatchNorm) and module.affine):
+                continue
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = cast(buffer, dtype)
     except Exception as error:  # a wrapper subclass may raise anything when it is asked to change its dtype
         raise ScenarioError(f"the model's tensors cannot be cast to {dtype}: {first_line(error)}") from error
-
-
-def _cast_floating(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast as `Module.half` and its like do. `Module.to` would also make complex tensors real."""
-    if _has_only(model, dtype):
-        return
-    model._apply(lambda tensor: cast(tensor, dtype) if tensor.is_floating_point() else tensor)
 
 
 def _has_only(model: nn.Module, dtype: torch.dtype) -> bool:
@@ -154,15 +155,6 @@ def _has_only(model: nn.Module, dtype: torch.dtype) -> bool:
             if not is_plain or (tensor is not None and tensor.dtype is not dtype and tensor.is_floating_point()):
                 return False
     return True
-
-
-def _cast_own(module: nn.Module, dtype: torch.dtype) -> None:
-    for parameter in module._parameters.values():
-        if parameter is not None and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_floating_point():
-            module._buffers[name] = cast(buffer, dtype)
 
 
 def _cast_inputs_and_outputs(model: nn.Module, dtype: torch.dtype) -> None:
@@ -186,29 +178,11 @@ def _quantized(model: nn.Module, scenario: Scenario) -> Recipe:
     if LAYOUTS[layout].packed:
         # torch.ao converts float32 modules only; the others quantize a model in the dtype it has.
         model.to(torch.float32)
-    return _stored_under_layout(model, scenario, LAYOUTS[layout])
+    return _stored_as(model, scenario, apply_layout(model, LAYOUTS[layout]))
 
 
-def _stored_under_layout(
-    model: nn.Module,
-    scenario: Scenario,
-    layout: Layout,
-    skipped: tuple[str, ...] | None = None,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Recipe:
-    return _stored_as(model, scenario, apply_layout(model, layout, skipped), autocast)
-
-
-def _stored_as(
-    model: nn.Module,
-    scenario: Scenario,
-    quantized: Quantized,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Recipe:
-    precision = run_precision(
-        scenario,
-        autocast=autocast,
-        rewrite=partial(stored_under, quantized=quantized),
-        sizes={name: sum(part.bytes for part in parts) for name, parts in quantized.replaced.items()},
-    )
+def _stored_as(model: nn.Module, scenario: Scenario, quantized: Quantized, autocast: Any = nullcontext) -> Recipe:
+    sizes = {name: sum(part.bytes for part in parts) for name, parts in quantized.replaced.items()}
+    rewrite = partial(stored_under, quantized=quantized)
+    precision = run_precision(scenario, autocast=autocast, rewrite=rewrite, sizes=sizes)
     return Recipe(model, floating_dtype(model) or torch.float32, precision, quantized)

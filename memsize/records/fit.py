@@ -139,7 +139,7 @@ OUTCOMES: Final = {"fits": "fits", "saves": "helps", "no help": "no help here", 
 REMEDY_FIELDS: Final = Fields[RemedyRow](
     field("name", "remedy", NAME, 100, "what is done", key="remedy"),
     field("title"),
-    field("cost"),
+    field("cost", "costs", TEXT, 96, "what one pays for it"),
     field("outcome", "at this size", TEXT, 95, "whether it fits with this remedy alone"),
     field("peak", "needs then", BYTES, 90, "the least that the allocator needs with it", nullable=True),
     field("saved", "saves", BYTES, 98, "how much less the allocator needs", nullable=True),

@@ -16,7 +16,7 @@ from memsize.documents import document
 from memsize.errors import OutputError, UnknownOutputError
 from memsize.printable import printable_lines
 from memsize.records.answer import Renderable
-from memsize.render.screen import WHOLE, Screen, painted
+from memsize.render.screen import WHOLE, Screen
 from memsize.units import AUTO, DECIMAL, UNITS
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ def pieces(
     shown = document(answer, **view)
     drawn: str | Iterator[str] = resolve_name(function)(shown, unit or AUTO, screen)
     texts = (drawn,) if isinstance(drawn, str) else drawn
+    if format == "text" and screen.colour:
+        return iter(texts)
     # Whatever a renderer let through: no format needs a control character, but for a terminal's colours.
-    if screen.colour:
-        return map(painted, texts)
     escape = (lambda character: dumps(character)[1:-1]) if format in ("json", "sarif") else None
     return (printable_lines(text, escape=escape) for text in texts)
 

@@ -1,188 +1,67 @@
-"""Bars drawn with block characters: a line for each, with the sizes of its parts before it and its total behind."""
+"""Bars drawn with block characters, as long as there is room: a line for each, with its total behind."""
 
 from __future__ import annotations
 
-import re
-import textwrap
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import Final, NamedTuple
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Final
 
-from memsize.documents.sections import Bar, Bars, Limit
+from rich.cells import cell_len
+from rich.text import Text
+
+from memsize.documents.sections import Bar, Bars, Limit, Part
 from memsize.printable import printable
-from memsize.render.cell_text import columns_of, draw_bytes, draw_cell, shorten
-from memsize.render.screen import styled
+from memsize.render.cell_text import draw_bytes, draw_cell, shorten
+from memsize.render.screen import aligned, colour_of
 from memsize.units import Unit, format_bytes, unit_for
 
 WIDTH: Final = 100
 """How wide bars and their figures are where nobody says."""
 LEAST: Final = 10
-"""How long the longest bar is at least, before a part loses its figures to the column of the others."""
-MOST: Final = 60
-LABEL: Final = 22
-"""How wide the names of what a bar stands for may be, beside the figures of its parts."""
+"""How long the longest bar is at least."""
 _END: Final = 8
 """How many letters of a longer name's end are kept."""
-_TITLE: Final = 10
-"""How wide a title may be above narrower figures."""
 _GAP: Final = "  "
 _MARKS: Final = "█░▒▓▚▞▖▘▄▀▌▐▙▜▟"
 """One for each role: without colours nothing else tells parts apart."""
-_OTHER: Final = "·"
 _LIMIT: Final = "┃"
 _SPLINTERS: Final = 50
-"""A part below this fraction of the longest bar needs no mark of its own where it has no column."""
+"""Parts below this fraction of the longest bar share a mark."""
 _REACH: Final = 2
 """A limit this many times as long as the longest bar is worth drawing beside it."""
 
 
-class _Column(NamedTuple):
-    """The figures of a part, or of all parts that have no column of their own."""
-
-    title: tuple[str, ...]
-    figures: tuple[str, ...]
-
-    @property
-    def width(self) -> int:
-        return max(map(len, (*self.title, *self.figures)))
-
-
-def lines(bars: Bars, unit_name: str, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
-    """Draw `bars` in at most `width` characters if possible, with bytes in the unit called `unit_name`. The smallest
-    parts share a column to save room.
+def lines(bars: Bars, unit_name: str, width: int | None = None, *, colour: bool = False) -> Iterator[Text]:
+    """Draw `bars` in at most `width` characters if possible, with bytes in the unit called `unit_name`.
 
     Marks distinguish the parts, or with `colour` the colours of their roles.
     """
-    label = max(LABEL, (width or WIDTH) * 2 // 5) if _plain(bars) else LABEL
-    scale = longest_drawn(bars)
+    bars, width, scale = _lumped(bars), width or WIDTH, longest_drawn(bars)
     unit = unit_for(scale, unit_name)
-    title = printable(f"{bars.title}, {unit.name}" if bars.kind == "bytes" else bars.title)
-    names = _Column(tuple(textwrap.wrap(title, label)), tuple(_names(bar, label) for bar in bars.bars))
-    totals = _Column((), tuple(_draw(bars, bar.total, unit) for bar in bars.bars))
-    shown = _shown(bars, unit, (width or WIDTH) - names.width - totals.width - 2 * len(_GAP) - LEAST)
-    marks = _marks(bars, shown)
-    columns = [_figures(bars, position, unit, f"{marks[position]} ") for position in shown]
-    if shown and len(shown) < len(bars.parts):
-        columns.append(_others(bars, shown, unit))
-    used = sum(column.width + len(_GAP) for column in (names, *columns, totals))
-    room = min(max((width or WIDTH) - used, LEAST), MOST)
-    drawn = [_limited(_bar(bar, marks, scale, room), bars, scale, room) for bar in bars.bars]
-    texts = [*_rows([names, *columns], drawn, totals, room)]
-    if not _plain(bars):
-        texts += _key(
-            bars, [position for position in marks if position not in shown], marks, width or WIDTH, bool(shown)
-        )
-    yield from (_inked(line, bars, marks, colour) for line in texts)
-    if bars.limit:
-        text = f"{printable(bars.limit.title)}: {limit_text(bars, bars.limit, unit_name)}"
-        yield f"{_LIMIT} {text}" if bars.limit.size <= scale else text + taken(bars, bars.limit)
-
-
-def _key(bars: Bars, places: Sequence[int], marks: dict[int, str], width: int, others: bool) -> list[str]:
-    """Wrap the legend of the marks of `places`, keeping each mark on one line with its name; `others`: they share a
-    column.
-    """
-    parts = [f"{marks[position]} {printable(bars.parts[position].title)}" for position in places]
-    key = _GAP.join(part.replace(" ", "\xa0") for part in (*(["other:"] if others and parts else []), *parts))
-    return [line.replace("\xa0", " ") for line in textwrap.wrap(key, width)]
-
-
-def _marks(bars: Bars, shown: Sequence[int]) -> dict[int, str]:
-    """Choose the parts with marks of their own: a private-use character for each, which `_inked` replaces later.
-
-    Parts with figures come first, then parts that share a column but are not too small beside the longest bar.
-    """
-    least = max(bar.total for bar in bars.bars) / _SPLINTERS
-    seen = (position for position in range(len(bars.parts)) if max(bar.sizes[position] for bar in bars.bars) >= least)
-    places = dict.fromkeys((*shown, *seen)) if shown else range(len(bars.parts))
-    return {position: chr(0xE800 + position) for position in places}
-
-
-def _inked(line: str, bars: Bars, marks: dict[int, str], colour: bool) -> str:
-    """`line` with the marks of the parts, or full blocks in the colours of their roles."""
-    for count, (position, mark) in enumerate(marks.items()):
-        ink = _MARKS[0] if colour or _plain(bars) else _MARKS[count % len(_MARKS)]
-        for run in sorted(set(re.findall(f"{mark}+", line)), key=len, reverse=True):
-            line = line.replace(run, styled(ink * len(run), bars.parts[position].role, colour))
-    return line
-
-
-def _names(bar: Bar, width: int) -> str:
-    """Join the names that a bar stands for in at most `width` characters; a count stands for names without room."""
-    names = [draw_cell(label, unit_for(0)) for label in bar.labels]
-    for count in range(len(names), 0, -1):
-        more = f" +{len(names) - count}" if count < len(names) else ""
-        text = f"{', '.join(names[:count])}{more}"
-        if len(text) <= width:
-            return text
-    # Bars of one model differ in how their names end.
-    end = names[0][-_END:]
-    return names[0] if columns_of(names[0]) <= width else shorten(names[0], width - columns_of(end)) + end
-
-
-def _draw(bars: Bars, size: int, unit: Unit) -> str:
-    """Format a size without its unit, which the title has; an empty text for 0."""
-    if not size:
-        return ""
-    return draw_bytes(size, unit) if bars.kind == "bytes" else f"{size:,}"
-
-
-def _shown(bars: Bars, unit: Unit, room: int) -> list[int]:
-    """Return the indices of the parts whose figures fit in `room` characters, in their order.
-
-    Bars of a single part have none: their only figure is the total at their end.
-    """
-    if _plain(bars):
-        return []
-    weights = [max(bar.sizes[position] for bar in bars.bars) for position in range(len(bars.parts))]
-    ends = list(range(len(bars.parts)))
-    while ends:
-        columns = [_figures(bars, position, unit, "  ") for position in ends]
-        columns += [_others(bars, ends, unit)] if len(ends) < len(bars.parts) else []
-        if sum(column.width + len(_GAP) for column in columns) <= room:
-            return ends
-        ends.remove(min(ends, key=weights.__getitem__))
-    return []
-
-
-def _plain(bars: Bars) -> bool:
-    """Whether no bar has more than one part."""
-    return all(sum(map(bool, bar.sizes)) < 2 for bar in bars.bars)
-
-
-def _figures(bars: Bars, position: int, unit: Unit, mark: str) -> _Column:
-    figures = tuple(_draw(bars, bar.sizes[position], unit) for bar in bars.bars)
-    return _Column(_wrapped(mark + bars.parts[position].title, figures), figures)
-
-
-def _others(bars: Bars, shown: Sequence[int], unit: Unit) -> _Column:
-    """The column of all parts without one of their own, even if it is one part: its name is too long for a column."""
-    rest = [position for position in range(len(bars.parts)) if position not in shown]
-    figures = tuple(_draw(bars, sum(bar.sizes[position] for position in rest), unit) for bar in bars.bars)
-    mark = "" if set(rest) <= _marks(bars, shown).keys() else f"{_OTHER} "
-    return _Column((f"{mark}other",), figures)
-
-
-def _wrapped(title: str, figures: Sequence[str]) -> tuple[str, ...]:
-    """Wrap a title to the width of its longest word or figure; its mark stays with its first word."""
-    mark, words = title[:2], title[2:].split()
-    room = max(len(words[0]) + 2, _TITLE, *map(len, (*words, *figures)))
-    return tuple(textwrap.wrap(mark + " ".join(words), room))
+    names, totals = ([*texts] for texts in zip(*(_ends(bars, bar, unit, width) for bar in bars.bars), strict=True))
+    left, right = max(map(cell_len, names)), max(map(len, totals))
+    room = max(width - left - right - 2 * len(_GAP), LEAST)
+    lengths = [_lengths(bar, scale, room) for bar in bars.bars]
+    drawn = [position for position in range(len(bars.parts)) if any(bar[position] for bar in lengths)]
+    marks = _MARKS[:1] if colour or _is_plain(bars) else _MARKS
+    inks = {position: marks[count % len(marks)] for count, position in enumerate(drawn)}
+    yield Text(_title(bars, unit, unit_name), "bold")
+    for name, bar, total in zip(names, lengths, totals, strict=True):
+        parts = ((inks[n] * bar[n], colour_of(bars.parts[n].role)) for n in drawn)
+        line = aligned(Text.assemble(*parts), room)
+        if bars.limit and bars.limit.size <= scale:
+            position = min(round(bars.limit.size * room / scale), room - 1)
+            line = Text.assemble(line[:position], _LIMIT, line[position + 1 :])
+        yield Text.assemble(aligned(Text(name), left), _GAP, line, _GAP, total.rjust(right))
+    if not _is_plain(bars):
+        yield from _key(bars, inks, unit, width)
 
 
 def longest_drawn(bars: Bars) -> int:
     """Return the size that fills the whole width: the longest bar, or the limit where it is longer but still near."""
     most = max(bar.total for bar in bars.bars)
     return max(most, bars.limit.size) if bars.limit and bars.limit.size <= _REACH * most else most
-
-
-def _bar(bar: Bar, marks: dict[int, str], scale: int, room: int) -> str:
-    """A bar of at most `room` characters; the parts without a mark come last."""
-    order = [*marks, *(position for position in range(len(bar.sizes)) if position not in marks)]
-    ends = [round(end * room / scale) if scale else 0 for end in accumulate(bar.sizes[position] for position in order)]
-    lengths = (end - start for start, end in zip([0, *ends], ends, strict=False))
-    drawn = "".join(marks.get(position, _OTHER) * length for position, length in zip(order, lengths, strict=True))
-    return drawn or (marks.get(order[0], _OTHER) if bar.total else "")
 
 
 def limit_text(bars: Bars, limit: Limit, unit_name: str) -> str:
@@ -195,24 +74,79 @@ def taken(bars: Bars, limit: Limit) -> str:
     return f", of which the longest bar is {max(bar.total for bar in bars.bars) / limit.size:.1%}"
 
 
-def _limited(drawn: str, bars: Bars, scale: int, room: int) -> str:
-    """A bar with the limit marked in it or behind it."""
-    if bars.limit is None or bars.limit.size > scale:
-        return drawn
-    position = min(round(bars.limit.size * room / scale), room - 1)
-    return f"{drawn[:position]:<{position}}{_LIMIT}{drawn[position + 1 :]}"
+def _lumped(bars: Bars) -> Bars:
+    """`bars` with one part for all that are below a fiftieth of the longest bar, if there are several."""
+    most = max(bar.total for bar in bars.bars)
+    small = [n for n in range(len(bars.parts)) if max(bar.sizes[n] for bar in bars.bars) * _SPLINTERS < most]
+    if len(small) < 2 or _is_plain(bars):
+        return bars
+    large = [n for n in range(len(bars.parts)) if n not in small]
+    other = Part("other", "other", bars.parts[small[0]].role)
+    merged = (
+        replace(bar, sizes=(*(bar.sizes[n] for n in large), sum(bar.sizes[n] for n in small))) for bar in bars.bars
+    )
+    return replace(bars, parts=(*(bars.parts[n] for n in large), other), bars=tuple(merged))
 
 
-def _rows(columns: Sequence[_Column], drawn: Sequence[str], totals: _Column, room: int) -> Iterator[str]:
-    height = max(len(column.title) for column in columns)
-    titles = [("",) * (height - len(column.title)) + column.title for column in columns]
-    for words in zip(*titles, strict=True):
-        yield _line(columns, words, "", room, "")
-    for position, bar in enumerate(drawn):
-        figures = [column.figures[position] for column in columns]
-        yield _line(columns, figures, bar, room, totals.figures[position].rjust(totals.width))
+def _title(bars: Bars, unit: Unit, unit_name: str) -> str:
+    """The quantity that the bars measure, its unit, and the limit beside it."""
+    title = f"{bars.title}, {unit.name}" if bars.kind == "bytes" else bars.title
+    if bars.limit:
+        title += f", and in % of {bars.limit.title} ({limit_text(bars, bars.limit, unit_name)})"
+    return printable(title)
 
 
-def _line(columns: Sequence[_Column], texts: Sequence[str], bar: str, room: int, total: str) -> str:
-    name, *figures = (text.rjust(column.width) for column, text in zip(columns, texts, strict=True))
-    return _GAP.join((texts[0].ljust(len(name)), *figures, bar.ljust(room), total)).rstrip()
+def _ends(bars: Bars, bar: Bar, unit: Unit, width: int) -> tuple[str, str]:
+    """The names before a bar, and the total behind it."""
+    total = _size(bars, bar.total, unit)
+    if bars.limit:
+        share = bar.total / bars.limit.size
+        total += f"  {share:4.0%}" if share >= 0.0995 else f"  {share:4.1%}"
+    return _names(bar, width // 3), total
+
+
+def _names(bar: Bar, width: int) -> str:
+    """Join the names that a bar stands for in at most `width` characters; a count stands for names without room."""
+    names = [draw_cell(label, unit_for(0)) for label in bar.labels]
+    for count in range(len(names), 0, -1):
+        more = f" +{len(names) - count}" if count < len(names) else ""
+        text = f"{', '.join(names[:count])}{more}"
+        if cell_len(text) <= width:
+            return text
+    # Bars of one model differ in how their names end.
+    end = names[0][-_END:]
+    return names[0] if cell_len(names[0]) <= width else shorten(names[0], width - cell_len(end)) + end
+
+
+def _size(bars: Bars, size: int, unit: Unit) -> str:
+    """Format a size without its unit, which the title has; an empty text for 0."""
+    if not size:
+        return ""
+    return draw_bytes(size, unit) if bars.kind == "bytes" else f"{size:,}"
+
+
+def _lengths(bar: Bar, scale: int, room: int) -> list[int]:
+    """The characters of each part, at least one of a bar that is not empty."""
+    ends = [round(end * room / scale) if scale else 0 for end in accumulate(bar.sizes)]
+    if bar.total and not ends[-1]:
+        ends = [int(end > 0) for end in accumulate(bar.sizes)]
+    return [end - start for start, end in pairwise((0, *ends))]
+
+
+def _is_plain(bars: Bars) -> bool:
+    """Whether no bar has more than one part."""
+    return all(sum(map(bool, bar.sizes)) < 2 for bar in bars.bars)
+
+
+def _key(bars: Bars, inks: dict[int, str], unit: Unit, width: int) -> Iterator[Text]:
+    """The legend, with sizes where there is one bar. A mark stays on one line with its name."""
+    line = Text()
+    for position, ink in inks.items():
+        part = bars.parts[position]
+        figure = f" {_size(bars, bars.bars[0].sizes[position], unit)}" if len(bars.bars) == 1 else ""
+        entry = Text.assemble((ink, colour_of(part.role)), f" {printable(part.title)}{figure}")
+        if line and line.cell_len + len(_GAP) + entry.cell_len > width:
+            yield line
+            line = Text()
+        line = Text.assemble(line, _GAP, entry) if line else entry
+    yield line

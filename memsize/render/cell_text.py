@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
-from itertools import groupby, takewhile
+from itertools import groupby
 
-from memsize.documents.sections import Phrase, Title
+from rich.cells import cell_len, set_cell_size
+
+from memsize.documents.sections import Phrase, Strip, Title
 from memsize.printable import LONGEST, printable, printable_lines
 from memsize.records.cells import Cell, Change, Label, Missing, Path, Share, Signed, Sized, Specs, Words
 from memsize.records.fields import Column
 from memsize.records.trace import Failure, TensorSpec
-from memsize.units import AUTO, Bytes, Unit, format_bytes
+from memsize.units import AUTO, Bytes, Unit, format_bytes, unit_for
 
 UNKNOWN = "–"
 MINUS = "−"
 MODEL = "(model)"
 """How the model's own path, which is empty, is drawn."""
+
+LEFT = ("name", "text", "specs", "words")
+"""The kinds of cell that stand at the left of their column; numbers stand at the right."""
 
 MODELLED = "* modelled: not all of its figures come from a run"
 """What the mark behind a scenario's name means."""
@@ -85,7 +89,38 @@ def draw_phrases(title: Title, unit: str) -> tuple[str, ...]:
 
 def draw_phrase(phrase: Phrase, unit: str) -> str:
     """Words and sizes as one text."""
-    return " ".join(format_bytes(word, unit) if isinstance(word, Bytes) else printable(word) for word in phrase)
+    return " ".join(
+        draw_strip(word, unit)
+        if isinstance(word, Strip)
+        else format_bytes(word, unit)
+        if isinstance(word, Bytes)
+        else printable(word)
+        for word in phrase
+    )
+
+
+def draw_strip(strip: Strip, unit: str) -> str:
+    """The peak of a run in all ways to count. A unit stands once behind figures that share it."""
+    steps = [("tensors ", [strip.requested]), (" → allocated ", [strip.allocated]), (" → reserved ", [strip.reserved])]
+    if strip.device:
+        steps.append((" → nvidia-smi ", [strip.device.low, strip.device.high]))
+    if strip.card:
+        steps.append((" of ", [strip.card]))
+    parts = []
+    for name, sizes in steps:
+        own = unit_for(max(sizes), unit, beside=strip.card if name == " → nvidia-smi " else 0)
+        amounts = dict.fromkeys(_in_three_digits(size, own) for size in sizes)
+        parts.append((name, "–".join(amounts), own.name))
+    units = [own for _, _, own in parts]
+    return "".join(
+        f"{name}{amount}" + ("" if own == after else f" {own}")
+        for (name, amount, own), after in zip(parts, [*units[1:], ""], strict=True)
+    )
+
+
+def _in_three_digits(size: int, unit: Unit) -> str:
+    amount = size / unit.bytes
+    return draw_bytes(size, unit) if not unit.rounded or amount < 9.995 else f"{amount:,.{1 if amount < 99.95 else 0}f}"
 
 
 def draw_failure(failure: Failure) -> tuple[str, ...]:
@@ -101,25 +136,9 @@ def draw_failure(failure: Failure) -> tuple[str, ...]:
     )
 
 
-def columns_of(text: str) -> int:
-    """Count the terminal columns of `text`: East Asian wide characters take two, combining characters none."""
-    if text.isascii():
-        return len(text)
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
-
-
-def padded(text: str, width: int, *, left: bool = True) -> str:
-    """`text` in `width` columns of a terminal, at the left or at the right of them."""
-    spaces = " " * (width - columns_of(text))
-    return text + spaces if left else spaces + text
-
-
 def shorten(text: str, width: int) -> str:
     """`text` in at most `width` columns of a terminal, cut at the end."""
-    if columns_of(text) <= width:
-        return text
-    ends = takewhile(lambda end: columns_of(text[:end]) < width, range(1, len(text)))
-    return text[: max(ends, default=0)] + "…"
+    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…"
 
 
 def shorten_path(text: str, width: int) -> str:
@@ -134,7 +153,7 @@ def shorten_path(text: str, width: int) -> str:
             break
         parts[position] = part if part.isdecimal() else part[:1]
     whole = ".".join(parts)
-    if columns_of(whole) > len(whole):
+    if cell_len(whole) > len(whole):
         return shorten(whole, width)
     if len(whole) <= width:
         return whole

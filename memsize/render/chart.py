@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from rich.text import Text
+
 from memsize.printable import printable
 from memsize.records.roles import noun
 from memsize.records.timeline import Timeline
 from memsize.render.cell_text import draw_bytes
-from memsize.render.screen import styled
+from memsize.render.screen import colour_of
 from memsize.units import Unit, format_bytes, unit_for
 
 WIDTH: Final = 100
@@ -17,14 +19,20 @@ WIDTH: Final = 100
 LEAST: Final = 10
 """Columns of a chart in a terminal that is narrower than its labels."""
 HEIGHT: Final = 8
+LEAST_HEIGHT: Final = 3
+_FAINT: Final = 50
+"""The part of the peak below which a role is hardly seen."""
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _EIGHTHS: Final = len(_BLOCKS) - 1
 
 
-def lines(timeline: Timeline, unit: str, width: int | None = None, *, colour: bool = False) -> Iterator[str]:
-    """The chart of a timeline that has events, in at most `width` characters; in `colour` each role has its own."""
-    peaks = [format_bytes(max(column), unit) for column in timeline.live.values()]
-    labels = [noun(role) for role in timeline.live]
+def lines(timeline: Timeline, unit: str, width: int | None = None, height: int = HEIGHT) -> Iterator[Text]:
+    """The chart of a timeline that has events, in at most `width` characters, with bars of `height` rows."""
+    # A low chart has no line for what is hardly seen in it.
+    least = 0 if height == HEIGHT else timeline.peak.bytes // _FAINT
+    live = {role: column for role, column in timeline.live.items() if max(column) >= least}
+    peaks = [format_bytes(max(column), unit) for column in live.values()]
+    labels = [noun(role) for role in live]
     scale = unit_for(timeline.peak.bytes, unit)
     left = max(map(len, (*labels, draw_bytes(timeline.peak.bytes, scale)))) + 1
     right = max(map(len, (*peaks, "at most")))
@@ -35,15 +43,15 @@ def lines(timeline: Timeline, unit: str, width: int | None = None, *, colour: bo
     phases = [(phase.name, phase.start) for phase in timeline.phases]
     drawn = [
         _mark(timeline, spread, left, left + room + 2 + right, unit),
-        *_bars([timeline.total[event] for event in spread], timeline.peak.bytes, left, scale),
+        *_bars([timeline.total[event] for event in spread], timeline.peak.bytes, height, left, scale),
         *(f"{'':<{left}} {_band(names, len(timeline), room)}" for names in (steps, phases) if names),
         f"{'':<{left}} {'each line to its own height'[:room]:<{room}} {'at most':>{right}}",
     ]
-    yield from (printable(line.rstrip()) for line in drawn)
-    for label, (role, column), peak in zip(labels, timeline.live.items(), peaks, strict=True):
+    yield from (Text(printable(line.rstrip())) for line in drawn)
+    for label, (role, column), peak in zip(labels, live.items(), peaks, strict=True):
         most = max(column)
-        sparks = styled("".join(_BLOCKS[_level(column[event], most, _EIGHTHS)] for event in spread), role, colour)
-        yield f"{label:<{left}} {sparks} {peak:>{right}}"
+        sparks = "".join(_BLOCKS[_level(column[event], most, _EIGHTHS)] for event in spread)
+        yield Text.assemble(f"{label:<{left}} ", (sparks, colour_of(role)), f" {peak:>{right}}")
 
 
 def _mark(timeline: Timeline, spread: Sequence[int], left: int, width: int, unit: str) -> str:
@@ -60,11 +68,11 @@ def _mark(timeline: Timeline, spread: Sequence[int], left: int, width: int, unit
     return f"{'':<{position}}▼"
 
 
-def _bars(values: Sequence[int], most: int, left: int, unit: Unit) -> Iterator[str]:
-    """`HEIGHT` rows of bars, the highest value as high as they all."""
-    levels = [_level(value, most, HEIGHT * _EIGHTHS) for value in values]
-    for row in reversed(range(HEIGHT)):
-        label = draw_bytes(most, unit) if row == HEIGHT - 1 else unit.name if row == HEIGHT - 2 else ""
+def _bars(values: Sequence[int], most: int, height: int, left: int, unit: Unit) -> Iterator[str]:
+    """`height` rows of bars, the highest value as high as they all."""
+    levels = [_level(value, most, height * _EIGHTHS) for value in values]
+    for row in reversed(range(height)):
+        label = draw_bytes(most, unit) if row == height - 1 else unit.name if row == height - 2 else ""
         bars = (_BLOCKS[min(max(level - row * _EIGHTHS, 0), _EIGHTHS)] for level in levels)
         yield f"{label:>{left - 1}} │{''.join(bars)}"
 

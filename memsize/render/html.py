@@ -29,9 +29,8 @@ from memsize.records.roles import TITLES, Role
 from memsize.records.timeline import Timeline, to_data
 from memsize.records.trace import Storage
 from memsize.render import bars, markdown, plot
-from memsize.render.cell_text import MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrase, draw_phrases
+from memsize.render.cell_text import LEFT, MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrase, draw_phrases
 from memsize.render.screen import WHOLE, Screen
-from memsize.render.text import LEFT
 from memsize.units import Bytes, Unit, unit_for
 from memsize.version import VERSION
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from tabulate import tabulate
+
 from memsize.documents import Document
-from memsize.documents.sections import Bars, Chart, Findings, Notes, Section, Stop, Table, Title, Verdict
+from memsize.documents.sections import (
+    Bars,
+    Chart,
+    Findings,
+    Notes,
+    Section,
+    Stop,
+    Table,
+    Title,
+    Verdict,
+    without_repeats,
+)
 from memsize.printable import printable
 from memsize.records.cells import Cell, Path, Specs, Words
 from memsize.render import bars, chart
-from memsize.render.cell_text import MODELLED, draw_cell, draw_failure, draw_phrases, draw_title
+from memsize.render.cell_text import LEFT, MODELLED, draw_cell, draw_failure, draw_phrases, draw_title
 from memsize.render.screen import WHOLE, Screen
-from memsize.render.text import LEFT
 from memsize.units import Unit
 
 _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|#~"})
@@ -20,7 +32,7 @@ _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<
 
 def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """The sections of `document`, bytes in `unit`. Lines are never wrapped: `screen` is ignored."""
-    return "\n\n".join("\n".join(_block(section, unit)) for section in document.sections()) + "\n"
+    return "\n\n".join("\n".join(_block(section, unit)) for section in without_repeats(document.sections())) + "\n"
 
 
 def _block(section: Section, unit: str) -> Iterator[str]:
@@ -33,11 +45,11 @@ def _block(section: Section, unit: str) -> Iterator[str]:
             yield from "\n\n".join(f"**{_escaped(f.in_brief(unit))}**" for f in section.findings).split("\n")
         case Bars():
             yield "```text"
-            yield from bars.lines(section, unit)
+            yield from (line.plain for line in bars.lines(section, unit))
             yield "```"
         case Chart():
             yield "```text"
-            yield from chart.lines(section.timeline, unit)
+            yield from (line.plain for line in chart.lines(section.timeline, unit))
             yield "```"
         case Stop():
             first, reason, reading = draw_failure(section.failure)
@@ -63,22 +75,18 @@ def _block(section: Section, unit: str) -> Iterator[str]:
 
 def _table(table: Table, unit: str) -> Iterator[str]:
     units = table.units(unit)
-    yield _line([_escaped(draw_title(column, own)) for column, own in zip(table.columns, units, strict=True)])
-    yield _line([":---" if column.kind in LEFT else "---:" for column in table.columns])
-    for row in table.rows:
-        yield _line(map(_cell, row, units))
+    titles = [_escaped(draw_title(column, own)) for column, own in zip(table.columns, units, strict=True)]
+    rows = [[*map(_cell, row, units)] for row in table.rows]
     if table.total:
-        yield _line([f"**{text}**" if text else "" for text in map(_cell, table.total, units)])
+        rows.append([f"**{text}**" if text else "" for text in map(_cell, table.total, units)])
+    sides = ["left" if column.kind in LEFT else "right" for column in table.columns]
+    yield tabulate(rows, titles, tablefmt="pipe", colalign=sides, disable_numparse=True)
     if table.modelled:
         yield ""
         yield _escaped(MODELLED)
     if table.remarks:
         yield ""
         yield from (f"- {_escaped(f'{remark.row}: {remark.status}: {remark.text}')}" for remark in table.remarks)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _cell(cell: Cell, unit: Unit) -> str:

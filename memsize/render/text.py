@@ -9,37 +9,51 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
+from rich.cells import cell_len
+from rich.text import Text
+from tabulate import SEPARATING_LINE, DataRow, Line, TableFormat, tabulate
+
 from memsize.documents import Document
-from memsize.documents.sections import Bars, Chart, Findings, Notes, Section, Stop, Table, Title, Verdict
+from memsize.documents.sections import (
+    Bars,
+    Chart,
+    Findings,
+    Notes,
+    Section,
+    Stop,
+    Table,
+    Title,
+    Verdict,
+    without_repeats,
+)
 from memsize.printable import printable
 from memsize.records.fields import Column
 from memsize.render import bars, chart
 from memsize.render.cell_text import (
+    LEFT,
     MODELLED,
-    columns_of,
     draw_cell,
     draw_failure,
     draw_phrases,
     draw_title,
-    padded,
     shorten,
     shorten_path,
 )
-from memsize.render.screen import WHOLE, Screen, styled
+from memsize.render.screen import WHOLE, Screen, painted
 from memsize.units import Unit
 
-_OPENING: Final = (Title, Verdict, Bars, Chart, Stop)
-"""What is drawn however low a screen is."""
-_BESIDE: Final = 3
-"""Lines of a screen that are not the answer's: those of the command above it, and the prompt below."""
+_BESIDE: Final = 2
+"""Lines of a screen that are not the answer's: the one of the command above it, and the prompt below."""
+_SHORT_TABLE: Final = 8
+"""The lines that the main table gets of a screen before the verdict has more than a sentence: two rows, a total."""
 _ALARMS: Final = frozenset(("out-of-memory", "run-out-of-memory", "fit-exceeds", "fit-none", "fit-fixed-cost"))
 """Findings that say that something does not fit."""
 
-GAP = "  "
-"""What stands between columns."""
-
-LEFT = ("name", "text", "specs", "words")
-"""The kinds of cell that stand at the left of their column; numbers stand at the right."""
+_GAP: Final = "  "
+_GRID: Final = TableFormat(
+    None, Line("", "-", _GAP, ""), None, None, DataRow("", _GAP, ""), DataRow("", _GAP, ""), 0, None
+)
+"""Columns with a gap between them, and rules of hyphens."""
 
 LEAST = {"name": 18, "text": 12, "specs": 20, "words": 14}
 """How far a column of texts may be shortened before a column is left out instead."""
@@ -48,104 +62,145 @@ LEAST = {"name": 18, "text": 12, "specs": 20, "words": 14}
 def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """Draw the sections of `document`, with bytes in `unit`; lines are no wider than the screen if possible.
 
-    With a screen height, the opening sections are always drawn, and of the others only those that have room.
+    With a screen height, only as much is drawn as has room, the title and the start of the verdict in any case.
     """
-    sections = document.sections()
     if screen.height is None:
-        blocks = [[*_block(section, unit, screen)] for section in sections]
+        blocks = [[*_block(section, unit, screen)] for section in without_repeats(document.sections())]
     else:
         blocks = _screenful(document, unit, screen, screen.height)
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+    end = Text("\n")
+    text = Text("\n\n").join(end.join(block) for block in blocks) + end
+    return painted(text) if screen.colour else text.plain
 
 
-def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) -> list[list[str]]:
-    """The sections that a screen has room for, some in a shorter version, and a line that names the others."""
-    sections = document.sections()
-    blocks = [[*_block(section, unit, screen)] for section in sections if isinstance(section, _OPENING)]
-    rest = [section for section in sections if not isinstance(section, _OPENING)]
-    whole = [[*_block(section, unit, screen)] for section in rest]
-    room = height - _BESIDE - sum(len(block) + 1 for block in blocks)
+def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) -> list[list[Text]]:
+    """The sections that a screen has room for, some in a shorter version, and a line that names the others.
+
+    Room goes first to the title, then to the verdict, the picture and the main table, for which some is reserved.
+    """
+    sections, main = without_repeats(document.sections()), document.main_table()
+    whole = [[*_block(section, unit, screen)] for section in sections]
+    room = height - _BESIDE
     if sum(len(block) + 1 for block in whole) - 1 <= room:
-        return [*blocks, *whole]
-    room -= len(_more(rest, screen))
-    left_out = []
-    for section, block in zip(rest, whole, strict=True):
-        shorter = ([*_block(shorter_version, unit, screen)] for shorter_version in document.shorter(section))
-        fitting = next((lines for lines in chain((block,), shorter) if len(lines) < room), None)
-        if fitting is None or fitting is not block:
-            left_out.append(section)
-        if fitting is not None:
-            blocks.append(fitting)
-            room -= len(fitting) + 1
-    return [*blocks, _more(left_out, screen)]
+        return whole
+    ranks = [_rank(section, main) for section in sections]
+    reserved = {n: len(whole[n]) if rank == 2 else min(len(whole[n]), _SHORT_TABLE) for n, rank in enumerate(ranks)}
+    room -= 1 + len(_more(sections, screen))
+    blocks: dict[int, list[Text]] = {}
+    for position in sorted(range(len(sections)), key=ranks.__getitem__):
+        rank = ranks[position]
+        later = sum(lines + 1 for n, lines in reserved.items() if rank < ranks[n] < 4)
+        # What is not on every screen is there as a whole, or not at all.
+        shorter = _shorter(document, sections[position], unit, screen) if rank < 4 else iter(())
+        for lines in chain((whole[position],), shorter):
+            if len(lines) + 1 <= room - later:
+                break
+        if rank < 2 or len(lines) + 1 <= room - later:
+            blocks[position] = lines
+            room -= len(lines) + (rank > 1)
+    left_out = [section for n, section in enumerate(sections) if blocks.get(n) is not whole[n]]
+    drawn = [blocks[n] for n in sorted(blocks)]
+    opening = sum(rank < 2 for rank in ranks)
+    # Without blank lines between what every screen has.
+    return [
+        [line for block in drawn[:opening] for line in block],
+        *drawn[opening:-1],
+        [*drawn[-1], *_more(left_out, screen)],
+    ]
 
 
-def _more(left_out: Sequence[Section], screen: Screen) -> list[str]:
+def _shorter(document: Document[Any], section: Section, unit: str, screen: Screen) -> Iterator[list[Text]]:
+    """Shorter and shorter versions of `section`: a chart becomes lower."""
+    if isinstance(section, Chart):
+        for height in range(chart.HEIGHT - 1, chart.LEAST_HEIGHT - 1, -1):
+            yield [*chart.lines(section.timeline, unit, screen.width, height)]
+    for version in document.shorter(section):
+        yield [*_block(version, unit, screen)]
+
+
+def _rank(section: Section, main: str) -> int:
+    """The importance of a section on a screen without room for all; 0 is the highest."""
+    match section:
+        case Title() | Stop():
+            return 0
+        case Verdict():
+            return 1
+        case Bars() | Chart():
+            return 2
+        case Table() if section.name == main:
+            return 3
+    return 4
+
+
+def _more(left_out: Sequence[Section], screen: Screen) -> list[Text]:
     """Return the lines that name the sections without room on the screen."""
-    names = []
+    names, findings = [], 0
     for section in left_out:
         match section:
             case Findings():
-                names.append(f"{len(section.findings)} finding{'' if len(section.findings) == 1 else 's'} in full")
+                findings += len(section.findings)
             case Table() | Notes():
                 names.append(section.title[:1].lower() + section.title[1:])
-    words = f"--full shows all: {', '.join(names)}."
-    return [styled(line, "soft", screen.colour) for line in _wrapped(words, screen.width)]
+    names += [f"{findings} finding{'' if findings == 1 else 's'}"] if findings else []
+    for count in range(len(names), 0, -1):
+        more = f" and {len(names) - count} more" if count < len(names) else ""
+        text = f"Not shown (--full): {', '.join(names[:count])}{more}"
+        if screen.width is None or len(text) <= screen.width:
+            break
+    return _wrapped(text, screen.width, style="dim")
 
 
-def _block(section: Section, unit: str, screen: Screen) -> Iterator[str]:
-    width, colour = screen.width, screen.colour
+def _block(section: Section, unit: str, screen: Screen) -> Iterator[Text]:
+    width = screen.width
     match section:
         case Title():
-            name = printable(section.name)
-            first, *others = _heading(name, draw_phrases(section, unit), width)
-            yield styled(name, "bold", colour) + first.removeprefix(name) if first.startswith(name) else first
-            yield from others
+            yield from _heading(printable(section.name), draw_phrases(section, unit), width)
         case Verdict():
             for finding in section.findings:
-                alarm = colour and finding.code in _ALARMS
-                yield from (styled(line, "alarm", alarm) for line in _wrapped(finding.in_brief(unit), width))
+                yield from _wrapped(finding.in_brief(unit), width, style="bold red" if finding.code in _ALARMS else "")
         case Bars():
-            yield from bars.lines(section, unit, width, colour=colour)
+            yield from bars.lines(section, unit, width, colour=screen.colour)
         case Chart():
-            yield from chart.lines(section.timeline, unit, width, colour=colour)
+            yield from chart.lines(section.timeline, unit, width)
         case Stop():
             first, reason, reading = draw_failure(section.failure)
             yield from _wrapped(first, width)
-            yield from (line for part in reason.splitlines() for line in _wrapped(part, width, "  ", "  "))
+            yield from (line for part in reason.splitlines() for line in _wrapped(part.strip(), width, "  ", "    "))
             yield from _wrapped(reading, width)
         case Table():
-            yield from _table(section, unit, screen)
+            yield from _table(section, unit, width)
         case Findings():
-            yield styled(section.title, "bold", colour)
+            yield Text(section.title, "bold")
             for number, finding in enumerate(section.findings, 1):
                 bullet = f"{number:>2}. "
                 yield from _wrapped(finding.text(unit), width, bullet, " " * len(bullet))
         case Notes():
-            yield styled(section.title, "bold", colour)
+            yield Text(section.title, "bold")
             for line in section.lines:
                 yield from _wrapped(line, width, "  - ", "    ")
 
 
-def _heading(name: str, parts: Sequence[str], width: int | None) -> Iterator[str]:
+def _heading(name: str, parts: Sequence[str], width: int | None) -> Iterator[Text]:
     """Put the heading on one line where it fits, else on several, each with as many phrases as fit."""
-    line = printable(name)
+    texts = [name]
     for part in parts:
-        if width is None or len(line) + 3 + len(part) <= width:
-            line += f"   {part}"
+        if width is None or len(texts[-1]) + 3 + len(part) <= width:
+            texts[-1] += f"   {part}"
         else:
-            yield from _wrapped(line, width, "", "    ")
-            line = f"  {part}"
-    yield from _wrapped(line, width, "", "    ")
+            texts.append(f"  {part}" if width is None or len(part) + 2 <= width else part)
+    first, *others = (line for text in texts for line in _wrapped(text, width, "", "    "))
+    first.stylize("bold", 0, len(name))
+    yield from (first, *others)
 
 
-def _wrapped(text: str, width: int | None, first: str = "", rest: str = "") -> list[str]:
+def _wrapped(text: str, width: int | None, first: str = "", rest: str = "", style: str = "") -> list[Text]:
     text = printable(text)
     if width is None:
-        return [first + text]
-    return textwrap.wrap(
+        return [Text(first + text, style)]
+    wrapped = textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
+    return [Text(line, style) for line in wrapped]
 
 
 @dataclass(frozen=True)
@@ -157,9 +212,17 @@ class _Drawn:
     body: tuple[str, ...]
     total: str
 
+    @classmethod
+    def of(cls, table: Table, position: int, unit: Unit) -> _Drawn:
+        """The column of `table` at `position`, with bytes in `unit`."""
+        column = table.columns[position]
+        body = tuple(draw_cell(row[position], unit) for row in table.rows)
+        total = draw_cell(table.total[position], unit) if table.total else ""
+        return cls(column, _title(column, unit, body, total), body, total)
+
     @cached_property
     def width(self) -> int:
-        return max(map(columns_of, (*self.title, *self.body, self.total)))
+        return max(map(cell_len, (*self.title, *self.body, self.total)))
 
     @property
     def least(self) -> int:
@@ -177,21 +240,16 @@ class _Drawn:
         return _Drawn(self.column, self.title, tuple(cut(text, width) for text in self.body), cut(self.total, width))
 
 
-def _table(table: Table, unit: str, screen: Screen) -> Iterator[str]:
-    width, colour, table = screen.width, screen.colour, table.usual()
+def _table(table: Table, unit: str, width: int | None) -> Iterator[Text]:
+    table = table.usual()
     if table.caption:
-        yield styled(printable(table.caption), "bold", colour)
-    drawn = []
-    for position, (column, own_unit) in enumerate(zip(table.columns, table.units(unit), strict=True)):
-        body = tuple(draw_cell(row[position], own_unit) for row in table.rows)
-        total = draw_cell(table.total[position], own_unit) if table.total else ""
-        drawn.append(_Drawn(column, _title(column, own_unit, body, total), body, total))
+        yield Text(printable(table.caption), "bold")
+    drawn = [_Drawn.of(table, position, own_unit) for position, own_unit in enumerate(table.units(unit))]
     columns_shown = drawn if width is None else _fit(drawn, width, table.chosen)
     for line in _grid(columns_shown, table.total is not None):
-        yield styled(line, "soft", colour and not line.strip("- "))
-    left_out = _left_out(drawn, columns_shown)
-    if left_out:
-        yield from _wrapped(f"Left out at this width: {left_out}. {table.hint}", width)
+        yield Text(line, "" if line.strip("- ") else "dim")
+    if table.hint and (left_out := _left_out(drawn, columns_shown)):
+        yield from _wrapped(f"Hidden at this width: {left_out}. {table.hint}", width)
     if table.modelled:
         yield from _wrapped(MODELLED, width)
     for remark in table.remarks:
@@ -225,7 +283,7 @@ def _fit(columns: Sequence[_Drawn], width: int, chosen: bool) -> list[_Drawn]:
 
 
 def _span(widths: Sequence[int]) -> int:
-    return sum(widths) + len(GAP) * (len(widths) - 1)
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
 
 
 def _left_out(columns: Sequence[_Drawn], columns_shown: Sequence[_Drawn]) -> str:
@@ -247,18 +305,14 @@ def _left_out(columns: Sequence[_Drawn], columns_shown: Sequence[_Drawn]) -> str
     return "; ".join([*parts, f"percentages of {', '.join(shares)}"] if shares else parts)
 
 
-def _grid(columns: Sequence[_Drawn], total: bool) -> Iterator[str]:
-    rule = GAP.join("-" * column.width for column in columns)
+def _grid(columns: Sequence[_Drawn], total: bool) -> list[str]:
+    """The lines of a table whose titles stand above a rule, and its total below another."""
     height = max(len(column.title) for column in columns)
     titles = [("",) * (height - len(column.title)) + column.title for column in columns]
-    yield from (_line(columns, words) for words in zip(*titles, strict=True))
-    yield rule
-    yield from (_line(columns, words) for words in zip(*(column.body for column in columns), strict=True))
+    rows: list[Sequence[str] | str] = [*zip(*titles, strict=True), SEPARATING_LINE]
+    rows += zip(*(column.body for column in columns), strict=True)
     if total:
-        yield rule
-        yield _line(columns, [column.total for column in columns])
-
-
-def _line(columns: Sequence[_Drawn], words: Sequence[str]) -> str:
-    cells = zip(columns, words, strict=True)
-    return GAP.join(padded(word, c.width, left=c.column.kind in LEFT) for c, word in cells).rstrip()
+        rows += [SEPARATING_LINE, [column.total for column in columns]]
+    sides = ["left" if column.column.kind in LEFT else "right" for column in columns]
+    drawn = tabulate(rows, tablefmt=_GRID, colalign=sides, disable_numparse=True)
+    return [line.rstrip() for line in drawn.splitlines()]

@@ -116,7 +116,20 @@ def settings_kept() -> Iterator[None]:
 
 def settings_read() -> Callable[[], None]:
     """Read the process's settings and random generators; what is returned puts them back."""
-    before = [_read(setting) for setting in _SETTINGS]
+    before, generators_put_back = [_read(setting) for setting in _SETTINGS], generators_read()
+
+    def put_back() -> None:
+        for setting, value in zip(_SETTINGS, before, strict=True):
+            if value is not _UNREADABLE and _read(setting) != value:
+                with suppress(Exception):  # such as a signal handler outside of the main thread
+                    setting.write(value)
+        generators_put_back()
+
+    return put_back
+
+
+def generators_read() -> Callable[[], None]:
+    """Read the random generators of Python, NumPy and PyTorch; what is returned puts them back."""
     generators: list[tuple[Callable[[Any], object], Any]] = [
         (torch.set_rng_state, torch.get_rng_state()),
         (random.setstate, random.getstate()),
@@ -127,10 +140,6 @@ def settings_read() -> Callable[[], None]:
         generators.append((numpy.set_state, numpy.get_state()))
 
     def put_back() -> None:
-        for setting, value in zip(_SETTINGS, before, strict=True):
-            if value is not _UNREADABLE and _read(setting) != value:
-                with suppress(Exception):  # such as a signal handler outside of the main thread
-                    setting.write(value)
         for write, state in generators:
             write(state)
 

@@ -7,7 +7,7 @@ each storage records the event of its end. Nothing is added up here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -85,6 +85,8 @@ class Workspaces(NamedTuple):
 
 
 NO_WORKSPACES = Workspaces()
+_OWN_CONVOLUTION = "_slow_conv2d"
+"""The op that takes cuBLAS's workspace for a convolution of PyTorch's own."""
 
 
 class Ledger(MetaDispatchMode):
@@ -116,8 +118,9 @@ class Ledger(MetaDispatchMode):
         self._numbers: dict[Lines, int] = {}
         """The position in `lines` of each line."""
         self._saved: list[weakref.ref[SavedTensor]] = []
-        self.layer_of_path: Mapping[str, int] = {}
-        """The layers by the paths of their modules."""
+        self.layer_inside: Callable[[int, str], int] = lambda layer, path: layer
+        """The layer of the module at a path below that of another layer."""
+        self._compiled_in = -1
         self._compiled: set[int] = set()
         """Storages that compiled code made, whose own layers and lines are known."""
         self._handles: set[bool] = set()
@@ -209,14 +212,29 @@ class Ledger(MetaDispatchMode):
     def _note_convolution(self, op: OpFacts, args: Any, result: Any) -> None:
         """Each result is made, then its workspace is taken and given back."""
         convolutions, name = self.workspaces.convolutions, op.name
-        if op.is_forward:
+        if convolutions is None:
             self._note(result, name)
-            self._borrow(convolutions.forward(args, result) if convolutions else 0, name)
-            return
-        sizes = convolutions.backward(args) if convolutions else (0, 0)
-        for gradient, size in zip(result, (*sizes, 0), strict=True):
-            self._note(gradient, name)
-            self._borrow(size, name)
+        elif (columns := convolutions.columns(op.is_backward, args, result)) is not None:
+            self._note_own_convolution(columns, result, name)
+        elif op.is_forward:
+            self._note(result, name)
+            self._borrow(convolutions.forward(args, result), name)
+        else:
+            for gradient, size in zip(result, (*convolutions.backward(args), 0), strict=True):
+                self._note(gradient, name)
+                self._borrow(size, name)
+
+    def _note_own_convolution(self, columns: Temporary, result: Any, op: str) -> None:
+        """PyTorch's own kernel multiplies `columns`. One buffer serves both gradients, and that of the weight comes
+        last (cuda/ConvolutionMM2d.cu, `slow_conv2d_backward_out_cuda`).
+        """
+        first, *rest = result if isinstance(result, tuple) else (result,)
+        self._note(first, op)
+        opened = self._open_temporaries([columns] if columns.bytes else (), op)
+        if opened and self.workspaces.blas:
+            self._keep_workspace(self._handles, self.workspaces.blas, _OWN_CONVOLUTION)
+        self._note(rest[::-1], op)
+        self._end_all(opened, op)
 
     def _borrow(self, size: int, op: str) -> None:
         """Record a workspace that an op takes and gives back."""
@@ -354,7 +372,7 @@ class Ledger(MetaDispatchMode):
         clock.tick()
         self._mark_read(arguments)
         before = clock.layer, clock.pinned, self.line
-        clock.pinned = clock.layer
+        clock.pinned = self._compiled_in = clock.layer
         try:
             yield
         finally:
@@ -363,7 +381,7 @@ class Ledger(MetaDispatchMode):
     def move_to(self, path: str, line: tuple[str, int] | None) -> None:
         """Attribute what compiled code does next to the module of this `path` and to this line of a forward."""
         clock = self.clock
-        clock.layer = clock.pinned = self.layer_of_path.get(path, clock.layer)
+        clock.layer = clock.pinned = self.layer_inside(self._compiled_in, path)
         is_known = line is not None and not clock.backward
         self.line = self._numbers.setdefault((line,), len(self._numbers)) if line and is_known else -1
 

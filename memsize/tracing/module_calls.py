@@ -90,6 +90,20 @@ class ModuleCallRecorder:
         """Called before each forward of the model itself; returns the name of its phase."""
         self._claimed: set[int] = set()
         self._compiler = CompilerImport()
+        ledger.layer_inside = self.layer_inside
+
+    def layer_inside(self, layer: int, path: str) -> int:
+        """The layer of the module at `path` below that of `layer`; `layer` itself where none is there."""
+        if not path:
+            return layer
+        outer = self.seen[layer].path if layer >= 0 else ""
+        full = f"{outer}.{path}" if outer else path
+        same = (i for i, seen in enumerate(self.seen) if seen.path == full and self._is_beside(i, layer))
+        return next(same, layer)
+
+    def _is_beside(self, layer: int, other: int) -> bool:
+        """Whether two layers are of one model."""
+        return True
 
     @contextmanager
     def watched(self, inner: bool = True) -> Iterator[None]:

@@ -11,8 +11,8 @@ Known limits: names that a module imported from torch itself (``from torch impor
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Final
 
@@ -66,10 +66,25 @@ def override_imported(module: Any) -> tuple[()]:
 
 
 class Compiles:
-    """A part of simulations in which code that the user compiles is compiled."""
+    """A part of simulations in which code that the user compiles is compiled.
 
-    leaves_cycles = False
-    """Whether something was traced since the last collection."""
+    `traced` and `lowered` restore PyTorch's functions, which the compiler knows by their identity, while Dynamo runs
+    and while what comes after it does. `stands_for` is the device that code sees its tensors on, if not their own.
+    """
+
+    def __init__(
+        self,
+        traced: Callable[[], AbstractContextManager[None]] | None = None,
+        lowered: Callable[[], AbstractContextManager[None]] | None = None,
+        stands_for: torch.device | None = None,
+    ) -> None:
+        self.traced = traced or suspended_overrides
+        self.lowered = lowered or suspended_overrides
+        self.stands_for = stands_for
+        self.is_tracing = False
+        """Whether Dynamo is tracing, and not what comes after it."""
+        self.leaves_cycles = False
+        """Whether something was traced since the last collection."""
 
 
 def compiles() -> bool:

@@ -17,8 +17,7 @@ from memsize.kernels.semantics import CUDNN, Semantics
 from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode
 from memsize.model.restored_globals import restored_globals
-from memsize.model.stored import stored_tensors
-from memsize.model.tensor_storage import plain_tensors
+from memsize.model.tensor_storage import plain_tensors, stored_tensors
 from memsize.precision.recipes import RunPrecision
 from memsize.processes.simulation import Function, Override, ThreadPatches, current
 from memsize.records.roles import Role
@@ -150,7 +149,6 @@ class Run:
         self.ledger = setup.machine.ledger(setup)
         self.ledger.counts = tables
         self.calls = ModuleCallRecorder(setup.model, self.ledger)
-        self.ledger.layer_of_path = {seen.path: index for index, seen in enumerate(self.calls.seen)}
         self._notes: list[str] = []
         if enter:
             self.enter_inputs()

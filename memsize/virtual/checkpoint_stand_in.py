@@ -49,8 +49,8 @@ class CheckpointStandIn(dict[Any, Any]):
         self.update(map_tensors(self._like, dict(state)))
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._device is None and not (tensor.is_cuda or tensor.dim()):
-            return tensor.clone()  # counts of steps, which optimizers have on the CPU
+        if not (tensor.is_cuda or tensor.dim()):  # a count of steps, which optimizers have on the CPU
+            return tensor.to(self._device or "cpu", copy=True)
         return torch.empty_like(tensor, device=self._device or "cuda")
 
     def filled(self, state: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:

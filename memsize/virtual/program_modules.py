@@ -6,16 +6,16 @@ A module that is called while none is running is a root, and its modules are the
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain, count
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from memsize.model.stored import stored_tensors
-from memsize.model.tensor_storage import plain_tensors, spec_of
+from memsize.model.tensor_storage import plain_tensors, spec_of, stored_tensors
 from memsize.processes.patches import calling, wrapping
 from memsize.processes.user_code import users_frames, variables
 from memsize.records.aggregates import split_phase
@@ -27,6 +27,9 @@ from memsize.torch_internals.pytree import arguments_in, tensors_in
 from memsize.tracing.module_calls import ModuleCallRecorder, module_type, record_of, version_of
 from memsize.virtual.device_assignment import devices
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
+
+Call = Callable[..., Any]
+_COMPILER: Final = "torch._dynamo.eval_frame"
 
 
 class Root:
@@ -86,25 +89,32 @@ class ProgramCalls(ModuleCallRecorder):
             self.ledger.mark(tensor, "buffer")
 
     def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+            call = None
+            if (compiler := sys.modules.get(_COMPILER)) and isinstance(module, compiler.OptimizedModule):
+                module, call = module._orig_mod, module.forward
             index = self._index(module)
             if index < 0 and is_tracing() is None and not _is_on_gpu(module, args, kwargs):
-                return original(module, *args, **kwargs)
+                return call(*args, **kwargs) if call else original(module, *args, **kwargs)
             with untraced():
                 if index < 0 and _is_on_gpu(module, args, kwargs):
                     index = self._add(module)
                 if index < 0:
                     with traced_again():
-                        return original(module, *args, **kwargs)
+                        return call(*args, **kwargs) if call else original(module, *args, **kwargs)
+                call = call or module._compiled_call_impl or module._call_impl
                 if not self.ledger.clock.inside:
-                    return self._call_root(module, index, args, kwargs)
-                return self._call_module(module, index, args, kwargs)
+                    return self._call_root(module, index, call, args, kwargs)
+                return self._call_module(module, index, call, args, kwargs)
 
         return called
 
     def _index(self, module: nn.Module) -> int:
         entry = self._layers.get(id(module))
         return entry[1] if entry is not None and entry[0]() is module else -1
+
+    def _is_beside(self, layer: int, other: int) -> bool:
+        return other < 0 or self.root_of[layer] == self.root_of[other]
 
     def _add(self, module: nn.Module) -> int:
         """Let `module` be a root; returns its layer. Modules that were called on their own before keep their layer."""
@@ -123,10 +133,10 @@ class ProgramCalls(ModuleCallRecorder):
         self.roots.append(root)
         return first
 
-    def _call_root(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> Any:
+    def _call_root(self, module: nn.Module, index: int, call: Call, args: Any, kwargs: Any) -> Any:
         root = self.roots[self.root_of[index]]
         if not root.has_weights:
-            return self._call_module(module, index, args, kwargs)
+            return self._call_module(module, index, call, args, kwargs)
         self._before_forward(torch.is_grad_enabled() and module.training)
         for tensor in arguments_in((args, kwargs)):
             self.ledger.mark(tensor, "input")
@@ -143,7 +153,7 @@ class ProgramCalls(ModuleCallRecorder):
         if current != name and current in (AROUND, "evaluation", "forward"):
             clock.phase = clock.index(name)
         with self.ledger.clock.during("forward" if grad else "evaluation"):
-            result = self._call_module(module, index, args, kwargs)
+            result = self._call_module(module, index, call, args, kwargs)
             if not root.trained:
                 self.ledger.forget_released()
             for tensor in tensors_in(result):
@@ -175,7 +185,7 @@ class ProgramCalls(ModuleCallRecorder):
             self._before_forward(True)
             clock.phase = clock.index("forward")
 
-    def _call_module(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> Any:
+    def _call_module(self, module: nn.Module, index: int, call: Call, args: Any, kwargs: Any) -> Any:
         clock = self.ledger.clock
         self._compiler.forget()
         outer, start = clock.enter(index), self.ledger.count
@@ -183,7 +193,7 @@ class ProgramCalls(ModuleCallRecorder):
         arguments = [(tensor, version_of(tensor)) for tensor in arguments_in((args, kwargs))] if is_open else []
         try:
             with traced_again():
-                result = module._call_impl(*args, **kwargs)
+                result = call(*args, **kwargs)
         finally:
             clock.leave(outer)
         if is_open:

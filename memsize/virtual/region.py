@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import FunctionType, MappingProxyType, ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -28,8 +28,6 @@ import torch.utils.data
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cuda_context import cuda_context
 from memsize.errors import InputError
-from memsize.kernels.attention import compiled_mask
-from memsize.known_values.data_dependent import UNCOMPILED
 from memsize.processes.patches import LatePatches, Patch, SuspendablePatches, calling
 from memsize.processes.rank_processes import RankConnection, connected
 from memsize.processes.simulation import open_simulation, running
@@ -43,6 +41,7 @@ from memsize.tracing.named_devices import Gpus
 from memsize.tracing.run import RunDevice, Setup, gpu_semantics, resizes_seen
 from memsize.tracing.saved_tensors import functional_transforms_allowed, saving
 from memsize.virtual import checkpointing, data_parallel, gpu_tensors, launches, nested_tensors, torchscript
+from memsize.virtual.compilation import Compilation
 from memsize.virtual.device_assignment import DeviceAssignment
 from memsize.virtual.driver import queries
 from memsize.virtual.driver.allocator_state import DeviceMemory
@@ -101,7 +100,10 @@ def virtual_gpu(
         ledger.current_stream = lambda: driver.stream
         threads = regions.enter_context(Threads(ledger, semantics))
         line = regions.enter_context(connected(world.rank)) if world is not None else None
-        replaced = (threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
+        compilation = Compilation(ledger, driver.card.capability)
+        regions.callback(compilation.close)
+        compiles: Patch = (torch, "compile", compilation.compile)
+        replaced = (compiles, threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
         own: dict[str, LatePatches] = {
             **launches.later(ledger),
             **ledger.host_memory.later(),
@@ -109,7 +111,9 @@ def virtual_gpu(
         }
         if torch.distributed.is_available():
             own |= {**sharding.later(ledger, ledger.aside, alone=line is None), **peers.later()}
-        regions.enter_context(_patched(SuspendablePatches(simulation.patches, replaced, {**own, **later})))
+        patches = SuspendablePatches(simulation.patches, replaced, {**own, **later})
+        compilation.reach(patches, SuspendablePatches(simulation.patches, _of_driver(driver)))
+        regions.enter_context(_patched(patches))
         yield
 
 
@@ -129,7 +133,6 @@ def _forget_answers() -> None:
 
 
 def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: RankConnection | None) -> Iterator[Patch]:
-    yield torch, "compile", partial(_compile, ledger)
     yield from _saved_by_checkpointing(ledger)
     yield from launches.replacements(lambda note: ledger.evaluator.notes.setdefault(note))
     yield from torchscript.replacements()
@@ -139,25 +142,8 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: Ran
     yield from data_parallel.replacements(ledger)
     yield from gpu_tensors.replacements(ledger)
     yield from ledger.backward_queue.replacements()
-    functions = driver.functions()
-    yield from ((torch._C, name, function) for name, function in functions.items())
-    cuda: Any = torch.cuda
-    yield cuda, "_lazy_init", lambda: None
-    yield cuda, "_initialized", True
-    yield cuda, "_cached_device_count", None
-    yield cuda, "_is_in_bad_fork", lambda: False
-    yield cuda, "_get_device_properties", lambda device: driver.properties
-    yield cuda, "current_device", lambda: driver.devices.current
-    yield cuda, "_exchange_device", functions["_cuda_exchangeDevice"]
-    yield cuda, "_maybe_exchange_device", functions["_cuda_maybeExchangeDevice"]
-    yield cuda, "default_generators", (driver.seed,) * driver.devices.count
-    yield torch.storage, "_to", calling(_storage_to, torch._utils._to)
-    yield cuda.nvtx, "_nvtx", _Silent()
-    for owner in (torch, cuda, cuda.streams):
-        yield owner, "Stream", Stream
-        yield owner, "Event", Event
-    for owner in (cuda, cuda.streams):
-        yield owner, "ExternalStream", lambda pointer, device=None, **options: Stream(stream_id=pointer)
+    yield from _of_driver(driver)
+    yield from _of_cuda(driver)
     cudnn: Any = torch.backends.cudnn.m  # type: ignore[attr-defined]  # the module behind its stand-in
     yield cudnn, "is_available", lambda: True
     yield cudnn, "_init", lambda: True
@@ -167,6 +153,18 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: Ran
     yield torch.backends.cuda, "is_built", lambda: True
     if torch.version.cuda is None:
         yield torch.version, "cuda", _CUDA
+
+
+def _of_driver(driver: Driver) -> Iterator[Patch]:
+    """Patch the functions that ask the driver, and those that ask whether there is one."""
+    cuda: Any = torch.cuda
+    yield from ((torch._C, name, function) for name, function in driver.functions().items())
+    yield cuda, "_lazy_init", lambda: None
+    yield cuda, "_initialized", True
+    yield cuda, "_cached_device_count", None
+    yield cuda, "_is_in_bad_fork", lambda: False
+    yield cuda, "_get_device_properties", lambda device: driver.properties
+    yield cuda, "default_generators", (driver.seed,) * driver.devices.count
 
 
 def _saved_by_checkpointing(ledger: VirtualLedger) -> Iterator[Patch]:
@@ -183,27 +181,18 @@ def _saved_by_checkpointing(ledger: VirtualLedger) -> Iterator[Patch]:
     yield module, "_VersionWrapper", Kept
 
 
-def _compile(ledger: VirtualLedger, model: Any = None, **options: Any) -> Any:
-    """`torch.compile` that returns what it is given: the program runs eagerly. FlexAttention makes its masks without
-    what is as large as the scores, which no program could hold.
-    """
-    notes = ledger.evaluator.notes
-    if model is None:
-        return partial(_compile, ledger, **options)
-    if options.get("disable"):
-        return model
-    if not isinstance(model, FunctionType):
-        notes[UNCOMPILED] = None
-        return model
-    makes_masks = model is getattr(sys.modules.get(overrides.FLEX), "create_block_mask", None)
-    function = compiled_mask(model, ledger.absently) if makes_masks else model
-
-    @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        notes[UNCOMPILED] = None
-        return function(*args, **kwargs)
-
-    return called
+def _of_cuda(driver: Driver) -> Iterator[Patch]:
+    cuda: Any = torch.cuda
+    yield cuda, "current_device", lambda: driver.devices.current
+    yield cuda, "_exchange_device", driver.functions()["_cuda_exchangeDevice"]
+    yield cuda, "_maybe_exchange_device", driver.functions()["_cuda_maybeExchangeDevice"]
+    yield torch.storage, "_to", calling(_storage_to, torch._utils._to)
+    yield cuda.nvtx, "_nvtx", _Silent()
+    for owner in (torch, cuda, cuda.streams):
+        yield owner, "Stream", Stream
+        yield owner, "Event", Event
+    for owner in (cuda, cuda.streams):
+        yield owner, "ExternalStream", lambda pointer, device=None, **options: Stream(stream_id=pointer)
 
 
 def _storage_to(original: Any, storage: Any, device: torch.device, non_blocking: bool = False) -> Any:
@@ -249,7 +238,7 @@ class _Apart(SourceFileLoader):
         self._region = region
 
     def exec_module(self, module: ModuleType) -> None:
-        with self._region:
+        with overrides.suspended_overrides(), self._region:
             super().exec_module(module)
 
 

@@ -20,7 +20,7 @@ from memsize.device.cuda_libraries import nccl_notes
 from memsize.errors import ForwardError, ScenarioError
 from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode
-from memsize.model.stored import stored_tensors
+from memsize.model.tensor_storage import stored_tensors
 from memsize.ranks.group import OURS
 from memsize.ranks.strategies import (
     blocks_in_line,

@@ -1,76 +1,166 @@
 """Single training steps on a T4, as torch-preflight's `measure_cuda.py` measured them: AdamW under autocast.
 
-The script asks `torch.cuda.is_bf16_supported()`, which counts emulation: on a T4 it takes bfloat16.
+The script runs everything in one process, and so does the recipe: cuBLAS's workspaces lie where the first products of
+the script put them. It asks `torch.cuda.is_bf16_supported()`, which counts emulation: on a T4 it takes bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-from benchmarks.published.recipes.run import traced
+import memsize
 from benchmarks.published.rows import Row
-from memsize.analysis.step import StepTrace
-from memsize.loading.weightless import Weightless
 
 _TEXTS: Final = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config"),
     "distilbert": ("DistilBertModel", "DistilBertConfig"),
     "bert-base": ("BertModel", "BertConfig"),
 }
+_SYNTHETIC: Final = (
+    (4, 512, 8, 2048, 4, 256, 0.0, False),
+    (6, 768, 12, 3072, 8, 512, 0.1, False),
+    (6, 768, 12, 3072, 4, 1024, 0.0, True),
+    (12, 768, 12, 3072, 2, 512, 0.0, False),
+    (4, 1024, 16, 4096, 2, 1024, 0.0, True),
+)
+"""Layers, width, heads, inner width, batch, length, dropout, and whether attention is fused: measured before models."""
+
+Inputs = Callable[[], tuple[Tensor, ...]]
+Loss = Callable[..., Tensor]
 
 
-def predict(row: Row) -> StepTrace:
-    """Two steps: the second is the measured one."""
-    name, batch, size = row.values["model"], int(row.values["batch"]), int(row.values["size"])
-    if name == "resnet50":
-        import torchvision
+def predict(row: Row) -> int:
+    """The figure of the second step."""
+    setting = row.values["model"], int(row.values["batch"]), int(row.values["size"])
+    allocated, reserved = _measured(row.source.gpu, row.source.stack)[setting]
+    return allocated if row.figure == "allocated" else reserved
 
-        with Weightless():
-            model = torchvision.models.resnet50(weights=None)
-        inputs = {
-            "inputs": torch.empty(batch, 3, size, size, device="meta"),
-            "targets": torch.zeros(batch, dtype=torch.int64),
-        }
-        return traced(row, model, partial(_loop, loss=_classified, rate=1e-4), inputs, 2)
+
+@cache
+def _measured(gpu: str, stack: str) -> dict[tuple[str, int, int], tuple[int, int]]:
+    """The peaks of every model of the script, in its order."""
+    with memsize.virtual_gpu(gpu, stack=stack):
+        _context()
+        for layers, width, heads, inner, batch, length, dropout, fused in _SYNTHETIC:
+            _peaks(
+                lambda: nn.Sequential(*(Block(width, heads, inner, dropout, fused) for _ in range(layers))),  # noqa: B023
+                lambda: (torch.randn(batch, length, width, device="cuda"),),  # noqa: B023
+                lambda model, _, x: model(x).float().pow(2).mean(),
+            )
+        return dict(_models())
+
+
+def _context() -> None:
+    """A first product and a first convolution."""
+    a = torch.randn(256, 256, device="cuda")
+    (a @ a).sum().item()
+    convolution = nn.Conv2d(3, 16, 3, padding=1).cuda()
+    convolution(torch.randn(1, 3, 64, 64, device="cuda")).sum().backward()
+    del a, convolution
+    torch.cuda.empty_cache()
+
+
+def _models() -> Iterator[tuple[tuple[str, int, int], tuple[int, int]]]:
+    for name in _TEXTS:
+        for batch, length in ((4, 128), (8, 256)):
+            yield (name, batch, length), _text(name, batch, length)
+    for batch in (16, 32):
+        yield ("resnet50", batch, 224), _vision(batch)
+
+
+def _text(name: str, batch: int, length: int) -> tuple[int, int]:
     import transformers
 
     cls, config = _TEXTS[name]
-    with Weightless():
-        model = getattr(transformers, cls)(getattr(transformers, config)())
-    tokens = {"ids": torch.zeros(batch, size, dtype=torch.int64)}
-    return traced(row, model, partial(_loop, loss=_modelled if name == "gpt2" else _encoded, rate=1e-5), tokens, 2)
+    return _peaks(
+        lambda: getattr(transformers, cls)(getattr(transformers, config)()),
+        lambda: (torch.zeros(batch, length, dtype=torch.int64, device="cuda"),),
+        _modelled if name == "gpt2" else _encoded,
+        rate=1e-5,
+    )
 
 
-def _loop(model: nn.Module, *, loss: Callable[..., torch.Tensor], rate: float) -> Callable[..., None]:
-    model.train()
+def _vision(batch: int) -> tuple[int, int]:
+    import torchvision
+
+    return _peaks(
+        lambda: torchvision.models.resnet50(weights=None),
+        lambda: (
+            torch.randn(batch, 3, 224, 224, device="cuda"),
+            torch.zeros(batch, dtype=torch.int64, device="cuda"),
+        ),
+        lambda model, _, x, target: cross_entropy(model(x), target),
+    )
+
+
+def _modelled(model: nn.Module, outputs: list[object], ids: Tensor) -> Tensor:
+    out = model(input_ids=ids, labels=ids)
+    outputs.append(out)
+    loss: Tensor = out.loss
+    return loss
+
+
+def _encoded(model: nn.Module, outputs: list[object], ids: Tensor) -> Tensor:
+    out = model(input_ids=ids)
+    outputs.append(out)
+    loss: Tensor = out.last_hidden_state.float().pow(2).mean()
+    return loss
+
+
+def _peaks(make: Callable[[], nn.Module], inputs: Inputs, loss: Loss, rate: float = 1e-4) -> tuple[int, int]:
+    """The peaks of allocated and of reserved memory in the second step."""
+    torch.cuda.empty_cache()
+    model = make().cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-
-    def body(**inputs: torch.Tensor) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16):
-            # The script's function holds its outputs until it returns.
-            outputs: list[Any] = []
-            value = loss(model, outputs, **inputs)
-        value.backward()
-        optimizer.step()
-
-    return body
+    tensors = inputs()
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        _step(model, optimizer, loss, tensors)
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    del model, optimizer, tensors
+    torch.cuda.empty_cache()
+    return peaks
 
 
-def _classified(model: nn.Module, outputs: list[Any], inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(inputs), targets)
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, tensors: tuple[Tensor, ...]) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    outputs: list[object] = []  # the script's function holds them until it returns
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        value = loss(model, outputs, *tensors)
+    value.backward()
+    optimizer.step()
 
 
-def _modelled(model: nn.Module, outputs: list[Any], ids: torch.Tensor) -> torch.Tensor:
-    outputs.append(model(input_ids=ids, labels=ids))
-    return outputs[0].loss  # type: ignore[no-any-return]
+class Block(nn.Module):
+    """A layer of the script's transformer."""
 
+    def __init__(self, width: int, heads: int, inner: int, dropout: float, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.fused, bias = heads, fused, dropout > 0
+        self.ln1 = nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=bias) for _ in range(4))
+        self.ln2 = nn.LayerNorm(width)
+        self.fc1, self.fc2 = nn.Linear(width, inner, bias=bias), nn.Linear(inner, width, bias=bias)
+        self.drop = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
 
-def _encoded(model: nn.Module, outputs: list[Any], ids: torch.Tensor) -> torch.Tensor:
-    outputs.append(model(input_ids=ids))
-    return outputs[0].last_hidden_state.float().pow(2).mean()  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention and a perceptron, each added to its input."""
+        batch, length, width = x.shape
+        d = width // self.heads
+        y = self.ln1(x)
+        q = self.q(y).view(batch, length, self.heads, d).transpose(1, 2)
+        k = self.k(y).view(batch, length, self.heads, d).transpose(1, 2)
+        v = self.v(y).view(batch, length, self.heads, d).transpose(1, 2)
+        if self.fused:
+            attended = scaled_dot_product_attention(q, k, v)
+        else:
+            attended = self.drop(((q @ k.transpose(-2, -1)) / d**0.5).softmax(-1)) @ v
+        x = x + self.drop(self.o(attended.transpose(1, 2).reshape(batch, length, width)))
+        added: Tensor = x + self.drop(self.fc2(gelu(self.fc1(self.ln2(x)))))
+        return added

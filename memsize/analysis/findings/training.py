@@ -33,7 +33,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
     peak = evidence.peaks[name]
     best = min(evidence.peaks, key=lambda other: (evidence.peaks[other].requested, other != name))
     least = evidence.peaks[best].requested
-    lowest = " The lowest peak is that of {best}: {least}." if (peak.requested - least) * 1000 > peak.requested else ""
+    lowest = " {best} peaks lowest, at {least}." if (peak.requested - least) * 1000 > peak.requested else ""
     largest = [(role, size) for role, size in peak.roles.items() if size * 20 >= peak.requested][:4]
     spread = evidence.spread
     how, among = (" and {parallel}", " on one of {gpus} GPUs") if spread else ("", "")
@@ -54,6 +54,8 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
         advice = "Parameters, gradients and optimizer state take {states} of it at any batch size."
     elif constant * 2 > peak.requested:
         advice = "{constant} of it, mostly {main}, do not depend on the batch size."
+    fits = "may not fit on" if peak.shortage else "fits on"
+    fits = "does not fit on" if peak.shortage and peak.shortage.certain else fits
     yield Finding(
         "training-peak",
         f"A training step with {{optimizer}}{how} under {{name}} peaks at {{requested}}{among} in the {{where}}: "
@@ -61,8 +63,8 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
         values,
         bytes=peak.requested,
         layers=(peak.peak_layer,) if peak.peak_layer else (),
-        brief=f"A training step with {{optimizer}}{how} peaks at {{requested}}{among} in {{name}}, in the {{where}}: "
-        "nvidia-smi would show {low} to {high} of the {total} of {gpu}." + lowest,
+        brief=f"A training step with {{optimizer}}{how} in {{name}} {fits} {{gpu}}: it peaks at {{requested}}{among}, "
+        "in the {where}." + lowest,
         moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs and not evidence.spread else None,
     )
     yield from activations_stay(peak.roles, evidence.stored.frozen, "adapters-leave-activations")

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from memsize.analysis.remedies import NotApplicable
 from memsize.errors import InputError
-from memsize.model.stored import stored_tensors
+from memsize.model.tensor_storage import stored_tensors
 from memsize.precision.adapters import add_adapters, has_adapters
 from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Adapter

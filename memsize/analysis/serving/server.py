@@ -25,7 +25,7 @@ from memsize.device.replay import replay
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.loading.hubs import checkpoint_config_of
 from memsize.model.input_tensors import ModelInputs
-from memsize.precision.checkpoint_quantization import checkpoint_layout
+from memsize.precision.quantization_config import checkpoint_layout
 from memsize.records.columns import distinct
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, Interval

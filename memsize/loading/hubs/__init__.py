@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 MOST_MODULES: Final = 250_000
 """Modules of a library's model: one of 384 experts in each of 60 layers has 120,000."""
-
-
-_CHECKPOINT_CONFIG: Final = "_memsize_quantization_config"
+CHECKPOINT_CONFIG: Final = "_memsize_quantization_config"
+"""Set on a model that holds floating weights: how its checkpoint quantizes them."""
 _LOADERS: Final = {
     "hf": ("huggingface", "load_transformers_model"),
     "timm": ("image_models", "load_timm_model"),
@@ -33,14 +32,9 @@ _LOADERS: Final = {
 }
 
 
-def mark_quantized(model: nn.Module, config: object) -> None:
-    """Note on `model`, which holds floating weights, how its checkpoint quantizes them."""
-    vars(model)[_CHECKPOINT_CONFIG] = config
-
-
 def checkpoint_config_of(model: nn.Module) -> object:
     """Return the `quantization_config` with which `model`, or the model that it copies, was marked; None without."""
-    return vars(model).get(_CHECKPOINT_CONFIG)
+    return vars(model).get(CHECKPOINT_CONFIG)
 
 
 def load_library_model(target: Target, arguments: Mapping[str, object]) -> LoadedModel:
@@ -70,12 +64,10 @@ def import_library(name: str) -> Any:
     """Import the library `name`. Raises `TargetError` with how to install it, or why it cannot be imported."""
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except Exception as error:  # an extension that does not fit the installed torch raises what it likes
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             extra = "pip install 'memsize[models]'"
             raise TargetError(f"{name}: targets need the library {name}, which is not installed: {extra}") from None
-        raise TargetError(_broken(name, error)) from error
-    except Exception as error:  # an extension that does not fit the installed torch raises what it likes
         raise TargetError(_broken(name, error)) from error
 
 
@@ -86,16 +78,28 @@ def build_library_model(
 
     Raises `TargetError` if that fails, or for a model of more than `MOST_MODULES` modules.
     """
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    built = 0
+
+    def count(*_: object) -> None:
+        nonlocal built
+        built += 1
+        if built > MOST_MODULES:
+            raise _TooManyModulesError
+
+    hook = register_module_module_registration_hook(count)
     try:
-        with _few_modules():
-            module, note = build(factory, label, arguments, lambda _: False)
-    except TargetError as error:
+        module, note = build(factory, label, arguments, lambda _: False)
+    except (TargetError, _TooManyModulesError) as error:
         if isinstance(first_cause(error), _TooManyModulesError):
             most = f"{MOST_MODULES:,} modules, twice those of the largest model"
             raise TargetError(f"{label} has more than {most}") from None
         if isinstance(error.__cause__, ImportError) and is_broken("torchvision"):
             raise TargetError(f"{error} (the installed torchvision cannot be imported)") from error
         raise
+    finally:
+        hook.remove()
     return module, (note,) if note else ()
 
 
@@ -110,30 +114,6 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-@contextmanager
-def _few_modules() -> Iterator[None]:
-    from torch.nn.modules.module import register_module_module_registration_hook
-
-    built = 0
-
-    def count(*_: object) -> None:
-        nonlocal built
-        built += 1
-        if built > MOST_MODULES:
-            raise _TooManyModulesError
-
-    hook = register_module_module_registration_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def unknown_name(label: str, name: str, names: Iterable[str], kind: str = "model") -> TargetError:
-    """The error for a `name` that a library, or one of its configs, does not have, with near names."""
-    return UnknownTargetError(kind, name, names, problem=f"{label} has no {kind} {quoted(name)}")
-
-
 def is_broken(name: str) -> bool:
     """Whether the library `name` is installed and cannot be imported."""
     try:
@@ -141,6 +121,11 @@ def is_broken(name: str) -> bool:
     except TargetError as error:
         return error.__cause__ is not None
     return False
+
+
+def unknown_name(label: str, name: str, names: Iterable[str], kind: str = "model") -> TargetError:
+    """The error for a `name` that a library, or one of its configs, does not have, with near names."""
+    return UnknownTargetError(kind, name, names, problem=f"{label} has no {kind} {quoted(name)}")
 
 
 @contextmanager

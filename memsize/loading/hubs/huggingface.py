@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from memsize.errors import TargetError, first_line
 from memsize.files import parse_json, read
 from memsize.loading.building import LoadedModel
 from memsize.loading.hubs import (
+    CHECKPOINT_CONFIG,
     build_library_model,
     first_cause,
     import_library,
     is_broken,
-    mark_quantized,
     unknown_name,
 )
 from memsize.loading.hubs.huggingface_inputs import config_input_maker
@@ -78,14 +78,17 @@ def _load(name: str, arguments: Mapping[str, object]) -> LoadedModel:
     transformers = import_library("transformers")
     label = f"hf:{name}"
     file = _config_file(name)
-    data = _read(file) if file else _by_architecture(transformers, name) or _read(_cached(name))
+    data = _read(file) if file else _by_architecture(transformers, name) or _read_cached(name)
     stored = data.pop("quantization_config", None)
     config, notes = _config(transformers, data, arguments, label)
     kind = model_class(transformers, config, label)
     module, built = build_library_model(lambda: kind._from_config(config), label, {})
     if stored:
-        mark_quantized(module, stored)
-    maker = config_input_maker(module, _preprocessor(file or Path()))
+        vars(module)[CHECKPOINT_CONFIG] = stored
+    preprocessor: Any = {}  # the sizes that its processor makes
+    with suppress(OSError, ValueError):
+        preprocessor = _json(file.with_name("preprocessor_config.json")) if file else {}
+    maker = config_input_maker(module, preprocessor if isinstance(preprocessor, dict) else {})
     return LoadedModel(module, f"{label} ({kind.__name__})", (*notes, *built), inputs=maker)
 
 
@@ -135,10 +138,10 @@ def _by_architecture(transformers: Any, name: str) -> dict[str, Any] | None:
     raise unknown_name("transformers", name, types.keys())
 
 
-def _cached(name: str) -> Path:
+def _read_cached(name: str) -> dict[str, Any]:
     path = import_library("huggingface_hub").try_to_load_from_cache(name, "config.json")
     if isinstance(path, str):
-        return Path(path)
+        return _read(Path(path))
     raise TargetError(
         f"there is no folder or file {name}, and no config of that Hub id in the local cache: "
         f"fetch it with hf download {name} config.json"
@@ -218,16 +221,6 @@ def _replaced(data: dict[str, Any], arguments: Mapping[str, object]) -> dict[str
             if isinstance(value, list) and len(value) == before and name not in arguments:
                 replaced[name] = value[:layers]
     return replaced
-
-
-def _preprocessor(file: Path) -> dict[str, Any]:
-    """The entries of a preprocessor_config.json beside the config: the sizes that its processor makes."""
-    beside = file.parent / "preprocessor_config.json"
-    try:
-        data = _json(beside) if file.name else {}
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}
 
 
 # -- the class --------------------------------------------------------------------------------------------------------

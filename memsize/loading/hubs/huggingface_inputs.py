@@ -20,6 +20,7 @@ from memsize.loading.hubs import image_inputs, sequence_inputs
 from memsize.loading.hubs.input_batch import PERCEIVED, Batch, Maker, entry
 from memsize.loading.weightless import SMALLEST, Weightless
 from memsize.spec.inputs import InputMaker, InputRequest
+from memsize.torch_internals.pytree import arguments_in
 
 MAKERS = sequence_inputs.MAKERS | image_inputs.MAKERS
 """A function for each argument, by its name in the forward. It returns None where a model does without."""
@@ -196,16 +197,8 @@ def _embedded(batch: Batch, name: str, owner: Any, method: str) -> int:
         features = embed(**real)
     pooled = getattr(features, "pooler_output", None)
     pooled = getattr(features, "last_hidden_state", None) if pooled is None else pooled
-    embeddings = list(_tensors(features if pooled is None else pooled))
+    embeddings = list(arguments_in([features if pooled is None else pooled]))
     width = batch.model.get_input_embeddings().weight.shape[-1]
     if any(tensor.shape[-1] != width for tensor in embeddings):
         raise ValueError("what is perceived is embedded in another width than the text")
     return int(sum(tensor.numel() for tensor in embeddings) // width)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, Mapping)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)

@@ -148,7 +148,7 @@ def shapes(batch: Batch) -> Tensor:
     return rows([list(grid(batch)[1:])] * batch.size)
 
 
-def patch_places(batch: Batch) -> Tensor:
+def patch_positions(batch: Batch) -> Tensor:
     """Column and row of each patch (batch, patches, 2)."""
     _, height, width = grid(batch)
     return rows([[column, row] for row in range(height) for column in range(width)]).repeat(batch.size, 1, 1)
@@ -171,8 +171,8 @@ def channels(batch: Batch) -> int:
 def frames(batch: Batch) -> tuple[int, ...]:
     """The frames of a clip, where the model is one of clips."""
     kinds = getattr(batch.model, "input_modalities", ())
-    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    if batch.kind not in _OF_CLIPS and ("video" not in kinds or "image" in kinds or "text" in kinds):
+    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+    if batch.kind not in _OF_CLIPS and ("video" not in kinds or kinds & {"image", "text"}):
         return ()
     count = entry(batch.vision, *_FRAMES)
     return (count,) if isinstance(count, int) else ()
@@ -221,7 +221,7 @@ MAKERS: dict[str, Maker] = {
     "image_grid_thw": lambda batch: rows([list(grid(batch))] * batch.size),
     "grid_thw": lambda batch: rows([list(grid(batch))] * batch.size),
     "image_merge_sizes": lambda batch: ones(batch.size) * whole(batch.vision, *_MERGES, default=1),
-    "image_position_ids": patch_places,
+    "image_position_ids": patch_positions,
     "pixel_attention_mask": patch_mask,
     # Mllama's only image is one tile alone, the first of the aspect ratios, and every token attends to it.
     "aspect_ratio_ids": lambda batch: ones(batch.size, 1),

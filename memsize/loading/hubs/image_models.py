@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,10 +40,7 @@ def load_timm_model(name: str, arguments: Mapping[str, object]) -> LoadedModel:
         raise TargetError("memsize loads no pretrained weights: it only needs their shapes")
     label = f"timm:{name}"
 
-    def create_model(**options: object) -> Any:
-        return timm.create_model(name, **options)
-
-    module, notes = build_library_model(create_model, label, {"pretrained": False, **arguments})
+    module, notes = build_library_model(partial(timm.create_model, name), label, {"pretrained": False, **arguments})
     config = getattr(module, "pretrained_cfg", None) or {}
     channels, *sides = config.get("input_size", (3, 224, 224))
     side: Any = arguments.get("img_size", sides)
@@ -71,10 +69,7 @@ def load_torchvision_model(name: str, arguments: Mapping[str, object]) -> Loaded
         raise TargetError("memsize loads no pretrained weights: it only needs their shapes")
     none = {key: None for key in ("weights", "weights_backbone") if key in inspect.signature(builder).parameters}
 
-    def get_model(**options: object) -> Any:
-        return models.get_model(name, **options)
-
-    module, notes = build_library_model(get_model, label, none | dict(arguments))
+    module, notes = build_library_model(partial(models.get_model, name), label, none | dict(arguments))
     detects, is_flow = ".detection" in builder.__module__, ".optical_flow" in builder.__module__
     if detects:
         shape = _detection_size(module)
@@ -83,8 +78,9 @@ def load_torchvision_model(name: str, arguments: Mapping[str, object]) -> Loaded
 
     def make(request: InputRequest) -> Any:
         _refuse_seq_len(request, label)
-        if detects:
-            return _detection(request, shape, module)
+        if detects:  # a list of images; in training also the objects in each, which a detector then wants
+            images = [unknown(*shape) for _ in range(request.batch_size)]
+            return (images, [_objects(shape, module) for _ in images]) if request.training else (images,)
         # The flow is looked for between two frames.
         return tuple(unknown(request.batch_size, *shape) for _ in range(2 if is_flow else 1))
 
@@ -111,12 +107,6 @@ def _detection_size(module: Any) -> tuple[int, ...]:
         return (3, height, width)
     short = transform.min_size[-1] if isinstance(transform.min_size, (list, tuple)) else transform.min_size
     return (3, short, min(short * 4 // 3, transform.max_size))
-
-
-def _detection(request: InputRequest, shape: tuple[int, ...], module: Any) -> Any:
-    """A list of images; in training also the objects in each, which a detector then wants."""
-    images = [unknown(*shape) for _ in range(request.batch_size)]
-    return (images, [_objects(shape, module) for _ in images]) if request.training else (images,)
 
 
 def _objects(shape: tuple[int, ...], module: Any) -> dict[str, Any]:

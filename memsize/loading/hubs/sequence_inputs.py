@@ -181,10 +181,9 @@ def _bins(batch: Batch) -> int:
     stated = stated or entry(batch.audio, "num_mel_bins", "feature_size", "n_mels", "mel_bins")
     if isinstance(stated, int):
         return stated
-    first, taken = _first_layer(batch), BINS
-    if isinstance(first, (nn.LayerNorm, nn.Linear)):
-        taken = first.normalized_shape[-1] if isinstance(first, nn.LayerNorm) else first.in_features
-    return _BINS.get(batch.kind.partition("_")[0], taken)
+    first = _first_layer(batch)
+    widths = getattr(first, "normalized_shape", None) or (getattr(first, "in_features", BINS),)
+    return _BINS.get(batch.kind.partition("_")[0], int(widths[-1]))
 
 
 def _first_layer(batch: Batch) -> nn.Module | None:
@@ -202,29 +201,13 @@ def feature_mask(batch: Batch) -> Tensor:
     return ones(batch.size, last if first == _bins(batch) else first)
 
 
-def either(batch: Batch) -> Tensor:
-    """Sound for encoders that read it, else the ids of a text: one argument has both meanings."""
-    return wave(batch) if batch.kind.startswith("speech") else ids(batch)
-
-
 # -- time series ------------------------------------------------------------------------------------------------------
 
 
-def past_values(batch: Batch) -> Tensor:
-    """Values (batch, steps), with several series (batch, steps, series)."""
-    return unknown(batch.size, _past(batch), *_series(batch))
-
-
-def future_values(batch: Batch) -> Tensor | None:
-    """Values to predict (batch, steps[, series]): known while a model trains, and the decoder's input."""
+def _future(batch: Batch, *features: int) -> Tensor | None:
+    """Something of each step to predict (batch, steps[, features])."""
     steps = getattr(batch.config, "prediction_length", None)
-    return unknown(batch.size, steps, *_series(batch)) if isinstance(steps, int) else None
-
-
-def future_times(batch: Batch) -> Tensor | None:
-    """Features of each future step that are known ahead, such as its weekday (batch, steps, features)."""
-    steps = getattr(batch.config, "prediction_length", None)
-    return unknown(batch.size, steps, _time_features(batch)) if isinstance(steps, int) else None
+    return unknown(batch.size, steps, *features) if isinstance(steps, int) else None
 
 
 def _statics(batch: Batch, entry: str, make: Callable[..., Tensor]) -> Tensor | None:
@@ -272,13 +255,15 @@ MAKERS: dict[str, Maker] = {
     "spectrogram": lambda batch: unknown(
         batch.size, batch.request.seq_len or FRAMES, batch.number("model_in_dim", default=BINS)
     ),
-    "inputs": either,
-    "past_values": past_values,
+    # One argument has both meanings: sound for encoders that read it, else the ids of a text.
+    "inputs": lambda batch: wave(batch) if batch.kind.startswith("speech") else ids(batch),
+    "past_values": lambda batch: unknown(batch.size, _past(batch), *_series(batch)),
     "past_observed_mask": lambda batch: ones(*batch.shape("past_values"), dtype=torch.float32),  # none is missing
     "past_values_padding": lambda batch: zeros(*batch.shape("past_values"), dtype=torch.float32),  # and none is padding
     "past_time_features": lambda batch: unknown(batch.size, _past(batch), _time_features(batch)),
-    "future_values": future_values,
-    "future_time_features": future_times,
+    # Values are known while a model trains, and are the decoder's input; features ahead, such as a step's weekday.
+    "future_values": lambda batch: _future(batch, *_series(batch)),
+    "future_time_features": lambda batch: _future(batch, _time_features(batch)),
     "static_categorical_features": lambda batch: _statics(batch, "num_static_categorical_features", zeros),
     "static_real_features": lambda batch: _statics(batch, "num_static_real_features", unknown),
     "freq": lambda batch: zeros(batch.size, 1),

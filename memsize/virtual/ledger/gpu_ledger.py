@@ -12,8 +12,8 @@ it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Final
 
@@ -138,6 +138,29 @@ class VirtualLedger(GpuStorages):
         if self.order.waiting and host_waits(func, args, kwargs):
             self.order.synchronize(self.order.moment((self.devices.index, self.current_stream())))
         return result
+
+    # -- compiled code -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def inside_compiled(self, arguments: Iterable[Any]) -> Iterator[None]:
+        arguments = list(arguments)
+        if not self.clock.inside and self._is_of_training(arguments):
+            self.differentiated()
+        for tensor in arguments_in(arguments):
+            if is_meta(tensor) and self.index_of(tensor) < 0:  # as an optimizer's state, which the compiler makes
+                self.enter(tensor, "temporary", "")
+        with super().inside_compiled(arguments):
+            yield
+
+    def allocated(self, tensor: torch.Tensor, op: str) -> None:
+        with self._turn:
+            super().allocated(tensor, op)
+        self._observer()
+
+    def launched(self, func: Any, args: Any, kwargs: Any) -> None:
+        with self._turn:
+            super().launched(func, args, kwargs)
+        self._observer()
 
     # -- ops that are defined in Python -------------------------------------------------------------------------------
 

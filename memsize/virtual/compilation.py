@@ -1,0 +1,121 @@
+"""`torch.compile` in a program: its code is compiled for the virtual GPU (`memsize.compile`).
+
+The compiler is imported, and its region opened, when compiled code is first called: libraries decorate much that no
+program calls. FlexAttention makes its masks without what is as large as the scores, which no program could hold.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+
+from memsize.cuda.cuda_semantics import original_lists_of_devices
+from memsize.kernels.attention import compiled_mask
+from memsize.known_values.data_dependent import UNCOMPILED
+from memsize.processes.patches import SuspendablePatches
+from memsize.tracing.overrides import FLEX, Compiles, suspended_overrides
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
+
+_GPU: Final = torch.device("cuda", 0)
+_AS_WRITTEN: Final = frozenset({"eager", "eager_noexcept", "eager_debug"})
+_OTHER_BACKEND = "torch.compile's backend {} is not followed"
+
+
+class Compilation:
+    """Compiles the code of the program that `ledger` records."""
+
+    def __init__(self, ledger: VirtualLedger, capability: tuple[int, int]) -> None:
+        self._ledger = ledger
+        self._capability = capability
+        self._regions = ExitStack()
+        self._is_open = False
+        self._original: Callable[..., Any] = torch.compile
+        self._patches: SuspendablePatches
+        self._driver: SuspendablePatches
+
+    def reach(self, patches: SuspendablePatches, driver: SuspendablePatches) -> None:
+        """Suspend `patches` while code is compiled; while it is traced, those of the `driver` answer in their place."""
+        self._patches, self._driver = patches, driver
+
+    def close(self) -> None:
+        """Leave nothing of the compiler behind."""
+        self._regions.close()
+
+    def compile(self, model: Any = None, **options: Any) -> Any:
+        """`torch.compile`."""
+        if model is None:
+            return lambda later: self.compile(later, **options)
+        if options.get("disable"):
+            return model
+        backend = options.get("backend", "inductor")
+        flex = sys.modules.get(FLEX)
+        if flex is not None and model is flex.create_block_mask:
+            return compiled_mask(model, self._ledger.absently)
+        if backend in _AS_WRITTEN or (flex is not None and model is flex.flex_attention):
+            return model
+        make = self._compiled if backend == "inductor" else self._as_written
+        return self._when_called(make, model, options) if isinstance(model, FunctionType) else make(model, options)
+
+    def _when_called(self, make: Callable[..., Any], function: FunctionType, options: Any) -> Callable[..., Any]:
+        compiled: list[Any] = []
+
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not compiled:
+                compiled.append(make(function, options))
+            return compiled[0](*args, **kwargs)
+
+        return called
+
+    def _as_written(self, model: Any, options: dict[str, Any]) -> Any:
+        backend = options["backend"]
+        self._note(_OTHER_BACKEND.format(getattr(backend, "__name__", backend)))
+        self._note(UNCOMPILED)
+        return model
+
+    def _compiled(self, model: Any, options: dict[str, Any]) -> Any:
+        self._open()
+        with self._suspended():
+            return self._original(model, **options)
+
+    def _note(self, text: str) -> None:
+        self._ledger.evaluator.notes[text] = None
+
+    def _open(self) -> None:
+        if self._is_open:
+            return
+        self._is_open = True
+        with self._suspended(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from memsize.compile.backend import Compiler
+            from memsize.compile.region import RULES, compiling
+
+        self._note(RULES.format(torch.__version__.partition("+")[0]))
+        compiler = Compiler(self._capability, self._note)
+        self._regions.enter_context(compiling(compiler, Compiles(self._traced, self._suspended, _GPU)))
+
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
+        with self._suspended():
+            self._driver.apply()
+            try:
+                yield
+            finally:
+                self._driver.restore()
+
+    @contextmanager
+    def _suspended(self) -> Iterator[None]:
+        with (
+            suspended_overrides(),
+            original_lists_of_devices(),
+            self._patches.suspended(),
+            self._driver.suspended(),
+        ):
+            yield
