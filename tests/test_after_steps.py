@@ -128,6 +128,23 @@ def test_files_that_follow_the_steps_are_removed(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-3" / "state").read_text() == "3"
 
 
+def test_nothing_is_uploaded_after_the_steps(tmp_path: Path) -> None:
+    """192.0.2.1 is an address for documentation (RFC 5737)."""
+    uploading = "\n        import socket; socket.create_connection(('192.0.2.1', 443), timeout=1)"
+    run = ran(tmp_path, f"{TRAINING}{uploading}", "1000", "8")
+    assert run.failure is None
+    assert "a program after its steps connects to no other machine" in sentence(run, "run-after-steps-failed")
+    pytest.importorskip("huggingface_hub")
+    uploading = """
+        import huggingface_hub
+        assert huggingface_hub.constants.HF_HUB_OFFLINE is True
+        raise ValueError("offline")
+    """
+    last = textwrap.indent(textwrap.dedent(uploading), "    ")
+    run = ran(tmp_path, f"import huggingface_hub.constants\n{textwrap.dedent(TRAINING)}{last}", "1000", "8")
+    assert "ValueError: offline" in sentence(run, "run-after-steps-failed")
+
+
 def test_what_grows_in_training_has_its_variable_after_an_evaluation(tmp_path: Path) -> None:
     growing = TRAINING.replace("for epoch", "seen = []\n    for epoch").replace(
         "            optimizer.step()", "            optimizer.step()\n            seen.append(model(x.cuda()))"

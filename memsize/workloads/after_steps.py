@@ -26,8 +26,9 @@ from torch.optim import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from memsize.processes.patches import LatePatches, Patch, wrapping
-from memsize.processes.simulation import running
+from memsize.processes.simulation import Simulation, install_guard, running
 from memsize.processes.user_code import users_frames
+from memsize.virtual.guards.file_guard import NetworkGuard
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.saved_weights import Files
 from memsize.workloads.program_steps import ProgramSteps
@@ -110,7 +111,17 @@ class AfterSteps:
         if not self._has_begun:
             self._has_begun = True
             self._files_before = set(self._files.new)
+            if self._goes_on and (simulation := running()) is not None:
+                self._disconnect(simulation)
             self._begun()
+
+    def _disconnect(self, simulation: Simulation) -> None:
+        """Refuse connections to other machines: what a program uploads at its end are stand-ins here."""
+        install_guard(NetworkGuard)
+        self._patches.enter_context(simulation.with_part(NetworkGuard, NetworkGuard("a program after its steps")))
+        hub = sys.modules.get("huggingface_hub.constants")
+        if hasattr(hub, "HF_HUB_OFFLINE"):  # which also holds for connections that are open
+            self._patches.enter_context(simulation.patches.applied([(hub, "HF_HUB_OFFLINE", True)]))
 
     def settled(self, error: BaseException) -> BaseException | None:
         """The error that ended the program; None for one after its steps, which is noted, unless memory ran out.
