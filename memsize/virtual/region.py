@@ -53,9 +53,7 @@ from memsize.virtual.ledger.threads import Threads
 _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
-_SHARDING = {
-    f"torch.distributed.{name}" for name in ("checkpoint", "checkpoint.state_dict", "fsdp", "pipelining", "tensor")
-}
+_SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor")}
 _APART = frozenset(
     {"torch._dynamo", overrides.FLEX, launches.MODULE, checkpointing.WRAPPERS, *_SHARDING, *peers.REACHING}
 )

@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from memsize.processes.patches import LatePatches, Patch, wrapping
+from memsize.processes.patches import Patch, wrapping
 from memsize.processes.simulation import Simulation, install_guard, running
 from memsize.processes.user_code import users_frames
 from memsize.virtual.guards.file_guard import NetworkGuard
@@ -113,6 +113,7 @@ class AfterSteps:
             self._files_before = set(self._files.new)
             if self._goes_on and (simulation := running()) is not None:
                 self._disconnect(simulation)
+                self._patches.enter_context(simulation.patches.applied(self._gathering()))
             self._begun()
 
     def _disconnect(self, simulation: Simulation) -> None:
@@ -159,17 +160,12 @@ class AfterSteps:
             for owner in (nn.Module, Optimizer):
                 yield wrapping(owner, "state_dict", self._checkpoint)
 
-    def later(self) -> dict[str, LatePatches]:
-        """Return the patches of modules that may be imported."""
-        if not self._goes_on:
-            return {}
-        return {
-            "torch.distributed.checkpoint.state_dict": lambda module: (
-                wrapping(module, "get_state_dict", self._checkpoint),
-                wrapping(module, "get_model_state_dict", self._checkpoint),
-                wrapping(module, "get_optimizer_state_dict", self._checkpoint),
-            ),
-        }
+    def _gathering(self) -> Iterator[Patch]:
+        """Yield the patches of what gathers a whole state from its shards, where the program has imported it."""
+        module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+        for name in ("_get_model_state_dict", "_get_optim_state_dict"):
+            if hasattr(module, name):
+                yield wrapping(module, name, self._checkpoint)
 
     def _next_batch(self, original: Callable[[Any], Any], iterator: Any) -> Any:
         if not self._steps.over:

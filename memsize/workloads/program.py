@@ -140,7 +140,7 @@ class Program:
         files = (*self.files.replacements(), *ScriptFiles(self.files, self.ledger).replacements())
         own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files, *self.after.replacements())
         own += tuple(self.stand_ins.replacements()) if self.stand_ins else ()
-        later = {**saved_weights.later(self.files), **self.after.later(), **self.checkpointing.later()}
+        later = {**saved_weights.later(self.files), **self.checkpointing.later()}
         with (
             virtual_gpu(driver, self.ledger, (*own, *more), self.world, later),
             steps_watched(self.ledger, everywhere=True),
