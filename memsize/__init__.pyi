@@ -291,6 +291,8 @@ def run(
     stack: Stack | str | None = None,
     allocator: AllocatorConfig | str | None = None,
     steps: int = 3,
+    training_only: bool = False,
+    checkpoint: str | None = None,
     module: bool = False,
     allow_writes: bool = False,
     offline: bool = False,

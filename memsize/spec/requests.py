@@ -307,6 +307,12 @@ class RunRequest:
     arguments: Iterable[str] = option((), "", positional=True, kind="texts")
     gpu: Gpu = part(Gpu)
     steps: int = _steps(3)
+    training_only: bool = option(False, "Stop after the steps, before the evaluation and the checkpoint that follow.")
+    checkpoint: str | None = option(
+        None,
+        "Let a checkpoint that the program loads and that is not there have the shapes of what loads it.",
+        choices=("stand-in",),
+    )
     module: bool = option(False, "PROGRAM is a module, as for python -m.", flags=("-m",))
     allow_writes: bool = _allow_writes()
     offline: bool = option(False, "Keep the program from connecting to other machines.")
