@@ -236,10 +236,16 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """The live bytes of a run that has events, over its events; `title` says what ran."""
+    """The live bytes of a run that has events, over its events; `title` says what ran.
+
+    `stacks` are the calls that led to each of the timeline's lines, outermost first, where they are known; `moment` is
+    the event to begin with, where that is not the peak.
+    """
 
     timeline: Timeline
     title: str = "Live bytes over the run"
+    stacks: tuple[tuple[str, ...], ...] = ()
+    moment: int | None = None
 
 
 class ScenarioView(NamedTuple):

@@ -25,7 +25,7 @@ from memsize.documents.sections import Bar, Bars, Chart, ScenarioView, Section, 
 from memsize.printable import printable, printable_lines
 from memsize.records.cells import Cell, Label, Missing, Path, Signed
 from memsize.records.fields import Column
-from memsize.records.roles import TITLES, Role
+from memsize.records.roles import ROLES, UNKNOWN, Role, colour, noun
 from memsize.records.timeline import Timeline, to_data
 from memsize.records.trace import Storage
 from memsize.render import bars, markdown, plot
@@ -111,7 +111,7 @@ def _shared(unit: str, standalone: bool) -> dict[str, Any]:
         "is_scene": False,
         "is_still": True,
         "has_run": False,
-        "role_titles": {role: {"noun": title.noun, "colour": title.colour} for role, title in TITLES.items()},
+        "role_titles": {role: {"noun": noun(role), "colour": colour(role)} for role in (*ROLES, *UNKNOWN)},
         "phrases": draw_phrases,
         "picture": plot.picture,
         "stop": draw_failure,
@@ -123,7 +123,7 @@ def _shared(unit: str, standalone: bool) -> dict[str, Any]:
         "total": _total,
         "is_hidden": _is_hidden,
         "side": lambda column: "text" if column.kind in LEFT else "number",
-        "packed": lambda timeline: _packed(_timeline_json(timeline)),
+        "packed": lambda chart: _packed(_timeline_json(chart)),
         "standalone": standalone,
     }
 
@@ -142,12 +142,13 @@ def _template() -> Template:
     return environment.get_template("page.html.j2")
 
 
-def _timeline_json(timeline: Timeline) -> str:
-    """The JSON of a timeline, without derivable data and data that no chart shows: a page may hold many timelines.
+def _timeline_json(chart: Chart) -> str:
+    """The JSON of a chart's timeline, without derivable data and data that no chart shows: a page may hold many charts.
 
     Storages are columns; levels and indices are differences from the event before.
     """
-    data = to_data(timeline)
+    timeline = chart.timeline
+    data = to_data(timeline) | {"stacks": chart.stacks, "moment": chart.moment}
     del data["live"], data["streams"]
     data["roles"] = tuple(timeline.live)
     data["storages"] = dict(zip(Storage._fields, zip(*timeline.storages, strict=True), strict=True))
