@@ -32,6 +32,7 @@ _FORMATS: Final = {
     "csv": ("memsize.render.data:draw_csv", (".csv",)),
     "html": ("memsize.render.html:page", (".html", ".htm")),
     "notebook": ("memsize.render.html:fragment", ()),
+    "speedscope": ("memsize.render.speedscope:draw", ()),
     "github": ("memsize.render.ci_reports:github", ()),
     "sarif": ("memsize.render.ci_reports:sarif", ()),
     "junit": ("memsize.render.ci_reports:junit", ()),
@@ -87,7 +88,7 @@ def pieces(
     if format == "text" and screen.colour:
         return iter(texts)
     # Whatever a renderer let through: no format needs a control character, but for a terminal's colours.
-    escape = (lambda character: dumps(character)[1:-1]) if format in ("json", "sarif") else None
+    escape = (lambda character: dumps(character)[1:-1]) if format in ("json", "sarif", "speedscope") else None
     return (printable_lines(text, escape=escape) for text in texts)
 
 
