@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from memsize.errors import InputError, MemsizeError
 from memsize.spec.options import keywords_of, of_keywords, options_of
+from memsize.spec.project import with_usual_gpu
 
 Answer = TypeVar("Answer")
 
@@ -37,7 +38,7 @@ def takes(request: type[Any]) -> Callable[[Callable[..., Answer]], Callable[...,
             if twice := next((name for name in named if name in keywords), None):
                 raise InputError(f"{twice} is given twice, by its place and by its name")
             try:
-                parsed, own_values = of_keywords(request, named | keywords, own)
+                parsed, own_values = of_keywords(request, with_usual_gpu(request, named | keywords), own)
                 return function(parsed, **own_values)
             except MemsizeError as error:
                 error.args = (_in_python(error.args[0], request), *error.args[1:])

@@ -18,6 +18,7 @@ from memsize.processes.workers import side_by_side
 from memsize.records.run_file import is_run_file
 from memsize.render import FORMATS, IMAGES
 from memsize.spec.options import Option, build, options_of
+from memsize.spec.project import with_usual_gpu
 from memsize.units import AUTO
 
 WITH_CALLS = {"speedscope": (".speedscope.json",), **FORMATS}
@@ -158,14 +159,16 @@ def _type(choice: Option) -> Any:
 
 
 def request_of(request: type, values: Mapping[str, Any]) -> Any:
-    """The request of those `values` that were given on the command line."""
+    """The request of those `values` that were given on the command line, and of the usual GPU where none was."""
     options = options_of(request)
     chosen = {
         key: ",".join(value) if options[key].kind == "list" else value
         for key, value in values.items()
         if is_given(key) or (options[key].positional and value is not None)
     }
-    return build(request, chosen, spell=lambda choice: choice.key if choice.positional else choice.flag)
+    return build(
+        request, with_usual_gpu(request, chosen), spell=lambda choice: choice.key if choice.positional else choice.flag
+    )
 
 
 def is_given(name: str) -> bool:

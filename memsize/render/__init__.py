@@ -32,6 +32,7 @@ _FORMATS: Final = {
     "csv": ("memsize.render.data:draw_csv", (".csv",)),
     "html": ("memsize.render.html:page", (".html", ".htm")),
     "notebook": ("memsize.render.html:fragment", ()),
+    "line": ("memsize.render.cell_text:one_line", ()),
     "speedscope": ("memsize.render.speedscope:draw", ()),
     "github": ("memsize.render.ci_reports:github", ()),
     "sarif": ("memsize.render.ci_reports:sarif", ()),

@@ -1,4 +1,4 @@
-"""What is alive at one moment of a run, by the calls that made it, as a profile for https://www.speedscope.app.
+"""The live bytes at one moment of a run, by the calls that made them, as a profile for https://www.speedscope.app.
 
 Its samples are stacks, outermost call first, whose weights are bytes. Source of the fields:
 https://github.com/jlfwong/speedscope/blob/main/src/lib/file-format-spec.ts
