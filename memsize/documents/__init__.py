@@ -48,6 +48,9 @@ class Document(ABC, Generic[A]):
     only_brief: ClassVar[bool] = True
     """Whether findings without a brief form are left out of the verdict."""
 
+    folded: ClassVar[bool] = False
+    """Whether Markdown folds everything below the verdict, as for comments on pull requests."""
+
     answer: A
 
     @abstractmethod

@@ -248,12 +248,30 @@ class Chart:
     moment: int | None = None
 
 
+class Line(NamedTuple):
+    """Memory by size: the sizes that ran with their bytes, ascending, and the `answer`, the largest that fits."""
+
+    names: tuple[str, ...]
+    points: tuple[tuple[int, int], ...]
+    answer: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Memory against the size of a run, called `axis`, with lines at `limits`."""
+
+    title: str
+    axis: str
+    lines: tuple[Line, ...]
+    limits: tuple[Limit, ...]
+
+
 class ScenarioView(NamedTuple):
     """One scenario in detail. Its sections are made only when they are drawn, since they cost a replay."""
 
     name: str
     hint: str
-    sections: Callable[[], tuple[Table | Chart, ...]]
+    sections: Callable[[], tuple[Table | Chart | Curve, ...]]
 
 
 Section = Title | Verdict | Bars | Chart | Stop | Table | Findings | Notes

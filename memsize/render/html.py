@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, Final
 from markupsafe import Markup, escape
 
 from memsize.documents import Document
-from memsize.documents.sections import Bar, Bars, Chart, ScenarioView, Section, Table, Title
+from memsize.documents.sections import Bar, Bars, Chart, Curve, ScenarioView, Section, Table, Title
 from memsize.printable import printable, printable_lines
 from memsize.records.cells import Cell, Label, Missing, Path, Signed
 from memsize.records.fields import Column
 from memsize.records.roles import ROLES, UNKNOWN, Role, colour, noun
 from memsize.records.timeline import Timeline, to_data
 from memsize.records.trace import Storage
-from memsize.render import bars, markdown, plot
+from memsize.render import bars, curve, markdown, plot
 from memsize.render.cell_text import LEFT, MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrase, draw_phrases
 from memsize.render.screen import WHOLE, Screen
 from memsize.units import Bytes, Unit, unit_for
@@ -98,7 +98,7 @@ def _scene(scene: ScenarioView, unit: str) -> str:
     return _template().render(_shared(unit, True) | context)
 
 
-def _typed(sections: Iterable[Section]) -> list[tuple[str, Section]]:
+def _typed(sections: Iterable[Section | Curve]) -> list[tuple[str, Section | Curve]]:
     return [(type(section).__name__, section) for section in sections]
 
 
@@ -114,6 +114,7 @@ def _shared(unit: str, standalone: bool) -> dict[str, Any]:
         "role_titles": {role: {"noun": noun(role), "colour": colour(role)} for role in (*ROLES, *UNKNOWN)},
         "phrases": draw_phrases,
         "picture": plot.picture,
+        "curve": curve.picture,
         "stop": draw_failure,
         "modelled": MODELLED,
         "columns": lambda table, unit: zip(table.columns, table.units(unit), strict=True),

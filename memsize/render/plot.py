@@ -65,7 +65,7 @@ def picture(timeline: Timeline, unit: str) -> dict[str, Any]:
             name: _points(_outline(edges, [frame.y(column[event]) for event in moments]))
             for name, column in lines.items()
         },
-        "ticks": [(frame.y(size), draw_bytes(size, scale)) for size in _ticks(frame.most, scale.bytes)],
+        "ticks": [(frame.y(size), draw_bytes(size, scale)) for size in round_ticks(frame.most, scale.bytes)],
         "unit": scale.name,
         "steps": [_box(frame, step.start, step.stop, str(step), str(step)) for step in timeline.steps],
         "phases": list(_phases(timeline, frame, unit)),
@@ -108,7 +108,7 @@ def _points(corners: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:g},{y:g}" for x, y in corners)
 
 
-def _ticks(most: int, scale: int) -> list[int]:
+def round_ticks(most: int, scale: int) -> list[int]:
     """Four to nine round sizes from nothing to `most`."""
     step = 10.0 ** (len(str(int(most / scale))) - 1) if most >= scale else scale and most / scale / 5
     for finer in (1, 2, 5, 10):
