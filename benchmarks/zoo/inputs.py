@@ -190,7 +190,7 @@ EXTRA: Mapping[str, Mapping[str, Maker]] = {
     },
     "gemma4_vision": {
         "pixel_values": lambda batch: unknown(batch.size, math.prod(image_inputs.grid(batch)), 3 * 16 * 16),
-        "pixel_position_ids": image_inputs.patch_places,
+        "pixel_position_ids": image_inputs.patch_positions,
     },
     "granite_speech5_ctc": {"input_features": _frames},
     "granite_speech5_encoder": {"input_features": _frames},
