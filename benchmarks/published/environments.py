@@ -80,6 +80,8 @@ ENVIRONMENTS: Final[Mapping[str, Environment]] = {
         _transformers("4.50.3"),
         _litgpt("0cc02afa1dca7434418cf612690da13d38d294fd"),
         _litgpt("e894d307aa4de0a0285adc2c7b8394c0d53f3e0b"),
+        # That of PyTorch 2.4, which is asked for the workspaces of convolutions, and what it loads.
+        Environment("cudnn-9.1", ("nvidia-cudnn-cu12==9.1.0.70", "nvidia-cublas-cu12==12.1.3.1"), dependencies=False),
         *(
             Environment(f"peft-{commit[:8]}", _DIFFUSERS, PEFT, commit, _PEFT_FOLDERS, dependencies=False)
             for commit in ("638b395f92528ebde2b507bbe11b9c4cb40a8f8b", "a5526d27a9d47d1e8264d5e1b1f96c0fdc79464e")

@@ -60,7 +60,7 @@ class Source:
     where: str
     gpu: str
     stack: str
-    figure: Literal["allocated", "reserved", "cache"]
+    figure: Literal["allocated", "reserved", "device", "cache"]
     unit: int
     confidence: Confidence
     inferred: str
@@ -205,6 +205,20 @@ _ALL: Final = (
             ),
             ("convolutional", "convolutional networks", "high", ""),
         )
+    ),
+    Source(
+        "gpumemnet/convolutional",
+        "convolutional networks",
+        "random networks, whole trainings with Adam",
+        "https://github.com/itu-rad/GPUMemNet, Datasets/CNN",
+        "A100 40GB",
+        "torch=2.4,cuda=12.1,loading=eager",
+        "device",
+        MiB,
+        "medium",
+        "the stack; that the summary is torchsummary's, as in the script's first versions",
+        "cudnn-9.1",
+        "NeuroNetGen_scripts/CNN/cnn.py",
     ),
 )
 

@@ -19,12 +19,14 @@ RECIPES = {
     "liger": "liger",
     "book": "book_gpt",
     "peft": "image_adapters",
+    "gpumemnet": "random_networks",
 }
 """The recipe of sources by the first part of their name; the rest are the attention tables."""
 
 
 def predict(row: Row) -> tuple[int, int, int]:
-    """The row's figure in bytes: as predicted, and the least and the most that the workspaces of convolutions allow."""
+    """The row's figure in bytes: as predicted, and the least and the most that the workspaces of convolutions allow. Of
+    the device the middle and the ends of its interval."""
     family = row.source.name.partition("/")[0]
     if family == "server":
         from benchmarks.published.recipes import serving
@@ -35,6 +37,9 @@ def predict(row: Row) -> tuple[int, int, int]:
     step = recipe.predict(row)
     if isinstance(step, int):
         return step, step, step
+    if row.figure == "device":
+        device = step.peak.device
+        return (device.low + device.high) // 2, device.low, device.high
     predicted: int = getattr(step.peak, row.figure)
     possible = [replay(events, step.config, streams=step.trace.streams) for events in variants(step.trace)]
     sizes = [predicted, *(getattr(replayed, row.figure).bytes for replayed in possible)]

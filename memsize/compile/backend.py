@@ -9,7 +9,7 @@ Source: torch/_inductor/compile_fx.py (`compile_fx`, `compile_fx_inner`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -38,31 +38,43 @@ class Compiler:
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
         """Compile a graph of Dynamo's with these `options` of Inductor."""
-        move = Move(CPU)
-        with (
-            planning(self._capability),
-            _tracing(),
-            Patches().applied([wrapping(FakeTensorMode, "from_tensor", move.result)]),
-        ):
-            moved = [move.value(fake) for fake in _fakes(module, inputs)]
-            return compile_fx.compile_fx(
-                move.graph(module),
-                moved,
-                inner_compile=self._lower,
-                config_patches=_without_gpu(options),
-                decompositions=cuda_decompositions(),
-            )
+        move, as_traced = Move(CPU), _copied(module)
+        try:
+            with planning(self._capability), _tracing(), _fakes_moved(move):
+                moved = [move.value(fake) for fake in _fakes(module, inputs)]
+                return compile_fx.compile_fx(
+                    move.graph(module),
+                    moved,
+                    inner_compile=self._lower,
+                    config_patches=_without_gpu(options),
+                    decompositions=cuda_decompositions(),
+                )
+        except Exception as error:
+            self._note(_UNTRACED.format(_reason(error)))
+            return Interpreter(Move(META).graph(as_traced)).run
 
     def _lower(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Lower one graph of the partition."""
-        move, as_traced = Move(CUDA), GraphModule(module, Graph())
-        as_traced.graph.output(as_traced.graph.graph_copy(module.graph, {}))
+        move, as_traced = Move(CUDA), _copied(module)
         with planning(self._capability), suspended(), _originals():
             try:
                 return compile_fx.compile_fx_inner(move.graph(module), [move.value(v) for v in inputs], **options)
             except Exception as error:
                 self._note(_UNLOWERED.format(_reason(error)))
                 return _interpreted(Move(META).graph(as_traced))
+
+
+def _copied(module: GraphModule) -> GraphModule:
+    """The graph as it is now, which compilers change in place."""
+    copied = GraphModule(module, Graph())
+    copied.graph.output(copied.graph.graph_copy(module.graph, {}))
+    copied.recompile()
+    return copied
+
+
+def _fakes_moved(move: Move) -> AbstractContextManager[None]:
+    """Move the fakes of what a graph holds itself, such as an optimizer's state."""
+    return Patches().applied([wrapping(FakeTensorMode, "from_tensor", move.result)])
 
 
 def _fakes(module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
@@ -74,6 +86,10 @@ def _fakes(module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
 _UNLOWERED = (
     "a compiled graph could not be lowered here ({}): what it keeps for backward is that of compiled code, but its "
     "operations run one by one, unfused: the real peak may be lower"
+)
+
+_UNTRACED = (
+    "a compiled graph could not be traced here ({}): it runs as it is written, and may need less memory, or more"
 )
 
 

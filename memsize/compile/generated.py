@@ -21,11 +21,15 @@ Call = Callable[[list[Any]], Any]
 _ALLOCATIONS: Final = "cpu cpu_pinned cuda xpu mtia"
 
 
-def loaded(source: str, origins: Origins, constants: dict[str, Any]) -> Call:
-    """Load generated `source`; return its function, which takes a list of arguments and empties it."""
+def loaded(source: str, origins: Origins, constants: dict[str, Any], forward: bool | None) -> Call:
+    """Load generated `source`; return its function, which takes a list of arguments and empties it.
+
+    `forward` says whether a forward can be differentiated; it is None of a backward.
+    """
     namespace: dict[str, Any] = {"__name__": "memsize.compiled"}
     exec(compile(source, "<compiled>", "exec"), namespace)
-    region = _Region(origins.listed())
+    listed = origins.listed()
+    region = _Region(listed, forward if any(origin.path for origin in listed) else None)
     for device in _ALLOCATIONS.split():
         namespace[f"empty_strided_{device}"] = region.allocate
     namespace.update(here=region.here, extern_kernels=_ExternKernels(), **constants)
@@ -35,8 +39,9 @@ def loaded(source: str, origins: Origins, constants: dict[str, Any]) -> Call:
 class _Region:
     """Compiled code that runs: allocations belong to the modules and lines of their origins."""
 
-    def __init__(self, origins: list[Origin]) -> None:
+    def __init__(self, origins: list[Origin], forward: bool | None) -> None:
         self._origins = origins
+        self._forward = forward
         self._op = ""
 
     def run(self, call: Call, args: list[Any]) -> Any:
@@ -44,7 +49,7 @@ class _Region:
         with suspended():
             if ledger is None:
                 return call(args)
-            with ledger.inside_compiled(args):
+            with ledger.inside_compiled(args, self._forward):
                 return call(args)
 
     def here(self, number: int) -> None:

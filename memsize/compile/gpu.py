@@ -237,4 +237,5 @@ def _unloaded(graph: GraphLowering) -> Planned:
     from memsize.compile.generated import loaded
 
     code, _ = graph.codegen()
-    return Planned(loaded(code.value, Origins.of(graph), {**graph.constants, **graph.torchbind_constants}))
+    forward = None if graph.is_backward else not graph.is_inference
+    return Planned(loaded(code.value, Origins.of(graph), {**graph.constants, **graph.torchbind_constants}, forward))

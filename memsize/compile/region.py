@@ -22,7 +22,7 @@ import torch._dynamo as dynamo
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.types import ConvertFrameReturn
-from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables import TensorVariable, UnspecializedNNModuleVariable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.optim import Optimizer
@@ -49,6 +49,7 @@ def compiling(compiler: Compiler, compiles: Compiles | None = None) -> Iterator[
         wrapping(FakeTensorMode, "__init__", _accepting),
         wrapping(FakeTensorMode, "dispatch", _on_stand_ins),
         (TensorVariable, "specialize", staticmethod(calling(_specialized, TensorVariable.specialize))),
+        wrapping(UnspecializedNNModuleVariable, "call_function", _inlined),
         wrapping(torch._TorchCompileInductorWrapper, "__call__", _compiled, compiler),
         wrapping(dynamo, "optimize", _optimized),
     ]
@@ -138,6 +139,12 @@ def _specialized(original: Callable[..., dict[str, Any]], value: torch.Tensor) -
     if compiles is not None and compiles.stands_for is not None and facts["device"].type == "meta":
         facts["device"] = compiles.stands_for
     return facts
+
+
+def _inlined(original: Callable[..., Any], variable: Any, *args: Any) -> Any:
+    if compiles := _part():
+        compiles.inline(variable.value)
+    return original(variable, *args)
 
 
 def _on_stand_ins(

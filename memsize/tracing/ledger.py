@@ -366,8 +366,11 @@ class Ledger(MetaDispatchMode):
     # -- compiled code (`memsize.compile`) ----------------------------------------------------------------------------
 
     @contextmanager
-    def inside_compiled(self, arguments: Iterable[Any]) -> Iterator[None]:
-        """Compiled code runs with these `arguments`: it says itself which layer and line an allocation belongs to."""
+    def inside_compiled(self, arguments: Iterable[Any], forward: bool | None = None) -> Iterator[None]:
+        """Compiled code runs with these `arguments`: it says itself which layer and line an allocation belongs to.
+
+        `forward` says whether a forward of modules can be differentiated; None where the code is no such forward.
+        """
         clock = self.clock
         clock.tick()
         self._mark_read(arguments)

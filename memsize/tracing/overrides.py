@@ -77,10 +77,13 @@ class Compiles:
         traced: Callable[[], AbstractContextManager[None]] | None = None,
         lowered: Callable[[], AbstractContextManager[None]] | None = None,
         stands_for: torch.device | None = None,
+        inline: Callable[[Any], None] = lambda module: None,
     ) -> None:
         self.traced = traced or suspended_overrides
         self.lowered = lowered or suspended_overrides
         self.stands_for = stands_for
+        self.inline = inline
+        """Called with each module whose call is traced."""
         self.is_tracing = False
         """Whether Dynamo is tracing, and not what comes after it."""
         self.leaves_cycles = False

@@ -99,7 +99,9 @@ class Compilation:
 
         self._note(RULES.format(torch.__version__.partition("+")[0]))
         compiler = Compiler(self._capability, self._note)
-        self._regions.enter_context(compiling(compiler, Compiles(self._traced, self._suspended, _GPU)))
+        self._regions.enter_context(
+            compiling(compiler, Compiles(self._traced, self._suspended, _GPU, self._ledger.inline))
+        )
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
@@ -112,10 +114,10 @@ class Compilation:
 
     @contextmanager
     def _suspended(self) -> Iterator[None]:
-        with (
-            suspended_overrides(),
-            original_lists_of_devices(),
-            self._patches.suspended(),
+        with (  # the last to be applied is restored first
             self._driver.suspended(),
+            self._patches.suspended(),
+            original_lists_of_devices(),
+            suspended_overrides(),
         ):
             yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, count
 from typing import Any, Final
 
@@ -54,6 +55,7 @@ class ProgramCalls(ModuleCallRecorder):
         super().__init__(None, ledger)
         ledger.counts = False
         ledger.differentiated = self._differentiated
+        ledger.inline, ledger.inlined = self._inline, self._inlined
         self.roots: list[Root] = []
         self.root_of: list[int] = []
         self._ledger = ledger
@@ -145,12 +147,7 @@ class ProgramCalls(ModuleCallRecorder):
                 if self.roots[self.root_of[layer]] is root:
                     seen.calls, seen.inputs, seen.outputs = 0, [], []
                     self.ledger.multiply_adds.pop(layer, None)
-        name = AROUND if grad else "evaluation"
-        clock = self.ledger.clock
-        current, _ = split_phase(clock.phases[clock.phase])
-        if current != name and current in (AROUND, "evaluation", "forward"):
-            clock.phase = clock.index(name)
-        with self.ledger.clock.during("forward" if grad else "evaluation"):
+        with self._forward(grad):
             result = self._call_module(module, index, call, args, kwargs)
             if not root.trained:
                 self.ledger.forget_released()
@@ -172,6 +169,33 @@ class ProgramCalls(ModuleCallRecorder):
             )
             root.called, root.trained = True, grad
         return result
+
+    @contextmanager
+    def _forward(self, grad: bool) -> Iterator[None]:
+        """A forward in its phase, after which comes that of code around it."""
+        name = AROUND if grad else "evaluation"
+        clock = self.ledger.clock
+        current, _ = split_phase(clock.phases[clock.phase])
+        if current != name and current in (AROUND, "evaluation", "forward"):
+            clock.phase = clock.index(name)
+        with clock.during("forward" if grad else "evaluation"):
+            yield
+
+    def _inline(self, module: nn.Module) -> None:
+        """The code of `module` becomes part of a compiled function, which calls it no more."""
+        if self._index(module) < 0 and any(parameter.is_meta for parameter in module.parameters()):
+            self._add(module)
+
+    @contextmanager
+    def _inlined(self, grad: bool) -> Iterator[None]:
+        """A compiled function runs, with the modules that are part of it."""
+        current, _ = split_phase(self.ledger.clock.phases[self.ledger.clock.phase])
+        if current not in ("setup", AROUND, "evaluation", "forward"):
+            yield
+            return
+        self._before_forward()
+        with self._forward(grad):
+            yield
 
     def _differentiated(self) -> None:
         """Before an op outside of modules that trains: of a loss, a forward without modules, or on gradients."""

@@ -152,7 +152,7 @@ def _replacements(driver: Driver, ledger: VirtualLedger, world: World, line: Ran
 
 
 def _of_driver(driver: Driver) -> Iterator[Patch]:
-    """What is asked of the driver, and of whether it is there."""
+    """Patch the functions of the driver, and the questions whether there is one."""
     cuda: Any = torch.cuda
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
     yield cuda, "_lazy_init", lambda: None
@@ -161,6 +161,7 @@ def _of_driver(driver: Driver) -> Iterator[Patch]:
     yield cuda, "_is_in_bad_fork", lambda: False
     yield cuda, "_get_device_properties", lambda device: driver.properties
     yield cuda, "default_generators", (driver.seed,) * driver.devices.count
+    yield cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False
 
 
 def _saved_by_checkpointing(ledger: VirtualLedger) -> Iterator[Patch]:
@@ -234,7 +235,7 @@ class _Apart(SourceFileLoader):
         self._region = region
 
     def exec_module(self, module: ModuleType) -> None:
-        with overrides.suspended_overrides(), self._region:
+        with self._region, overrides.suspended_overrides():  # the last to be applied is restored first
             super().exec_module(module)
 
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from memsize.errors import first_line
@@ -88,6 +89,10 @@ class VirtualLedger(GpuStorages):
         """The op that is defined in Python and running."""
         self.differentiated: Callable[[], None] = lambda: None
         """Called before each op outside of modules that shows that the program trains."""
+        self.inline: Callable[[nn.Module], None] = lambda module: None
+        """Called with each module whose code becomes part of a compiled function."""
+        self.inlined: Callable[[bool], AbstractContextManager[None]] = lambda grad: nullcontext()
+        """The region of a compiled forward of such modules."""
         self.evaluator.lenient = True
         self._observer = observer
 
@@ -142,14 +147,16 @@ class VirtualLedger(GpuStorages):
     # -- compiled code -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def inside_compiled(self, arguments: Iterable[Any]) -> Iterator[None]:
+    def inside_compiled(self, arguments: Iterable[Any], forward: bool | None = None) -> Iterator[None]:
         arguments = list(arguments)
-        if not self.clock.inside and self._is_of_training(arguments):
-            self.differentiated()
+        is_outside = not self.clock.inside
         for tensor in arguments_in(arguments):
             if is_meta(tensor) and self.index_of(tensor) < 0:  # as an optimizer's state, which the compiler makes
                 self.enter(tensor, "temporary", "")
-        with super().inside_compiled(arguments):
+        if is_outside and forward is None and self._is_of_training(arguments):
+            self.differentiated()
+        phase = self.inlined(forward) if is_outside and forward is not None else nullcontext()
+        with phase, super().inside_compiled(arguments):
             yield
 
     def allocated(self, tensor: torch.Tensor, op: str) -> None:
