@@ -378,7 +378,7 @@ def test_a_snapshot_shows_its_moment_and_the_calls_behind_it(chromium: Any, tmp_
         areas = page.locator(".moment .areas:visible g.leaf").evaluate_all(
             "all => all.map(e => [e.dataset.path, +e.dataset.value])"
         )
-        assert dict(areas) == {"train.py:9 main › net.py:12 forward": 10 * MiB, "train.py:5 main": 6 * MiB}
+        assert dict(areas) == {"train.py:9 main \u203a net.py:12 forward": 10 * MiB, "train.py:5 main": 6 * MiB}
 
 
 def test_a_timeline_zooms_and_pans(chromium: Any, tmp_path: Path) -> None:
