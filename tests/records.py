@@ -25,6 +25,7 @@ from memsize.records.cells import (
     Missing as Missing,
     Path as Path,
     Share as Share,
+    Signed as Signed,
     Specs as Specs,
     Words as Words,
 )

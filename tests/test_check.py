@@ -184,7 +184,7 @@ def test_peaks_and_batches(capsys: pytest.CaptureFixture[str]) -> None:
         None,
     ]
     (batch,) = (finding for finding in found.findings if finding.code == "does-not-fit")
-    assert "a batch of 100,000,000 does not fit a Tesla T4: it needs " in batch.text()
+    assert "Batch 100,000,000 does not fit on Tesla T4: it needs " in batch.text()
 
 
 def test_findings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -400,7 +400,7 @@ def test_the_schema_of_sarif_refuses_what_is_none() -> None:
 
 def test_files_of_other_formats(capsys: pytest.CaptureFixture[str]) -> None:
     memsize.check(update=True)
-    for name, begins in (("a.sarif", "{"), ("a.xml", "<?xml"), ("a.md", "##"), ("a.txt", "all holds")):
+    for name, begins in (("a.sarif", "{"), ("a.xml", "<?xml"), ("a.md", "##"), ("a.txt", "All limits hold")):
         assert run(("check", "-o", name)) == 0
         assert Path(name).read_text(encoding="utf-8").startswith(begins)
     assert shown(capsys, "--format", "github") == "\n"

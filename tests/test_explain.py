@@ -150,7 +150,7 @@ def test_out_of_memory_in_forward(tmp_path: Path) -> None:
     assert found.reserved.cached == 150 * MiB and found.reserved_then == 258 * MiB
     assert codes(found)[0] == "snapshot-out-of-memory"
     assert found.findings[0].text() == (
-        "Out of memory at net.py:12: PyTorch asked for 60.00 MiB where 20.00 MiB were free on the GPU. Tensors held "
+        "Out of memory at net.py:12: PyTorch requested 60.00 MiB, 20.00 MiB were free on the GPU. Tensors held "
         "258.00 MiB of the 258.00 MiB that PyTorch had reserved."
     )
 

@@ -53,7 +53,7 @@ def test_casting_does_shrink_what_is_stored(scenario: str) -> None:
     finding = one(precision.summary_assumes_four_bytes, Evidence(given, {scenario: half}))
     # 524,288 elements: 2 MiB in four bytes each, 1 MiB in two
     assert finding.bytes == 2**20
-    assert finding.text().startswith("Casting to fp16 or bf16 does shrink the parameters, 2.00 MiB → 1.00 MiB.")
+    assert finding.text().startswith("Casting to fp16 or bf16 shrinks the parameters, 2.00 MiB → 1.00 MiB.")
     assert "prints 2.00 MB afterwards assumes 4 bytes for each of the 524,288 parameters" in finding.text()
 
 
@@ -73,15 +73,15 @@ def test_other_tools_are_quoted_in_units_of_a_million_bytes() -> None:
         Evidence(trace(stored("a.weight", "float16", 10, 10)), readings=readings),
     )
     assert finding.text().endswith(
-        "as torchsummary does; torchinfo says 2.50 MB of the model as it is and Lightning says 1.00 MB of the model as "
-        "it is, in units of 10^6 bytes."
+        "as torchsummary does; torchinfo reports 2.50 MB for the model as it is and Lightning reports 1.00 MB for the "
+        "model as it is, in units of 10^6 bytes."
     )
 
 
 def test_the_bytes_of_each_parameter_are_told_to_three_digits() -> None:
     # 100 in two bytes and 50 in four: 400 B of 150
     given = trace(stored("a.weight", "float16", 10, 10), stored("b.weight", "float32", 50))
-    assert "stored in 2.67 bytes each" in one(precision.summary_assumes_four_bytes, Evidence(given)).text()
+    assert "take 2.67 bytes each" in one(precision.summary_assumes_four_bytes, Evidence(given)).text()
 
 
 # --- autocast
@@ -97,7 +97,7 @@ def test_autocast_casts_no_parameter() -> None:
     finding = one(precision.amp_keeps_fp32_parameters, Evidence(AMP, {"amp-bf16": AMP}, amp="amp-bf16"))
     assert (finding.bytes, finding.layers, finding.values["dtype"]) == (200, ("a",), "bf16")
     assert finding.values["bytes"] == 400
-    assert "stay float32, and each forward adds 200 B of bf16 copies" in finding.text("B")
+    assert "optimizer state in float32, and each forward adds 200 B of bf16 copies" in finding.text("B")
     assert not list(precision.amp_keeps_fp32_parameters(Evidence(AMP, {"amp-bf16": AMP})))
     assert not list(precision.amp_keeps_fp32_parameters(Evidence(AMP, {"amp-bf16": trace()}, amp="amp-bf16")))
 
@@ -105,10 +105,10 @@ def test_autocast_casts_no_parameter() -> None:
 @pytest.mark.parametrize(
     ("batch", "sentence"),
     [
-        (None, "With this input there is no batch size from which autocast keeps less than float32: at batch 3"),
+        (None, "With this input autocast keeps more than float32 at every batch size: at batch 3"),
         (1, "With this input autocast keeps less than float32 at every batch size: at batch 3"),
-        (2, "With this input autocast keeps more than float32 up to batch 1 and less from batch 2 on: at batch 3"),
-        (9, "With this input autocast keeps more than float32 up to batch 8 and less from batch 9 on: at batch 3"),
+        (2, "With this input autocast keeps more than float32 up to batch 1 and less at batch 2 and above: at batch 3"),
+        (9, "With this input autocast keeps more than float32 up to batch 8 and less at batch 9 and above: at batch 3"),
     ],
 )
 def test_where_autocast_begins_to_pay(batch: int | None, sentence: str) -> None:
@@ -117,9 +117,9 @@ def test_where_autocast_begins_to_pay(batch: int | None, sentence: str) -> None:
     _, finding = precision.amp_keeps_fp32_parameters(evidence)
     assert (finding.code, finding.bytes) == ("amp-crossover", -2_000)
     assert finding.text("B").startswith(sentence)
-    assert "autocast keeps 3,000 B for backward and float32 5,000 B" in finding.text("B")
+    assert "autocast keeps 3,000 B for backward, float32 5,000 B" in finding.text("B")
     if batch is None:
-        assert finding.text("B").endswith("one more sample adds 400 B to 900 B.")
+        assert finding.text("B").endswith("each further sample adds 400 B instead of 900 B.")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_low_bits_in_wide_containers() -> None:
     named = replace(wide, wrapper="IntxUnpackedToInt8Tensor", parts=(*wide.parts, scale))
     finding = one(report_rules.low_bits_in_wide_containers, Evidence(trace(named)))
     assert (finding.bytes, finding.layers, finding.values["count"]) == (4096, ("a",), 4096)
-    assert finding.text().startswith("as-given: 4,096 weights have fewer than 8 bits each")
+    assert finding.text().startswith("as-given stores 4,096 weights of fewer than 8 bits in 8-bit")
     assert not list(report_rules.low_bits_in_wide_containers(Evidence(trace(wide))))
     packed = replace(named, parts=(StoredPart("qdata", spec("uint8", 64, 32), 2048),))
     assert not list(report_rules.low_bits_in_wide_containers(Evidence(trace(packed))))
@@ -269,7 +269,7 @@ def test_copies_of_quantized_weights_that_are_kept() -> None:
     run = replace(trace(weight, stored("b.weight", "float32", 64, 64), layers=layers), storages=copies)
     finding = one(report_rules.quantized_weights_unpacked, Evidence(run, {"int8": run}, skipped_layers={"int8": {}}))
     assert (finding.bytes, finding.layers, finding.values["dtypes"]) == (16_384, ("a",), ("float32",))
-    assert finding.text("B").startswith("int8 unpacks the weights of a to float32 before it multiplies")
+    assert finding.text("B").startswith("int8 unpacks the weights of a to float32 for each product")
     for evidence in (Evidence(run), Evidence(run, {"int8": run}), Evidence(run, {"int8": trace(weight)}, {"int8": {}})):
         assert not list(report_rules.quantized_weights_unpacked(evidence))
 
@@ -289,7 +289,7 @@ def test_what_functions_keep_is_told_line_by_line() -> None:
     finding = one(report_rules.kept_by_functions, evidence)
     assert (finding.bytes, finding.layers) == (900, ("",))
     assert finding.text("B") == (
-        "Functions keep 900 B of 1,000 B for backward; the table counts that in the modules that call them, "
+        "Functions keep 900 B of the 1,000 B for backward, which the table counts for the modules that call them, "
         "the model itself: 600 B at net.py:6 (results of relu and mul), 300 B at net.py:5 (results of addmm)."
     )
 
@@ -319,7 +319,7 @@ def test_halving_leaves_integer_inputs() -> None:
     finding = one(report_rules.what_halving_cannot_halve, Evidence(trace(table, floating, weight, inputs=(ids, image))))
     assert finding.bytes == 1024 + 40
     assert finding.text("B") == (
-        "Halving cannot halve integer buffers (1,024 B) and inputs that are not floating (40 B: ids int64[1,5])."
+        "Halving cannot halve integer buffers (1,024 B) and inputs of integers (40 B: ids int64[1,5])."
     )
     assert not list(report_rules.what_halving_cannot_halve(Evidence(trace(floating, inputs=(image,)))))
 
@@ -335,9 +335,9 @@ def test_apex_o2_holds_master_weights() -> None:
     )
     finding = one(report_rules.norms_kept_in_fp32, Evidence(run, {"apex-O2": run}))
     assert (finding.bytes, finding.layers, finding.values["kept"]) == (400, ("norm",), 64)
-    assert finding.text("B").endswith("400 B of float32 master weights as well, and batch norms stay float32 (64 B).")
+    assert finding.text("B").endswith("400 B of float32 master weights, and batch norms stay float32 (64 B).")
     bare = trace(stored("a.weight", "float16", 100))
-    assert one(report_rules.norms_kept_in_fp32, Evidence(bare, {"apex-O2": bare})).text("B").endswith("as well.")
+    assert one(report_rules.norms_kept_in_fp32, Evidence(bare, {"apex-O2": bare})).text("B").endswith("master weights.")
     assert not list(report_rules.norms_kept_in_fp32(Evidence(run, {"apex-O1": run})))
 
 
@@ -352,9 +352,9 @@ def peak(requested: int = 1000, phase: str = "backward", place: str = "", **role
 def test_a_role_is_named_from_a_twentieth_of_the_peak_and_four_at_most() -> None:
     roles = {"activation": 400, "parameter": 300, "gradient": 150, "temporary": 51, "input": 50, "output": 49}
     finding = one(training.training_peak, Evidence(trace(), peaks={"fp32": peak(**roles)}))
-    assert "activation 400 B, parameter 300 B, gradient 150 B, temporary 51 B. " in finding.text("B")
+    assert "activations 400 B, parameters 300 B, gradients 150 B, temporaries 51 B. " in finding.text("B")
     fewer = one(training.training_peak, Evidence(trace(), peaks={"fp32": peak(activation=901, input=50, output=49)}))
-    assert ": activation 901 B, input 50 B. " in fewer.text("B")
+    assert ": activations 901 B, inputs 50 B. " in fewer.text("B")
 
 
 @pytest.mark.parametrize(("fp16", "told"), [(998, True), (999, False), (1000, False), (1001, False)])
@@ -410,12 +410,12 @@ def test_a_peak_says_whether_it_fits(certain: bool | None, fits: str) -> None:
         (
             peak(parameter=300, workspace=150, gathered_parameter=100, activation=450),
             "in the backward:",
-            "550 B of it, mostly parameters, do not depend on the batch size.",
+            "550 B of it is independent of the batch size, mostly parameters.",
         ),
         (
             peak(workspace=501),
             "in the backward:",
-            "501 B of it, mostly workspaces, do not depend on the batch size.",
+            "501 B of it is independent of the batch size, mostly workspaces.",
         ),
     ],
 )
@@ -438,8 +438,8 @@ def test_a_run_that_does_not_fit_says_what_pytorch_would() -> None:
     finding = one(training.does_not_fit, evidence)
     assert finding.text("B") == (
         "Training under bf16 does not fit on Tesla T4: it runs out of memory in the optimizer of conv. The peaks are "
-        "those of the same run with enough. PyTorch's error would then say that it tried to allocate 40 B; of 1,000 B, "
-        "39 B are free, 500 B are allocated by PyTorch, and 61 B are reserved but unallocated."
+        "those of the same run with enough memory. PyTorch's error would then say that it tried to allocate 40 B; of "
+        "1,000 B, 39 B are free, 500 B are allocated by PyTorch, and 61 B are reserved but unallocated."
     )
     assert (finding.bytes, finding.layers) == (40, ("conv",))
 
@@ -574,13 +574,13 @@ def test_no_buffers_are_no_finding() -> None:
             "it counts tied parameters once for each layer",
         ),
         ((stored("a.weight", "float32", 10, used=False),), "it leaves out layers that are never called"),
-        ((stored("a.weight", "float32", 10, used=None),), "it adds up the layers that it saw called"),
+        ((stored("a.weight", "float32", 10, used=None),), "it adds up the layers that were called"),
     ],
 )
 def test_why_another_summary_counts_differently(tensors: tuple[StoredTensor, ...], reason: str) -> None:
     evidence = Evidence(trace(*tensors), readings=(ToolReport("torchinfo", 7, 28), ToolReport("Lightning", 10, 40)))
     finding = one(report_rules.torchinfo_counts_differently, evidence)
-    assert finding.text().startswith("torchinfo counts 7 parameters where 10 are stored:")
+    assert finding.text().startswith("torchinfo counts 7 parameters, the model stores 10:")
     assert reason in finding.text()
     assert finding.bytes is None
 
@@ -710,10 +710,10 @@ def test_kernels_that_copy_what_they_are_given() -> None:
     assert set(found) == {"channels-last-copies-more", "convolution-copies-back", "kernel-copies"}
     assert (found["convolution-copies-back"].bytes, found["kernel-copies"].bytes) == (8, 7)
     assert found["kernel-copies"].text("B") == (
-        "What b and c get is not row-major: addmm makes it so in a copy first, 7 B in all."
+        "The input of b and c is not row-major, so addmm copies it first: 7 B in all."
     )
     [single] = [f for f in layout.RULES.findings(audit(last=copies[2:3])) if f.code == "kernel-copies"]
-    assert single.text("B").startswith("What b gets is not row-major")
+    assert single.text("B").startswith("The input of b is not row-major")
 
 
 def test_float64_convolutions_stay_row_major() -> None:

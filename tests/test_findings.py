@@ -186,7 +186,7 @@ def test_compare_half() -> None:
     first, second = comparison.totals
     assert second.parameter_bytes * 2 == first.parameter_bytes
     unchanged = next(f for f in comparison.why() if f.code == "tensors-unchanged")
-    assert "not floating" in unchanged.text()
+    assert "integers" in unchanged.text()
     assert unchanged.bytes == 8
     assert comparison.changes["changed"].sum() == 6
 
@@ -196,7 +196,7 @@ def test_in_a_notebook_they_are_pages() -> None:
     page = comparison._repr_html_()
     for part in ("<table>", "before", "after", "288", "144", "(−50.0%)", "float16"):
         assert part in page
-    assert repr(comparison.why()).startswith("1. What is stored went from")
+    assert repr(comparison.why()).startswith("1. Stored bytes: ")
     listed = comparison.why()._repr_html_()
     assert listed.count("<li>") == len(comparison.findings)
     assert "nothing to explain" in FindingList(())._repr_html_()

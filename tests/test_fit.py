@@ -761,8 +761,8 @@ def test_nothing_varies_with_the_batch() -> None:
     fit = fit_of(Fixed(), "8", gpu="t4")
     row = row_of(fit)
     assert row.status == "constant" and row.size == 2**20
-    assert fit.why()[0].text().startswith("Under fp32, nothing but the input grows with batch")
-    assert "any" in str(fit) and "nothing but the input grows with the batch" in str(fit)
+    assert fit.why()[0].text().startswith("Under fp32, only the input grows with batch")
+    assert "any" in str(fit) and "only the input grows with the batch" in str(fit)
     # Under a budget that it does not fit, the same model says what is too much.
     short = fit_of(Fixed(), "8", budget=CONTEXT + 10 * MiB)
     assert row_of(short).status == "none"

@@ -244,7 +244,7 @@ def test_an_interrupted_sweep_shows_its_cells(write: Write, capsys: pytest.Captu
     told = json.loads(capsys.readouterr().out)
     assert (told["missing"], [cell["target"] for cell in told["cells"]]) == (["second.py:Net"], ["first.py:Net"])
     assert told["findings"][0]["text"] == (
-        "Interrupted: 1 of 2 cells is missing: second.py:Net. The same command goes on with what is missing."
+        "Interrupted: 1 of 2 cells is missing: second.py:Net. The same command continues with the missing cells."
     )
 
 
@@ -253,7 +253,7 @@ def test_a_sweep_that_is_interrupted_before_its_first_cell_says_so(
 ) -> None:
     write("model.py", INTERRUPTING.format(when="True"))
     grid = write("sweep.toml", 'target = "model.py:Net"\ninput = "1000"\nbatch_size = [1, 2]\ngpu = ["t4", "l4"]\n')
-    said = "Interrupted before any of 4 cells was done. The same command begins anew."
+    said = "Interrupted before any of 4 cells was done. The same command starts again."
     for format, out, err in (("text", f"sweep.toml   0 cells\n\n{said}\n", ""), ("csv", "", f"{said}\n")):
         assert run(["sweep", str(grid), "-j", "1", "--format", format]) == 130
         assert capsys.readouterr() == (out, err)

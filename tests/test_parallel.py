@@ -325,9 +325,9 @@ def test_a_report_tells_what_its_training_sends(write: Write, capsys: pytest.Cap
     assert trained["collectives"] == [{"kind": "all-reduce", "ranks": 4, "count": 1, "bytes": size, "largest": size}]
     assert untrained is None
     report = memsize.report(target, "64", train="sgd", gpu="t4", scenarios="fp32", parallel="ddp=4")
-    assert "What a GPU sends and gets in a step" in str(report)
+    assert "Collectives of one GPU in a step" in str(report)
     peak = format_bytes(trained["requested"])
-    assert f"A training step with sgd and ddp=4 peaks at {peak} on one of 4 GPUs in fp32" in str(report)
+    assert f"it peaks at {peak} on one of 4 GPUs, in the " in str(report)
 
 
 def test_only_what_autocast_trains_is_said_of_autocast(write: Write) -> None:
@@ -335,7 +335,7 @@ def test_only_what_autocast_trains_is_said_of_autocast(write: Write) -> None:
     target = f"{write('net.py', NET)}:build"
     for parallel, told in (("ddp=2", True), ("fsdp=2", False)):
         report = memsize.report(target, "64", train="sgd", gpu="t4", scenarios="fp32,amp-bf16", parallel=parallel)
-        assert any("Autocast casts no parameter" in str(each) for each in report.findings) is told
+        assert any("Autocast leaves the parameters" in str(each) for each in report.findings) is told
 
 
 def test_a_report_tells_what_each_stream_of_its_training_has(write: Write) -> None:
@@ -406,7 +406,7 @@ def test_the_fewest_gpus_are_found(fitted: Any) -> None:
     assert [row.status for row in fitted.fit_rows] == ["exceeds", "fits", "fits"]
     assert [row.gpu for row in fitted.fit_rows] == [f"{number} x GPU of {SIZE}" for number in (1, 2, 4)]
     (fewest,) = [finding for finding in fitted.findings if finding.code == "fit-gpus"]
-    assert fewest.text() == f"Under fp32, it fits from 2 x GPU of {SIZE} on: batch 1 on each GPU."
+    assert fewest.text() == f"Under fp32, it needs at least 2 x GPU of {SIZE}, with batch 1 on each GPU."
     assert [finding.code for finding in fitted.findings[:2]] == ["fit-gpus", "fit-fits"]
     (budget,) = [finding for finding in fitted.findings if finding.code == "budget"]
     assert budget.text().startswith(
@@ -527,7 +527,7 @@ def test_of_strategies_on_as_many_gpus_the_one_that_leaves_most_is_told() -> Non
     sizes = zip(names, (3, 5, 9), strict=True)
     rows = tuple(FitRow("fp32", "fp32", name, 1, "found", size=size) for name, size in sizes)
     (told,) = gpus_needed(FitEvidence(rows, spread, "batch"))
-    assert told.text() == "Under fp32, it fits from 2 x Tesla T4 (fsdp=2) on: batch 5 on each GPU."
+    assert told.text() == "Under fp32, it needs at least 2 x Tesla T4 (fsdp=2), with batch 5 on each GPU."
 
 
 def test_numbers_of_gpus_are_down_and_cards_across() -> None:
@@ -542,8 +542,8 @@ def test_numbers_of_gpus_are_down_and_cards_across() -> None:
     assert str(fit).splitlines()[0].endswith("on 1 to 4 x Tesla T4 and 1 to 4 x H100 80GB")
     fewest = [finding.text() for finding in fit.findings if finding.code == "fit-gpus"]
     assert fewest == [
-        "Under fp32, it fits from 1 x Tesla T4 (fsdp=1) on: batch 1 on each GPU.",
-        "Under fp32, it fits from 1 x H100 80GB (fsdp=1) on: batch 1 on each GPU.",
+        "Under fp32, it needs at least 1 x Tesla T4 (fsdp=1), with batch 1 on each GPU.",
+        "Under fp32, it needs at least 1 x H100 80GB (fsdp=1), with batch 1 on each GPU.",
     ]
 
 
@@ -553,7 +553,7 @@ def test_cards_on_which_nothing_fits_are_told() -> None:
     rows = tuple(FitRow("fp32", "fp32", name, 1, "found" if size else "none", size=size) for name, size in kept.items())
     assert [finding.text() for finding in gpus_needed(FitEvidence(rows, budgets, "batch"))] == [
         "Under fp32, nothing fits on 1 to 2 x Tesla T4.",
-        "Under fp32, it fits from 2 x H100 80GB on: batch 3 on each GPU.",
+        "Under fp32, it needs at least 2 x H100 80GB, with batch 3 on each GPU.",
     ]
 
 
@@ -598,7 +598,7 @@ def test_what_is_compared_is_in_the_data(fitted: Any) -> None:
         *({"all-gather": (n, 8, 8 * block), "reduce-scatter": (n, 4, 4 * block)} for n in (2, 4)),
     ]
     shown = " ".join(str(fitted).split())
-    assert "training with adamw and fsdp" in shown and "What a GPU sends and gets in a step" in shown
+    assert "training with adamw and fsdp" in shown and "Collectives of one GPU in a step" in shown
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_script_that_failed_is_said_to_have_failed_first() -> None:
 
 def test_what_fits_is_said_with_its_largest_tensor() -> None:
     text = program().findings[0].text()
-    assert "0.33 GiB to 0.67 GiB of 14.6 GiB" in text and "8.00 MiB of activations, is made at net.py:12" in text
+    assert "0.33 GiB to 0.67 GiB of 14.6 GiB" in text and "8.00 MiB of activations, is allocated at net.py:12" in text
 
 
 def test_what_does_not_fit_is_said_with_its_line() -> None:
@@ -147,11 +147,11 @@ def test_what_does_not_fit_is_said_with_its_line() -> None:
 @pytest.mark.parametrize(
     ("count", "steps", "after", "told"),
     [
-        (2, 3, WentOn(3, Interval(340 * MiB, 690 * MiB)), "what follows fits (3 steps, {peak})"),
-        (2, 3, WentOn(1, Interval(340 * MiB, 690 * MiB)), "what follows fits (one step, {peak})"),
-        (1, 3, WentOn(0, Interval(340 * MiB, 690 * MiB)), "what follows fits (no step, {peak})"),
-        (1, 0, WentOn(0, Interval(340 * MiB, 690 * MiB)), "what follows fits ({peak})"),
-        (1, 3, WentOn(0, None), "nothing more is put on the GPU"),
+        (2, 3, WentOn(3, Interval(340 * MiB, 690 * MiB)), "the rest fits (3 steps, {peak})"),
+        (2, 3, WentOn(1, Interval(340 * MiB, 690 * MiB)), "the rest fits (one step, {peak})"),
+        (1, 3, WentOn(0, Interval(340 * MiB, 690 * MiB)), "the rest fits (no step, {peak})"),
+        (1, 0, WentOn(0, Interval(340 * MiB, 690 * MiB)), "the rest fits ({peak})"),
+        (1, 3, WentOn(0, None), "it puts nothing more on the GPU"),
     ],
 )
 def test_a_program_that_goes_on_is_told_whether_the_rest_fits(count: int, steps: int, after: WentOn, told: str) -> None:
@@ -160,7 +160,7 @@ def test_a_program_that_goes_on_is_told_whether_the_rest_fits(count: int, steps:
     (found,) = (each for each in RULES.findings(run) if each.code == "run-out-of-memory")
     told = told.format(peak="0.33 GiB to 0.67 GiB of 14.6 GiB at the peak")
     times = "once, at net.py:12" if count == 1 else "2 times, first at net.py:12"
-    assert found.in_brief() == f"The program runs out of Tesla T4's memory {times}, and goes on: {told}."
+    assert found.in_brief() == f"The program runs out of memory on Tesla T4 {times}, and goes on: {told}."
     assert found.text().endswith(f". The program goes on: {told}.")
     assert "at net.py:12, in forward 2 of body: relu needs 20.00 MiB, 5.00 MiB are left" in found.text()
 
@@ -199,8 +199,8 @@ def test_the_verdict_is_short_and_why_says_all() -> None:
         (Holder("self.seen", None, 2, False), "self.seen keeps 2 tensors. Move them to the CPU."),
         (
             None,
-            "No variable was found that keeps it: a list or a sum of losses keeps their graphs, for one. Add "
-            "loss.item() or loss.detach() to it.",
+            "No variable was found that keeps the tensors; often it is a list or a sum of losses, which keeps their "
+            "graphs: add loss.item() or loss.detach() to it.",
         ),
     ],
 )

@@ -146,7 +146,7 @@ def told(runs: RankRuns) -> list[str]:
 
 def test_the_worst_rank_is_named() -> None:
     assert told(two_kinds()) == [
-        "All 8 ranks fit on Tesla T4: ranks 0–5 need most, 0.33 GiB to 0.67 GiB of 14.6 GiB at the peak, in "
+        "All 8 ranks fit on Tesla T4: ranks 0–5 need the most, 0.33 GiB to 0.67 GiB of 14.6 GiB at the peak, in "
         "backward 1 of body.",
         "Ranks 6 and 7 hold 2.00 MiB less of tensors at the peak, 2.00 MiB of it parameters.",
         "6 of 8 ranks were run: 0 and 3–7.",
@@ -157,8 +157,8 @@ def test_the_worst_rank_is_named() -> None:
     ("sizes", "said"),
     [
         ((3, 3), "each takes 0.33"),
-        ((3, 3, 1), "ranks 0 and 1 need most, 0.33"),
-        ((3, 1), "rank 0 needs most, 0.33"),
+        ((3, 3, 1), "ranks 0 and 1 need the most, 0.33"),
+        ((3, 1), "rank 0 needs the most, 0.33"),
     ],
 )
 def test_ranks_of_two_kinds_that_need_as_much_are_said_together(sizes: Sequence[int], said: str) -> None:
@@ -454,7 +454,7 @@ def test_a_script_for_torchrun_is_told_of_the_option(tmp_path: Path, capsys: pyt
     script = tmp_path / "train.py"
     script.write_text("import os\nos.environ['LOCAL_RANK']", encoding="utf-8")
     assert command(["run", str(script)]) == 1
-    assert "wants LOCAL_RANK, which torchrun sets: --gpus 8 runs it as one of 8 processes" in capsys.readouterr().out
+    assert "needs LOCAL_RANK, which torchrun sets: --gpus 8 runs it as one of 8 processes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -300,8 +300,8 @@ def test_an_event_of_before_is_not_waited_for_long_enough() -> None:
 
 def test_a_lag_may_reserve_no_more_and_still_run_out_of_memory() -> None:
     assert lagging(RecordStreamCost(2, 10 * MiB, runs_out=True), 10 * MiB).text() == (
-        "No more than 10.00 MiB are reserved where the GPU lags behind: record_stream handed 2 tensors to another "
-        "stream, and what is freed of them can be reused only when that stream is done with it; PyTorch waits for it "
+        "At most 10.00 MiB are reserved if the GPU lags behind: record_stream handed 2 tensors to another "
+        "stream, whose memory can be reused only after that stream is done with it; PyTorch waits for that stream "
         "before it gives up, and may still run out of memory."
     )
 

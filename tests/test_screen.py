@@ -15,11 +15,11 @@ from memsize.cli.output import Color, destination
 from memsize.documents import document
 from memsize.documents.sections import Findings, Table, Verdict, without_repeats
 from memsize.render import render
-from memsize.render.cell_text import shorten
+from memsize.render.cell_text import draw_cell, shorten
 from memsize.render.text import _table
-from memsize.units import Bytes
+from memsize.units import Bytes, unit_for
 from tests import records
-from tests.records import Column, Label, Path
+from tests.records import Column, Label, Path, Signed
 
 
 def shown(report: Report, height: int, width: int = 80) -> list[str]:
@@ -158,6 +158,14 @@ def test_columns_stand_below_each_other_whatever_the_names() -> None:
     rows = tuple((Path(name), Bytes(2**20)) for name in names)
     drawn = [*_table(Table("t", "T", columns, rows), "MiB", 40)]
     assert {line.cell_len for line in drawn[-4:]} == {drawn[-5].cell_len} == {10 + 2 + 6}
+
+
+def test_a_difference_is_never_drawn_as_nothing() -> None:
+    mib = unit_for(2**20)
+    drawn = [draw_cell(Signed(size), mib) for size in (400, -400, 2**20, -(2**19), 0)]
+    assert drawn == ["+0.39 KiB", "−0.39 KiB", "+1.00", "−0.50", "0"]
+    # A unit that was chosen is kept.
+    assert draw_cell(Signed(400), unit_for(2**20, "MiB")) == "+0.00"
 
 
 def test_a_column_goes_with_the_one_that_it_belongs_to() -> None:

@@ -104,7 +104,7 @@ def test_gpus_of_a_script_are_shown_beside_one_another(script: Path) -> None:
     # two samples of eight numbers of eight bytes; nothing is there once a step is over, save cuBLAS's workspaces
     assert most(trace, "input") == 2 * 8 * 8
     assert set(at_the_end(trace)) == {"workspace"}
-    assert "GPU 0 needs most" in str(found) and "4 GPUs" in str(found)
+    assert "GPU 0 needs the most" in str(found) and "4 GPUs" in str(found)
 
 
 def test_a_gpu_that_gets_no_sample_gets_no_copy(script: Path) -> None:

@@ -1312,7 +1312,7 @@ def test_what_follows_refused_requests_is_told_by_itself(tmp_path: Path) -> None
     assert found.peak.device.low == 12 * 2**30 + 2 * MiB + context.low
     after = 5 * 2**30 + 2 * MiB
     assert found.went_on == WentOn(2, Interval(after + context.low, after + context.high))
-    assert "what follows fits (2 steps, " in found.findings[0].in_brief()
+    assert "the rest fits (2 steps, " in found.findings[0].in_brief()
 
 
 def test_what_an_optimizer_trains_is_a_parameter_without_any_module(tmp_path: Path) -> None:
@@ -1395,7 +1395,7 @@ def test_a_program_that_fails_later_did_not_run_out_of_memory(tmp_path: Path) ->
     assert failed.text().startswith(
         f"The script failed at train.py:{HANDLED.count(chr(10)) + 1}: KeyError: 'mine'. Until"
     )
-    assert "and goes on: what follows fits (one step, " in refused.in_brief()
+    assert "and goes on: the rest fits (one step, " in refused.in_brief()
     with pytest.raises(ForwardError, match="KeyError: 'mine'"):
         memsize.run(tmp_path / "train.py", gpu="t4")
     found, error = ran(tmp_path, HANDLED.replace("pass", "raise KeyError('mine')"))

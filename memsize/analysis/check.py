@@ -141,14 +141,14 @@ def against_batch(row: FitRow, bound: Bound) -> tuple[Figure, Finding | None]:
     if fits:
         return figure, None
     needed = row.peak or row.next_peak
-    text = "a batch of {batch} does not fit a {gpu}"
+    text = "Batch {batch} does not fit on {gpu}"
     values: dict[str, object] = {"batch": bound.amount, "gpu": row.gpu}
     if needed is not None:
-        text += ": it needs {needed}, {excess} more than there is"
+        text += ": it needs {needed}, {excess} more than PyTorch can use"
         values |= {"needed": Bytes(needed), "excess": Bytes(needed - row.budget)}
     layer = (row.bind.layer,) if row.bind and row.bind.layer else ()
     if row.bind and layer:
-        text += "; it runs out in {where}"
+        text += "; it runs out of memory in {where}"
         values |= {"where": moment_in_words(row.bind.phase, row.bind.layer)}
     return figure, Finding(
         "does-not-fit", f"{text}.", values, bytes=None if needed is None else needed - row.budget, layers=layer

@@ -74,9 +74,9 @@ def compare_sides(before: Side, after: Side) -> Comparison:
 @RULES.rule("stored-changed", "stored-unchanged")
 def _what_is_stored(models: Models) -> Iterator[Finding]:
     first, second = totals(models.before).stored, totals(models.after).stored
-    code, text = "stored-changed", "What is stored went from {before} to {after} ({share})."
+    code, text = "stored-changed", "Stored bytes: {before} → {after} ({share})."
     if first == second:
-        code, text = "stored-unchanged", "What is stored did not change: {before}."
+        code, text = "stored-unchanged", "Stored bytes did not change: {before}."
     yield Finding(code, text, _went(first, second), bytes=second - first)
 
 
@@ -84,7 +84,7 @@ def _what_is_stored(models: Models) -> Iterator[Finding]:
 def _what_is_kept(models: Models) -> Iterator[Finding]:
     first, second = totals(models.before).saved_bytes, totals(models.after).saved_bytes
     if first and second and first != second:
-        text = "What is kept for backward went from {before} to {after} ({share})."
+        text = "Bytes kept for backward: {before} → {after} ({share})."
         yield Finding("kept-for-backward-changed", text, _went(first, second), bytes=second - first)
 
 
@@ -100,7 +100,7 @@ def _peaks(models: Models) -> Iterator[Finding]:
     most = max(of_interest, key=lambda peak: abs(peak[3] - peak[2]), default=None)
     if most is not None and most[2] != most[3]:
         of, scenario, before, after = most
-        text = f"The {of} of {{scenario}} went from {{before}} to {{after}} ({{share}})."
+        text = f"{of.capitalize()} of {{scenario}}: {{before}} → {{after}} ({{share}})."
         yield Finding("peak-changed", text, {"scenario": scenario, **_went(before, after)}, bytes=after - before)
 
 
@@ -119,7 +119,7 @@ def _changed(models: Models) -> Iterator[Finding]:
         if pair.before and pair.after and not (pair.same or pair.resized):
             groups.setdefault((stored_as(pair.before), stored_as(pair.after)), []).append(pair)
     for (old, new), members in groups.items():
-        text = "{count} of the tensors went from {old} to {new}, {before} → {after}: {layers}."
+        text = "{count} of the tensors changed from {old} to {new}, {before} → {after}: {layers}."
         yield _about("tensors-changed", text, members, old=old, new=new)
 
 
@@ -128,18 +128,18 @@ def _unchanged(models: Models) -> Iterator[Finding]:
     groups: dict[str, list[Change]] = {}
     for pair in models.pairs if models.converted else ():
         if pair.same and pair.before and pair.before.bytes:
-            cause = "nothing cast them (autocast never does; a recipe may leave their layers alone)"
+            cause = "nothing cast them (autocast never does, and a recipe may skip their layers)"
             if pair.before.kind == "attribute":
                 cause = "they are not registered, so no conversion sees them"
             elif pair.before.spec.dtype not in _FLOATING:
-                cause = "they are not floating"
+                cause = "they are integers"
             groups.setdefault(cause, []).append(pair)
     for cause, members in groups.items():
         tensors = [pair.before for pair in members if pair.before]
         size = sum(tensor.bytes for tensor in tensors)
         yield Finding(
             "tensors-unchanged",
-            f"{{count}} did not change ({{bytes}} as {{dtypes}}): {cause}. {{layers}}.",
+            f"{{count}} of the tensors did not change ({{bytes}} as {{dtypes}}) in {{layers}}: {cause}.",
             {
                 "count": len(members),
                 "bytes": Bytes(size),
@@ -154,8 +154,8 @@ def _unchanged(models: Models) -> Iterator[Finding]:
 @RULES.rule("tensors-removed", "tensors-added")
 def _in_one_only(models: Models) -> Iterator[Finding]:
     for code, text, members in (
-        ("tensors-removed", "Only before: {names} ({bytes}).", [p for p in models.pairs if p.after is None]),
-        ("tensors-added", "Only after: {names} ({bytes}).", [p for p in models.pairs if p.before is None]),
+        ("tensors-removed", "Removed: {names} ({bytes}).", [p for p in models.pairs if p.after is None]),
+        ("tensors-added", "Added: {names} ({bytes}).", [p for p in models.pairs if p.before is None]),
     ):
         if members:
             size = sum(abs(pair.bytes) for pair in members)

@@ -183,7 +183,7 @@ def _how(pair: Pair, parents: Mapping[Node, Node], partners: Mapping[Node, Node]
     elif stored[0] != stored[1] and shapes[0] == shapes[1]:
         yield "stored differently"
     elif stored[0] == stored[1] and _sizes([old])[2:] != _sizes([new])[2:]:
-        yield "runs differently"
+        yield "output shape changed"
 
 
 def _stored(node: Node, exact: bool) -> set[object]:

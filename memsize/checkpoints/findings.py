@@ -69,19 +69,25 @@ def fits_the_model(inspection: Inspection) -> Iterator[Finding]:
     if not match.differences:
         yield Finding(
             "model-matches",
-            "All {matching} tensors of {model} are in the file as the model has them.",
+            "The file has all {matching} tensors of {model}.",
             values,
-            brief="It has all {matching} tensors of {model}.",
+            brief="The file has all {matching} tensors of {model}.",
         )
     else:
-        counts = ((problem, match.count(problem)) for problem in PROBLEMS)
-        values["problems"] = ", ".join(f"{count:,} {problem}" for problem, count in counts if count)
+        counts = {problem: match.count(problem) for problem in PROBLEMS}
+        values["all"] = match.matching + sum(counts.values()) - counts["unexpected"]
+        values["problems"] = ", ".join(_counted(count, problem) for problem, count in counts.items() if count)
         names = tuple(difference.name for difference in match.differences)
-        text = "Of the tensors of {model} {matching} match; {problems}."
+        text = "{matching} of the {all} tensors of {model} match; {problems}."
         yield Finding("model-differs", text, values, layers=names, brief=text)
     if match.left_out:
-        text = "The file leaves out {names}, which the model ties to tensors that are there."
+        text = "The file leaves out {names}, which the model ties to other tensors of the file."
         yield Finding("tied-left-out", text, {"names": match.left_out}, layers=match.left_out)
+
+
+def _counted(count: int, problem: str) -> str:
+    differs = {"wrong shape": "in shape", "wrong dtype": "in dtype"}.get(problem)
+    return f"{count:,} differ{'s' if count == 1 else ''} {differs}" if differs else f"{count:,} {problem}"
 
 
 @RULES.rule("names-changed")
@@ -97,7 +103,7 @@ def names_changed(inspection: Inspection) -> Iterator[Finding]:
     ]
     yield Finding(
         "names-changed",
-        "{where} met the model's after a change: {changes}. load_state_dict needs the same change.",
+        "{where} match the model's after a change: {changes}. load_state_dict needs the same change.",
         {
             "where": f"The names under {match.key!r}" if match.key else "Names",
             "changes": " and ".join(change for change in changes if change),
@@ -110,7 +116,7 @@ def index_disagrees(inspection: Inspection) -> Iterator[Finding]:
     """Tensors that an index promises and no file has."""
     missing = inspection.contents.missing
     if missing:
-        text = "The index promises {count} tensors that no file has: {names}."
+        text = "{count} tensors of the index are in no file: {names}."
         yield Finding("missing-tensors", text, {"count": len(missing), "names": missing}, layers=missing)
 
 
@@ -124,10 +130,10 @@ def optimizer(inspection: Inspection) -> Iterator[Finding]:
             "optimizer-dominates" if size >= model else "optimizer-state",
             "The optimizer's state takes {bytes}, {share} of the file"
             + (", {times} times the model's own weights" if size >= 2 * model > 0 else "")
-            + ". Only resuming the training needs it.",
+            + ". It is only needed to resume training.",
             {"bytes": Bytes(size), "share": inspection.share(size), "times": f"{size / model:.1f}" if model else ""},
             bytes=size,
-            brief="The optimizer's state takes {bytes}, {share}: only resuming the training needs it.",
+            brief="The optimizer's state takes {bytes}, {share}; it is only needed to resume training.",
         )
 
 
@@ -139,8 +145,8 @@ def ema(inspection: Inspection) -> Iterator[Finding]:
     if model and inspection.matters(size):
         yield Finding(
             "duplicate-weights-ema",
-            "The weights are there twice: an EMA copy takes {bytes}, {share} of the file, beside the {model} of the "
-            "model. Inference needs one of them.",
+            "The file has the weights twice: an EMA copy takes {bytes}, {share} of the file, the model's own {model}. "
+            "Inference needs one of them.",
             {"bytes": Bytes(size), "share": inspection.share(size), "model": Bytes(_bytes(model))},
             bytes=size,
             brief="An averaged copy of the weights takes {bytes}, {share}.",
@@ -155,8 +161,8 @@ def views(inspection: Inspection) -> Iterator[Finding]:
     if inspection.matters(size) or size >= 2**20:
         yield Finding(
             "view-keeps-whole-storage",
-            "{names}: {few} of a larger tensor, and torch.save wrote all of that. {bytes}, {share} of the file, belong "
-            "to no tensor in it; saving tensor.clone() instead of the view drops them.",
+            "torch.save wrote the whole storage behind {names}, {few} of a larger tensor: {bytes}, {share} of the "
+            "file, belong to no tensor. Saving tensor.clone() instead of the view drops them.",
             {
                 "names": _names(wide),
                 "few": "a view" if len(wide) == 1 else "views",
@@ -165,7 +171,7 @@ def views(inspection: Inspection) -> Iterator[Finding]:
             },
             bytes=size,
             layers=_names(wide),
-            brief="{bytes}, {share}, belong to no tensor: torch.save wrote whole storages behind views.",
+            brief="{bytes}, {share}, belong to no tensor: torch.save wrote the whole storages behind views.",
         )
 
 
@@ -174,13 +180,11 @@ def orphans(inspection: Inspection) -> Iterator[Finding]:
     """Storages that no tensor names, and bytes that belong to no record."""
     size = inspection.breakdown.unowned
     if size:
-        text = "{bytes} of tensor data are named by no tensor."
+        text = "No tensor refers to {bytes} of tensor data."
         yield Finding("unnamed-storage", text, {"bytes": Bytes(size)}, bytes=size)
     rest = sum(file.bytes_for("unclaimed") for file in inspection.contents.files)
     if rest:
-        text = (
-            "{bytes} belong to nothing that the format knows of: data that was appended, or left from an older write."
-        )
+        text = "{bytes} belong to no record of the format: appended data, or remains of an older write."
         yield Finding("unclaimed-bytes", text, {"bytes": Bytes(rest)}, bytes=rest)
 
 
@@ -192,7 +196,7 @@ def doubles(inspection: Inspection) -> Iterator[Finding]:
     if inspection.matters(size):
         yield Finding(
             "float64-tensors",
-            "{names}: float64, {bytes} in all; float32 would take half.",
+            "{names} in float64 take {bytes}; float32 would take half.",
             {"names": _names(wide), "bytes": Bytes(size)},
             bytes=size,
             layers=_names(wide),
@@ -207,10 +211,10 @@ def could_be_half(inspection: Inspection) -> Iterator[Finding]:
     if size and size >= _bytes(inspection.breakdown.of("model")) / 2 and inspection.matters(size):
         yield Finding(
             "fp32-could-be-half",
-            "The model's float32 weights take {bytes}; in float16 or bfloat16 they take {half}.",
+            "The model's float32 weights would shrink from {bytes} to {half} in float16 or bfloat16.",
             {"bytes": Bytes(size), "half": Bytes(halved(weights))},
             bytes=size // 2,
-            brief="The model's float32 weights would take {half} in float16 or bfloat16, not {bytes}.",
+            brief="The model's float32 weights would shrink from {bytes} to {half} in float16 or bfloat16.",
         )
 
 
@@ -269,7 +273,7 @@ def prefixed(inspection: Inspection) -> Iterator[Finding]:
             yield Finding(
                 "module-prefix",
                 "Every name of the {kinds} begins with {prefix}, as {wrapper} leaves it: the plain model's "
-                "load_state_dict does not find them until the prefix is dropped.",
+                "load_state_dict does not find them unless the prefix is dropped.",
                 {"kinds": kinds, "prefix": repr(prefix), "wrapper": wrapper},
             )
             return
@@ -291,7 +295,7 @@ def shared(inspection: Inspection) -> Iterator[Finding]:
     if ties:
         yield Finding(
             "shared-storage",
-            "{names} {share} storage with {owners}: what is shared is stored and counted once.",
+            "{names} {share} storage with {owners}, which is stored and counted once.",
             {
                 "names": _names(ties),
                 "share": "shares" if len(ties) == 1 else "share",
@@ -315,8 +319,8 @@ def pickled_code(inspection: Inspection) -> Iterator[Finding]:
     if contents.classes:
         yield Finding(
             "code-in-pickle",
-            "Beside tensors its pickle names {names}: torch.load(weights_only=True) refuses it unless that is allowed, "
-            "and weights_only=False would import and call it.",
+            "The pickle names {names} beside tensors: torch.load(weights_only=True) refuses that unless it is "
+            "allowed, and weights_only=False would import and call it.",
             {"names": contents.classes},
             layers=contents.classes,
         )

@@ -32,7 +32,7 @@ class CheckDocument(Document[Check]):
         failed = sum(model.error is not None for model in check.models)
         parts += [_counted(failed, "target") + " could not be checked"] if failed else []
         targets = _counted(len(check.models), "target")
-        verdict = f"{', '.join(parts)} in {targets}" if parts else f"all holds in {targets}"
+        verdict = f"{', '.join(parts)} in {targets}" if parts else f"All limits hold ({targets})"
         rows = [CheckedFigure(model, figure) for model in check.models for figure in model.figures]
         table = Table.of("figures", "Figures", FIGURE_FIELDS, rows).without_empty("limit", "baseline", "change")
         return (

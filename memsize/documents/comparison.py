@@ -69,7 +69,7 @@ class ComparisonDocument(Document[Comparison]):
             *([figure_table(comparison)] if figures_changed else []),
             *([living] if comparison.living else []),
             *([Findings("New findings", comparison.appeared)] if comparison.appeared else []),
-            *([Findings("Findings that went", comparison.gone)] if comparison.gone else []),
+            *([Findings("Resolved findings", comparison.gone)] if comparison.gone else []),
             *listed("Notes", comparison.notes),
         )
 

@@ -254,18 +254,18 @@ def _remarks(fit: Fit) -> Iterator[Remark]:
             case "unavailable":
                 text = first_line(row.reason or "")
             case "refused":
-                text = f"the model does not run with {fit.vary} {row.next_size:,}: {first_line(row.reason or '')}"
+                text = f"the model refuses {fit.vary} {row.next_size:,}: {first_line(row.reason or '')}"
             case "constant":
-                text = f"nothing but the input grows with the {fit.vary}"
+                text = f"only the input grows with the {fit.vary}"
             case "open":
                 does = "is refused by the model" if row.next_size in row.refused else "does not"
                 between = f"{fit.vary} {row.next_size or 0:,} {does}; what lies between"
                 beyond = between if row.next_size else "what lies beyond"
                 text = f"{fit.vary} {row.size:,} fits; {beyond} was not run"
             case "endless" if _is_whole(fit, row):
-                text = "every token that the model has a position for fits"
+                text = "the model's longest context fits"
             case "endless":
-                text = f"the largest {fit.vary} that is looked at fits"
+                text = f"the largest {fit.vary} that was tried fits"
         if text:
             yield Remark(row.scenario, row.status, text)
 

@@ -168,7 +168,7 @@ class RanksDocument(Document[RankRuns]):
                 title,
                 GROUP_FIELDS.titled(ranks=f"{runs.noun}s").plus(*roles),
                 runs.groups,
-                caption=f"{title} beside one another, each at its own peak",
+                caption=f"{title} side by side, each at its own peak",
                 remarks=(below,) if len(runs.groups) > 1 else (),
             ),
             *((Findings("Why", remarks),) if remarks else ()),

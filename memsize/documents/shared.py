@@ -52,7 +52,7 @@ def versions(runs: Iterable[Trace | Timeline], cards: Iterable[Card] = ()) -> tu
 
 def collective_tables(traffic: Sequence[Traffic]) -> tuple[Table, ...]:
     """One row for each kind of collective, the most bytes first; no table if there are no collectives."""
-    caption = "What a GPU sends and gets in a step"
+    caption = "Collectives of one GPU in a step"
     return (Table.of("collectives", "Collectives", TRAFFIC_FIELDS, traffic, caption=caption),) if traffic else ()
 
 
@@ -70,14 +70,14 @@ def compared_collectives(
         for cells, (_, traffic) in zip(rows, shown, strict=True):
             of_kind = [row for row in traffic if row.kind == kind]
             cells += [Bytes(sum(row.bytes for row in of_kind)), sum(row.count for row in of_kind)]
-    caption = "What a GPU sends and gets in a step"
+    caption = "Collectives of one GPU in a step"
     table = Table("collectives", "Collectives", tuple(columns), tuple(map(tuple, rows)), caption=caption)
     return (table,) if rows else ()
 
 
 def stream_tables(shares: Sequence[StreamShare]) -> tuple[Table, ...]:
     """One row for each stream; no table if `shares` is empty."""
-    caption = "What each CUDA stream takes: memory of one is not reused on others"
+    caption = "Memory of each CUDA stream, which other streams cannot reuse"
     return (Table.of("streams", "Streams", STREAM_FIELDS, shares, caption=caption),) if shares else ()
 
 
@@ -92,5 +92,5 @@ def compared_streams(
         (*cells, *(Bytes(sum(share.reserved for share in shares if share.name == name)) for name in names))
         for cells, shares in shown
     )
-    caption = "What each CUDA stream has of the reserved peak"
+    caption = "Reserved peak by CUDA stream"
     return (Table("streams", "Streams", columns, rows, caption=caption),) if rows else ()

@@ -47,7 +47,7 @@ class TimelineDocument(Document[Timeline]):
         values: dict[str, object] = {f"r{position}": Bytes(peak.roles[role]) for position, role in enumerate(largest)}
         values |= {"peak": Bytes(peak.bytes), "phase": str(timeline.phase_at(peak.event)), "at": peak.layer or peak.op}
         at = " at {at}" if values["at"] else ""
-        template = f"Most is alive in {{phase}}{at}, {{peak}}: {shares}."
+        template = f"The peak is {{peak}}, in {{phase}}{at}: {shares}."
         moment = Moment(timeline.scenario, peak.event)
         return (Finding("peak", template, values, bytes=peak.bytes, moment=moment),)
 

@@ -32,7 +32,7 @@ class VerificationDocument(Document[Verification]):
         verification, alignment = self.answer, self.answer.alignment
         assumptions = dict.fromkeys(text for run in verification.runs for text in run.prediction.assumptions)
         rows = (row for run in verification.runs for row in _compared(run))
-        table = Table.of("figures", "Figures", FIGURE_FIELDS, rows, caption="Predicted beside measured")
+        table = Table.of("figures", "Figures", FIGURE_FIELDS, rows, caption="Predictions and measurements")
         work, stack = verification.runs[0].measurement.workload, verification.runs[0].measurement.stack
         trained = f"{work.optimizer}, step {work.steps}" if work.optimizer else "one inference"
         libraries = (
@@ -59,9 +59,9 @@ class VerificationDocument(Document[Verification]):
         if not shared:
             return ()
         worst = max(shared, key=lambda comparison: abs(comparison.share or 0))
-        text = "Every figure is predicted exactly, or lies between the bounds."
+        text = "Every measured figure equals the prediction or lies within its bounds."
         if worst.share:
-            text = "{figure} is off most: {share}, {predicted} predicted and {measured} measured."
+            text = "{figure} is off the most: {share}, predicted {predicted}, measured {measured}."
         values = {
             "figure": worst.figure.capitalize(),
             "share": f"{worst.share or 0:+.2%}".replace("-", "−"),
@@ -72,7 +72,7 @@ class VerificationDocument(Document[Verification]):
         if alignment is None:
             return (accuracy,)
         counts = {"matched": alignment.matched, "real": alignment.real}
-        text = "Of {real} allocations in the last step, {matched} are as predicted."
+        text = "{matched} of the {real} allocations of the last step are as predicted."
         return accuracy, Finding("allocations", text, counts)
 
     def bars(self) -> Bars | None:

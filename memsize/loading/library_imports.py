@@ -177,7 +177,9 @@ def _without_import(lookup: Function, name: str) -> Any:
 _MARKS: Final[Mapping[str, Function]] = {
     "disable": _disabled_when_called,
     # All that the compiler does with a constant.
-    "assume_constant_result": functools.partial(_marked_late, lambda fn: vars(fn).update(_dynamo_marked_constant=True)),
+    "assume_constant_result": functools.partial(
+        _marked_late, lambda fn: fn.__dict__.update(_dynamo_marked_constant=True)
+    ),
     "allow_in_graph": functools.partial(_marked_late, _allowed.add),
 }
 

@@ -100,7 +100,7 @@ CHANGE_FIELDS: Final = Fields[Change](
 )
 
 
-How = Literal["added", "removed", "renamed", "resized", "replaced", "stored differently", "runs differently"]
+How = Literal["added", "removed", "renamed", "resized", "replaced", "stored differently", "output shape changed"]
 """Changes of a layer: it has another path, tensors of other shapes, another type, other dtypes or bytes; or it
 stores the same, but its outputs or what it keeps for backward have other sizes."""
 

@@ -49,7 +49,7 @@ def draw_cell(cell: Cell, unit: Unit) -> str:
         case Change():
             return f"{cell:+.2%}".replace("-", MINUS) if cell else "0"
         case Signed():
-            return f"{'+' if cell > 0 else ''}{draw_bytes(cell, unit)}"
+            return _signed(cell, unit)
         case Sized():
             return format_bytes(cell, AUTO if unit.rounded else unit.name)
         case Bytes():
@@ -57,6 +57,14 @@ def draw_cell(cell: Cell, unit: Unit) -> str:
         case int():
             return f"{cell:,}"
     return printable(str(cell))
+
+
+def _signed(difference: int, unit: Unit) -> str:
+    """A difference with its sign; one that would round to nothing has a smaller unit, which it names."""
+    sign, size = "+" if difference > 0 else "", draw_bytes(difference, unit)
+    if difference and unit.rounded and not size.strip(f"{MINUS}0."):
+        size = f"{MINUS if difference < 0 else ''}{format_bytes(abs(difference))}"
+    return f"{sign}{size}"
 
 
 def draw_bytes(count: int, unit: Unit) -> str:
@@ -140,8 +148,8 @@ def draw_failure(failure: Failure) -> tuple[str, ...]:
     return (
         printable(f"The forward stopped in {module}{at}{inputs}:", LONGEST),
         printable_lines(failure.reason, LONGEST),
-        "Below are the layers that ran before it. Outputs and what is kept for backward are counted up to there; "
-        "what is stored is complete.",
+        "Below are the layers up to there. Outputs and bytes kept for backward are counted until the failure; stored "
+        "bytes are complete.",
     )
 
 

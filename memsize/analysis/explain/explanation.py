@@ -213,10 +213,10 @@ def _what_happened(explanation: Explanation) -> Iterator[Finding]:
     values = sizes(requested=explanation.requested, reserved=explanation.reserved_then) | {"line": line}
     if failed is not None:
         text = (
-            "Out of memory{at}: PyTorch asked for {bytes} where {free} were free on the GPU. Tensors held {requested} "
-            "of the {reserved} that PyTorch had reserved."
+            "Out of memory{at}: PyTorch requested {bytes}, {free} were free on the GPU. Tensors held {requested} of "
+            "the {reserved} that PyTorch had reserved."
         )
-        text += " It is the last of {times} requests that failed." if failed.times > 1 else ""
+        text += " It was the last of {times} failed requests." if failed.times > 1 else ""
         values |= {"at": f" at {failed.line}" if failed.line else ""}
         values |= sizes(bytes=failed.bytes, free=failed.free) | {"times": failed.times}
         yield Finding("snapshot-out-of-memory", text, values, bytes=failed.bytes)
@@ -225,7 +225,7 @@ def _what_happened(explanation: Explanation) -> Iterator[Finding]:
         values |= {"at": f", at {line}" if line else "", "left": Bytes(explanation.reserved.requested)}
         yield Finding("snapshot-peak", text, values, bytes=explanation.requested)
     else:
-        before = ", and no more before" if explanation.entries else ""
+        before = ", the most so far" if explanation.entries else ""
         text = f"Tensors held {{requested}} of {{reserved}} reserved when the snapshot was taken{before}."
         yield Finding("snapshot-end", text, values, bytes=explanation.requested)
 
@@ -256,18 +256,16 @@ def _fragmentation(explanation: Explanation) -> Iterator[Finding]:
         values |= {"wanted": Bytes(wanted)}
         if reserved.largest < wanted <= free + explanation.failed.free:
             template = (
-                "Fragmentation is to blame: {free} lie free inside of reserved segments, the largest block has "
-                "{largest}, and {wanted} were wanted in one piece. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
-                "lets PyTorch use them."
+                "Fragmentation is the cause: {free} are free inside reserved segments, but the largest block is "
+                "{largest} and the request needs {wanted} in one piece. "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets PyTorch use them."
             )
             yield Finding("snapshot-fragmented", template, values, bytes=free)
         elif free + explanation.failed.free < wanted:
-            template = "Fragmentation is not to blame: {free} lie free inside of reserved segments, too little for it."
+            template = "Fragmentation is not the cause: only {free} are free inside reserved segments."
             yield Finding("snapshot-not-fragmented", template, values, bytes=free)
     elif reserved.bytes and reserved.pieces >= reserved.bytes * _WORTH_TELLING:
-        template = (
-            "{pieces} of {reserved} reserved lie free between blocks in use; the largest free block has {largest}."
-        )
+        template = "{pieces} of the {reserved} reserved are free but fragmented; the largest free block is {largest}."
         values |= {"pieces": Bytes(reserved.pieces)}
         yield Finding("snapshot-fragmented", template, values, bytes=reserved.pieces)
 
@@ -278,7 +276,7 @@ def _untold(explanation: Explanation) -> Iterator[Finding]:
     if earlier is None or earlier.bytes < explanation.requested * _WORTH_TELLING:
         return
     template = (
-        "{bytes} were made before the history begins, so their stacks are not known: they are parameters as a rule. "
+        "{bytes} were allocated before the history begins, so their stacks are unknown; usually these are parameters. "
         "Call torch.cuda.memory._record_memory_history() before the model is made."
     )
     yield Finding("snapshot-untold", template, {"bytes": Bytes(earlier.bytes)}, bytes=earlier.bytes)
@@ -291,7 +289,7 @@ def _predicted(explanation: Explanation) -> Iterator[Finding]:
     off = explanation.predicted.requested - explanation.requested
     gaps = [category for category in explanation.alive if category.predicted is not None]
     widest = max(gaps, key=lambda category: abs(category.bytes - (category.predicted or 0)), default=None)
-    template = "The prediction for {model} is {predicted}, {share} of what is here"
+    template = "The prediction for {model} is {predicted}, {share} compared with the snapshot"
     values = {"predicted": Bytes(explanation.predicted.requested), "model": explanation.predicted.model}
     values |= {"share": signed_share(explanation.requested, explanation.predicted.requested)}
     if widest is not None and abs(off) >= explanation.requested * _WORTH_TELLING:

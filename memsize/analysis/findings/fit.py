@@ -59,9 +59,9 @@ RULES = Rules[FitEvidence]()
 _ANSWERS: Final[dict[Status, str]] = {
     "found": "Under {scenario}, the largest {vary} is {size}: it needs {peak} of {budget}; {next} needs {next_peak}",
     "open": "Under {scenario}, {vary} {size} fits and {vary} {next} does not; the sizes in between were not run",
-    "refused": "Under {scenario}, {vary} {size} needs {peak} of {budget}; {vary} {next} is refused by the model",
+    "refused": "Under {scenario}, {vary} {size} needs {peak} of {budget}; the model refuses {vary} {next}",
     "endless": "Under {scenario}, any {vary} fits: even {size} needs only {peak} of {budget}",
-    "constant": "Under {scenario}, nothing but the input grows with {vary}: {vary} {size} needs {peak} of {budget}",
+    "constant": "Under {scenario}, only the input grows with {vary}: {vary} {size} needs {peak} of {budget}",
     "none": "Under {scenario}, nothing fits: {vary} {next} needs {next_peak}, and PyTorch can use {budget}",
     "fits": "Under {scenario}, {vary} {size} fits: it needs {peak} of {budget}, {beyond} are left",
     "exceeds": "Under {scenario}, {vary} {size} does not fit: it needs {peak}, {beyond} more than PyTorch can use",
@@ -73,16 +73,16 @@ _LARGEST: Final[tuple[Status, ...]] = ("found", "open", "refused", "constant")
 
 _CROSSINGS: Final = {
     "autocast": (
-        "{scenario} needs less than {other} from {vary} {size} on",
-        "{scenario} needs no less than {other}",
+        "{scenario} needs less memory than {other} at {vary} {size} and above",
+        "{scenario} needs as much memory as {other} at every size",
     ),
     "activations": (
-        "Under {scenario}, activations outweigh parameters from {vary} {size} on",
-        "Under {scenario}, activations never outweigh parameters",
+        "Under {scenario}, activations take more than parameters at {vary} {size} and above",
+        "Under {scenario}, activations take less than parameters at every size",
     ),
     "peak": (
-        "Under {scenario}, the peak is in the optimizer's step below {vary} {size}, and in forward or backward "
-        "from there on",
+        "Under {scenario}, the peak is in the optimizer's step below {vary} {size}, and in the forward or backward "
+        "above",
         "Under {scenario}, the peak stays in the optimizer's step",
     ),
 }
@@ -99,7 +99,7 @@ def gpus_needed(evidence: FitEvidence) -> Iterator[Finding]:
     for scenario, card in product(ran, cards):
         row = fewest.get((scenario, card))
         (gpus,) = gpus_in_words(budget for budget in evidence.budgets if budget.one == card)
-        answer = "it fits from {gpu} on: {vary} {size} on each GPU" if row else "nothing fits on {gpus}"
+        answer = "it needs at least {gpu}, with {vary} {size} on each GPU" if row else "nothing fits on {gpus}"
         text = f"Under {{scenario}}, {answer}."
         values: dict[str, object] = {"scenario": scenario, "vary": evidence.vary, "gpus": gpus}
         values |= {"gpu": row.gpu, "size": row.size or 0} if row else {}
@@ -159,9 +159,7 @@ def _what_more_sequences_leave(evidence: FitEvidence) -> Iterator[Finding]:
     least, most = rows[-1], max(rows, key=lambda row: (row.batch or 0) * (row.size or 0))
     values: dict[str, object] = {"batch": least.batch or 0, "context": least.size or 0}
     values |= {"best": most.batch or 0, "each": most.size or 0, "tokens": (most.batch or 0) * (most.size or 0)}
-    text = (
-        "With {batch} sequences, {context} tokens of each fit; most tokens fit with {best} of {each}, {tokens} in all."
-    )
+    text = "{batch} sequences fit with {context} tokens each; {best} sequences of {each} fit the most tokens, {tokens}."
     yield Finding("fit-frontier", text, values, brief=text)
 
 
@@ -190,7 +188,9 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
         values |= {"count": largest.tensors, "spec": str(largest.spec), "together": Bytes(largest.bytes)}
     in_pieces = ""
     if bind.request <= free and free * 10 > alive:
-        in_pieces = " {free} are free, in pieces too small for the {request} asked for: expandable segments may help."
+        in_pieces = (
+            " {free} are free, but in pieces smaller than the {request} requested: expandable segments may help."
+        )
     where = "Memory runs out in" if bind.request else "The peak is in"
     brief = f"{where} {{phase}}{at} where {{role}} take {{held}} of the {{alive}} in use."
     yield Finding(
@@ -254,7 +254,7 @@ def _refused(evidence: FitEvidence) -> Iterator[Finding]:
     size = bound if bound is not None and bound in row.refused else next(iter(row.refused))
     rule = " Sizes that ran are multiples of {step}." if row.step > 1 else ""
     # The sizes that ran are the range that works, as far as is known.
-    ran = " It ran with {least} to {most}." if len(row.ran) > 1 else ""
+    ran = " Sizes from {least} to {most} ran." if len(row.ran) > 1 else ""
     values = {"vary": evidence.vary, "size": size, "reason": first_line(row.refused[size]), "step": row.step}
     values |= {"least": min(row.ran, default=0), "most": max(row.ran, default=0)}
     yield Finding("fit-refused", f"The model refuses {{vary}} {{size}}: {{reason}}.{ran}{rule}", values)
@@ -274,7 +274,7 @@ def what_is_enough(remedied: Remedied | None, vary: str) -> Iterator[Finding]:
     alone = tuple(row.name for row in enough)
     values: dict[str, object] = {"vary": vary, "size": remedied.size, "scenario": remedied.scenario}
     if alone:
-        text = "{names} makes {vary} {size} fit under {scenario}."
+        text = "With {names}, {vary} {size} fits under {scenario}."
         if len(alone) > 1:
             text = "Any one of these makes {vary} {size} fit under {scenario}: {names}."
         yield Finding("remedy-enough", text, values | {"names": ", ".join(alone)}, brief=text)
@@ -282,11 +282,12 @@ def what_is_enough(remedied: Remedied | None, vary: str) -> Iterator[Finding]:
         *first, last = remedied.combination
         together = f"{', '.join(first)} and {last}" if first else last
         values |= {"together": together, "peak": Bytes(remedied.combined or 0)}
-        so_far = "That changes what is learnt" if alone else "No remedy is enough for {vary} {size} under {scenario}"
+        so_far = "Each of these changes what is learned"
+        so_far = so_far if alone else "No single remedy makes {vary} {size} fit under {scenario}"
         text = f"{so_far}; {{together}} together need {{peak}}."
         yield Finding("remedy-combination", text, values, bytes=remedied.combined, brief=text)
     elif not alone:
-        text = "No remedy, and no combination that was tried, makes {vary} {size} fit."
+        text = "No remedy makes {vary} {size} fit, and no combination that was tried does."
         yield Finding("remedy-none", text, values, brief=text)
 
 
@@ -297,7 +298,7 @@ def _crossings(evidence: FitEvidence) -> Iterator[Finding]:
         so, never = _CROSSINGS[crossing.kind]
         text = never if crossing.size is None else so
         if crossing.kind == "peak" and crossing.size == 1:
-            text = "Under {scenario}, the peak is in forward or backward at every size"
+            text = "Under {scenario}, the peak is in the forward or backward at every size"
         values: dict[str, object] = {"scenario": crossing.scenario, "other": crossing.other, "vary": evidence.vary}
         values |= {"size": crossing.size or 0}
         yield Finding(f"crossing-{crossing.kind}", text + ".", values)

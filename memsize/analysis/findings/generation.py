@@ -74,8 +74,8 @@ def _what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
     text = "The KV cache grows to {cache}, {sequence} per sequence, " + grows + " (layers: {kinds})."
     brief = "The KV cache grows to {cache}, " + grows + "."
     if row.hosted:
-        text += " {hosted} of it are on the host, where PyTorch keeps {pinned} pinned, in blocks of powers of two."
-        brief += " {hosted} of it are on the host."
+        text += " {hosted} of it is on the host, where PyTorch pins {pinned} in blocks of powers of two."
+        brief += " {hosted} of it is on the host."
     yield Finding("kv-cache", text, values, bytes=row.cache, brief=brief)
 
 
@@ -123,7 +123,7 @@ def _what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
 @RULES.rule("generation-inexact")
 def _what_was_not_checked(evidence: Evidence) -> Iterator[Finding]:
     if inexact := sum(not row.exact for row in evidence.rows):
-        text = "Decode steps of {count} rows are close to what was derived for them, not equal."
+        text = "The decode steps of {count} rows are close to the derived figures, but not equal."
         yield Finding("generation-inexact", text, {"count": inexact})
 
 
@@ -152,8 +152,8 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
         taken = row.weights + row.profile + row.non_torch.low
         values |= sizes(short=row.shortage, weights=row.weights, rest=taken - row.weights)
         text = (
-            "Under {scenario} nothing is left for the KV cache: the server may take {budget} of {card}, {short} less "
-            "than it needs (weights {weights}, a step and what is outside PyTorch {rest})."
+            "{scenario} does not fit: the server may use {budget} of {card}, but weights take {weights}, and a step "
+            "and memory outside PyTorch {rest}. No KV cache is left; {short} are missing."
         )
         yield Finding("serves-none", text, values, bytes=row.shortage, brief=text)
         return
@@ -161,10 +161,10 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
     values |= {"cache": Bytes(paged.available.low), "tokens": paged.tokens.low, "most": paged.tokens.high}
     values |= {"requests": paged.concurrency.texts()[0], "context": serving.context}
     text = (
-        "Under {scenario}, {card} keeps at least {cache} for the KV cache: {tokens} to {most} tokens, or {requests} "
+        "Under {scenario}, {card} has at least {cache} for the KV cache: {tokens} to {most} tokens, or {requests} "
         "requests of {context} tokens at once."
     )
-    brief = "Under {scenario} the KV cache holds {tokens} to {most} tokens: {requests} requests of {context} at once."
+    brief = "Under {scenario} the KV cache has room for {tokens} to {most} tokens: {requests} requests of {context}."
     yield Finding("serves", text, values, bytes=paged.available.low, brief=brief)
 
 
@@ -178,12 +178,12 @@ def _what_is_too_long(evidence: Served) -> Iterator[Finding]:
     missing = (paged.request_blocks - paged.blocks.low) * paged.block_bytes
     values: dict[str, object] = {"scenario": row.scenario, "context": serving.context, "missing": Bytes(missing)}
     text = (
-        "Under {scenario} one request of {context} tokens may not fit the cache, by {missing}: vLLM does not start "
-        "then, but for a lower max_model_len."
+        "Under {scenario} the cache may be {missing} too small for one request of {context} tokens; vLLM then refuses "
+        "to start unless max_model_len is lowered."
     )
     if paged.longest is not None:
         values |= {"longest": paged.longest.low}
-        text += " The longest that fits has {longest} tokens."
+        text += " The longest request that fits has {longest} tokens."
     yield Finding("request-too-long", text, values, bytes=missing, brief=text)
 
 
@@ -195,7 +195,7 @@ def _what_makes_room(evidence: Served) -> Iterator[Finding]:
     enough = [row.name for row in remedied.rows if row.outcome == "fits"]
     values: dict[str, object] = {"context": remedied.size, "peak": Bytes(remedied.peak), "names": ", ".join(enough)}
     text = "One request of {context} tokens needs {peak} with the server; "
-    text += "there is room with any one of: {names}." if enough else "nothing that was tried makes room by itself."
+    text += "any one of these makes room: {names}." if enough else "no single remedy that was tried makes room."
     yield Finding("serves-with", text, values, bytes=remedied.peak, brief=text)
 
 
@@ -207,7 +207,7 @@ def _what_serves_more(evidence: Served) -> Iterator[Finding]:
         return
     before = _cached_tokens(first)
     values = {"scenario": best.scenario, "tokens": best.paged.tokens.low, "first": first.scenario, "before": before}
-    text = "Under {scenario} the cache holds {tokens} tokens at least; under {first} {before}."
+    text = "Under {scenario} the cache has room for at least {tokens} tokens; under {first}, for {before}."
     yield Finding("serves-more", text, values, bytes=best.paged.available.low, brief=text)
 
 
@@ -218,8 +218,8 @@ def _what_a_step_takes(evidence: Served) -> Iterator[Finding]:
     if row.paged is not None and row.profile * 20 < row.paged.available.low:
         return
     text = (
-        "{profile} stay free for the largest step, of {tokens} tokens and the logits of {seqs} sequences: fewer of "
-        "either leave more for the cache."
+        "The server reserves {profile} for its largest step: {tokens} tokens and the logits of {seqs} sequences. "
+        "Fewer of either leave more for the cache."
     )
     values = {"profile": Bytes(row.profile), "tokens": serving.tokens, "seqs": serving.seqs}
     yield Finding("step-transient", text, values, bytes=row.profile)

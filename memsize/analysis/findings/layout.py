@@ -17,7 +17,7 @@ RULES = Rules[Audit]()
 @RULES.rule("nothing-to-convert")
 def _nothing_to_convert(audit: Audit) -> Iterator[Finding]:
     if not audit.converted and not audit.converted_inputs:
-        text = "Nothing here is an image or a volume that channels last would rearrange: it changes nothing."
+        text = "Channels last changes nothing: the model has no images or volumes to rearrange."
         yield Finding("nothing-to-convert", text)
 
 
@@ -31,15 +31,15 @@ def _verdict(audit: Audit) -> Iterator[Finding]:
     values = sizes(plain=plain, last=last, difference=abs(last - plain))
     text = "Channels last copies {last} per forward to rearrange tensors, "
     if last > plain:
-        text += "{difference} more than row-major does."
+        text += "{difference} more than row-major."
         yield Finding("channels-last-copies-more", text, values, bytes=last - plain, layers=_layers(audit.last.copies))
     elif last < plain:
-        text += "{difference} less than row-major does."
+        text += "{difference} less than row-major."
         if not last:
-            text = "Channels last copies nothing to rearrange tensors, where row-major copies {plain} per forward."
+            text = "Channels last copies nothing to rearrange tensors; row-major copies {plain} per forward."
         yield Finding("channels-last-copies-less", text, values, bytes=plain - last, layers=_layers(audit.plain.copies))
     elif last:
-        text += "as much as row-major does."
+        text += "as much as row-major."
         yield Finding("channels-last-copies-the-same", text, values, bytes=last, layers=_layers(audit.last.copies))
     back = any(copy.op == _CONVOLUTION for copy in audit.last.copies)
     count = sum(layer.leaf and "channels last" in layer.outputs for layer in audit.last.layers)
@@ -74,7 +74,7 @@ def _copied_back(audit: Audit) -> Iterator[Finding]:
 def _copied_in_kernels(audit: Audit) -> Iterator[Finding]:
     ops = dict.fromkeys(copy.op for copy in audit.last.copies if copy.hidden and copy.op != _CONVOLUTION)
     for op in ops:
-        text = f"What {{layers}} {{get}} is not row-major: {op} makes it so in a copy first, {{bytes}} in all."
+        text = f"The input of {{layers}} is not row-major, so {op} copies it first: {{bytes}} in all."
         yield from _copied(audit, op=op, after="row-major", code="kernel-copies", text=text)
 
 
@@ -82,7 +82,7 @@ def _copied(audit: Audit, op: str, after: Format, code: str, text: str) -> Itera
     copies = [copy for copy in audit.last.copies if copy.hidden and copy.op == op and copy.after == after]
     if copies:
         layers, size = _layers(copies), sum(copy.bytes for copy in copies)
-        values = {"layers": layers, "get": "get" if len(layers) > 1 else "gets", "bytes": Bytes(size)}
+        values = {"layers": layers, "bytes": Bytes(size)}
         yield Finding(code, text, values, bytes=size, layers=layers)
 
 
@@ -90,7 +90,7 @@ def _copied(audit: Audit, op: str, after: Format, code: str, text: str) -> Itera
 def _double_precision(audit: Audit) -> Iterator[Finding]:
     layers = _layers([copy for copy in audit.last.copies if copy.tensor.dtype == "float64" and copy.op == _CONVOLUTION])
     if audit.double and layers:
-        text = "cuDNN has no channels last for float64: convolutions bring what they are given back to row-major."
+        text = "cuDNN has no channels last for float64: convolutions copy their inputs back to row-major."
         yield Finding("float64-convolutions", text, layers=layers)
 
 

@@ -46,10 +46,10 @@ def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
     values |= sizes(stored=stored) | {"dtypes": tuple(stored_dtypes(wrong))}
     values |= sizes(said=sum(tensor.reported_bytes for tensor in wrong)) | {"layers": layers}
     text = (
-        "{names} in {layers}: {stored} are stored, as {dtypes}, where PyTorch says {said}. A summary asks for the "
-        "dtype that the wrapper stands for, not for what it holds."
+        "{names} in {layers} store {stored}, as {dtypes}, while PyTorch reports {said}. A summary reads the dtype "
+        "that the wrapper reports, not the one that it stores."
     )
-    brief = "{names} store {stored}, as {dtypes}, where PyTorch says {said}."
+    brief = "{names} store {stored}, as {dtypes}, while PyTorch reports {said}."
     yield Finding("wrapper-misreports", text, values, bytes=stored, layers=layers, brief=brief)
 
 
@@ -58,7 +58,7 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
     stored = evidence.stored
     if not stored.parameters:
         return
-    texts = [f"{r.tool} says {r.parameter_bytes / 1e6:,.2f} MB of the model as it is" for r in evidence.readings]
+    texts = [f"{r.tool} reports {r.parameter_bytes / 1e6:,.2f} MB for the model as it is" for r in evidence.readings]
     values: dict[str, object] = {
         "bytes": Bytes(stored.parameter_bytes),
         "parameters": stored.parameters,
@@ -68,18 +68,18 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
     size = stored.parameter_bytes
     if size != stored.parameters * 4:
         values |= {"each": f"{size / stored.parameters:.3g}"}
-        text = "The parameters are stored in {each} bytes each, {bytes} in all. A summary that prints {printed} MB "
-        brief = "The parameters take {each} bytes each, {bytes} in all; a summary that says {printed}"
+        text = "The parameters take {each} bytes each, {bytes} in all. A summary that prints {printed} MB "
+        brief = "The parameters take {each} bytes each, {bytes} in all; a summary that prints {printed} MB"
     else:
         half = next((t for name in ("fp16", "bf16", "apex-O3") if (t := evidence.totals(name))), None)
         if half is None or half.parameter_bytes >= size:
             return
         values |= {"half": Bytes(half.parameter_bytes)}
-        text = "Casting to fp16 or bf16 does shrink the parameters, {bytes} → {half}. A summary that still prints "
+        text = "Casting to fp16 or bf16 shrinks the parameters, {bytes} → {half}. A summary that still prints "
         text += "{printed} MB afterwards "
         change = "halves" if half.parameter_bytes * 2 == size else "shrinks"
-        brief = f"Casting to fp16 or bf16 {change} the parameters, {{bytes}} → {{half}}; a summary that still says "
-        brief += "{printed}"
+        brief = f"Casting to fp16 or bf16 {change} the parameters, {{bytes}} → {{half}}; a summary that still prints "
+        brief += "{printed} MB"
         size -= half.parameter_bytes
     text += (
         "assumes 4 bytes for each of the {parameters} parameters, whatever their dtype, as torchsummary does{others}."
@@ -100,11 +100,11 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
     if crossing is not None and crossing.batch is None:
         pays = " With this input autocast needs more memory than float32 at every batch size."
     elif crossing is not None and crossing.batch != 1:
-        pays = " Autocast needs less memory than float32 from batch {batch} on."
+        pays = " Autocast needs less memory than float32 at batch sizes of {batch} and above."
     yield Finding(
         "amp-keeps-fp32-parameters",
-        "Autocast casts no parameter: parameters ({bytes}), their gradients and the optimizer state stay float32, and "
-        "each forward adds {cast} of {dtype} copies.",
+        "Autocast leaves the parameters ({bytes}), their gradients and the optimizer state in float32, and each "
+        "forward adds {cast} of {dtype} copies.",
         sizes(bytes=totals.parameter_bytes, cast=totals.cast_bytes)
         | {"dtype": amp.removeprefix("amp-"), "batch": crossing and crossing.batch},
         bytes=totals.cast_bytes,
@@ -120,13 +120,13 @@ def _amp_crossover(crossing: Crossover) -> Finding:
     values |= sizes(fp32=crossing.first, amp=crossing.second)
     values |= sizes(fp32_sample=crossing.first_per_sample, amp_sample=crossing.second_per_sample)
     values |= {"batch": crossing.batch, "before": (crossing.batch or 1) - 1}
-    text = "autocast keeps more than float32 up to batch {before} and less from batch {batch} on"
+    text = "autocast keeps more than float32 up to batch {before} and less at batch {batch} and above"
     if crossing.batch is None:
-        text = "there is no batch size from which autocast keeps less than float32"
+        text = "autocast keeps more than float32 at every batch size"
     elif crossing.batch == 1:
         text = "autocast keeps less than float32 at every batch size"
-    text += ": at batch {start} autocast keeps {amp} for backward and float32 {fp32}"
-    text += ", and one more sample adds {amp_sample} to {fp32_sample}" if crossing.batch is None else ""
+    text += ": at batch {start} autocast keeps {amp} for backward, float32 {fp32}"
+    text += ", and each further sample adds {amp_sample} instead of {fp32_sample}" if crossing.batch is None else ""
     return Finding("amp-crossover", f"With this input {text}.", values, bytes=crossing.second - crossing.first)
 
 

@@ -62,15 +62,15 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     if len(run.refused) > 1:
         template += ", the first of {count} times"
     if (after := run.went_on) is not None:
-        then = "nothing more is put on the GPU"
+        then = "it puts nothing more on the GPU"
         if after.device is not None:
             steps = "one step, " if after.steps == 1 else "{steps} steps, " if after.steps else ""
             steps = steps or ("no step, " if run.steps else "")
-            then = f"what follows fits ({steps}{{low}} to {{high}} of {{total}} at the peak)"
+            then = f"the rest fits ({steps}{{low}} to {{high}} of {{total}} at the peak)"
             values |= {"steps": after.steps} | sizes(low=after.device.low, high=after.device.high)
         template += f". The program goes on: {then}"
         times = "once, at {line}" if len(run.refused) == 1 else "{count} times, first at {line}"
-        brief = f"The program runs out of {{card}}'s memory {times}, and goes on: {then}"
+        brief = f"The program runs out of memory on {{card}} {times}, and goes on: {then}"
     values, layers = values | allowed, _layers(first.layer)
     yield Finding("run-out-of-memory", f"{template}.", values, bytes=first.bytes, layers=layers, brief=f"{brief}.")
 
@@ -116,7 +116,7 @@ def _missing(run: ProgramRun) -> Iterator[Finding]:
     match = re.fullmatch(r"ModuleNotFoundError: No module named '(\w+)'", run.failure or "")
     if match is None or run.needs_gpu is not None or match[1] in sys.stdlib_module_names:
         return
-    template = "{name} is not installed where memsize is: install it there, or run memsize from where it is installed."
+    template = "{name} is not installed beside memsize: install both in one environment."
     yield Finding("run-missing-package", template, {"name": match[1]})
 
 
@@ -124,7 +124,7 @@ def _missing(run: ProgramRun) -> Iterator[Finding]:
 def _needs_launcher(run: ProgramRun) -> Iterator[Finding]:
     missing = next((name for name in environment(ALONE) if run.failure == f"KeyError: '{name}'"), None)
     if missing is not None and run.trace.world == ALONE:
-        template = "The program wants {name}, which torchrun sets: --gpus 8 runs it as one of 8 processes."
+        template = "The program needs {name}, which torchrun sets: --gpus 8 runs it as one of 8 processes."
         yield Finding("run-needs-launcher", template, {"name": missing})
 
 
@@ -192,7 +192,7 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
     values = {"card": run.card.name, **peak_in_words(run), **sizes(requested=peak.requested), **allowed}
     largest = next((tensor for tensor in run.tensors if tensor.line and tensor.role != "workspace"), None)
     if largest is not None:
-        template += " The largest, {bytes} of {role}, is made at {line}."
+        template += " The largest tensor, {bytes} of {role}, is allocated at {line}."
         values |= {"bytes": Bytes(largest.bytes), "role": noun(largest.role), "line": largest.line}
     layers, moment = _layers(peak.peak_layer), Moment(run.trace.scenario, aggregates.summit(run.trace))
     yield Finding("run-fits", template, values, bytes=peak.device.high, layers=layers, brief=f"{brief}.", moment=moment)
@@ -202,14 +202,14 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
 def _host(run: ProgramRun) -> Iterator[Finding]:
     """The memory of the host, which a verdict names from 1 GiB on."""
     if (needs := run.trace.host.needs) >= _LARGE_ON_HOST:
-        text = "Beside the GPU, the script needs {needs} of the host's memory, without what Python and PyTorch take."
+        text = "The script also needs {needs} of host memory, beside what Python and PyTorch take."
         yield Finding("run-host", text, {"needs": Bytes(needs)}, bytes=needs, brief=text)
 
 
 @RULES.rule("run-no-step")
 def _no_step(run: ProgramRun) -> Iterator[Finding]:
     if run.trace.events and not run.steps and not run.refused and run.failure is None:
-        template = "No optimizer made a step, so the program ran to its end."
+        template = "No optimizer stepped, so the program ran to its end."
         yield Finding("run-no-step", template)
 
 
@@ -219,8 +219,8 @@ def _sends_nothing(run: ProgramRun) -> Iterator[Finding]:
     if world.size == 1 or world.one_process or run.trace.collectives or run.refused or run.failure is not None:
         return
     template = (
-        "The script sends nothing to the other {others}: it runs as it would alone. A script joins them by "
-        "torch.distributed.init_process_group, or leaves that to its library."
+        "The script sends nothing to the other {others}, as if it ran alone. Call "
+        "torch.distributed.init_process_group, or use a library that does."
     )
     others = "process" if world.size == 2 else f"{world.size - 1} processes"
     yield Finding("run-sends-nothing", template, {"others": others})
@@ -229,7 +229,7 @@ def _sends_nothing(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-waits")
 def _waits(run: ProgramRun) -> Iterator[Finding]:
     if run.waits:
-        template = "The loop at {line} waits for a number that only a GPU computes, and would never end here: the "
+        template = "The loop at {line} waits for a number that only a GPU computes and would never end: the "
         yield Finding("run-waits", f"{template}program was stopped.", {"line": run.waits})
 
 
@@ -243,8 +243,8 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
     holder, brief = growth.holder, template
     if holder is None:
         template += (
-            ". No variable was found that keeps it: a list or a sum of losses keeps their graphs, for one. Add "
-            "loss.item() or loss.detach() to it."
+            ". No variable was found that keeps the tensors; often it is a list or a sum of losses, which keeps their "
+            "graphs: add loss.item() or loss.detach() to it."
         )
     else:
         values |= {"name": holder.name, "tensors": holder.tensors, "place": holder.line}
@@ -326,7 +326,7 @@ def _ranks_fit(runs: RankRuns) -> Iterator[Finding]:
     run, peak = runs.worst.run, runs.worst.run.peak
     if run.refused or not run.trace.events or any(other.run.failure for other in runs.groups):
         return
-    most = "{ranks} needs most," if len(runs.neediest) == 1 else "{ranks} need most,"
+    most = "{ranks} needs the most," if len(runs.neediest) == 1 else "{ranks} need the most,"
     template = "All {size} {noun} fit on {card}: " + ("each takes" if len(runs.neediest) == runs.size else most)
     template += " {low} to {high} of {total} at the peak, in {where}."
     values = {"size": runs.size, "noun": f"{runs.noun}s", "card": run.card.name}
@@ -353,7 +353,7 @@ def _ranks_between(runs: RankRuns) -> Iterator[Finding]:
     ran = [rank for group in runs.groups for rank in group.ran]
     if len(ran) < runs.size:
         template = (
-            "{count} of {size} {noun} were run: {ran}. Each of the others lies between two that hold the same, and "
+            "{count} of {size} {noun} were run: {ran}. Each other {one} lies between two with equal figures, and "
             "shards never grow from one {one} to the next."
         )
         values = {"count": len(ran), "size": runs.size, "noun": f"{runs.noun}s", "one": runs.noun, "ran": spans(ran)}

@@ -38,8 +38,8 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
         values: dict[str, object] = {"name": name, "done": layers_of(done), "small": Bytes(bytes_of(done))}
         values |= {"left": tuple(skipped), "reason": "; ".join(dict.fromkeys(skipped.values()))}
         values |= {"size": Bytes(size), "dtypes": stored_dtypes(unquantized)}
-        text = "{name} shrinks {done} to {small} and does not convert {left} ({reason}): {size} stay {dtypes}."
-        brief = "{name} does not convert {left}: {size} stay {dtypes}."
+        text = "{name} shrinks {done} to {small} and does not convert {left} ({reason}): {size} stay in {dtypes}."
+        brief = "{name} does not convert {left}: {size} stay in {dtypes}."
         yield Finding("quantization-leaves-layers", text, values, bytes=size, layers=tuple(skipped), brief=brief)
 
 
@@ -56,8 +56,8 @@ def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
             dtypes = tuple(dict.fromkeys(copy.dtype for copy in copies))
             values = {"name": name, "layers": layers, "dtypes": dtypes, "bytes": Bytes(size)}
             text = (
-                "{name} unpacks the weights of {layers} to {dtypes} before it multiplies, and what it keeps for "
-                "backward includes these copies: {bytes}. Inference frees them one by one."
+                "{name} unpacks the weights of {layers} to {dtypes} for each product and keeps these copies for "
+                "backward: {bytes}. Inference frees them one by one."
             )
             yield Finding("quantized-weights-unpacked", text, values, bytes=size, layers=layers)
 
@@ -76,8 +76,8 @@ def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
             size = bytes_of(wide)
             values = {"name": name, "count": sum(tensor.elements for tensor in wide), "bytes": Bytes(size)}
             text = (
-                "{name}: {count} weights have fewer than 8 bits each but are kept in 8-bit containers, {bytes} in all: "
-                "nothing is saved beyond int8."
+                "{name} stores {count} weights of fewer than 8 bits in 8-bit containers, {bytes} in all, which saves "
+                "nothing beyond int8."
             )
             yield Finding("low-bits-in-wide-containers", text, values, bytes=size, layers=layers_of(wide))
 
@@ -103,7 +103,8 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
     shares = ", ".join(f"{{bytes{number}}} at {{line{number}}}" for number in range(len(lines)))
     rest = f" and the rest at {len(by_line) - _LINES} more lines." if len(by_line) > _LINES else "."
     text = (
-        "Functions keep {size} of {all} for backward; the table counts that in the modules that call them, {layers}: "
+        "Functions keep {size} of the {all} for backward, which the table counts for the modules that call them, "
+        "{layers}: "
     )
     yield Finding("kept-by-functions", text + shares + rest, values, bytes=size, layers=layers)
 
@@ -111,7 +112,7 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
 @RULES.rule("unregistered-tensors")
 def unregistered(evidence: Evidence) -> Iterator[Finding]:
     hidden = [t for t in evidence.as_given.tensors if t.kind == "attribute" and t.bytes and not _computed(t, evidence)]
-    text = "Not registered: {names} ({bytes}). parameters(), state_dict(), .to() and .half() do not see them; "
+    text = "{names} ({bytes}) are not registered: parameters(), state_dict(), .to() and .half() do not see them. "
     text += "nn.ModuleList, nn.Parameter and register_buffer make them part of the model."
     yield from _about(hidden, "unregistered-tensors", text)
 
@@ -125,8 +126,8 @@ def pruned(evidence: Evidence) -> Iterator[Finding]:
         computed = [t for t in evidence.as_given.tensors if _computed(t, evidence)]
         extra, layers = bytes_of(masks) + bytes_of(computed), layers_of(masks)
         text = (
-            "Pruning makes the model larger, not smaller: beside each original weight stand a mask and the computed "
-            "weight, {extra} on top, in {layers}. torch.nn.utils.prune.remove makes it permanent and drops both."
+            "Pruning makes the model larger: it adds a mask and the computed weight to each original weight, {extra} "
+            "in all, in {layers}. torch.nn.utils.prune.remove makes it permanent and drops both."
         )
         values = {"extra": Bytes(extra), "layers": layers}
         yield Finding("pruned-parameters-grow", text, values, bytes=extra, layers=layers)
@@ -143,7 +144,7 @@ def without_gradient(evidence: Evidence) -> Iterator[Finding]:
     cut = [t for t in evidence.parameters if t.trainable and t.used and t.differentiable is False and t.tied_to is None]
     if any(t.differentiable for t in evidence.parameters):
         text = (
-            "Used, but out of reach of any gradient: {names} ({bytes}), read through .data or detach, or under no_grad."
+            "{names} ({bytes}) are used but get no gradient: they are read through .data or detach, or under no_grad."
         )
         yield from _about(cut, "no-gradient-flows", text)
 
@@ -155,7 +156,8 @@ def tied(evidence: Evidence) -> Iterator[Finding]:
         saved = sum(tensor.reported_bytes for tensor in ties)
         owners = tuple(dict.fromkeys(str(tensor.tied_to) for tensor in ties))
         values = {"names": tuple(tensor.name for tensor in ties), "owners": owners, "saved": Bytes(saved)}
-        text = "Tied: {names} with {owners}. What they share is stored and counted once, which saves {saved}."
+        values |= {"verb": "is" if len(ties) == 1 else "are"}
+        text = "{names} {verb} tied to {owners}: the shared bytes are stored and counted once, which saves {saved}."
         yield Finding("tied-parameters", text, values, bytes=saved, layers=layers_of(ties))
 
 
@@ -172,7 +174,7 @@ def what_halving_cannot_halve(evidence: Evidence) -> Iterator[Finding]:
     fixed = [t for t in buffers if t.bytes >= 1024]
     inputs = [i for i in evidence.as_given.inputs if "float" not in i.spec.dtype]
     parts = ["integer buffers ({buffers})"] if fixed else []
-    parts += ["inputs that are not floating ({inputs}: {names})"] if inputs else []
+    parts += ["inputs of integers ({inputs}: {names})"] if inputs else []
     if parts:
         of_buffers, of_inputs = bytes_of(fixed), sum(i.bytes for i in inputs)
         values = sizes(buffers=of_buffers, inputs=of_inputs) | {"names": tuple(f"{i.name} {i.spec}" for i in inputs)}
@@ -188,7 +190,7 @@ def norms_kept_in_fp32(evidence: Evidence) -> Iterator[Finding]:
     float32 = [t for t in trace.tensors if t.spec.dtype == "float32" and t.kind in ("parameter", "buffer")]
     half = [t.elements for t in trace.tensors if t.spec.dtype == "float16" and t.trainable and not t.tied_to]
     master, values = 4 * sum(half), sizes(master=4 * sum(half), kept=bytes_of(float32))
-    text = "apex O2 stores float16 weights but its optimizer holds {master} of float32 master weights as well"
+    text = "apex O2 stores float16 weights, but its optimizer adds {master} of float32 master weights"
     text += ", and batch norms stay float32 ({kept})." if float32 else "."
     yield Finding("apex-o2-keeps-master-weights", text, values, bytes=master, layers=layers_of(float32))
 
@@ -198,14 +200,14 @@ def buffers(evidence: Evidence) -> Iterator[Finding]:
     tensors = [t for t in evidence.as_given.tensors if t.kind == "buffer"]
     size, parameters = bytes_of(tensors), evidence.stored.parameter_bytes
     if size and size * 100 >= parameters:
-        text = "Buffers take {bytes} beside the parameters; torchsummary and torchinfo do not count them."
+        text = "Buffers take {bytes} in addition to the parameters; torchsummary and torchinfo do not count them."
         yield Finding("buffers-count-too", text, {"bytes": Bytes(size)}, bytes=size, layers=layers_of(tensors))
 
 
 @RULES.rule("summary-counts-differently")
 def torchinfo_counts_differently(evidence: Evidence) -> Iterator[Finding]:
     ours, tensors = evidence.stored.parameters, evidence.parameters
-    reason = "it adds up the layers that it saw called"
+    reason = "it adds up the layers that were called"
     if any(tensor.kind == "packed" for tensor in tensors):
         reason = "it does not see packed weights"
     elif any(tensor.tied_to for tensor in tensors):
@@ -215,7 +217,7 @@ def torchinfo_counts_differently(evidence: Evidence) -> Iterator[Finding]:
     for reading in evidence.readings:
         if reading.parameters != ours:
             values = {"tool": reading.tool, "theirs": reading.parameters, "ours": ours, "reason": reason}
-            text = "{tool} counts {theirs} parameters where {ours} are stored: {reason}."
+            text = "{tool} counts {theirs} parameters, the model stores {ours}: {reason}."
             yield Finding("summary-counts-differently", text, values)
 
 

@@ -33,7 +33,7 @@ def _what_fits(rows: Rows) -> Iterator[Finding]:
             values |= {f"fit{key}": fit, f"all{key}": every}
             fitting.append(f"{{fit{key}}} of {{all{key}}}{on}")
         parts.append(f"on {{gpu{number}}} {', '.join(fitting)}" if is_spread else f"{fitting[0]} on {{gpu{number}}}")
-    text = f"Of the cells that ran, these fit: {('; ' if is_spread else ', ').join(parts)}."
+    text = f"These cells fit, of all that ran: {('; ' if is_spread else ', ').join(parts)}."
     yield Finding("sweep-fits", text, values, brief=text)
 
 
@@ -60,11 +60,15 @@ def _the_smallest_card(rows: Rows) -> Iterator[Finding]:
         return
     enough = next((name for name, cells in cards.items() if all(row.outcome == "fits" for row in cells)), None)
     if enough is None:
-        text = "No card fits all."
+        text = "No GPU fits every cell."
         yield Finding("sweep-no-card", text, brief=text)
     else:
         several = any(row.gpus > 1 for row in rows)
-        text = "The fewest GPUs that fit all are {gpu}." if several else "The smallest card that fits all is {gpu}."
+        text = (
+            "The fewest GPUs that fit every cell are {gpu}."
+            if several
+            else "The smallest GPU that fits every cell is {gpu}."
+        )
         yield Finding("sweep-smallest-card", text, {"gpu": enough}, brief=text)
 
 
@@ -77,7 +81,7 @@ def _what_needs_most(rows: Rows) -> Iterator[Finding]:
     role = max(row.roles, key=lambda cell: row.roles[cell])
     values: dict[str, object] = {"cell": phrase_of(row.settings, varying(cell.settings for cell in rows))}
     values |= sizes(reserved=row.reserved) | {"role": noun(role), "part": Bytes(row.roles[role]), "phase": row.phase}
-    brief = "The largest peak is that of {cell}: {reserved} reserved"
+    brief = "{cell} peaks highest: {reserved} reserved"
     text = f"{brief}, {{part}} of them {{role}}, in {{phase}}."
     yield Finding("sweep-largest", text, values, bytes=row.reserved, brief=f"{brief}.")
 

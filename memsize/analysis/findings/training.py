@@ -37,7 +37,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
     largest = [(role, size) for role, size in peak.roles.items() if size * 20 >= peak.requested][:4]
     spread = evidence.spread
     how, among = (" and {parallel}", " on one of {gpus} GPUs") if spread else ("", "")
-    shares = ", ".join(f"{role} {{r{number}}}" for number, (role, _) in enumerate(largest))
+    shares = ", ".join(f"{noun(role)} {{r{number}}}" for number, (role, _) in enumerate(largest))
     states, constant = (sum(peak.roles.get(role, 0) for role in roles) for roles in (PER_PARAMETER, FIXED))
     values: dict[str, object] = {"optimizer": optimizer_in_words(evidence.optimizer), "name": name}
     values |= sizes(requested=peak.requested) | {"where": moment(peak.peak_phase, peak.peak_layer)}
@@ -49,11 +49,11 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
     values |= sizes(**{f"r{number}": size for number, (_, size) in enumerate(largest)})
     advice = "Most of it grows with the batch."
     if peak.peak_phase == "optimizer":
-        advice = "The update's temporaries take {temporary} of it at any batch size: a fused optimizer has none."
+        advice = "The update's temporaries take {temporary} of it at any batch size; a fused optimizer has none."
     elif states * 2 > peak.requested:
         advice = "Parameters, gradients and optimizer state take {states} of it at any batch size."
     elif constant * 2 > peak.requested:
-        advice = "{constant} of it, mostly {main}, do not depend on the batch size."
+        advice = "{constant} of it is independent of the batch size, mostly {main}."
     fits = "may not fit on" if peak.shortage else "fits on"
     fits = "does not fit on" if peak.shortage and peak.shortage.certain else fits
     yield Finding(

@@ -23,7 +23,7 @@ def out_of_memory(shortage: Shortage, what: str, gpu: str, scenario: str | None 
     `scenario` is that of the run which a page shows over time, if it is this one.
     """
     text = brief = "{what} does not fit on {gpu}: it runs out of memory in the {where}."
-    text += " The peaks are those of the same run with enough."
+    text += " The peaks are those of the same run with enough memory."
     if not shortage.certain:
         takes = "context and NCCL's buffers take" if shortage.nccl else "context takes"
         large = "context and NCCL's buffers" if shortage.nccl else "context"
@@ -52,12 +52,12 @@ def out_of_memory(shortage: Shortage, what: str, gpu: str, scenario: str | None 
 def lagging(lag: RecordStreamCost, reserved: int, code: str = "record-stream") -> Finding:
     """The bytes beyond `reserved` that may be reserved if the GPU lags behind the program, and why."""
     more, handed = lag.reserved - reserved, "a tensor" if lag.tensors == 1 else f"{lag.tensors} tensors"
-    text = "Up to {reserved} are reserved where the GPU lags behind, {more} more"
+    text = "Up to {reserved} are reserved if the GPU lags behind, {more} more"
     if not more:
-        text = "No more than {reserved} are reserved where the GPU lags behind"
-    text += ": {tensors}, and what is freed of them can be reused only when that stream is done with it"
+        text = "At most {reserved} are reserved if the GPU lags behind"
+    text += ": {tensors}, whose memory can be reused only after that stream is done with it"
     if lag.runs_out:
-        text += "; PyTorch waits for it before it gives up, and may still run out of memory"
+        text += "; PyTorch waits for that stream before it gives up, and may still run out of memory"
     tensors = f"record_stream handed {handed} to another stream"
     values = {"reserved": Bytes(lag.reserved), "more": Bytes(more), "tensors": tensors}
     return Finding(code, f"{text}.", values, bytes=more)
@@ -80,10 +80,10 @@ def sweep_interrupted(missing: Sequence[str], cells: int, saved: bool) -> tuple[
         return ()
     if len(missing) == cells:
         before = "before any of {cells} cells was done" if cells > 1 else "before its cell was done"
-        text = f"Interrupted {before}. The same command begins anew."
+        text = f"Interrupted {before}. The same command starts again."
     else:
         are = "is" if len(missing) == 1 else "are"
         text = f"Interrupted: {{count}} of {{cells}} cells {are} missing: {{missing}}."
-        text += " The same command goes on with what is missing." if saved else ""
+        text += " The same command continues with the missing cells." if saved else ""
     values = {"count": len(missing), "cells": cells, "missing": tuple(missing)}
     return (Finding(INTERRUPTED, text, values, brief=text),)
