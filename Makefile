@@ -1,4 +1,4 @@
-# make demo | test | fuzz | bench | docs | page-libraries: each sets up its own virtual environment first, and again when the requirements change.
+# make demo | test | fuzz | bench | docs | page-libraries | release: each sets up its own virtual environment first, and again when the requirements change.
 #
 # PYTHON=…          the interpreter to build it with (the first of the list below that is 3.11 or newer)
 # TORCH_INDEX=…     the index to get PyTorch and torchvision from: that of their small CPU builds, say
@@ -19,21 +19,21 @@ CUDNN ?=
 THOROUGH ?=
 LOG := $(VENV)/pip.log
 MYPY_LOG := $(VENV)/mypy.log
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PINNED := ^(torch|torchvision)==
 # Another release brings its own libraries of CUDA.
 OWN := ^(torch|torchvision|triton|nvidia-[a-z0-9-]+)==
 BUILDS := $(if $(TORCH),torch==$(TORCH) torchvision,$(shell grep -E '$(PINNED)' constraints.txt))
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
-# pip shows how far it is; its warnings and errors are shown where it fails.
+# What pip says is shown where it fails.
 OR_EXPLAIN = 2>$(LOG) || { cat $(LOG) >&2; exit 1; }
 
-.PHONY: demo test fuzz bench docs format page-libraries clean
+.PHONY: demo test fuzz bench docs format page-libraries release clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
-	$(BIN)/memsize report notebooks/model.py:Test --input 3,64,64
+	@$(BIN)/memsize report notebooks/model.py:Test --input 3,64,64
 
 # Each of the tests' processes computes on one thread: those of several would wait for each other. Many import memsize in a
 # process of their own, which would compile it each time where Python may not write what it compiles. mypy runs beside the
@@ -85,6 +85,21 @@ page-libraries:
 	cp $(FETCHED)/node_modules/d3-*/dist/*.min.js $(LIBRARIES)
 	cd $(FETCHED)/node_modules && for name in d3-*; do printf '%s\n\n' "$$name:"; cat $$name/LICENSE; echo; done \
 		> $(CURDIR)/$(LIBRARIES)/LICENSE
+
+# What is published: built, checked, and installed in an empty environment, where it has to run without PyTorch.
+RELEASE := build/release
+
+release:
+	rm -rf dist $(RELEASE)
+	@$(PYTHON) -m venv $(RELEASE)/tools
+	@$(RELEASE)/tools/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	$(RELEASE)/tools/bin/python -m build --outdir dist .
+	$(RELEASE)/tools/bin/twine check --strict dist/*
+	for package in dist/*; do \
+		rm -rf $(RELEASE)/empty && $(PYTHON) -m venv $(RELEASE)/empty && \
+		$(RELEASE)/empty/bin/python -m pip install --quiet --disable-pip-version-check "$$package" && \
+		(cd $(RELEASE) && empty/bin/memsize models Llama-3.1-8B && empty/bin/memsize gpus t4) || exit 1; \
+	done
 
 # torch and torchvision come first and in one step, since only builds of one index match; once they are there, nothing
 # that depends on torch asks for another. An index without that torchvision leaves it to the next step: memsize runs the

@@ -34,7 +34,7 @@ _BESIDE_ANSWERS = {
     "memsize.device.allocator_config": "AllocatorConfig",
     "memsize.errors": (
         "BudgetError CheckpointError ForwardError InputError MemsizeError OutputError "
-        "ScenarioError TargetError UnknownValueError"
+        "ScenarioError TargetError TorchMissingError UnknownValueError"
     ),
     "memsize.interrupt": "Interrupted",
     "memsize.records.finding": "Finding",

@@ -8,6 +8,7 @@
     ├── CheckpointError  a checkpoint file is missing, damaged, or refused because it would run code
     ├── OutputError      the report cannot be written as asked
     ├── BudgetError      a training loop would need more memory than there is
+    ├── TorchMissingError  a model is to be run, and PyTorch is not installed
     └── UnknownValueError  a name that is none of the known ones; it is also one of the errors above
 
 Every message is one that a user can act on. The command line prints it and exits with status 2; the exception that
@@ -56,6 +57,17 @@ class CheckpointError(MemsizeError):
 
 class OutputError(MemsizeError):
     """The report cannot be written as asked."""
+
+
+INSTALL_TORCH: Final = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+"""How to get the small CPU build of PyTorch: https://pytorch.org/get-started/locally."""
+
+
+class TorchMissingError(MemsizeError):
+    """PyTorch is not installed, and the question runs a model."""
+
+    def __init__(self) -> None:
+        super().__init__(f"this needs PyTorch, which is not installed; its CPU build is enough: {INSTALL_TORCH}")
 
 
 class BudgetError(MemsizeError):

@@ -93,3 +93,11 @@ def test_the_steps_of_the_action(
     elif status < 2:
         wrong = done.stdout.count("::error file=")
         assert wrong == (0 if limit == 12 else len(paths.split()))
+
+
+def test_a_release_is_what_make_builds_and_needs_no_password() -> None:
+    jobs = read(".github/workflows/release.yml")["jobs"]
+    assert {"run": "make release"} in jobs["build"]["steps"]
+    (_, publish) = jobs["publish"]["steps"]
+    assert publish == {"uses": "pypa/gh-action-pypi-publish@release/v1"}
+    assert jobs["publish"]["permissions"] == {"id-token": "write"} and jobs["publish"]["needs"] == "build"

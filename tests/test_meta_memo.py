@@ -17,6 +17,20 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 
 
+FIRST = """
+import gc, sys, weakref
+import torch
+from memsize.torch_internals.meta import MetaMemo
+ids = torch.empty(2, 8, dtype=torch.int64, device="meta")
+alive = weakref.ref(ids)
+gc.disable()
+imported = ["torch._dynamo" in sys.modules]
+MetaMemo().run(torch.ops.aten.cumsum.default, (ids, -1), {})
+del ids
+print(imported[0], "torch._dynamo" in sys.modules, alive())
+"""
+
+
 class Seen(TorchDispatchMode):
     """Lists the ops that are run."""
 
@@ -221,3 +235,8 @@ def test_answers_are_the_kernels_whatever_was_asked_before(calls: list[tuple[Ten
     for tensor, (func, more) in calls * 2:
         assert described(memo.run(func, (tensor, *more), {})) == described(func(tensor, *more))
         assert len(memo) <= 4
+
+
+def test_a_kernel_that_imports_the_compiler_does_not_keep_its_arguments(python: Any) -> None:
+    done = python("-c", FIRST)
+    assert done.stdout.split() == ["False", "True", "None"], done.stderr

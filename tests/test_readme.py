@@ -32,7 +32,7 @@ import torch
 from memsize import Report, Trace, cli
 from memsize.analysis import compare
 from memsize.analysis.explain import explanation
-from memsize.analysis.findings import fit, generation, layout, program, report_rules, sweep
+from memsize.analysis.findings import after_steps, fit, generation, layout, program, report_rules, sweep
 from memsize.checkpoints import findings as checkpoint
 from memsize.cli.working import Session
 from memsize.documents.report import layer_table
@@ -294,7 +294,7 @@ def test_every_finding_is_documented() -> None:
     assert quoted(rows("generate.md", "Findings"), 0) == [*generation.RULES.codes]
     assert quoted(rows("serve.md", "Findings"), 0) == [*generation.SERVING_RULES.codes]
     assert quoted(rows("sweep.md", "Findings"), 0) == [*sweep.RULES.codes]
-    assert quoted(rows("run.md", "Findings"), 0) == [*program.RULES.codes]
+    assert quoted(rows("run.md", "Findings"), 0) == [*program.RULES.codes, *after_steps.AFTER_RULES.codes]
     assert quoted(rows("run.md", "Several GPUs"), 0) == [*program.RANK_RULES.codes]
     assert quoted(rows("explain.md", "Findings"), 0) == [*explanation.RULES.codes]
     page = text_of(DOCS / "findings.md")

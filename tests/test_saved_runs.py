@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -346,3 +347,23 @@ def test_what_has_no_end_is_not_read(
 ) -> None:
     (folder / "endless.memsize").symlink_to("/dev/zero")
     assert refused(capsys, *arguments, "endless.memsize") == "cannot read endless.memsize: it is not a file"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SAVED_KINDS if kind != "step"])
+def test_any_answer_in_brief_has_its_findings_and_no_table(kind: str) -> None:
+    saved = memsize.load(SAVED / f"{kind}.1.memsize")
+    brief, whole = render(saved, "agent").splitlines(), render(saved, "text").splitlines()
+    assert 1 < len(brief) <= 40 and brief[0] == whole[0]
+    assert not any("---" in line for line in brief)
+    assert set(brief) <= set(whole)
+
+
+def test_a_long_answer_in_brief_says_how_much_it_leaves_out() -> None:
+    report = memsize.load(SAVED / "report.1.memsize")
+    brief = render(replace(report, findings=report.findings * 20), "agent").splitlines()
+    assert len(brief) == 40 and brief[-1].endswith("more lines, and all tables: -f json, or without -f")
+
+
+def test_the_command_prints_an_answer_in_brief(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "fit", str(SAVED / "fit.1.memsize"), "--format", "agent")
+    assert out == render(memsize.load(SAVED / "fit.1.memsize"), "agent")

@@ -17,6 +17,8 @@ from typing import Any, Final, Literal
 
 import torch
 
+from memsize.analysis.after_steps import after_steps
+from memsize.analysis.findings.after_steps import AFTER_RULES
 from memsize.analysis.findings.program import RULES
 from memsize.analysis.model_setups import plans_of, workspaces
 from memsize.analysis.timeline import snapshot
@@ -147,14 +149,16 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         growth=_growth(program, trace),
         kept_gradients=_kept_gradients(trace, program.steps.zeroed),
         waits=program.waits.line,
+        unused_checkpointing=program.unused_checkpointing,
         unwritten=(*program.files.remarks, *program.processes.failures),
         children=tuple(ChildRun(**result) for result in program.processes.results),
+        after=after_steps(program.after, trace, program.steps.ends, failing_line),
         failure=None if trace.failure is None else trace.failure.reason,
         failed_at=None if error is None else failing_line(error),
         needs_gpu=needs_gpu(error),
         allocator=json.dumps(plain(memory.config)),
     )
-    return replace(run, findings=RULES.findings(run))
+    return replace(run, findings=(RULES + AFTER_RULES).findings(run))
 
 
 def _went_on(program: Program, trace: Trace, error: BaseException | None) -> WentOn | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memsize.api.keywords import takes
 from memsize.api.opened import model_of, opened, prompts_of
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.device.budget import budgets, spread_over
+from memsize.device.budget import ALL, budgets, spread_over
 from memsize.errors import InputError
 from memsize.spec import requests
 from memsize.spec.generation import GENERATED, searched_generation
@@ -42,11 +42,12 @@ def fit(
     `parallel` spreads that over several GPUs (``"fsdp=8"``; ``["fsdp=8", "ddp=8"]`` compares two ways), with that batch
     on each; `gpus` compares numbers of them, ``"1..128"`` (doubling) or ``[4, 8]``, for a `parallel` without one:
     ``"fsdp"``, ``"ddp"``, ``"hsdp=x8"``.
-    `gpu` is the name of a GPU, several of them, or ``"local"``; `budget` is a size of its memory instead, in bytes or
-    as ``"15109MiB"``. The CUDA context and `margin` (bytes, a size, or ``"5%"``) are subtracted from either. `stack` is
-    its PyTorch and CUDA, `allocator` holds the caching allocator's settings. `remedies` tries them in any case (True)
-    or never (False); `crossovers` looks for the sizes from which on autocast pays or the peak moves. `progress` is
-    called with what is being done, `found` with what a row says once it is known.
+    `gpu` is the name of a GPU, several of them, ``"local"``, or ``"all"``, the smallest on which `batch_size` fits;
+    `budget` is a size of its memory instead, in bytes or as ``"15109MiB"``. The CUDA context and `margin` (bytes, a
+    size, or ``"5%"``) are subtracted from either. `stack` is its PyTorch and CUDA, `allocator` holds the caching
+    allocator's settings. `remedies` tries them in any case (True) or never (False); `crossovers` looks for the sizes
+    from which on autocast pays or the peak moves. `progress` is called with what is being done, `found` with what a row
+    says once it is known.
 
     With `prompt`, `max_new_tokens`, `cache_implementation`, `kv_cache_dtype`, `num_beams`, `prefill_chunk_size` or
     `uneven`, as for `generate`, the question is about generated tokens: how many sequences fit, or, with `vary`
@@ -70,6 +71,9 @@ def fit(
     }
     if generation and (about_steps := next((name for name, value in steps.items() if value), None)):
         raise InputError(f"{about_steps} is about a step of the model's own, not about tokens that it generates")
+    is_about_all = request.gpu.name == ALL
+    if is_about_all and (request.model.batch_size is None or not vary.batch or generation):
+        raise InputError("--gpu all finds the smallest GPU for a batch: give one, as in --batch-size 8")
     training, gpu, stack = request.training, request.gpu, request.gpu.releases
     allocator = AllocatorConfig.of(gpu.allocator, stack.release)
     spread = [spread_of(parallel, training) for parallel in on_each(request.parallel, request.gpus)]
@@ -86,7 +90,7 @@ def fit(
         training,
         config=allocator,
         size=model.batch_size if vary.batch else None,
-        remedies=request.remedies,
+        remedies=False if is_about_all and request.remedies is None else request.remedies,
         crossovers=request.crossovers,
         default=request.scenarios is None and not request.compile,
         generation=generation,
@@ -97,14 +101,17 @@ def fit(
     from memsize.analysis.fit.run_cache import RunCache
 
     with opened(
-        model, report_progress, capacities[0].card.name, own=training is not None and training.is_own
+        model,
+        report_progress,
+        None if is_about_all else capacities[0].card.name,
+        own=training is not None and training.is_own,
     ) as loaded:
-        return find_fit(
-            RunCache(*loaded.run, vary, report_progress, stack=stack, whole=model.whole),
-            search,
-            loaded.notes,
-            tell=show,
-        )
+        runs = RunCache(*loaded.run, vary, report_progress, stack=stack, whole=model.whole)
+        if is_about_all:
+            from memsize.analysis.fit.smallest_cards import on_smallest
+
+            search = on_smallest(runs, search)
+        return find_fit(runs, search, loaded.notes, tell=show)
 
 
 def _fit_of_generations(

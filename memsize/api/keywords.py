@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Final, TypeVar
 
-from memsize.errors import InputError, MemsizeError
+from memsize.errors import InputError, MemsizeError, TorchMissingError
 from memsize.spec.options import keywords_of, of_keywords, options_of
 from memsize.spec.project import with_usual_gpu
 
@@ -31,7 +32,8 @@ def takes(request: type[Any]) -> Callable[[Callable[..., Answer]], Callable[...,
         @wraps(function)
         def call(*values: Any, **keywords: Any) -> Answer:
             if values and isinstance(values[0], request):
-                return function(*values, **keywords)
+                with _torch_wanted():
+                    return function(*values, **keywords)
             if len(values) > len(positional):
                 raise InputError(f"{function.__name__} takes {', '.join(positional)}, and the rest by keywords")
             named = dict(zip(positional, values, strict=False))
@@ -39,7 +41,8 @@ def takes(request: type[Any]) -> Callable[[Callable[..., Answer]], Callable[...,
                 raise InputError(f"{twice} is given twice, by its place and by its name")
             try:
                 parsed, own_values = of_keywords(request, with_usual_gpu(request, named | keywords), own)
-                return function(parsed, **own_values)
+                with _torch_wanted():
+                    return function(parsed, **own_values)
             except MemsizeError as error:
                 error.args = (_in_python(error.args[0], request), *error.args[1:])
                 raise
@@ -48,6 +51,17 @@ def takes(request: type[Any]) -> Callable[[Callable[..., Answer]], Callable[...,
         return call
 
     return decorate
+
+
+@contextmanager
+def _torch_wanted() -> Iterator[None]:
+    """Say how to install PyTorch where it is missing; much of memsize does without."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise TorchMissingError from None
 
 
 _PYTHON_NAMES: Final = {"target": "model", "input": "input_size", "inputs": "input_data"}

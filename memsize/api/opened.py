@@ -128,7 +128,7 @@ def model_of(
 
         report_progress(f"loading {subject.model}")
         with _users_code_runs():
-            loaded = load(target, subject.arguments, machine, own=own)
+            loaded = load(target, subject.arguments, machine, own=own, online=subject.online)
             with loaded.importable(), _guarded(loaded.module):
                 module = _with_trained_parts(loaded.module, subject)
                 yield Loaded(loaded.name, module, loaded.notes, maker=loaded.inputs, machine=machine)
@@ -139,6 +139,8 @@ def model_of(
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise MemsizeError(f"expected a torch.nn.Module or a target such as 'model.py:Test', got {got}")
+    if subject.online:
+        raise InputError("--online is for the model of a Hub id: this module is there already")
     if subject.arguments:
         raise InputError("arguments are for a target, which is built with them: this module is there already")
     with _users_code_runs(), _guarded(model):

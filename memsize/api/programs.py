@@ -30,7 +30,9 @@ def run(request: RunRequest, *, progress: Callable[[str], None] | None = None) -
     """Report what a script that was written for a GPU would do to one, from a run of it on a GPU that isn't there.
 
     `script` runs in this process with `arguments` as its command line (with `module`, the module of that name, as
-    ``python -m`` runs it), until its optimizer has made `steps` steps; 0 runs it to its end. What it computes on the
+    ``python -m`` runs it), until its optimizer has made `steps` steps; 0 runs it to its end. Unless it is
+    `training_only`, its epoch ends then, and it goes on to its first evaluation and checkpoint. With a `checkpoint` of
+    ``"stand-in"``, one that it loads and that is not there gets the shapes of what loads it. What it computes on the
     GPU has no values, and numbers that it reads from there are stand-ins. Files that were there before are left alone
     unless `allow_writes` is set; with `offline`, it connects to no other machine. `gpu` and `allocator` are as for
     `trace`; without an `allocator`, its settings are those that ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF``
@@ -79,6 +81,8 @@ def run_program(
         stack=gpu.releases,
         allowed=request.allow_writes,
         offline=request.offline,
+        goes_on=not request.training_only,
+        stands_in=request.checkpoint is not None,
     )
     if world is None or isinstance(rank, int):
         return run_as_rank(path, arguments, settings, module=request.module, progress=report_progress)

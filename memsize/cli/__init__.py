@@ -17,7 +17,7 @@ from importlib import import_module
 import click
 
 from memsize.cli.working import Session, fill_closed_streams, give_up_stdout, say
-from memsize.errors import MemsizeError, first_line, in_one_line, quoted
+from memsize.errors import MemsizeError, TorchMissingError, first_line, in_one_line, quoted
 from memsize.interrupt import INTERRUPTED
 from memsize.printable import LONGEST, shortened
 
@@ -50,7 +50,7 @@ _QUESTIONS = {
     },
     "Which names are there?": {
         "gpus": "List the GPUs whose memory is known.",
-        "models": "List the models that timm, torchvision and transformers define.",
+        "models": "List the models of timm, torchvision, transformers and the Hub.",
         "scenarios": "List the ways to store and run a model.",
     },
 }
@@ -127,6 +127,9 @@ def run(arguments: Sequence[str]) -> int:
     session = Session()
     try:
         result = memsize.main(list(arguments), prog_name="memsize", standalone_mode=False, obj=session)
+    except ModuleNotFoundError as error:
+        missing = error.name == "torch"
+        return _fail(str(TorchMissingError()) if missing else _bug(error, session), session, _USER if missing else _BUG)
     except MemsizeError as error:
         return _fail(str(error), session, _USER)
     except click.ClickException as error:
@@ -143,9 +146,12 @@ def run(arguments: Sequence[str]) -> int:
         path = "" if error.filename is None else f"{quoted(str(error.filename))}: "
         return _fail(f"{path}{error.strerror or first_line(error)}", session, _USER)
     except Exception as error:
-        hint = "" if session.debug else "; --debug shows where"
-        return _fail(f"this is a bug in memsize: {in_one_line(error)}{hint}", session, _BUG)
+        return _fail(_bug(error, session), session, _BUG)
     return result if isinstance(result, int) else 0
+
+
+def _bug(error: Exception, session: Session) -> str:
+    return f"this is a bug in memsize: {in_one_line(error)}{'' if session.debug else '; --debug shows where'}"
 
 
 def _fail(message: str, session: Session, status: int) -> int:

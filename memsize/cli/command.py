@@ -54,7 +54,7 @@ def command(
         def run(**values: Any) -> Any:
             if answers:
                 output_values = {str(option.name): values.pop(str(option.name)) for option in outputs}
-                values["output"] = destination(formats={**formats, **IMAGES}, **output_values)
+                values["output"] = destination(formats={**formats, **IMAGES, "agent": ()}, **output_values)
             chosen = {key: values.pop(key) for key in options_of(request) if key in values}
             with _renames_shown():
                 return function(request_of(request, chosen), **values)
@@ -280,7 +280,8 @@ _DEBUG = click.Option(
 def _output_options(formats: Formats, command: str) -> tuple[click.Option, ...]:
     file: dict[str, Any] = {"type": _Path(path_type=Path), "metavar": "FILE"}
     unit = "Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB. [default: by size]"
-    form = f"Output format: {', '.join({**formats, **IMAGES})}. [default: from the suffix of -o, else text]"
+    named = f"{', '.join({**formats, **IMAGES})}, or agent: the findings in 40 lines"
+    form = f"Output format: {named}. [default: from the suffix of -o, else text]"
     saved = f": memsize {command} run.memsize shows it again." if command else ", for memsize.load."
     return (
         click.Option(["-u", "--units", "unit"], metavar="UNIT", help=unit),

@@ -49,24 +49,27 @@ def scenarios(pattern: str) -> None:
 
 @_listing
 def models(pattern: str) -> None:
-    """List the targets that the installed timm, torchvision and transformers define, or those that PATTERN matches.
+    """List the models of the Hub with a preset, and those that the installed timm, torchvision and transformers define.
+
+    PATTERN shows those that it matches.
 
     \b
     Such as:
       memsize models resnet50
+      memsize models llama-3
       memsize models "timm:vit_*_384"
     """
-    from memsize.loading.hubs import model_names
+    from memsize.loading.presets import presets
     from memsize.loading.target import LIBRARIES
 
-    targets: list[str] = []
+    targets = list(presets())
     for library in LIBRARIES:
         try:
+            from memsize.loading.hubs import model_names
+
             targets += [f"{library}:{name}" for name in model_names(library)]
-        except TargetError:  # it is not installed, or cannot be imported
+        except (TargetError, ModuleNotFoundError):  # it or torch is not installed, or cannot be imported
             continue
-    if not targets:
-        raise TargetError("no library of models is installed: pip install 'memsize[models]'")
     _print([(name,) for name in targets if _matches(pattern, name)], (), "model", pattern, targets)
 
 

@@ -51,7 +51,8 @@ def report(
 
     TARGET is path.py:Name or package.module:name, where the name is a Module class, a function that returns a Module,
     or a Module instance; you can omit the name if the file defines only one Module class. TARGET can also be a
-    library's model, which needs no --input: hf:config.json, hf:llama, timm:resnet50, torchvision:vgg16.
+    library's model, which needs no --input: hf:config.json, timm:resnet50, torchvision:vgg16, or a Hub id
+    such as meta-llama/Llama-3.1-8B.
     """
     names = tuple(name.strip() for text in columns for name in text.split(",") if name.strip())
     if columns and not names:

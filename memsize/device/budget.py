@@ -17,6 +17,8 @@ from memsize.spec.parallel import Parallel
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.units import format_bytes, parse_bytes
 
+ALL: Final = "all"
+"""The name that stands for all cards of the table whose kernels are known."""
 LOCAL = "local"
 """The name that stands for the GPU of this machine."""
 _ASKED: Final = "torch.cuda.mem_get_info"
@@ -37,6 +39,8 @@ def budgets(
     """
     parts = gpu.split(",") if isinstance(gpu, str) else gpu or (DEFAULT_GPU,)
     names = [name.strip() for name in parts if name.strip()]
+    if names == [ALL]:
+        names = [card.name for card in _cuda_cards()]
     named = [local_card() if name.lower() == LOCAL else card(name) for name in names]
     cards = tuple({card.name: card for card in named}.values())
     if budget is None:
@@ -96,9 +100,13 @@ def _notes(where: Card) -> Iterator[str]:
 
 def larger_budgets(than: Budget, stack: Stack = INSTALLED) -> tuple[Budget, ...]:
     """The budgets of the cards that have more memory, ascending: of those whose kernels are known."""
-    cards = sorted(CARDS.values(), key=lambda card: card.bytes)
-    larger = [card for card in cards if card.bytes > than.device and card.platform == "CUDA"]
+    larger = [card for card in _cuda_cards() if card.bytes > than.device]
     return tuple(budget_of(card, stack, than.fraction, margin=than.margin) for card in larger)
+
+
+def _cuda_cards() -> list[Card]:
+    """The cards of the table whose kernels are known, by their memory."""
+    return sorted((card for card in CARDS.values() if card.platform == "CUDA"), key=lambda card: card.bytes)
 
 
 def spread_over(budgets: Iterable[Budget], parallels: Sequence[Parallel | None]) -> tuple[Budget, ...]:

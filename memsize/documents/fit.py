@@ -150,7 +150,7 @@ def fit_title(fit: Fit) -> Title:
 
 def overview_table(fit: Fit) -> Table:
     """Scenarios down, GPUs across; if the number of GPUs varies, strategies and numbers down, and cards across."""
-    cells = {(row.scenario, row.gpu): _answer(row, fit) for row in fit.fit_rows}
+    cells: dict[tuple[str, str | None], Cell] = {(row.scenario, row.gpu): _answer(row, fit) for row in fit.fit_rows}
     by_number = len({budget.gpus for budget in fit.budgets}) > 1
     keys = {budget.name: (budget.strategy, budget.gpus) if by_number else () for budget in fit.budgets}
     names = {(keys[budget.name], budget.one if by_number else budget.name): budget.name for budget in fit.budgets}
@@ -161,9 +161,13 @@ def overview_table(fit: Fit) -> Table:
         columns.append(Column("gpus", "GPUs", "count", 98, "on how many"))
     on = "on so many" if by_number else "on"
     columns += [Column(name, name, "count", 90, f"{on} {name}") for name in across]
-    unknown = Missing("not run before it was interrupted")
+    unknown = Missing("not run before it was interrupted" if fit.missing else "larger or smaller than needed")
     rows = tuple(
-        (Label(scenario, hint=title), *key, *(cells.get((scenario, names[key, name]), unknown) for name in across))
+        (
+            Label(scenario, hint=title),
+            *key,
+            *(cells.get((scenario, names.get((key, name))), unknown) for name in across),
+        )
         for scenario, title in {row.scenario: row.title for row in fit.fit_rows}.items()
         for key in dict.fromkeys(keys.values())
     )

@@ -43,11 +43,12 @@ def load(
     arguments: Mapping[str, object] | None = None,
     gpu_context: GpuContextFactory = nullcontext,
     own: bool = False,
+    online: bool = False,
 ) -> LoadedModel:
     """Load the model that `target` names, built with `arguments` where it is a class or a function.
 
     A Hugging Face `Trainer` stands for its model, with its first batch as input. With `own` the model's forward is the
-    training step of its own (`model_defined_step`).
+    training step of its own (`model_defined_step`). With `online` the config of a Hub id may be fetched from the Hub.
 
     What fails on this machine, which has no GPU, is loaded once more in `gpu_context`, which has one. The global random
     generators, ``sys.path`` and the names in ``sys.modules`` are restored. Raises `TargetError` with the problem of the
@@ -55,10 +56,12 @@ def load(
     """
     target = parse_target(target) if isinstance(target, str) else target
     target = _of_library(target) or target
+    if online and target.library != "hf":
+        raise InputError("--online is for the model of a Hub id, such as meta-llama/Llama-3.1-8B")
     if target.library is not None:
         from memsize.loading.hubs import load_library_model
 
-        return load_library_model(target, arguments or {})
+        return load_library_model(target, arguments or {}, online)
 
     def attempt(failure: BaseException | None) -> LoadedModel:
         scope, module_name = scope_of(target)

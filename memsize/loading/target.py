@@ -1,4 +1,5 @@
-"""Targets as values: ``"nets/model.py:Test"``, ``"package.module:name"``, or a library's own name, ``"timm:resnet18"``.
+"""Targets as values: ``"nets/model.py:Test"``, ``"package.module:name"``, or a library's own name, ``"timm:resnet18"``;
+a Hub id alone, ``"meta-llama/Llama-3.1-8B"``, is that of transformers.
 
 Also a git revision of a target, as ``HEAD~1:model.py:Net`` names it: checked out beside, into a folder of its own. The
 user's work tree, index and branches stay as they are: the files come from an index in that folder. Submodules are not
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from memsize.errors import TargetError, first_line, quoted
+from memsize.loading.presets import is_hub_id
 from memsize.records.run_file import SUFFIX
 
 _EXAMPLES = "write it like model.py:Net or package.module:build"
@@ -72,6 +74,8 @@ def _parsed(text: str) -> Target:
     if colon and not all(part.isidentifier() for part in name.split(".")):
         raise TargetError(f"{name!r} in {text!r} is not a name: {_EXAMPLES}")
     path = Path(source)
+    if not colon and is_hub_id(source.partition("?")[0]):
+        return _of_library("hf", source)
     named = source.endswith((".py", *CHECKPOINTS)) or os.sep in source or (os.altsep or os.sep) in source
     is_folder = bool(source) and path.is_dir() and not (path / "__init__.py").is_file()
     if named or is_folder or path.is_file():

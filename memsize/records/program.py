@@ -69,6 +69,32 @@ class Assumed(NamedTuple):
     lines: tuple[str, ...]
 
 
+class AfterSteps(NamedTuple):
+    """The rest of a program after its steps: bytes of tensors at the highest moment of `training`, of the `evaluation`,
+    and while a state was collected for a `checkpoint` (None: the script came to none).
+
+    The evaluation saw `batches` of `of` (None: nobody knows how many there are), and each left `per_batch` behind, most
+    of it made at `line`. `failure` and `failed_at` say what ended it early.
+    """
+
+    training: Size
+    evaluation: Size | None = None
+    checkpoint: Size | None = None
+    batches: Size = 0
+    of: int | None = None
+    per_batch: Size = 0
+    line: str | None = None
+    failure: str | None = None
+    failed_at: str | None = None
+
+    @property
+    def whole_evaluation(self) -> int | None:
+        """The highest moment of an evaluation of all batches."""
+        if self.evaluation is None:
+            return None
+        return self.evaluation + self.per_batch * max((self.of or 0) - self.batches, 0)
+
+
 class Holder(NamedTuple):
     """A variable of the program (``"losses"``, ``"self.seen"``) that holds `tensors`, `graphs` with what made them.
 
@@ -181,6 +207,9 @@ class ProgramRun(Answer):
     allocator: str = ""
     went_on: WentOn | None = None
     children: tuple[ChildRun, ...] = ()
+    after: AfterSteps | None = None
+    unused_checkpointing: str | None = None
+    """The line or the attribute that switches activation checkpointing on, where nothing was recomputed."""
     findings: tuple[Finding, ...] = attribute(default=())
 
     @property

@@ -31,6 +31,7 @@ _FORMATS: Final = {
     "json": ("memsize.render.data:draw_json", (".json",)),
     "csv": ("memsize.render.data:draw_csv", (".csv",)),
     "html": ("memsize.render.html:page", (".html", ".htm")),
+    "agent": ("memsize.render.text:draw_brief", ()),
     "notebook": ("memsize.render.html:fragment", ()),
     "line": ("memsize.render.cell_text:one_line", ()),
     "speedscope": ("memsize.render.speedscope:draw", ()),
@@ -61,7 +62,8 @@ def render(
     colour: bool = False,
     **view: Any,
 ) -> str:
-    """`answer` in one of `FORMATS`, ending in a newline; or as ``"notebook"``, which is a part of a page.
+    """`answer` in one of `FORMATS`, ending in a newline; as ``"notebook"``, which is a part of a
+    page; or as ``"agent"``, its findings in 40 lines.
 
     `unit` is the unit of bytes (json and csv always hold exact bytes); by default each column, picture and figure in a
     sentence has the one that suits its size, with three significant digits from 1 GiB on. Text fits `width` characters

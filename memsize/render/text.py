@@ -49,6 +49,9 @@ _SHORT_TABLE: Final = 8
 _ALARMS: Final = frozenset(("out-of-memory", "run-out-of-memory", "fit-exceeds", "fit-none", "fit-fixed-cost"))
 """Findings that say that something does not fit."""
 
+_MOST_LINES: Final = 40
+"""The lines of an answer in brief."""
+
 _GAP: Final = "  "
 _GRID: Final = TableFormat(
     None, Line("", "-", _GAP, ""), None, None, DataRow("", _GAP, ""), DataRow("", _GAP, ""), 0, None
@@ -71,6 +74,18 @@ def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     end = Text("\n")
     text = Text("\n\n").join(end.join(block) for block in blocks) + end
     return painted(text) if screen.colour else text.plain
+
+
+def draw_brief(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
+    """Draw the title and all findings in at most `_MOST_LINES` lines, for programs that read text; no tables."""
+    sections = without_repeats(document.sections())
+    reasons = Findings if any(isinstance(section, Findings) for section in sections) else Verdict
+    chosen = [section for section in sections if isinstance(section, (Title, Stop, reasons, Notes))]
+    lines = [line.plain for section in chosen for line in _block(section, unit, screen)]
+    if len(lines) > _MOST_LINES:
+        rest = len(lines) - _MOST_LINES + 1
+        lines[_MOST_LINES - 1 :] = [f"{rest} more lines, and all tables: -f json, or without -f"]
+    return "\n".join(lines) + "\n"
 
 
 def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) -> list[list[Text]]:

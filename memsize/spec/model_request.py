@@ -93,6 +93,7 @@ class ModelRequest:
         None, "Run the model in training or evaluation mode.", shown="train", choices=("train", "eval")
     )
     whole: bool = option(False, "Run every layer, even if layers repeat.")
+    online: bool = option(False, "Fetch the config.json of a Hub id that has no preset; never weights.")
     lora: str | None = option(
         None,
         "Train LoRA adapters alone: r=16,targets=q_proj;v_proj. Also dropout=0.05, and train=classifier for modules "
@@ -167,6 +168,7 @@ class ModelRequest:
         arguments: Mapping[str, object] | None = None,
         mode: Mode | None = None,
         whole: bool = False,
+        online: bool = False,
         lora: str | None = None,
         adapter: str | None = None,
         base: str | None = None,
@@ -202,7 +204,7 @@ class ModelRequest:
         elif args or kwargs:
             call = tuple(args or ()), dict(kwargs or {})
         rest: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "mode": mode, "whole": whole}
-        rest |= {"lora": lora, "adapter": adapter, "base": base, "freeze": freeze}
+        rest |= {"online": online, "lora": lora, "adapter": adapter, "base": base, "freeze": freeze}
         return cls(model, specs, call=call, source=source, arguments=dict(arguments or {}), **rest)  # type: ignore[arg-type]
 
 

@@ -61,8 +61,8 @@ def _scenarios(usual: Iterable[str], help: str = "Scenarios separated by commas,
     return option(None, help, shown=", ".join(usual), **settings)
 
 
-def _gpus(**changes: Any) -> Any:
-    help = "GPUs to simulate: t4, a100,h100 or local (this machine's)."
+def _gpus(also: str = "", **changes: Any) -> Any:
+    help = f"GPUs to simulate: t4, a100,h100{also} or local (this machine's)."
     several = {"annotation": "Gpu | str | Iterable[str] | None", "kind": "list", "types": ()}
     return part(Gpu, name={"help": help, "metavar": "NAMES", **several}, **changes)
 
@@ -202,7 +202,7 @@ class FitRequest:
     )
     prompt: int | None = option(None, "Generate after a prompt of N tokens.", shown="512", least=1)
     generation: Generation | None = part(Generation, when="any")
-    gpu: Gpu = _gpus()
+    gpu: Gpu = _gpus(", all (the smallest that fits)")
     budget: str | int | None = _budget()
     margin: str | int = _margin()
     scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
@@ -307,6 +307,12 @@ class RunRequest:
     arguments: Iterable[str] = option((), "", positional=True, kind="texts")
     gpu: Gpu = part(Gpu)
     steps: int = _steps(3)
+    training_only: bool = option(False, "Stop after the steps, before the evaluation and the checkpoint that follow.")
+    checkpoint: str | None = option(
+        None,
+        "Let a checkpoint that the program loads and that is not there have the shapes of what loads it.",
+        choices=("stand-in",),
+    )
     module: bool = option(False, "PROGRAM is a module, as for python -m.", flags=("-m",))
     allow_writes: bool = _allow_writes()
     offline: bool = option(False, "Keep the program from connecting to other machines.")

@@ -10,6 +10,8 @@ fill memory of their own.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -39,6 +41,8 @@ def is_meta(tensor: torch.Tensor) -> bool:
         return bool(_read(tensor))
 
 
+_COMPILER: Final = "torch._dynamo"
+"""A module that some kernels written in Python import when they first run."""
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 _META = torch.device("meta")
@@ -57,6 +61,16 @@ class _Layout(NamedTuple):
 
 class _UnkeyedError(Exception):
     """An argument that affects the result in ways that a key cannot express."""
+
+
+def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_imported = _COMPILER in sys.modules
+    # Autocast has already acted above autograd: what a kernel written in Python calls must not be cast again.
+    with suspended():
+        result = func(*args, **kwargs)
+    if not is_imported and _COMPILER in sys.modules:
+        gc.collect()  # cycles that the import leaves behind hold the kernel's frames, and with them its arguments
+    return result
 
 
 class MetaMemo:
@@ -78,9 +92,7 @@ class MetaMemo:
             kind, layouts = answer
             results = [None if layout is None else layout.empty() for layout in layouts]
             return results[0] if kind is torch.Tensor else kind(results)
-        # Autocast has already acted above autograd: what a kernel written in Python calls must not be cast again.
-        with suspended():
-            result = func(*args, **kwargs)
+        result = _result(func, args, kwargs)
         if key is not None:
             self._remember(func, key, result, (args, kwargs))
         return result

@@ -46,6 +46,8 @@ class RunPosition:
         self.interrupted: Interrupted | None = None
         self.pinned: int | None = None
         """The layer of ops while compiled code runs, which is one op for autograd."""
+        self.recomputes = False
+        """Whether a backward has run a module again."""
         self._depth = 0
         self._outside: tuple[int, int, int] | None = None
         self._numbers = [0]
@@ -141,3 +143,5 @@ class RunPosition:
             number = _NO_NUMBER if node is None else node._sequence_nr()
             if number < _NO_NUMBER:
                 self.layer = self._owners[bisect_right(self._numbers, number) - 1]
+        else:
+            self.recomputes = True

@@ -49,9 +49,11 @@ class Root:
 
 
 class ProgramCalls(ModuleCallRecorder):
-    """The calls of every module that works on the GPU; `before_forward` is called before each one of a root."""
+    """The calls of every module that works on the GPU; `before_forward` is called before each one of a root, with
+    whether it trains.
+    """
 
-    def __init__(self, ledger: VirtualLedger, before_forward: Callable[[], None]) -> None:
+    def __init__(self, ledger: VirtualLedger, before_forward: Callable[[bool], None]) -> None:
         super().__init__(None, ledger)
         ledger.counts = False
         ledger.differentiated = self._differentiated
@@ -137,7 +139,7 @@ class ProgramCalls(ModuleCallRecorder):
         root = self.roots[self.root_of[index]]
         if not root.has_weights:
             return self._call_module(module, index, call, args, kwargs)
-        self._before_forward()
+        self._before_forward(torch.is_grad_enabled() and module.training)
         for tensor in arguments_in((args, kwargs)):
             self.ledger.mark(tensor, "input")
         grad = torch.is_grad_enabled()
@@ -193,7 +195,7 @@ class ProgramCalls(ModuleCallRecorder):
         if current not in ("setup", AROUND, "evaluation", "forward"):
             yield
             return
-        self._before_forward()
+        self._before_forward(grad)
         with self._forward(grad):
             yield
 
@@ -204,7 +206,7 @@ class ProgramCalls(ModuleCallRecorder):
         if current == "evaluation":
             clock.phase = clock.index(AROUND)
         elif current in ("setup", AROUND) and not any(root.has_weights for root in self.roots):
-            self._before_forward()
+            self._before_forward(True)
             clock.phase = clock.index("forward")
 
     def _call_module(self, module: nn.Module, index: int, call: Call, args: Any, kwargs: Any) -> Any:

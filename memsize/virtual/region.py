@@ -40,7 +40,7 @@ from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.named_devices import Gpus
 from memsize.tracing.run import RunDevice, Setup, gpu_semantics, resizes_seen
 from memsize.tracing.saved_tensors import functional_transforms_allowed, saving
-from memsize.virtual import data_parallel, gpu_tensors, launches, nested_tensors, torchscript
+from memsize.virtual import checkpointing, data_parallel, gpu_tensors, launches, nested_tensors, torchscript
 from memsize.virtual.compilation import Compilation
 from memsize.virtual.device_assignment import DeviceAssignment
 from memsize.virtual.driver import queries
@@ -54,7 +54,9 @@ _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
 _SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor")}
-_APART = frozenset({"torch._dynamo", overrides.FLEX, launches.MODULE, *_SHARDING, *peers.REACHING})
+_APART = frozenset(
+    {"torch._dynamo", overrides.FLEX, launches.MODULE, checkpointing.WRAPPERS, *_SHARDING, *peers.REACHING}
+)
 """Packages that are imported among the originals, of which they make tables, classes and TorchScript."""
 _REMEMBERING = (
     "transformers.utils.import_utils",

@@ -50,6 +50,8 @@ class Files(FileGuard):
         """What `torch.save` was given, by path: without weights."""
         self._empty: set[str] = set()
         """Files that stand where weights would have been written."""
+        self.missing: Callable[[Any, Any], Any] = lambda file, map_location: None
+        """Returns the stand-in for a file that is to be loaded and is not there; None where it has none."""
         self._folders: list[Path] = []
         """Those that were made for them, each before the ones that it is in."""
 
@@ -138,6 +140,9 @@ class Files(FileGuard):
     def _load(self, original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
         contents = self._saved_files.get(os.path.abspath(f)) if isinstance(f, (str, os.PathLike)) else None
         if contents is None:
+            missing = self.missing(f, args[0] if args else kwargs.get("map_location"))
+            if missing is not None:
+                return missing
             return original(f, *args, **kwargs)
         kwargs.pop("mmap", None)
         return original(io.BytesIO(contents), *args, **kwargs)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from memsize.tracing.ledger import Workspaces
 from memsize.tracing.module_calls import ModuleRecord
 from memsize.tracing.run import layer_rows
 from memsize.virtual import saved_weights
+from memsize.virtual.checkpoint_stand_in import StandInLoading
+from memsize.virtual.checkpointing import CheckpointingCalls, switched_on
 from memsize.virtual.driver.allocator_state import DeviceMemory
 from memsize.virtual.driver.functions import Driver
 from memsize.virtual.guards.child_processes import ChildProcesses, Settings
@@ -39,6 +41,7 @@ from memsize.virtual.program_modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu
 from memsize.virtual.saved_weights import Files, trackers_off
 from memsize.virtual.torchscript import ScriptFiles
+from memsize.workloads.after_steps import AfterSteps
 from memsize.workloads.optimizers import steps_watched
 from memsize.workloads.program_steps import ProgramSteps, in_step
 
@@ -92,7 +95,15 @@ class Program:
             self.ledger.streams,
             settings.bounded,
         )
-        self.steps = ProgramSteps(self.ledger, settings.steps, self._stop_after_steps, lambda: shown(self._lines()))
+        self.steps = ProgramSteps(self.ledger, settings.steps, self._before_step, lambda: shown(self._lines()))
+        self.after = AfterSteps(self.ledger, self.steps, self.files, settings.goes_on, self._note_variables, self._stop)
+        self.stand_ins = StandInLoading(self.ledger, self.files) if settings.stands_in else None
+        if self.stand_ins is not None:
+            self.files.missing = self.stand_ins.missing
+            self.steps.state_to_load = self.stand_ins.optimizer_state
+        self.checkpointing = CheckpointingCalls(lambda: shown(self._lines()))
+        self.unused_checkpointing: str | None = None
+        """Where checkpointing was switched on, if it recomputed nothing."""
         self.calls = ProgramCalls(self.ledger, self._before_forward)
         self._refused: list[tuple[int, int, Refused]] = []
         """Each with the number of events before it, and the layer as the clock numbers it."""
@@ -105,6 +116,8 @@ class Program:
         """Run a script (or a module) with its own command line, and return the error that it ended with."""
         with self._watched(), self.open(), _command_line(path, arguments, module):
             try:
+                if self.stand_ins is not None:
+                    self.stand_ins.announce(arguments)
                 if module:
                     runpy.run_module(path, run_name="__main__", alter_sys=True)
                 else:
@@ -114,7 +127,7 @@ class Program:
             except SystemExit as end:
                 return end if end.code else None
             except BaseException as error:
-                return error
+                return self.after.settled(error)
         return None
 
     @contextmanager
@@ -125,15 +138,18 @@ class Program:
         )
         quiet = wrapping(threading, "excepthook", _unless_stopped)
         files = (*self.files.replacements(), *ScriptFiles(self.files, self.ledger).replacements())
-        own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files)
+        own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files, *self.after.replacements())
+        own += tuple(self.stand_ins.replacements()) if self.stand_ins else ()
+        later = {**saved_weights.later(self.files), **self.checkpointing.later()}
         with (
-            virtual_gpu(driver, self.ledger, (*own, *more), self.world, saved_weights.later(self.files)),
+            virtual_gpu(driver, self.ledger, (*own, *more), self.world, later),
             steps_watched(self.ledger, everywhere=True),
             self.steps.counted(),
             trackers_off(),
             self.files.guarded(),
             self.processes.open(),
             NetworkGuard().guarded() if self.processes.settings.offline else nullcontext(),
+            closing(self.after),
         ):
             self.processes.gpu = driver.gpu
             yield
@@ -202,19 +218,23 @@ class Program:
         """Where the program is: its own line and a package's, below what runs it."""
         return running_lines(Program.run.__code__)
 
-    def _stop_after_steps(self) -> None:
-        if self.steps.over:
-            self._stop()
+    def _note_variables(self) -> None:
+        self.gpu_variables = holders(self.ledger.index_of)
+        if not self.ledger.clock.recomputes:
+            self.unused_checkpointing = self.checkpointing.without_match or switched_on(self.calls.seen)
 
     def _stop(self) -> None:
         if self._end is None:
             self.stopped = True
             self._end = len(self.ledger.events)
-            self.gpu_variables = holders(self.ledger.index_of)
+            self.gpu_variables = self.gpu_variables or holders(self.ledger.index_of)
         raise StopProgram
 
-    def _before_forward(self) -> None:
-        self._stop_after_steps()
+    def _before_step(self) -> None:
+        self.after.before_step()
+
+    def _before_forward(self, training: bool = True) -> None:
+        self.after.before_forward(training)
         if self.ledger.clock.step == 0:
             self.ledger.begin_step(1)
 

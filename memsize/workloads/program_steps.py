@@ -61,6 +61,8 @@ class ProgramSteps:
         self.wanted = wanted
         self.progress: Callable[[str], None] = lambda stage: None
         """Called with the step that begins."""
+        self.state_to_load: Callable[[Optimizer, Any], Any] = lambda optimizer, state: state
+        """Returns the state that an optimizer loads in place of the one that it is passed."""
         self.zeroed: list[Zeroed] = []
         self._ledger = ledger
         self._begun = begun
@@ -100,9 +102,10 @@ class ProgramSteps:
         original(optimizer, *args, **kwargs)
         self._mark(optimizer.param_groups[-1:])
 
-    def _loading(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def _loading(self, original: Callable[..., None], optimizer: Optimizer, state_dict: Any) -> None:
+        state = self.state_to_load(optimizer, state_dict)
         with assigned(self._ledger, "loads_state", True):
-            original(optimizer, *args, **kwargs)
+            original(optimizer, state)
 
     def _mark(self, groups: Iterable[dict[str, Any]]) -> None:
         for parameter in (parameter for group in groups for parameter in group["params"]):

@@ -25,6 +25,8 @@ class FitEvidence(NamedTuple):
     crossings: tuple[Crossing, ...] = ()
     frontier: tuple[FitRow, ...] = ()
     """All rows, where `rows` are only those of the first batch."""
+    smallest: bool = False
+    """Whether the rows are those of the smallest card of all for each scenario."""
 
     @property
     def counts(self) -> bool:
@@ -91,7 +93,7 @@ _CROSSINGS: Final = {
 @RULES.rule("fit-gpus")
 def gpus_needed(evidence: FitEvidence) -> Iterator[Finding]:
     """The fewest GPUs on which a training fits, where several numbers of them were compared, for each card."""
-    if not evidence.counts:
+    if not evidence.counts or evidence.smallest:
         return
     fewest = evidence.fewest
     cards = dict.fromkeys(budget.one for budget in evidence.budgets)
@@ -123,15 +125,29 @@ def answer_in_words(row: FitRow, vary: str, *, several: bool) -> Finding:
 
 @RULES.rule(*(f"fit-{status}" for status in _ANSWERS))
 def _what_fits(evidence: FitEvidence) -> Iterator[Finding]:
-    if evidence.first is not None:
+    if evidence.first is not None and not evidence.smallest:
         yield answer_in_words(evidence.first, evidence.vary, several=len(evidence.budgets) > 1)
+
+
+@RULES.rule("fit-smallest")
+def smallest_cards(evidence: FitEvidence) -> Iterator[Finding]:
+    """The smallest card of all for each scenario, or the fewest bytes that the largest one lacks."""
+    for row in evidence.rows if evidence.smallest else ():
+        if row.status not in ("fits", "exceeds"):
+            continue
+        fits = "the smallest GPU for {vary} {size} is {gpu}: it needs {peak} of {budget}, {beyond} are left"
+        exceeds = "no GPU fits {vary} {size}: it needs {peak}, and the largest, {gpu}, has {budget} for PyTorch"
+        values = {"scenario": row.name, "gpu": row.gpu, "vary": evidence.vary, "size": row.size or 0}
+        values |= sizes(peak=row.peak, budget=row.budget, beyond=abs(row.headroom or 0))
+        text = f"Under {{scenario}}, {fits if row.status == 'fits' else exceeds}."
+        yield Finding("fit-smallest", text, values, bytes=row.peak, brief=text)
 
 
 @RULES.rule("fit-cards")
 def what_fits_on_the_others(evidence: FitEvidence) -> Iterator[Finding]:
     """The results of the first scenario on the other cards, if several were compared."""
     first = evidence.first
-    if first is None or evidence.fewest:
+    if first is None or evidence.fewest or evidence.smallest:
         return
     others = [row for row in evidence.rows if row.name == first.name and row.gpu != first.gpu]
     values: dict[str, object] = {"scenario": first.name, "vary": evidence.vary}

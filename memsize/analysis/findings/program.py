@@ -25,7 +25,7 @@ from memsize.units import Bytes
 RULES: Final = Rules[ProgramRun]()
 _LARGE_ON_HOST: Final = 1 << 30
 """From this many bytes of host memory on, a verdict names them."""
-CAUSES: Final = ("run-needs-gpu", "run-missing-package", "run-needs-launcher", "run-divides-heads")
+CAUSES: Final = ("run-needs-gpu", "run-missing-package", "run-needs-launcher", "run-divides-heads", "run-other-gpu")
 """Findings that say why a program failed, and what to change."""
 
 
@@ -126,6 +126,17 @@ def _needs_launcher(run: ProgramRun) -> Iterator[Finding]:
     if missing is not None and run.trace.world == ALONE:
         template = "The program needs {name}, which torchrun sets: --gpus 8 runs it as one of 8 processes."
         yield Finding("run-needs-launcher", template, {"name": missing})
+
+
+@RULES.rule("run-other-gpu")
+def _other_gpu(run: ProgramRun) -> Iterator[Finding]:
+    match = re.match(r"InputError: cuda:(\d+) is the GPU of another process", run.failure or "")
+    if match is not None:
+        text = (
+            "Rank {rank} puts a tensor on cuda:{gpu}, the GPU of another rank, where it takes a CUDA context too: call "
+            "torch.cuda.set_device(local_rank) first, and pass map_location to torch.load."
+        )
+        yield Finding("run-other-gpu", text, {"rank": run.trace.world.rank, "gpu": match[1]})
 
 
 @RULES.rule("run-divides-heads")
@@ -256,6 +267,14 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
         moves = f". Move {'it' if one else 'them'} to the CPU."
         template += ". Keep x.item() or x.detach() instead." if holder.graphs else moves
     yield Finding("run-grows", template, values, bytes=growth.bytes, brief=f"{brief}.")
+
+
+@RULES.rule("run-checkpoints-nothing")
+def _checkpoints_nothing(run: ProgramRun) -> Iterator[Finding]:
+    if run.unused_checkpointing:
+        text = "Activation checkpointing is on ({name}), but no backward ran a module again: its blocks are in "
+        text += "evaluation mode, or the condition matches none of them."
+        yield Finding("run-checkpoints-nothing", text, {"name": run.unused_checkpointing})
 
 
 @RULES.rule("run-lags")

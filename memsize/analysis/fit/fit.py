@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -28,6 +28,9 @@ from memsize.torch_internals.isolation import collector_paused
 from memsize.tracing.run import stored_only
 from memsize.units import format_bytes
 
+RowKey = tuple[str, str]
+"""A scenario and a GPU, by their names."""
+
 
 @dataclass(frozen=True)
 class FitRequest:
@@ -35,7 +38,7 @@ class FitRequest:
 
     `remedies` says whether to look for remedies (None: if the size does not fit), `crossovers` whether to look for the
     sizes from which on something changes. `default`: the scenarios are the usual ones, without `as-given` where it
-    equals fp32.
+    equals fp32. `cells` are the scenarios and budgets in question, by name (None: all of them together).
     """
 
     scenarios: Sequence[Scenario]
@@ -47,10 +50,17 @@ class FitRequest:
     crossovers: bool = False
     default: bool = False
     generation: Generation | None = None
+    cells: frozenset[RowKey] | None = None
+
+    def pairs(self, scenarios: Iterable[Scenario] | None = None) -> Iterator[tuple[Scenario, Budget]]:
+        """Yield the scenarios in question with their budgets; of some `scenarios` only."""
+        for scenario, budget in product(self.scenarios if scenarios is None else scenarios, self.budgets):
+            if self.cells is None or (scenario.name, budget.name) in self.cells:
+                yield scenario, budget
 
     def variants(self) -> Iterator[tuple[str, RunVariant]]:
         """Yield every variant in question, with the name of its GPU."""
-        for scenario, budget in product(self.scenarios, self.budgets):
+        for scenario, budget in self.pairs():
             yield budget.name, self.variant(scenario, budget)
 
     def variant(self, scenario: Scenario, budget: Budget) -> RunVariant:
@@ -67,6 +77,13 @@ class FitRequest:
         )
 
 
+def without_equal_scenarios(runs: RunCache, request: FitRequest) -> FitRequest:
+    """Leave `as-given` out of the usual scenarios where it equals fp32."""
+    if not (request.default and is_float32(runs.model, stored_only(runs.name, runs.model))):
+        return request
+    return replace(request, scenarios=[scenario for scenario in request.scenarios if scenario.name != "as-given"])
+
+
 def find_fit(
     runs: RunCache, request: FitRequest, notes: Sequence[str] = (), tell: Callable[[Finding], None] = lambda _: None
 ) -> Fit:
@@ -76,9 +93,7 @@ def find_fit(
 
     Raises `ForwardError`, `ScenarioError` or `InputError` where no scenario can be run.
     """
-    if request.default and is_float32(runs.model, stored_only(runs.name, runs.model)):
-        scenarios = [scenario for scenario in request.scenarios if scenario.name != "as-given"]
-        request = replace(request, scenarios=scenarios)
+    request = without_equal_scenarios(runs, request)
     partial_rows = _PartialRows(request, runs, tell)
 
     def so_far() -> Fit | None:
@@ -124,7 +139,9 @@ def _fit(
         optimizer=request.training.optimizer_name if request.training else "",
         findings=(
             *interrupted(missing),
-            *RULES.findings(FitEvidence(first_batch, budgets, vary, remedied, crossed, tuple(rows))),
+            *RULES.findings(
+                FitEvidence(first_batch, budgets, vary, remedied, crossed, tuple(rows), request.cells is not None)
+            ),
         ),
         remedied=remedied,
         notes=tuple(dict.fromkeys((*notes, *_notes(runs, traces, budgets, rows)))),
@@ -135,17 +152,13 @@ def _fit(
     )
 
 
-RowKey = tuple[str, str]
-"""A scenario and a GPU, by their names."""
-
-
 class _PartialRows:
     """The rows that are available so far. `tell` is called with a finding for each row of a key that is complete."""
 
     def __init__(self, request: FitRequest, runs: RunCache, tell: Callable[[Finding], None]) -> None:
         self.rows_of: dict[RowKey, Sequence[FitRow]] = {}
         self.complete: set[RowKey] = set()
-        self.keys = [(scenario.name, budget.name) for scenario, budget in product(request.scenarios, request.budgets)]
+        self.keys = [(scenario.name, budget.name) for scenario, budget in request.pairs()]
         self._request, self._vary, self._tell = request, runs.vary.text, tell
         self._several = len(request.budgets) > 1
 
@@ -195,8 +208,7 @@ def _rows(runs: RunCache, request: FitRequest, workers: Workers) -> tuple[FitRow
         for row in rows:
             rows_of.setdefault((row.scenario, row.gpu), []).append(row)
         runs.adopt(new_runs)
-    keys = product(request.scenarios, request.budgets)
-    in_order = tuple(row for scenario, budget in keys for row in rows_of[scenario.name, budget.name])
+    in_order = tuple(row for scenario, budget in request.pairs() for row in rows_of[scenario.name, budget.name])
     if all(row.status == "unavailable" for row in in_order):
         work = FitWork(runs, request)
         work.rows(request.scenarios)
@@ -236,7 +248,7 @@ class FitWork(RemedyWork):
         """Compute the rows of some scenarios, one for each budget; return them with the runs that this took."""
         rows: list[FitRow] = []
         before = self.runs.new_runs()
-        for scenario, budget in product(scenarios, self.request.budgets):
+        for scenario, budget in self.request.pairs(scenarios):
             if self.runs.vary.frontier:
                 new_rows = self._frontier(scenario, budget)
             else:

@@ -37,8 +37,9 @@ def checkpoint_config_of(model: nn.Module) -> object:
     return vars(model).get(CHECKPOINT_CONFIG)
 
 
-def load_library_model(target: Target, arguments: Mapping[str, object]) -> LoadedModel:
-    """Build the model that a library's target names, with its options and `arguments`.
+def load_library_model(target: Target, arguments: Mapping[str, object], online: bool = False) -> LoadedModel:
+    """Build the model that a library's target names, with its options and `arguments`; with `online` a config may come
+    from the Hub.
 
     Raises `TargetError` where the library is missing or broken, does not know the name, or cannot build it.
     """
@@ -46,7 +47,8 @@ def load_library_model(target: Target, arguments: Mapping[str, object]) -> Loade
     with random_numbers_kept(), quiet(), torchvision_importable(), compiler_late():
         module, function = _LOADERS[target.library]
         load = getattr(importlib.import_module(f"memsize.loading.hubs.{module}"), function)
-        model: LoadedModel = load(target.name, {**dict(target.options), **arguments})
+        wanted = {"online": True} if online else {}
+        model: LoadedModel = load(target.name, {**dict(target.options), **arguments}, **wanted)
     return model
 
 

@@ -1,8 +1,9 @@
-"""``hf:NAME``: a transformers model from its config alone: no weights, no tokenizer, no network.
+"""``hf:NAME``: a transformers model from its config alone: no weights, no tokenizer.
 
 NAME is a folder with a config.json, such a file, an architecture (``hf:llama``, ``hf:LlamaForCausalLM``) in its default
-size, or a Hub id whose config.json is in the local cache already. The class is the config's own `architectures` entry,
-so a causal language model has its head; where a config names none, it is the one that the Auto classes give its type.
+size, or a Hub id: its config is in the local cache, a preset, or with `online` fetched. The class is the config's own
+`architectures` entry, so a causal language model has its head; where a config names none, it is the one that the Auto
+classes give its type.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from memsize.loading.hubs import (
     is_broken,
     unknown_name,
 )
+from memsize.loading.hubs.hub_configs import LONGEST_CONFIG, hub_config
 from memsize.loading.hubs.huggingface_inputs import config_input_maker
 from memsize.loading.hubs.input_batch import PLACEHOLDERS, TEXT, part
+from memsize.loading.presets import presets
 
-_LONGEST = 16 * 2**20
 _MOST_VALUES = 500_000
-"""Bytes and values of a config; the longest list the labels of 20,000 classes, twice."""
+"""Values of a config; the longest list the labels of 20,000 classes, twice."""
 
 _COUNTS = (
     (re.compile(r"(^|_)(layers?|blocks?|depths?|stages?)(_|$)"), 10_000),
@@ -54,7 +56,7 @@ _TABLES = (*(f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TASKS), "MODEL_MAPPI
            "MODEL_FOR_BACKBONE_MAPPING_NAMES", "MODEL_FOR_PRETRAINING_MAPPING_NAMES")  # fmt: skip
 
 
-def load_transformers_model(name: str, arguments: Mapping[str, object]) -> LoadedModel:
+def load_transformers_model(name: str, arguments: Mapping[str, object], online: bool = False) -> LoadedModel:
     """The model of the config that `name` means, whose entries `arguments` replace, and inputs that suit it.
 
     transformers checks that torchvision is installed, not that it works. If it does not work, models that only *could*
@@ -62,23 +64,26 @@ def load_transformers_model(name: str, arguments: Mapping[str, object]) -> Loade
     """
     try:
         try:
-            return _load(name, arguments)
+            return _load(name, arguments, online)
         except (ImportError, RuntimeError) as error:
             if not _is_torchvisions(error):
                 raise
         with _without_torchvision():
-            return _load(name, arguments)
+            return _load(name, arguments, online)
     except (ImportError, RuntimeError) as error:
         raise TargetError(
             f"transformers cannot import what hf:{name} needs: {first_line(first_cause(error))}"
         ) from error
 
 
-def _load(name: str, arguments: Mapping[str, object]) -> LoadedModel:
+def _load(name: str, arguments: Mapping[str, object], online: bool) -> LoadedModel:
     transformers = import_library("transformers")
     label = f"hf:{name}"
     file = _config_file(name)
-    data = _read(file) if file else _by_architecture(transformers, name) or _read_cached(name)
+    data, note = (_read(file) if file else _by_architecture(transformers, name)), ""
+    if data is None:
+        source = hub_config(name, online)
+        data, note = (_read(source), "") if isinstance(source, Path) else (source, presets()[name].note)
     stored = data.pop("quantization_config", None)
     config, notes = _config(transformers, data, arguments, label)
     kind = model_class(transformers, config, label)
@@ -89,7 +94,7 @@ def _load(name: str, arguments: Mapping[str, object]) -> LoadedModel:
     with suppress(OSError, ValueError):
         preprocessor = _json(file.with_name("preprocessor_config.json")) if file else {}
     maker = config_input_maker(module, preprocessor if isinstance(preprocessor, dict) else {})
-    return LoadedModel(module, f"{label} ({kind.__name__})", (*notes, *built), inputs=maker)
+    return LoadedModel(module, f"{label} ({kind.__name__})", (*filter(None, [note]), *notes, *built), inputs=maker)
 
 
 # -- the config -------------------------------------------------------------------------------------------------------
@@ -122,7 +127,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _json(file: Path) -> Any:
-    return parse_json(read(file, _LONGEST), _MOST_VALUES)
+    return parse_json(read(file, LONGEST_CONFIG), _MOST_VALUES)
 
 
 def _by_architecture(transformers: Any, name: str) -> dict[str, Any] | None:
@@ -133,19 +138,9 @@ def _by_architecture(transformers: Any, name: str) -> dict[str, Any] | None:
     config = kind if name.endswith("Config") else getattr(kind, "config_class", None)
     if config is not None:
         return {"model_type": config.model_type} | ({} if kind is config else {"architectures": [name]})
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+    if (name.count("/") == 1 and not name.startswith((".", "/", "~"))) or name in presets():
         return None
     raise unknown_name("transformers", name, types.keys())
-
-
-def _read_cached(name: str) -> dict[str, Any]:
-    path = import_library("huggingface_hub").try_to_load_from_cache(name, "config.json")
-    if isinstance(path, str):
-        return _read(Path(path))
-    raise TargetError(
-        f"there is no folder or file {name}, and no config of that Hub id in the local cache: "
-        f"fetch it with hf download {name} config.json"
-    )
 
 
 def _config(

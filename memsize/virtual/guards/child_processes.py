@@ -93,6 +93,8 @@ class Settings(NamedTuple):
     The program ends after `steps` optimizer steps (0: at its own end). `world` is the job of which it is one process
     (None: it was started alone). Where it is not `bounded`, nothing is too large for the card. `stack` is the software
     on the GPU. `allowed` lets it change files that were there before, and `offline` keeps it from the network.
+    After its steps it `goes_on` to its first evaluation and checkpoint. Where it loads one that is not there, another
+    `stands_in` for it.
     """
 
     card: Card
@@ -103,6 +105,8 @@ class Settings(NamedTuple):
     stack: Stack = INSTALLED
     allowed: bool = False
     offline: bool = False
+    goes_on: bool = False
+    stands_in: bool = False
 
 
 @dataclass

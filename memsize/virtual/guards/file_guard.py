@@ -168,9 +168,12 @@ _VARIABLES: Final = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFO
 
 
 class NetworkGuard(Guard):
-    """Refuses connections to other machines."""
+    """Refuses connections to other machines, where `when` says."""
 
     events = _REACHING
+
+    def __init__(self, when: str = "memsize run --offline") -> None:
+        self._when = when
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -191,4 +194,4 @@ class NetworkGuard(Guard):
         with suppress(ValueError):
             if ip_address(name.partition("%")[0]).is_loopback:
                 return
-        raise ConnectionRefusedError(111, f"memsize run --offline connects to no other machine: {name}")
+        raise ConnectionRefusedError(111, f"{self._when} connects to no other machine: {name}")

@@ -1,0 +1,76 @@
+"""Rules about what follows a program's steps: peaks of an evaluation and a checkpoint, growth with batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from memsize.records.finding import Finding, Rules, sizes
+from memsize.records.program import AfterSteps, ProgramRun
+from memsize.units import Bytes
+
+AFTER_RULES: Final = Rules[ProgramRun]()
+_TRAINER: Final = "trainer_pt_utils.py"
+"""Where the `Trainer` of transformers gathers what each batch returns (`EvalLoopContainer`, transformers 4.46)."""
+
+_SMALL: Final = 0.01
+"""Which part of an evaluation's peak all batches together must leave behind to matter."""
+
+
+@AFTER_RULES.rule("run-after-steps")
+def _peaks(run: ProgramRun) -> Iterator[Finding]:
+    """The peaks of an evaluation and a checkpoint beside that of training."""
+    after = run.after
+    if after is None or (run.failure is not None and not run.ran_out):
+        return
+    peaks = {"evaluation": after.evaluation, "checkpoint": after.checkpoint}
+    values = {name: Bytes(size) for name, size in peaks.items() if size is not None}
+    if not values:
+        return
+    names = {"evaluation": "an evaluation {evaluation}", "checkpoint": "a checkpoint {checkpoint}"}
+    parts = ("training holds {training}", *(names[name] for name in values))
+    text = f"By tensors at the peak, {', '.join(parts[:-1])} and {parts[-1]}."
+    brief = f"It fits in training, not in what follows: {text[0].lower()}{text[1:]}" if run.ran_out else ""
+    yield Finding(
+        "run-after-steps", text, values | sizes(training=after.training), bytes=max(values.values()), brief=brief
+    )
+
+
+@AFTER_RULES.rule("run-evaluation-grows")
+def _grows(run: ProgramRun) -> Iterator[Finding]:
+    """Growth of an evaluation with each batch; a verdict says so where all together are too many."""
+    after = run.after
+    if (
+        after is None
+        or not after.per_batch
+        or after.per_batch * (after.of or after.batches) < _SMALL * (after.evaluation or 0)
+    ):
+        return
+    whole, more = after.whole_evaluation or 0, (after.of or 0) - after.batches
+    growth = "each batch leaves {per_batch} on the GPU" + (", made at {line}" if after.line else "")
+    text, brief = f"In an evaluation {growth}", ""
+    if more > 0:
+        text += ": after {batches} of {of} batches the peak is {seen}, after all {whole}"
+        if whole > run.capacity and not run.refused:
+            brief = f"It fits in training, not in evaluation: {growth}, and all {{of}} need {{whole}}"
+    values: dict[str, object] = {"line": after.line, "batches": after.batches, "of": after.of}
+    values |= sizes(per_batch=after.per_batch, seen=after.evaluation, whole=whole)
+    remedy = f"{_remedy(after)}."
+    yield Finding(
+        "run-evaluation-grows", f"{text}. {remedy}", values, bytes=whole, brief=f"{brief}. {remedy}" if brief else ""
+    )
+
+
+def _remedy(after: AfterSteps) -> str:
+    if _TRAINER in (after.line or ""):
+        return "eval_accumulation_steps=1 among the TrainingArguments moves them to the CPU"
+    return "Move them to the CPU batch by batch, or add up the metric instead"
+
+
+@AFTER_RULES.rule("run-after-steps-failed")
+def _failed(run: ProgramRun) -> Iterator[Finding]:
+    if run.after is not None and run.after.failure:
+        where = " at {line}" if run.after.failed_at else ""
+        text = f"What follows the steps failed{where}, and is in the figures until then: {{failure}}."
+        values = {"line": run.after.failed_at, "failure": run.after.failure.rstrip(".: ")}
+        yield Finding("run-after-steps-failed", text, values)

@@ -1,0 +1,241 @@
+"""The rest of a program after its steps: its first evaluation and its first checkpoint.
+
+Both may come thousands of steps later. So the epoch ends when the steps are made: the data loader that fed them has no
+more batches, and the `Trainer` of transformers, which counts steps, evaluates, saves and stops at once. The next
+forward of training stops the program. A loader of an evaluation ends after `BATCHES`; what each of them leaves behind
+shows what all would.
+
+Known limits: a loop that counts its steps itself, or has no `torch.utils.data.DataLoader`, evaluates only where it
+would anyway. Lightning validates at the end of a whole epoch, and before the first step.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.utils.data
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from memsize.processes.patches import Patch, wrapping
+from memsize.processes.simulation import Simulation, install_guard, running
+from memsize.processes.user_code import users_frames
+from memsize.virtual.guards.file_guard import NetworkGuard
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
+from memsize.virtual.saved_weights import Files
+from memsize.workloads.program_steps import ProgramSteps
+
+BATCHES: Final = 8
+"""How many batches an evaluation sees."""
+_MOST_FORWARDS: Final = 200
+"""How many forwards of root modules without gradients follow the steps: images are sampled, tokens generated."""
+_PREFETCHING: Final = "accelerate"
+"""The package whose loader holds a batch back: one more step follows the end of an epoch (`DataLoaderShard`)."""
+
+
+class Evaluated(NamedTuple):
+    """The events before each batch of an evaluation, and how many batches there would be (None: nobody knows)."""
+
+    marks: list[int]
+    batches: int | None
+
+
+class EpochOver(StopIteration):
+    """Ends the iteration of a data loader before its time."""
+
+
+class AfterSteps:
+    """The rest of a program once its `steps` are made; `begun` is called when it begins, and `stop` ends the program.
+
+    With `goes_on` false the program stops there.
+    """
+
+    def __init__(
+        self,
+        ledger: VirtualLedger,
+        steps: ProgramSteps,
+        files: Files,
+        goes_on: bool,
+        begun: Callable[[], None],
+        stop: Callable[[], None],
+    ) -> None:
+        self.failure: Exception | None = None
+        """The error that ended what follows the steps."""
+        self.evaluations: list[Evaluated] = []
+        self.checkpoints: list[range] = []
+        """The numbers of events while a state was collected for one."""
+        self._ledger = ledger
+        self._steps = steps
+        self._files = files
+        self._goes_on = goes_on
+        self._begun = begun
+        self._stop = stop
+        self._has_begun = False
+        self._follows_trainer = False
+        self._patches = ExitStack()
+        self._files_before = set[str]()
+        self._training = weakref.WeakSet[Any]()
+        """The iterators of loaders that had a batch for the steps."""
+        self._evaluating = weakref.WeakKeyDictionary[Any, Evaluated]()
+        self._forwards = 0
+        self._steps_to_come = 0
+
+    # -- when to stop -------------------------------------------------------------------------------------------------
+
+    def before_forward(self, training: bool) -> None:
+        """Stop the program at the first forward of `training` after its steps, or after too many without gradients."""
+        if not self._steps.over:
+            return
+        self._begin()
+        self._forwards += not training
+        if not self._goes_on or (training and not self._steps_to_come) or self._forwards > _MOST_FORWARDS:
+            self._stop()
+
+    def before_step(self) -> None:
+        """Stop the program at the first optimizer step after all those that were asked for."""
+        if self._steps.over:
+            self._begin()
+            if not self._steps_to_come:
+                self._stop()
+            self._steps_to_come -= 1
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._files_before = set(self._files.new)
+            if self._goes_on and (simulation := running()) is not None:
+                self._disconnect(simulation)
+                self._patches.enter_context(simulation.patches.applied(self._gathering()))
+            self._begun()
+
+    def _disconnect(self, simulation: Simulation) -> None:
+        """Refuse connections to other machines: what a program uploads at its end are stand-ins here."""
+        install_guard(NetworkGuard)
+        self._patches.enter_context(simulation.with_part(NetworkGuard, NetworkGuard("a program after its steps")))
+        hub = sys.modules.get("huggingface_hub.constants")
+        if hasattr(hub, "HF_HUB_OFFLINE"):  # which also holds for connections that are open
+            self._patches.enter_context(simulation.patches.applied([(hub, "HF_HUB_OFFLINE", True)]))
+
+    def settled(self, error: BaseException) -> BaseException | None:
+        """The error that ended the program; None for one after its steps, which is noted, unless memory ran out.
+
+        What is computed from stand-ins may fail where a real GPU's numbers would not.
+        """
+        if not self._has_begun or not isinstance(error, Exception) or _of_memory(error):
+            return error
+        if not _by_end_of_epoch(error):
+            self.failure = error
+        return None
+
+    def close(self) -> None:
+        """Remove what was written after the steps: a real run would write it later, and might resume from it.
+
+        Hidden folders hold caches, which are left alone.
+        """
+        self._patches.close()
+        if self._files.allowed or not self._has_begun:
+            return
+        for path in map(Path, self._files.new - self._files_before):
+            if not any(part.startswith(".") for part in path.parts):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    with suppress(OSError):
+                        path.unlink()
+
+    # -- what is replaced ---------------------------------------------------------------------------------------------
+
+    def replacements(self) -> Iterator[Patch]:
+        """Yield the patches that end loaders early, and those by which a checkpoint is a phase."""
+        if self._goes_on:
+            yield wrapping(_BaseDataLoaderIter, "__next__", self._next_batch)
+            for owner in (nn.Module, Optimizer):
+                yield wrapping(owner, "state_dict", self._checkpoint)
+
+    def _gathering(self) -> Iterator[Patch]:
+        """Yield the patches of what gathers a whole state from its shards, where the program has imported it."""
+        module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+        for name in ("_get_model_state_dict", "_get_optim_state_dict"):
+            if hasattr(module, name):
+                yield wrapping(module, name, self._checkpoint)
+
+    def _next_batch(self, original: Callable[[Any], Any], iterator: Any) -> Any:
+        if not self._steps.over:
+            self._training.add(iterator)
+            self._follow_trainer()
+        elif iterator in self._training:
+            self._begin()
+            self._training.discard(iterator)
+            frames = users_frames(libraries=True)
+            self._steps_to_come += next(frames).f_globals.get("__package__") == _PREFETCHING
+            raise EpochOver
+        else:
+            self._begin()
+            if iterator not in self._evaluating:
+                self._evaluating[iterator] = Evaluated([], _length(iterator))
+                self.evaluations.append(self._evaluating[iterator])
+            evaluated = self._evaluating[iterator]
+            evaluated.marks.append(len(self._ledger.events))
+            if len(evaluated.marks) > BATCHES:
+                raise EpochOver
+            self._steps.progress(f"every step is made, batch {len(evaluated.marks)} of what follows")
+        return original(iterator)
+
+    def _follow_trainer(self) -> None:
+        """Replace, where transformers is imported, what decides at the end of a step whether to evaluate."""
+        callbacks, simulation = sys.modules.get("transformers.trainer_callback"), running()
+        if callbacks is not None and simulation is not None and not self._follows_trainer:
+            self._follows_trainer = True
+            patch = wrapping(callbacks.DefaultFlowCallback, "on_step_end", self._end_of_trainers_step)
+            self._patches.enter_context(simulation.patches.applied([patch]))
+
+    def _checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._steps.over:
+            return original(*args, **kwargs)
+        self._begin()
+        before = len(self._ledger.events)
+        with self._ledger.clock.during("checkpoint"):
+            state = original(*args, **kwargs)
+        self.checkpoints.append(range(before, len(self._ledger.events) + 1))
+        return state
+
+    def _end_of_trainers_step(
+        self, original: Callable[..., Any], callback: Any, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> Any:
+        control = original(callback, args, state, control, **kwargs)
+        if self._steps.over:
+            self._begin()
+            control.should_evaluate = control.should_evaluate or args.eval_strategy != "no"
+            control.should_save = control.should_save or args.save_strategy != "no"
+            control.should_training_stop = True
+        return control
+
+
+def _length(iterator: Any) -> int | None:
+    """How many batches the iterator of a loader has; None where its dataset does not know."""
+    with suppress(TypeError):
+        return len(iterator._index_sampler)
+    return None
+
+
+def _led_to(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _of_memory(error: BaseException) -> bool:
+    return any(isinstance(cause, torch.OutOfMemoryError) for cause in _led_to(error))
+
+
+def _by_end_of_epoch(error: BaseException) -> bool:
+    """Whether a loop could not do without the batches that it did not get."""
+    return any(isinstance(cause, EpochOver) for cause in _led_to(error))

@@ -1,0 +1,170 @@
+"""The presets that ship, and configs that are fetched from a server which speaks the Hub's API."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import memsize
+from memsize import api
+from memsize.errors import InputError, TargetError
+from memsize.loading import load
+from memsize.loading.target import Target, parse_target
+from tests.conftest import Python
+
+_FILE = Path(memsize.__file__).parent / "loading" / "presets.jsonl"
+PRESETS = {preset["id"]: preset for preset in map(json.loads, _FILE.read_text().splitlines())}
+UNITS = {"M": 10**6, "B": 10**9}
+
+
+def published(text: str, parameters: int) -> str:
+    """`parameters` in the unit and with the decimals of a published number, ``8.03B``."""
+    decimals = len(text[:-1].partition(".")[2])
+    return f"{parameters / UNITS[text[-1]]:.{decimals}f}{text[-1]}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_its_published_number_of_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
+    model = load(name).module
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert published(PRESETS[name]["parameters"], parameters) == PRESETS[name]["parameters"]
+
+
+def test_a_preset_names_its_source_and_date() -> None:
+    for preset in PRESETS.values():
+        assert re.fullmatch(r"https://\S+", preset["source"]) and re.fullmatch(r"20\d\d-\d\d-\d\d", preset["date"])
+        assert {"architectures", "model_type"} <= set(preset["config"])
+    assert len(PRESETS) >= 60
+
+
+def test_no_id_is_that_of_two_presets() -> None:
+    names = [name for preset in PRESETS.values() for name in (preset["id"], *preset["also"])]
+    assert len(names) == len(set(names))
+
+
+def test_a_hub_id_alone_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    llama = "meta-llama/Llama-3.1-8B"
+    assert parse_target(llama) == Target(None, None, llama, "hf")
+    assert parse_target(f"{llama}?num_hidden_layers=2").options == (("num_hidden_layers", 2),)
+    (tmp_path / "meta-llama").mkdir()  # now it could as well be a file in that folder
+    with pytest.raises(TargetError, match="no such file"):
+        parse_target(llama)
+
+
+def test_a_report_of_a_preset_names_its_source() -> None:
+    report = api.report("HuggingFaceTB/SmolLM2-135M?num_hidden_layers=2", scenarios="as-given", seq_len=8)
+    assert report.model == "hf:HuggingFaceTB/SmolLM2-135M (LlamaForCausalLM)"
+    assert any("preset HuggingFaceTB/SmolLM2-135M of 20" in note and "https://" in note for note in report.notes)
+
+
+def test_a_wrong_name_gets_the_nearest_three() -> None:
+    with pytest.raises(TargetError, match="--online") as caught:
+        load("meta-llama/Llama-3.1-8C")
+    assert str(caught.value).endswith(
+        "did you mean meta-llama/Llama-3.1-8B, meta-llama/Llama-3.1-70B, meta-llama/Llama-3.1-405B?"
+    )
+
+
+@pytest.mark.parametrize("name", ["a..b/c--d", "hf:org/--x..", f"org/{'x' * 90}", "hf:.hidden/x y"])
+def test_a_hostile_name_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(TargetError) as caught:
+        load(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_online_is_for_hub_ids_alone(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("from torch import nn\n\nnet = nn.Linear(2, 2)\n")
+    with pytest.raises(InputError, match="online is for the model of a Hub id"):
+        api.report(str(tmp_path / "net.py:net"), online=True)
+
+
+# -- from the Hub ------------------------------------------------------------------------------------------------------
+
+TINY = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 32}
+TINY |= {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """The Hub's answers about ``config.json``: those of one good model, and of some that nobody would want."""
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self.wfile.write(self._answer())
+
+    def _answer(self) -> bytes:
+        self.server.requests.append(f"{self.command} {self.path}")  # type: ignore[attr-defined]
+        name = self.path.split("/")[2]
+        body = b"[" * 5_000 if name == "nested" else json.dumps(TINY).encode()
+        if name == "silent":
+            time.sleep(5)
+        self.send_response(404 if name == "missing" else 200)
+        if name == "missing":
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{name}"')
+        size = 10 * 2**30 if name == "huge" else 0 if name == "missing" else len(body)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+        return b"" if name == "missing" else body
+
+    def log_message(self, format: str, *values: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
+        server.daemon_threads = True
+        server.requests = []  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+PROGRAM = """
+import os, sys
+os.environ |= {"HF_ENDPOINT": sys.argv[1], "HF_HOME": "home", "HF_HUB_CACHE": "cache", "HF_HUB_ETAG_TIMEOUT": "1"}
+import memsize
+from memsize import api
+from memsize.errors import TargetError
+for name in "good good missing huge nested silent".split():
+    try:
+        report = api.report(f"org/{name}", online=True, scenarios="as-given", seq_len=4)
+        print(name, report.layers["parameters"].sum() > 0)
+    except TargetError as error:
+        print(name, error)
+print(sorted(os.listdir(os.environ["HF_HUB_CACHE"])), file=sys.stderr)
+"""
+
+
+def test_a_config_is_fetched_once_and_hostile_ones_are_refused(hub: ThreadingHTTPServer, python: Python) -> None:
+    done = python("-c", PROGRAM, f"http://127.0.0.1:{hub.server_address[1]}")
+    first, second, missing, huge, nested, silent = done.stdout.splitlines()
+    assert (first, second) == ("good True", "good True")
+    assert missing.startswith("missing cannot get the config of 'org/missing' from the Hub: ")
+    assert huge == "huge the config.json of org/huge has 10,737,418,240 bytes: memsize fetches up to 16,777,216 bytes"
+    assert nested.startswith("nested cannot read config.json as a config")
+    assert silent.startswith("silent cannot get the config of 'org/silent' from the Hub: ")
+    asked = hub.requests  # type: ignore[attr-defined]
+    assert (
+        asked.count("GET /org/good/resolve/main/config.json")
+        + asked.count(f"GET /org/good/resolve/{COMMIT}/config.json")
+        == 1
+    )
+    assert not any("huge" in request for request in asked if request.startswith("GET"))
+    others = {request for request in asked if not request.endswith("/config.json")}
+    assert others <= {"GET /api/agent-harnesses"}  # huggingface_hub's own, once a day
+    assert "huge" not in done.stderr.splitlines()[-1]
