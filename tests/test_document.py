@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import memsize
 from memsize import Finding, Fit, LayoutReport, Report
 from memsize.documents import document
 from memsize.documents.report import layer_table
-from memsize.documents.sections import Bars, Findings, Notes, Part, Stop, Table, Title, Verdict
+from memsize.documents.sections import Bars, Curve, Findings, Notes, Part, Stop, Table, Title, Verdict
 from memsize.records import report as report_records
 from memsize.records.answer import Renderable
 from memsize.render import FORMATS, render
@@ -144,7 +146,7 @@ def test_json_has_the_layers_of_every_scenario() -> None:
 
 def test_a_report_prints_itself() -> None:
     report = records.toy_report()
-    assert repr(report) == str(report)
+    assert repr(report).startswith("<memsize.Report ") and "\n" not in repr(report)
     assert "9,223,901 parameters" in str(report)
     assert report._repr_html_().lstrip().startswith("<style>")
 
@@ -348,3 +350,18 @@ def test_the_page_lists_the_columns_of_the_layer_table() -> None:
     table = page.partition("| column | `--columns` | meaning |")[2].partition("\n\n")[0]
     listed = [tuple(cell.strip(" `") for cell in line.split("|")[1:3]) for line in table.splitlines()[2:]]
     assert listed == [(column.title, column.key) for column in report_records.LAYER_FIELDS.columns]
+
+
+def test_scenarios_that_need_the_same_share_a_line() -> None:
+    fit = memsize.fit(nn.Linear(4096, 4096), (4096,), scenarios="fp32,fp16,bf16", budget="1400MiB")
+    (view,) = document(fit).scenes()
+    curve, table = view.sections()
+    assert isinstance(curve, Curve) and isinstance(table, Table) and table.name == "fit"
+    assert [line.names for line in curve.lines] == [("fp32",), ("fp16", "bf16")]
+    for line, row in zip(curve.lines, fit.fit_rows, strict=False):
+        assert line.answer == (row.size, row.peak) and line.answer in line.points
+        assert (row.next_size, row.next_peak) in line.points
+        assert all((need <= row.budget) == (size <= (row.size or 0)) for size, need in line.points)
+    assert [limit.size for limit in curve.limits] == [fit.budgets[0].allocator]
+    page = render(fit, "html")
+    assert f"largest batch {fit.fit_rows[0].size:,}" in page and f"batch {fit.fit_rows[0].next_size:,} needs" in page

@@ -20,6 +20,8 @@ from memsize import Explanation, Trace
 from memsize.analysis.explain.history import History, summarize
 from memsize.analysis.explain.snapshot_file import MOST_RECORDS, read_snapshot
 from memsize.cli import run
+from memsize.documents.explanation import ExplanationDocument
+from memsize.documents.sections import Chart
 from memsize.render import FORMATS, render
 from tests.gpus import pickled
 from tests.pages import check_golden
@@ -313,6 +315,78 @@ def test_golden(format: str, tmp_path: Path) -> None:
     gpu.oom(30 * MiB, 2 * MiB, FORWARD)
     found = memsize.explain(written(tmp_path / "oom.pickle", gpu))
     check_golden(f"explain{FORMATS[format][0]}", render(found, format))
+
+
+def test_the_history_is_a_picture_that_begins_when_memory_ran_out(tmp_path: Path) -> None:
+    gpu = trained(2)
+    gpu.free(gpu.alloc(200 * MiB, OTHER))  # a higher peak than at the failure
+    held = [gpu.alloc(7 * MiB, FORWARD)]
+    gpu.oom(300 * MiB, MiB, FORWARD)
+    gpu.free(held[0])
+    found = memsize.explain(written(tmp_path / "s.pickle", gpu))
+    assert found.history is not None
+    assert sum(b.bytes for b in found.history.blocks if b.born <= found.history.moment < (b.died or 9999)) == (
+        found.requested
+    )
+    chart = ExplanationDocument(found).picture()
+    assert isinstance(chart, Chart) and chart.moment == found.history.moment
+    run = chart.timeline
+    assert run.total[chart.moment] == found.requested
+    assert {role: column[chart.moment] for role, column in run.live.items() if column[chart.moment]} == bytes_of(found)
+    # Each block has a segment of its own unless a free one is large enough: nothing is returned.
+    assert run.reserved[-1] == found.reserved.bytes == sum(segment.bytes for segment in run.segments)
+    assert all(sum(levels) == total for *levels, total in zip(*run.live.values(), run.total, strict=True))
+    assert all(a <= b <= c for a, b, c in zip(run.total, run.allocated, run.reserved, strict=True))
+    assert [phase.name for phase in run.phases][:4] == ["model", "data", "forward", "backward"]
+    assert chart.stacks[found.history.blocks[-1].stack] == ("train.py:9 main", "net.py:12 forward")
+
+
+def test_calls_for_speedscope(tmp_path: Path) -> None:
+    written(tmp_path / "s.pickle", trained(2))
+    out = tmp_path / "alive.speedscope.json"
+    assert run(["explain", str(tmp_path / "s.pickle"), "-o", str(out)]) == 0
+    data = json.loads(out.read_text())
+    names = [frame["name"] for frame in data["shared"]["frames"]]
+    [profile] = data["profiles"]
+    samples = [tuple(names[frame] for frame in sample) for sample in profile["samples"]]
+    weights = dict(zip(samples, profile["weights"], strict=True))
+    assert weights["train.py:9 main", "net.py:12 forward", "activations"] == 20 * MiB
+    assert sum(weights.values()) == profile["endValue"] == 44 * MiB  # test_a_step_at_its_peak
+    assert profile["unit"] == "bytes"
+
+
+def test_speedscope_needs_a_run(tmp_path: Path) -> None:
+    gpu = trained(1)
+    del gpu.entries[:]
+    with pytest.raises(memsize.errors.OutputError, match="records no run whose calls"):
+        render(memsize.explain(written(tmp_path / "s.pickle", gpu)), "speedscope")
+
+
+def test_blocks_older_than_the_history_come_first(tmp_path: Path) -> None:
+    found = memsize.explain(written(tmp_path / "s.pickle", trained(1, recorded=False)))
+    assert found.history is not None
+    assert found.history.phases[0] == ("before the history", 0, 0, 2)
+    assert [block.bytes for block in found.history.blocks[:2]] == [4 * MiB, 2 * MiB]
+    # Their segments were there as well.
+    assert [(s.event, s.bytes) for s in found.history.segments[:2]] == [(0, 4 * MiB), (0, 2 * MiB)]
+
+
+def test_segments_that_grow_and_shrink_add_up(tmp_path: Path) -> None:
+    gpu = Recorder()
+    first = gpu.segment(8 * MiB)["address"]
+    gpu.alloc(2 * MiB, MODEL)
+    # As expandable segments do it: the second half is returned, and mapped again.
+    gpu.entries.append({"action": "segment_unmap", "addr": first + 4 * MiB, "size": 4 * MiB, "stream": 0, "frames": []})
+    gpu.alloc(MiB, MODEL)
+    gpu.entries.append({"action": "segment_map", "addr": first + 4 * MiB, "size": 4 * MiB, "stream": 0, "frames": []})
+    gpu.alloc(MiB, MODEL)
+    history = memsize.explain(written(tmp_path / "s.pickle", gpu)).history
+    assert history is not None
+    assert [tuple(segment) for segment in history.segments] == [
+        (0, first, 8 * MiB),
+        (1, first + 4 * MiB, -4 * MiB),
+        (2, first + 4 * MiB, 4 * MiB),
+    ]
 
 
 # -- files that are no snapshots --------------------------------------------------------------------------------------

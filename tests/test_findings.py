@@ -206,7 +206,7 @@ def test_in_a_notebook_they_are_pages() -> None:
 def test_golden_comparison() -> None:
     comparison = records.compared(records.toy(), records.toy("fp16", "float16"))
     check("comparison.html", comparison._repr_html_())
-    check("comparison.txt", f"{comparison!r}\n")
+    check("comparison.txt", f"{comparison}\n")
     check("comparison.json", comparison.to_json())
     check("comparison.csv", render(comparison, "csv"))
     check("comparison.why.html", comparison.why()._repr_html_())

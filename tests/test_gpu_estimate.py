@@ -228,7 +228,7 @@ def test_every_answer_says_that_a_run_does_not_fit() -> None:
     assert data["inference"]["shortage"] is None and data["training"]["shortage"]["tried"] == 2048 * MiB
     step = memsize.trace(Wide(), (1 << 15,), gpu="3050 laptop", optimizer="sgd")
     assert step.peak.shortage == short
-    said = repr(step).splitlines()[-1]
+    said = str(step).splitlines()[-1]
     assert said.startswith("The run does not fit on GeForce RTX 3050 Laptop 4GB: it runs out of memory in the backward")
     assert timeline(step.trace, step.config, card(step.gpu)).notes[-1] == said
     assert timeline(step.trace, step.config, card("a100")).notes == step.trace.notes

@@ -70,17 +70,24 @@ def test_the_steps_of_the_action(
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m memsize "$@"\n')
     program.chmod(0o755)
-    told = tmp_path / "told"
+    python = program.with_name("python")
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    told, summary = tmp_path / "told", tmp_path / "summary.md"
     given = {
         "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "GITHUB_OUTPUT": str(told),
+        "GITHUB_STEP_SUMMARY": str(summary),
+        "RUNNER_TEMP": str(tmp_path),
         **{"PATHS": paths, "FORMAT": "sarif" if output else "github", "OUTPUT": output, "FAIL_ON": fail_on},
     }
     script = next(step["run"] for step in read("action.yml")["runs"]["steps"] if step.get("id") == "check")
     command = ("bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script)
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | given, capture_output=True, text=True, check=False)
     assert (done.returncode, told.read_text()) == (status, f"exit-code={status}\n"), done.stderr
+    if status < 2:
+        assert summary.read_text(encoding="utf-8").startswith("## ")
     if output:
         assert '"over-limit"' in (tmp_path / output).read_text(encoding="utf-8")
     elif status < 2:

@@ -60,7 +60,7 @@ def test_a_cell_is_answered_with_its_run_and_the_lines_of_its_cells(shell: Inter
     assert shell.user_ns["done"] == 2
     lines = {tensor.line for tensor in found.tensors if tensor.line}
     assert "In [1]:8" in lines and lines <= {"In [1]:8", "In [2]:2", "In [2]:6"}
-    assert "In [2]" in found._repr_html_() and repr(found).startswith("In [2]   2 steps   on Tesla T4")
+    assert "In [2]" in found._repr_html_() and str(found).startswith("In [2]   2 steps   on Tesla T4")
     # The model is the user's own: it is where it was, with its values.
     after = shell.user_ns["model"].state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())

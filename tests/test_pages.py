@@ -26,6 +26,7 @@ from tests import records
 from tests.browser import Opened, browser, wait_until
 from tests.gpus import timeline
 from tests.records import Label, Moment
+from tests.snapshots import FORWARD, MODEL, MiB, Recorder, written
 from tests.test_program_document import program
 from tests.test_timeline import two_steps
 
@@ -362,6 +363,22 @@ def test_a_timeline_can_be_pointed_into(chromium: Any, tmp_path: Path) -> None:
         assert int(chart.get_attribute("aria-valuenow")) == found.peak.event
         chart.press("PageDown")
         assert f"event {found.phases[3].start}," in chart.get_attribute("aria-valuetext")
+
+
+def test_a_snapshot_shows_its_moment_and_the_calls_behind_it(chromium: Any, tmp_path: Path) -> None:
+    gpu = Recorder()
+    weight = gpu.alloc(6 * MiB, MODEL)
+    gpu.alloc(10 * MiB, FORWARD)
+    gpu.free(gpu.alloc(30 * MiB, FORWARD))
+    gpu.oom(99 * MiB, 0, FORWARD)
+    gpu.free(weight)
+    with opened(chromium, tmp_path, memsize.explain(written(tmp_path / "s.pickle", gpu))) as page:
+        assert page.get_by_role("slider").get_attribute("aria-valuenow") == "3"  # the event before the failure
+        page.get_by_role("button", name="Lines and calls").click()
+        areas = page.locator(".moment .areas:visible g.leaf").evaluate_all(
+            "all => all.map(e => [e.dataset.path, +e.dataset.value])"
+        )
+        assert dict(areas) == {"train.py:9 main \u203a net.py:12 forward": 10 * MiB, "train.py:5 main": 6 * MiB}
 
 
 def test_a_timeline_zooms_and_pans(chromium: Any, tmp_path: Path) -> None:

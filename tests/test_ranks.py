@@ -183,14 +183,14 @@ def test_a_rank_shows_itself_with_what_it_sends() -> None:
         f"reduce-scatter {4 * 2 * 96 * WIDTH}": 1,
         f"reduce-scatter {4 * 2 * BLOCK}": LAYERS,
     }
-    assert "Model on Tesla T4, rank 3 of 8" in repr(step)
+    assert "Model on Tesla T4, rank 3 of 8" in str(step)
     root, block = 2 * 96 * WIDTH, 2 * BLOCK
     assert step.peak.collectives == (
         Traffic("reduce-scatter", 8, 1 + LAYERS, 4 * (root + LAYERS * block), 4 * block),
         Traffic("all-gather", 8, 1 + 2 * LAYERS, 2 * (root + 2 * LAYERS * block), 2 * block),
     )
     # one of 24,576 bytes and eight of 65,536: 548,864
-    assert "9 × all-gather of 0.52 MiB" in repr(step)
+    assert "9 × all-gather of 0.52 MiB" in str(step)
 
 
 def test_collectives_work_on_streams_of_their_own(sharded: Trace) -> None:
@@ -210,7 +210,7 @@ def test_what_each_stream_takes_adds_up_and_is_named_by_what_it_is_for() -> None
     assert (gathering.requested, gathering.role) == (2 * block + block // 8, "communication")
     # What reduce-scatters return are the gradients
     assert (reducing.requested, reducing.role) == (4 * PARAMETERS // 8, "gradient")
-    assert "streams    default 22.00 MiB, all-gather 2.00 MiB, reduce-scatter 2.00 MiB reserved" in repr(step)
+    assert "streams    default 22.00 MiB, all-gather 2.00 MiB, reduce-scatter 2.00 MiB reserved" in str(step)
     found = timeline(step.trace, step.config, card("t4"))
     assert found.streams == step.peak.streams == from_data(json.loads(render(found, "json"))).streams
     assert "all-gather" in str(found) and not traced(ddp(), World(8), steps=1).peak.streams

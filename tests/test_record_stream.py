@@ -374,7 +374,7 @@ def test_the_first_fsdp_gathers_ahead_as_far_as_it_is_let(sharded: dict[bool, me
     assert limited.reserved == unlimited.reserved
     assert limited.lag is not None and unlimited.lag is not None
     assert limited.reserved < limited.lag.reserved < unlimited.lag.reserved
-    assert "record_stream" in repr(sharded[True])
+    assert "record_stream" in str(sharded[True])
 
 
 def test_the_record_comes_back_from_a_file(sharded: dict[bool, memsize.StepTrace]) -> None:

@@ -208,7 +208,7 @@ def test_every_answer_says_its_stack(tmp_path):
     assert json.loads(fitted.to_json())["stack"] == fitted.stack == stack
     assert f"on Tesla T4 with {stack}" in str(fitted)
     step = memsize.trace(net(), (64,), gpu="t4", stack=stack)
-    assert f"on Tesla T4 with {stack}: " in repr(step)
+    assert f"on Tesla T4 with {stack}: " in str(step)
     for name, answer in (("report", found), ("fit", fitted), ("step", step)):
         answer.save(tmp_path / name)
         assert memsize.load(tmp_path / name) == answer

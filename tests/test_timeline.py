@@ -303,7 +303,7 @@ def seen(colour: str, sight: np.ndarray) -> np.ndarray:
 def test_no_two_roles_look_alike_to_anyone(sight: str) -> None:
     looks = {role: seen(title.colour, SIGHTS[sight]) for role, title in TITLES.items()}
     for one, other in combinations(looks, 2):
-        assert np.linalg.norm(looks[one] - looks[other]) > 0.08, (one, other)
+        assert np.linalg.norm(looks[one] - looks[other]) > (0.1 if sight == "all three" else 0.08), (one, other)
 
 
 def test_a_role_that_is_not_in_the_table_is_never_left_out() -> None:

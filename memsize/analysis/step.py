@@ -127,6 +127,12 @@ class StepTrace(Saveable):
         return timeline(self.trace, self.config, card(self.gpu))._repr_html_()
 
     def __repr__(self) -> str:
+        peak, scenario = self.peak, self.trace.scenario
+        under = "" if scenario == "as-given" else f" under {scenario}"
+        sizes = f"peak {format_bytes(peak.allocated)} allocated, {format_bytes(peak.reserved)} reserved"
+        return printable(f"<memsize.StepTrace {self.trace.model}{under} on {self.gpu}: {sizes}>")
+
+    def __str__(self) -> str:
         peak = self.peak
         where = f"in {moment_in_words(peak.peak_phase, peak.peak_layer)}"
         under = "" if self.trace.scenario == "as-given" else f" under {self.trace.scenario}"

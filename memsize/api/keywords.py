@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 from memsize.errors import InputError, MemsizeError, TorchMissingError
 from memsize.spec.options import keywords_of, of_keywords, options_of
+from memsize.spec.project import with_usual_gpu
 
 Answer = TypeVar("Answer")
 
@@ -39,7 +40,7 @@ def takes(request: type[Any]) -> Callable[[Callable[..., Answer]], Callable[...,
             if twice := next((name for name in named if name in keywords), None):
                 raise InputError(f"{twice} is given twice, by its place and by its name")
             try:
-                parsed, own_values = of_keywords(request, named | keywords, own)
+                parsed, own_values = of_keywords(request, with_usual_gpu(request, named | keywords), own)
                 with _torch_wanted():
                     return function(parsed, **own_values)
             except MemsizeError as error:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from memsize.cli.command import (
+    WITH_CALLS,
     WITH_PARQUET,
     WITH_SNAPSHOT,
     answer,
@@ -105,6 +106,7 @@ def _is_run(side: str) -> bool:
 
 @command(
     ExplainRequest,
+    formats=WITH_CALLS,
     epilog="""\b
     Examples:
       memsize explain snapshot.pickle

@@ -18,9 +18,13 @@ from memsize.processes.workers import side_by_side
 from memsize.records.run_file import is_run_file
 from memsize.render import FORMATS, IMAGES
 from memsize.spec.options import Option, build, options_of
+from memsize.spec.project import with_usual_gpu
 from memsize.units import AUTO
 
-WITH_SNAPSHOT = {**FORMATS, "snapshot": (".pickle", ".pkl")}
+WITH_CALLS = {"speedscope": (".speedscope.json",), **FORMATS}
+"""The formats of an answer that holds the calls behind what is alive. The longest suffix comes first."""
+
+WITH_SNAPSHOT = {**WITH_CALLS, "snapshot": (".pickle", ".pkl")}
 """The formats of an answer that holds a run's events: a snapshot is for PyTorch's memory viewer."""
 
 WITH_PARQUET = {**FORMATS, "parquet": (".parquet",)}
@@ -155,14 +159,16 @@ def _type(choice: Option) -> Any:
 
 
 def request_of(request: type, values: Mapping[str, Any]) -> Any:
-    """The request of those `values` that were given on the command line."""
+    """The request of those `values` that were given on the command line, and of the usual GPU where none was."""
     options = options_of(request)
     chosen = {
         key: ",".join(value) if options[key].kind == "list" else value
         for key, value in values.items()
         if is_given(key) or (options[key].positional and value is not None)
     }
-    return build(request, chosen, spell=lambda choice: choice.key if choice.positional else choice.flag)
+    return build(
+        request, with_usual_gpu(request, chosen), spell=lambda choice: choice.key if choice.positional else choice.flag
+    )
 
 
 def is_given(name: str) -> bool:

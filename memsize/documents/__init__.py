@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-from memsize.documents.sections import Bars, Chart, Findings, Phrase, ScenarioView, Section, Table, Verdict
+from memsize.documents.sections import Bars, Chart, Findings, Phrase, ScenarioView, Section, Table, Title, Verdict
 from memsize.records.answer import Renderable
 from memsize.records.fields import FlatTable
 from memsize.records.finding import Finding
@@ -47,6 +47,9 @@ class Document(ABC, Generic[A]):
 
     only_brief: ClassVar[bool] = True
     """Whether findings without a brief form are left out of the verdict."""
+
+    folded: ClassVar[bool] = False
+    """Whether Markdown folds everything below the verdict, as for comments on pull requests."""
 
     answer: A
 
@@ -87,6 +90,10 @@ class Document(ABC, Generic[A]):
         """The answer's findings, most important first; empty for answers of a kind without findings."""
         members: tuple[Finding, ...] = getattr(self.answer, "findings", ())
         return members
+
+    def in_short(self) -> Title:
+        """The title for a single line; that of the sections by default."""
+        return next((section for section in self.sections() if isinstance(section, Title)), Title(self.answer.kind, ()))
 
     def verdict(self) -> tuple[Finding, ...]:
         """The first `MOST_SENTENCES` findings; of some documents only those that have a brief form."""

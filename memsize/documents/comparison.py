@@ -43,6 +43,7 @@ class ComparisonDocument(Document[Comparison]):
     """A comparison of two models: the bytes that they store and need, and the changes from one to the other."""
 
     only_brief = False
+    folded = True
 
     def sections(self) -> tuple[Section, ...]:
         comparison = self.answer

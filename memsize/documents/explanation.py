@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain, values_of
-from memsize.documents.sections import Section, Table, Title
+from memsize.documents.sections import Bars, Chart, ScenarioView, Section, Table, Title
 from memsize.documents.shared import listed
 from memsize.records.cells import Share, Signed
-from memsize.records.explanation import ALIVE_FIELDS, PLACE_FIELDS, RESERVED_FIELDS, Explanation
+from memsize.records.explanation import ALIVE_FIELDS, PLACE_FIELDS, RESERVED_FIELDS, BlockHistory, Explanation
+from memsize.records.roles import ROLES, UNKNOWN
+from memsize.records.timeline import Timeline
+from memsize.records.trace import Storage
 from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.explanation/1"
@@ -28,9 +34,26 @@ class ExplanationDocument(Document[Explanation]):
 
     only_brief = False
 
-    def sections(self) -> tuple[Section, ...]:
+    @cached_property
+    def _chart(self) -> Chart | None:
+        history = self.answer.history
+        if history is None:
+            return None
+        stacks = tuple(stack.calls for stack in history.stacks)
+        return Chart(_timeline(self.answer.snapshot, history), "Live bytes over the history", stacks, history.moment)
+
+    def scenes(self) -> tuple[ScenarioView, ...]:
+        chart = self._chart
+        if chart is None:
+            return ()
+        return (ScenarioView("history", "what the snapshot recorded", lambda: (chart, self._alive_table)),)
+
+    def picture(self) -> Bars | Chart | None:
+        return self._chart
+
+    @cached_property
+    def _alive_table(self) -> Table:
         explanation = self.answer
-        segments = (Bytes(explanation.requested), "in tensors,", Bytes(explanation.reserved_then), "reserved")
         fields = ALIVE_FIELDS.only("category", "bytes", "share", "blocks", "predicted", "difference", "how")
         predicted = Bytes(explanation.predicted.requested) if explanation.predicted else None
         off = Signed(explanation.requested - explanation.predicted.requested) if explanation.predicted else None
@@ -38,13 +61,18 @@ class ExplanationDocument(Document[Explanation]):
         total = ("total", Bytes(explanation.requested), Share(1.0), blocks, predicted, off, None)
         caption = f"What was alive {_MOMENTS[explanation.moment]}"
         table = Table.of("alive", "Alive", fields, explanation.alive, explanation, total=total, caption=caption)
+        return table if explanation.predicted else table.without("predicted", "difference")
+
+    def sections(self) -> tuple[Section, ...]:
+        explanation = self.answer
+        segments = (Bytes(explanation.requested), "in tensors,", Bytes(explanation.reserved_then), "reserved")
         return (
             Title(
                 explanation.snapshot, ((f"GPU {explanation.device}",), (_MOMENTS[explanation.moment] + ":", *segments))
             ),
             *self.opening(),
             *self.reasons(),
-            table if explanation.predicted else table.without("predicted", "difference"),
+            self._alive_table,
             _place_table(explanation),
             _reserved_table(explanation),
             *listed("Notes", explanation.notes),
@@ -61,6 +89,53 @@ class ExplanationDocument(Document[Explanation]):
             "findings": findings_data(explanation.findings, unit),
             "notes": explanation.notes,
         }
+
+
+_BLOCK: Final = 512
+"""What the caching allocator rounds blocks up to: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp."""
+
+
+def _timeline(name: str, history: BlockHistory) -> Timeline:
+    """The history as a timeline without modules, whose storages are blocks and whose lines are those of stacks."""
+    events = [(block.born, number, block.bytes) for number, block in enumerate(history.blocks)]
+    events += [(b.died, number, -b.bytes) for number, b in enumerate(history.blocks) if b.died is not None]
+    _, numbers, delta = zip(*sorted(events), strict=True)
+    blocks = [history.blocks[number] for number in numbers]
+    rounded = (-(-abs(change) // _BLOCK) * (_BLOCK if change > 0 else -_BLOCK) for change in delta)
+    mapped = [0] * len(delta)
+    for segment in history.segments:
+        mapped[segment.event] += segment.bytes
+    categories = {block.category for block in history.blocks}
+    return Timeline(
+        model=name,
+        scenario="",
+        layers=(),
+        phases=history.phases,
+        op=tuple(history.stacks[block.stack].function for block in blocks),
+        layer=(-1,) * len(delta),
+        delta=delta,
+        live={
+            category: _live(
+                change if block.category == category else 0 for block, change in zip(blocks, delta, strict=True)
+            )
+            for category in (*ROLES, *UNKNOWN)
+            if category in categories
+        },
+        allocated=_live(rounded),
+        reserved=_live(mapped),
+        storage=numbers,
+        address=tuple(block.address for block in blocks),
+        storages=tuple(
+            Storage(block.bytes, block.category, -1, history.stacks[block.stack].function, "", (), -1, line=block.stack)
+            for block in history.blocks
+        ),
+        segments=history.segments,
+        lines=tuple(stack.line for stack in history.stacks),
+    )
+
+
+def _live(changes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(accumulate(changes))
 
 
 def _place_table(explanation: Explanation) -> Table:

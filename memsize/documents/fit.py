@@ -8,7 +8,20 @@ from typing import Any, Final
 
 from memsize.analysis.fit.search import LIMIT
 from memsize.documents import Document, findings_data, plain, values_of
-from memsize.documents.sections import Bar, Bars, Limit, Part, Phrase, Remark, Section, Table, Title
+from memsize.documents.sections import (
+    Bar,
+    Bars,
+    Curve,
+    Limit,
+    Line,
+    Part,
+    Phrase,
+    Remark,
+    ScenarioView,
+    Section,
+    Table,
+    Title,
+)
 from memsize.documents.shared import compared_collectives, listed, said_once, versions
 from memsize.errors import first_line
 from memsize.records.aggregates import traffic
@@ -69,6 +82,13 @@ class FitDocument(Document[Fit]):
         bars = Bars.of(f"{fit.vary} {fit.asked:,} needs", [Part("peak", "needs", "activation")], rows)
         budget = fit.budgets[0]
         return bars if len(fit.budgets) > 1 else replace(bars, limit=Limit(budget.name, budget.allocator))
+
+    def scenes(self) -> tuple[ScenarioView, ...]:
+        curve = curve_of(self.answer)
+        if curve is None:
+            return ()
+        (table,) = (part for part in self.sections() if isinstance(part, Table) and part.name == "fit")
+        return (ScenarioView("fit", f"memory by {self.answer.vary}", lambda: (curve, table)),)
 
     def versions(self) -> tuple[Phrase, ...]:
         return versions(self.answer.traces.values(), (budget.card for budget in self.answer.budgets))
@@ -154,6 +174,26 @@ def overview_table(fit: Fit) -> Table:
     caption = f"Largest {fit.vary}" if fit.asked is None else f"Whether {fit.vary} {fit.asked:,} fits"
     table = Table("overview", "Overview", tuple(columns), rows, caption=caption)
     return table if not by_number or len({budget.strategy for budget in fit.budgets}) > 1 else table.without("strategy")
+
+
+def curve_of(fit: Fit) -> Curve | None:
+    """Memory by size for the scenarios on the first GPU; None where no two sizes of one ran."""
+    first, *others = fit.budgets
+    lines: list[Line] = []
+    for row in fit.fit_rows:
+        if row.gpu != first.name or row.batch is not None or len(row.points) < 2:
+            continue
+        # A scenario that needs just as much as one before it shares its line, which may have more sizes.
+        same = next((n for n, line in enumerate(lines) if {*row.points} <= {*line.points}), None)
+        if same is None:
+            answer = (row.size, row.peak) if row.size and row.peak else None
+            lines.append(Line((row.scenario,), row.points, answer))
+        else:
+            lines[same] = lines[same]._replace(names=(*lines[same].names, row.scenario))
+    if not lines:
+        return None
+    limits = (Limit(budget.name, budget.allocator) for budget in (first, *(b for b in others if b.runs_as(first))))
+    return Curve(f"Memory by {fit.vary}", fit.vary, tuple(lines), tuple(limits))
 
 
 def size_bars(fit: Fit) -> Bars:

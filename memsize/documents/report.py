@@ -144,6 +144,11 @@ class ReportDocument(Document[Report]):
         what = f"{steps} training step{'' if steps == 1 else 's'}" if steps else "a forward of the whole model"
         return Chart(run_timeline, f"Live bytes over {what}"), table
 
+    def in_short(self) -> Title:
+        report = self.answer
+        peak: tuple[Phrase, ...] = () if report.peak is None else (("peak", Bytes(report.peak)),)
+        return Title(report.model, ((f"{report.parameters:,} parameters",), *peak))
+
     def shorter(self, section: Section) -> Iterator[Section]:
         """Yield the layer table one level less deep each time, down to the model's children, and then the largest."""
         if isinstance(section, Title):

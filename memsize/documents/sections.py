@@ -236,10 +236,34 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """The live bytes of a run that has events, over its events; `title` says what ran."""
+    """The live bytes of a run that has events, over its events; `title` says what ran.
+
+    `stacks` are the calls that led to each of the timeline's lines, outermost first, where they are known; `moment` is
+    the event to begin with, where that is not the peak.
+    """
 
     timeline: Timeline
     title: str = "Live bytes over the run"
+    stacks: tuple[tuple[str, ...], ...] = ()
+    moment: int | None = None
+
+
+class Line(NamedTuple):
+    """Memory by size: the sizes that ran with their bytes, ascending, and the `answer`, the largest that fits."""
+
+    names: tuple[str, ...]
+    points: tuple[tuple[int, int], ...]
+    answer: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Memory against the size of a run, called `axis`, with lines at `limits`."""
+
+    title: str
+    axis: str
+    lines: tuple[Line, ...]
+    limits: tuple[Limit, ...]
 
 
 class ScenarioView(NamedTuple):
@@ -247,7 +271,7 @@ class ScenarioView(NamedTuple):
 
     name: str
     hint: str
-    sections: Callable[[], tuple[Table | Chart, ...]]
+    sections: Callable[[], tuple[Table | Chart | Curve, ...]]
 
 
 Section = Title | Verdict | Bars | Chart | Stop | Table | Findings | Notes

@@ -134,4 +134,5 @@ class Answer(Renderable, Saveable):
     def __str__(self) -> str:
         return self._drawn("text").rstrip("\n")
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return f"<memsize.{type(self).__name__} {self._drawn('line').rstrip()}>"

@@ -329,12 +329,10 @@ class Comparison(Answer):
     )
     figures = TableFrame("figures", "One row per scenario and figure: bytes before and after.")
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         lines = [
             f"{name or trace.model}: {sums.parameters:,} parameters, {format_bytes(sums.stored)} stored"
             for name, trace, sums in zip(self.names, (self.before, self.after), self.totals, strict=True)
         ]
         lines += [f"{n}. {finding.text()}" for n, finding in enumerate(self.findings, 1)]
         return "\n".join(map(printable, lines))
-
-    __str__ = __repr__

@@ -10,8 +10,9 @@ from memsize.records.answer import Answer
 from memsize.records.cells import share_of
 from memsize.records.fields import BYTES, COUNT, SHARE, SIGNED, TEXT, Fields, FlatTable, field, shown
 from memsize.records.finding import Finding
-from memsize.records.roles import TITLES, Role
+from memsize.records.roles import Role, noun
 from memsize.records.schema import Size
+from memsize.records.timeline import Phase, Segment
 
 Moment = Literal["out of memory", "peak", "end"]
 """The moment that is explained: the last request that failed, else the most live bytes of the history, else the end."""
@@ -24,26 +25,11 @@ block lives, or from sizes that are those of the gradients or the optimizer stat
 Unknown = Literal["backward", "earlier", "elsewhere"]
 """A category of blocks whose role is not known."""
 
-UNKNOWN: Final[Mapping[str, str]] = {
-    "backward": "gradients or temporaries",
-    "earlier": "older than the history",
-    "elsewhere": "unknown use",
-}
-"""Categories of blocks whose role is not known: those of a backward that had not ended; those that were made before
-the history begins; and those made at lines that tell nothing of their use.
-"""
-
-
 if TYPE_CHECKING:
     Category = str  # a type checker cannot read the table of roles
 else:
     Category = Literal[Role, Unknown]
 """A role, or a key of `UNKNOWN`."""
-
-
-def category_noun(category: str) -> str:
-    """Return the plural noun for the blocks of a category."""
-    return TITLES[category].noun if category in TITLES else UNKNOWN[category]
 
 
 class Alive(NamedTuple):
@@ -116,6 +102,38 @@ RESERVED_FIELDS: Final = Fields[ReservedPart](
 )
 
 
+class BlockLife(NamedTuple):
+    """A block of the history, made in event `born` and given up in event `died` (None: never).
+
+    `stack` indexes `BlockHistory.stacks`. Blocks that are older than the history come first.
+    """
+
+    bytes: Size
+    address: Size
+    born: Size
+    died: int | None
+    category: Category
+    stack: Size
+
+
+class MakingStack(NamedTuple):
+    """A stack that makes blocks: its line and function as in `Place`, and its calls above PyTorch, outermost first."""
+
+    line: str
+    function: str
+    calls: tuple[str, ...]
+
+
+class BlockHistory(NamedTuple):
+    """The blocks of a recorded history: each event makes one or gives one up. Event `moment` is explained."""
+
+    moment: Size
+    blocks: tuple[BlockLife, ...]
+    segments: tuple[Segment, ...]
+    phases: tuple[Phase, ...]
+    stacks: tuple[MakingStack, ...]
+
+
 class FailedRequest(NamedTuple):
     """A request for `bytes` that raised OutOfMemoryError with `free` bytes left, the last of `times`; and its line."""
 
@@ -146,7 +164,7 @@ HOW: Final[Mapping[How, str]] = {
 """The titles of `How` in tables."""
 
 ALIVE_FIELDS: Final = Fields[Alive](
-    field("category", "alive", TEXT, 100, "what the blocks are for", cell=lambda row, _: category_noun(row.category)),
+    field("category", "alive", TEXT, 100, "what the blocks are for", cell=lambda row, _: noun(row.category)),
     field("bytes", "holds", BYTES, 99, "live bytes at that moment"),
     shown("share", "% of all", SHARE, 80, "part of all live bytes"),
     field("blocks", "blocks", COUNT, 70, "how many blocks"),
@@ -170,7 +188,7 @@ PLACE_FIELDS: Final = Fields[Place](
     ),
     field("called_from", "called from", TEXT, 80, "the program's own line, where that is another one"),
     field("calls", get=lambda row: "; ".join(row.calls)),
-    cell={"category": lambda row, _: category_noun(row.category), "function": lambda row, _: row.function or None},
+    cell={"category": lambda row, _: noun(row.category), "function": lambda row, _: row.function or None},
 )
 
 
@@ -179,7 +197,8 @@ class Explanation(Answer):
     """Live blocks on `device` at one `moment`, by category and by stack; the bytes of `alive` add up to `requested`.
 
     `reserved_then` are the segments at that moment, `reserved` the state of the allocator when the snapshot was taken.
-    `line` is the program's line at the moment, `entries` the length of the recorded history.
+    `line` is the program's line at the moment, `entries` the length of the recorded history, and `history` its blocks
+    (None where nothing was recorded).
     """
 
     kind: ClassVar = "explanation"
@@ -196,6 +215,7 @@ class Explanation(Answer):
     failed: FailedRequest | None
     entries: int
     predicted: Predicted | None = None
+    history: BlockHistory | None = None
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
 

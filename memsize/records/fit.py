@@ -39,7 +39,8 @@ class FitRow:
     the peak of the next size, in the phase `grows_in`; `fixed` are the bytes there that do not depend on the size, and
     `standing` the part of `fixed` that the model and its training hold, by role. `looked` lists all sizes that were
     tried for the answer. Sizes have to be multiples of `step`. `refused` maps each size that the model failed with to
-    the reason. `batch` is set in rows whose context length was searched for at several batches.
+    the reason. `batch` is set in rows whose context length was searched for at several batches. `points` are the
+    sizes that ran, each with the least memory that it needs.
     """
 
     scenario: str
@@ -62,6 +63,7 @@ class FitRow:
     monotone: bool = True
     grows_in: str = ""
     batch: int | None = None
+    points: tuple[tuple[int, int], ...] = ()
 
     @property
     def name(self) -> str:

@@ -165,6 +165,17 @@ class Report(Answer):
         return self.baseline or next(candidates, None)
 
     @property
+    def parameters(self) -> int:
+        """How many elements the parameters have."""
+        return self.totals.parameters
+
+    @property
+    def peak(self) -> int | None:
+        """The most allocated bytes of the first scenario that has a peak, of training where steps were run."""
+        peaks = (result.training or result.inference for result in self.scenario_results)
+        return next((peak.allocated for peak in peaks if peak), None)
+
+    @property
     def stopped(self) -> Failure | None:
         """Where the run stopped before its end, if it did."""
         return self.failure or self.trace.failure

@@ -37,10 +37,19 @@ TITLES: Final[dict[str, RoleTitle]] = {
     "input": RoleTitle("inputs", "#a57155"),
     "activation": RoleTitle("activations", "#e08b2e"),
     "cast copy": RoleTitle("cast copies", "#e4bf21"),
-    "communication": RoleTitle("communication buffers", "#90fc8a", "model"),
+    "communication": RoleTitle("communication buffers", "#db31c0", "model"),
     "output": RoleTitle("outputs", "#c38de6"),
     "temporary": RoleTitle("temporaries", "#8fd48a"),
 }
+
+UNKNOWN: Final[dict[str, RoleTitle]] = {
+    "backward": RoleTitle("gradients or temporaries", "#ff92c5"),
+    "earlier": RoleTitle("older than the history", "#8f8c90"),
+    "elsewhere": RoleTitle("unknown use", "#4a4650"),
+}
+"""Categories of blocks of a snapshot whose role is not known: those of a backward that had not ended; those that were
+made before the history begins; and those made at lines that tell nothing of their use.
+"""
 
 ROLES: Final = tuple(TITLES)
 PER_PARAMETER: Final = frozenset(role for role, title in TITLES.items() if title.size == "parameters")
@@ -63,9 +72,14 @@ buffer is what a collective reads or writes, and nothing else. A `temporary` is 
 """
 
 
-def noun(role: Role) -> str:
-    """Return the plural noun for the bytes of `role`: ``"cast copies"``."""
-    return TITLES[role].noun
+def noun(role: str) -> str:
+    """Return the plural noun for the bytes of a role, or of a key of `UNKNOWN`: ``"cast copies"``."""
+    return (TITLES.get(role) or UNKNOWN[role]).noun
+
+
+def colour(role: str) -> str:
+    """Return the colour of a role, or of a key of `UNKNOWN`."""
+    return (TITLES.get(role) or UNKNOWN[role]).colour
 
 
 def in_order(roles: Iterable[Role]) -> list[Role]:

@@ -33,6 +33,8 @@ _FORMATS: Final = {
     "html": ("memsize.render.html:page", (".html", ".htm")),
     "agent": ("memsize.render.text:draw_brief", ()),
     "notebook": ("memsize.render.html:fragment", ()),
+    "line": ("memsize.render.cell_text:one_line", ()),
+    "speedscope": ("memsize.render.speedscope:draw", ()),
     "github": ("memsize.render.ci_reports:github", ()),
     "sarif": ("memsize.render.ci_reports:sarif", ()),
     "junit": ("memsize.render.ci_reports:junit", ()),
@@ -89,7 +91,7 @@ def pieces(
     if format == "text" and screen.colour:
         return iter(texts)
     # Whatever a renderer let through: no format needs a control character, but for a terminal's colours.
-    escape = (lambda character: dumps(character)[1:-1]) if format in ("json", "sarif") else None
+    escape = (lambda character: dumps(character)[1:-1]) if format in ("json", "sarif", "speedscope") else None
     return (printable_lines(text, escape=escape) for text in texts)
 
 

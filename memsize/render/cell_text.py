@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
+from memsize.documents import Document
 from memsize.documents.sections import Phrase, Strip, Title
 from memsize.printable import LONGEST, printable, printable_lines
 from memsize.records.cells import Cell, Change, Label, Missing, Path, Share, Signed, Sized, Specs, Words
 from memsize.records.fields import Column
 from memsize.records.trace import Failure, TensorSpec
+from memsize.render.screen import WHOLE, Screen
 from memsize.units import AUTO, Bytes, Unit, format_bytes, unit_for
 
 UNKNOWN = "–"
@@ -93,6 +96,12 @@ def draw_title(column: Column, unit: Unit) -> str:
 def draw_phrases(title: Title, unit: str) -> tuple[str, ...]:
     """The phrases of a title, with its sizes in `unit`."""
     return tuple(draw_phrase(phrase, unit) for phrase in title.phrases)
+
+
+def one_line(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
+    """The subject of an answer and its first figures, in a line."""
+    title = document.in_short()
+    return f"{printable(title.name)}: {', '.join(draw_phrases(title, unit))}\n"
 
 
 def draw_phrase(phrase: Phrase, unit: str) -> str:

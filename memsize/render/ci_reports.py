@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, Final
 from urllib.parse import quote
@@ -20,20 +21,34 @@ _SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/sch
 def github(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """GitHub workflow commands, which annotate the lines of a pull request.
 
-    One line for each case of `document` that something is wrong with; an empty one where there is none.
+    One line for each kind of problem of a target of `document`; an empty one where there is none.
     """
     lines = []
-    for case in document.cases(unit):
-        if case.severity:
-            values = {"file": case.file.replace("\\", "/"), "line": str(case.line), "title": f"memsize: {case.code}"}
-            properties = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in values.items())
-            lines.append(f"::{_LEVELS[case.severity]} {properties}::{_escaped(f'{case.group}: {case.text}')}")
+    for case in _together(document.cases(unit)):
+        values = {"file": case.file.replace("\\", "/"), "line": str(case.line), "title": f"memsize: {case.code}"}
+        properties = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in values.items())
+        lines.append(f"::{_LEVELS[case.severity or 'note']} {properties}::{_escaped(f'{case.group}: {case.text}')}")
     return "\n".join(lines) + "\n"
+
+
+def _together(cases: Iterable[Case]) -> Iterator[Case]:
+    """Join problems of a kind in one target: a layer that is widened breaks the limits of five figures at once."""
+    kinds: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        if case.severity:
+            kinds.setdefault((case.group, case.file, case.line, case.code, case.severity), []).append(case)
+    for first, *others in kinds.values():
+        if others:
+            texts = "".join(f"\n- {case.text}" for case in (first, *others))
+            first = first._replace(
+                name=",".join(case.name for case in (first, *others)), text=f"{len(others) + 1} figures{texts}"
+            )
+        yield first
 
 
 def _escaped(text: str, more: str = "") -> str:
     """As GitHub's toolkit writes messages and, with `more`, properties."""
-    text = printable(text).replace("%", "%25")
+    text = "%0A".join(printable(line).replace("%", "%25") for line in text.split("\n"))
     for character in more:
         text = text.replace(character, f"%{ord(character):02X}")
     return text
@@ -42,9 +57,9 @@ def _escaped(text: str, more: str = "") -> str:
 def sarif(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """The Static Analysis Results Interchange Format, version 2.1.0.
 
-    One run with a result for each case of `document` that something is wrong with.
+    One run with a result for each kind of problem of a target of `document`.
     """
-    wrong = [case for case in document.cases(unit) if case.severity]
+    wrong = [*_together(document.cases(unit))]
     codes = list(dict.fromkeys(case.code for case in wrong))
     driver = {"name": "memsize", "version": VERSION, "rules": [{"id": code} for code in codes]}
     results = [_result(case, codes.index(case.code)) for case in wrong]

@@ -18,7 +18,7 @@ from memsize.errors import OutputError, first_line
 from memsize.printable import printable
 from memsize.records.cells import Path
 from memsize.records.fields import Column, FlatTable
-from memsize.records.roles import TITLES, noun
+from memsize.records.roles import colour, noun
 from memsize.records.timeline import Timeline
 from memsize.render.bars import longest_drawn
 from memsize.render.cell_text import MODEL, draw_phrases
@@ -116,7 +116,7 @@ def _bars(bars: Bars, unit: str) -> Figure:
             y=places,
             customdata=sizes,
             hovertemplate=f"%{{fullData.name}} %{{customdata:,}}{' B' if of_bytes else ''}<extra></extra>",
-            marker={"color": TITLES[part.role].colour},
+            marker={"color": colour(part.role)},
         )
     names = [escape(printable(", ".join(label.text for label in bar.labels))) for bar in bars.bars]
     title = escape(printable(f"{bars.title}, {drawn_in.name}" if of_bytes else bars.title))
@@ -135,7 +135,7 @@ def _run(timeline: Timeline, unit: str) -> Figure:
     scale = drawn_in.bytes
     figure = _plotly().Figure()
     for role, column in timeline.live.items():
-        area = {"stackgroup": "live", "line": {"shape": "hv", "width": 0}, "fillcolor": TITLES[role].colour}
+        area = {"stackgroup": "live", "line": {"shape": "hv", "width": 0}, "fillcolor": colour(role)}
         _add_level(figure, noun(role), column, events, scale, **area)
     where = {"text": [_where(timeline, event) for event in events], "hovertemplate": "%{y:,.2f}, in %{text}"}
     _add_level(figure, "live", timeline.total, events, scale, line=_line("solid"), **where)
@@ -188,7 +188,7 @@ def _areas(column: Column, sizes: dict[str, int], unit: str) -> Any:
         text=[format_bytes(whole[path], unit) for path in paths],
         hovertemplate="%{id}<br>%{value:,} B<extra></extra>",
         textinfo="label+text",
-        marker={"colors": [TITLES[column.role].colour if column.role else _NO_ROLE] * len(paths)},
+        marker={"colors": [colour(column.role) if column.role else _NO_ROLE] * len(paths)},
     )
 
 
@@ -196,7 +196,7 @@ def _shown(path: str) -> str:
     return escape(printable(path)) or MODEL
 
 
-_BAR: Final = TITLES["parameter"].colour + "55"
+_BAR: Final = colour("parameter") + "55"
 """Light enough for the figure that stands on it, whatever the theme."""
 
 

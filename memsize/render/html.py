@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, Final
 from markupsafe import Markup, escape
 
 from memsize.documents import Document
-from memsize.documents.sections import Bar, Bars, Chart, ScenarioView, Section, Table, Title
+from memsize.documents.sections import Bar, Bars, Chart, Curve, ScenarioView, Section, Table, Title
 from memsize.printable import printable, printable_lines
 from memsize.records.cells import Cell, Label, Missing, Path, Signed
 from memsize.records.fields import Column
-from memsize.records.roles import TITLES, Role
+from memsize.records.roles import ROLES, UNKNOWN, Role, colour, noun
 from memsize.records.timeline import Timeline, to_data
 from memsize.records.trace import Storage
-from memsize.render import bars, markdown, plot
+from memsize.render import bars, curve, markdown, plot
 from memsize.render.cell_text import LEFT, MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrase, draw_phrases
 from memsize.render.screen import WHOLE, Screen
 from memsize.units import Bytes, Unit, unit_for
@@ -98,7 +98,7 @@ def _scene(scene: ScenarioView, unit: str) -> str:
     return _template().render(_shared(unit, True) | context)
 
 
-def _typed(sections: Iterable[Section]) -> list[tuple[str, Section]]:
+def _typed(sections: Iterable[Section | Curve]) -> list[tuple[str, Section | Curve]]:
     return [(type(section).__name__, section) for section in sections]
 
 
@@ -111,9 +111,10 @@ def _shared(unit: str, standalone: bool) -> dict[str, Any]:
         "is_scene": False,
         "is_still": True,
         "has_run": False,
-        "role_titles": {role: {"noun": title.noun, "colour": title.colour} for role, title in TITLES.items()},
+        "role_titles": {role: {"noun": noun(role), "colour": colour(role)} for role in (*ROLES, *UNKNOWN)},
         "phrases": draw_phrases,
         "picture": plot.picture,
+        "curve": curve.picture,
         "stop": draw_failure,
         "modelled": MODELLED,
         "columns": lambda table, unit: zip(table.columns, table.units(unit), strict=True),
@@ -123,7 +124,7 @@ def _shared(unit: str, standalone: bool) -> dict[str, Any]:
         "total": _total,
         "is_hidden": _is_hidden,
         "side": lambda column: "text" if column.kind in LEFT else "number",
-        "packed": lambda timeline: _packed(_timeline_json(timeline)),
+        "packed": lambda chart: _packed(_timeline_json(chart)),
         "standalone": standalone,
     }
 
@@ -142,12 +143,13 @@ def _template() -> Template:
     return environment.get_template("page.html.j2")
 
 
-def _timeline_json(timeline: Timeline) -> str:
-    """The JSON of a timeline, without derivable data and data that no chart shows: a page may hold many timelines.
+def _timeline_json(chart: Chart) -> str:
+    """The JSON of a chart's timeline, without derivable data and data that no chart shows: a page may hold many charts.
 
     Storages are columns; levels and indices are differences from the event before.
     """
-    data = to_data(timeline)
+    timeline = chart.timeline
+    data = to_data(timeline) | {"stacks": chart.stacks, "moment": chart.moment}
     del data["live"], data["streams"]
     data["roles"] = tuple(timeline.live)
     data["storages"] = dict(zip(Storage._fields, zip(*timeline.storages, strict=True), strict=True))

@@ -32,7 +32,13 @@ _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<
 
 def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
     """The sections of `document`, bytes in `unit`. Lines are never wrapped: `screen` is ignored."""
-    return "\n\n".join("\n".join(_block(section, unit)) for section in without_repeats(document.sections())) + "\n"
+    sections = without_repeats(document.sections())
+    opening = [section for section in sections if isinstance(section, Title | Verdict)] if document.folded else []
+    rest = [section for section in sections if section not in opening]
+    texts = ["\n".join(_block(section, unit)) for section in (*opening, *rest)]
+    if opening and rest:
+        texts = [*texts[: len(opening)], "<details><summary>Details</summary>", *texts[len(opening) :], "</details>"]
+    return "\n\n".join(texts) + "\n"
 
 
 def _block(section: Section, unit: str) -> Iterator[str]:

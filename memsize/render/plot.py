@@ -18,6 +18,8 @@ POINTS: Final = 900
 """How many moments are drawn: about one for each pixel."""
 MARKS: Final = 120
 """How many stretches of layers are marked below the plot."""
+NEAR: Final = 2.5
+"""How many times the largest reserved memory a card may have to be part of the picture."""
 STRETCHES: Final = 400
 """How many a pointer can tell apart."""
 
@@ -50,7 +52,8 @@ class Frame(NamedTuple):
 
 def picture(timeline: Timeline, unit: str) -> dict[str, Any]:
     """Everything that the template draws of a timeline that has events, in the picture's units."""
-    frame = Frame(len(timeline), max(timeline.reserved))
+    card = timeline.card if timeline.card and timeline.card.bytes <= NEAR * max(timeline.reserved) else None
+    frame = Frame(len(timeline), max((*timeline.reserved, card.bytes if card else 0)))
     scale = unit_for(frame.most, unit)
     moments = timeline.columns(POINTS)
     edges = [frame.x(position * len(timeline) / len(moments)) for position in range(len(moments) + 1)]
@@ -62,13 +65,14 @@ def picture(timeline: Timeline, unit: str) -> dict[str, Any]:
             name: _points(_outline(edges, [frame.y(column[event]) for event in moments]))
             for name, column in lines.items()
         },
-        "ticks": [(frame.y(size), draw_bytes(size, scale)) for size in _ticks(frame.most, scale.bytes)],
+        "ticks": [(frame.y(size), draw_bytes(size, scale)) for size in round_ticks(frame.most, scale.bytes)],
         "unit": scale.name,
         "steps": [_box(frame, step.start, step.stop, str(step), str(step)) for step in timeline.steps],
         "phases": list(_phases(timeline, frame, unit)),
         "layers": list(_layers(timeline, frame, unit, MARKS)),
         "stretches": list(_layers(timeline, frame, unit, STRETCHES)),
         "peak": _peak(timeline, frame, unit),
+        "limit": (frame.y(card.bytes), f"{card.name}: {format_bytes(card.bytes, unit)}") if card else None,
     }
 
 
@@ -104,7 +108,7 @@ def _points(corners: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:g},{y:g}" for x, y in corners)
 
 
-def _ticks(most: int, scale: int) -> list[int]:
+def round_ticks(most: int, scale: int) -> list[int]:
     """Four to nine round sizes from nothing to `most`."""
     step = 10.0 ** (len(str(int(most / scale))) - 1) if most >= scale else scale and most / scale / 5
     for finer in (1, 2, 5, 10):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from memsize.errors import InputError, UnknownInputError, quoted
 from memsize.records.check import SEVERITIES, Severity
-from memsize.spec.options import check_type
+from memsize.spec.options import check_type, options_of
 from memsize.spec.section import MODEL_KEYS, ModelSection, by_new_keys, parsed_toml, refuse_unknown, section_of
 from memsize.units import parse_bytes
 
@@ -165,11 +166,35 @@ def find_project(start: Path) -> Path:
     raise InputError(f"no {NAME} here or above has a {SECTION}: memsize init TARGET writes one")
 
 
+def usual_gpu() -> str | None:
+    """The GPU of answers that name none: ``MEMSIZE_GPU``, or else `gpu` of the nearest ``[tool.memsize]``."""
+    if named := os.environ.get("MEMSIZE_GPU"):
+        return named
+    try:
+        gpu = _section(parsed_toml(find_project(Path()))[1]).get("gpu")
+    except (InputError, OSError):  # most folders belong to no such project
+        return None
+    return gpu if isinstance(gpu, str) else None
+
+
+def with_usual_gpu(request: type, values: dict[str, Any]) -> dict[str, Any]:
+    """The `values` of a request with the `usual_gpu` where they name neither a GPU nor a budget in its stead."""
+    gpu = options_of(request).get("gpu")
+    if gpu is None or gpu.positional or {"gpu", "budget"} & values.keys():
+        return values
+    usual = usual_gpu()
+    return values if usual is None else values | {"gpu": usual}
+
+
 def read_project(file: Path) -> Project:
     """The sections of `file`; raises `InputError`, naming the line, for what cannot be meant."""
     text, data = parsed_toml(file)
     section = _section(data)
-    refuse_unknown("key", section, ("target", "select", "ignore", "severity"), where=f"{file.name}: [tool.memsize]")
+    refuse_unknown(
+        "key", section, ("target", "gpu", "select", "ignore", "severity"), where=f"{file.name}: [tool.memsize]"
+    )
+    check_type("gpu", section.get("gpu", ""), (str,))
+    usual = {"gpu": section["gpu"]} if "gpu" in section else {}
     sections = section.get("target", [])
     if not (isinstance(sections, list) and all(isinstance(section, dict) for section in sections)):
         raise InputError(f"{file.name}: write targets as {SECTION}, with two brackets")
@@ -180,7 +205,7 @@ def read_project(file: Path) -> Project:
     targets: list[CheckedTarget] = []
     for line, target in zip(lines, sections, strict=False):
         try:
-            targets.append(parse_section(by_new_keys(target, f"{file.name}:{line}"), line))
+            targets.append(parse_section(usual | by_new_keys(target, f"{file.name}:{line}"), line))
         except InputError as error:
             raise InputError(f"{file.name}:{line}: {error}") from None
     names = [target.name for target in targets]

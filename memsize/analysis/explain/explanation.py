@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
+from memsize.analysis.explain.blocks import block_history
 from memsize.analysis.explain.history import Category, History, Life, categories, python_calls
 from memsize.analysis.explain.snapshot_file import Segment, Snapshot, read_snapshot
 from memsize.analysis.step import StepTrace
 from memsize.errors import InputError
 from memsize.records.explanation import (
-    UNKNOWN,
     Alive,
     Explanation,
     FailedRequest,
@@ -24,13 +24,12 @@ from memsize.records.explanation import (
     Place,
     Predicted,
     Reserved as ReservedBytes,
-    category_noun,
 )
 from memsize.records.finding import Finding, Rules, sizes
 from memsize.records.gpu import GpuEstimate
 from memsize.records.program import ProgramRun
 from memsize.records.report import Report
-from memsize.records.roles import ROLES
+from memsize.records.roles import ROLES, UNKNOWN, noun
 from memsize.units import Bytes, signed_share
 
 _MOST_CALLS: Final = 24
@@ -50,7 +49,8 @@ def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None
     if not history.segments and not history.entries:
         raise InputError(f"{snapshot.name} has nothing on GPU {number}")
     moment, last = _moment(history)
-    lives = zip(history.lives, categories(history), strict=True)
+    named_lives = categories(history)
+    lives = zip(history.lives, named_lives, strict=True)
     live = [(life, category) for life, category in lives if life.alive_at(last)]
     explanation = Explanation(
         snapshot=snapshot.name,
@@ -65,6 +65,7 @@ def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None
         failed=_failed(history),
         entries=len(history.entries),
         predicted=named,
+        history=block_history(history, named_lives, last),
         notes=tuple(_notes(snapshot, number, history)),
     )
     return replace(explanation, findings=RULES.findings(explanation))
@@ -239,7 +240,7 @@ def _mostly(explanation: Explanation) -> Iterator[Finding]:
     stack = next(category for category in explanation.places if category.category == most.category)
     if stack.line is not None:
         template += "; {here} of them were made at {line}" + (", in {function}" if stack.function else "")
-    values: dict[str, object] = {"noun": category_noun(most.category), "bytes": Bytes(most.bytes)}
+    values: dict[str, object] = {"noun": noun(most.category), "bytes": Bytes(most.bytes)}
     values |= {"share": most.bytes / explanation.requested, "blocks": most.blocks, "here": Bytes(stack.bytes)}
     values |= {"line": stack.line, "function": stack.function}
     yield Finding("snapshot-mostly", template + ".", values, bytes=most.bytes)
@@ -293,6 +294,6 @@ def _predicted(explanation: Explanation) -> Iterator[Finding]:
     values |= {"share": signed_share(explanation.requested, explanation.predicted.requested)}
     if widest is not None and abs(off) >= explanation.requested * _WORTH_TELLING:
         template += "; the widest gap is in {noun}, {there} predicted and {here} found"
-        values |= {"noun": category_noun(widest.category), "there": Bytes(widest.predicted or 0)}
+        values |= {"noun": noun(widest.category), "there": Bytes(widest.predicted or 0)}
         values |= {"here": Bytes(widest.bytes)}
     yield Finding("snapshot-predicted", template + ".", values, bytes=off)

@@ -91,6 +91,11 @@ def line_of(frame: Frame) -> str:
     return f"{_path(frame).rpartition('/')[2]}:{frame.line}"
 
 
+def own_calls(stack: Stack) -> tuple[str, ...]:
+    """The calls of a stack above PyTorch, outermost first, as ``"train.py:41 main"``."""
+    return tuple(f"{line_of(call)} {call.name}" for call in reversed(python_calls(stack)) if not _call(call).pytorch)
+
+
 class _Call(NamedTuple):
     """The stage of the rule that matches a frame (None: no rule does), whether the frame recomputes a forward, and
     whether it is a call of Python, inside PyTorch, inside any library.
@@ -142,6 +147,7 @@ class Life(NamedTuple):
     """A block that a tensor has or had: its bytes, and the entries in which it was made and given up (None: never)."""
 
     bytes: int
+    address: int
     born: int
     died: int | None
     stack: Stack
@@ -179,15 +185,15 @@ class History:
             elif entry.action == "free_requested" and entry.address in opened:
                 deaths[opened.pop(entry.address)] = index
             elif entry.action == "free_requested":
-                older.append(Life(entry.size, EARLIER, index, (), ""))
+                older.append(Life(entry.size, entry.address, EARLIER, index, (), ""))
         left = {block.address: block for block in self._blocks() if block.state == _ALIVE}
         lasting = {index for address, index in opened.items() if address in left}
         allocated = [
-            Life(entry.size, index, deaths.get(index), entry.stack, entry.category)
+            Life(entry.size, entry.address, index, deaths.get(index), entry.stack, entry.category)
             for index, entry in enumerate(self.entries)
             if entry.action == "alloc" and (index in deaths or index in lasting)
         ]
-        older_and_alive = [Life(b.requested, EARLIER, None, b.stack, "") for a, b in left.items() if a not in opened]
+        older_and_alive = [Life(b.requested, a, EARLIER, None, b.stack, "") for a, b in left.items() if a not in opened]
         return (*older, *older_and_alive, *allocated)
 
     @cached_property
@@ -272,7 +278,7 @@ _OUTLIVES: Final[Mapping[Stage, tuple[Role, tuple[Stage, ...]]]] = {
 
 
 class Category(NamedTuple):
-    """A role, or a key of `memsize.records.explanation.UNKNOWN`; and how it is known."""
+    """A role, or a key of `memsize.records.roles.UNKNOWN`; and how it is known."""
 
     name: str
     how: How

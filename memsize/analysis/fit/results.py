@@ -57,6 +57,7 @@ def row_of_search(search: Search, row: FitRow, *, linear: bool) -> FitRow:
         bind=limit_of(high, row.budget if low else None) if high else None,
         standing=_fixed_roles(run) if run else {},
         looked=search.measured,
+        points=tuple((size, run.needs(row.budget)) for size, run in sorted(search.runs.items())),
         step=search.step,
         refused=search.refused,
         monotone=search.monotone,

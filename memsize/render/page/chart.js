@@ -3,10 +3,13 @@
 const EDGES = { left: 76, right: 12, top: 46, bottom: 30 };
 const PLOT = 320;
 const MODULES = 90;
+const NEAR = 2.5;
 
 /** The picture of `run`; `choose` is told the event that is looked at. */
 function touchableChart(run, choose) {
-  const chart = { run, choose, width: 0, from: 0, to: run.events, event: summit(run), most: run.reserved.reduce((most, level) => Math.max(most, level), 1) };
+  const chart = { run, choose, width: 0, from: 0, to: run.events, event: run.moment ?? summit(run), most: run.reserved.reduce((most, level) => Math.max(most, level), 1) };
+  // A card whose memory is near is part of the picture.
+  if (run.card?.bytes <= NEAR * chart.most) [chart.most, chart.limit] = [Math.max(chart.most, run.card.bytes), run.card.bytes];
   chart.svg = draw("svg", {
     class: "chart", tabindex: 0, role: "slider", "aria-label": "Moment of the run", "aria-valuemin": 0,
     "aria-valuemax": run.events - 1, onkeydown: (event) => moveByKey(chart, event),
@@ -139,7 +142,7 @@ function redrawChart(chart) {
   const { left, right } = sides(chart);
   const clip = draw("svg", { x: left, y: 0, width: right - left, height: EDGES.top + PLOT + EDGES.bottom, viewBox: `${left} 0 ${right - left} ${EDGES.top + PLOT + EDGES.bottom}` },
     ...bands(chart, start, stop), ...areas(chart, columns),
-    levelLine(chart, columns, run.allocated, "allocated"), levelLine(chart, columns, run.reserved, "reserved"), ...marks(chart));
+    levelLine(chart, columns, run.allocated, "allocated"), levelLine(chart, columns, run.reserved, "reserved"), ...cardLine(chart), ...marks(chart));
   chart.svg.replaceChildren(...axis(chart), clip);
 }
 
@@ -151,7 +154,7 @@ function axis(chart) {
       draw("line", { class: "rule", x1: left, x2: right, y1: yOf(chart, bytes), y2: yOf(chart, bytes) }),
       draw("text", { class: "soft", x: left - 8, y: yOf(chart, bytes) + 4, "text-anchor": "end" }, amount(bytes, unit)),
     ]),
-    draw("text", { class: "soft", x: left - 8, y: EDGES.top + PLOT + 20, "text-anchor": "end" }, "module"),
+    chart.run.layers.length ? draw("text", { class: "soft", x: left - 8, y: EDGES.top + PLOT + 20, "text-anchor": "end" }, "module") : "",
   ];
 }
 
@@ -202,6 +205,16 @@ function band(chart, { start, stop }, y, name) {
   const text = fittingText(name, x1 - x0 - 6);
   return draw("g", {}, draw("title", {}, name), draw("rect", { class: "band", x: x0, y, width: Math.max(x1 - x0, 0), height: 17 }),
     text ? draw("text", { x: x0 + 4, y: y + 12 }, text) : null);
+}
+
+/** The memory of the card, where it is near. */
+function cardLine(chart) {
+  if (!chart.limit) return [];
+  const { left, right } = sides(chart), y = yOf(chart, chart.limit);
+  return [
+    draw("line", { class: "limit", x1: left, x2: right, y1: y, y2: y }),
+    draw("text", { class: "limit", x: right - 6, y: y + 13, "text-anchor": "end" }, `${chart.run.card.name}: ${size(chart.limit)}`),
+  ];
 }
 
 /** The peak, and the moment that is looked at. */

@@ -7,7 +7,7 @@ function readRun(data) {
   const phaseAt = new Int32Array(events);
   data.phases.forEach((phase, index) => phaseAt.fill(index, phase.start, phase.stop));
   const { role, ...columns } = data.storages;
-  const storages = (role ?? []).map((name, index) => ({ role: name, layer: columns.layer[index], op: columns.op[index], dtype: columns.dtype[index], shape: columns.shape[index], line: data.lines[columns.line[index]] ?? "" }));
+  const storages = (role ?? []).map((name, index) => ({ role: name, layer: columns.layer[index], op: columns.op[index], dtype: columns.dtype[index], shape: columns.shape[index], lineIndex: columns.line[index], line: data.lines[columns.line[index]] ?? "" }));
   const ofRole = (wanted) => data.delta.map((change, event) => (storages[data.storage[event]].role === wanted ? change : 0));
   const live = Object.fromEntries(data.roles.map((name) => [name, runningSum(ofRole(name))]));
   return { ...data, events, phaseAt, storages, live, total: runningSum(data.delta) };

@@ -12,8 +12,12 @@ function momentPanel(run, choose) {
   panel.roles = make("div", { class: "roles" });
   panel.list = make("div", { class: "scroll" });
   panel.treemap = touchableTreemap(() => [{ title: "Alive", leaves: panel.leaves ?? [] }], choose);
+  panel.calls = touchableTreemap(() => [{ title: "Alive", leaves: panel.stacks ?? [] }], () => {}, "icicle", "(program)");
   panel.blocks = make("div", { class: "blocks" });
-  const parts = { Tensors: panel.list, Modules: panel.treemap.element, "Allocator’s segments": panel.blocks };
+  const parts = { Tensors: panel.list };
+  if (run.layers.length) parts.Modules = panel.treemap.element;
+  if (run.lines.length) parts["Lines and calls"] = panel.calls.element;
+  parts["Allocator’s segments"] = panel.blocks;
   panel.element.append(panel.head, panel.facts, panel.roles, partButtons(parts), ...Object.values(parts));
   panel.show = (event) => showMoment(panel, event);
   return panel;
@@ -37,6 +41,8 @@ function showMoment(panel, event) {
   panel.list.replaceChildren(storageTable(panel, alive));
   panel.leaves = aliveLeaves(run, alive);
   panel.treemap.update();
+  panel.stacks = stackLeaves(run, alive);
+  panel.calls.update();
   panel.blocks.replaceChildren(...blockMap(run, event, alive));
 }
 
@@ -50,7 +56,7 @@ function roleBar(run, event) {
 }
 
 function tensorText(storage) {
-  return `${storage.dtype}[${storage.shape.join(",")}]`;
+  return storage.dtype ? `${storage.dtype}[${storage.shape.join(",")}]` : "";
 }
 
 /** The largest storages, and what the others hold together. */
@@ -63,7 +69,7 @@ function storageTable(panel, alive) {
     ? make("button", { type: "button", onclick: () => { panel.isWhole = true; panel.list.replaceChildren(storageTable(panel, alive)); } },
       `and ${count(rest.length)} more, ${size(rest.reduce((sum, entry) => sum + entry.bytes, 0))}`)
     : null;
-  const heads = [["number", `bytes`], ["text", "role"], ["text", "tensor"], ["text", "made by"], ["text", "in"], ["text", "during"], ...(run.lines.length ? [["text", "line"]] : [])];
+  const heads = [["number", `bytes`], ["text", "role"], ...(run.layers.length ? [["text", "tensor"], ["text", "made by"], ["text", "in"]] : [["text", "made by"]]), ["text", "during"], ...(run.lines.length ? [["text", "line"]] : [])];
   return make("div", {}, make("table", { class: "living" },
     make("thead", {}, make("tr", {}, ...heads.map(([side, title]) => make("th", { class: side, scope: "col" }, title, title === "bytes" ? make("small", {}, unit.name) : null)))),
     make("tbody", {}, ...rows)), more);
@@ -74,8 +80,8 @@ function storageRow(panel, { storage: index, bytes, born }, unit) {
   const module = path === null ? "" : make("button", { type: "button", class: "link", onclick: () => panel.choose(path) }, path || "(model)");
   return make("tr", { "data-storage": index },
     make("td", { class: "bytes", "data-value": bytes, title: `${count(bytes)} B` }, amount(bytes, unit)),
-    make("td", {}, swatch(storage.role), ` ${storage.role}`), make("td", { class: "name" }, tensorText(storage)),
-    make("td", {}, storage.op), make("td", { class: "name" }, module), make("td", { class: "text" }, phaseName(run.phases[run.phaseAt[born]])),
+    make("td", {}, swatch(storage.role), ` ${roleNoun(storage.role)}`), run.layers.length ? make("td", { class: "name" }, tensorText(storage)) : null,
+    make("td", {}, storage.op), run.layers.length ? make("td", { class: "name" }, module) : null, make("td", { class: "text" }, phaseName(run.phases[run.phaseAt[born]])),
     run.lines.length ? make("td", { class: "name" }, storage.line) : null);
 }
 
@@ -90,7 +96,23 @@ function aliveLeaves(run, alive) {
     leaf.tensors += 1;
     sums.set(key, leaf);
   }
-  return [...sums.values()].map((leaf) => ({ ...leaf, lines: [`${leaf.tensors} × ${leaf.role}`] }));
+  return [...sums.values()].map((leaf) => ({ ...leaf, lines: [`${leaf.tensors} × ${roleNoun(leaf.role)}`] }));
+}
+
+/** The bytes alive by the calls that made them, outermost first: the lines, then the module and the op. */
+function stackLeaves(run, alive) {
+  const sums = new Map();
+  for (const { storage: index, bytes } of alive) {
+    const storage = run.storages[index];
+    const calls = run.stacks[storage.lineIndex]?.length ? run.stacks[storage.lineIndex] : storage.line ? storage.line.split(" > ") : [(!run.layers.length && storage.op) || "(no line recorded)"];
+    const names = [...calls, ...(run.layers.length ? [layerName(run, storage.layer), storage.op].filter(Boolean) : [])];
+    const key = JSON.stringify([names, storage.role]);
+    const leaf = sums.get(key) ?? { names, path: names.join(CALLS), role: storage.role, value: 0, tensors: 0 };
+    leaf.value += bytes;
+    leaf.tensors += 1;
+    sums.set(key, leaf);
+  }
+  return [...sums.values()].map((leaf) => ({ ...leaf, lines: [`${leaf.tensors} × ${roleNoun(leaf.role)}`] }));
 }
 
 /** The allocator's memory as lines of blocks, free stretches between them: one can see how it is broken up. */
@@ -122,7 +144,7 @@ function blockMap(run, event, alive) {
 
 function addBlock(picture, run, block, boxes) {
   const storage = run.storages[block.storage];
-  const lines = [`${size(block.bytes)} · ${storage.role}`, tensorText(storage), [storage.op, layerName(run, storage.layer), storage.line].filter(Boolean).join(" · ")];
+  const lines = [`${size(block.bytes)} · ${storage.role}`, tensorText(storage), [storage.op, layerName(run, storage.layer), storage.line].filter(Boolean).join(" · ")].filter(Boolean);
   for (const box of boxes) {
     if (box.width < 0.25) continue;
     picture.append(draw("rect", { class: "block", ...box, fill: roleColour(storage.role), onpointermove: (event) => hint.show(lines, event.clientX, event.clientY), onpointerleave: () => hint.hide() }));

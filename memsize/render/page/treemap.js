@@ -5,10 +5,10 @@ const HEAD = 17;
 
 /**
  * A picture of `measures()`, each with a `title` and `leaves`: a `path`, a `value` in bytes, a `role`, and `lines` that say
- * more. A module is zoomed into where it is pressed; `choose` is told its path.
+ * more. A module is zoomed into where it is pressed; `choose` is told its path. `root` names the whole.
  */
-function touchableTreemap(measures, choose) {
-  const view = { measures, index: 0, path: "", kind: "treemap", choose, width: 0, lit: null, shown: null };
+function touchableTreemap(measures, choose, kind = "treemap", root = "(model)") {
+  const view = { measures, index: 0, path: "", kind, root, choose, width: 0, lit: null, shown: null };
   view.trail = make("nav", { class: "trail", "aria-label": "Module shown" });
   view.svg = draw("svg", { role: "group", class: "areas" });
   view.svg.addEventListener("pointerleave", () => hint.hide());
@@ -54,13 +54,13 @@ function redraw(view) {
   const measure = view.measured[view.index];
   view.svg.replaceChildren();
   if (!view.width || !measure) return;
-  const whole = layoutTree(measure);
+  const whole = layoutTree(measure, view.root);
   let node = whole.find((node) => node.data.path === view.path && node.children) ?? whole;
   if (node === whole) view.path = "";
   drawTrail(view, node, whole);
   const height = Math.round(Math.min(440, Math.max(240, view.width * 0.45)));
   view.svg.setAttribute("viewBox", `0 0 ${view.width} ${height}`);
-  view.svg.setAttribute("aria-label", `${measure.title} by module: ${size(node.value)}`);
+  view.svg.setAttribute("aria-label", `${measure.title} by ${view.root === "(model)" ? "module" : "line"}: ${size(node.value)}`);
   const shown = node.copy();
   if (view.kind === "treemap") layTreemap(shown, view.width, height);
   else layIcicle(shown, view.width, height);
@@ -83,7 +83,7 @@ function light(view) {
 /** Zooms into the module around that of `path`, so that its area stands beside others, and lights it. */
 function showArea(view, path) {
   const around = path.split(".").slice(0, -1).map((_, index, parts) => parts.slice(0, index + 1).join("."));
-  const modules = new Set([...layoutTree(view.measured[view.index])].filter((node) => node.children).map((node) => node.data.path));
+  const modules = new Set([...layoutTree(view.measured[view.index], view.root)].filter((node) => node.children).map((node) => node.data.path));
   view.path = around.reverse().find((name) => modules.has(name)) ?? "";
   view.shown = path;
   redraw(view);
@@ -91,12 +91,12 @@ function showArea(view, path) {
 }
 
 /** The tree of what is measured: modules, and in them a leaf for each colour of bytes that they hold themselves. */
-function layoutTree(measure) {
+function layoutTree(measure, root) {
   const branch = (node) => ({
     path: node.path,
     name: node.name,
     children: [
-      ...node.items.map((item) => ({ path: node.path, name: node.name || "(model)", item })),
+      ...node.items.map((item) => ({ path: node.path, name: node.name || root, item })),
       ...node.children.map(branch),
     ],
   });
@@ -134,7 +134,7 @@ function layIcicle(shown, width, height) {
 function area(view, node, whole) {
   const { data, x0, x1, y0, y1 } = node;
   const isModule = Boolean(node.children);
-  const lines = [data.path || "(model)", `${size(node.value)} · ${share(node.value, whole)} of what is shown`, ...(data.item?.lines ?? [])];
+  const lines = [data.path || view.root, `${size(node.value)} · ${share(node.value, whole)} of what is shown`, ...(data.item?.lines ?? [])];
   const enter = () => { hint.hide(); isModule ? zoomInto(view, data.path) : view.choose(data.path); };
   const group = draw("g", {
     class: isModule ? "module" : `leaf ${roleInk(data.item.role)}`, tabindex: 0, role: "button", "aria-label": lines.join(", "), "data-path": data.path,
@@ -183,7 +183,7 @@ function zoomOut(view) {
 function drawTrail(view, node, whole) {
   const way = whole.path(node);
   const steps = way.map((node, index) => {
-    const name = node.data.name || "(model)";
+    const name = node.data.name || view.root;
     if (index === way.length - 1) return make("b", {}, `${name} `, make("span", {}, size(node.value)));
     return make("button", { type: "button", onclick: () => { view.path = node.data.path; redraw(view); view.choose(node.data.path); } }, name);
   });
