@@ -180,6 +180,7 @@ def planning(capability: tuple[int, int]) -> Iterator[None]:
     """While open, Inductor compiles graphs on `CUDA` for a GPU of this capability, and writes no kernels."""
     properties = GpuProperties.of(capability)
     common.init_backend_registration()
+    device_interface.get_registered_device_interfaces()  # PyTorch registers its own once: before they are copied
     interfaces: Any = device_interface.device_interfaces
     codegens: Any = common.device_codegens
     before = dict(interfaces), dict(codegens)
@@ -193,7 +194,6 @@ def planning(capability: tuple[int, int]) -> Iterator[None]:
         *without_driver(),
     ]
     try:
-        device_interface.get_registered_device_interfaces()
         interfaces.update(names)
         common.register_backend_for_device("cuda", PlannedScheduling, PlannedWrapper)
         _forget_properties()
