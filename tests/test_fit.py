@@ -790,7 +790,8 @@ def test_the_failure_and_the_range_that_works() -> None:
     assert first.size is not None and first.next_size is not None
     assert first.status in ("open", "refused") and first.size <= 37 < first.next_size
     refused = next(finding for finding in fit.findings if finding.code == "fit-refused")
-    assert f"It ran with {min(first.ran)} to {max(first.ran)}" in refused.text() and "too many for me" in refused.text()
+    assert f"Sizes from {min(first.ran)} to {max(first.ran)} ran." in refused.text()
+    assert "too many for me" in refused.text()
     if first.status == "open":
         assert "the model refuses " in fit.why()[0].text()
     # The other card takes over what was refused: for its shapes, not for the card.
@@ -828,7 +829,7 @@ def test_free_memory_that_a_request_does_not_fit_into_is_told(alive: int, in_pie
     (finding,) = what_binds(FitEvidence((row,), budgets("t4"), "batch"))
     # 500 MiB are 0.488 GiB.
     free = f"{(10_500 - alive) / 1024:.2f} GiB"
-    text = f" {free} are free, in pieces too small for the 0.49 GiB asked for: expandable segments"
+    text = f" {free} are free, but in pieces smaller than the 0.49 GiB requested: expandable segments"
     assert (text in finding.text()) == in_pieces
     assert ("in pieces" in finding.text()) == in_pieces
 
