@@ -20,7 +20,7 @@ from memsize.processes.simulation import current, open_simulation, running
 PACKAGE = Path(memsize.__file__).parent
 PATCHES = PACKAGE / "processes" / "patches.py"
 OWN_OBJECTS = {"CheckpointStandIn", "config", "mask", "model", "module", "pool"}
-"""What `setattr` and `delattr` may be called on: a class of ours, configurations, parts of a copied model, free blocks."""
+"""What `setattr` and `delattr` may be called on: a class, configurations, parts of a copied model, free blocks."""
 
 
 def modules() -> Iterator[tuple[Path, ast.Module]]:
