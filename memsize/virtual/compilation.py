@@ -29,11 +29,12 @@ _OTHER_BACKEND = "torch.compile's backend {} is not followed"
 
 
 class Compilation:
-    """Compiles the code of the program that `ledger` records."""
+    """Compiles the code of the program that `ledger` records; where it is not `active`, that code runs as written."""
 
-    def __init__(self, ledger: VirtualLedger, capability: tuple[int, int]) -> None:
+    def __init__(self, ledger: VirtualLedger, capability: tuple[int, int], active: bool) -> None:
         self._ledger = ledger
         self._capability = capability
+        self._is_active = active
         self._regions = ExitStack()
         self._is_open = False
         self._original: Callable[..., Any] = torch.compile
@@ -60,7 +61,7 @@ class Compilation:
             return compiled_mask(model, self._ledger.absently)
         if backend in _AS_WRITTEN or (flex is not None and model is flex.flex_attention):
             return model
-        make = self._compiled if backend == "inductor" else self._as_written
+        make = self._compiled if backend == "inductor" and self._is_active else self._as_written
         return self._when_called(make, model, options) if isinstance(model, FunctionType) else make(model, options)
 
     def _when_called(self, make: Callable[..., Any], function: FunctionType, options: Any) -> Callable[..., Any]:
@@ -75,8 +76,9 @@ class Compilation:
         return called
 
     def _as_written(self, model: Any, options: dict[str, Any]) -> Any:
-        backend = options["backend"]
-        self._note(_OTHER_BACKEND.format(getattr(backend, "__name__", backend)))
+        backend = options.get("backend", "inductor")
+        if backend != "inductor":
+            self._note(_OTHER_BACKEND.format(getattr(backend, "__name__", backend)))
         self._note(UNCOMPILED)
         return model
 

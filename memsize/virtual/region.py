@@ -73,10 +73,12 @@ def virtual_gpu(
     more: Iterable[Patch] = (),
     world: World | None = None,
     later: Mapping[str, LatePatches] = MappingProxyType({}),
+    compiles: bool = True,
 ) -> Iterator[None]:
     """While open, this process has the GPU of `driver`, and what happens on it is recorded in `ledger`; `more` is
     replaced besides, and `later` in modules by their names once they are imported. It is one of the processes of
-    `world`, as a launcher would have started it; with None, it was started alone.
+    `world`, as a launcher would have started it; with None, it was started alone. Code given to `torch.compile` is
+    compiled, or with `compiles` False runs as it is written.
 
     Raises `InputError` when a region is open already, or when this process is in a group that `world` is not.
     """
@@ -98,10 +100,10 @@ def virtual_gpu(
         ledger.current_stream = lambda: driver.stream
         threads = regions.enter_context(Threads(ledger, semantics))
         line = regions.enter_context(connected(world.rank)) if world is not None else None
-        compilation = Compilation(ledger, driver.card.capability)
+        compilation = Compilation(ledger, driver.card.capability, compiles)
         regions.callback(compilation.close)
-        compiles: Patch = (torch, "compile", compilation.compile)
-        replaced = (compiles, threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
+        compile_patch: Patch = (torch, "compile", compilation.compile)
+        replaced = (compile_patch, threads.replacement(), *_replacements(driver, ledger, world or World(), line), *more)
         own: dict[str, LatePatches] = {
             **launches.later(ledger),
             **ledger.host_memory.later(),
@@ -290,7 +292,8 @@ class VirtualMachine(RunDevice):
         memory = DeviceMemory(
             self.card.bytes, cuda_context(self.card).low, AllocatorConfig, ledger.events, ledger.streams, bounded=False
         )
-        return virtual_gpu(Driver(self.card, memory, stack=stack), ledger, world=self.world)
+        # The figures of a scenario are eager, also where transformers would compile a step of its own accord.
+        return virtual_gpu(Driver(self.card, memory, stack=stack), ledger, world=self.world, compiles=False)
 
 
 @contextmanager
