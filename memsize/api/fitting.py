@@ -61,19 +61,8 @@ def fit(
     scenarios = selected(request.scenarios, request.compile, GENERATED if generation else None)
     if generation:
         refuse_compiled(scenarios, "generations")
-    steps = {
-        "train": request.training,
-        "crossovers": request.crossovers,
-        "seq_len": request.model.seq_len,
-        "mode": request.model.mode == "train",
-        "parallel": request.parallel,
-        "gpus": request.gpus,
-    }
-    if generation and (about_steps := next((name for name, value in steps.items() if value), None)):
-        raise InputError(f"{about_steps} is about a step of the model's own, not about tokens that it generates")
     is_about_all = request.gpu.name == ALL
-    if is_about_all and (request.model.batch_size is None or not vary.batch or generation):
-        raise InputError("--gpu all finds the smallest GPU for a batch: give one, as in --batch-size 8")
+    _check_question(request, vary, generation is not None)
     training, gpu, stack = request.training, request.gpu, request.gpu.releases
     allocator = AllocatorConfig.of(gpu.allocator, stack.release)
     spread = [spread_of(parallel, training) for parallel in on_each(request.parallel, request.gpus)]
@@ -112,6 +101,22 @@ def fit(
 
             search = on_smallest(runs, search)
         return find_fit(runs, search, loaded.notes, tell=show)
+
+
+def _check_question(request: requests.FitRequest, vary: Vary, generates: bool) -> None:
+    """Raise `InputError` for options of two questions: a training step's and a generation's, all GPUs and any batch."""
+    steps = {
+        "train": request.training,
+        "crossovers": request.crossovers,
+        "seq_len": request.model.seq_len,
+        "mode": request.model.mode == "train",
+        "parallel": request.parallel,
+        "gpus": request.gpus,
+    }
+    if generates and (about_steps := next((name for name, value in steps.items() if value), None)):
+        raise InputError(f"{about_steps} is about a step of the model's own, not about tokens that it generates")
+    if request.gpu.name == ALL and (request.model.batch_size is None or not vary.batch or generates):
+        raise InputError("--gpu all finds the smallest GPU for a batch: give one, as in --batch-size 8")
 
 
 def _fit_of_generations(

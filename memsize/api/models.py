@@ -91,18 +91,7 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
             or request.compile
             or request.scenarios is not None
         ):
-            options: dict[str, object] = {
-                "batch_size": model.batch_size,
-                "seq_len": model.seq_len,
-                "mode": model.mode,
-                "whole": model.whole,
-                "gpu": gpu.name != DEFAULT_GPU and gpu.name,  # which may be a command's default
-                "stack": str(gpu.releases),
-                "allocator": gpu.allocator,
-            }
-            if unused := next((name for name, value in options.items() if value), None):
-                why = "is about a run of the model, which needs an input: give one, such as 3,224,224"
-                raise InputError(f"{unused} {why}")
+            _refuse_options_of_runs(request)
             return stored_report(loaded.name, loaded.model, loaded.notes)
         run = with_inputs(model, loaded)
         plans = plans_of(where, gpu.releases) if gpu.name or training else None
@@ -113,6 +102,23 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
             runner, training, parallel=spread, peaks=bool(gpu.name), config=allocator, progress=report_progress
         )
         return builder.build(scenarios, default=request.scenarios is None and not request.compile, notes=run.notes)
+
+
+def _refuse_options_of_runs(request: ReportRequest) -> None:
+    """Raise `InputError` for an option that is about a run of the model, where no input is given."""
+    model, gpu = request.model, request.gpu
+    options: dict[str, object] = {
+        "batch_size": model.batch_size,
+        "seq_len": model.seq_len,
+        "mode": model.mode,
+        "whole": model.whole,
+        "gpu": gpu.name != DEFAULT_GPU and gpu.name,  # which may be a command's default
+        "stack": str(gpu.releases),
+        "allocator": gpu.allocator,
+    }
+    if unused := next((name for name, value in options.items() if value), None):
+        why = "is about a run of the model, which needs an input: give one, such as 3,224,224"
+        raise InputError(f"{unused} {why}")
 
 
 @takes(TraceRequest)
