@@ -1,5 +1,4 @@
 """Size of a paged server's KV cache: the memory of a GPU minus weights, the largest step, and memory outside PyTorch.
-Other ways to serve the model are tried where there is no room for one request.
 
 It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/worker/gpu_worker.py`).
 """
@@ -14,10 +13,10 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from memsize.analysis.findings.generation import SERVING_RULES
-from memsize.analysis.remedies import Ladder, Need, Remedy, RemedySearch, try_remedies
+from memsize.analysis.remedies import Need
 from memsize.analysis.runner import Runner
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
-from memsize.device.cards import CARDS
+from memsize.analysis.serving.server_remedies import ServedModel, arguments_of, remedies_for_server
 from memsize.device.cuda_context import code_of_libraries, cuda_context
 from memsize.device.cuda_libraries import COMMUNICATOR
 from memsize.device.gpu_estimate import estimate_gpu
@@ -28,22 +27,21 @@ from memsize.model.input_tensors import ModelInputs
 from memsize.precision.quantization_config import checkpoint_layout
 from memsize.records.columns import distinct
 from memsize.records.fit import Remedied
-from memsize.records.gpu import Card, Interval
+from memsize.records.gpu import Interval
 from memsize.records.serving import ServingReport, ServingRow
 from memsize.records.trace import Trace
 from memsize.spec.generation import KV_BYTES, Generation, ServerArguments, Serving
-from memsize.spec.scenario import Scenario, quantized_from
+from memsize.spec.scenario import Scenario
 from memsize.spec.servers import GRAPHS, Rules
 from memsize.spec.stack import Stack
 from memsize.torch_internals.isolation import collector_paused
-from memsize.units import GiB, format_bytes
+from memsize.units import GiB
 from memsize.workloads.caches import CachedLayer
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
 from memsize.workloads.serving import (
     ImageRun,
     ProfileRun,
     image_encoder,
-    part_of,
     reads_images,
     rotary_tables,
     text_config,
@@ -343,111 +341,3 @@ def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None
     hidden = is_stateful and not any(layer.states for layer in layers)
     if hidden or any(layer.kind == STATE and not layer.states for layer in layers):
         raise InputError(f"{name} keeps states in a form of its own: of those a paged server's blocks are not known")
-
-
-# -- other ways to serve the model -------------------------------------------------------------------------------------
-
-_UTILIZATION: Final = 0.95
-"""The largest part of a GPU's memory that is tried."""
-_CARDS: Final = (2, 4, 8)
-
-
-def arguments_of(runner: Runner, serving: Serving, context: int) -> ServerArguments:
-    """The arguments of a server, with what it chooses for a model on its GPU."""
-    return serving.chosen(runner.gpu, context, images=reads_images(runner.model))
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A model on one GPU, how it is served, and how it is stored."""
-
-    runner: Runner
-    serving: Serving
-    scenario: Scenario
-
-
-def remedies_for_server(base: ServedModel, context: int, needed: Callable[[ServedModel], Need]) -> Remedied:
-    """Try each remedy for one request of `context` tokens; `needed` returns what it needs on each GPU."""
-    search = RemedySearch(base, needed)
-    own = base.runner.gpu
-    utilization = arguments_of(base.runner, base.serving, context).utilization
-    larger = (
-        _on_gpu(card)
-        for card in sorted(CARDS.values(), key=lambda card: card.bytes)
-        if card.platform == "CUDA" and card.bytes > own.bytes
-        if card.bytes * utilization >= search.need.bytes
-    )
-    ladders = (Ladder(map(_on_cards, _CARDS), until="refusal"), Ladder(larger, until="refusal"))
-    scenario = base.scenario.name
-    remedies = (*_REMEDIES, _smaller_steps(base, context))
-    return try_remedies(search, remedies, ladders, scenario=scenario, gpu=own.name, size=context, combine=False)
-
-
-def _stored_as(name: str, title: str) -> Remedy[ServedModel]:
-    def apply(served: ServedModel) -> ServedModel:
-        if served.scenario.recipe == "quantized":
-            raise InputError("the weights are quantized already")
-        return replace(served, scenario=quantized_from(served.scenario, name))
-
-    return Remedy(f"{title} weights", f"--scenario {name}", "rounded weights", "numbers", apply)
-
-
-def _fp8_cache(served: ServedModel) -> ServedModel:
-    if served.serving.kv_cache_dtype is not None:
-        raise InputError(f"the cache is in {served.serving.kv_cache_dtype} already")
-    return replace(served, serving=replace(served.serving, kv_cache_dtype="fp8"))
-
-
-def _smaller_steps(base: ServedModel, context: int) -> Remedy[ServedModel]:
-    tokens = arguments_of(base.runner, base.serving, context).tokens // 4
-
-    def apply(served: ServedModel) -> ServedModel:
-        if tokens < 1:
-            raise InputError("a step has no fewer tokens")
-        return replace(served, serving=replace(served.serving, max_num_batched_tokens=tokens))
-
-    option, cost = "a quarter of --max-num-batched-tokens", "long prompts take longer"
-    return Remedy("smaller steps", option, cost, "speed", apply)
-
-
-def _more_of_the_card(served: ServedModel) -> ServedModel:
-    serving = served.serving
-    share = serving.gpu_memory_utilization
-    if share is None:
-        share = arguments_of(served.runner, serving, serving.max_model_len or 1).utilization
-    if share >= _UTILIZATION:
-        raise InputError(f"the server may take {share:.0%} of the card already")
-    return replace(served, serving=replace(serving, gpu_memory_utilization=_UTILIZATION))
-
-
-_REMEDIES: Final = (
-    _stored_as("fp8-weight", "fp8"),
-    _stored_as("int4-weight", "int4"),
-    Remedy("fp8 KV cache", "--kv-cache-dtype fp8", "rounded keys and values", "numbers", _fp8_cache),
-    Remedy(
-        "more of the card",
-        f"--gpu-memory-utilization {_UTILIZATION}",
-        "less room for CUDA graphs and whatever else is on it",
-        "nothing",
-        _more_of_the_card,
-    ),
-)
-
-
-def _on_cards(cards: int) -> Remedy[ServedModel]:
-    def apply(served: ServedModel) -> ServedModel:
-        if served.serving.tensor_parallel_size > 1:
-            raise InputError("the model is divided among cards already")
-        runner = served.runner
-        divided = replace(runner, model=part_of(runner.model, cards, runner.name))
-        return replace(served, runner=divided, serving=replace(served.serving, tensor_parallel_size=cards))
-
-    name, option = f"{cards} cards", f"--tensor-parallel-size {cards}"
-    return Remedy(name, option, f"{cards} cards in place of one", "hardware", apply)
-
-
-def _on_gpu(card: Card) -> Remedy[ServedModel]:
-    def apply(served: ServedModel) -> ServedModel:
-        return replace(served, runner=replace(served.runner, gpu=card))
-
-    return Remedy(card.name, f"a card of {format_bytes(card.bytes)}", "another card", "hardware", apply)

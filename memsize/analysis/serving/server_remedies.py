@@ -1,0 +1,123 @@
+"""Other ways to serve a model, tried where there is no room for one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from memsize.analysis.remedies import Ladder, Need, Remedy, RemedySearch, try_remedies
+from memsize.analysis.runner import Runner
+from memsize.device.cards import CARDS
+from memsize.errors import InputError
+from memsize.records.fit import Remedied
+from memsize.records.gpu import Card
+from memsize.spec.generation import ServerArguments, Serving
+from memsize.spec.scenario import Scenario, quantized_from
+from memsize.units import format_bytes
+from memsize.workloads.serving import part_of, reads_images
+
+_UTILIZATION: Final = 0.95
+"""The largest part of a GPU's memory that is tried."""
+_CARDS: Final = (2, 4, 8)
+
+
+def arguments_of(runner: Runner, serving: Serving, context: int) -> ServerArguments:
+    """The arguments of a server, with what it chooses for a model on its GPU."""
+    return serving.chosen(runner.gpu, context, images=reads_images(runner.model))
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model on one GPU, how it is served, and how it is stored."""
+
+    runner: Runner
+    serving: Serving
+    scenario: Scenario
+
+
+def remedies_for_server(base: ServedModel, context: int, needed: Callable[[ServedModel], Need]) -> Remedied:
+    """Try each remedy for one request of `context` tokens; `needed` returns what it needs on each GPU."""
+    search = RemedySearch(base, needed)
+    own = base.runner.gpu
+    utilization = arguments_of(base.runner, base.serving, context).utilization
+    larger = (
+        _on_gpu(card)
+        for card in sorted(CARDS.values(), key=lambda card: card.bytes)
+        if card.platform == "CUDA" and card.bytes > own.bytes
+        if card.bytes * utilization >= search.need.bytes
+    )
+    ladders = (Ladder(map(_on_cards, _CARDS), until="refusal"), Ladder(larger, until="refusal"))
+    scenario = base.scenario.name
+    remedies = (*_REMEDIES, _smaller_steps(base, context))
+    return try_remedies(search, remedies, ladders, scenario=scenario, gpu=own.name, size=context, combine=False)
+
+
+def _stored_as(name: str, title: str) -> Remedy[ServedModel]:
+    def apply(served: ServedModel) -> ServedModel:
+        if served.scenario.recipe == "quantized":
+            raise InputError("the weights are quantized already")
+        return replace(served, scenario=quantized_from(served.scenario, name))
+
+    return Remedy(f"{title} weights", f"--scenario {name}", "rounded weights", "numbers", apply)
+
+
+def _fp8_cache(served: ServedModel) -> ServedModel:
+    if served.serving.kv_cache_dtype is not None:
+        raise InputError(f"the cache is in {served.serving.kv_cache_dtype} already")
+    return replace(served, serving=replace(served.serving, kv_cache_dtype="fp8"))
+
+
+def _smaller_steps(base: ServedModel, context: int) -> Remedy[ServedModel]:
+    tokens = arguments_of(base.runner, base.serving, context).tokens // 4
+
+    def apply(served: ServedModel) -> ServedModel:
+        if tokens < 1:
+            raise InputError("a step has no fewer tokens")
+        return replace(served, serving=replace(served.serving, max_num_batched_tokens=tokens))
+
+    option, cost = "a quarter of --max-num-batched-tokens", "long prompts take longer"
+    return Remedy("smaller steps", option, cost, "speed", apply)
+
+
+def _more_of_the_card(served: ServedModel) -> ServedModel:
+    serving = served.serving
+    share = serving.gpu_memory_utilization
+    if share is None:
+        share = arguments_of(served.runner, serving, serving.max_model_len or 1).utilization
+    if share >= _UTILIZATION:
+        raise InputError(f"the server may take {share:.0%} of the card already")
+    return replace(served, serving=replace(serving, gpu_memory_utilization=_UTILIZATION))
+
+
+_REMEDIES: Final = (
+    _stored_as("fp8-weight", "fp8"),
+    _stored_as("int4-weight", "int4"),
+    Remedy("fp8 KV cache", "--kv-cache-dtype fp8", "rounded keys and values", "numbers", _fp8_cache),
+    Remedy(
+        "more of the card",
+        f"--gpu-memory-utilization {_UTILIZATION}",
+        "less room for CUDA graphs and whatever else is on it",
+        "nothing",
+        _more_of_the_card,
+    ),
+)
+
+
+def _on_cards(cards: int) -> Remedy[ServedModel]:
+    def apply(served: ServedModel) -> ServedModel:
+        if served.serving.tensor_parallel_size > 1:
+            raise InputError("the model is divided among cards already")
+        runner = served.runner
+        divided = replace(runner, model=part_of(runner.model, cards, runner.name))
+        return replace(served, runner=divided, serving=replace(served.serving, tensor_parallel_size=cards))
+
+    name, option = f"{cards} cards", f"--tensor-parallel-size {cards}"
+    return Remedy(name, option, f"{cards} cards in place of one", "hardware", apply)
+
+
+def _on_gpu(card: Card) -> Remedy[ServedModel]:
+    def apply(served: ServedModel) -> ServedModel:
+        return replace(served, runner=replace(served.runner, gpu=card))
+
+    return Remedy(card.name, f"a card of {format_bytes(card.bytes)}", "another card", "hardware", apply)
