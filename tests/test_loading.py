@@ -544,6 +544,19 @@ def test_an_error_keeps_its_cause(net: Path) -> None:
     assert isinstance(caught.value.__cause__, TypeError)
 
 
+def test_a_checkout_beside_the_target_does_not_replace_memsize(write: Write) -> None:
+    write("memsize/memsize/__init__.py", "raise RuntimeError('another memsize')")
+    write("memsize/README.md", "")
+    file = write(
+        "model.py",
+        "import torch\n\nclass Net(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(3, 4)\n",
+    )
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "memsize"}
+    with load(f"{file}:Net").scope.entered():
+        assert sys.modules["memsize"] is before["memsize"]
+    assert {name: sys.modules[name] for name in before} == before
+
+
 def test_a_module_of_ones_own_has_no_scope() -> None:
     with pytest.raises(ValueError, match="was not loaded"):
         LoadedModel(nn.Linear(1, 1), "Linear").importable()

@@ -91,9 +91,9 @@ class ImportScope:
 
 
 def is_taken(name: str) -> bool:
-    """Whether Python or an installed package has a module `name` that a target's own file must not replace."""
+    """Whether Python, memsize or an installed package has a module `name` that a target's own must not replace."""
     home = _home(sys.modules.get(name))
-    return name in sys.stdlib_module_names or (home is not None and _installed(home))
+    return name in sys.stdlib_module_names or name == _MEMSIZE.name or (home is not None and _installed(home))
 
 
 def _top(name: str) -> str:
