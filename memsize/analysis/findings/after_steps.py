@@ -27,9 +27,9 @@ def _peaks(run: ProgramRun) -> Iterator[Finding]:
     values = {name: Bytes(size) for name, size in peaks.items() if size is not None}
     if not values:
         return
-    names = {"evaluation": "an evaluation {evaluation}", "checkpoint": "a checkpoint {checkpoint}"}
-    parts = ("training holds {training}", *(names[name] for name in values))
-    text = f"By tensors at the peak, {', '.join(parts[:-1])} and {parts[-1]}."
+    names = {"evaluation": "the evaluation {evaluation}", "checkpoint": "the checkpoint {checkpoint}"}
+    parts = ("training holds {training} of tensors", *(names[name] for name in values))
+    text = f"At their peaks, {', '.join(parts[:-1])} and {parts[-1]}."
     brief = f"It fits in training, not in what follows: {text[0].lower()}{text[1:]}" if run.ran_out else ""
     yield Finding(
         "run-after-steps", text, values | sizes(training=after.training), bytes=max(values.values()), brief=brief

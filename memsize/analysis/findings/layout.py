@@ -44,7 +44,10 @@ def _verdict(audit: Audit) -> Iterator[Finding]:
     back = any(copy.op == _CONVOLUTION for copy in audit.last.copies)
     count = sum(layer.leaf and "channels last" in layer.outputs for layer in audit.last.layers)
     if not audit.last.losses and not back and count:
-        text = "No op loses channels last: all {count} layers that return images keep it."
+        keepers = (
+            "the one layer that returns images keeps it" if count == 1 else "all {count} that return images keep it"
+        )
+        text = f"No op loses channels last: {keepers}."
         yield Finding("channels-last-kept", text, {"count": count})
 
 
