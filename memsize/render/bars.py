@@ -12,8 +12,9 @@ from rich.text import Text
 
 from memsize.documents.sections import Bar, Bars, Limit, Part
 from memsize.printable import printable
+from memsize.records import roles
 from memsize.render.cell_text import draw_bytes, draw_cell, shorten
-from memsize.render.screen import aligned, colour_of
+from memsize.render.screen import aligned
 from memsize.units import Unit, format_bytes, unit_for
 
 WIDTH: Final = 100
@@ -48,7 +49,7 @@ def lines(bars: Bars, unit_name: str, width: int | None = None, *, colour: bool 
     inks = {position: marks[count % len(marks)] for count, position in enumerate(drawn)}
     yield Text(_title(bars, unit, unit_name), "bold")
     for name, bar, total in zip(names, lengths, totals, strict=True):
-        parts = ((inks[n] * bar[n], colour_of(bars.parts[n].role)) for n in drawn)
+        parts = ((inks[n] * bar[n], roles.colour(bars.parts[n].role)) for n in drawn)
         line = aligned(Text.assemble(*parts), room)
         if bars.limit and bars.limit.size <= scale:
             position = min(round(bars.limit.size * room / scale), room - 1)
@@ -144,7 +145,7 @@ def _key(bars: Bars, inks: dict[int, str], unit: Unit, width: int) -> Iterator[T
     for position, ink in inks.items():
         part = bars.parts[position]
         figure = f" {_size(bars, bars.bars[0].sizes[position], unit)}" if len(bars.bars) == 1 else ""
-        entry = Text.assemble((ink, colour_of(part.role)), f" {printable(part.title)}{figure}")
+        entry = Text.assemble((ink, roles.colour(part.role)), f" {printable(part.title)}{figure}")
         if line and line.cell_len + len(_GAP) + entry.cell_len > width:
             yield line
             line = Text()

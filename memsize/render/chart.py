@@ -8,10 +8,9 @@ from typing import Final
 from rich.text import Text
 
 from memsize.printable import printable
-from memsize.records.roles import noun
+from memsize.records.roles import colour, noun
 from memsize.records.timeline import Timeline
 from memsize.render.cell_text import draw_bytes
-from memsize.render.screen import colour_of
 from memsize.units import Unit, format_bytes, unit_for
 
 WIDTH: Final = 100
@@ -51,7 +50,7 @@ def lines(timeline: Timeline, unit: str, width: int | None = None, height: int =
     for label, (role, column), peak in zip(labels, live.items(), peaks, strict=True):
         most = max(column)
         sparks = "".join(_BLOCKS[_level(column[event], most, _EIGHTHS)] for event in spread)
-        yield Text.assemble(f"{label:<{left}} ", (sparks, colour_of(role)), f" {peak:>{right}}")
+        yield Text.assemble(f"{label:<{left}} ", (sparks, colour(role)), f" {peak:>{right}}")
 
 
 def _mark(timeline: Timeline, spread: Sequence[int], left: int, width: int, unit: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from memsize.printable import printable_lines
-from memsize.records.roles import colour
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -21,11 +20,6 @@ class Screen(NamedTuple):
 
 WHOLE: Final = Screen()
 """What a file or a pipe is: complete, and without colours."""
-
-
-def colour_of(role: str) -> str:
-    """The style of a role."""
-    return colour(role)
 
 
 def aligned(text: Text, width: int) -> Text:
