@@ -43,7 +43,7 @@ test: $(STAMP) $(if $(CUDNN),$(CUDNN_STAMP))
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m compileall -q memsize tests
-	$(BIN)/mypy >$(MYPY_LOG) 2>&1 & mypy=$$!; \
+	$(BIN)/mypy $(if $(TORCH),--no-warn-unused-ignores) >$(MYPY_LOG) 2>&1 & mypy=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal $(if $(THOROUGH),-m "not slow"); \
 	tests=$$?; wait $$mypy; types=$$?; cat $(MYPY_LOG); exit $$((tests ? tests : types))
 
