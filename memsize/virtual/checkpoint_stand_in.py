@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from memsize.processes.patches import Patch, wrapping
@@ -136,7 +137,7 @@ class StandInLoading:
     def replacements(self) -> Iterator[Patch]:
         """Yield the patches of what loads a state, but for `torch.load` and optimizers, which have theirs."""
         yield wrapping(nn.Module, "load_state_dict", self._load_model)
-        for owner in (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler):
+        for owner in (torch.optim.lr_scheduler.LRScheduler, GradScaler):
             yield wrapping(owner, "load_state_dict", _unless_stand_in)
 
     def missing(self, file: Any, map_location: Any) -> CheckpointStandIn | None:
