@@ -11,7 +11,7 @@ from torch.fx import Node
 from memsize.processes.user_code import is_outside
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
-_SEPARATORS = re.compile(r"\._modules\['|'\]\._modules\['|\['|'\]|\.")
+_SEPARATORS = re.compile(r"\.__self__|\._modules\['|'\]\._modules\['|\['|'\]|\.")
 
 
 class Origin(NamedTuple):
@@ -66,7 +66,10 @@ def _modules(node: Node) -> dict[str, Any]:
 
 
 def module_path(text: str) -> str:
-    """``blocks.0.mlp`` from Dynamo's ``L['self']._modules['blocks']._modules['0'].mlp``, whatever `self` is called."""
+    """``blocks.0.mlp`` from Dynamo's ``L['self']._modules['blocks']._modules['0'].mlp``, whatever `self` is called.
+
+    Since PyTorch 2.14 a module that was compiled in place is ``L['fn'].__self__``.
+    """
     return ".".join([part for part in _SEPARATORS.split(text) if part][2:])
 
 
