@@ -252,6 +252,12 @@ def test_an_empty_name_is_no_folder(command: list[str], capsys: pytest.CaptureFi
     assert re.search("Invalid value for .*: the name is empty", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("command", [["sweep", "a\0b"], ["report", "timm:resnet18", "-o", "a\0b"]])
+def test_a_null_byte_is_in_no_name(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command) == 2
+    assert "the name has a null byte" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_second_gpu_is_refused_in_cudas_words(models: None, capsys: pytest.CaptureFixture[str]) -> None:
     Path("asks.py").write_text("import torch\ntorch.cuda.set_device(3)\n")

@@ -93,6 +93,8 @@ class _Path(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("the name is empty", param, ctx)
+        if "\0" in str(value):
+            self.fail("the name has a null byte, which no file's name has", param, ctx)
         return super().convert(value, param, ctx)
 
 
