@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final
@@ -144,6 +145,15 @@ def first_line(error: BaseException | str) -> str:
         return "" if isinstance(error, str) else type(error).__name__
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return first.rstrip(".:")
+
+
+def with_type(error: BaseException) -> str:
+    """Return the exception's type and the first line of its message; the source line of an ``assert`` without one."""
+    kind = type(error).__name__
+    line = first_line(error) if message_of(error).strip() else ""
+    if not line and isinstance(error, AssertionError) and error.__traceback__ is not None:
+        line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return f"{kind}: {line}" if line else kind
 
 
 def in_one_line(error: BaseException) -> str:

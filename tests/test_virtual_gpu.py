@@ -2013,6 +2013,31 @@ def test_what_starts_processes_is_answered_in_one_line(launched: list[str], caps
     assert "starts processes, one for each GPU" in said and len(said.splitlines()) == 1
 
 
+def test_options_that_come_after_the_script_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parse = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--steps')\nparser.parse_args()\n"
+    Path("train.py").write_text(parse)
+    assert command(["run", "train.py", "--steps", "3", "--gpu=t4"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        "memsize: the script got --steps, --gpu. If meant for memsize, give options before the script: "
+        "memsize run --steps … train.py …"
+    )
+
+
+def test_an_assertion_without_a_message_is_named_by_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("version = '1.0'\nassert version == '0.3.2'  # checked\n")
+    assert command(["run", "train.py"]) == 1
+    assert (
+        "failed at train.py:2: AssertionError: assert version == '0.3.2'  # checked. Nothing" in capsys.readouterr().out
+    )
+
+
 # -- the user's files -------------------------------------------------------------------------------------------------
 
 

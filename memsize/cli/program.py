@@ -9,6 +9,8 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+import click
+
 from memsize.cli.command import WITH_SNAPSHOT, command, is_saved
 from memsize.cli.output import Destination
 from memsize.cli.working import Progress, interrupts_raised, say, working
@@ -19,6 +21,8 @@ from memsize.records.ranks import RankRuns
 from memsize.spec.requests import RunRequest
 from memsize.virtual.guards.child_processes import is_launcher
 
+_USAGE_ERROR = 2
+"""The exit status of argparse and click where they refuse the arguments."""
 _STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that the program prints are stand-ins"
 
 
@@ -81,6 +85,11 @@ def _run_one(request: RunRequest, output: Destination) -> int:
     if isinstance(error, InputError) and not answer.steps:
         raise error
     if isinstance(error, SystemExit) and not answer.trace.events:
+        if error.code == _USAGE_ERROR and (options := _misplaced(request)):
+            say(
+                f"memsize: the script got {', '.join(options)}. If meant for memsize, give options before the script: "
+                f"memsize run {options[0]} … {request.script} …"
+            )
         return _status(error)
     if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
         from memsize.processes.user_code import shown_as_python_would
@@ -89,6 +98,13 @@ def _run_one(request: RunRequest, output: Destination) -> int:
         traceback.print_exception(error)  # the program's own, from its first line on
     _answer(answer, output)
     return _status(error)
+
+
+def _misplaced(request: RunRequest) -> list[str]:
+    """Those of the script's arguments that are options of this command, which come before the script."""
+    own = {flag for parameter in click.get_current_context().command.params for flag in parameter.opts}
+    names = (argument.partition("=")[0] for argument in request.arguments)
+    return [name for name in names if name.startswith("--") and name in own]
 
 
 def _status(error: BaseException | None) -> int:

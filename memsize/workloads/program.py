@@ -19,7 +19,7 @@ import torch
 from memsize.device.allocator_config import AllocatorConfig, settings_in
 from memsize.device.cuda_context import cuda_context
 from memsize.device.cuda_libraries import nccl_notes
-from memsize.errors import first_line
+from memsize.errors import with_type
 from memsize.processes.patches import Patch, assigned, wrapping
 from memsize.processes.user_code import Lines, running_lines, shown
 from memsize.records.program import Assumed, Refused
@@ -281,9 +281,8 @@ class Program:
         seen, failure = self._seen_layers(), None
         if error is not None:
             running = seen[ledger.clock.layer] if ledger.clock.layer >= 0 else _NOTHING
-            reason = f"{type(error).__name__}: {first_line(error)}"
             kind = "" if running is _NOTHING else running.type
-            failure = Failure(running.path, kind, ledger.last_op or None, (), reason)
+            failure = Failure(running.path, kind, ledger.last_op or None, (), with_type(error))
         layers = layer_rows(seen, tensors, storages, calls.saved_storages, ledger.multiply_adds)
         convolutions = ledger.workspaces.convolutions
         recorded = ledger.events[: self._seen if self._end is None else self._end]
