@@ -119,20 +119,25 @@ def _largest_model() -> nn.Module | None:
 
 
 class StandInLoading:
-    """Lets a program load checkpoints that are not there, also those of which `announce` puts an empty file there."""
+    """Lets a program load checkpoints that are not there: `every` one, or those that are announced."""
 
-    def __init__(self, ledger: VirtualLedger, files: Files) -> None:
+    def __init__(self, ledger: VirtualLedger, files: Files, every: bool) -> None:
         self._ledger = ledger
         self._files = files
+        self._every = every
         self._announced = set[Path]()
 
-    def announce(self, arguments: Sequence[str]) -> None:
-        """Let an empty file stand for each checkpoint that a command line names and that is not there."""
-        for argument in arguments:
+    def announce_arguments(self, arguments: Sequence[str]) -> None:
+        """Announce each checkpoint that a command line names and that is not there, if every one is stood in for."""
+        for argument in arguments if self._every else ():
             path = Path(argument.rpartition("=")[2])
             if path.suffix in _SUFFIXES and not path.exists():
-                self._files.stand_in(path, folders=True)
-                self._announced.add(path.absolute())
+                self.announce(path)
+
+    def announce(self, path: Path) -> None:
+        """Let an empty file stand for the checkpoint `path`, which a program may look for before it loads it."""
+        self._files.stand_in(path, folders=True)
+        self._announced.add(path.absolute())
 
     def replacements(self) -> Iterator[Patch]:
         """Yield the patches of what loads a state, but for `torch.load` and optimizers, which have theirs."""
@@ -143,7 +148,7 @@ class StandInLoading:
     def missing(self, file: Any, map_location: Any) -> CheckpointStandIn | None:
         """The stand-in for a file that is to be loaded; None for one that is there."""
         path = Path(file).absolute() if isinstance(file, (str, os.PathLike)) else None
-        if path is None or (path.exists() and path not in self._announced):
+        if path is None or (path not in self._announced and (path.exists() or not self._every)):
             return None
         self._ledger.evaluator.notes[NOTE.format(path.name)] = None
         if isinstance(map_location, dict):

@@ -35,6 +35,7 @@ from memsize.virtual.driver.allocator_state import DeviceMemory
 from memsize.virtual.driver.functions import Driver
 from memsize.virtual.guards.child_processes import ChildProcesses, Settings
 from memsize.virtual.guards.file_guard import NetworkGuard
+from memsize.virtual.hub_weights import HubWeights
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.program_code import Held, Waits, holders
 from memsize.virtual.program_modules import ProgramCalls
@@ -97,10 +98,10 @@ class Program:
         )
         self.steps = ProgramSteps(self.ledger, settings.steps, self._before_step, lambda: shown(self._lines()))
         self.after = AfterSteps(self.ledger, self.steps, self.files, settings.goes_on, self._note_variables, self._stop)
-        self.stand_ins = StandInLoading(self.ledger, self.files) if settings.stands_in else None
-        if self.stand_ins is not None:
-            self.files.missing = self.stand_ins.missing
-            self.steps.state_to_load = self.stand_ins.optimizer_state
+        self.stand_ins = StandInLoading(self.ledger, self.files, settings.stands_in)
+        self.files.missing = self.stand_ins.missing
+        self.steps.state_to_load = self.stand_ins.optimizer_state
+        self.hub_weights = HubWeights(self.ledger, self.stand_ins)
         self.checkpointing = CheckpointingCalls(lambda: shown(self._lines()))
         self.unused_checkpointing: str | None = None
         """Where checkpointing was switched on, if it recomputed nothing."""
@@ -116,8 +117,7 @@ class Program:
         """Run a script (or a module) with its own command line, and return the error that it ended with."""
         with self._watched(), self.open(), _command_line(path, arguments, module):
             try:
-                if self.stand_ins is not None:
-                    self.stand_ins.announce(arguments)
+                self.stand_ins.announce_arguments(arguments)
                 if module:
                     runpy.run_module(path, run_name="__main__", alter_sys=True)
                 else:
@@ -139,8 +139,8 @@ class Program:
         quiet = wrapping(threading, "excepthook", _unless_stopped)
         files = (*self.files.replacements(), *ScriptFiles(self.files, self.ledger).replacements())
         own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files, *self.after.replacements())
-        own += tuple(self.stand_ins.replacements()) if self.stand_ins else ()
-        later = {**saved_weights.later(self.files), **self.checkpointing.later()}
+        own += (*self.stand_ins.replacements(), *self.hub_weights.replacements())
+        later = {**saved_weights.later(self.files), **self.checkpointing.later(), **self.hub_weights.later()}
         with (
             virtual_gpu(driver, self.ledger, (*own, *more), self.world, later),
             steps_watched(self.ledger, everywhere=True),
@@ -150,6 +150,7 @@ class Program:
             self.processes.open(),
             NetworkGuard().guarded() if self.processes.settings.offline else nullcontext(),
             closing(self.after),
+            closing(self.hub_weights),
         ):
             self.processes.gpu = driver.gpu
             yield
