@@ -2178,6 +2178,26 @@ def _most_memory() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
+def test_a_checkpoint_of_the_gpu_takes_no_memory_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch asks weights on a GPU for their bytes, of which there are none: 8 GiB of zeros were kept."""
+    monkeypatch.chdir(tmp_path)
+    text = """
+    import torch
+    weights, step = torch.empty(2**31, device="cuda"), torch.tensor(7)
+    for name in ("a.pt", "b.pt", "a.pt"):
+        torch.save({"weights": weights, "step": step, "again": weights[:2**30]}, name)
+    del weights
+    state = torch.load("a.pt", weights_only=True)
+    assert state["step"] == 7 and state["weights"].is_cuda and torch.cuda.memory_allocated() == 2**33
+    """
+    PEAK.write_text("5", encoding="ascii")  # the peak is counted anew from here (man proc_pid_clear_refs)
+    before = _most_memory()
+    found, error = ran(tmp_path, text)
+    assert error is None, error
+    assert _most_memory() - before < 2**30
+    assert found.unwritten == ("8.00 GiB to a.pt", "8.00 GiB to b.pt")
+
+
 @pytest.mark.parametrize("location", [None, "cpu", {"cuda:0": "cpu"}])
 def test_what_is_loaded_to_the_cpu_has_its_values_for_good(tmp_path: Path, location: Any) -> None:
     path = tmp_path / "w.pt"

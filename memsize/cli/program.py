@@ -101,7 +101,7 @@ def _run_one(request: RunRequest, output: Destination) -> int:
 
 
 def _misplaced(request: RunRequest) -> list[str]:
-    """Those of the script's arguments that are options of this command, which come before the script."""
+    """Return the arguments of the script that are options of this command: these come before the script."""
     own = {flag for parameter in click.get_current_context().command.params for flag in parameter.opts}
     names = (argument.partition("=")[0] for argument in request.arguments)
     return [name for name in names if name.startswith("--") and name in own]

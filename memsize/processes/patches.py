@@ -106,10 +106,21 @@ class SuspendablePatches:
 
     def apply(self) -> None:
         """Apply the patches, with those of modules imported since the last time."""
-        for name in self._later.keys() & sys.modules.keys():
+        for name in [name for name in self._later if _is_imported(name)]:
             self._patches += self._later.pop(name)(sys.modules[name])
         self._is_applied = True
         self._table.apply(self, self._patches)
+
+    def awaits(self, name: str) -> bool:
+        """Whether there are patches for a module that has not been imported so far."""
+        return name in self._later
+
+    def imported(self, module: ModuleType) -> None:
+        """Take the patches of a module that has just been executed, and apply them unless all are suspended."""
+        patches = [*self._later.pop(module.__name__)(module)]
+        self._patches += patches
+        if self._is_applied:
+            self._table.apply(self, patches)
 
     def restore(self) -> None:
         """Restore the originals."""
@@ -126,6 +137,12 @@ class SuspendablePatches:
         finally:
             if was_applied:
                 self.apply()
+
+
+def _is_imported(name: str) -> bool:
+    """Whether a module is there as a whole: another one may be imported while it is executed."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 def calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:

@@ -210,7 +210,7 @@ class _Silent:
 
 @contextmanager
 def _patched(patches: SuspendablePatches) -> Iterator[None]:
-    finder = _ApartFinder(patches)
+    finder = _Finder(patches)
     sys.meta_path.insert(0, finder)
     try:
         patches.apply()
@@ -220,27 +220,36 @@ def _patched(patches: SuspendablePatches) -> Iterator[None]:
         patches.restore()
 
 
-class _ApartFinder(MetaPathFinder):
-    """Lets parts of PyTorch be imported among the originals; importing them ahead would cost each region a second."""
+class _Finder(MetaPathFinder):
+    """Lets parts of PyTorch be imported among the originals; importing them ahead would cost each region a second.
+
+    Modules that have patches of their own get them as soon as they are executed.
+    """
 
     def __init__(self, patches: SuspendablePatches) -> None:
         self._patches = patches
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name in _APART else None
+        is_patched = name in _APART or self._patches.awaits(name)
+        spec = PathFinder.find_spec(name, path, target) if is_patched else None
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _Apart(spec.loader.name, spec.loader.path, self._patches.suspended())
+            spec.loader = _Loader(spec.loader.name, spec.loader.path, self._patches)
         return spec
 
 
-class _Apart(SourceFileLoader):
-    def __init__(self, name: str, path: str, region: AbstractContextManager[None]) -> None:
+class _Loader(SourceFileLoader):
+    def __init__(self, name: str, path: str, patches: SuspendablePatches) -> None:
         super().__init__(name, path)
-        self._region = region
+        self._patches = patches
 
     def exec_module(self, module: ModuleType) -> None:
-        with self._region, overrides.suspended_overrides():  # the last to be applied is restored first
+        with ExitStack() as regions:
+            if self.name in _APART:
+                regions.enter_context(self._patches.suspended())
+                regions.enter_context(overrides.suspended_overrides())  # the last to be applied is restored first
             super().exec_module(module)
+        if self._patches.awaits(self.name):
+            self._patches.imported(module)
 
 
 # -- one rank of a job -------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Saving and loading by a program: values of stand-ins are not written, and weights for the GPU are not read.
 
-`torch.save` and its like keep them in memory, from where the program may load them again; until it ends, an empty file
-stands where it was to be written. Files that were there before are left as they are (`FileGuard`).
+The program may load again what it gives `torch.save`: that is in a temporary file with holes in place of the weights.
+Until it ends, an empty file stands where it was to be written. Files that were there before are left as they are
+(`FileGuard`).
 
 Of sharded checkpoints, what this rank would write is counted, and what it would read is not: all ranks together make
 their plans, of which one is here. What is loaded goes into tensors that are there, from the memory of the CPU.
@@ -18,12 +19,13 @@ Known limit: a mode that the program passes itself (``wandb.init(mode="online")`
 
 from __future__ import annotations
 
-import io
 import os
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -46,8 +48,11 @@ class Files(FileGuard):
         super().__init__(allowed)
         self.saved: dict[str, int] = {}
         """Bytes of stand-ins that would have been written, by path."""
-        self._saved_files: dict[str, bytes] = {}
-        """What `torch.save` was given, by path: without weights."""
+        self._saved_files: dict[str, Path] = {}
+        """The files with what `torch.save` was given, by the path that it was given."""
+        self._numbers = count()
+        self._writing = threading.local()
+        """Has `holes` while a thread writes a file that may have them."""
         self._empty: set[str] = set()
         """Files that stand where weights would have been written."""
         self.missing: Callable[[Any, Any], Any] = lambda file, map_location: None
@@ -69,9 +74,11 @@ class Files(FileGuard):
     def guarded(self) -> Iterator[None]:
         """While open, files that were there before are left as they are; the empty ones are removed at its end."""
         try:
-            with super().guarded():
+            with super().guarded(), TemporaryDirectory(prefix="memsize-", ignore_cleanup_errors=True) as name:
+                self._folder_of_saved = Path(name)
                 yield
         finally:
+            self._saved_files.clear()
             for path in filter(os.path.isfile, self._empty):
                 if not os.path.getsize(path):
                     os.remove(path)
@@ -89,6 +96,8 @@ class Files(FileGuard):
     def replacements(self) -> Iterator[Patch]:
         """The functions that save and load, and those that open a file in C++."""
         yield wrapping(torch, "save", self._save)
+        yield wrapping(torch.serialization, "_save", self._write)
+        yield wrapping(torch.UntypedStorage, "cpu", self._to_cpu)
         yield torch, "load", calling(self._load, calling(_load_mapped, torch.load))
         yield wrapping(torch, "from_file", self._from_file)
         yield torch.UntypedStorage, "from_file", staticmethod(calling(self._from_file, torch.UntypedStorage.from_file))
@@ -107,11 +116,24 @@ class Files(FileGuard):
             elif size:
                 self.counted_in(f, size)
             return original(obj, f, *args, **kwargs)
-        buffer = io.BytesIO()
-        original(obj, buffer, *args, **kwargs)
-        self._saved_files[os.path.abspath(f)] = buffer.getvalue()
+        file = self._folder_of_saved / f"{next(self._numbers)}.pt"
+        self._writing.holes = True
+        try:
+            original(obj, file, *args, **kwargs)
+        finally:
+            self._writing.holes = False
+        self._saved_files[os.path.abspath(f)] = file
         self.left_out(f, size)
         return None
+
+    def _write(self, original: Callable[..., Any], obj: Any, zip_file: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self._writing, "holes", False):
+            zip_file = _WriterWithHoles(zip_file)
+        return original(obj, zip_file, *args, **kwargs)
+
+    def _to_cpu(self, original: Callable[..., Any], storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        is_left_out = storage.device.type == "meta" and getattr(self._writing, "holes", False)
+        return storage if is_left_out else original(storage)
 
     def counted_in(self, file: Any, size: int) -> None:
         """Note `size` bytes of weights that an open file gets, or a buffer that may be written later."""
@@ -144,8 +166,7 @@ class Files(FileGuard):
             if missing is not None:
                 return missing
             return original(f, *args, **kwargs)
-        kwargs.pop("mmap", None)
-        return original(io.BytesIO(contents), *args, **kwargs)
+        return original(contents, *args, **kwargs)
 
     def _save_file(self, original: Callable[..., Any], tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
         size = stand_in_bytes(tensors)
@@ -159,6 +180,23 @@ class Files(FileGuard):
         if options.get("shared", args and args[0]):
             self.check_open(filename)  # C++ opens it, and what is written to the tensor is in the file
         return original(filename, *args, **options)
+
+
+class _WriterWithHoles:
+    """Writes a checkpoint with holes in place of weights on the GPU: they take no room in memory or on the disk."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    def write_record(self, name: str, data: Any, size: int) -> None:
+        """Write a record of `size` bytes."""
+        if isinstance(data, torch.UntypedStorage) and data.device.type == "meta":
+            self._writer.write_record_metadata(name, size)
+        else:
+            self._writer.write_record(name, data, size)
 
 
 def stand_in_bytes(value: Any) -> int:
