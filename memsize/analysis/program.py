@@ -17,7 +17,6 @@ from typing import Any, Final, Literal
 
 import torch
 
-from memsize.analysis.after_steps import after_steps
 from memsize.analysis.findings.after_steps import AFTER_RULES
 from memsize.analysis.findings.program import RULES
 from memsize.analysis.model_setups import plans_of, workspaces
@@ -152,7 +151,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         unused_checkpointing=program.unused_checkpointing,
         unwritten=(*program.files.remarks, *program.processes.failures),
         children=tuple(ChildRun(**result) for result in program.processes.results),
-        after=after_steps(program.after, trace, program.steps.ends, failing_line),
+        after=program.after.record(trace, failing_line),
         failure=None if trace.failure is None else trace.failure.reason,
         failed_at=None if error is None else failing_line(error),
         needs_gpu=needs_gpu(error),

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsize.errors import MemsizeError
 from memsize.model.meta_tensors import MetaTensors, Plain
-from memsize.torch_internals.module_tree import paths_of
+from memsize.torch_internals.pytree import paths_of
 
 _ATOMIC = (
     type(None),

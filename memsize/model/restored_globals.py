@@ -20,7 +20,7 @@ from torch import nn
 
 from memsize.loading.scope import is_users
 from memsize.processes.patches import MISSING, assign
-from memsize.torch_internals.module_tree import paths_of
+from memsize.torch_internals.pytree import paths_of
 
 _is_users_file = cache(is_users)
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)

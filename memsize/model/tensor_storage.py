@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from memsize.records.byte_ownership import Extent, own_bytes, strided_extent
 from memsize.records.trace import Kind, StoredPart, StoredTensor, TensorSpec
-from memsize.torch_internals.module_tree import paths_of
+from memsize.torch_internals.pytree import paths_of
 from memsize.torch_internals.sparse_tensors import PARTS
 
 PLAIN_TYPES = (torch.Tensor, nn.Parameter)
