@@ -26,7 +26,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memsize.processes.ctrl_c import raise_waiting
-from memsize.processes.patches import assign
+from memsize.processes.patches import assign, collector_paused
 from memsize.processes.simulation import open_simulation
 
 _SEED = 0
@@ -50,18 +50,6 @@ def isolated() -> Iterator[None]:
             suspended.enter_context(_disable_current_modes())
         suspended.enter_context(torch.inference_mode(False))  # which sets the gradient mode too
         yield
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector: every run then records the same events, as storages die with their users."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def forget_run() -> None:

@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from memsize.errors import first_line
+from memsize.errors import causes, first_line
 from memsize.processes.patches import Patch, wrapping
 from memsize.processes.simulation import Simulation, install_guard, running
 from memsize.processes.user_code import users_frames
@@ -253,19 +253,13 @@ def _length(iterator: Any) -> int | None:
     return None
 
 
-def _led_to(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def _of_memory(error: BaseException) -> bool:
-    return any(isinstance(cause, torch.OutOfMemoryError) for cause in _led_to(error))
+    return any(isinstance(cause, torch.OutOfMemoryError) for cause in causes(error))
 
 
 def _by_end_of_epoch(error: BaseException) -> bool:
     """Whether a loop could not do without the batches that it did not get."""
-    return any(isinstance(cause, EpochOver) for cause in _led_to(error))
+    return any(isinstance(cause, EpochOver) for cause in causes(error))
 
 
 def _is_evaluation(trace: Trace, index: int) -> bool:

@@ -26,7 +26,7 @@ from memsize.model.materialize import executable_call, materialize, real_copy
 from memsize.model.meta_copy import in_mode, inside
 from memsize.precision.quantized import apply_torchao
 from memsize.precision.recipes import Recipe, apply_scenario, floating_dtype, run_precision
-from memsize.processes.patches import assigned
+from memsize.processes.patches import assigned, collector_paused
 from memsize.records.measurement import (
     NO_LOCATION,
     AllocationLog,
@@ -39,7 +39,6 @@ from memsize.records.measurement import (
 )
 from memsize.spec.scenario import TORCHAO, Scenario
 from memsize.spec.training import Training
-from memsize.torch_internals.isolation import collector_paused
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.module_calls import ModuleCallRecorder

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from memsize.errors import TargetError, UnknownTargetError, first_line, nearest, quoted
+from memsize.errors import TargetError, UnknownTargetError, causes, first_line, nearest, quoted
 from memsize.files import parse_json, read
 from memsize.loading.building import LoadedModel
 from memsize.loading.hubs import (
@@ -282,12 +282,7 @@ def _without_torchvision() -> Iterator[None]:
 
 
 def _is_torchvisions(error: BaseException) -> bool:
-    cause: BaseException | None = error
-    while cause is not None:
-        if "torchvision" in str(cause):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return is_broken("torchvision")
+    return any("torchvision" in str(cause) for cause in causes(error)) or is_broken("torchvision")
 
 
 # -- the config of a Hub id --------------------------------------------------------------------------------------------
