@@ -200,8 +200,7 @@ def workspaces_of(
 
 def _compiled(mode: CompileMode, gpu: Card) -> Callable[[Run], AbstractContextManager[None]]:
     """The region in which a run's model is compiled. The compiler is imported here: that takes as long as torch."""
-    with warnings.catch_warnings():  # PyTorch's own modules use what PyTorch deprecates
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):  # PyTorch's own modules use what PyTorch deprecates
         from memsize.compile.region import compiled_model
 
     return partial(compiled_model, mode=mode, capability=gpu.capability)

@@ -171,9 +171,8 @@ def _as_in_a_new_process(workload: MeasuredWorkload, memory: MemoryReader) -> It
             assigned(torch.backends.cudnn, "benchmark", workload.benchmark),
             torch.random.fork_rng(devices),
             collector_paused(),
-            warnings.catch_warnings(),
+            warnings.catch_warnings(action="ignore"),
         ):
-            warnings.simplefilter("ignore")
             torch.manual_seed(workload.seed)
             yield
     finally:
