@@ -76,7 +76,7 @@ def _scaled_product_temporaries(rows: Any, weight: Any, *_: Any, **__: Any) -> I
 
 @temporaries_of("bitsandbytes::int8_mixed_scaled_mm")
 def _mixed_product_temporaries(_rows: Any, values: Any, weight: Any, *_: Any, **__: Any) -> Iterator[Temporary]:
-    """As of the int8 product that it calls."""
+    """The product in int32, of `int8_scaled_mm`, which it calls."""
     yield Temporary((*values.shape[:-1], weight.shape[0]), torch.int32)
 
 

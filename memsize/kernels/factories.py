@@ -59,7 +59,7 @@ def _made_like(
 
 @shape_rule("aten::randn")
 def _normal(size: Any, *, dtype: Any = None, **options: Any) -> Any:
-    """Row-major; PyTorch's `meta` kernel is Python that imports sympy, as is that of the next."""
+    """The result is row-major; PyTorch's `meta` kernel is Python that imports sympy, as is that of the next."""
     dtype = dtype or torch.get_default_dtype()
     return _drawn(size, dtype, **options) if dtype.is_floating_point else NotImplemented
 
@@ -212,7 +212,7 @@ def _embedding_backward_temporaries(
 
 @shape_rule("aten::scatter_.src", "aten::scatter_.value", "aten::scatter_add_")
 def _scattered_in_place(tensor: Any, dim: int, index: Any, src: Any) -> Any:
-    """In place; PyTorch's kernel imports sympy for its checks (TensorAdvancedIndexing.cpp), and gets what fails them.
+    """Write in place. PyTorch's kernel imports sympy for its checks (TensorAdvancedIndexing.cpp); it gets what fails.
 
     It promises nothing of where the same place is written twice, which changes no shape.
     """

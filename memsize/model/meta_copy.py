@@ -283,7 +283,7 @@ class _Copy:
         return self._remember(value, copied)
 
     def _packed_sequence(self, value: PackedSequence) -> Any:
-        """Its batch sizes are on the CPU wherever its data is."""
+        """Copy a packed sequence, whose batch sizes are on the CPU wherever its data is."""
         data, sizes, order, back = value
         copied = PackedSequence(self.part(data), sizes.cpu().clone(), self.part(order), self.part(back))
         return self._remember(value, copied)

@@ -93,7 +93,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Afterwards the process's settings and random generators are as they were, also after an error."""
+    """Put back the process's settings and random generators afterwards, also after an error."""
     put_back = settings_read()
     try:
         with warnings.catch_warnings():
@@ -136,7 +136,7 @@ def generators_read() -> Callable[[], None]:
 
 @contextmanager
 def default_device_kept() -> Iterator[None]:
-    """Afterwards tensors that name no device are made where they were before."""
+    """Put back afterwards where tensors that name no device are made."""
     before = [setting.read() for setting in _DEFAULT_DEVICES]
     try:
         yield

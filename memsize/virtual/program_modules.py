@@ -199,7 +199,7 @@ class ProgramCalls(ModuleCallRecorder):
             yield
 
     def _differentiated(self) -> None:
-        """Before an op outside of modules that trains: of a loss, a forward without modules, or on gradients."""
+        """Set the phase of an op outside modules that trains: of a loss, a forward without modules, or on gradients."""
         clock = self.ledger.clock
         current, _ = split_phase(clock.phases[clock.phase])
         if current == "evaluation":

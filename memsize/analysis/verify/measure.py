@@ -294,7 +294,7 @@ def materialized_setup(runner: Runner, scenario: Scenario, device: torch.device)
 
 
 def _apply(model: nn.Module, scenario: Scenario, device: torch.device) -> Recipe:
-    """Casts come before the move to the device, torchao quantizes after it."""
+    """Apply `scenario` and move `model` to `device`: casts come before the move, torchao quantizes after it."""
     if scenario.recipe != "quantized":
         recipe = apply_scenario(model, scenario)
         materialize(model, device)
