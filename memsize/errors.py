@@ -20,7 +20,7 @@ from __future__ import annotations
 import difflib
 import re
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final
 
@@ -118,6 +118,15 @@ class ForwardError(MemsizeError):
     def __init__(self, message: str, trace: Any = None) -> None:
         super().__init__(message)
         self.trace = trace
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it, the latest first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def quoted(text: str) -> str:

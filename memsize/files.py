@@ -176,9 +176,7 @@ def read(path: str | os.PathLike[str], most: int) -> bytes:
         return content
 
 
-def parse_json(
-    content: bytes, most: int = MOST_VALUES, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
-) -> Any:
+def parse_json(content: bytes, most: int = MOST_VALUES, pairs: Pairs | None = None) -> Any:
     """The value of a JSON text with at most about `most` values in it; `pairs` makes each object of it.
 
     Raises ValueError in a few words for text that is not JSON, too long, or nested too deeply: the value has to fit

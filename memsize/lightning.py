@@ -90,6 +90,6 @@ def _loop(module: Any, optimizers: list[Any], accumulate: int) -> Callable[[Any]
 
 
 def _log(trainer: Any, kind: str, figures: dict[str, int]) -> None:
-    """As hyperparameters: a figure of the run, and not of a step."""
+    """Log `figures` as hyperparameters, since they are of the run and not of a step."""
     for logger in trainer.loggers:
         logger.log_hyperparams({f"memsize/{kind}/{name}": value for name, value in figures.items()})

@@ -42,7 +42,7 @@ class Measured:
 
     @property
     def trace(self) -> Trace:
-        """Its run."""
+        """The run of that scenario, or of the model as it is."""
         result = self.result
         return self.report.trace if result is None or result.trace is None else result.trace
 

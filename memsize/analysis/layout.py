@@ -21,9 +21,9 @@ from memsize.kernels import kernel_copies, strides as layout
 from memsize.kernels.tensors import channels_last_format, is_channels_last
 from memsize.model.input_tensors import input_tensors
 from memsize.model.tensor_storage import spec_of
+from memsize.processes.patches import collector_paused
 from memsize.processes.user_code import running_line
 from memsize.records.layout import Audit, Copy, Format, LayerFormats, Loss, Run as FormatsRun
-from memsize.torch_internals.isolation import collector_paused
 from memsize.torch_internals.pytree import map_tensors, tensors_in
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.module_calls import ModuleCallRecorder

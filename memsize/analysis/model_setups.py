@@ -183,19 +183,24 @@ def plans_of(card: Card, stack: Stack = INSTALLED) -> Plans:
 
 def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) -> Workspaces:
     """The workspaces that the libraries of a software stack would take on a card."""
-    version = stack.torch or str(torch.__version__)
+    return workspaces_of(gpu.capability, stack.torch or str(torch.__version__), plans)
+
+
+def workspaces_of(
+    capability: tuple[int, int], torch_version: str, plans: Plans | None, cublas_config: str | None = None
+) -> Workspaces:
+    """The workspaces of cuBLAS, of a setting or the usual ones, cuBLASLt and cuDNN under a release of PyTorch."""
     return Workspaces(
-        cublas_workspace(gpu.capability, torch_version=version),
-        lt=cublaslt_workspace(version),
+        cublas_workspace(capability, config=cublas_config, torch_version=torch_version),
+        lt=cublaslt_workspace(torch_version),
         convolutions=ConvolutionWorkspaces.on(plans) if plans else None,
-        keeps_lt=keeps_cublaslt_workspace(version),
+        keeps_lt=keeps_cublaslt_workspace(torch_version),
     )
 
 
 def _compiled(mode: CompileMode, gpu: Card) -> Callable[[Run], AbstractContextManager[None]]:
     """The region in which a run's model is compiled. The compiler is imported here: that takes as long as torch."""
-    with warnings.catch_warnings():  # PyTorch's own modules use what PyTorch deprecates
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):  # PyTorch's own modules use what PyTorch deprecates
         from memsize.compile.region import compiled_model
 
     return partial(compiled_model, mode=mode, capability=gpu.capability)

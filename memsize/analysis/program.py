@@ -17,13 +17,12 @@ from typing import Any, Final, Literal
 
 import torch
 
-from memsize.analysis.after_steps import after_steps
 from memsize.analysis.findings.after_steps import AFTER_RULES
 from memsize.analysis.findings.program import RULES
 from memsize.analysis.model_setups import plans_of, workspaces
 from memsize.analysis.timeline import snapshot
 from memsize.device.gpu_estimate import device_since, estimate_gpu
-from memsize.errors import InputError, message_of
+from memsize.errors import InputError, causes, message_of
 from memsize.loading.library_imports import torchvision_importable
 from memsize.processes.user_code import is_library, is_outside, line_of
 from memsize.records.aggregates import alive, split_phase, summit
@@ -152,7 +151,7 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         unused_checkpointing=program.unused_checkpointing,
         unwritten=(*program.files.remarks, *program.processes.failures),
         children=tuple(ChildRun(**result) for result in program.processes.results),
-        after=after_steps(program.after, trace, program.steps.ends, failing_line),
+        after=program.after.record(trace, failing_line),
         failure=None if trace.failure is None else trace.failure.reason,
         failed_at=None if error is None else failing_line(error),
         needs_gpu=needs_gpu(error),
@@ -163,10 +162,8 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
 
 def _went_on(program: Program, trace: Trace, error: BaseException | None) -> WentOn | None:
     """How the program goes on after the last refused request; None where that ended it."""
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__cause__ or error.__context__
     refusal = program.last_refused
-    if error is not None or refusal is None:
+    if refusal is None or any(isinstance(cause, torch.OutOfMemoryError) for cause in causes(error)):
         return None
     if not any(event.delta > 0 for event in trace.events[refusal:]):
         return WentOn(0, None)

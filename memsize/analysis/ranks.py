@@ -169,8 +169,7 @@ def import_packages(path: str, card: Card, config: AllocatorConfig | None) -> No
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.append(node.module)
-    with virtual_gpu(Settings(card, config, steps=0)), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with virtual_gpu(Settings(card, config, steps=0)), warnings.catch_warnings(action="ignore"):
         for name in (*names, *_LATE):
             # What fails here fails in the script too, or was meant to.
             with contextlib.suppress(Exception):

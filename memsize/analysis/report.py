@@ -25,6 +25,7 @@ from memsize.model.meta_copy import in_mode
 from memsize.precision.quantized import modelled
 from memsize.precision.recipes import floating_dtype
 from memsize.processes.ctrl_c import found_kept
+from memsize.processes.patches import collector_paused
 from memsize.processes.workers import Workers
 from memsize.ranks.strategies import how
 from memsize.records.aggregates import totals
@@ -37,7 +38,7 @@ from memsize.spec.model_request import Call
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.spec.training import Training
-from memsize.torch_internals.isolation import collector_paused, undisturbed
+from memsize.torch_internals.isolation import undisturbed
 from memsize.tracing.ddp import bucket_bytes
 from memsize.tracing.dispatch import MetaDispatchMode
 from memsize.tracing.module_calls import ModuleCallRecorder

@@ -24,7 +24,7 @@ from memsize.records.trace import StoredTensor, Trace
 from memsize.spec.model_request import Call
 from memsize.spec.scenario import SCENARIOS, Scenario
 from memsize.torch_internals.isolation import forget_run
-from memsize.torch_internals.module_tree import paths_of
+from memsize.torch_internals.pytree import paths_of
 from memsize.tracing.ddp import buckets_of
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup

@@ -206,7 +206,7 @@ def _target(target: str, checkout: Checkout) -> str:
 
 
 def answer(exchange: str) -> None:
-    """In that process: answer the question in the file, and write the answer, or what went wrong, in its place."""
+    """Answer the question in the file, in that process; write the answer, or what went wrong, in its place."""
     request, checkout = pickle.loads(Path(exchange).read_bytes())
     try:
         reply = answer_of(request)

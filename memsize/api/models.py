@@ -188,7 +188,7 @@ def step_trace(
         from memsize.analysis.model_setups import plans_of
         from memsize.analysis.ranks import others_asked
         from memsize.analysis.runner import Runner
-        from memsize.torch_internals.isolation import collector_paused
+        from memsize.processes.patches import collector_paused
         from memsize.workloads.parallel import RankLoop, steps_on
         from memsize.workloads.training import OwnLoop
 

@@ -164,7 +164,7 @@ def _users_code_runs() -> Iterator[None]:
             yield
     except ExitError as error:
         from memsize.loading.building import user_traceback
-        from memsize.loading.scope import is_users
+        from memsize.processes.user_code import is_users
 
         raise MemsizeError(f"the model ended the program {user_traceback(error, is_users)}") from error
 

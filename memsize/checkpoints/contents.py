@@ -124,7 +124,7 @@ class Contents:
 
     @property
     def compressed(self) -> int:
-        """By how many bytes compression makes the data smaller in the files than in memory."""
+        """The bytes that compression saves: those of the data in memory minus those in the files."""
         return sum(storage.bytes - storage.file_bytes for storage in self.storages)
 
 

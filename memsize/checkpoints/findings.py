@@ -220,7 +220,7 @@ def could_be_half(inspection: Inspection) -> Iterator[Finding]:
 
 @RULES.rule("mixed-dtypes")
 def mixed(inspection: Inspection) -> Iterator[Finding]:
-    """Only part of the model's weights was converted."""
+    """Find weights of several dtypes: only part of the model was converted."""
     floats: dict[str, list[Tensor]] = {}
     for tensor in inspection.breakdown.of("model"):
         if is_float(tensor.spec.dtype) and tensor.bytes:

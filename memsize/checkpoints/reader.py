@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from memsize.checkpoints.source import LONGEST_INDEX, Source, opened, printable
 from memsize.errors import CheckpointError
 from memsize.loading.target import CHECKPOINTS
 from memsize.printable import shortened
+from memsize.processes.patches import collector_paused
 
 _INDEX = (".safetensors.index.json", ".bin.index.json", ".index.json")
 _NUMBERED = re.compile(r"(?P<stem>.*?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
@@ -32,7 +31,7 @@ def read(path: str | os.PathLike[str]) -> Contents:
     """
     # os.path answers no where pathlib raises: for names that are too long, and users that there are not.
     file = Path(os.path.expanduser(path))
-    with _no_collection():
+    with collector_paused():
         if os.path.isdir(file):
             return _read_folder(file)
         if file.name.endswith(".json"):
@@ -46,18 +45,6 @@ def read(path: str | os.PathLike[str]) -> Contents:
 
 def _noted(contents: Contents, *notes: str) -> Contents:
     return replace(contents, notes=(*contents.notes, *notes))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause garbage collection, which would take a third of the time: everything that is read is kept."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _read_file(path: Path) -> Contents:

@@ -29,7 +29,7 @@ Work = Literal["tensors", "pickle", "visits", "items", "letters", "overlaps", "e
 
 
 class Limit(NamedTuple):
-    """At most `most` units of work in a small file; in a larger one in proportion, if it `grows`.
+    """A limit on work: at most `most` units in a small file; in a larger one in proportion, if it `grows`.
 
     `refusal` is the error's text: it may name the file, and the tensors that are read in a file of this size.
     """

@@ -154,13 +154,13 @@ class _NameOfStandIn(str):
 
 
 def _from_ampere_on(_: Function, including_emulation: bool = True) -> bool:
-    """Older GPUs emulate bfloat16, which counts unless the caller says otherwise."""
+    """Whether the GPU has bfloat16; older ones emulate it, which counts unless the caller says otherwise."""
     semantics = current()
     return including_emulation or (semantics is not None and semantics.capability >= (8, 0))
 
 
 def _by_name(original: Function, device_type: Any = "cuda", *args: Any, **kwargs: Any) -> Any:
-    """Code that opens a region for ``x.device.type`` passes ``meta`` here where it would pass ``cuda`` on a GPU."""
+    """Take ``meta`` for ``cuda``: code that opens a region for ``x.device.type`` passes that on a GPU."""
     return original("cuda" if device_type == "meta" else device_type, *args, **kwargs)
 
 
@@ -180,7 +180,7 @@ def _dropping_copies(original: Function) -> None:
 
 
 def _inferring_cuda(original: Function, *args: Any) -> str:
-    """Checkpointing restores this device's autocast in its recomputation.
+    """The device whose autocast checkpointing restores in its recomputation.
 
     It touches no generator of CUDA: it saves those of its tensors' devices, and none of them is a CUDA device.
     """

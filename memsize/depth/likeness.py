@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from memsize.torch_internals.module_tree import paths_of
+from memsize.torch_internals.pytree import paths_of
 
 _PLAIN: Final = (type(None), bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, Enum, type, range)
 _USUAL: Final = frozenset({type(None), bool, str, int})

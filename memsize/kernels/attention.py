@@ -223,7 +223,7 @@ def _cudnn_backward_temporaries(
 
 
 def _plan_workspace(query: Any, key: Any, dropout: float) -> int:
-    """As cuDNN 9.24 answers for some hundred shapes, its plans made without a GPU: 256 B on Hopper. On Blackwell a bit
+    """The workspace in bytes, as cuDNN 9.24 answers for some hundred shapes: 256 B on Hopper. On Blackwell a bit
     for each score where there is dropout, in whole blocks of 128 rows and columns, and nothing without (lengths that
     are no multiple of 8 may take more). Elsewhere PyTorch does not prefer cuDNN, and nothing is known.
     """

@@ -16,13 +16,11 @@ from typing import Any, Final
 
 import torch
 
-from memsize.kernels.registry import Temporary, shape_rule, temporaries_of
+from memsize.kernels.registry import Temporary, shape_rule, shape_rules, temporaries_of
 from memsize.kernels.tensors import empty
 
 FUSED_ROWS: Final = 4
 """Up to so many rows, `gemm_4bit` unpacks the weight in its kernel on every GPU (`_GEMM_4BIT_CUSTOM_FLOOR_M`)."""
-_NESTED: Final = 256
-"""Maxima of blocks that share a scale under double quantization."""
 
 
 @shape_rule("bitsandbytes::quantize_4bit")
@@ -31,24 +29,9 @@ def _quantize(tensor: Any, block: int, _kind: str, storage: torch.dtype) -> Any:
     return empty(((size + 1) // (2 * storage.itemsize), 1), storage), empty((-(-size // block),), torch.float32)
 
 
-@shape_rule("bitsandbytes::dequantize_4bit")
-def _dequantize(_packed: Any, _maxima: Any, _block: int, _kind: str, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    return empty(tuple(shape), dtype)
-
-
 @shape_rule("bitsandbytes::quantize_blockwise")
 def _quantize_blockwise(tensor: Any, _code: Any, block: int) -> Any:
     return empty(tuple(tensor.shape), torch.uint8), empty((-(-tensor.numel() // block),), torch.float32)
-
-
-@shape_rule("bitsandbytes::dequantize_blockwise")
-def _dequantize_blockwise(tensor: Any, _maxima: Any, _code: Any, _block: int, dtype: torch.dtype) -> Any:
-    return empty(tuple(tensor.shape), dtype)
-
-
-@shape_rule("bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit")
-def _product(rows: Any, _packed: Any, shape: Sequence[int], *_: Any, **__: Any) -> Any:
-    return empty((*rows.shape[:-1], shape[0]), rows.dtype)
 
 
 @temporaries_of("bitsandbytes::gemm_4bit")
@@ -85,45 +68,40 @@ def _quantize_both(tensor: Any, threshold: float = 0.0) -> Any:
     return values, other, rows, scales, columns
 
 
-@shape_rule("bitsandbytes::int8_vectorwise_dequant")
-def _dequantize_rows(tensor: Any, _scales: Any) -> Any:
-    return empty(tuple(tensor.shape), torch.float32)
-
-
-@shape_rule("bitsandbytes::int8_linear_matmul")
-def _int8_product(rows: Any, weight: Any) -> Any:
-    return empty((*rows.shape[:-1], weight.shape[0]), torch.int32)
-
-
-@shape_rule("bitsandbytes::int8_mm_dequant")
-def _scaled(product: Any, _rows: Any, _columns: Any, dtype: torch.dtype | None = None, bias: Any = None) -> Any:
-    return empty(tuple(product.shape), dtype or torch.float16)
-
-
-@shape_rule("bitsandbytes::int8_scaled_mm")
-def _scaled_product(
-    rows: Any, weight: Any, _scales: Any, _columns: Any, bias: Any = None, dtype: torch.dtype | None = None
-) -> Any:
-    return empty((*rows.shape[:-1], weight.shape[0]), dtype or torch.float16)
-
-
 @temporaries_of("bitsandbytes::int8_scaled_mm")
 def _scaled_product_temporaries(rows: Any, weight: Any, *_: Any, **__: Any) -> Iterator[Temporary]:
     """The product in int32."""
     yield Temporary((*rows.shape[:-1], weight.shape[0]), torch.int32)
 
 
-@shape_rule("bitsandbytes::int8_mixed_scaled_mm")
-def _mixed_product(rows: Any, _values: Any, weight: Any, *_: Any, **__: Any) -> Any:
-    return empty((*rows.shape[:-1], weight.shape[0]), rows.dtype), empty((0,), rows.dtype)
-
-
 @temporaries_of("bitsandbytes::int8_mixed_scaled_mm")
 def _mixed_product_temporaries(_rows: Any, values: Any, weight: Any, *_: Any, **__: Any) -> Iterator[Temporary]:
-    """As of the int8 product that it calls."""
+    """The product in int32, of `int8_scaled_mm`, which it calls."""
     yield Temporary((*values.shape[:-1], weight.shape[0]), torch.int32)
 
 
-@shape_rule("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
-def _update(*_: Any, **__: Any) -> Any:
-    """Parameters and state are updated in place."""
+def _product(rows: Any, outputs: int, dtype: torch.dtype) -> Any:
+    return empty((*rows.shape[:-1], outputs), dtype)
+
+
+shape_rules(
+    "bitsandbytes",
+    {
+        "dequantize_4bit": lambda weight, maxima, block, kind, shape, dtype: empty(tuple(shape), dtype),
+        "dequantize_blockwise": lambda values, maxima, code, block, dtype: empty(tuple(values.shape), dtype),
+        "int8_vectorwise_dequant": lambda values, scales: empty(tuple(values.shape), torch.float32),
+        "gemm_4bit gemv_4bit": lambda rows, weight, shape, *_, **__: _product(rows, shape[0], rows.dtype),
+        "int8_linear_matmul": lambda rows, weight: _product(rows, weight.shape[0], torch.int32),
+        "int8_mm_dequant": lambda product, rows, columns, dtype=None, bias=None: empty(
+            tuple(product.shape), dtype or torch.float16
+        ),
+        "int8_scaled_mm": lambda rows, weight, scales, columns, bias=None, dtype=None: _product(
+            rows, weight.shape[0], dtype or torch.float16
+        ),
+        "int8_mixed_scaled_mm": lambda rows, values, weight, *_, **__: (
+            (_product(rows, weight.shape[0], rows.dtype), empty((0,), rows.dtype))
+        ),
+        # Parameters and state are updated in place.
+        "optimizer_update_32bit optimizer_update_8bit_blockwise": lambda *_, **__: None,
+    },
+)

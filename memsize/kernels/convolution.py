@@ -157,7 +157,7 @@ def _forward_copies(args: Any, _: Any) -> Copies:
 
 @copies_of(BACKWARD)
 def _backward_copies(args: Any, _: Any) -> Copies:
-    """As the forward, of what each gradient that is asked for reads: the input's the weight, the weight's the input
+    """Copies as in the forward, of what each requested gradient reads: the input's the weight, the weight's the input
     (Convolution.cpp, `convolution_backward`; ConvShared.cpp, `cudnn_convolution_backward`).
     """
     gradient, tensor, weight, mask = args[0], args[1], args[2], args[-1]
@@ -390,7 +390,7 @@ def _avg_pool2d(
 
 @shape_rule("aten::max_pool2d_with_indices_backward", "aten::avg_pool2d_backward")
 def _pool2d_backward(grad: Any, tensor: Any, *_: Any) -> Any:
-    """Like the input."""
+    """The result is like the input."""
     if not are_plain(grad, tensor) or not are_alike(grad, tensor) or grad.shape[:-3] != tensor.shape[:-3]:
         return NotImplemented
     return formatted(tensor.shape, tensor.dtype, is_channels_last(tensor))
@@ -408,7 +408,7 @@ _INTERPOLATIONS = (
 
 @shape_rule(*overloads(_INTERPOLATIONS))
 def _interpolation(tensor: Any, size: Any, *_: Any, **__: Any) -> Any:
-    """In the input's memory format (UpSample*.cpp, `suggest_memory_format`)."""
+    """The result has the input's memory format (UpSample*.cpp, `suggest_memory_format`)."""
     if not are_floating(tensor) or tensor.dim() != len(size) + 2:
         return NotImplemented
     if 0 in tensor.shape or min(size) < 1:
@@ -418,7 +418,7 @@ def _interpolation(tensor: Any, size: Any, *_: Any, **__: Any) -> Any:
 
 @shape_rule(*overloads(_INTERPOLATIONS, "_backward"))
 def _interpolation_backward(grad: Any, size: Any, shape: Any, *_: Any, **__: Any) -> Any:
-    """In the gradient's memory format."""
+    """The result has the gradient's memory format."""
     if not are_plain(grad) or tuple(grad.shape) != (*shape[:2], *size):
         return NotImplemented
     return formatted(shape, grad.dtype, is_channels_last(grad))

@@ -16,6 +16,7 @@ from memsize.kernels.registry import (
     copy_unless_contiguous,
     overloads,
     shape_rule,
+    shape_rules,
     temporaries_of,
 )
 from memsize.kernels.strides import Shape
@@ -34,6 +35,7 @@ from memsize.kernels.tensors import (
 )
 from memsize.known_values.values import constant_of, is_uniform
 
+_aten = torch.ops.aten
 _LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like bernoulli clone _to_copy"
 
 
@@ -55,15 +57,9 @@ def _made_like(
     return formatted(tensor.shape, dtype, channels_last=True) if tensor.dim() == rank else NotImplemented
 
 
-@shape_rule("aten::_unsafe_view")
-def _viewed(tensor: Any, size: Any) -> Any:
-    """The same memory; PyTorch's `meta` kernel is Python."""
-    return torch.ops.aten.view.default(tensor, size) if are_plain(tensor) else NotImplemented
-
-
 @shape_rule("aten::randn")
 def _normal(size: Any, *, dtype: Any = None, **options: Any) -> Any:
-    """Row-major; PyTorch's `meta` kernel is Python that imports sympy, as is that of the next."""
+    """The result is row-major; PyTorch's `meta` kernel is Python that imports sympy, as is that of the next."""
     dtype = dtype or torch.get_default_dtype()
     return _drawn(size, dtype, **options) if dtype.is_floating_point else NotImplemented
 
@@ -81,16 +77,28 @@ def _drawn(size: Any, dtype: Any, *, device: Any = None, layout: Any = None, pin
     return NotImplemented if any(length < 0 for length in size) else empty(tuple(size), dtype)
 
 
-@shape_rule("aten::normal_", "aten::uniform_", "aten::exponential_")
-def _filled_with_chance(tensor: Any, *_: Any, **__: Any) -> Any:
-    """In place, without drawing random numbers: initialisers run on `meta` parameters too."""
-    return tensor if are_floating(tensor) and not overlaps(tensor) else NotImplemented
-
-
-@shape_rule("aten::slice_backward", "aten::select_backward")
-def _padded_gradient(grad: Any, shape: Any, *_: Any) -> Any:
-    """Row-major zeros for the whole input, into a part of which the gradient is written (FunctionsManual.cpp)."""
-    return empty(shape, grad.dtype) if are_plain(grad) else NotImplemented
+shape_rules(
+    "aten",
+    {
+        # The same memory; PyTorch's `meta` kernel is Python.
+        "_unsafe_view": lambda tensor, size: _aten.view.default(tensor, size) if are_plain(tensor) else NotImplemented,
+        # In place, without drawing random numbers: initialisers run on `meta` parameters too.
+        "normal_ uniform_ exponential_": lambda tensor, *_, **__: (
+            tensor if are_floating(tensor) and not overlaps(tensor) else NotImplemented
+        ),
+        # Row-major zeros for the whole input, into a part of which the gradient is written (FunctionsManual.cpp).
+        "slice_backward select_backward": lambda grad, shape, *_: (
+            empty(shape, grad.dtype) if are_plain(grad) else NotImplemented
+        ),
+        # Row-major (TriangularOps.cpp).
+        "triu tril": lambda tensor, diagonal=0: (
+            empty(tensor.shape, tensor.dtype) if are_plain(tensor) and tensor.dim() > 1 else NotImplemented
+        ),
+        # Like the input (cuda/TensorTransformations.cu, `roll_cuda`: `at::empty_like`).
+        "roll": lambda tensor, *_: like(tensor) if are_plain(tensor) else NotImplemented,
+    },
+)
+copies_of(_aten.roll.default)(copy_unless_contiguous)
 
 
 def range_length(start: float, end: float, step: float) -> int | None:
@@ -108,21 +116,6 @@ def _arange(*bounds: Any, dtype: Any = None, device: Any = None, **_: Any) -> An
     start, end, *step = (0, *bounds) if len(bounds) == 1 else bounds
     length = range_length(start, end, step[0] if step else 1)
     return NotImplemented if length is None else empty((length,), dtype or torch.int64)
-
-
-@shape_rule("aten::triu", "aten::tril")
-def _triangle(tensor: Any, _diagonal: int = 0) -> Any:
-    """Row-major (TriangularOps.cpp)."""
-    return empty(tensor.shape, tensor.dtype) if are_plain(tensor) and tensor.dim() > 1 else NotImplemented
-
-
-@shape_rule("aten::roll")
-def _roll(tensor: Any, *_: Any) -> Any:
-    """Like the input (cuda/TensorTransformations.cu, `roll_cuda`: `at::empty_like`)."""
-    return like(tensor) if are_plain(tensor) else NotImplemented
-
-
-copies_of(torch.ops.aten.roll.default)(copy_unless_contiguous)
 
 
 # -- joined tensors ---------------------------------------------------------------------------------------------------
@@ -197,7 +190,7 @@ _UNSORTED, _ROWS_OF_PART = 3072, 10
 """Up to so many indices are not sorted; so many rows of equal index are summed at a time."""
 
 
-@temporaries_of(torch.ops.aten.embedding_dense_backward.default)
+@temporaries_of(_aten.embedding_dense_backward.default)
 def _embedding_backward_temporaries(
     grad: Any, indices: Any, count: int, _padding: int, by_frequency: bool
 ) -> Iterator[Temporary]:
@@ -219,7 +212,7 @@ def _embedding_backward_temporaries(
 
 @shape_rule("aten::scatter_.src", "aten::scatter_.value", "aten::scatter_add_")
 def _scattered_in_place(tensor: Any, dim: int, index: Any, src: Any) -> Any:
-    """In place; PyTorch's kernel imports sympy for its checks (TensorAdvancedIndexing.cpp), and gets what fails them.
+    """Write in place. PyTorch's kernel imports sympy for its checks (TensorAdvancedIndexing.cpp); it gets what fails.
 
     It promises nothing of where the same place is written twice, which changes no shape.
     """

@@ -65,7 +65,7 @@ shape_rule("aten::baddbmm")(partial(_added, 3))
 
 @shape_rule("aten::t")
 def _transposed(tensor: Any) -> Any:
-    """In coordinates, a copy and no view (ATen TensorShape.cpp); PyTorch's `meta` kernel forgets the elements."""
+    """Copy a tensor in coordinates: it has no views (ATen TensorShape.cpp); the `meta` kernel forgets the elements."""
     if tensor.layout is not torch.sparse_coo or not _is_sparse(tensor) or tensor.dim() != 2:
         return NotImplemented
     return with_parts(tensor, like, tensor.shape[::-1])

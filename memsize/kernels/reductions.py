@@ -67,7 +67,7 @@ def _mean(tensor: Any, dims: Dims = None, keepdim: bool = False, *, dtype: torch
 
 @shape_rule("aten::all", "aten::any")
 def _truth_of_all(tensor: Any) -> Any:
-    """Boolean, for uint8 as it always was (ReduceOps.cpp, `get_result_or_bytebool_dtype`)."""
+    """The result is boolean, for uint8 as it always was (ReduceOps.cpp, `get_result_or_bytebool_dtype`)."""
     dtype = torch.uint8 if are_plain(tensor) and tensor.dtype is torch.uint8 else torch.bool
     return empty((), dtype) if are_plain(tensor) else NotImplemented
 
@@ -170,7 +170,7 @@ def _reduced_in_place(tensor: Any, target: Any, reduction: int = 1, *_: Any) -> 
 
 @shape_rule("aten::soft_margin_loss")
 def _soft_margin_loss(tensor: Any, target: Any, reduction: int = 1) -> Any:
-    """As above; the terms are like the input, into which the target is multiplied."""
+    """The loss is reduced in place, and its terms are like the input, into which the target is multiplied."""
     fits = are_plain(tensor, target) and broadcast((tensor.shape, target.shape)) == tuple(tensor.shape)
     return _reduced_in_place(tensor, tensor, reduction) if fits and are_alike(tensor, target) else NotImplemented
 
@@ -194,7 +194,7 @@ def _difference_backward(grad: Any, tensor: Any, target: Any, *_: Any) -> Any:
 
 @shape_rule("aten::binary_cross_entropy")
 def _binary_cross_entropy_of_shares(tensor: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
-    """As above (cuda/Loss.cu: `loss.resize_as_(loss_reduced)`)."""
+    """The loss is reduced in place (cuda/Loss.cu: `loss.resize_as_(loss_reduced)`)."""
     fits = are_plain(weight) and tensor.shape == target.shape
     return _reduced_in_place(tensor, target, reduction) if fits else NotImplemented
 
@@ -210,7 +210,7 @@ def _binary_cross_entropy(tensor: Any, target: Any, *options: Any) -> Any:
 
 @shape_rule("aten::binary_cross_entropy_backward")
 def _binary_cross_entropy_backward(grad: Any, tensor: Any, target: Any, weight: Any = None, _reduction: int = 1) -> Any:
-    """Like the input (cuda/Loss.cu: `at::empty_like(input)`)."""
+    """The result is like the input (cuda/Loss.cu: `at::empty_like(input)`)."""
     if not are_plain(grad, tensor, target, weight) or not are_alike(grad, tensor) or tensor.shape != target.shape:
         return NotImplemented
     return elementwise(tensor.dtype, tensor)

@@ -7,7 +7,7 @@ on dtypes have tables of their own, for the kernels whose source is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -53,6 +53,12 @@ RULES, SPARSE_RULES = Rules(TABLE), Rules(SPARSE_TABLE)
 def shape_rule(*names: str) -> Callable[[_F], _F]:
     """Register a rule for these overloads; raises ValueError for one that has a rule already."""
     return _ruled(names, TABLE, RULES)
+
+
+def shape_rules(library: str, rules: Mapping[str, Rule]) -> None:
+    """Register rules of one expression each, by the names of the overloads of `library` that it holds for."""
+    for names, rule in rules.items():
+        shape_rule(*(f"{library}::{name}" for name in names.split()))(rule)
 
 
 def sparse_rule(*names: str) -> Callable[[_F], _F]:

@@ -55,7 +55,7 @@ def _copied_into(target: Any, source: Any, *_: Any) -> Any:
 
 @sparse_rule(*overloads("mul div", ".Tensor", ".Scalar"))
 def _scaled(one: Any, other: Any) -> Any:
-    """Times or divided by a number, which may be a tensor without dimensions."""
+    """Multiply, or divide, by a number, which may be a tensor without dimensions."""
     tensor, number = (one, other) if is_in_coordinates(one) else (other, one)
     if not is_in_coordinates(tensor) or (isinstance(number, Tensor) and (number.dim() or number.is_sparse)):
         return NotImplemented
@@ -79,7 +79,7 @@ def _scaled_in_place(tensor: Any, number: Any = 1) -> Any:
 
 @sparse_rule("aten::zero_")
 def _emptied(tensor: Any) -> Any:
-    """No elements are left."""
+    """The tensor holds no elements afterwards."""
     if not is_in_coordinates(tensor):
         return NotImplemented
     indices, values = tensor._indices(), tensor._values()
@@ -89,7 +89,7 @@ def _emptied(tensor: Any) -> Any:
 
 @sparse_rule("aten::add.Tensor", "aten::sub.Tensor")
 def _added(one: Any, other: Any, **_: Any) -> Any:
-    """To a dense tensor, at the indices of a sparse one; of two sparse ones, see `_joined`."""
+    """Add a sparse tensor to a dense one, at its indices; two sparse ones are `_joined`."""
     dtype = torch.result_type(one, other)
     if are_plain(one) and is_in_coordinates(other) and one.shape == other.shape:
         return like(one, dtype)
@@ -183,8 +183,8 @@ def _shares(
     grad: Tensor, indices: Tensor, _offsets: Any, _places: Any, sizes: Tensor, _largest: Any, _rows: int,
     _by_frequency: bool, mode: int, sparse: bool, _weights: Any, padding: int = -1,
 ) -> Iterator[Temporary]:  # fmt: skip
-    """With padding: the gradient of every row, a mask of the rows that are not padding, and their indices. For a mean:
-    the sizes of the bags, their reciprocals, and the reciprocal for each row."""
+    """The gradient of every row, a mask of the rows that are not padding, and their indices, where there is padding;
+    for a mean the sizes of the bags, their reciprocals, and the reciprocal for each row."""
     rows = indices.numel()
     if sparse and padding != -1:
         yield Temporary((rows, grad.shape[1]), grad.dtype)

@@ -131,7 +131,7 @@ def _unique(
 
 
 def _bincount(rely: Rely, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
-    """Of data, each number below `minlength` is assumed to occur equally often."""
+    """Each number below `minlength` is assumed to occur equally often in data."""
     if constant_of(tensor) is not None or not minlength:
         return NotImplemented
     counts = _meta(minlength, dtype=torch.int64 if weights is None else torch.float64)
@@ -156,7 +156,7 @@ def _coalesce(rely: Rely, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(rely: Rely, tensor: torch.Tensor, _order: Any, dims: Any, keepdim: bool = False) -> Any:
-    """That of all values, after equal indices are added up (sparse/SparseTensorMath.cpp, `norm_sparse`)."""
+    """The norm is that of all values, equal indices added up before (sparse/SparseTensorMath.cpp, `norm_sparse`)."""
     whole = not dims or sorted(dim % tensor.dim() for dim in dims) == list(range(tensor.dim()))
     if not is_in_coordinates(tensor) or keepdim or not whole:
         return NotImplemented
@@ -221,7 +221,7 @@ UNCOMPILED = (
 
 
 def mixed_devices() -> str:
-    """Not an assumption but a note: what runs here, and on a CPU, would not run as it is on a GPU; with the line."""
+    """The note, with the line, on what runs here and on a CPU but would not run as it is on a GPU."""
     line = running_line()
     return f"{MIXED_DEVICES}: {line}" if line else MIXED_DEVICES
 

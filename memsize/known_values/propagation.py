@@ -296,7 +296,7 @@ def _inform(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def tell_sign(op: OpTraits, args: Any, result: torch.Tensor) -> None:
-    """In scripts, let a scalar that depends on data be positive: some read a negative norm as not finite."""
+    """Let a scalar that depends on data be positive, in scripts: some read a negative norm as not finite."""
     sign = compared_with_zero(str(op.comparison), args[1])
     if sign is not None and result.numel() == 1 and is_meta(result) and constant_of(result) is None:
         set_uniform(result, sign, ITEM_IS_ONE)

@@ -62,7 +62,7 @@ class ConstantState:
         return view
 
     def invalidate(self) -> None:
-        """Data was written to the memory."""
+        """Note that data was written to the memory."""
         self.valid = False
         self.read_as = None
         for view in self._views:

@@ -29,7 +29,8 @@ from memsize.errors import (
     quoted,
 )
 from memsize.loading.model_defined_step import is_trainer
-from memsize.loading.scope import ImportScope, is_users
+from memsize.loading.scope import ImportScope
+from memsize.processes.user_code import is_users
 from memsize.spec.inputs import InputMaker, InputRequest
 
 if TYPE_CHECKING:

@@ -192,40 +192,8 @@ _compiler_patches = ThreadPatches(
 )
 
 
-SCHEMAS = (
-    "_cuda_version() -> int",
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
-    "int sampling_ratio, bool aligned) -> Tensor",
-    "_roi_align_backward(Tensor grad, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
-    "SymInt batch_size, SymInt channels, SymInt height, SymInt width, int sampling_ratio, bool aligned) -> Tensor",
-    "qroi_align(Tensor input, Tensor rois, float input_scale, int input_zero_point, float rois_scale, "
-    "int rois_zero_point, float spatial_scale, SymInt pooled_height, SymInt pooled_width, int sampling_ratio, "
-    "bool aligned) -> Tensor",
-    "roi_pool(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width) "
-    "-> (Tensor, Tensor)",
-    "_roi_pool_backward(Tensor grad, Tensor rois, Tensor argmax, float spatial_scale, SymInt pooled_height, "
-    "SymInt pooled_width, SymInt batch_size, SymInt channels, SymInt height, SymInt width) -> Tensor",
-    "ps_roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
-    "int sampling_ratio) -> (Tensor, Tensor)",
-    "_ps_roi_align_backward(Tensor grad, Tensor rois, Tensor channel_mapping, float spatial_scale, "
-    "SymInt pooled_height, SymInt pooled_width, int sampling_ratio, SymInt batch_size, SymInt channels, SymInt height, "
-    "SymInt width) -> Tensor",
-    "ps_roi_pool(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width) "
-    "-> (Tensor, Tensor)",
-    "_ps_roi_pool_backward(Tensor grad, Tensor rois, Tensor channel_mapping, float spatial_scale, "
-    "SymInt pooled_height, SymInt pooled_width, SymInt batch_size, SymInt channels, SymInt height, SymInt width) "
-    "-> Tensor",
-    "deform_conv2d(Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt stride_h, "
-    "SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, SymInt groups, "
-    "SymInt offset_groups, bool use_mask) -> Tensor",
-    "_deform_conv2d_backward(Tensor grad, Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, "
-    "SymInt stride_h, SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, "
-    "SymInt groups, SymInt offset_groups, bool use_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "box_iou_rotated(Tensor boxes1, Tensor boxes2) -> Tensor",
-)
-"""What torchvision 0.28 declares in C++ (csrc/ops/*.cpp)."""
+_SCHEMAS: Final = Path(__file__).with_name("torchvision_operators.txt")
+"""What torchvision 0.28 declares in C++ (csrc/ops/*.cpp), an operator a line."""
 
 _DIFFERENTIABLE = "roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d"
 _IN_PYTHON = "_autograd_registrations.py"
@@ -266,7 +234,7 @@ def declare_schemas(differentiated: bool = True) -> torch.library.Library:
     Unless they are `differentiated` in Python, those with gradients refuse to run: they would come out without.
     """
     library = torch.library.Library("torchvision", "DEF")
-    for schema in SCHEMAS:
+    for schema in _SCHEMAS.read_text("utf-8").splitlines():
         library.define(schema)
     library.impl("_cuda_version", lambda: -1, "CompositeExplicitAutograd")  # not a build for CUDA
     for name in () if differentiated else _DIFFERENTIABLE.split():

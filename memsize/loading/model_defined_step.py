@@ -103,7 +103,7 @@ class LightningStep(ModelDefinedStep):
 
     @property
     def note(self) -> str:
-        """As the base class. The Trainer's settings are unknown here."""
+        """The base class's note, with what stays unknown: the Trainer's settings."""
         return f"{super().note}: how gradients are accumulated and clipped, and the precision, are not known from it"
 
     def result(self, batch: Any) -> Any:
@@ -149,7 +149,7 @@ class TrainerStep(ModelDefinedStep):
 
     @property
     def note(self) -> str:
-        """As the base class, with the settings taken from the Trainer's arguments."""
+        """The base class's note, with the settings taken from the Trainer's arguments."""
         autocast = f", under autocast to {self.autocast}" if self.autocast else ""
         accumulate = f", {self.accumulate} batches a step" if self.accumulate > 1 else ""
         clip = f", gradients clipped to a norm of {self.clip:g}" if self.clip else ""

@@ -9,18 +9,15 @@ Modules from elsewhere (installed packages) stay imported, as after any import.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 from memsize.processes.patches import assign
+from memsize.processes.user_code import is_library
 
-_STANDARD_LIBRARY = Path(os.__file__).absolute().parent
-_SITES = frozenset({"site-packages", "dist-packages"})
 _MEMSIZE = Path(__file__).absolute().parents[1]
 
 
@@ -69,7 +66,7 @@ class ImportScope:
             assign(sys, "argv", arguments)
             new = [name for name in list(sys.modules) if name not in before]
             homes = {top: _home(sys.modules.get(top)) for top in {_top(name) for name in new} - before}
-            tops = {top for top, home in homes.items() if home in self._folders() and not _installed(home)}
+            tops = {top for top, home in homes.items() if home in self._folders() and not is_library(str(home))}
             own = [*(name for name in new if _top(name) in tops), *self._own]
             self._own = {name: sys.modules.pop(name) for name in own if name in sys.modules}
             sys.modules.update(self._hidden)
@@ -84,7 +81,7 @@ class ImportScope:
     def owns(self, file: str) -> bool:
         """Whether the source `file` lies in one of the scope's folders, and is not an installed package's."""
         path = Path(file).absolute()
-        return not _installed(path) and any(path.is_relative_to(folder) for folder in self._folders())
+        return not is_library(str(path)) and any(path.is_relative_to(folder) for folder in self._folders())
 
     def _folders(self) -> list[Path]:
         return [Path(path).absolute() for path in (*self._first, *self._last)]
@@ -93,7 +90,7 @@ class ImportScope:
 def is_taken(name: str) -> bool:
     """Whether Python, memsize or an installed package has a module `name` that a target's own must not replace."""
     home = _home(sys.modules.get(name))
-    return name in sys.stdlib_module_names or name == _MEMSIZE.name or (home is not None and _installed(home))
+    return name in sys.stdlib_module_names or name == _MEMSIZE.name or (home is not None and is_library(str(home)))
 
 
 def _top(name: str) -> str:
@@ -109,14 +106,3 @@ def _home(module: ModuleType | None) -> Path | None:
         return path.parent.parent if path.stem == "__init__" else path.parent
     folders = list(attributes.get("__path__") or ())
     return Path(folders[0]).absolute().parent if folders and isinstance(folders[0], str) else None
-
-
-def is_users(file: str) -> bool:
-    """Whether the source `file` is the user's own: neither Python's, nor an installed package's, nor memsize's."""
-    path = Path(file).absolute()
-    return file[:1] != "<" and not _installed(path) and not path.is_relative_to(_MEMSIZE)
-
-
-@cache
-def _installed(path: Path) -> bool:
-    return path.is_relative_to(_STANDARD_LIBRARY) or not _SITES.isdisjoint(path.parts)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsize.errors import MemsizeError
 from memsize.model.meta_tensors import MetaTensors, Plain
-from memsize.torch_internals.module_tree import paths_of
+from memsize.torch_internals.pytree import paths_of
 
 _ATOMIC = (
     type(None),
@@ -283,7 +283,7 @@ class _Copy:
         return self._remember(value, copied)
 
     def _packed_sequence(self, value: PackedSequence) -> Any:
-        """Its batch sizes are on the CPU wherever its data is."""
+        """Copy a packed sequence, whose batch sizes are on the CPU wherever its data is."""
         data, sizes, order, back = value
         copied = PackedSequence(self.part(data), sizes.cpu().clone(), self.part(order), self.part(back))
         return self._remember(value, copied)

@@ -197,7 +197,7 @@ class MetaTensors:
         return set_constant(copied, value, state)
 
     def _state(self, original: torch.Tensor) -> ConstantState:
-        """That of the memory of `original`, which others may share."""
+        """The state for the memory of `original`, one for all tensors that share it."""
         return self._states.setdefault(original.untyped_storage()._cdata, ConstantState())
 
 

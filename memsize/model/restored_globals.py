@@ -13,16 +13,14 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from torch import nn
 
-from memsize.loading.scope import is_users
 from memsize.processes.patches import MISSING, assign
-from memsize.torch_internals.module_tree import paths_of
+from memsize.processes.user_code import is_users
+from memsize.torch_internals.pytree import paths_of
 
-_is_users_file = cache(is_users)
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
@@ -49,7 +47,7 @@ Contents = dict[str, tuple[Any, Any]]
 
 def _is_users(value: Any) -> bool:
     return isinstance(value, types.FunctionType) and (
-        value.__globals__.get("__name__") == "__main__" or _is_users_file(value.__code__.co_filename)
+        value.__globals__.get("__name__") == "__main__" or is_users(value.__code__.co_filename)
     )
 
 

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from memsize.records.byte_ownership import Extent, own_bytes, strided_extent
 from memsize.records.trace import Kind, StoredPart, StoredTensor, TensorSpec
-from memsize.torch_internals.module_tree import paths_of
+from memsize.torch_internals.pytree import paths_of
 from memsize.torch_internals.sparse_tensors import PARTS
 
 PLAIN_TYPES = (torch.Tensor, nn.Parameter)
@@ -375,8 +375,7 @@ def _packed(packed: torch.ScriptObject, attribute: str, layer: str, prefix: str)
     """
     stem = _HOLDER.sub(r"\1", prefix.removesuffix(".")).lstrip(".")
     steps = [stem, attribute if attribute.startswith("_packed_weight_") else ""]  # a cell has two: _ih and _hh
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # unpacking creates quantized tensors, which PyTorch calls deprecated
+    with warnings.catch_warnings(action="ignore"):  # unpacking creates quantized tensors, which are deprecated
         unpacked = list(_unpacked(packed))
     for inner, tensor in unpacked:
         name = ".".join(step for step in (*steps, inner) if step)

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from memsize.errors import ScenarioError, UnknownScenarioError, first_line, quoted
+from memsize.kernels.bitsandbytes import FUSED_ROWS
 from memsize.loading.hubs import quiet
 from memsize.model.tensor_storage import TORCHSCRIPT_CONSTANT, dtype_name, stored_tensors, wrapper_name
 from memsize.precision.layouts import Kernel, Layout, Parts
@@ -323,8 +324,6 @@ def run_as(kernel: Kernel, modules: Iterable[nn.Module]) -> None:
 
 
 _UNPACKED: Final = ("copy freed", "copy in backward", "int8 product")
-_FUSED_ROWS: Final = 4
-"""Up to so many rows, `gemm_4bit` unpacks the weight in its kernel on every GPU (`_GEMM_4BIT_CUSTOM_FLOOR_M`)."""
 
 
 def is_unpacked(module: nn.Module) -> bool:
@@ -354,7 +353,7 @@ class _UnpackedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
         ctx.save_for_backward(weight, *((x,) if kernel == "int8 product" else ()))
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if kernel == "copy freed" and x.numel() > _FUSED_ROWS * x.shape[-1]:
+        if kernel == "copy freed" and x.numel() > FUSED_ROWS * x.shape[-1]:
             return functional.linear(x, weight.to(x.dtype, copy=True), bias)
         rows, outputs, half = x.shape[:-1], weight.shape[0], x
         if kernel == "int8 product":

@@ -11,6 +11,7 @@ and are left alone.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 import sysconfig
@@ -196,6 +197,20 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause Python's garbage collector: every run then records the same events, as storages die with their users, and
+    what reads a large file, all of which is kept, takes a third less time.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 # -- CPython's slots --------------------------------------------------------------------------------------------------

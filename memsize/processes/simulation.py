@@ -130,7 +130,7 @@ def open_simulation() -> Iterator[Simulation]:
 
 
 def _after_fork() -> None:
-    """In a forked process only the thread that forked goes on: the lock of another would never be released."""
+    """Replace the lock if another thread had it: in a forked process that thread is gone and never releases it."""
     global _lock
     if _lock.owner != threading.get_ident():
         _lock = _ProcessLock()

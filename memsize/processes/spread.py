@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 class Died(NamedTuple):
-    """No answer: the process that worked on it ended, or could not be reached any more."""
+    """Stands for an answer where the process that worked on it ended, or could not be reached any more."""
 
     reason: str
 

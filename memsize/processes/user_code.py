@@ -15,6 +15,8 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Final, TypeAlias
 
+from memsize.errors import causes
+
 _INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen ")
 _STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")},)
 _WORKLOADS = str(Path(__file__).parents[1] / "workloads")
@@ -37,6 +39,13 @@ def is_outside(file: str) -> bool:
 @cache
 def _is_ours(file: str) -> bool:
     return file.startswith((*_LIBRARIES, "<"))
+
+
+@cache
+def is_users(file: str) -> bool:
+    """Whether the source `file` is the user's own: neither Python's, nor an installed package's, nor memsize's."""
+    path = os.path.abspath(file)
+    return file[:1] != "<" and is_outside(path) and not is_library(path)
 
 
 @cache
@@ -144,10 +153,7 @@ def parsed(file: str) -> ast.Module | None:
 
 def shown_as_python_would(error: BaseException) -> None:
     """Leave the calls of memsize, and of what runs a script, out of the tracebacks of `error` and of what led to it."""
-    led: BaseException | None = error
-    seen: set[int] = set()
-    while led is not None and id(led) not in seen:
-        seen.add(id(led))
+    for led in causes(error):
         frames, entry = [], led.__traceback__
         while entry is not None:
             frames.append(entry)
@@ -156,4 +162,3 @@ def shown_as_python_would(error: BaseException) -> None:
         for entry in reversed(frames):
             if not entry.tb_frame.f_code.co_filename.startswith(_RUNS_SCRIPTS):
                 led.__traceback__ = TracebackType(led.__traceback__, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-        led = led.__cause__ or led.__context__

@@ -214,8 +214,8 @@ def forked(work: Callable[[], None]) -> int:
     # It must not come before the process has learnt to ignore it.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of PyTorch are not needed
+        # Of threads: those of PyTorch are not needed.
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             process = os.fork()
         if not process:
             try:
@@ -262,9 +262,8 @@ def silent() -> Iterator[None]:
         open(os.devnull, "w") as nothing,
         contextlib.redirect_stdout(nothing),
         contextlib.redirect_stderr(nothing),
-        warnings.catch_warnings(),
+        warnings.catch_warnings(action="ignore"),
     ):
-        warnings.simplefilter("ignore")
         for descriptor in (1, 2):
             with contextlib.suppress(OSError):  # it is closed
                 copy = os.dup(descriptor)

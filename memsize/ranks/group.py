@@ -82,8 +82,7 @@ def started(world: World | None) -> Iterator[None]:
     if world is not None and there:
         raise InputError(JOINED)
     if world is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of TorchScript, which compiles it from functions that are replaced next
+        with warnings.catch_warnings(action="ignore"):  # of TorchScript, which compiles what is replaced next
             import torch.distributed.optim  # noqa: F401
 
     def forget_meshes() -> None:

@@ -276,7 +276,7 @@ class FlatTable(NamedTuple):
     nullable: Collection[str] = ()
 
     def records(self) -> list[dict[str, object]]:
-        """Its rows as dicts."""
+        """The table's rows as dicts."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def frame(self) -> DataFrame:

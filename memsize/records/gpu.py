@@ -70,7 +70,7 @@ class LiveStorage(NamedTuple):
 
     @property
     def tensor(self) -> str:
-        """Its first tensor: ``float32[64,64]``."""
+        """The storage's first tensor: ``float32[64,64]``."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 

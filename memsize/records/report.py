@@ -63,7 +63,7 @@ class ScenarioResult:
 
     @property
     def label(self) -> Label:
-        """Its name in tables, marked where its figures are modelled."""
+        """The scenario's name in tables, marked where its figures are modelled."""
         return Label(self.name, self.status == "modelled", self.title)
 
     def figure(self, name: str) -> int | None:

@@ -49,7 +49,7 @@ class Concurrency(NamedTuple):
     high: float
 
     def texts(self) -> tuple[str, str]:
-        """Both as text, rounded down: from a hundred on without decimals, which no server reaches exactly."""
+        """Both numbers as text, rounded down: from a hundred on without decimals, which no server reaches exactly."""
         return _requests(self.low), _requests(self.high)
 
 
@@ -108,7 +108,7 @@ def _interval(
     draw: Callable[[Any], Cell] = int,
     optional: bool = False,
 ) -> tuple[Field[ServingRow], Field[ServingRow]]:
-    """Both ends of an interval of `Paged`, beside one another; without one files have None, documents 0."""
+    """Two fields for the ends of an interval of `Paged`; without an interval files have None, documents 0."""
 
     def read(paged: Paged | None, end: str) -> Any:
         interval = None if paged is None else getattr(paged, figure or key)

@@ -21,7 +21,7 @@ is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 class _KeyExcluded:
-    """Stateless, and so one object for all: a kernel runs only where the key is not excluded, so it need not ask."""
+    """Excludes the key while open. It needs no state, as a kernel runs only where the key is not excluded."""
 
     __slots__ = ()
 

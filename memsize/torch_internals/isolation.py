@@ -26,7 +26,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memsize.processes.ctrl_c import raise_waiting
-from memsize.processes.patches import assign
+from memsize.processes.patches import assign, collector_paused
 from memsize.processes.simulation import open_simulation
 
 _SEED = 0
@@ -50,18 +50,6 @@ def isolated() -> Iterator[None]:
             suspended.enter_context(_disable_current_modes())
         suspended.enter_context(torch.inference_mode(False))  # which sets the gradient mode too
         yield
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector: every run then records the same events, as storages die with their users."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def forget_run() -> None:
@@ -105,7 +93,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Afterwards the process's settings and random generators are as they were, also after an error."""
+    """Put back the process's settings and random generators afterwards, also after an error."""
     put_back = settings_read()
     try:
         with warnings.catch_warnings():
@@ -148,7 +136,7 @@ def generators_read() -> Callable[[], None]:
 
 @contextmanager
 def default_device_kept() -> Iterator[None]:
-    """Afterwards tensors that name no device are made where they were before."""
+    """Put back afterwards where tensors that name no device are made."""
     before = [setting.read() for setting in _DEFAULT_DEVICES]
     try:
         yield

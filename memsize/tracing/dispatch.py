@@ -155,7 +155,7 @@ class MetaDispatchMode(TorchDispatchMode):
 
 
 class _Owners(NamedTuple):
-    """How many references to a tensor and to its storage there are, those of the call that looks among them."""
+    """Numbers of references to a tensor and to its storage, those of the call that looks among them."""
 
     tensor: int
     wrapper: int

@@ -310,7 +310,7 @@ class Ledger(MetaDispatchMode):
                 self.rows[index].role = role
 
     def saved(self, tensor: torch.Tensor) -> SavedTensor:
-        """Autograd keeps `tensor` for backward."""
+        """Note that autograd keeps `tensor` for backward."""
         index = self.index_of(tensor)
         if index >= 0:
             storages = [index] if self.rows[index].role not in _NOT_SAVED else []
@@ -367,7 +367,7 @@ class Ledger(MetaDispatchMode):
 
     @contextmanager
     def inside_compiled(self, arguments: Iterable[Any], forward: bool | None = None) -> Iterator[None]:
-        """Compiled code runs with these `arguments`: it says itself which layer and line an allocation belongs to.
+        """While open, compiled code runs with these `arguments`: it says which layer and line an allocation belongs to.
 
         `forward` says whether a forward of modules can be differentiated; None where the code is no such forward.
         """
@@ -389,13 +389,13 @@ class Ledger(MetaDispatchMode):
         self.line = self._numbers.setdefault((line,), len(self._numbers)) if line and is_known else -1
 
     def allocated(self, tensor: torch.Tensor, op: str) -> None:
-        """Compiled code has allocated `tensor` for the result of `op`."""
+        """Record that compiled code has allocated `tensor` for the result of `op`."""
         self.clock.tick()
         self.last_op = op
         self._compiled.add(self.enter(tensor, "temporary", op))
 
     def launched(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Compiled code has called a kernel for a result whose memory was there: record what it takes besides."""
+        """Record what a kernel takes besides its result, for which compiled code had memory."""
         op = self.op_facts[func]
         self.clock.tick()
         self.last_op = op.name

@@ -24,8 +24,7 @@ from memsize.model.tensor_storage import plain_tensors, spec_of
 from memsize.processes.ctrl_c import raise_waiting
 from memsize.records.trace import Memory, Output, TensorSpec
 from memsize.torch_internals.isolation import CompilerImport
-from memsize.torch_internals.module_tree import paths_of
-from memsize.torch_internals.pytree import arguments_in, tensors_in
+from memsize.torch_internals.pytree import arguments_in, paths_of, tensors_in
 from memsize.tracing.ledger import Ledger
 
 

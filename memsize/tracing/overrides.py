@@ -243,7 +243,7 @@ def _number(value: Any) -> Any:
 
 
 def _formatted(original: Function, tensor: Tensor, spec: str) -> str:
-    """In an f-string a known value prints its number; with a format, PyTorch copies any single value from the GPU."""
+    """Format a known value as its number, in f-strings; with a format, PyTorch copies any single one from the GPU."""
     number = _number(tensor)
     if number is tensor and spec and is_meta(tensor) and not tensor.dim() and type(tensor) is Tensor:
         number = tensor.to("cpu").item()

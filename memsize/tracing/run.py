@@ -25,8 +25,7 @@ from memsize.records.trace import Failure, Layer, Storage, StoredTensor, Trace
 from memsize.spec.model_request import Call
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.torch_internals.isolation import undisturbed
-from memsize.torch_internals.module_tree import paths_of
-from memsize.torch_internals.pytree import tensors_in
+from memsize.torch_internals.pytree import paths_of, tensors_in
 from memsize.tracing.ddp import Buckets
 from memsize.tracing.failure import explain
 from memsize.tracing.ledger import NO_WORKSPACES, Ledger, Workspaces

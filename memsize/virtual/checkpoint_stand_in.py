@@ -61,7 +61,7 @@ class CheckpointStandIn(dict[Any, Any]):
         return dict(super().items())
 
     def _of_program(self) -> CheckpointStandIn:
-        """This entry, with the state of the program's largest model where nothing has filled it yet."""
+        """Fill this entry, unless it is filled already, with the state of the program's largest model."""
         if not super().__len__() and (model := _largest_model()) is not None:
             self.fill(model.state_dict())
         return self

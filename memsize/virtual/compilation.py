@@ -94,8 +94,7 @@ class Compilation:
         if self._is_open:
             return
         self._is_open = True
-        with self._suspended(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with self._suspended(), warnings.catch_warnings(action="ignore"):
             from memsize.compile.backend import Compiler
             from memsize.compile.region import RULES, compiling
 

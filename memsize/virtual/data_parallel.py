@@ -53,7 +53,7 @@ def replacements(ledger: GpuStorages) -> Iterator[Patch]:
 
 
 class _Torch:
-    """PyTorch with devices that are given by a number alone, which a build without GPUs refuses."""
+    """The module `torch`, but for devices given by a number alone: a build without GPUs refuses those."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -23,8 +23,7 @@ from memsize.records.aggregates import split_phase
 from memsize.records.timeline import AROUND
 from memsize.records.trace import InputTensor, StoredTensor
 from memsize.torch_internals.jit_tracing import is_tracing, traced_again, untraced
-from memsize.torch_internals.module_tree import paths_of
-from memsize.torch_internals.pytree import arguments_in, tensors_in
+from memsize.torch_internals.pytree import arguments_in, paths_of, tensors_in
 from memsize.tracing.module_calls import ModuleCallRecorder, module_type, record_of, version_of
 from memsize.virtual.device_assignment import devices
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
@@ -200,7 +199,7 @@ class ProgramCalls(ModuleCallRecorder):
             yield
 
     def _differentiated(self) -> None:
-        """Before an op outside of modules that trains: of a loss, a forward without modules, or on gradients."""
+        """Set the phase of an op outside modules that trains: of a loss, a forward without modules, or on gradients."""
         clock = self.ledger.clock
         current, _ = split_phase(clock.phases[clock.phase])
         if current == "evaluation":

@@ -10,25 +10,29 @@ that is imported, called or recorded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.cuda.nvtx
 import torch.multiprocessing
 import torch.utils.checkpoint
 import torch.utils.data
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cuda_context import cuda_context
 from memsize.errors import InputError
-from memsize.processes.patches import LatePatches, Patch, SuspendablePatches, calling
+from memsize.kernels.semantics import Semantics, switched_on
+from memsize.processes.patches import MISSING, LatePatches, Patch, SuspendablePatches, assign, calling
 from memsize.processes.rank_processes import RankConnection, connected
 from memsize.processes.simulation import open_simulation, running
 from memsize.ranks import collectives, group, peers, sharding
@@ -48,7 +52,6 @@ from memsize.virtual.driver.allocator_state import DeviceMemory
 from memsize.virtual.driver.functions import Driver, Event, Stream
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.ledger.stream_order import StreamOrder
-from memsize.virtual.ledger.threads import Threads
 
 _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
@@ -165,7 +168,6 @@ def _of_driver(driver: Driver) -> Iterator[Patch]:
     yield cuda, "_is_in_bad_fork", lambda: False
     yield cuda, "_get_device_properties", lambda device: driver.properties
     yield cuda, "default_generators", (driver.seed,) * driver.devices.count
-    yield cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False
 
 
 def _saved_by_checkpointing(ledger: VirtualLedger) -> Iterator[Patch]:
@@ -310,3 +312,71 @@ def machine_with(card: Card) -> Iterator[None]:
     """While open, this process has that GPU; a model that is larger than its memory is built all the same."""
     with VirtualMachine(card)._gpu(VirtualLedger(Workspaces(), lambda: None)):
         yield
+
+
+# -- threads that a program starts -------------------------------------------------------------------------------------
+
+
+class Threads:
+    """The threads that are started while this is open, to fetch data ahead or to serve requests. They follow the
+    `semantics` of the thread that opened it: dispatch modes, hooks for saved tensors and the dispatch key of CUDA's
+    semantics belong to one thread. A thread that outlives this is left with a mode that does nothing.
+    """
+
+    def __init__(self, ledger: VirtualLedger, semantics: Semantics) -> None:
+        self.ledger = ledger
+        self.is_open = False
+        self._semantics = semantics
+
+    def __enter__(self) -> Self:
+        self.is_open = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.is_open = False
+
+    def replacement(self) -> Patch:
+        """Patch `threading.Thread.start`."""
+        original: Any = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            assign(thread, "run", partial(copy_context().run, self._follow, thread, thread.run))
+            original(thread)
+
+        return threading.Thread, "start", start
+
+    def _follow(self, thread: threading.Thread, run: Callable[[], None]) -> None:
+        ledger = self.ledger
+        try:
+            with ledger.in_thread(), saving(ledger.saved), _InThread(self), switched_on(self._semantics):
+                run()
+        except BaseException:
+            if self.is_open:
+                raise  # else the program is over, and its GPU is gone
+        finally:
+            assign(thread, "run", MISSING)  # a cycle, which would keep what the thread holds
+
+
+class _InThread(TorchDispatchMode):
+    def __init__(self, threads: Threads) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._threads = threads
+
+    def __enter__(self) -> Self:
+        # A mode's own way also sets flags of the whole process, which threads that overlap would leave set.
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _pop_mode()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `MetaDispatchMode`
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self._threads.is_open:
+            return self._threads.ledger.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))

@@ -79,7 +79,7 @@ def replacements() -> Iterator[Patch]:
 
 
 def _trace(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """PyTorch warns of each decision by a shape, which its own kernels in C++ and those of memsize make too."""
+    """Trace without warnings of decisions by a shape, which PyTorch's kernels in C++ and those of memsize make too."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning, module=_OWN_CODE)
         return original(*args, **options)

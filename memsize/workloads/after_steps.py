@@ -14,9 +14,12 @@ from __future__ import annotations
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,9 +28,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from memsize.errors import causes, first_line
 from memsize.processes.patches import Patch, wrapping
 from memsize.processes.simulation import Simulation, install_guard, running
 from memsize.processes.user_code import users_frames
+from memsize.records.aggregates import alive, live_bytes, split_phase
+from memsize.records.program import AfterSteps as Record
+from memsize.records.trace import Trace
 from memsize.virtual.guards.file_guard import NetworkGuard
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.saved_weights import Files
@@ -151,6 +158,26 @@ class AfterSteps:
                     with suppress(OSError):
                         path.unlink()
 
+    def record(self, trace: Trace, failing_line: Callable[[BaseException], str | None]) -> Record | None:
+        """The peaks of what followed the steps, and what each batch of an evaluation leaves; None where nothing did."""
+        ends = self._steps.ends
+        end = ends[-1] if ends else 0
+        levels = live_bytes(trace.events)
+        evaluating = [levels[i] for i in range(end, len(levels)) if _is_evaluation(trace, i)]
+        collecting = [levels[i - 1] for numbers in self.checkpoints for i in numbers if 0 < i <= len(levels)]
+        if not (evaluating or collecting or self.failure) or not end:
+            return None
+        record = Record(max(levels[:end]), max(evaluating, default=None), max(collecting, default=None))
+        if (error := self.failure) is not None:
+            failure = f"{type(error).__name__}: {first_line(error)}"
+            record = record._replace(failure=failure, failed_at=failing_line(error))
+        evaluated = max(self.evaluations, key=lambda evaluated: len(evaluated.marks), default=None)
+        if not evaluating or evaluated is None:
+            return record
+        batches = min(len(evaluated.marks), BATCHES)
+        per_batch, line = _growth(trace, levels, evaluated.marks)
+        return record._replace(batches=batches, of=evaluated.batches, per_batch=per_batch, line=line)
+
     # -- what is replaced ---------------------------------------------------------------------------------------------
 
     def replacements(self) -> Iterator[Patch]:
@@ -226,16 +253,28 @@ def _length(iterator: Any) -> int | None:
     return None
 
 
-def _led_to(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def _of_memory(error: BaseException) -> bool:
-    return any(isinstance(cause, torch.OutOfMemoryError) for cause in _led_to(error))
+    return any(isinstance(cause, torch.OutOfMemoryError) for cause in causes(error))
 
 
 def _by_end_of_epoch(error: BaseException) -> bool:
     """Whether a loop could not do without the batches that it did not get."""
-    return any(isinstance(cause, EpochOver) for cause in _led_to(error))
+    return any(isinstance(cause, EpochOver) for cause in causes(error))
+
+
+def _is_evaluation(trace: Trace, index: int) -> bool:
+    return split_phase(trace.phases[trace.events[index].phase])[0] == "evaluation"
+
+
+def _growth(trace: Trace, levels: Sequence[int], marks: Sequence[int]) -> tuple[int, str | None]:
+    """The bytes that each batch of an evaluation leaves behind, from the second on, and the line that makes most."""
+    at = [levels[mark - 1] for mark in marks if 0 < mark <= len(levels)][1:]
+    if len(at) < 3 or any(later <= earlier for earlier, later in pairwise(at)):
+        return 0, None
+    born = {event.storage: index for index, event in enumerate(trace.events) if event.delta > 0}
+    sizes = Counter[str | None]()
+    for storage, size in alive(trace, marks[len(at)] - 1).items():
+        if born[storage] >= marks[1]:
+            sizes[trace.line_of(storage)] += size
+    per_batch = int(median(later - earlier for earlier, later in pairwise(at)))
+    return per_batch, max(sizes, key=sizes.__getitem__, default=None)

@@ -190,7 +190,7 @@ class Stage(nn.Module):
         return self._line.blocks[self._first : self._end]
 
     def cut(self) -> None:
-        """From now on a forward is over with its last block: after what is hooked to that by now, such as sharding."""
+        """End forwards with the last block from now on: after what is hooked to that by now, such as sharding."""
         if not self.is_last:
             self.blocks[-1].register_forward_hook(self._send)
 

@@ -230,7 +230,7 @@ class History:
         return starts
 
     def stage(self, stack: Stack) -> Stage:
-        """At which stage of the run a stack of the history is."""
+        """The stage of the run in which a stack of the history was recorded."""
         stage = self.summary(stack).stage
         return "backward" if stage == "unrecorded" and self._python_only else stage
 

@@ -164,7 +164,7 @@ class _Unpickler(Unpickler):
         raise _no_snapshot(self._name, f"its pickle names {printable(f'{module}.{name}', 80)}. Nothing was run")
 
     def exhausted(self) -> CheckpointError:
-        """Stop with the segments where they are complete."""
+        """Return the error to raise; where all segments were read, stop with these instead."""
         match self.metastack[1:2]:
             case [["segments", list(segments), "device_traces", *_]]:
                 self.cut = True

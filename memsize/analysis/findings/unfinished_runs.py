@@ -18,7 +18,7 @@ def moment(phase: str, layer: str) -> str:
 
 
 def out_of_memory(shortage: Shortage, what: str, gpu: str, scenario: str | None = None) -> Finding:
-    """That `what` (a sentence's subject) does not fit on `gpu`, where it stops, and what PyTorch's error would say.
+    """Say that `what` (a sentence's subject) does not fit on `gpu`, where it stops, and what PyTorch's error would be.
 
     `scenario` is that of the run which a page shows over time, if it is this one.
     """

@@ -16,6 +16,7 @@ from memsize.analysis.model_setups import is_float32
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.processes.ctrl_c import found_kept
+from memsize.processes.patches import collector_paused
 from memsize.processes.workers import Workers
 from memsize.records.finding import Finding, join_names
 from memsize.records.fit import Budget, Crossing, Fit, FitRow, FitRun, Remedied
@@ -24,7 +25,6 @@ from memsize.spec.generation import Generation
 from memsize.spec.parallel import parse_parallel
 from memsize.spec.scenario import Scenario
 from memsize.spec.training import Training
-from memsize.torch_internals.isolation import collector_paused
 from memsize.tracing.run import stored_only
 from memsize.units import format_bytes
 

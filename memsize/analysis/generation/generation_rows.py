@@ -16,6 +16,7 @@ from memsize.analysis.runner import Runner
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
+from memsize.processes.patches import collector_paused
 from memsize.processes.workers import Workers
 from memsize.records.aggregates import split_phase
 from memsize.records.codec import plain
@@ -25,7 +26,6 @@ from memsize.records.generation import CachedLayers, GenerationReport, Generatio
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
-from memsize.torch_internals.isolation import collector_paused
 from memsize.workloads.caches import CachedLayer
 from memsize.workloads.generation import ASSISTANT, DECODE, PREFILL, Prompts, positions
 

@@ -25,6 +25,7 @@ from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.loading.hubs import checkpoint_config_of
 from memsize.model.input_tensors import ModelInputs
 from memsize.precision.quantization_config import checkpoint_layout
+from memsize.processes.patches import collector_paused
 from memsize.records.columns import distinct
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Interval
@@ -34,7 +35,6 @@ from memsize.spec.generation import KV_BYTES, Generation, ServerArguments, Servi
 from memsize.spec.scenario import Scenario
 from memsize.spec.servers import GRAPHS, Rules
 from memsize.spec.stack import Stack
-from memsize.torch_internals.isolation import collector_paused
 from memsize.units import GiB
 from memsize.workloads.caches import CachedLayer
 from memsize.workloads.generation import GenerationSteps, Prompts, positions

@@ -103,7 +103,7 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, first: Sized, second: Sized) -> Window:
-        """Both sequences as a whole."""
+        """Return the window that has both sequences as a whole."""
         return cls(0, len(first), 0, len(second))
 
     @property

@@ -26,7 +26,7 @@ from memsize.model.materialize import executable_call, materialize, real_copy
 from memsize.model.meta_copy import in_mode, inside
 from memsize.precision.quantized import apply_torchao
 from memsize.precision.recipes import Recipe, apply_scenario, floating_dtype, run_precision
-from memsize.processes.patches import assigned
+from memsize.processes.patches import assigned, collector_paused
 from memsize.records.measurement import (
     NO_LOCATION,
     AllocationLog,
@@ -39,7 +39,6 @@ from memsize.records.measurement import (
 )
 from memsize.spec.scenario import TORCHAO, Scenario
 from memsize.spec.training import Training
-from memsize.torch_internals.isolation import collector_paused
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.module_calls import ModuleCallRecorder
@@ -172,9 +171,8 @@ def _as_in_a_new_process(workload: MeasuredWorkload, memory: MemoryReader) -> It
             assigned(torch.backends.cudnn, "benchmark", workload.benchmark),
             torch.random.fork_rng(devices),
             collector_paused(),
-            warnings.catch_warnings(),
+            warnings.catch_warnings(action="ignore"),
         ):
-            warnings.simplefilter("ignore")
             torch.manual_seed(workload.seed)
             yield
     finally:
@@ -296,7 +294,7 @@ def materialized_setup(runner: Runner, scenario: Scenario, device: torch.device)
 
 
 def _apply(model: nn.Module, scenario: Scenario, device: torch.device) -> Recipe:
-    """Casts come before the move to the device, torchao quantizes after it."""
+    """Apply `scenario` and move `model` to `device`: casts come before the move, torchao quantizes after it."""
     if scenario.recipe != "quantized":
         recipe = apply_scenario(model, scenario)
         materialize(model, device)

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from memsize.analysis.model_setups import workspaces_of
 from memsize.analysis.runner import Runner
 from memsize.analysis.verify.alignment import align
 from memsize.analysis.verify.cuda_memory import MemoryReader
@@ -18,14 +19,13 @@ from memsize.device.allocation_events import CONVOLUTIONS, dispensable, requests
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.cuda_context import cuda_context
-from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.device.replay import replay_within
 from memsize.errors import InputError
-from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.installed import installed
 from memsize.kernels.cudnn.library import Convolution, Plans
 from memsize.kernels.semantics import CUDNN
 from memsize.model.input_tensors import ModelInputs, input_tensors
+from memsize.processes.patches import collector_paused
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.columns import distinct
 from memsize.records.gpu import DEFAULT_GPU, Card, Interval
@@ -43,7 +43,6 @@ from memsize.records.verification import Prediction, Verification, VerifiedRun
 from memsize.spec.scenario import Scenario
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.spec.training import Training
-from memsize.torch_internals.isolation import collector_paused
 from memsize.tracing.ledger import Workspaces
 from memsize.tracing.run import GpuSetup
 from memsize.units import dotted_cudnn
@@ -195,14 +194,7 @@ class Experiment:
 
 def workspaces(stack: SoftwareStack, plans: Plans | None = None) -> Workspaces:
     """The workspaces of cuBLAS, cuBLASLt and cuDNN with the release and the settings of `stack`."""
-    blas = cublas_workspace(stack.capability, config=stack.cublas_config, torch_version=stack.torch)
-    lt = cublaslt_workspace(stack.torch)
-    return Workspaces(
-        blas,
-        lt=lt,
-        convolutions=ConvolutionWorkspaces.on(plans) if plans else None,
-        keeps_lt=keeps_cublaslt_workspace(stack.torch),
-    )
+    return workspaces_of(stack.capability, stack.torch, plans, stack.cublas_config)
 
 
 def _queried(plans: Plans) -> tuple[ConvolutionWorkspace, ...]:

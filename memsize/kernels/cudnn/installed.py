@@ -162,7 +162,7 @@ def _release(path: str) -> str | None:
 
 
 def _number(release: str | None) -> int:
-    """9.15.1 as cuDNN counts: 91501. A release that is not known counts as 0."""
+    """A release as cuDNN counts: 91501 for 9.15.1, 0 for one that is not known."""
     major, minor, patch = map(int, (release or "0.0.0").split("."))
     return 10_000 * major + 100 * minor + patch
 

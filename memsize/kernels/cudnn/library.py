@@ -78,7 +78,7 @@ class Convolution(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Into how many groups the channels are divided."""
+        """The number of groups into which the channels are divided."""
         return self.x[1] // self.w[1]
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ def device_properties(capability: tuple[int, int]) -> dict[str, object]:
 
 
 def _device_version(capability: tuple[int, int]) -> int:
-    """8.6 as cuDNN counts: 860."""
+    """A compute capability as cuDNN counts: 860 for 8.6."""
     return 100 * capability[0] + 10 * capability[1]
 
 

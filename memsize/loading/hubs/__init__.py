@@ -136,8 +136,7 @@ def quiet(most: int = logging.ERROR) -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(most)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(level)

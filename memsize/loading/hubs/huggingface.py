@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from memsize.errors import TargetError, first_line
+from memsize.errors import TargetError, UnknownTargetError, causes, first_line, nearest, quoted
 from memsize.files import parse_json, read
 from memsize.loading.building import LoadedModel
 from memsize.loading.hubs import (
@@ -26,7 +26,6 @@ from memsize.loading.hubs import (
     is_broken,
     unknown_name,
 )
-from memsize.loading.hubs.hub_configs import LONGEST_CONFIG, hub_config
 from memsize.loading.hubs.huggingface_inputs import config_input_maker
 from memsize.loading.hubs.input_batch import PLACEHOLDERS, TEXT, part
 from memsize.loading.presets import presets
@@ -283,9 +282,67 @@ def _without_torchvision() -> Iterator[None]:
 
 
 def _is_torchvisions(error: BaseException) -> bool:
-    cause: BaseException | None = error
-    while cause is not None:
-        if "torchvision" in str(cause):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return is_broken("torchvision")
+    return any("torchvision" in str(cause) for cause in causes(error)) or is_broken("torchvision")
+
+
+# -- the config of a Hub id --------------------------------------------------------------------------------------------
+
+LONGEST_CONFIG = 16 * 2**20
+"""Bytes of a config."""
+
+
+def hub_config(name: str, online: bool) -> Path | dict[str, Any]:
+    """Return the config of the Hub id `name` as a file, or as the entries of a preset.
+
+    Raises `TargetError` with the nearest presets where there is none, or what the Hub refuses.
+    """
+    if cached := _cached(name):
+        return cached
+    if name in presets():
+        return dict(presets()[name].config)
+    if online:
+        return _fetched(name)
+    problem = f"no folder, file, preset or cached config is called {quoted(name)} (--online fetches its config.json)"
+    if not nearest(name, tuple(presets())):
+        raise TargetError(problem)
+    raise UnknownTargetError("preset", name, presets(), problem=problem)
+
+
+def _cached(name: str) -> Path | None:
+    with _refused(name):
+        path = import_library("huggingface_hub").try_to_load_from_cache(name, "config.json")
+    return Path(path) if isinstance(path, str) else None
+
+
+def _fetched(name: str) -> Path:
+    """Download the config.json of `name`, and nothing else, into the local cache."""
+    hub = import_library("huggingface_hub")
+    with _refused(name):
+        metadata = hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"))
+        if metadata.size is None or metadata.size > LONGEST_CONFIG:
+            size = "no size" if metadata.size is None else f"{metadata.size:,} bytes"
+            raise TargetError(f"the config.json of {name} has {size}: memsize fetches up to {LONGEST_CONFIG:,} bytes")
+        with _no_progress_bar(hub):
+            return Path(hub.hf_hub_download(name, "config.json"))
+
+
+@contextmanager
+def _no_progress_bar(hub: Any) -> Iterator[None]:
+    shown = not hub.utils.are_progress_bars_disabled()
+    hub.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            hub.utils.enable_progress_bars()
+
+
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises, such as for a name that is no Hub id, into one line."""
+    try:
+        yield
+    except TargetError:
+        raise
+    except Exception as error:  # its own errors, those of its HTTP client, and OSError
+        raise TargetError(f"cannot get the config of {quoted(name)} from the Hub: {first_line(error)}") from error

@@ -64,7 +64,7 @@ class Runtime:
 
 
 def replacements(driver: Driver) -> Iterator[Patch]:
-    """Where PyTorch, or the program itself, asks."""
+    """Patches of the functions by which PyTorch, or the program itself, asks about the GPU."""
     cuda: Any = torch.cuda
     memory, runtime = driver.memory, Runtime(driver.memory)
     yield cuda, "_cudart", runtime

@@ -120,7 +120,7 @@ class _Started:
 
     @property
     def failure(self) -> str | None:
-        """How it failed; None for one that did not, or that was asked to end."""
+        """How the process failed; None for one that did not, or that was asked to end."""
         status = self.status or 0
         if status in (0, -signal.SIGTERM):
             return None

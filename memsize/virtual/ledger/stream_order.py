@@ -78,14 +78,14 @@ class StreamOrder:
         self._queues[queue] |= moment
 
     def synchronize(self, moment: Moment) -> None:
-        """Before the next event, the program waits until `moment` has come."""
+        """Let the program wait, before the next event, until `moment` has come."""
         self._done |= moment
         for event in [event for event, awaited in self.waiting.items() if awaited <= self._done]:
             del self.waiting[event]
             self._until[event] = self._now()
 
     def synchronize_all(self) -> None:
-        """Before the next event, the program waits for all that is queued."""
+        """Let the program wait, before the next event, for all that is queued."""
         for work in tuple(self._queues.values()):
             self.synchronize(work)
 
