@@ -104,6 +104,14 @@ def run_once(model: nn.Module, workload: Workload, *, whole: bool) -> Trace:
         return Runner(*request.run, whole=whole).run(workload, SCENARIOS["as-given"])
 
 
+def reasons_after(runs: int, model: nn.Module, workload: Workload) -> tuple[str, ...]:
+    """Say why none of some runs of a model was extended."""
+    with opened(ModelRequest.of(model, args=(torch.zeros(5, 3),))) as request:
+        runner = Runner(*request.run)
+        assert not any(runner.run(workload, SCENARIOS["as-given"]).extended_from for _ in range(runs))
+        return runner.short_runs.reasons
+
+
 def both(*args: Any, **data: Any) -> tuple[Trace, Trace]:
     """Return a run as it is usually made, and that of all layers."""
     run, whole = traced(*args, **data), traced(*args, whole=True, **data)

@@ -883,18 +883,20 @@ def columns(result):
     st.sets(st.integers(0, 60), max_size=3),
     st.lists(st.integers(0, 60), min_size=60, max_size=60),
     st.none() | st.integers(0, 200 * MiB),
+    st.booleans(),
 )
 def test_replays_that_share_prefixes_equal_those_from_the_start(
-    events, config, counts, placed, dispensable, emptied, lags, least
+    events, config, counts, placed, dispensable, emptied, lags, least, timeline
 ):
     frees = [event for event, (_, delta) in enumerate(events) if delta < 0]
     deferred = {event: min(event + 1 + lag, len(events)) for event, lag in zip(frees, lags, strict=False) if lag > 30}
-    how = {"streams": placed, "optional": dispensable, "emptied": emptied, "deferred": deferred, "timeline": True}
-    prefixes = Prefixes(least)
+    how = {"streams": placed, "optional": dispensable, "emptied": emptied, "deferred": deferred, "timeline": timeline}
+    prefixes = Prefixes(least, apart=1)
     for count in counts:
         capacity = None if count is None else count * 2 * MiB
         shared = replay(events, config, capacity=capacity, prefixes=prefixes, **how)
-        assert columns(shared) == columns(replay(events, config, capacity=capacity, **how))
+        alone = replay(events, config, capacity=capacity, **how)
+        assert columns(shared) == columns(alone) if timeline else shared == alone
 
 
 def test_a_replay_continues_where_another_was_refused_memory():
@@ -914,7 +916,11 @@ def test_a_replay_continues_where_another_was_refused_memory():
     # With 50 MiB all is as with 65 up to the refusal; with 20 nothing is.
     assert replay(others, capacity=50 * MiB, prefixes=prefixes) == replay(events, capacity=50 * MiB)
     assert replay(events, capacity=20 * MiB, prefixes=prefixes) == replay(events, capacity=20 * MiB)
-    assert starts() == [2, 4]
+    # That with 50 left another: it is refused 70 MiB first, and 100 at the last event, as with 40 to 69.
+    assert starts() == [2, 4, 4]
+    later = [(8, 2 * MiB), (9, 3 * MiB), (7, 1 * MiB), (6, 4 * MiB), events[4]]
+    assert replay(later, capacity=69 * MiB, prefixes=prefixes) == replay(events, capacity=69 * MiB)
+    assert replay(later, capacity=40 * MiB, prefixes=prefixes) == replay(events, capacity=40 * MiB)
     # Without bound, and with nothing to continue from, it leaves the state before the request that exceeds `least`.
     prefixes = Prefixes(least=35 * MiB)
     assert replay(events, prefixes=prefixes) == replay(events)

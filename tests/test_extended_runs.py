@@ -30,6 +30,7 @@ from tests.deep import (
     assert_law,
     assert_same,
     parse_parallel,
+    reasons_after,
     run_once,
     traced,
 )
@@ -595,6 +596,12 @@ def test_a_forward_proves_the_run_of_a_deep_model(kind: str) -> None:
     step, whole = (run_once(model, STEPS, whole=of_all) for of_all in (False, True))
     assert step.extended_from in SHORT
     assert_same(step, whole)
+
+
+@pytest.mark.parametrize(("blocks", "reason"), [(4, "nothing repeats"), (12, "too few layers repeat")])
+def test_why_a_model_is_run_whole(blocks: int, reason: str) -> None:
+    # Of 12 blocks, a fourth run would be made of short models.
+    assert reasons_after(3, Deep(blocks), Forward()) == (reason,)
 
 
 def test_a_model_that_counts_is_run_whole() -> None:

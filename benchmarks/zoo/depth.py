@@ -53,8 +53,8 @@ def compared(case: Case) -> Comparison:
     except MemsizeError as error:
         return Comparison(case.target, "failed", str(error).partition("\n")[0])
     if not usual.extended_from:
-        counting = ("the model counts its calls",) if runner.is_counting else ()
-        return Comparison(case.target, "whole", "; ".join((*counting, *runner.short_runs.reasons)))
+        reasons = ("the model counts its calls",) if runner.is_counting else runner.short_runs.reasons
+        return Comparison(case.target, "whole", "; ".join(reasons))
     part = different_part(replace(usual, notes=whole.notes), whole)
     return Comparison(case.target, "different" if part else "equal", part or f"{len(whole.events):,} events")
 

@@ -16,7 +16,7 @@ from typing import Final
 from torch import nn
 
 from memsize.depth.blocks import SHORTEST, FoldedPath, ModelBlocks, find_blocks, one_more, shorten
-from memsize.depth.extension_plan import ExtensionPlan
+from memsize.depth.extension_plan import ExtensionPlan, structure_of
 from memsize.depth.trace_extension import NotRepeatedError, plan_extension
 from memsize.errors import MemsizeError
 from memsize.records.finding import join_names
@@ -95,7 +95,8 @@ class ShortRuns:
         try:
             for length in (length for length in self._lengths if length < min(whole)):
                 shorter = traced((length,) * len(whole))
-                plan = next((plan for plan in self._plans[length] if plan.fits(shorter)), None)
+                structure = structure_of(shorter) if self._plans[length] else None
+                plan = next((plan for plan in self._plans[length] if plan.fits(structure)), None)
                 try:
                     if plan is None or record:
                         plan = self._plan(traced, length)
@@ -151,9 +152,8 @@ class ShortRuns:
         """The reasons why runs of the whole model were not extended from short ones."""
         if self.blocks is None:
             return ("nothing repeats",)
-        if not any(self.are_worthwhile(kind, has_proof=True) for kind in self.whole_runs):
-            return ("too few layers repeat",)
-        return tuple(dict.fromkeys(filter(None, (*self.refusals.values(), *self._refused.values()))))
+        refused = tuple(dict.fromkeys(filter(None, (*self.refusals.values(), *self._refused.values()))))
+        return refused or ("too few layers repeat",)
 
     @property
     def note(self) -> str:

@@ -74,9 +74,9 @@ class ExtensionPlan:
         """Whether a size depends on the depth: then the plan is that of one run only."""
         return len(self.storages.grown) + len(self.events.grown) > 0 or any(layer.grown for layer in self.layers)
 
-    def fits(self, short: Trace) -> bool:
-        """Whether the run of a short model makes the same steps."""
-        return not self.has_grown and structure_of(short) == self.structure
+    def fits(self, structure: Hashable) -> bool:
+        """Whether the run of a short model, of this structure, makes the same steps."""
+        return not self.has_grown and structure == self.structure
 
     def applied(self, short: Trace) -> Trace:
         """Return the run of the deep model, with the sizes of `short`."""

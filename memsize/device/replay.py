@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ Numbered = Iterator[tuple[int, tuple[int, int]]]
 DEFAULT: Final = AllocatorConfig()
 OMITTED: Final = -1, 0
 """Replaces an event that is left out, so that the events after it keep their numbers."""
+_MOST_PREFIXES: Final = 128
 
 
 class Mark(NamedTuple):
@@ -103,7 +104,7 @@ class Replay:
 
         Valid only if nothing else depends on the capacity (`AllocatorConfig.depends_on_card`).
         """
-        return self.reserved.bytes <= capacity and (self.refused is None or capacity < self.refused)
+        return _is_between(self.reserved.bytes, self.refused, capacity)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -146,7 +147,8 @@ def replay(
     allocator = Allocator(config, capacity, None if whole is None else config.allowed(whole))
     run = _Run(allocator, streams or {}, optional, deferred or {}, rows=[] if timeline else None)
     if prefixes is not None and not config.depends_on_card:
-        run = (prefixes.longest(capacity) or run).copy(capacity, prefixes=prefixes)
+        run = prefixes.longest(capacity) or run
+        run = run.copy(capacity, prefixes=prefixes, next_copy=run.event + 1)
     marks = [Mark(event, "empty the cache") for event in emptied]
     marks += [Mark(event, "wait for streams") for event in {*run.deferred.values()}]
     # What is done before the first of these events is done again, to no effect.
@@ -176,7 +178,7 @@ class _Run:
 
     What is allocated, reserved or idle is counted in blocks of 512 B. `rows` are (event, requested, allocated,
     reserved, address) after each event; None where nobody reads them. `event` is the first to be replayed. `prefixes`
-    get a copy of the run as it is where its beginning ends.
+    get a copy of the run before a request that CUDA refuses, from the event `next_copy` on.
     """
 
     allocator: Allocator
@@ -186,6 +188,7 @@ class _Run:
     rows: list[tuple[int, int, int, int, int]] | None
     prefixes: Prefixes | None = None
     event: int = 0
+    next_copy: int = 0
     skipped: set[int] = field(default_factory=set)
     failure: tuple[int, int, int, int] | None = None
     """The event, storage and bytes of the request that failed, and the bytes then requested from CUDA."""
@@ -196,9 +199,9 @@ class _Run:
     idle: int = 0
 
     def copy(self, capacity: int | None, **changes: Any) -> _Run:
-        """A copy of a run that was refused nothing, on a GPU that can give `capacity`."""
+        """A copy of the run, on a GPU that can give `capacity`."""
         rows = None if self.rows is None else self.rows.copy()
-        return replace(self, allocator=self.allocator.copy(capacity), rows=rows, skipped=set(), **changes)
+        return replace(self, allocator=self.allocator.copy(capacity), rows=rows, skipped=self.skipped.copy(), **changes)
 
     def apply(self, mark: Mark) -> None:
         """Do what the program does between two events."""
@@ -272,10 +275,11 @@ class _Run:
     def _grow(self, pool: Pool, size: int, *, event: int, storage: int, request: int) -> int:
         """A block from more memory; 0 where there is none, and the run goes on without the storage or fails."""
         self.allocator.memory.event = event
-        if self.prefixes is not None and self.prefixes.end_with(self.allocator, size):
-            if event > self.event:
-                self.prefixes.runs.append(self.copy(None, event=event, prefixes=None))
-            self.prefixes = None
+        if self.prefixes is not None and event >= self.next_copy and self.prefixes.end_with(self.allocator, size):
+            self.prefixes.runs.append(self.copy(None, event=event, prefixes=None))
+            self.next_copy = event + self.prefixes.apart
+            if self.rows is not None or self.allocator.memory.capacity is None:
+                self.prefixes = None  # copies of a timeline, or of a run that grows on, cost more than they save
         block = self.allocator.grow(pool, size)
         if not block and storage in self.optional and storage not in self.allocator.live:
             self.skipped.add(storage)
@@ -322,19 +326,28 @@ def _timeline(
     return Timeline(requested, allocated, reserved, address, segments)
 
 
+def _is_between(reserved: int, refused: int | None, capacity: int | None) -> bool:
+    """Whether CUDA, with `capacity`, grants what made `reserved` bytes and refuses what would make `refused`."""
+    if capacity is None:
+        return refused is None
+    return reserved <= capacity and (refused is None or capacity < refused)
+
+
 @dataclass(slots=True)
 class Prefixes:
-    """The beginnings of replays that differ only in the capacity, each up to the first request that CUDA refuses.
+    """The beginnings of replays that differ only in the capacity, each up to a request that CUDA refuses.
 
     That of a replay without bound ends before it reserves more than `least` bytes, the least capacity worth a replay.
+    Those of one replay end `apart` events after each other, as each is a copy, which takes as long as some 200 events.
     """
 
     least: int | None = None
-    runs: list[_Run] = field(default_factory=list)
+    apart: int = 10_000
+    runs: deque[_Run] = field(default_factory=lambda: deque(maxlen=_MOST_PREFIXES))
 
     def longest(self, capacity: int | None) -> _Run | None:
-        """The longest that a replay with `capacity` shares, as CUDA refuses it nothing before."""
-        shared = [run for run in self.runs if capacity is None or run.peaks[2][0] * BLOCK <= capacity]
+        """The longest that a replay with `capacity` shares, as CUDA grants and refuses the same before."""
+        shared = (run for run in self.runs if _is_between(run.peaks[2][0] * BLOCK, run.allocator.refused, capacity))
         return max(shared, key=lambda run: run.event, default=None)
 
     def end_with(self, allocator: Allocator, size: int) -> bool:

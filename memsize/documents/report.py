@@ -291,8 +291,10 @@ def layer_table(
     shown = [row for row in rows if not report.stopped or row.calls or "failed here" in row.marks]
     if most is not None:
         largest = sorted(shown, key=lambda row: row.parameter_bytes + row.saved_bytes, reverse=True)[:most]
-        shown = [row for row in shown if row in largest]
-    others = [row for row in rows if row not in shown]
+        numbers = set(map(id, largest))  # to compare rows would take as long as all the rest of a deep model's report
+        shown = [row for row in shown if id(row) in numbers]
+    numbers = set(map(id, shown))
+    others = [row for row in rows if id(row) not in numbers]
     table = Table.of(
         "layers",
         "Layers",

@@ -13,6 +13,7 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
+from memsize.records.columns import places, rows_at
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Layer, Output, StoredTensor, TensorSpec, Trace
 from memsize.records.world import CollectiveKind, Traffic
@@ -107,7 +108,8 @@ def _run_sizes(layers: Sequence[Layer]) -> dict[str, Any]:
 
 
 def _saved(trace: Trace, role: Role) -> int:
-    return sum(storage.bytes for storage in trace.storages if storage.saved_by >= 0 and storage.role == role)
+    alike = rows_at(trace.storages, places(trace.storages, "role", {role}))
+    return sum(storage.bytes for storage in alike if storage.saved_by >= 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Final
 
 from memsize.device.allocation_events import AllocationEvents, flow_of
@@ -243,6 +243,7 @@ class Forecast:
         few, and then the edge is found by bisection around a guess.
         """
 
+        @cache
         def fits(multiple: int) -> bool:
             return self.fits(multiple * step, capacity)
 

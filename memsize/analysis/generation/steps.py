@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memsize.records.aggregates import split_phase
-from memsize.records.columns import Coded, Columns, Shapes
+from memsize.records.columns import Coded, Columns, Shapes, rows_at
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage, Trace
 from memsize.workloads.caches import CachedLayer
@@ -120,7 +120,7 @@ def steps_of(trace: Trace, cached: Sequence[Sequence[CachedLayer]]) -> list[Step
     for number, events in enumerate(events_of, SETUP):
         new = [index for index in dict.fromkeys(event.storage for event in events) if index not in births]
         births.update((index, (number, slot)) for slot, index in enumerate(new))
-        storages = [trace.storages[index] for index in new]
+        storages = rows_at(trace.storages, new)
         layers = cached[number] if number >= 0 else ()
         step_events = []
         for event in events:
