@@ -50,6 +50,7 @@ _USED_BY: Final[dict[str, re.Pattern[str]]] = {
     "torch": re.compile(""),
     "cublas": re.compile(r"(?:mm|mv|dot)(?:_activation)?_?$"),
     "cudnn": re.compile("convolution|cudnn"),
+    "cudnn_norm": re.compile("cudnn_batch_norm"),
     "cudnn_rnn": re.compile("cudnn_(?:rnn|ctc)"),
     "linalg": re.compile("linalg|cholesky|lu_solve|triangular_solve|geqrf|orgqr|ormqr|lstsq"),
     "cusparse": re.compile("sparse"),
