@@ -184,10 +184,11 @@ def plans_of(card: Card, stack: Stack = INSTALLED) -> Plans:
 def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) -> Workspaces:
     """The workspaces that the libraries of a software stack would take on a card."""
     version = stack.torch or str(torch.__version__)
+    benchmark = None if stack.benchmark is None else stack.benchmark == "on"
     return Workspaces(
         cublas_workspace(gpu.capability, torch_version=version),
         lt=cublaslt_workspace(version),
-        convolutions=ConvolutionWorkspaces.on(plans) if plans else None,
+        convolutions=ConvolutionWorkspaces.on(plans, benchmark) if plans else None,
         keeps_lt=keeps_cublaslt_workspace(version),
     )
 
