@@ -113,6 +113,8 @@ def code_of_libraries(
     cuda = build.cuda if stack.cuda is None else release(stack.cuda) or build.cuda
     kinds = {name: _kinds(name, ops) for name in build.libraries}
     cells = {name: nearest_code(build.libraries[name], where.capability) for name, count in kinds.items() if count}
+    if ops is None and "cudnn_norm" in cells:  # its kinds are among cuDNN's
+        cells["cudnn"] = Code(*map(sum, zip(cells["cudnn"], cells.pop("cudnn_norm"), strict=True)))
     ends = []
     for loading in loadings(cuda, stack.loading):
         if loading == "eager":
