@@ -6,7 +6,6 @@ then made as the page's script makes it, in two steps instead of fifty, which ar
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 import memsize
+from benchmarks.published.recipes.run import without_torchao
 from benchmarks.published.rows import Row
 
 TEXT: Final = 512
@@ -52,12 +52,8 @@ def _measured(gpu: str, stack: str, weights: str) -> dict[str, int]:
 
 
 def _pipeline(weights: str) -> Any:
-    import torchao.quantization
-
-    sys.modules["torchao"] = None  # type: ignore[assignment]  # this diffusers fails beside the installed release
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-
-    sys.modules["torchao"] = torchao
+    with without_torchao():
+        from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
     torch.set_default_dtype(torch.bfloat16)

@@ -7,7 +7,6 @@ and a loss that is the output's mean.
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from itertools import count
 from typing import Any, Final
@@ -16,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import memsize
+from benchmarks.published.recipes.run import without_torchao
 from benchmarks.published.rows import Row
 
 FRAMES: Final = (81 - 1) // 8 + 1
@@ -33,8 +33,8 @@ def predict(row: Row) -> int:
 @cache
 def _measured(gpu: str, stack: str) -> dict[str, int]:
     """What the script prints, in its order: after a first pass, whose gradients stay, of each setting."""
-    sys.modules.setdefault("torchao", None)  # type: ignore[arg-type]
-    from diffusers import LTXVideoTransformer3DModel
+    with without_torchao():
+        from diffusers import LTXVideoTransformer3DModel
 
     with memsize.virtual_gpu(gpu, stack=stack):
         with torch.device("cuda"):
