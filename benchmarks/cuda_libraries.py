@@ -41,11 +41,13 @@ LIBRARIES = {
     "torch": r"libtorch_cuda(_cu|_cpp)?\.so",
     "linalg": r"lib(torch_cuda_linalg\.so|cusolver\.so)",
     "cublas": r"libcublas(Lt)?\.so",
-    "cudnn": r"libcudnn(?!_adv)\w*\.so",
+    "cudnn": r"libcudnn(?!_adv|_ops\.)\w*\.so",
+    "cudnn_norm": r"libcudnn_ops\.so",
     "cudnn_rnn": r"libcudnn_adv\w*\.so",
     "cusparse": r"libcusparse\.so",
 }
-"""Files that are loaded together. NCCL is left out: what it takes was measured with its code; cuFFT has 5 MiB."""
+"""Files that are loaded together. NCCL is left out: what it takes was measured with its code; cuFFT has 5 MiB. Before
+cuDNN 9 what became libcudnn_ops is loaded with every handle, which it makes."""
 
 _PINNED = re.compile(r"(nvidia-(?:cublas|cudnn|cusolver|cusparse)(?:-cu\d+)?) ?\(?[<=]=([\d.]+)")
 _TOOLKIT = re.compile(r"cuda-toolkit\[(.*)\] ?\(?==([\d.]+)")

@@ -212,6 +212,14 @@ def test_every_release_has_its_code() -> None:
             assert eager.high - eager.low - (lazy.high - lazy.low) < 200 * MiB
 
 
+@pytest.mark.parametrize(("torch", "code"), [("2.4", (37, 38)), ("2.3", (0, 0))])
+def test_batch_norms_of_cudnn_9_are_in_a_library_of_their_own(torch: str, code: tuple[int, int]) -> None:
+    # 40 MiB more were measured on A100s with batch norm, PyTorch 2.4 or 2.5 (GPUMemNet).
+    stack, ops = Stack(torch, loading="eager"), {"convolution", "addmm"}
+    plain, normalized = cuda_context(A100, stack, ops), cuda_context(A100, stack, ops | {"cudnn_batch_norm"})
+    assert (normalized.low - plain.low, normalized.high - plain.high) == (code[0] * MiB, code[1] * MiB)
+
+
 def test_metal_keeps_its_own_apart() -> None:
     assert cuda_context(card("m2 16gb")) == (0, 0)
 

@@ -398,16 +398,17 @@ def test_benchmark_tries_all_plans_once(monkeypatch: pytest.MonkeyPatch) -> None
     """The first of two calls of a convolution allocates the largest workspace (900), the second that of its plan."""
     monkeypatch.setattr("memsize.kernels.cudnn.installed.installed", lambda wanted: Answering())
 
-    def taken(benchmark: bool) -> list[int]:
+    def taken(benchmark: bool, stack: str = "") -> list[int]:
         layer = nn.Conv2d(64, 64, 1, bias=False).to("meta")
+        options: dict[str, Any] = {"scenario": "as-given", "optimizer": None, "gpu": "a100", "stack": stack}
         with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
-            trace = memsize.trace(
-                nn.Sequential(layer, layer), (64, 8, 8), scenario="as-given", optimizer=None, gpu="a100"
-            ).trace
+            trace = memsize.trace(nn.Sequential(layer, layer), (64, 8, 8), **options).trace
         return [storage.bytes for storage in trace.storages if storage.role == "workspace"]
 
-    assert taken(False) == [700, 700]
-    assert taken(True) == [900, 700]
+    assert taken(False) == taken(True, "benchmark=off") == [700, 700]
+    assert taken(True) == taken(False, "benchmark=on") == [900, 700]
+    with pytest.raises(InputError, match="cuDNN's benchmark is on or off, not true"):
+        taken(False, "benchmark=true")
 
 
 def test_the_library_is_asked_once() -> None:

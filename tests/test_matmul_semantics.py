@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.kernels import kernel_copies
-from memsize.kernels.matmul import BIASED, CUBLAS, takes_cublaslt
+from memsize.kernels.matmul import CUBLAS, CUBLASLT, takes_cublaslt
 from tests.models import Ledger, Workspaces
 
 F32, C64 = torch.float32, torch.complex64
@@ -154,11 +154,37 @@ def test_which_products_take_cublaslts_workspace(name: str) -> None:
     bias, other, beta, takes = BIASES[name]
     args = (bias, meta((4, 6), dtype=bias.dtype), other)
     assert takes_cublaslt(args, {"beta": beta}) is takes
-    assert aten.addmm.default in BIASED and aten.mm.default not in BIASED
+    assert aten.addmm.default in CUBLASLT and aten.mm.default not in CUBLASLT
     ledger = Ledger(workspaces=Workspaces(blas=1024, lt=64))
     with ledger:
         torch.addmm(*args, beta=beta)
     assert [event.delta for event in ledger.events if abs(event.delta) == 64] == [64, -64] * takes
+
+
+@pytest.mark.parametrize(
+    ("workspaces", "expected"),
+    [
+        (Workspaces(blas=1024, lt=64), [64, -64] * 2),  # PyTorch 2.8: taken and given back by each product
+        (Workspaces(blas=1024, lt=64, keeps_lt=True), [64]),  # 2.9 to 2.11: kept
+        (Workspaces(blas=1024), [1024]),  # since 2.12: that of cuBLAS, which nothing else asked for
+    ],
+)
+def test_a_float8_product_takes_cublaslts_workspace(workspaces: Workspaces, expected: list[int]) -> None:
+    one, other = (torch.empty(16, 16, dtype=torch.float8_e4m3fn, device="meta") for _ in range(2))
+    scale, ledger = meta(()), Ledger(workspaces=workspaces)
+    with ledger:
+        for _ in range(2):
+            torch._scaled_mm(one, other.t(), scale, scale, out_dtype=torch.bfloat16)
+    assert [event.delta for event in ledger.events if abs(event.delta) in (64, 1024)] == expected
+
+
+def test_a_product_scaled_by_rows_is_cutlasss() -> None:
+    one, other = (torch.empty(16, 16, dtype=torch.float8_e4m3fn, device="meta") for _ in range(2))
+    by_row, by_column = meta((16, 1)), meta((1, 16))
+    ledger = Ledger(workspaces=Workspaces(blas=1024, lt=64))
+    with ledger:
+        torch._scaled_mm(one, other.t(), by_row, by_column, out_dtype=torch.bfloat16)
+    assert [event.delta for event in ledger.events if abs(event.delta) in (64, 1024)] == []
 
 
 def test_products_in_place_make_a_handle_too() -> None:

@@ -40,9 +40,11 @@ class Environment:
 CLONES: Final = {
     "https://github.com/Lightning-AI/litgpt": "MEMSIZE_LITGPT",
     "https://github.com/huggingface/peft": "MEMSIZE_PEFT",
+    "https://github.com/rasbt/LLMs-from-scratch": "MEMSIZE_BOOK",
+    "https://github.com/pytorch/ao": "MEMSIZE_TORCHAO",
 }
 """Repositories, and the variables that name a clone at hand instead."""
-LITGPT, PEFT = CLONES
+LITGPT, PEFT, BOOK, TORCHAO = CLONES
 _LIGHTNING: Final = (
     "lightning==2.5.5",
     "pytorch-lightning==2.5.5",
@@ -82,6 +84,23 @@ ENVIRONMENTS: Final[Mapping[str, Environment]] = {
         _litgpt("e894d307aa4de0a0285adc2c7b8394c0d53f3e0b"),
         # That of PyTorch 2.4, which is asked for the workspaces of convolutions, and what it loads.
         Environment("cudnn-9.1", ("nvidia-cudnn-cu12==9.1.0.70", "nvidia-cublas-cu12==12.1.3.1"), dependencies=False),
+        Environment(
+            "diffusers-0.33.1",
+            (
+                *("diffusers==0.33.1", "transformers==4.50.3", "huggingface-hub<1", "tokenizers<0.22"),
+                *"importlib_metadata zipp requests urllib3 certifi idna charset-normalizer".split(),
+            ),
+            dependencies=False,
+        ),
+        Environment("book-218221ab", (), BOOK, "218221ab62f0f502ca0bbf1620fe1c53ee1aba03", ("pkg", "ch04"), False),
+        Environment(
+            "torchao-9acc9a4d",
+            (),
+            TORCHAO,
+            "9acc9a4de61879d3dd6129611e722ef827d0e9a6",
+            ("torchao/_models/llama", "torchao/prototype/low_bit_optim"),
+            False,
+        ),
         *(
             Environment(f"peft-{commit[:8]}", _DIFFUSERS, PEFT, commit, _PEFT_FOLDERS, dependencies=False)
             for commit in ("638b395f92528ebde2b507bbe11b9c4cb40a8f8b", "a5526d27a9d47d1e8264d5e1b1f96c0fdc79464e")
@@ -115,6 +134,8 @@ def ready(environment: Environment) -> Path:
 
 
 def _install(environment: Environment, path: Path) -> None:
+    if not environment.requirements:
+        return
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(path), *environment.requirements]
     _run([*command, *([] if environment.dependencies else ["--no-deps"])])
 

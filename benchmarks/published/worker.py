@@ -18,6 +18,10 @@ RECIPES = {
     "preflight": "preflight",
     "liger": "liger",
     "book": "book_gpt",
+    "generation": "book_generation",
+    "torchao": "torchao",
+    "video": "video_checkpoints",
+    "pipelines": "quantized_pipelines",
     "peft": "image_adapters",
     "gpumemnet": "random_networks",
 }

@@ -183,17 +183,22 @@ def plans_of(card: Card, stack: Stack = INSTALLED) -> Plans:
 
 def workspaces(gpu: Card, plans: Plans | None = None, stack: Stack = INSTALLED) -> Workspaces:
     """The workspaces that the libraries of a software stack would take on a card."""
-    return workspaces_of(gpu.capability, stack.torch or str(torch.__version__), plans)
+    benchmark = None if stack.benchmark is None else stack.benchmark == "on"
+    return workspaces_of(gpu.capability, stack.torch or str(torch.__version__), plans, benchmark=benchmark)
 
 
 def workspaces_of(
-    capability: tuple[int, int], torch_version: str, plans: Plans | None, cublas_config: str | None = None
+    capability: tuple[int, int],
+    torch_version: str,
+    plans: Plans | None,
+    cublas_config: str | None = None,
+    benchmark: bool | None = None,
 ) -> Workspaces:
     """The workspaces of cuBLAS, of a setting or the usual ones, cuBLASLt and cuDNN under a release of PyTorch."""
     return Workspaces(
         cublas_workspace(capability, config=cublas_config, torch_version=torch_version),
         lt=cublaslt_workspace(torch_version),
-        convolutions=ConvolutionWorkspaces.on(plans) if plans else None,
+        convolutions=ConvolutionWorkspaces.on(plans, benchmark) if plans else None,
         keeps_lt=keeps_cublaslt_workspace(torch_version),
     )
 

@@ -50,6 +50,7 @@ _USED_BY: Final[dict[str, re.Pattern[str]]] = {
     "torch": re.compile(""),
     "cublas": re.compile(r"(?:mm|mv|dot)(?:_activation)?_?$"),
     "cudnn": re.compile("convolution|cudnn"),
+    "cudnn_norm": re.compile("cudnn_batch_norm"),
     "cudnn_rnn": re.compile("cudnn_(?:rnn|ctc)"),
     "linalg": re.compile("linalg|cholesky|lu_solve|triangular_solve|geqrf|orgqr|ormqr|lstsq"),
     "cusparse": re.compile("sparse"),
@@ -112,6 +113,8 @@ def code_of_libraries(
     cuda = build.cuda if stack.cuda is None else release(stack.cuda) or build.cuda
     kinds = {name: _kinds(name, ops) for name in build.libraries}
     cells = {name: nearest_code(build.libraries[name], where.capability) for name, count in kinds.items() if count}
+    if ops is None and "cudnn_norm" in cells:  # its kinds are among cuDNN's
+        cells["cudnn"] = Code(*map(sum, zip(cells["cudnn"], cells.pop("cudnn_norm"), strict=True)))
     ends = []
     for loading in loadings(cuda, stack.loading):
         if loading == "eager":

@@ -29,6 +29,7 @@ def rules() -> Rules:
         bitsandbytes,
         convolution,
         factories,
+        fft,
         matmul,
         norms,
         pointwise,

@@ -201,24 +201,25 @@ class ConvolutionWorkspaces:
     """The bytes that cuDNN, or PyTorch's own kernel, takes from the allocator during each convolution of a run.
 
     PyTorch's settings of cuDNN are those of when the run begins, apart from its benchmark, which a program may switch
-    on at any time: then the first call of each convolution allocates the largest workspace of all plans, and later
-    calls are taken to run the heuristics' first plan (Conv_v8.cpp, `generate_and_filter_plans`). `met` collects the
-    convolutions that ran on cuDNN, with their workspaces.
+    on at any time unless `benchmark` says what it is: with it the first call of each convolution allocates the largest
+    workspace of all plans, and later calls are taken to run the heuristics' first plan (Conv_v8.cpp,
+    `generate_and_filter_plans`). `met` collects the convolutions that ran on cuDNN, with their workspaces.
     """
 
     plans: Plans
     enabled: bool
     deterministic: bool
     tf32: bool
+    benchmark: bool | None = None
     met: dict[Convolution, int] = field(default_factory=dict)
     benchmarked: set[Convolution] = field(default_factory=set)
     """The convolutions whose plans the benchmark has tried."""
 
     @classmethod
-    def on(cls, plans: Plans) -> ConvolutionWorkspaces:
+    def on(cls, plans: Plans, benchmark: bool | None = None) -> ConvolutionWorkspaces:
         """The convolutions on the GPU of `plans`, under PyTorch's present settings."""
         settings = torch.backends.cudnn
-        return cls(plans, settings.enabled, settings.deterministic, settings.allow_tf32)
+        return cls(plans, settings.enabled, settings.deterministic, settings.allow_tf32, benchmark)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -272,7 +273,8 @@ class ConvolutionWorkspaces:
             tf32=self.tf32,
         )
         size = self.plans.workspace(convolution)
-        if torch.backends.cudnn.benchmark and convolution not in self.benchmarked:
+        benchmark = torch.backends.cudnn.benchmark if self.benchmark is None else self.benchmark
+        if benchmark and convolution not in self.benchmarked:
             self.benchmarked.add(convolution)
             size = max(size, self.plans.benchmarked(convolution))
         self.met[convolution] = max(size, self.met.get(convolution, 0))

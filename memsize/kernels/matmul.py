@@ -117,7 +117,8 @@ _ADDED = _overloads("addmm", "_addmm_activation", "baddbmm")
 _ADDED_IN_PLACE = _overloads("addmm_", "baddbmm_")
 _SUMMED = _overloads("addbmm", "addbmm_")
 _VECTORS = _overloads("mv", "addmv", "addmv_")
-BIASED = frozenset(_overloads("addmm", "_addmm_activation"))
+CUBLASLT = frozenset(_overloads("addmm", "_addmm_activation", "_scaled_mm"))
+"""Ops that cuBLASLt may compute."""
 
 CUBLAS = frozenset((*_PRODUCTS, *_ADDED, *_ADDED_IN_PLACE, *_SUMMED, *_VECTORS, *_overloads("dot", "vdot")))
 """Ops that cuBLAS computes: a thread's first one makes a handle with a workspace."""
@@ -145,11 +146,14 @@ def _in_coordinates(*args: Any, **_: Any) -> Iterator[Temporary]:
 
 
 def takes_cublaslt(args: Any, kwargs: Any) -> bool:
-    """Whether cuBLASLt computes an op of `BIASED`: it adds a bias, one number for each column, as it goes.
+    """Whether cuBLASLt computes an op of `CUBLASLT` in a workspace: it adds a bias, one number for each column, as it
+    goes, and multiplies float8 matrices that have one scale each (CUDABlas.cpp, `scaled_gemm`).
 
-    Known limit: from PyTorch 2.10 on it is not asked where the first matrix has a single row or column either; by 2.12
-    it no longer has a workspace of its own.
+    Known limits: from PyTorch 2.10 on it is not asked for a bias where the first matrix has a single row or column; by
+    2.12 it no longer has a workspace of its own. Scales by row are left to CUTLASS, as cuBLAS does before CUDA 12.9.
     """
+    if len(args) > 3:
+        return bool(args[2].numel() == args[3].numel() == 1)
     bias, other = args[0], args[2]
     is_bias = bias.dim() == 1 and bias.shape[0] == other.shape[1] and bias.is_contiguous() and not bias.is_complex()
     return is_bias and min(other.shape) > 1 and (kwargs or {}).get("beta", 1) == 1

@@ -13,6 +13,7 @@ Release = tuple[int, int]
 """Major and minor: (2, 6)."""
 Loading = Literal["lazy", "eager"]
 """When CUDA loads the kernels of a library: those that run, or all of them at its first call."""
+Switch = Literal["on", "off"]
 
 OLDEST: Final[Release] = (2, 0)
 NEWEST: Final[Release] = (2, 14)
@@ -41,14 +42,16 @@ class Stack:
     """Releases as people write them: ``Stack("2.6", "12.4")``. None, for either, is what is installed.
 
     `cudnn` is the release of cuDNN; None: the one that PyTorch's wheels require. `loading` is what
-    `CUDA_MODULE_LOADING` says, ``"lazy"`` or ``"eager"``; None: what CUDA and PyTorch do by themselves. Raises
-    `InputError` for a release whose rules are not known.
+    `CUDA_MODULE_LOADING` says, ``"lazy"`` or ``"eager"``; None: what CUDA and PyTorch do by themselves. `benchmark` is
+    `torch.backends.cudnn.benchmark`, ``"on"`` or ``"off"``; None: what the program sets. Raises `InputError` for a
+    release whose rules are not known.
     """
 
     torch: str | None = None
     cuda: str | None = None
     loading: Loading | None = None
     cudnn: str | None = None
+    benchmark: Switch | None = None
 
     def __post_init__(self) -> None:
         if self.torch is not None and not ("." in self.torch and OLDEST <= (release(self.torch) or (0, 0)) <= NEWEST):
@@ -60,6 +63,8 @@ class Stack:
             raise InputError(f"cuDNN {self.cudnn} cannot be read: write it like 9.10")
         if self.loading is not None and self.loading not in get_args(Loading):
             raise InputError(f"CUDA loads its modules lazy or eager, not {self.loading}")
+        if self.benchmark is not None and self.benchmark not in get_args(Switch):
+            raise InputError(f"cuDNN's benchmark is on or off, not {self.benchmark}")
 
     @classmethod
     def parse(cls, text: str) -> Stack:
@@ -115,7 +120,8 @@ class Gpu:
     name: str | None = option(None, "GPU to simulate: a100, t4, h100 …", key="gpu", shown="a100", metavar="NAME")
     stack: Stack | str | None = option(
         None,
-        "PyTorch and CUDA on the GPU: torch=2.6,cuda=12.4; cudnn=9.10; loading=eager: all of CUDA's kernels.",
+        "PyTorch and CUDA on the GPU: torch=2.6,cuda=12.4; cudnn=9.10; benchmark=on: cuDNN's; loading=eager: all of "
+        "CUDA's kernels.",
         shown="those installed",
         metavar="RELEASES",
     )

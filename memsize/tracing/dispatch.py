@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsize.kernels import rules, sparse_rules
 from memsize.kernels.convolution import BACKWARD, FORWARD
-from memsize.kernels.matmul import BIASED, CUBLAS
+from memsize.kernels.matmul import CUBLAS, CUBLASLT
 from memsize.kernels.multiply_adds import formula_of
 from memsize.kernels.registry import COPIES, RESULT_FIRST, SAME_DTYPE, TEMPORARIES, refuse_mixed
 from memsize.kernels.strides import is_dense
@@ -66,12 +66,12 @@ class OpFacts:
         self.flops = formula_of(func)
         self.temporaries = TEMPORARIES.get(func) or TEMPORARIES.get(self.traits.name)
         self.is_cublas = func in CUBLAS
-        self.is_biased = func in BIASED
+        self.is_cublaslt = func in CUBLASLT
         self.result_first = func in RESULT_FIRST
         self.is_forward = func is FORWARD
         self.is_backward = func is BACKWARD
         is_convolution = self.is_forward or self.is_backward
-        has_more = is_convolution or self.is_biased or self.copies is not None or self.temporaries is not None
+        has_more = is_convolution or self.is_cublaslt or self.copies is not None or self.temporaries is not None
         self.allocates_result_alone = not has_more
 
 

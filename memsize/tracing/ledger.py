@@ -74,8 +74,8 @@ class Workspaces(NamedTuple):
     """Bytes that a GPU's libraries take from the allocator.
 
     `blas` is cuBLAS's workspace, one for each thread that multiplies matrices (the forward's and autograd's own). `lt`
-    is cuBLASLt's for products with a bias, where it does not share that of cuBLAS: with `keeps_lt` one for each thread
-    too, else taken during each product. `convolutions` gives what cuDNN takes during each convolution.
+    is cuBLASLt's for products with a bias or in float8, where it does not share that of cuBLAS: with `keeps_lt` one for
+    each thread too, else taken during each product. `convolutions` gives what cuDNN takes during each convolution.
     """
 
     blas: int = 0
@@ -185,14 +185,18 @@ class Ledger(MetaDispatchMode):
             self._note(result, op.name)
         if op.result_first:
             copies = self._open_copies(op, args, kwargs)
-        if op.is_biased and self.workspaces.lt and takes_cublaslt(args, kwargs):
-            if self.workspaces.keeps_lt:
-                self._keep_workspace(self._lt_handles, self.workspaces.lt, op.name)
-            else:
-                self._borrow(self.workspaces.lt, op.name)
+        if op.is_cublaslt and takes_cublaslt(args, kwargs):
+            self._note_cublaslt(op.name)
         if op.temporaries is not None:
             self._end_all(self._open_temporaries(op.temporaries(*args), op.name), op.name)
         self._end_all(copies, op.name)
+
+    def _note_cublaslt(self, op: str) -> None:
+        blas, lt, _, keeps_lt = self.workspaces
+        if lt and not keeps_lt:
+            self._borrow(lt, op)
+        elif size := lt or blas:
+            self._keep_workspace(self._lt_handles if lt else self._handles, size, op)
 
     def _keep_workspace(self, threads: set[bool], size: int, op: str) -> None:
         """A thread's first matrix product creates a handle, whose workspace is kept from then on."""
