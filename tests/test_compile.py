@@ -344,6 +344,17 @@ def test_a_compiled_optimizer_step_makes_the_state_and_fuses_its_update(tmp_path
     assert updates == [True, False]  # eager code needs temporaries, compiled code writes in place
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "cudagraphs"])
+def test_other_backends_of_pytorch_partition_and_do_not_fuse(tmp_path: Path, backend: str) -> None:
+    eager, compiled, partitioned = (
+        ran(tmp_path, line)
+        for line in ("", "model = torch.compile(model)", f"model = torch.compile(model, backend='{backend}')")
+    )
+    assert totals(partitioned).saved_bytes < totals(eager).saved_bytes
+    assert most_in(compiled, "forward 2") < most_in(partitioned, "forward 2")
+    assert any("CUDA graphs is left out" in note for note in partitioned.notes) is (backend == "cudagraphs")
+
+
 def test_another_backend_is_named(tmp_path: Path) -> None:
     compiled = ran(tmp_path, "model = torch.compile(model, backend='openxla')")
     assert any("backend openxla is not followed" in note for note in compiled.notes)
