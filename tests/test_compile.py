@@ -222,6 +222,18 @@ def test_compile_shows_each_scenario_beside_itself_compiled() -> None:
     assert table.loc["fp32", "saved_bytes"] > table.loc["fp32+compile", "saved_bytes"]
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_model_that_comes_compiled_is_shown_as_it_is_written_with_a_note(wrapped: bool) -> None:
+    model: Any = Gelus()
+    if wrapped:
+        model = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    eager, compiled = traced(model, "fp32"), traced(model, "fp32" + COMPILED)
+    assert [any("torch.compile is left out" in n for n in trace.notes) for trace in (eager, compiled)] == [True, False]
+    assert totals(compiled).saved_bytes < totals(eager).saved_bytes
+
+
 def test_fit_finds_the_larger_batch_of_compiled_code() -> None:
     fit = memsize.fit(Gelus(), input_size=(4096, 64), scenarios="fp32", compile=True, train="sgd", budget="1GiB")
     sizes = fit.rows.set_index("scenario")["size"]
