@@ -240,6 +240,29 @@ def test_fit_finds_the_larger_batch_of_compiled_code() -> None:
     assert sizes["fp32+compile"] > sizes["fp32"]
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layers, self.head = nn.Embedding(64, 64), Gelus(), nn.Linear(64, 64)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.layers(self.words(input_ids))[:, -1:])
+
+
+def generating(model: nn.Module, input_ids: Tensor, max_new_tokens: int) -> Tensor:
+    for _ in range(max_new_tokens):
+        input_ids = torch.cat([input_ids, model(input_ids).argmax(-1)], 1)
+    return input_ids
+
+
+def test_a_generation_compiles_each_call_of_the_model() -> None:
+    options: dict[str, Any] = {"scenarios": "fp32", "compile": True, "prompt": 4096, "max_new_tokens": 2}
+    rows = memsize.generate(Words(), "512:int64", step=generating, **options).rows.set_index("scenario")
+    # Eager code holds what silu gave, its exp and the sin of that; compiled code a product and what it makes of it.
+    one = 4096 * 64 * 4
+    assert rows.loc["fp32", "prefill_peak"] - rows.loc["fp32+compile", "prefill_peak"] >= one
+
+
 @pytest.mark.parametrize("options", [{"execute": True}, {"parallel": "ddp=2"}])
 def test_what_is_not_predicted_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(memsize.MemsizeError, match="compiled code is not predicted for"):
