@@ -188,6 +188,7 @@ def generate(
     batch_size: int | str | Iterable[int] = 1,
     step: Callable[..., Any] | str | None = None,
     scenarios: str | Iterable[str] | None = None,
+    compile: bool = False,
     gpu: Gpu | str | None = None,
     stack: Stack | str | None = None,
     allocator: AllocatorConfig | str | None = None,

@@ -278,6 +278,15 @@ def test_operators_without_an_oracle(lower: torch.dtype) -> None:
         assert outcome(SAMPLES["gru_cell"], Maker("meta", full)) == (str(lower),)
 
 
+@pytest.mark.parametrize(("release", "dtype"), [((2, 11), "torch.bfloat16"), ((2, 12), "torch.float32")])
+def test_rms_norm_is_cast_from_pytorch_2_12_on(release: tuple[int, int], dtype: str) -> None:
+    """In 2.11's autocast_mode.h `rms_norm` is in no list; without one it keeps its input's dtype."""
+    if "aten::rms_norm" not in autocast.wrapped_operators():
+        pytest.skip("the installed PyTorch does not cast it in any release")
+    with cuda_semantics(release=release), autocast_region(torch.bfloat16):
+        assert outcome(SAMPLES["rms_norm"], Maker("meta", (torch.bfloat16,))) == (dtype,)
+
+
 def test_samples_run() -> None:
     """An oracle that only ever raises proves nothing."""
     with torch.no_grad(), cuda_semantics(), autocast_region(torch.float16):

@@ -96,6 +96,15 @@ def test_pointwise_steps_are_one_kernel_and_are_recomputed() -> None:
     assert peak(compiled) < peak(eager)
 
 
+@pytest.mark.parametrize(("columns", "rows", "padded"), [(1001, 1024, 1008), (1000, 1024, 1000), (1001, 8, 1001)])
+def test_odd_products_are_padded_where_the_gpu_computes(columns: int, rows: int, padded: int) -> None:
+    """To a multiple of 8 in half precision. 8 rows are bound by an A100's memory: 8·512·1001 products over
+    8·512 + 512·1001 + 8·1001 elements are 8 for each, and it does 1000·312/2039/2 = 76 in the same time."""
+    model = nn.Sequential(nn.Linear(1024, 512, bias=False), nn.Linear(512, columns, bias=False))
+    compiled = traced(model, "bf16" + COMPILED, (rows // 8, 1024), optimizer=None)
+    assert {s.shape[1] for s in compiled.storages if s.op == "mm" and len(s.shape) == 2} == {512, padded}
+
+
 @pytest.mark.parametrize("scenario", ["fp32", "amp-bf16"])
 def test_nothing_is_left_that_eager_code_would_not_leave(scenario: str) -> None:
     model = Attention()
@@ -140,6 +149,13 @@ def test_steps_after_the_first_compile_nothing_anew() -> None:
         sorted(event.delta for event in compiled.events if event.phase == phases[f"backward {step}"]) for step in (2, 3)
     ]
     assert deltas[0] == deltas[1]
+
+
+def test_pytorchs_own_containers_are_one_graph() -> None:
+    """Dynamo skips the frame of `nn.Sequential.forward`: `torch.compile` wraps it in one that it does not skip."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Tanh(), nn.Linear(64, 64))
+    eager, compiled = ({s.op for s in traced(model, name).storages} for name in ("fp32", "fp32" + COMPILED))
+    assert {"sigmoid", "tanh"} <= eager and {"sigmoid", "tanh"} & compiled == {"tanh"}
 
 
 def test_autocast_casts_inside_compiled_code() -> None:
@@ -206,10 +222,45 @@ def test_compile_shows_each_scenario_beside_itself_compiled() -> None:
     assert table.loc["fp32", "saved_bytes"] > table.loc["fp32+compile", "saved_bytes"]
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_model_that_comes_compiled_is_shown_as_it_is_written_with_a_note(wrapped: bool) -> None:
+    model: Any = Gelus()
+    if wrapped:
+        model = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    eager, compiled = traced(model, "fp32"), traced(model, "fp32" + COMPILED)
+    assert [any("torch.compile is left out" in n for n in trace.notes) for trace in (eager, compiled)] == [True, False]
+    assert totals(compiled).saved_bytes < totals(eager).saved_bytes
+
+
 def test_fit_finds_the_larger_batch_of_compiled_code() -> None:
     fit = memsize.fit(Gelus(), input_size=(4096, 64), scenarios="fp32", compile=True, train="sgd", budget="1GiB")
     sizes = fit.rows.set_index("scenario")["size"]
     assert sizes["fp32+compile"] > sizes["fp32"]
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layers, self.head = nn.Embedding(64, 64), Gelus(), nn.Linear(64, 64)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.layers(self.words(input_ids))[:, -1:])
+
+
+def generating(model: nn.Module, input_ids: Tensor, max_new_tokens: int) -> Tensor:
+    for _ in range(max_new_tokens):
+        input_ids = torch.cat([input_ids, model(input_ids).argmax(-1)], 1)
+    return input_ids
+
+
+def test_a_generation_compiles_each_call_of_the_model() -> None:
+    options: dict[str, Any] = {"scenarios": "fp32", "compile": True, "prompt": 4096, "max_new_tokens": 2}
+    rows = memsize.generate(Words(), "512:int64", step=generating, **options).rows.set_index("scenario")
+    # Eager code holds what silu gave, its exp and the sin of that; compiled code a product and what it makes of it.
+    one = 4096 * 64 * 4
+    assert rows.loc["fp32", "prefill_peak"] - rows.loc["fp32+compile", "prefill_peak"] >= one
 
 
 @pytest.mark.parametrize("options", [{"execute": True}, {"parallel": "ddp=2"}])
@@ -326,6 +377,17 @@ def test_a_compiled_optimizer_step_makes_the_state_and_fuses_its_update(tmp_path
     assert states[1] >= states[0] > 0
     updates = [{t.phases[event.phase] for event in t.events} >= {"optimizer 2"} for t in (eager, compiled)]
     assert updates == [True, False]  # eager code needs temporaries, compiled code writes in place
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "cudagraphs"])
+def test_other_backends_of_pytorch_partition_and_do_not_fuse(tmp_path: Path, backend: str) -> None:
+    eager, compiled, partitioned = (
+        ran(tmp_path, line)
+        for line in ("", "model = torch.compile(model)", f"model = torch.compile(model, backend='{backend}')")
+    )
+    assert totals(partitioned).saved_bytes < totals(eager).saved_bytes
+    assert most_in(compiled, "forward 2") < most_in(partitioned, "forward 2")
+    assert any("CUDA graphs is left out" in note for note in partitioned.notes) is (backend == "cudagraphs")
 
 
 def test_another_backend_is_named(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from memsize.loading.hubs import checkpoint_config_of
 from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.input_tensors import ModelInputs
 from memsize.model.materialize import executable, executable_call
-from memsize.model.meta_copy import MetaCopier
+from memsize.model.meta_copy import MetaCopier, comes_compiled
 from memsize.model.tensor_storage import dtype_name
 from memsize.precision.quantization_config import quantization_of
 from memsize.precision.recipes import apply_scenario, floating_dtype
@@ -41,6 +41,7 @@ _LATE = "the forward registers {}: the model is shown as it is after a first for
 _SCRIPTED = "TorchScript calls its layers unseen: what they return and keep stands in the row of {}"
 _QUANTIZED = "its config says that weights are quantized ({}): as-given stores and runs them so"
 _UNQUANTIZED = "its config says that weights are quantized ({}): they are shown as they are without that"
+_UNCOMPILED = "torch.compile is left out of this model: --compile (compile=True) shows what it changes"
 _EXECUTED = "the model was run for real on the CPU: kernels that only CUDA has are not in its figures"
 
 StorageKey = tuple[str | None, bool]
@@ -136,6 +137,8 @@ class ModelSetups:
             yield _UNQUANTIZED.format(methods.get("quant_method", "some method"))
         if self.execute:
             yield _EXECUTED
+        if scenario.compile is None and comes_compiled(self.model):
+            yield _UNCOMPILED
         yield from filter(None, (self.gpu.note, self.stack.note(str(torch.__version__))))
 
     @cached_property

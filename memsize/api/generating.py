@@ -15,7 +15,7 @@ from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.generation import GENERATED, SERVED, Generation
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.requests import GenerateRequest, ServeRequest
-from memsize.spec.scenario import refuse_compiled, select
+from memsize.spec.scenario import refuse_compiled, select, selected
 
 if TYPE_CHECKING:
     from memsize.records.generation import GenerationReport
@@ -44,8 +44,7 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
     """
     model, gpu, report_progress = replace(request.model, mode="eval"), request.gpu, progress or (lambda _: None)
     where, allocator = card(gpu.name or DEFAULT_GPU), AllocatorConfig.of(gpu.allocator, gpu.releases.release)
-    scenarios = select(GENERATED if request.scenarios is None else request.scenarios)
-    refuse_compiled(scenarios, "generations")
+    scenarios = selected(request.scenarios, request.compile, GENERATED)
     lengths, sizes = sorted(set(_counts(request.prompt, "prompts"))), _counts(request.batch_size, "batches")
     generations = [replace(request.generation, prompt=length, draft=request.draft) for length in lengths]
     _check(generations[0], sizes, own_step=request.step is not None)

@@ -3,16 +3,20 @@
 Dynamo's graphs are of `meta` tensors. They are traced with fakes on the CPU, on which CUDA's semantics apply; what the
 partitioner makes of them is moved to CUDA and lowered by Inductor.
 
-Source: torch/_inductor/compile_fx.py (`compile_fx`, `compile_fx_inner`).
+Source: torch/_inductor/compile_fx.py (`compile_fx`, `compile_fx_inner`), torch/_dynamo/backends/debugging.py
+(`aot_eager`), torch/_dynamo/backends/cudagraphs.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Final
 
+from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut
 from torch._inductor import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter
@@ -38,17 +42,25 @@ class Compiler:
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
         """Compile a graph of Dynamo's with these `options` of Inductor."""
+        compiling = partial(
+            compile_fx.compile_fx,
+            inner_compile=self._lower,
+            config_patches=_without_gpu(options),
+            decompositions=cuda_decompositions(),
+        )
+        return self._traced(compiling, module, inputs)
+
+    def partition(self, module: GraphModule, inputs: Sequence[Any]) -> Any:
+        """Partition a graph of Dynamo's into a forward and a backward, whose operations run one by one."""
+        return self._traced(aot_autograd(fw_compiler=_partitioned, partition_fn=min_cut), module, inputs)
+
+    def _traced(self, compiling: Callable[..., Any], module: GraphModule, inputs: Sequence[Any]) -> Any:
+        """Compile a graph with fakes on the CPU; where that fails, run it as it is written."""
         move, as_traced = Move(CPU), _copied(module)
         try:
             with planning(self._capability), _tracing(), _fakes_moved(move):
                 moved = [move.value(fake) for fake in _fakes(module, inputs)]
-                return compile_fx.compile_fx(
-                    move.graph(module),
-                    moved,
-                    inner_compile=self._lower,
-                    config_patches=_without_gpu(options),
-                    decompositions=cuda_decompositions(),
-                )
+                return compiling(move.graph(module), moved)
         except Exception as error:
             self._note(_UNTRACED.format(_reason(error)))
             return Interpreter(Move(META).graph(as_traced)).run
@@ -61,7 +73,7 @@ class Compiler:
                 return compile_fx.compile_fx_inner(move.graph(module), [move.value(v) for v in inputs], **options)
             except Exception as error:
                 self._note(_UNLOWERED.format(_reason(error)))
-                return _interpreted(Move(META).graph(as_traced))
+                return _one_by_one(as_traced)
 
 
 def _copied(module: GraphModule) -> GraphModule:
@@ -97,8 +109,16 @@ def _reason(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _interpreted(module: GraphModule) -> Any:
-    return make_boxed_func(lambda *args: Interpreter(module).run(*args))
+def _partitioned(module: GraphModule, _inputs: Sequence[Any]) -> Any:
+    """Run one graph of a partition as it is; a backward comes here once it runs."""
+    with suspended(), _originals():
+        return _one_by_one(module)
+
+
+def _one_by_one(module: GraphModule) -> Any:
+    """A function that runs the operations of a graph on stand-ins."""
+    interpreter = Interpreter(Move(META).graph(module))
+    return make_boxed_func(interpreter.run)
 
 
 @contextmanager

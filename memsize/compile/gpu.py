@@ -31,6 +31,7 @@ from torch._inductor.virtualized import V
 
 from memsize.compile.bindings import without_driver
 from memsize.compile.origins import Origins
+from memsize.compile.padding import padding
 from memsize.processes.patches import Patch, Patches
 
 _MULTIPROCESSORS: Final = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 142, (9, 0): 132, (10, 0): 148}
@@ -192,6 +193,7 @@ def planning(capability: tuple[int, int]) -> Iterator[None]:
         (GraphLowering, "_compile_to_module", _unloaded),
         (ComboKernel, "horizontal_partition", staticmethod(_one_by_one)),
         *without_driver(),
+        *padding(capability),
     ]
     try:
         interfaces.update(names)

@@ -21,6 +21,7 @@ import torch
 import torch._dynamo as dynamo
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables import TensorVariable, UnspecializedNNModuleVariable
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -70,7 +71,7 @@ def compiling(compiler: Compiler, compiles: Compiles | None = None) -> Iterator[
 
 RULES: Final = (
     "compiled by the rules of PyTorch {}: what torch.compile recomputes, fuses and reuses differs between releases; "
-    "choices that it makes by measured times are left out"
+    "choices that it makes by measured times are assumed"
 )
 _LOGGERS: Final = ("torch._dynamo", "torch._functorch", "torch._inductor")
 
@@ -199,7 +200,10 @@ def compiled_model(run: Run, mode: CompileMode, capability: tuple[int, int]) -> 
     model = run.setup.model
     with compiling(Compiler(capability, run.note)):
         run.note(RULES.format(torch.__version__.partition("+")[0]))
-        vars(model)["_call_impl"] = _collected(torch.compile(model._call_impl, mode=mode))
+        call = model._call_impl
+        if trace_rules.check(model.forward):  # PyTorch's own, such as that of nn.Sequential: Dynamo skips its frame
+            call = wrap_inline(call)
+        vars(model)["_call_impl"] = _collected(torch.compile(call, mode=mode))
         try:
             yield
         finally:

@@ -2,7 +2,8 @@
 
 Everything is driven by PyTorch's own state, so that a user's nested and disabled regions count. `POLICIES` is the one
 table of operators. Only those that the installed torch wraps get a kernel, so that each version behaves as it does:
-2.12 added `rms_norm` and dropped dimensions by name (``.dimname``), 2.14 added `linalg_matrix_sqrth`. Operators of
+2.12 added `rms_norm`, which an older release that is simulated leaves alone too, and dropped dimensions by name
+(``.dimname``), 2.14 added `linalg_matrix_sqrth`. Operators of
 other libraries are known by their full names, and get their kernels once their library is imported. A weight's copy
 lives until PyTorch clears its cache at the end of the outermost region, or `cuda_semantics` ends.
 
@@ -66,6 +67,8 @@ _LISTS: dict[Policy, str] = {
 POLICIES: dict[str, Policy] = {name: policy for policy, names in _LISTS.items() for name in names.split()}
 """What autocast does to each CUDA operator, by name: without the namespace where that is ``aten``."""
 
+_SINCE: Mapping[str, tuple[int, int]] = {"rms_norm": (2, 12)}
+"""The releases of PyTorch that began to cast an operator which exists in older ones."""
 
 LATE = tuple(name for name in POLICIES if "::" in name)
 """Operators that exist only once their library is imported."""
@@ -107,12 +110,16 @@ Casting = Callable[[str, Any, Semantics, Any, Any], Any]
 
 
 def _kernel(name: str, casting: Casting, beneath: Kernel | None) -> Kernel:
+    since = _SINCE.get(name, (0, 0))
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal beneath
         call = beneath = beneath or overload(name)
         with key_excluded:
             semantics = active()
-            return call(*args, **kwargs) if semantics is None else casting(name, call, semantics, args, kwargs)
+            if semantics is None or (semantics.release or since) < since:
+                return call(*args, **kwargs)
+            return casting(name, call, semantics, args, kwargs)
 
     return kernel
 

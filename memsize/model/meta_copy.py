@@ -107,6 +107,14 @@ def inside(model: nn.Module) -> nn.Module:
     return getattr(model, wrapped) if wrapped else model
 
 
+def comes_compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` was asked to compile `model`, or a module in it."""
+    return any(
+        type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl")
+        for module in model.modules()
+    )
+
+
 class _Attributes(NamedTuple):
     """The attributes of a module that its copies get new and empty, and those that must be copied; others are shared.
 

@@ -281,6 +281,7 @@ class GenerateRequest:
         None, "A loop in place of generate: file.py:function.", metavar="FUNCTION"
     )
     scenarios: str | Iterable[str] | None = _scenarios(GENERATED)
+    compile: bool = _compile()
     gpu: Gpu = part(Gpu)
 
     @property

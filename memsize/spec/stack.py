@@ -31,8 +31,8 @@ _CUDNN: Final = {
 """The cuDNN that the wheels on PyPI require (``Requires-Dist``). Builds for another CUDA may have another one."""
 
 _NOTE: Final = (
-    "cuBLAS's workspaces, cuDNN's release, the layout of flash attention's result, the caching allocator's settings "
-    "and the CUDA context are those of {}; the other kernels, autocast's policy and the optimizers are those of the "
+    "cuBLAS's workspaces, cuDNN's release, the layout of flash attention's result, autocast's policy, the caching "
+    "allocator's settings and the CUDA context are those of {}; the other kernels and the optimizers are those of the "
     "PyTorch {} that is installed here"
 )
 

@@ -25,7 +25,9 @@ from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
 _GPU: Final = torch.device("cuda", 0)
 _AS_WRITTEN: Final = frozenset({"eager", "eager_noexcept", "eager_debug"})
+_PARTITIONED: Final = frozenset({"aot_eager", "cudagraphs"})
 _OTHER_BACKEND = "torch.compile's backend {} is not followed"
+_NO_POOL = "the memory pool of torch.compile's CUDA graphs is left out"
 
 
 class Compilation:
@@ -40,6 +42,7 @@ class Compilation:
         self._original: Callable[..., Any] = torch.compile
         self._patches: SuspendablePatches
         self._driver: SuspendablePatches
+        self._partition: Callable[..., Any]
 
     def reach(self, patches: SuspendablePatches, driver: SuspendablePatches) -> None:
         """Suspend `patches` while code is compiled; while it is traced, those of the `driver` answer in their place."""
@@ -61,7 +64,8 @@ class Compilation:
             return compiled_mask(model, self._ledger.absently)
         if backend in _AS_WRITTEN or (flex is not None and model is flex.flex_attention):
             return model
-        make = self._compiled if backend == "inductor" and self._is_active else self._as_written
+        is_followed = backend == "inductor" or backend in _PARTITIONED
+        make = self._compiled if is_followed and self._is_active else self._as_written
         return self._when_called(make, model, options) if isinstance(model, FunctionType) else make(model, options)
 
     def _when_called(self, make: Callable[..., Any], function: FunctionType, options: Any) -> Callable[..., Any]:
@@ -84,6 +88,11 @@ class Compilation:
 
     def _compiled(self, model: Any, options: dict[str, Any]) -> Any:
         self._open()
+        backend = options.get("backend")
+        if backend == "cudagraphs" or options.get("mode") == "reduce-overhead":
+            self._note(_NO_POOL)
+        if backend in _PARTITIONED:
+            options = {**options, "backend": self._partition}
         with self._suspended():
             return self._original(model, **options)
 
@@ -100,6 +109,7 @@ class Compilation:
 
         self._note(RULES.format(torch.__version__.partition("+")[0]))
         compiler = Compiler(self._capability, self._note)
+        self._partition = compiler.partition
         self._regions.enter_context(
             compiling(compiler, Compiles(self._traced, self._suspended, _GPU, self._ledger.inline))
         )
