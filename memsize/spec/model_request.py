@@ -55,7 +55,8 @@ class ModelRequest:
     `source` that makes them, a function or its name. Where none is given, a library's model may know its own.
 
     `batch_size` is for inputs that are made, `seq_len` for texts that are. What is left None is for the question to
-    choose. `lora`, `adapter`, `base` and `freeze` say what is trained (`memsize.spec.training`).
+    choose. `lora`, `adapter`, `base` and `freeze` say what is trained (`memsize.spec.training`). A router sends its
+    busiest expert `imbalance` times the mean number of tokens.
     """
 
     model: nn.Module | str = option("", "", key="target", positional=True)
@@ -113,6 +114,9 @@ class ModelRequest:
         "Freeze the modules and parameters of these names, separated by commas: embeddings,encoder.layer.0*.",
         kind="list",
         metavar="PATTERNS",
+    )
+    imbalance: float = option(
+        1.0, "Tokens that the busiest expert gets, or under ep the busiest GPU, times the mean.", least=1
     )
 
     def __post_init__(self) -> None:
@@ -173,6 +177,7 @@ class ModelRequest:
         adapter: str | None = None,
         base: str | None = None,
         freeze: str | Iterable[str] | None = None,
+        imbalance: float = 1.0,
     ) -> ModelRequest:
         """The subject that the arguments of a question describe; one that is there already comes as it is.
 
@@ -205,6 +210,7 @@ class ModelRequest:
             call = tuple(args or ()), dict(kwargs or {})
         rest: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "mode": mode, "whole": whole}
         rest |= {"online": online, "lora": lora, "adapter": adapter, "base": base, "freeze": freeze}
+        rest["imbalance"] = imbalance
         return cls(model, specs, call=call, source=source, arguments=dict(arguments or {}), **rest)  # type: ignore[arg-type]
 
 

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from memsize.device.cuda_libraries import nccl_notes
 from memsize.errors import ForwardError, ScenarioError
+from memsize.known_values.routing import imbalanced
 from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode
 from memsize.model.tensor_storage import stored_tensors
 from memsize.ranks.group import OURS
 from memsize.ranks.strategies import (
     blocks_in_line,
+    count_all_experts,
     divide,
     how,
     mesh_of,
@@ -169,7 +171,9 @@ class ParallelSteps(Workload):
 
             return step
 
-        trace = run_rank(setup, parallel.world, self.card, self.options.steps, make)
+        groups = parallel.experts if parallel.experts > 1 else None
+        with imbalanced(groups=groups, position=parallel.world.rank):  # the rank that is shown is the busiest
+            trace = run_rank(setup, parallel.world, self.card, self.options.steps, make)
         if other is None:
             return trace
         elsewhere = run_rank(
@@ -180,11 +184,16 @@ class ParallelSteps(Workload):
 
 def spread_setup(setup: Setup, parallel: Parallel) -> Setup:
     """`setup` for a model that is to be spread by `parallel`."""
-    setup = replace(setup, model=wrapped(setup.model, parallel), buckets=None, stored=stored_tensors)
+
+    def ended(model: nn.Module) -> None:
+        count_all_experts(model, parallel.experts)
+        setup.ended(model)
+
+    spread = replace(setup, model=wrapped(setup.model, parallel), buckets=None, stored=stored_tensors, ended=ended)
     if not parallel.shards_parameters:
-        return setup
+        return spread
     # its mixed precision takes the place of autocast, except in the loss
-    return replace(setup, precision=replace(setup.precision, forward=partial(torch.autocast, "cuda", enabled=False)))
+    return replace(spread, precision=replace(setup.precision, forward=partial(torch.autocast, "cuda", enabled=False)))
 
 
 def _beyond(first: Trace, other: Trace) -> str:
