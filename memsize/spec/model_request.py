@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memsize.errors import InputError
 from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, parse_input, parse_inputs
+from memsize.spec.lengths import parse_lengths
 from memsize.spec.options import option
 from memsize.spec.training import BASES, PEFT_CONFIGS, TrainedParts, parse_adapter, parse_base, parse_lora
 
@@ -77,7 +78,16 @@ class ModelRequest:
         key="inputs",
         metavar="FUNCTION",
     )
-    seq_len: int | None = option(None, "Tokens per text for hf: models.", shown="512, or what fits", least=1)
+    seq_len: int | None = option(
+        None,
+        "Tokens per text for hf: models. With timeline also lengths that vary: 128..4096:lognormal, or a file of them.",
+        annotation="int | str | None",
+        kind="text",
+        shown="512, or what fits",
+        metavar="N",
+        least=1,
+        read=parse_lengths,
+    )
     batch_size: int | None = option(
         None, "Samples per batch.", flags=("-b", "--batch", "--batch-size"), shown="1", least=1
     )
@@ -168,7 +178,7 @@ class ModelRequest:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         batch_size: int | None = None,
-        seq_len: int | None = None,
+        seq_len: int | str | None = None,
         arguments: Mapping[str, object] | None = None,
         mode: Mode | None = None,
         whole: bool = False,
@@ -208,7 +218,8 @@ class ModelRequest:
             call = values, keywords | dict(beside or {})
         elif args or kwargs:
             call = tuple(args or ()), dict(kwargs or {})
-        rest: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "mode": mode, "whole": whole}
+        length = parse_lengths(seq_len) if isinstance(seq_len, str) else seq_len
+        rest: dict[str, Any] = {"batch_size": batch_size, "seq_len": length, "mode": mode, "whole": whole}
         rest |= {"online": online, "lora": lora, "adapter": adapter, "base": base, "freeze": freeze}
         rest["imbalance"] = imbalance
         return cls(model, specs, call=call, source=source, arguments=dict(arguments or {}), **rest)  # type: ignore[arg-type]
