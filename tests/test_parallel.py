@@ -382,6 +382,24 @@ def test_a_report_tells_what_the_host_holds_beside(write: Write) -> None:
         assert f"at most {format_bytes(2 * width * shards)} are in pinned memory of the host" in of[name]
 
 
+def test_adapters_are_trained_on_several_gpus() -> None:
+    """Four blocks of two weights, 64 x 256; A and B of rank 4 beside each. DDP has buckets for these alone."""
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    adapters = 4 * 2 * 4 * (64 + 256) * 4
+    options: dict[str, Any] = {"lora": "r=4", "optimizer": "sgd", "gpu": "t4"}
+    alone = memsize.trace(model, (1, 64), base="nf4", **options)
+    spread = memsize.trace(model, (1, 64), base="nf4", parallel="ddp=2", **options)
+    assert at_the_end(spread.trace)["parameter"] == at_the_end(alone.trace)["parameter"] < adapters + 4 * 2 * BLOCK
+    (reduced,) = {entry.bytes for entry in spread.trace.collectives if entry.kind == "all-reduce"}
+    assert reduced == adapters
+    sharded = memsize.trace(model, (1, 64), parallel="fsdp=2", **options)
+    assert at_the_end(sharded.trace)["parameter"] == (adapters + 4 * 4 * 2 * BLOCK) / 2
+    with pytest.raises(ScenarioError, match="a quantized base is trained under ddp, whole on each GPU, and not under"):
+        memsize.trace(model, (1, 64), base="nf4", parallel="fsdp=2", **options)
+    with pytest.raises(ScenarioError, match="adapters are trained under ddp, fsdp and hsdp: the plan of tp=2 has none"):
+        memsize.trace(model, (1, 64), parallel="tp=2", **options)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

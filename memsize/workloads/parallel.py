@@ -22,6 +22,7 @@ from memsize.known_values.routing import imbalanced
 from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode
 from memsize.model.tensor_storage import stored_tensors
+from memsize.precision.adapters import has_adapters
 from memsize.ranks.group import OURS
 from memsize.ranks.strategies import (
     blocks_in_line,
@@ -150,8 +151,10 @@ class ParallelSteps(Workload):
         scenario, parallel = scenario_named(setup.scenario), self.parallel
         if reason := parallel.refuses(scenario):
             raise ScenarioError(reason)
-        if setup.precision.sizes:
-            raise ScenarioError(f"a quantized base is not trained under {parallel.kind} here")
+        if setup.precision.sizes and (parallel.kind != "ddp" or parallel.is_pipeline):
+            raise ScenarioError(f"a quantized base is trained under ddp, whole on each GPU, and not under {parallel}")
+        if parallel.tensor > 1 and has_adapters(setup.model):
+            raise ScenarioError(f"adapters are trained under ddp, fsdp and hsdp: the plan of {parallel} has none")
         notes = (*setup.notes, *how(setup.model, parallel, scenario))
         setup = replace(spread_setup(setup, parallel), notes=notes)
         model = setup.model
