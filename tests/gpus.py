@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memsize.analysis.timeline import pickled as pickled, snapshot as snapshot, timeline as timeline
+from memsize.analysis.varying_lengths import joined as joined, rows_of as rows_of, training_of as training_of
 from memsize.device.allocation_events import (
     flow_of as flow_of,
     is_estimated as is_estimated,

@@ -152,6 +152,53 @@ def divided(block: Any, mesh: Any) -> None:
     parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
+class Experts(nn.Module):
+    """Four experts, which get equally many tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.empty(4, 2 * WIDTH, WIDTH))
+        self.down = nn.Parameter(torch.empty(4, WIDTH, 2 * WIDTH))
+
+    def forward(self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        order = torch.argsort(ids.reshape(-1))
+        rows = tokens[order].view(self.num_experts, -1, WIDTH)
+        rows = torch.bmm(torch.relu(torch.bmm(rows, self.up.transpose(1, 2))), self.down.transpose(1, 2))
+        return torch.empty_like(tokens).index_copy(0, order, rows.flatten(0, 1)) * weights
+
+
+class Mixture(Block):
+    """Each token goes to two of four experts, one after the other."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.gate = nn.Linear(width, 2, bias=False)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = super().forward(x).flatten(0, 1)
+        ids = torch.arange(2 * len(tokens), device=x.device).view(-1, 2) % 4
+        return self.experts(tokens, ids, self.gate(tokens).softmax(-1)).view_as(x)
+
+
+def mixture() -> Model:
+    model = Model(layers=2)
+    model.blocks = nn.ModuleList(Mixture() for _ in range(2))
+    return model
+
+
+def expert_parallel(model: Any) -> Callable[[torch.Tensor], None]:
+    """By transformers' dispatch."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    mesh = mesh_of(model, ep=distributed.get_world_size(), tp=1)
+    styles = {"experts.up": "grouped_gemm", "experts.down": "grouped_gemm", "experts": "ep_dispatch_experts"}
+    plan = {f"blocks.{index}.{name}": style for index in range(2) for name, style in styles.items()}
+    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan)
+    return loop(model, torch.optim.AdamW(model.parameters(), foreach=False))
+
+
 def stages_of(model: Any, numbers: list[int], count: int) -> list[nn.Module]:
     """The parts of `model` that the stages of these numbers have, of `count`; the rest of it is dropped."""
     each = len(model.blocks) // count
@@ -255,6 +302,7 @@ LOOPS: dict[str, tuple[Step, Callable[[], Model]]] = {
     "ddp, views": (ddp(gradient_as_bucket_view=True), Model),
     "zero": (ddp(zero=True), Model),
     "tp": (tensor_parallel, Model),
+    "ep": (expert_parallel, mixture),
     "fsdp, tp": (sharded_tensor_parallel, Model),
     "loss parallel": (loss_parallel, Model),
     "1f1b": (pipeline("Schedule1F1B"), Model),

@@ -25,7 +25,6 @@ from memsize.errors import DataDependentError
 from memsize.known_values.data_dependent import (
     ALL_FINITE,
     ALL_SELECTED,
-    BALANCED,
     CHECKS_PASS,
     COMPARED_EQUAL,
     COPIED_VALUES,
@@ -35,8 +34,8 @@ from memsize.known_values.data_dependent import (
     MASKS_COVER_IMAGE,
     NOT_EQUAL,
     first_assumption,
-    spread_evenly,
 )
+from memsize.known_values.routing import BALANCED, spread_choices
 from memsize.known_values.toeplitz import diagonals_of, filled
 from memsize.known_values.values import constant_of, state_of
 from tests.conftest import Python
@@ -335,7 +334,7 @@ def unknown(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_choices_are_spread_evenly_and_distinct(rows: int, experts: int, wanted: int) -> None:
     chosen = min(wanted, experts)
     indices = torch.empty(rows, chosen, dtype=torch.long, device=META)
-    spread_evenly(indices, -1, experts)
+    spread_choices(indices, -1, experts)
     values = constant_of(indices)
     assert values is not None
     assert all(len(set(row)) == chosen for row in values.tolist())

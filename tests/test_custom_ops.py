@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import memsize
 from memsize import ProgramRun
@@ -248,3 +249,32 @@ def test_the_note_on_triton_names_kernels_and_ops(tmp_path: Path, monkeypatch: p
     assert note.startswith("Triton kernels are not run (add in t_kernels::add and norm): ")
     for name in names:
         sys.modules.pop(name, None)
+
+
+def test_the_body_counts_in_a_traced_model_too() -> None:
+    """64 Mi values of 4 B, beside a model of 16 values; a body that fails without a GPU leaves its results to the
+    fake, and says so.
+    """
+
+    @torch.library.custom_op("t_traced::scale", mutates_args=())
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.empty(64 * 2**20, device=x.device).sum()
+
+    scale.register_fake(torch.empty_like)
+    scale.register_autograd(lambda context, grad: grad * 2)
+
+    @torch.library.custom_op("t_traced::native", mutates_args=())
+    def native(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("x must be a CUDA tensor")
+
+    native.register_fake(torch.empty_like)
+    native.register_autograd(lambda context, grad: grad * 2)
+
+    class Net(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return native(scale(super().forward(x)))
+
+    step = memsize.trace(Net(4, 4, bias=False), (4,), optimizer="sgd", gpu="t4")
+    assert max(storage.bytes for storage in step.trace.storages) == 256 * MiB
+    (note,) = (note for note in step.trace.notes if "t_traced::" in note)
+    assert note.startswith("the body of t_traced::native needs a real GPU (RuntimeError: x must be a CUDA tensor)")

@@ -52,6 +52,10 @@ def test_a_strategy_is_read_and_written_alike() -> None:
     for text in ("ddp=8,views", "ddp=2,pp=4,views", "ddp=2,views,rank=1"):
         assert str(parse_parallel(text)) == text
     assert parse_parallel("ddp=8,views") == Parallel("ddp", replicas=8, views=True)
+    for text in ("fsdp=64,ep=8", "hsdp=2x8,ep=4", "tp=8,ep=8", "fsdp=4,tp=2,ep=8,offload"):
+        assert str(parse_parallel(text)) == text
+    assert parse_parallel("ep=8") == parse_parallel("ep=8, fsdp=8") == Parallel("fsdp", shards=8, experts=8)
+    assert str(parse_parallel("ep=8,rank=3")) == "fsdp=8,ep=8,rank=3"
     assert parse_parallel("fsdp=8 , offload") == Parallel("fsdp", shards=8, offload=True)
 
 
@@ -82,7 +86,14 @@ def test_a_strategy_is_read_and_written_alike() -> None:
         ("tp=4,offload", "such as fsdp=8,offload"),
         ("fsdp,offload", "on how many GPUs? write it like fsdp=8"),
         ("fsdp=8,views", "fsdp=8,views: views are those of ddp's gradients into its buckets, such as ddp=8,views"),
-        ("offload,fsdp=8", "no strategy 'offload'"),
+        ("offload,fdsp=8", "no strategy 'fdsp'"),
+        ("rank=3", "no strategy 'rank'"),
+        ("ep", "experts divided over how many GPUs? write it like ep=8, or fsdp=64,ep=8"),
+        ("fsdp=8,ep=3", "fsdp=8,ep=3: ep has to divide the 8 GPUs that share the model"),
+        ("fsdp=8,ep=0", "fsdp=8,ep=0: ep has to divide the 8 GPUs"),
+        ("fsdp=4,tp=4,ep=2", "ep has to divide the 16 GPUs that share the model, and be a multiple of tp=4"),
+        ("ddp=8,ep=8", "ep divides experts over the GPUs of fsdp, hsdp or tp, such as fsdp=8,ep=8"),
+        ("fsdp=8,pp=2,ep=8", "ep divides experts over the GPUs of fsdp, hsdp or tp"),
         ("cp=4", "context parallelism needs the loop's own context_parallel region"),
         ("", "no strategy ''"),
     ],
@@ -97,6 +108,7 @@ def test_numbers_of_gpus_double_or_are_listed() -> None:
     assert [str(each) for each in on_each("fsdp", "1..8")] == ["fsdp=1", "fsdp=2", "fsdp=4", "fsdp=8"]
     assert [str(each) for each in on_each("ddp", "6,12,6")] == ["ddp=6", "ddp=12"]
     assert [str(each) for each in on_each("fsdp", [3, 4])] == ["fsdp=3", "fsdp=4"]
+    assert [str(each) for each in on_each("fsdp,ep=4", "4..8")] == ["fsdp=4,ep=4", "fsdp=8,ep=4"]
     assert [str(each) for each in on_each("fsdp", "3..10")] == ["fsdp=3", "fsdp=6", "fsdp=10"]
     assert [str(each) for each in on_each("hsdp=x8", "8..32")] == ["hsdp=1x8", "hsdp=2x8", "hsdp=4x8"]
     assert on_each("fsdp=8", None) == on_each("fsdp=8", "8") == (Parallel("fsdp", shards=8),)
@@ -368,6 +380,24 @@ def test_a_report_tells_what_the_host_holds_beside(write: Write) -> None:
     assert list(of) == ["fp32 and amp-bf16", "bf16"]
     for name, width in (("fp32 and amp-bf16", 4), ("bf16", 2)):  # shards and their gradients
         assert f"at most {format_bytes(2 * width * shards)} are in pinned memory of the host" in of[name]
+
+
+def test_adapters_are_trained_on_several_gpus() -> None:
+    """Four blocks of two weights, 64 x 256; A and B of rank 4 beside each. DDP has buckets for these alone."""
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    adapters = 4 * 2 * 4 * (64 + 256) * 4
+    options: dict[str, Any] = {"lora": "r=4", "optimizer": "sgd", "gpu": "t4"}
+    alone = memsize.trace(model, (1, 64), base="nf4", **options)
+    spread = memsize.trace(model, (1, 64), base="nf4", parallel="ddp=2", **options)
+    assert at_the_end(spread.trace)["parameter"] == at_the_end(alone.trace)["parameter"] < adapters + 4 * 2 * BLOCK
+    (reduced,) = {entry.bytes for entry in spread.trace.collectives if entry.kind == "all-reduce"}
+    assert reduced == adapters
+    sharded = memsize.trace(model, (1, 64), parallel="fsdp=2", **options)
+    assert at_the_end(sharded.trace)["parameter"] == (adapters + 4 * 4 * 2 * BLOCK) / 2
+    with pytest.raises(ScenarioError, match="a quantized base is trained under ddp, whole on each GPU, and not under"):
+        memsize.trace(model, (1, 64), base="nf4", parallel="fsdp=2", **options)
+    with pytest.raises(ScenarioError, match="adapters are trained under ddp, fsdp and hsdp: the plan of tp=2 has none"):
+        memsize.trace(model, (1, 64), parallel="tp=2", **options)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_every_question_takes_the_same(name: str) -> None:
     shown = list(inspect.signature(function).parameters)
     shared = list(inspect.signature(ModelRequest.of).parameters)[2:]
     if name in ("verify", "layout"):  # they always run every layer, of the model as it is
-        shared = [key for key in shared if key not in ("whole", "lora", "adapter", "base", "freeze")]
+        shared = [key for key in shared if key not in ("whole", "lora", "adapter", "base", "freeze", "imbalance")]
     assert shown[:2] == ["model", "input_size"] and shown[2 : 2 + len(shared)] == shared
     with pytest.raises(TypeError, match="unknown keyword `batch`: did you mean batch_size"):
         function(nn.Linear(8, 2), (8,), batch=4)

@@ -312,7 +312,11 @@ def test_a_decision_can_be_taken_by_computing() -> None:
 def test_a_shape_rule_answers_for_a_custom_op() -> None:
     library = torch.library.Library("memsize_test", "FRAGMENT")
     library.define("scan(Tensor x, int width) -> Tensor")
-    library.impl("scan", lambda x, width: x.new_zeros(*x.shape, width), "CUDA")
+
+    def native(x: Tensor, width: int) -> Tensor:
+        raise RuntimeError("x must be a CUDA tensor")
+
+    library.impl("scan", native, "CUDA")
 
     class Scanning(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import Replays, estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError, exits_caught
 from memsize.loading.building import wanted_inputs
+from memsize.model.experts import active_parameters
 from memsize.model.meta_copy import in_mode
 from memsize.precision.quantized import modelled
 from memsize.precision.recipes import floating_dtype
@@ -187,6 +188,7 @@ class ReportBuilder:
             optimizer=optimizer,
             allocator=json.dumps(plain(self.config)) if self.config else "",
             missing=missing,
+            active_parameters=active_parameters(self.runner.model),
         )
 
     def own(self, scenarios: Sequence[Scenario], default: bool) -> None:
@@ -328,7 +330,8 @@ def stored_report(name: str, model: nn.Module, notes: Sequence[str] = ()) -> Rep
         "no input was given, so this is what the model stores; with one, the report adds outputs, what is kept for "
         f"backward, and all scenarios: {wanted_inputs(model)}"
     )
-    return Report(name, stored_only(name, model), notes=(*notes, missing))
+    active = active_parameters(model)
+    return Report(name, stored_only(name, model), notes=(*notes, missing), active_parameters=active)
 
 
 def _one_line(error: Exception) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from dataclasses import dataclass, field as attribute
+from dataclasses import dataclass, field as attribute, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -32,6 +32,7 @@ from memsize.records.program import ProgramRun
 from memsize.records.report import Report
 from memsize.records.roles import noun
 from memsize.records.run_file import read_run
+from memsize.records.timeline import LengthRow, Timeline
 from memsize.records.trace import Trace
 from memsize.units import format_bytes, format_together
 
@@ -52,6 +53,8 @@ class StepTrace(Saveable):
     trace: Trace
     gpu: str = DEFAULT_GPU
     config: AllocatorConfig = attribute(default_factory=AllocatorConfig)
+    lengths: tuple[LengthRow, ...] = ()
+    """What the allocator reserves if the lengths of texts vary."""
 
     @cached_property
     def peak(self) -> GpuEstimate:
@@ -82,10 +85,14 @@ class StepTrace(Saveable):
         columns = ("storage", "delta", "live", "role", "op", "layer", "phase")
         return FlatTable(columns, rows, sizes=("delta", "live")).frame()
 
+    def as_timeline(self) -> Timeline:
+        """Return the live memory after each event, as `memsize.timeline` does."""
+        return replace(timeline(self.trace, self.config, card(self.gpu)), lengths=self.lengths)
+
     @property
     def timeline(self) -> DataFrame:
         """One row per event: its phase, step, layer and op, live bytes by role after it, allocated and reserved."""
-        return timeline(self.trace, self.config, card(self.gpu)).tables()["events"].frame()
+        return self.as_timeline().tables()["events"].frame()
 
     @property
     def collectives(self) -> DataFrame:
@@ -105,7 +112,7 @@ class StepTrace(Saveable):
 
         Raises `OutputError` without plotly.
         """
-        return timeline(self.trace, self.config, card(self.gpu)).plot(unit)
+        return self.as_timeline().plot(unit)
 
     def snapshot(self, path: str | Path) -> None:
         """Write a PyTorch memory snapshot, which https://pytorch.org/memory_viz opens, to `path`."""
@@ -124,7 +131,7 @@ class StepTrace(Saveable):
         return cls(decode(json.loads(text)))
 
     def _repr_html_(self) -> str:
-        return timeline(self.trace, self.config, card(self.gpu))._repr_html_()
+        return self.as_timeline()._repr_html_()
 
     def __repr__(self) -> str:
         peak, scenario = self.peak, self.trace.scenario

@@ -19,6 +19,7 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.errors import BudgetError, InputError, quoted
 from memsize.records.gpu import DEFAULT_GPU
+from memsize.spec.lengths import Lengths
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import spread_of
 from memsize.spec.requests import (
@@ -160,10 +161,7 @@ def timeline(request: TimelineRequest, *, progress: Callable[[str], None] | None
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
-    step = step_trace(request, progress=progress)
-    from memsize.analysis.timeline import timeline as timeline_of
-
-    return timeline_of(step.trace, step.config, card(step.gpu))
+    return step_trace(request, progress=progress).as_timeline()
 
 
 def step_trace(
@@ -184,14 +182,16 @@ def step_trace(
     _refuse_run_compiled((scenario,), world, request.execute)
     refuse_resizing(request.model)
     own = training is not None and training.is_own
-    with opened(request.model, progress or (lambda _: None), where.name, own=own) as model:
+    with model_of(request.model, progress or (lambda _: None), where.name, own=own) as loaded:
         from memsize.analysis.model_setups import plans_of
         from memsize.analysis.ranks import others_asked
         from memsize.analysis.runner import Runner
+        from memsize.analysis.varying_lengths import TRACED_STEPS, rows_of
         from memsize.processes.patches import collector_paused
         from memsize.workloads.parallel import RankLoop, steps_on
         from memsize.workloads.training import OwnLoop
 
+        model = with_inputs(request.model, loaded)
         runner = Runner(
             *model.run,
             gpu=where,
@@ -208,8 +208,19 @@ def step_trace(
                 workload = RankLoop(loop, world, where, steps=steps)
             return runner.run(workload, scenario).in_rows()
 
+        def at_length(length: int) -> Trace:
+            (progress or (lambda _: None))(f"{length:,} tokens")
+            inputs = with_inputs(replace(request.model, seq_len=length), loaded).run[2]
+            three = steps_on(replace(training or Training(), steps=TRACED_STEPS), None, where)
+            return runner.with_inputs(inputs, runner.inputs.batch_size).run(three, scenario)
+
         with collector_paused(), others_asked(traced, world):
-            return StepTrace(traced(world), where.name, allocator)
+            step = StepTrace(traced(world), where.name, allocator)
+            lengths = request.model.seq_len
+            if training is None or spread or loop is not None or not isinstance(lengths, Lengths):
+                return step
+            capacity = where.bytes - step.peak.device.high + step.peak.reserved
+            return replace(step, lengths=rows_of(at_length, lengths, runner.inputs.batch_size, allocator, capacity))
 
 
 def _refuse_run_compiled(scenarios: Iterable[Scenario], world: World | None, execute: bool) -> None:

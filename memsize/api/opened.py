@@ -129,7 +129,7 @@ def model_of(
         report_progress(f"loading {subject.model}")
         with _users_code_runs():
             loaded = load(target, subject.arguments, machine, own=own, online=subject.online)
-            with loaded.importable(), _guarded(loaded.module):
+            with loaded.importable(), _guarded(loaded.module), _routed(subject):
                 module = _with_trained_parts(loaded.module, subject)
                 yield Loaded(loaded.name, module, loaded.notes, maker=loaded.inputs, machine=machine)
         return
@@ -143,7 +143,7 @@ def model_of(
         raise InputError("--online is for the model of a Hub id: this module is there already")
     if subject.arguments:
         raise InputError("arguments are for a target, which is built with them: this module is there already")
-    with _users_code_runs(), _guarded(model):
+    with _users_code_runs(), _guarded(model), _routed(subject):
         yield Loaded(type(model).__name__, _with_trained_parts(model, subject), (), maker=None, machine=machine)
 
 
@@ -153,6 +153,12 @@ def _with_trained_parts(model: nn.Module, subject: ModelRequest) -> nn.Module:
     from memsize.precision.adapters import with_trained_parts
 
     return with_trained_parts(model, parts)
+
+
+def _routed(subject: ModelRequest) -> AbstractContextManager[None]:
+    from memsize.known_values.routing import imbalanced
+
+    return imbalanced(subject.imbalance)
 
 
 @contextmanager

@@ -229,9 +229,8 @@ def timeline(request: TimelineRequest, output: Destination) -> None:
     with working() as progress:
         from memsize import api
         from memsize.analysis.step import load_step
-        from memsize.analysis.timeline import pickled, timeline
+        from memsize.analysis.timeline import pickled
         from memsize.device.allocator_config import AllocatorConfig
-        from memsize.device.cards import card
 
         allocator = request.gpu.allocator
         if is_saved(request.model.model, "scenario", "allocator"):
@@ -244,7 +243,7 @@ def timeline(request: TimelineRequest, output: Destination) -> None:
         if output.format == "snapshot":
             content: Any = pickled(step.trace, step.config)
         else:
-            content = output.drawn(timeline(step.trace, step.config, card(step.gpu)))
+            content = output.drawn(step.as_timeline())
     output.write(content)
 
 

@@ -147,7 +147,9 @@ class ReportDocument(Document[Report]):
     def in_short(self) -> Title:
         report = self.answer
         peak: tuple[Phrase, ...] = () if report.peak is None else (("peak", Bytes(report.peak)),)
-        return Title(report.model, ((f"{report.parameters:,} parameters",), *peak))
+        active = report.active_parameters
+        count = f"{report.parameters:,} parameters" + ("" if active is None else f", {active:,} active per token")
+        return Title(report.model, ((count,), *peak))
 
     def shorter(self, section: Section) -> Iterator[Section]:
         """Yield the layer table one level less deep each time, down to the model's children, and then the largest."""
@@ -180,7 +182,8 @@ class ReportDocument(Document[Report]):
             "model": report.model,
             **values_of(trace, "scenario", "torch", "training", "batch_size"),
             "inputs": plain(trace.inputs),
-            "parameters": {"count": totals.parameters, "trainable": totals.trainable, "bytes": totals.parameter_bytes},
+            "parameters": {"count": totals.parameters, "trainable": totals.trainable, "bytes": totals.parameter_bytes}
+            | ({} if report.active_parameters is None else {"active": report.active_parameters}),
             "buffers": {"bytes": totals.buffer_bytes},
             "attributes": {"bytes": totals.attribute_bytes},
             "totals": _run_only(figures(totals), trace),
@@ -253,6 +256,8 @@ def title(report: Report) -> Title:
     if dtypes := stored_dtypes(tensor for tensor in report.trace.tensors if tensor.kind in COUNTED):
         *first, last = dtypes
         stored.append(f"in {', '.join(first)} and {last}" if first else f"in {last}")
+    if report.active_parameters is not None:
+        stored.append(f"({report.active_parameters:,} active per token)")
     if totals.trainable != totals.parameters:
         stored.append(f"({totals.trainable:,} trainable)")
     phrases.append(tuple(stored))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memsize.documents import Document
@@ -11,7 +11,7 @@ from memsize.documents.shared import collective_tables, listed, stream_tables, v
 from memsize.records.fields import role_fields
 from memsize.records.finding import Finding, Moment
 from memsize.records.roles import noun
-from memsize.records.timeline import PHASE_FIELDS, PhaseSummary, Timeline, courses, to_data
+from memsize.records.timeline import LENGTH_FIELDS, PHASE_FIELDS, LengthRow, PhaseSummary, Timeline, courses, to_data
 from memsize.units import Bytes
 
 
@@ -30,6 +30,7 @@ class TimelineDocument(Document[Timeline]):
             Chart(timeline),
             course_table(courses(timeline)),
             alive_table(courses(timeline)),
+            *_length_tables(timeline),
             *collective_tables(timeline.collectives),
             *stream_tables(timeline.streams),
             *listed("Assumed", timeline.assumptions),
@@ -49,7 +50,7 @@ class TimelineDocument(Document[Timeline]):
         at = " at {at}" if values["at"] else ""
         template = f"The peak is {{peak}}, in {{phase}}{at}: {shares}."
         moment = Moment(timeline.scenario, peak.event)
-        return (Finding("peak", template, values, bytes=peak.bytes, moment=moment),)
+        return (Finding("peak", template, values, bytes=peak.bytes, moment=moment), *_of_lengths(timeline.lengths))
 
     def versions(self) -> tuple[Phrase, ...]:
         return versions((self.answer,), [self.answer.card] if self.answer.card else ())
@@ -74,6 +75,27 @@ def timeline_title(timeline: Timeline) -> Title:
     if len(timeline):
         phrases.append((Strip(peak.bytes, max(timeline.allocated), max(timeline.reserved)),))
     return Title(timeline.model, tuple(phrases))
+
+
+def _of_lengths(rows: Sequence[LengthRow]) -> Iterator[Finding]:
+    """Yield how much is reserved for texts of varying lengths, and the setting that needs least."""
+    if not rows:
+        return
+    usual, fitting = rows[0], [row for row in rows if row.worst is not None]
+    template = "As the lengths of texts vary, batches in a random order "
+    template += "run out of memory" if usual.expected is None else "reserve {expected}"
+    template += ", in the worst one they run out of memory" if usual.worst is None else ", in the worst one {worst}"
+    least = min(fitting, key=lambda row: row.worst or 0, default=usual)
+    template += "; {setting}: {least} at most." if least is not usual else "."
+    sizes = {"expected": usual.expected, "worst": usual.worst, "least": least.worst}
+    values = {name: Bytes(size) for name, size in sizes.items() if size is not None}
+    yield Finding("lengths", template, {**values, "setting": least.setting}, bytes=usual.worst)
+
+
+def _length_tables(timeline: Timeline) -> tuple[Table, ...]:
+    caption = "Reserved over 48 steps whose texts vary in length"
+    table = Table.of("lengths", "Varying lengths", LENGTH_FIELDS, timeline.lengths, caption=caption)
+    return (table,) if timeline.lengths else ()
 
 
 def course_table(summaries: Sequence[PhaseSummary]) -> Table:

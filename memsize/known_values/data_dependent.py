@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from memsize.known_values.routing import BALANCED
 from memsize.known_values.values import (
     MAX_ASSUMED_ELEMENTS,
     ConstantState,
@@ -193,7 +194,6 @@ def _nms(rely: Rely, boxes: torch.Tensor, scores: torch.Tensor, _threshold: floa
 
 ALL_FINITE = "every value is finite (isnan and isinf answer no)"
 NOT_EQUAL = "no value that depends on the data equals a given number (x == 0 answers no): none was padded with it"
-BALANCED = "choices by activations (top-k, argmax, sort) fall evenly: a router sends every expert the same share"
 ALL_SELECTED = (
     "a selection by values that depend on the data (a boolean index, nonzero, nms) keeps every element: the most"
 )
@@ -229,23 +229,6 @@ def mixed_devices() -> str:
 def first_assumption(states: Sequence[ConstantState | None]) -> str | None:
     """The first assumption among `states`."""
     return next((state.assumption for state in states if state is not None and state.assumption), None)
-
-
-def spread_evenly(indices: torch.Tensor, dim: int | None, choices: int) -> None:
-    """Let the unknown `indices` along `dim` be distinct, and every one of `choices` equally frequent over the rows.
-
-    Row ``r`` takes ``r·k, r·k + 1, …, r·k + k - 1`` modulo `choices`. `dim` is None where there is one index per row.
-    """
-    if not 0 < indices.numel() <= MAX_ASSUMED_ELEMENTS or not choices:
-        return
-    flat = torch.arange(indices.numel(), dtype=indices.dtype, device="cpu") % choices
-    if dim is None or not indices.dim():
-        even = flat.view(indices.shape)
-    else:
-        dim %= indices.dim()
-        others = [size for position, size in enumerate(indices.shape) if position != dim]
-        even = flat.view(*others, indices.shape[dim]).movedim(-1, dim).contiguous()
-    set_constant(indices, even, ConstantState(BALANCED))
 
 
 def compared_with_number(op: str, number: Any) -> tuple[bool, str] | None:

@@ -24,9 +24,9 @@ from memsize.known_values.data_dependent import (
     compared_with_number,
     compared_with_zero,
     first_assumption,
-    spread_evenly,
 )
 from memsize.known_values.op_traits import OpTraits
+from memsize.known_values.routing import spread_choices
 from memsize.known_values.toeplitz import diagonals_of, follow, write
 from memsize.known_values.values import (
     MAX_ASSUMED_ELEMENTS,
@@ -275,7 +275,7 @@ def _read_as(args: Any) -> str | None:
 def _inform(op: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
     if op.choice is not None:
         indices = result[op.choice[0]] if isinstance(result, (tuple, list)) else result
-        spread_evenly(indices, *op.choices(args, kwargs))
+        spread_choices(indices, *op.choices(args, kwargs))
     elif not isinstance(result, torch.Tensor) or not is_meta(result):
         return
     elif op.checks:

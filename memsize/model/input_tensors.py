@@ -81,7 +81,8 @@ def inputs_for(
         maker = input_maker(source, getattr(source, "__name__", type(source).__name__))
     if maker is None:
         raise InputError(f"the model needs an input: {wanted_inputs(model)}")
-    return inputs_from_maker(maker, InputRequest(subject.batch_size or 1, subject.seq_len, training))
+    length = None if subject.seq_len is None else int(subject.seq_len)  # of lengths that vary the longest
+    return inputs_from_maker(maker, InputRequest(subject.batch_size or 1, length, training))
 
 
 def inputs_from_specs(specs: Sequence[InputSpec], batch_size: int) -> ModelInputs:

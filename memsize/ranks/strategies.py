@@ -1,7 +1,8 @@
 """A model spread over GPUs by PyTorch's own code: `fully_shard`, `DistributedDataParallel` or `DataParallel`; and its
 blocks, which are sharded one by one, or put on stages: its own hints, else the layers that repeat.
 
-Source: transformers' ``PreTrainedModel.tp_plan`` and its distributed/tensor_parallel.py (5.20 to 5.23).
+Source: transformers' ``PreTrainedModel.tp_plan`` and ``ep_plan``, its distributed/tensor_parallel.py (5.20 to 5.23),
+and expert_parallel.py and fsdp.py beside it (5.21 to 5.23).
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ def spread(
         vars(model).update((name, value) for name, value in vars(wrapped).items() if not name.startswith("_"))
         return model
     mesh = mesh_of(parallel)
-    if parallel.tensor > 1:
-        with aside():
-            divide(model, mesh["tp"])
+    with aside():
+        if parallel.tensor > 1:
+            divide(model, mesh["tp"], expert_plan_of(model, parallel.experts) if parallel.experts > 1 else ())
+        if parallel.experts > 1:
+            divide_experts(model, parallel, mesh["tp"], scenario)
     return shared_out(model, blocks_of(model).modules, parallel, mesh, scenario)
 
 
@@ -55,7 +58,8 @@ def mesh_of(parallel: Parallel) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = {"pp": parallel.stages, "replicate": parallel.replicas, "shard": parallel.shards, "tp": parallel.tensor}
-    axes = [name for name in sizes if name in _AXES[parallel.kind] or (name in ("pp", "tp") and sizes[name] > 1)]
+    extra = {name for name in ("pp", "tp") if sizes[name] > 1} | ({"tp"} if parallel.experts > 1 else set())
+    axes = [name for name in sizes if name in _AXES[parallel.kind] or name in extra]
     return init_device_mesh("cuda", tuple(sizes[name] for name in axes), mesh_dim_names=tuple(axes))
 
 
@@ -78,17 +82,20 @@ def shared_out(
         group = mesh["replicate"].get_group()
         return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=parallel.views)
     if parallel.shards_parameters:
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import fully_shard
 
-        options: dict[str, Any] = {
-            "mesh": mesh[_AXES[parallel.kind]],
-            "mp_policy": policy_of(scenario),
-            "offload_policy": CPUOffloadPolicy() if parallel.offload else OffloadPolicy(),
-        }
+        options = _sharding(mesh[_AXES[parallel.kind]], parallel, scenario)
         for block in blocks:  # a stage would gather them anew for each microbatch
             fully_shard(block, **options, reshard_after_forward=not parallel.is_pipeline)
         fully_shard(model, **options)
     return model
+
+
+def _sharding(mesh: DeviceMesh, parallel: Parallel, scenario: Scenario) -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    offload = CPUOffloadPolicy() if parallel.offload else OffloadPolicy()
+    return {"mesh": mesh, "mp_policy": policy_of(scenario), "offload_policy": offload}
 
 
 def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
@@ -132,6 +139,12 @@ def how(model: nn.Module, parallel: Parallel, scenario: Scenario) -> tuple[str, 
         whole = "; layers whose weights are tied stay whole" if tied else ""
         words = join_names(tuple(f"{n} x {style}" for style, n in styles.items()))
         notes.append(f"tp: the model's own tp_plan ({words}){whole}")
+    if parallel.experts > 1:
+        expert_plan_of(model, parallel.experts)
+        notes.append(
+            f"ep: by the model's own ep_plan, each GPU has 1/{parallel.experts} of the experts of a layer and gets "
+            "their tokens by an all-to-all"
+        )
     if parallel.kind == "tp":
         notes.append("the optimizer updates one parameter after the other (foreach=False), as some are divided")
     if parallel.kind == "ddp":
@@ -176,7 +189,7 @@ def _padded(model: nn.Module, parallel: Parallel) -> Iterator[str]:
         if parameter.dim() and 0 < len(parameter) < parallel.shards
     }
     whole = sum(parameter.nbytes for parameter in model.parameters())
-    if parallel.tensor > 1 or sum(padded.values()) < _MATTERS * whole:
+    if parallel.tensor > 1 or parallel.experts > 1 or sum(padded.values()) < _MATTERS * whole:
         return
     name = max(padded, key=lambda path: padded[path])
     weight = model.get_parameter(name)
@@ -267,8 +280,8 @@ _HEADS: Final = {"num_attention_heads": "attention heads", "num_key_value_heads"
 _ATTENTION: Final = (".q_proj", ".k_proj", ".qkv_proj", ".query_key_value")
 
 
-def divide(model: Any, mesh: DeviceMesh) -> None:
-    """Divide the layers of `model` over `mesh` by its own plan, with the library's own code."""
+def divide(model: Any, mesh: DeviceMesh, without: Iterable[str] = ()) -> None:
+    """Divide the layers of `model` but those of `without` over `mesh` by its own plan, with the library's own code."""
     plan = plan_of(model, mesh.size())
     try:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -278,7 +291,8 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
     there = {name for name, _ in model.named_parameters()}
     tied = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False) if name not in there}
     styles = model._expand_parallel_plan(plan).items()
-    plan = {name: style for name, style in styles if not tied & {name, name.rpartition(".")[0]}}
+    whole = tied | set(without)
+    plan = {name: style for name, style in styles if not whole & {name, name.rpartition(".")[0]}}
     apply_tensor_parallelism(model, mesh, plan)
 
 
@@ -294,9 +308,67 @@ def plan_of(model: Any, size: int) -> dict[str, str]:
     config = model.config.get_text_config()
     for name, words in _HEADS.items() if divides_heads else ():
         heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % size:
-            largest = max(number for number in range(1, size) if heads % number == 0)
-            raise InputError(f"{heads} {words} cannot be divided evenly over tp={size}: over tp={largest} they can")
+        if isinstance(heads, int):
+            _refuse_unequal_parts(heads, words, "tp", size)
+    return dict(plan)
+
+
+def _refuse_unequal_parts(number: int, words: str, kind: str, size: int) -> None:
+    if number % size:
+        largest = max(parts for parts in range(1, size) if number % parts == 0)
+        raise InputError(
+            f"{number} {words} cannot be divided evenly over {kind}={size}: over {kind}={largest} they can"
+        )
+
+
+# -- expert parallelism by a model's own plan --------------------------------------------------------------------------
+
+_DISPATCHING: Final = "ep_dispatch_experts"
+
+
+def divide_experts(model: Any, parallel: Parallel, tp_mesh: DeviceMesh, scenario: Scenario) -> None:
+    """Divide the experts of each layer over GPUs by the model's own plan, with the library's own code. GPUs with the
+    same experts shard them.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    try:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+    except ImportError:
+        raise InputError("expert parallelism by a model's own plan wants transformers 5.21 or newer") from None
+    plan = expert_plan_of(model, parallel.experts)
+    sizes = parallel.replicas, parallel.shards * parallel.tensor // parallel.experts, parallel.experts
+    mesh = init_device_mesh("cuda", sizes, mesh_dim_names=("replicate", "shard", "ep"))
+    apply_expert_parallelism(model, mesh["ep"], tp_mesh, plan)
+    axes = _AXES[parallel.kind]
+    for name, style in plan.items() if parallel.shards_parameters else ():
+        if style == _DISPATCHING:
+            experts: Any = fully_shard(model.get_submodule(name), **_sharding(mesh[axes], parallel, scenario))
+            experts.set_gradient_divide_factor(float(parallel.replicas * parallel.shards))
+            experts.set_force_sum_reduction_for_comms(sizes[1] > 1)
+
+
+def count_all_experts(model: nn.Module, gpus: int) -> None:
+    """Restore the number of experts of each module, which the library's code replaces by the number on one GPU."""
+    for module in model.modules():
+        if vars(module).get("_is_expert_parallel"):
+            vars(module).update(num_experts=vars(module)["num_experts"] * gpus, _is_expert_parallel=False)
+
+
+def expert_plan_of(model: Any, size: int) -> dict[str, str]:
+    """Return the style of each module of experts, and of its weights, by name. Raises `InputError` if there is no such
+    plan, or it cannot divide the experts over `size` GPUs.
+    """
+    plan = getattr(model, "ep_plan", None)
+    if not isinstance(plan, dict) or _DISPATCHING not in plan.values():
+        raise InputError(
+            f"{type(model).__name__} has no plan for expert parallelism (transformers' ep_plan): divide its experts in "
+            "a step= of your own, with memsize.trace(world=…)"
+        )
+    plan = model._expand_parallel_plan(plan)
+    for name in plan.keys() & dict(model.named_parameters()).keys():
+        _refuse_unequal_parts(len(model.get_parameter(name)), "experts", "ep", size)
     return dict(plan)
 
 

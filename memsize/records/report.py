@@ -152,6 +152,8 @@ class Report(Answer):
     """The settings of the caching allocator as JSON data; empty where they are PyTorch's."""
     missing: tuple[str, ...] = ()
     """The parts of the report that are missing because of Ctrl-C; empty where it is complete."""
+    active_parameters: int | None = None
+    """The parameters that one token uses in a mixture of experts; None for other models."""
 
     @property
     def totals(self) -> Totals:

@@ -9,6 +9,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Renderable
+from memsize.records.cells import Missing
 from memsize.records.fields import BYTES, PATH, TEXT, WORDS, Fields, FlatTable, field
 from memsize.records.gpu import Card, StreamShare
 from memsize.records.roles import Role
@@ -61,6 +62,27 @@ class PeakMoment(NamedTuple):
     roles: Mapping[Role, int]
 
 
+class LengthRow(NamedTuple):
+    """The bytes reserved under one setting by a training whose texts vary in length: in a random order, and in the
+    worst of the orders that were tried; None where it runs out of memory. `requested` is the most that is alive.
+    """
+
+    setting: str
+    requested: int
+    expected: int | None
+    worst: int | None
+
+
+LENGTH_FIELDS: Final = Fields[LengthRow](
+    field("setting", "batches", TEXT, 100, "how batches are made, or a setting of the allocator"),
+    field("requested", "tensors", BYTES, 97, "live bytes at the peak"),
+    field("expected", "reserved", BYTES, 99, "the allocator's segments at their peak, for batches in a random order"),
+    field("worst", "worst order", BYTES, 98, "the same for the worst of five orders, two of them made to fragment"),
+    nullable=("expected", "worst"),
+    missing=lambda _: Missing("runs out of memory"),
+)
+
+
 @dataclass(frozen=True)
 class Timeline(Renderable):
     """One value per event in each of its columns; `live` has a column for each role that occurs, in order of `ROLES`.
@@ -105,6 +127,8 @@ class Timeline(Renderable):
     """The release of PyTorch that ran; empty where the file is from before it was kept."""
     card: Card | None = None
     """The simulated GPU; None for one whose memory never ends."""
+    lengths: tuple[LengthRow, ...] = ()
+    """What the allocator reserves if the lengths of texts vary; empty for texts of one length."""
 
     def __len__(self) -> int:
         return len(self.delta)
@@ -301,7 +325,8 @@ def to_data(timeline: Timeline) -> dict[str, Any]:
     """The timeline as data that JSON can hold; `peak` is there for readers who look for nothing else."""
     columns = {field.name: getattr(timeline, field.name) for field in fields(timeline)}
     peak = timeline.peak._asdict() | {"phase": str(timeline.phase_at(timeline.peak.event)) if len(timeline) else None}
-    parts = {name: [part._asdict() for part in columns[name]] for name in ("phases", "storages", "segments", "streams")}
+    rows = ("phases", "storages", "segments", "streams", "lengths")
+    parts = {name: [part._asdict() for part in columns[name]] for name in rows}
     card = {"card": asdict(timeline.card) if timeline.card else None}
     between = {"world": asdict(timeline.world), "collectives": [asdict(entry) for entry in timeline.collectives]}
     return {"schema": SCHEMA, "peak": peak, **columns, **parts, **between, **card}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memsize.errors import InputError
 from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, parse_input, parse_inputs
+from memsize.spec.lengths import parse_lengths
 from memsize.spec.options import option
 from memsize.spec.training import BASES, PEFT_CONFIGS, TrainedParts, parse_adapter, parse_base, parse_lora
 
@@ -55,7 +56,8 @@ class ModelRequest:
     `source` that makes them, a function or its name. Where none is given, a library's model may know its own.
 
     `batch_size` is for inputs that are made, `seq_len` for texts that are. What is left None is for the question to
-    choose. `lora`, `adapter`, `base` and `freeze` say what is trained (`memsize.spec.training`).
+    choose. `lora`, `adapter`, `base` and `freeze` say what is trained (`memsize.spec.training`). A router sends its
+    busiest expert `imbalance` times the mean number of tokens.
     """
 
     model: nn.Module | str = option("", "", key="target", positional=True)
@@ -76,7 +78,16 @@ class ModelRequest:
         key="inputs",
         metavar="FUNCTION",
     )
-    seq_len: int | None = option(None, "Tokens per text for hf: models.", shown="512, or what fits", least=1)
+    seq_len: int | None = option(
+        None,
+        "Tokens per text for hf: models. With timeline also lengths that vary: 128..4096:lognormal, or a file of them.",
+        annotation="int | str | None",
+        kind="text",
+        shown="512, or what fits",
+        metavar="N",
+        least=1,
+        read=parse_lengths,
+    )
     batch_size: int | None = option(
         None, "Samples per batch.", flags=("-b", "--batch", "--batch-size"), shown="1", least=1
     )
@@ -113,6 +124,9 @@ class ModelRequest:
         "Freeze the modules and parameters of these names, separated by commas: embeddings,encoder.layer.0*.",
         kind="list",
         metavar="PATTERNS",
+    )
+    imbalance: float = option(
+        1.0, "Tokens that the busiest expert gets, or under ep the busiest GPU, times the mean.", least=1
     )
 
     def __post_init__(self) -> None:
@@ -164,7 +178,7 @@ class ModelRequest:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         batch_size: int | None = None,
-        seq_len: int | None = None,
+        seq_len: int | str | None = None,
         arguments: Mapping[str, object] | None = None,
         mode: Mode | None = None,
         whole: bool = False,
@@ -173,6 +187,7 @@ class ModelRequest:
         adapter: str | None = None,
         base: str | None = None,
         freeze: str | Iterable[str] | None = None,
+        imbalance: float = 1.0,
     ) -> ModelRequest:
         """The subject that the arguments of a question describe; one that is there already comes as it is.
 
@@ -203,8 +218,10 @@ class ModelRequest:
             call = values, keywords | dict(beside or {})
         elif args or kwargs:
             call = tuple(args or ()), dict(kwargs or {})
-        rest: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "mode": mode, "whole": whole}
+        length = parse_lengths(seq_len) if isinstance(seq_len, str) else seq_len
+        rest: dict[str, Any] = {"batch_size": batch_size, "seq_len": length, "mode": mode, "whole": whole}
         rest |= {"online": online, "lora": lora, "adapter": adapter, "base": base, "freeze": freeze}
+        rest["imbalance"] = imbalance
         return cls(model, specs, call=call, source=source, arguments=dict(arguments or {}), **rest)  # type: ignore[arg-type]
 
 

@@ -14,12 +14,12 @@ from memsize.spec.training import Training, parse_optimizer
 
 Kind = Literal["ddp", "fsdp", "hsdp", "dp", "tp", "pp"]
 
-_OPTION: Final = re.compile(r"(offload|views)|rank\s*=\s*(\d+)")
+_OPTION: Final = re.compile(r"(offload|views)|(rank|ep)\s*=\s*(\d+)")
 _GROUPS: Final = re.compile(r"hsdp\s*=\s*x\s*\d+")
 _OWN_LOOP: Final = "shard the model in a step= of your own instead, with memsize.trace(world=…)"
 _REFUSED: Final = {
     "cp": f"context parallelism needs the loop's own context_parallel region: {_OWN_LOOP}",
-    "ep": f"expert parallelism needs the model's own dispatch: {_OWN_LOOP}",
+    "ep": "experts divided over how many GPUs? write it like ep=8, or fsdp=64,ep=8",
 }
 
 
@@ -30,7 +30,9 @@ class Parallel:
     ``ddp`` holds the whole model `replicas` times, ``fsdp`` shards it over `shards` GPUs, and ``hsdp`` does both:
     `replicas` groups of `shards` GPUs each. ``dp`` is one process with all GPUs, by `nn.DataParallel`. ``tp`` divides
     layers over `tensor` GPUs, alone or each of the shards of ``fsdp`` and ``hsdp``. ``pp`` is a pipeline of `stages`,
-    each on one GPU, or spread by one of the others. With `offload`, shards are kept in the memory of the host, and
+    each on one GPU, or spread by one of the others. ``ep`` divides the experts of a layer over `experts` of the GPUs
+    that shards and divided layers are on, each of which has tokens of its own. With `offload`, shards are kept in the
+    memory of the host, and
     updated there; with `views`, the gradients of ``ddp`` are views of the buckets in which they are reduced. `rank` is
     the process to show.
     """
@@ -40,6 +42,7 @@ class Parallel:
     shards: int = 1
     tensor: int = 1
     stages: int = 1
+    experts: int = 1
     offload: bool = False
     views: bool = False
     rank: int | None = None
@@ -51,9 +54,20 @@ class Parallel:
             )
         if self.views and self.kind != "ddp":
             raise InputError(f"{self}: views are those of ddp's gradients into its buckets, such as ddp=8,views")
+        if self.experts != 1:
+            self._check_experts()
         if min(self.replicas, self.shards, self.tensor, self.stages) < 1 or self.size > MOST_RANKS:
             raise InputError(f"{self} is on {self.size} GPUs: it has to be on 1 to {MOST_RANKS:,}")
         World(self.size, self.rank or 0)  # refuses a rank that is none of them
+
+    def _check_experts(self) -> None:
+        if not (self.shards_parameters or self.kind == "tp") or self.stages > 1:
+            raise InputError(f"{self}: ep divides experts over the GPUs of fsdp, hsdp or tp, such as fsdp=8,ep=8")
+        if self.experts < 1 or self.shards * self.tensor % self.experts or self.experts % self.tensor:
+            raise InputError(
+                f"{self}: ep has to divide the {self.shards * self.tensor} GPUs that share the model"
+                + (f", and be a multiple of tp={self.tensor}" if self.tensor > 1 else "")
+            )
 
     @property
     def size(self) -> int:
@@ -122,6 +136,7 @@ class Parallel:
         within = {"tp": self.tensor, "pp": self.stages}
         parts = [f"{self.kind}={'x'.join(str(getattr(self, field)) for field in own)}"]
         parts += [f"{kind}={size}" for kind, size in within.items() if size > 1 and kind != self.kind]
+        parts += [f"ep={self.experts}"] if self.experts != 1 else []
         parts += [option for option in ("offload", "views") if getattr(self, option)]
         return ",".join(parts if self.rank is None else [*parts, f"rank={self.rank}"])
 
@@ -150,6 +165,7 @@ def spread_of(
 def parse_parallel(text: str) -> Parallel:
     """The strategy that ``ddp=8``, ``fsdp=8``, ``hsdp=4x8``, ``dp=4``, ``tp=8``, ``pp=4``, ``fsdp=32,tp=8``,
     ``fsdp=8,pp=4``, ``fsdp=8,offload``, ``ddp=8,views`` or ``pp=4,rank=3`` names, in any order.
+    ``fsdp=64,ep=8`` divides experts over 8 of the GPUs, and ``ep=8`` alone is ``fsdp=8,ep=8``.
 
     Raises `InputError` for one that is unknown, or whose numbers cannot be.
     """
@@ -176,13 +192,15 @@ def parse_parallel(text: str) -> Parallel:
 
 
 def _options_of(text: str) -> tuple[str, dict[str, Any]]:
-    """`text` without what it says at its end of no number of GPUs, and that."""
+    """`text` without the parts that change no number of GPUs, and these parts."""
     options: dict[str, Any] = {}
-    parts = text.split(",")
-    while len(parts) > 1 and (match := _OPTION.fullmatch(parts[-1].strip())):
-        options |= {match[1]: True} if match[1] else {"rank": int(match[2])}
-        parts.pop()
-    return ",".join(parts), options
+    parts = [part.strip() for part in text.split(",")]
+    if all(_OPTION.fullmatch(part) for part in parts):
+        parts = [*(part.replace("ep", "fsdp") for part in parts if part.startswith("ep")), *parts]
+    rest = [part for part in parts if not _OPTION.fullmatch(part)]
+    for match in filter(None, map(_OPTION.fullmatch, parts if rest else ())):
+        options |= {match[1]: True} if match[1] else {"experts" if match[2] == "ep" else "rank": int(match[3])}
+    return ",".join(rest) if rest else text, options
 
 
 _FIELDS: Final[dict[Kind, tuple[str, ...]]] = {

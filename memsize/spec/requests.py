@@ -41,7 +41,7 @@ _scenario: Final = partial(
 _parallel: Final = partial(
     option,
     None,
-    "Train on several GPUs, and show one: ddp=8[,views], fsdp=8[,offload], hsdp=4x8, tp=8, pp=4, "
+    "Train on several GPUs, and show one: ddp=8[,views], fsdp=8[,offload], hsdp=4x8, tp=8, pp=4, ep=8, "
     "fsdp=8,tp=8,pp=4, dp=4.",
     metavar="STRATEGY",
 )
@@ -79,7 +79,7 @@ def _rank(text: str) -> int | Which:
     return int(text)
 
 
-_TRAINED_PARTS: Final = ("lora", "adapter", "base", "freeze")
+_OF_TRAINING: Final = ("lora", "adapter", "base", "freeze", "imbalance")
 
 
 def _trained_if_adapted(request: Any, is_trained: bool = True) -> None:
@@ -166,7 +166,7 @@ class GuardRequest:
 class VerifyRequest:
     """A prediction compared with a real GPU."""
 
-    model: ModelRequest = _model(without=("whole", *_TRAINED_PARTS))
+    model: ModelRequest = _model(without=("whole", *_OF_TRAINING))
     training: Training | None = part(Training, **_TRAINING)
     scenario: str = _scenario()
     device: int = option(0, "CUDA device to run on.", least=0)
@@ -179,7 +179,7 @@ class VerifyRequest:
 class LayoutRequest:
     """The effect of channels last on a model."""
 
-    model: ModelRequest = _model(without=("whole", *_TRAINED_PARTS))
+    model: ModelRequest = _model(without=("whole", *_OF_TRAINING))
     scenario: str = _scenario()
 
 
@@ -294,7 +294,7 @@ class GenerateRequest:
 class ServeRequest:
     """The memory of a paged server."""
 
-    model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode", *_TRAINED_PARTS))
+    model: ModelRequest = _model(without=("source", "seq_len", "batch_size", "mode", *_OF_TRAINING))
     serving: Serving = part(Serving)
     scenarios: str | Iterable[str] | None = _scenarios(SERVED)
     gpu: Gpu = part(Gpu, without=("allocator",))

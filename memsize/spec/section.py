@@ -52,7 +52,7 @@ def section_of(values: Mapping[str, Any]) -> ModelSection:
     options = options_of(ModelSection)
     for key, value in values.items():
         if key in options:
-            check_type(key, value, TOML_TYPES[options[key].kind or "text"])
+            check_type(key, value, (*TOML_TYPES[options[key].kind or "text"], *options[key].types))
     return build(ModelSection, values)
 
 

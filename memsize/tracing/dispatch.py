@@ -34,6 +34,7 @@ from memsize.known_values.op_traits import traits_of
 from memsize.known_values.propagation import carry_over, propagate, tell_sign
 from memsize.torch_internals.sparse_tensors import with_parts
 from memsize.tracing.overrides import compiles, overridden
+from memsize.tracing.python_ops import body_of
 
 ADD = torch.ops.aten.add.Tensor
 DETACH = torch.ops.aten.detach.default
@@ -60,6 +61,7 @@ class OpFacts:
         name, has = self.traits.name, torch._C._dispatch_has_kernel_for_dispatch_key
         only_calls = has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
         self.composite = self.rule is None and name not in SPECIAL and only_calls
+        self.body = body_of(func)
         self.single = _SINGLE.get(func.name().partition(".")[0])
         self.same = SAME_DTYPE.get(func)
         self.copies = COPIES.get(func)

@@ -26,6 +26,7 @@ from memsize.records.trace import Event, Storage
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.sparse_tensors import PARTS, parts_of
 from memsize.tracing.dispatch import DETACH, MetaDispatchMode, OpFacts, has_own_dispatch
+from memsize.tracing.python_ops import replaced_by_fake, without_launches
 from memsize.tracing.run_position import RunPosition
 from memsize.tracing.saved_tensors import SavedTensor, without_graph
 
@@ -142,7 +143,7 @@ class Ledger(MetaDispatchMode):
             self._keep_workspace(self._handles, self.workspaces.blas, op.name)
         self._mark_read(args)
         replaced = () if op.sparse_rule is None else parts_of(args)  # alive until the new ones are there
-        result = self.run_op(func, args, kwargs, op)
+        result = self._result(func, args, kwargs, op)
         if self.counts and op.flops is not None:
             count = op.flops(*args, **kwargs, out_val=result) // FLOPS_OF_ONE
             self.multiply_adds[self.clock.layer] = self.multiply_adds.get(self.clock.layer, 0) + count
@@ -152,6 +153,20 @@ class Ledger(MetaDispatchMode):
             self._note_kernel(op, args, kwargs, result)
         del replaced
         return result
+
+    def _result(self, func: Any, args: Any, kwargs: dict[str, Any], op: OpFacts) -> Any:
+        """Return the result of an op. That of one defined in Python comes from its body, whose ops are seen one by one;
+        where the body needs a GPU, from its fake.
+        """
+        if op.body is None or op.rule is not None or self._computes:
+            return self.run_op(func, args, kwargs, op)
+        try:
+            with self, without_launches():
+                return func.redispatch(op.body, *args, **kwargs)
+        except Exception as error:
+            result = self.run_op(func, args, kwargs, op)
+            self.evaluator.notes[replaced_by_fake(func, error)] = None
+            return result
 
     def _mark_read(self, args: Iterable[Any]) -> None:
         for item in args:

@@ -17,10 +17,9 @@ from typing import Any, Final
 
 import torch
 
-from memsize.known_values.values import state_of
 from memsize.processes.patches import LatePatches, Patch
 from memsize.records.finding import join_names
-from memsize.torch_internals.pytree import arguments_in
+from memsize.tracing.python_ops import left_out
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
 _EAGER = (
@@ -89,21 +88,18 @@ def later(ledger: VirtualLedger) -> dict[str, LatePatches]:
     """Return the patches of Triton, for when the program has imported it."""
     kernels: dict[str, None] = {}
 
-    def left_out(kernel: Any, *args: Any, **options: Any) -> None:
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        left_out(*args, **options)
         while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):  # an autotuner, a set of heuristics
             kernel = kernel.fn
         name = getattr(kernel, "__name__", "a kernel without a name")
         ledger.evaluator.notes.pop(_NOTE.format(join_names(tuple(kernels))), None)
         kernels[name + (f" in {ledger.custom_op}" if ledger.custom_op else "")] = None
         ledger.evaluator.notes[_NOTE.format(join_names(tuple(kernels)))] = None
-        for tensor in arguments_in((args, options)):
-            state = state_of(tensor)
-            if state is not None:
-                state.invalidate()
 
     return {
         MODULE: lambda module: [
-            (module.Autotuner, "run", left_out),
-            (sys.modules["triton.runtime.jit"].JITFunction, "run", left_out),
+            (module.Autotuner, "run", noted),
+            (sys.modules["triton.runtime.jit"].JITFunction, "run", noted),
         ]
     }

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 
 from memsize.device.cuda_libraries import nccl_notes
 from memsize.errors import ForwardError, ScenarioError
+from memsize.known_values.routing import imbalanced
 from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode
 from memsize.model.tensor_storage import stored_tensors
+from memsize.precision.adapters import has_adapters
 from memsize.ranks.group import OURS
 from memsize.ranks.strategies import (
     blocks_in_line,
+    count_all_experts,
     divide,
     how,
     mesh_of,
@@ -148,8 +151,10 @@ class ParallelSteps(Workload):
         scenario, parallel = scenario_named(setup.scenario), self.parallel
         if reason := parallel.refuses(scenario):
             raise ScenarioError(reason)
-        if setup.precision.sizes:
-            raise ScenarioError(f"a quantized base is not trained under {parallel.kind} here")
+        if setup.precision.sizes and (parallel.kind != "ddp" or parallel.is_pipeline):
+            raise ScenarioError(f"a quantized base is trained under ddp, whole on each GPU, and not under {parallel}")
+        if parallel.tensor > 1 and has_adapters(setup.model):
+            raise ScenarioError(f"adapters are trained under ddp, fsdp and hsdp: the plan of {parallel} has none")
         notes = (*setup.notes, *how(setup.model, parallel, scenario))
         setup = replace(spread_setup(setup, parallel), notes=notes)
         model = setup.model
@@ -169,7 +174,9 @@ class ParallelSteps(Workload):
 
             return step
 
-        trace = run_rank(setup, parallel.world, self.card, self.options.steps, make)
+        groups = parallel.experts if parallel.experts > 1 else None
+        with imbalanced(groups=groups, position=parallel.world.rank):  # the rank that is shown is the busiest
+            trace = run_rank(setup, parallel.world, self.card, self.options.steps, make)
         if other is None:
             return trace
         elsewhere = run_rank(
@@ -180,11 +187,16 @@ class ParallelSteps(Workload):
 
 def spread_setup(setup: Setup, parallel: Parallel) -> Setup:
     """`setup` for a model that is to be spread by `parallel`."""
-    setup = replace(setup, model=wrapped(setup.model, parallel), buckets=None, stored=stored_tensors)
+
+    def ended(model: nn.Module) -> None:
+        count_all_experts(model, parallel.experts)
+        setup.ended(model)
+
+    spread = replace(setup, model=wrapped(setup.model, parallel), buckets=None, stored=stored_tensors, ended=ended)
     if not parallel.shards_parameters:
-        return setup
+        return spread
     # its mixed precision takes the place of autocast, except in the loss
-    return replace(setup, precision=replace(setup.precision, forward=partial(torch.autocast, "cuda", enabled=False)))
+    return replace(spread, precision=replace(setup.precision, forward=partial(torch.autocast, "cuda", enabled=False)))
 
 
 def _beyond(first: Trace, other: Trace) -> str:

@@ -122,17 +122,21 @@ class Piece:
 
     def at(self, length: int) -> Step:
         """Return the step at a length of the piece."""
+        if self.exact and len(self.nodes) == 2 and length not in self.nodes:
+            sizes = self.nodes[self.low].sizes + self._slope * (length - self.low)
+            return Step(self.nodes[self.low].structure, sizes)
+        step = self.interpolated(length)
+        assert step is not None, "a held-out length has agreed, so all are integers"
+        return step
+
+    def interpolated(self, length: int) -> Step | None:
+        """Return the step at a length of the piece; None where its sizes would be no integers."""
         if length in self.nodes:
             return self.nodes[length]
         if not self.exact:  # the longest is the largest
             return self.nodes[self.high]
-        if len(self.nodes) == 2:
-            sizes = self.nodes[self.low].sizes + self._slope * (length - self.low)
-        else:
-            interpolated = self._polynomials.at((length,), (step.sizes for step in self.nodes.values()))
-            assert interpolated is not None, "a held-out length has agreed, so all are integers"
-            sizes = interpolated
-        return Step(self.nodes[self.low].structure, sizes)
+        sizes = self._polynomials.at((length,), (step.sizes for step in self.nodes.values()))
+        return None if sizes is None else Step(self.nodes[self.low].structure, sizes)
 
     def agrees(self, length: int, step: Step) -> bool:
         """Whether the piece predicts a traced step to the byte."""

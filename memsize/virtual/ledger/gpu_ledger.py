@@ -11,7 +11,6 @@ it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -21,7 +20,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from memsize.errors import first_line
 from memsize.kernels.convolution import FORWARD as CONVOLUTION
 from memsize.known_values.evaluation import as_stand_ins
 from memsize.model.tensor_storage import PLAIN_TYPES
@@ -43,8 +41,9 @@ from memsize.records.aggregates import split_phase
 from memsize.torch_internals.jit_tracing import is_tracing, record_as, record_convolution, untraced
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import arguments_in
-from memsize.tracing.dispatch import DETACH, has_own_dispatch
+from memsize.tracing.dispatch import DETACH, OpFacts, has_own_dispatch
 from memsize.tracing.ledger import Workspaces
+from memsize.tracing.python_ops import body_of, replaced_by_fake
 from memsize.virtual.device_assignment import HOST, any_own_meta, claim, gpu_of, is_own_meta, on_gpu, taken_to_gpu
 from memsize.virtual.ledger.gpu_storages import GpuStorages, thread
 from memsize.virtual.ledger.stream_order import host_waits
@@ -57,14 +56,6 @@ _NUMBERS: Final = {bool: torch.bool, int: torch.int64, float: torch.float64, com
 _TO_COPY: Final = torch.ops.aten._to_copy.default
 _SET_STORAGE: Final = torch.ops.aten.set_.source_Storage_storage_offset
 """As `torch.load` makes tensors."""
-_OF_PYTORCH: Final = frozenset(
-    """aten prims prim profiler c10d _c10d_functional _c10d_functional_autograd c10d_functional _dtensor device_mesh
-    fsdp symm_mem bucketing streams inductor export quantized quantized_decomposed semi_structured flex_lib torch_attn
-    torchvision higher_order rngprims debugprims""".split()
-)
-"""Namespaces of ops whose Python kernels are PyTorch's own: memsize knows what these do on a GPU."""
-_KERNEL: Final = re.compile(r"^(\w+)(?:\[alias\])?: registered at (.+):\d+ ::", re.MULTILINE)
-_GPU_KEY, _CPU_KEY = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in ("CUDA", "CPU"))
 _NEEDS_GPU: Final = (RuntimeError, ImportError, OSError, AssertionError)
 """What code raises that does not find its GPU."""
 
@@ -195,13 +186,14 @@ class VirtualLedger(GpuStorages):
                 raise
             except RuntimeError:
                 raise error from None
-            self.evaluator.notes[
-                f"the body of {func.name()} needs a real GPU ({type(error).__name__}: {first_line(error)}): only the "
-                "results of its fake are in these figures"
-            ] = None
+            self.evaluator.notes[replaced_by_fake(func, error)] = None
             return result
         finally:
             self.custom_op, thread.depth = outer, depth
+
+    def _result(self, func: Any, args: Any, kwargs: dict[str, Any], op: OpFacts) -> Any:
+        """Return the result of an op, whose body was run before or stays out."""
+        return self.run_op(func, args, kwargs, op)
 
     # -- where an op runs ---------------------------------------------------------------------------------------------
 
@@ -363,18 +355,8 @@ def _names_gpu(device: torch.device) -> bool:
 
 def _backend_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the dispatch key of the Python function that runs `func` where its arguments are, None without one."""
-    if func.namespace in _OF_PYTORCH:
-        return None
     values = (*args, *kwargs.values())
     if any_own_meta(values):
         return None
     goes_to_gpu = on_gpu(values) or any(isinstance(v, torch.device) and v.type == "cuda" for v in values)
-    name, keys = ("CUDA", _GPU_KEY) if goes_to_gpu else ("CPU", _CPU_KEY)
-    return keys if _runs_python(func.name(), name) else None
-
-
-@cache
-def _runs_python(op: str, backend: str) -> bool:
-    """Whether the kernel of `op` for a backend is a Python function, by where it was registered."""
-    files = dict(_KERNEL.findall(torch._C._dispatch_dump(op)))
-    return str(files.get(backend) or files.get("CompositeExplicitAutograd", "")).endswith(".py")
+    return body_of(func, "CUDA" if goes_to_gpu else "CPU")
