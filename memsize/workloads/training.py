@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from memsize.spec.training import USUAL_STEPS, Training
 from memsize.tracing.ledger import Ledger
 from memsize.tracing.repetition import StepRepetition
 from memsize.tracing.run import Run, Setup
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.workloads import Forward, Inference, Proof, Workload
 from memsize.workloads.losses import Losses
 from memsize.workloads.optimizers import make_optimizer, steps_watched
@@ -53,7 +54,8 @@ class TrainingSteps(Workload):
                     body()
                 steps.ended()
             run.note(body.losses.note)
-        return run.trace()
+        trace, ledger = run.trace(), run.ledger
+        return replace(trace, host=ledger.host_memory.use) if isinstance(ledger, VirtualLedger) else trace
 
     @property
     def _repeats(self) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final
 
 from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
+from memsize.analysis.fit.recomputation import repeated_blocks
 from memsize.analysis.fit.run_cache import GenerationRunCache, NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.step_remedies import (
     BF16_PARAMETERS,
@@ -19,6 +20,7 @@ from memsize.analysis.fit.step_remedies import (
     VariantRemedy,
     accumulation,
     edited,
+    fewer_checkpoints,
     more_gpus,
     numbers_of_parts,
     quantized,
@@ -120,6 +122,9 @@ class RemedyWork:
         if runs.generates and not search.need.fits:
             larger = (one for one in larger_budgets(budget, runs.stack) if one.allocator >= search.need.bytes)
             ladders.insert(0, Ladder(map(on_larger_gpu, larger), until="enough"))
+        if any(row.name == "activation checkpointing" and row.outcome == "fits" for row in rows):
+            blocks = len(repeated_blocks(runs.model))
+            ladders.append(Ladder(fewer_checkpoints(blocks), until="bisected"))
         if splits and (base.training or base.generation) and size > 1:
             in_parts = fewer_sequences if base.generation else accumulation
             ladders.insert(0, Ladder(map(in_parts, numbers_of_parts(size)), until="last"))
@@ -130,8 +135,7 @@ class RemedyWork:
     def _remedy_search(self, base: RunVariant, size: int) -> RemedySearch[RunVariant]:
         def measure(variant: RunVariant) -> Need:
             run = self.runs.run(variant, size)
-            host = run.trace.host.needs if variant.parallel and variant.parallel.offload else 0
-            return Need(run.needs(variant.capacity), variant.capacity, host)
+            return Need(run.needs(variant.capacity), variant.capacity, run.trace.host.needs if variant.training else 0)
 
         return RemedySearch(base, measure, SEGMENT)
 
