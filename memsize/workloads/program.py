@@ -36,6 +36,7 @@ from memsize.virtual.driver.functions import Driver
 from memsize.virtual.guards.child_processes import ChildProcesses, Settings
 from memsize.virtual.guards.file_guard import NetworkGuard
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
+from memsize.virtual.packages.finder import SimulatedPackages
 from memsize.virtual.program_code import Held, Waits, holders
 from memsize.virtual.program_modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu
@@ -101,6 +102,7 @@ class Program:
         if self.stand_ins is not None:
             self.files.missing = self.stand_ins.missing
             self.steps.state_to_load = self.stand_ins.optimizer_state
+        self.packages = SimulatedPackages(self.ledger.evaluator.notes.setdefault)
         self.checkpointing = CheckpointingCalls(lambda: shown(self._lines()))
         self.unused_checkpointing: str | None = None
         """Where checkpointing was switched on, if it recomputed nothing."""
@@ -140,11 +142,12 @@ class Program:
         files = (*self.files.replacements(), *ScriptFiles(self.files, self.ledger).replacements())
         own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files, *self.after.replacements())
         own += tuple(self.stand_ins.replacements()) if self.stand_ins else ()
-        later = {**saved_weights.later(self.files), **self.checkpointing.later()}
+        later = {**saved_weights.later(self.files), **self.checkpointing.later(), **self.packages.later()}
         with (
             virtual_gpu(driver, self.ledger, (*own, *more), self.world, later),
             steps_watched(self.ledger, everywhere=True),
             self.steps.counted(),
+            self.packages.importable(),
             trackers_off(),
             self.files.guarded(),
             self.processes.open(),
