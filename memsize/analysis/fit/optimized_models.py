@@ -181,6 +181,18 @@ def write_in_place(setup: Setup) -> Setup:
     return setup
 
 
+def switch_autoencoder(setup: Setup, method: str) -> Setup:
+    """Call a `method` of diffusers' autoencoder, such as enable_tiling."""
+    for module in autoencoders(setup.model):
+        getattr(module, method)()
+    return setup
+
+
+def autoencoders(model: nn.Module) -> list[nn.Module]:
+    """The modules inside `model` that can work in tiles."""
+    return [module for module in model.modules() if hasattr(module, "enable_tiling")]
+
+
 def freeze_all_but_head(setup: Setup) -> Setup:
     """Train only the last module that has parameters."""
     if has_adapters(setup.model):

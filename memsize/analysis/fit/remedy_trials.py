@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
+from memsize.analysis.fit.optimized_models import Share, autoencoders, keep_the_last_logits
 from memsize.analysis.fit.recomputation import repeated_blocks
 from memsize.analysis.fit.run_cache import GenerationRunCache, NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.step_remedies import (
+    AUTOENCODER_REMEDIES,
     BF16_PARAMETERS,
     CHUNK,
     EXPANDABLE_SEGMENTS,
@@ -104,17 +105,20 @@ class RemedyWork:
 
     runs: RunCache
 
+    def _remedies(self, base: RunVariant) -> tuple[VariantRemedy, ...]:
+        return (*(AUTOENCODER_REMEDIES if autoencoders(self.runs.model) else ()), *remedies_of(base))
+
     def remedy_alone(self, base: RunVariant, size: int, name: str) -> tuple[RemedyRow, NewRuns]:
         """Measure the remedy `name` at one size; return its row and the runs that this took."""
         before = self.runs.new_runs()
-        chosen = next(remedy for remedy in remedies_of(base) if remedy.name == name)
+        chosen = next(remedy for remedy in self._remedies(base) if remedy.name == name)
         return self._remedy_search(base, size).alone(chosen), self.runs.new_runs(before)
 
     def remedied(self, workers: Workers, base: RunVariant, size: int, budget: Budget, *, splits: bool) -> Remedied:
         """Try all remedies at one size; `workers` serve this object, or one with its methods. `splits`: the size is a
         batch that can be split.
         """
-        runs, rows, remedies = self.runs, [], remedies_of(base)
+        runs, rows, remedies = self.runs, [], self._remedies(base)
         for row, new_runs in workers.answers([("remedy_alone", base, size, tried.name) for tried in remedies]):
             rows.append(row)
             runs.adopt(new_runs)

@@ -19,6 +19,7 @@ from memsize.analysis.fit.optimized_models import (
     freeze_all_but_head,
     in_chunks,
     loss_of_the_head,
+    switch_autoencoder,
     write_in_place,
 )
 from memsize.analysis.fit.recomputation import OffloadActivations, Recompute
@@ -107,6 +108,8 @@ TEXTS: Final[Mapping[str, tuple[str, str]]] = {
         "register_post_accumulate_grad_hook: each parameter is updated as soon as its gradient is there",
         "no accumulation, no clipping by the norm of all gradients",
     ),
+    "VAE tiling": ("pipeline.vae.enable_tiling()", "seams between tiles may show; a slower decoder"),
+    "VAE slicing": ("pipeline.vae.enable_slicing()", "images are decoded one by one: hardly slower"),
     "in-place activations": (
         "inplace=True where the backward needs the output only",
         "wrong results where something else reads an activation's input",
@@ -336,6 +339,11 @@ STEP_REMEDIES: Final = (
     INT8_WEIGHTS,
 )
 """Remedies for one GPU, in the order in which they are tried."""
+AUTOENCODER_REMEDIES: Final = (
+    remedy("VAE tiling", "numbers", edited(partial(switch_autoencoder, method="enable_tiling"))),
+    remedy("VAE slicing", "nothing", edited(partial(switch_autoencoder, method="enable_slicing"))),
+)
+"""Remedies for pipelines of diffusers."""
 
 _BUCKET_VIEWS: Final = remedy(
     "bucket views", "nothing", switched("parallel", "views", "gradients are views of the buckets already"), "buckets"
