@@ -200,3 +200,34 @@ def test_libraries_find_that_a_package_is_not_there(tmp_path: Path) -> None:
     )
     trace = memsize.run(script, gpu="a100").trace
     assert any("xformers is not installed" in note for note in trace.notes)
+
+
+# -- a server in the process that trains -------------------------------------------------------------------------------
+
+
+def test_a_server_takes_its_share_and_gives_it_back(figures: Figures, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "vocab_size": 1000}
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(config))
+    line = f"""
+import json, torch
+from vllm import LLM, SamplingParams
+server = LLM({str(tmp_path / "policy")!r}, gpu_memory_utilization=0.25, enable_sleep_mode=True)
+sizes = [torch.cuda.get_device_properties(0).total_memory, torch.cuda.memory_allocated()]
+answers = server.generate(["one", "two"], SamplingParams(n=3, max_tokens=7))
+assert [[len(one.token_ids) for one in answer.outputs] for answer in answers] == [[7, 7, 7]] * 2
+server.sleep(2)
+sizes += [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
+server.wake_up(["weights"])
+sizes.append(torch.cuda.memory_allocated())
+server.wake_up(["kv_cache"])
+sizes.append(torch.cuda.memory_allocated())
+print(json.dumps(sizes))
+"""
+    (total, share, asleep, reserved, weights, awake), _ = figures("", line)
+    assert 0 <= share - total // 4 <= 3 * MiB  # whole segments
+    assert asleep == reserved == 0 and awake == share
+    # Embedding and head, 7 matrices of 64 by 64, and three norms, in 16 bits and one block of 512 bytes more at most.
+    assert 0 <= weights - 2 * (2 * 1000 * 64 + 7 * 64 * 64 + 3 * 64) < 512

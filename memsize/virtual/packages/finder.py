@@ -15,18 +15,24 @@ from typing import Any, Final
 
 from memsize.processes.patches import LatePatches
 from memsize.processes.user_code import is_library
-from memsize.virtual.packages import apex, flash_attn, linear_losses, xformers
+from memsize.virtual.packages import apex, flash_attn, linear_losses, vllm, xformers
 
 _MODULES: Final[Mapping[str, Mapping[str, Any]]] = {
     **flash_attn.MODULES,
     **linear_losses.MODULES,
     **apex.MODULES,
     **xformers.MODULES,
+    **vllm.MODULES,
 }
 """The names in each simulated module."""
 _NOTE: Final = "{} is not installed: its functions are simulated, by what their kernels allocate, save and return"
 _FLASH: Final = "transformers.modeling_flash_attention_utils"
 """The module of transformers that imports flash_attn for a model that asks for it."""
+_TRL: Final = "trl.generation.vllm_generation"
+"""The module of TRL that generates by vLLM for a trainer that asks for it."""
+
+ASKING: Final = (_FLASH, _TRL)
+"""Modules whose names are replaced once they are imported."""
 
 
 class SimulatedPackages(MetaPathFinder):
@@ -47,7 +53,7 @@ class SimulatedPackages(MetaPathFinder):
                 del sys.modules[name]
 
     def later(self) -> dict[str, LatePatches]:
-        """Let transformers run the attention of flash_attn where a model asks for it."""
+        """Let transformers run the attention of flash_attn, and TRL generate by vLLM, where they are asked to."""
 
         def installed(module: Any) -> Iterator[tuple[Any, str, Any]]:
             available = module.is_flash_attn_2_available
@@ -59,7 +65,17 @@ class SimulatedPackages(MetaPathFinder):
                     if owner is not None:
                         yield owner, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", matrix
 
-        return {_FLASH: installed}
+        def serving(module: Any) -> Iterator[tuple[Any, str, Any]]:
+            if not module.is_vllm_available():
+                yield module, "is_vllm_available", lambda *_, **__: True
+                yield module, "SamplingParams", vllm.SamplingParams
+                yield module, "LLM", self._noted_server
+
+        return {_FLASH: installed, _TRL: serving}
+
+    def _noted_server(self, *args: Any, **options: Any) -> vllm.LLM:
+        self._note(_NOTE.format("vllm"))
+        return vllm.LLM(*args, **options)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in _MODULES or not _is_imported_by_script():
