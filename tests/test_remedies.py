@@ -210,6 +210,23 @@ def test_offloaded_activations() -> None:
     assert run.requested < plain.requested
 
 
+def test_the_host_of_a_deep_model_follows_from_short_ones() -> None:
+    class Deep(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(60))
+
+    def offloaded(whole: bool) -> Footprint:
+        inputs = inputs_from_specs((parse_input(SIZE),), 1)
+        runs = RunCache("m", Deep(), inputs, True, Vary(), lambda _: None, whole=whole)
+        runs.run(BASE, BATCH)
+        return runs.run(_with("activation offload"), BATCH)
+
+    extended, whole = offloaded(False), offloaded(True)
+    assert extended.trace.extended_from and not whole.trace.extended_from
+    assert same(extended, whole) and extended.trace.host == whole.trace.host
+
+
 def test_an_optimizer_in_backward_keeps_one_gradient() -> None:
     small = "1,256"
     run, plain = trials(Stack, small).run(_with("optimizer in backward"), 1), by_itself(size=small, batch=1)
