@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import memsize
 from memsize import AllocatorConfig, Fit, Trace, Training
 from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.optimized_models import Adam8bit, repeated_blocks
+from memsize.analysis.fit.optimized_models import Adam8bit
+from memsize.analysis.fit.recomputation import repeated_blocks
 from memsize.analysis.fit.remedy_trials import SEGMENT, remedies_of
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
-from memsize.analysis.fit.step_remedies import RANK, STEP_REMEDIES, accumulation
+from memsize.analysis.fit.step_remedies import RANK, STEP_REMEDIES, accumulation, fewer_checkpoints
 from memsize.analysis.remedies import Need, NotApplicable, RemedySearch, try_remedies
 from memsize.records.trace import Event, Storage
 from memsize.spec.vary import Vary
@@ -31,6 +32,7 @@ MiB = 1 << 20
 CONTEXT = cuda_context().high
 BATCH = 16
 WIDTH = 256
+WORDS = 20_000
 
 
 class Block(nn.Module):
@@ -63,6 +65,35 @@ class Recomputed(Stack):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return self.head(x)
+
+
+class Selective(Stack):
+    """The same, with the results of all products kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=products)
+        return self.head(x)
+
+
+class HalfRecomputed(Stack):
+    """The same with checkpoints around the first half."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:2]:
+            x = checkpoint(block, x, use_reentrant=False)
+        for block in self.blocks[2:]:
+            x = block(x)
+        return self.head(x)
+
+
+class Words(Stack):
+    """The same with a vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
 
 class InPlace(Stack):
@@ -134,6 +165,94 @@ def same(one: Footprint, other: Footprint) -> bool:
 def test_checkpointing_is_what_the_model_could_do_itself() -> None:
     assert same(remedied("activation checkpointing"), by_itself(Recomputed))
     assert remedied("activation checkpointing").requested < by_itself().requested
+
+
+def test_selective_checkpointing_keeps_products() -> None:
+    assert same(remedied("selective checkpointing"), by_itself(Selective))
+    assert remedied("activation checkpointing").requested < remedied("selective checkpointing").requested
+
+
+def test_the_fewest_checkpoints() -> None:
+    *_, half, _ = fewer_checkpoints(4)
+    assert half.name == "checkpointing 2 of 4 blocks"
+    assert same(trials(Stack, SIZE).run(half.apply(BASE), BATCH), by_itself(HalfRecomputed))
+
+
+def test_the_fewest_checkpoints_that_fit_are_shown() -> None:
+    none, two, all_four = by_itself(), by_itself(HalfRecomputed), by_itself(Recomputed)
+    fit = fit_of(Stack(), budget=CONTEXT + two.needs())
+    assert all_four.needs() <= two.needs() < none.needs()
+    row = named(fit, "checkpointing")
+    assert (row.name, row.outcome, row.peak) == ("checkpointing 2 of 4 blocks", "fits", two.needs(two.needs()))
+    assert "17 %" in row.cost  # half of the forward again, a third of the step's work
+    # Where all blocks have to be recomputed, there are no fewer, and where none has to, no row.
+    assert not any(r.name.startswith("checkpointing") for r in without_help(all_four.needs() - MiB))
+
+
+def without_help(capacity: int) -> tuple[RemedyRow, ...]:
+    found = fit_of(Stack(), budget=CONTEXT + capacity).remedied
+    assert found is not None
+    return tuple(row for row in found.rows if row.outcome == "fits")
+
+
+def test_offloaded_activations() -> None:
+    run, plain = remedied("activation offload"), by_itself()
+    # Of each of 4 blocks 16·128 rows: what its first layer and its second take, 256 and 4·256 float32. The head takes
+    # the last block's output. A layer's weight is saved too if its input needs a gradient: all but the first one.
+    rows = 4 * BATCH * 128
+    inputs = 4 * (rows * WIDTH + rows * 4 * WIDTH) + rows * WIDTH
+    weights = 7 * 4 * 4 * WIDTH * WIDTH + 4 * 10 * WIDTH
+    # The result of ReLU is the same tensor as the next input, and is saved twice.
+    relu = 4 * rows * 4 * WIDTH
+    assert run.trace.host.pinned <= inputs + weights + relu
+    assert run.trace.host.pinned >= inputs + relu + weights - 4 * 10 * WIDTH - 4 * 4 * WIDTH * WIDTH
+    assert run.trace.host.needs >= run.trace.host.blocks >= run.trace.host.pinned > 0
+    assert run.requested < plain.requested
+
+
+def test_the_host_of_a_deep_model_follows_from_short_ones() -> None:
+    class Deep(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(60))
+
+    def offloaded(whole: bool) -> Footprint:
+        inputs = inputs_from_specs((parse_input(SIZE),), 1)
+        runs = RunCache("m", Deep(), inputs, True, Vary(), lambda _: None, whole=whole)
+        runs.run(BASE, BATCH)
+        return runs.run(_with("activation offload"), BATCH)
+
+    extended, whole = offloaded(False), offloaded(True)
+    assert extended.trace.extended_from and not whole.trace.extended_from
+    assert same(extended, whole) and extended.trace.host == whole.trace.host
+
+
+def test_an_optimizer_in_backward_keeps_one_gradient() -> None:
+    small = "1,256"
+    run, plain = trials(Stack, small).run(_with("optimizer in backward"), 1), by_itself(size=small, batch=1)
+    gradients = [storage for storage in run.trace.storages if storage.role == "gradient"]
+    assert len(gradients) == 2 * 18  # two steps of 9 layers with weights and biases
+    live, most = 0, 0
+    for event in run.trace.events:
+        if run.trace.storages[event.storage].role == "gradient":
+            live += event.delta
+            most = max(most, live)
+    largest = 4 * 4 * WIDTH * WIDTH
+    assert largest <= most <= largest + 4 * 5 * WIDTH and live == 0
+    assert run.requested <= plain.requested - 7 * largest
+    roles = {storage.role for storage in run.trace.storages}
+    assert "optimizer state" in roles
+
+
+@pytest.mark.parametrize("name", ["Liger's fused loss", "cut cross-entropy"])
+def test_losses_without_logits(name: str) -> None:
+    base = replace(BASE, scenario=SCENARIOS["bf16"])
+    run, chunked = (remedied(one, Words, base) for one in (name, "chunked cross-entropy"))
+    assert run.requested < chunked.requested
+    # No tensor has as many elements as the logits of a chunk of 1,024 tokens.
+    assert max(storage.bytes for storage in run.trace.storages) < 2 * 1024 * WORDS
+    under_autocast = remedied(name, Words, replace(BASE, scenario=SCENARIOS["amp-bf16"]))
+    assert under_autocast.requested < remedied("chunked cross-entropy", Words).requested
 
 
 def test_checkpointing_under_autocast() -> None:
@@ -292,6 +411,10 @@ def test_a_chunked_loss_makes_no_logits() -> None:
         ("int8 weights", BASE, "quantized weights are not trained"),
         ("chunked cross-entropy", replace(BASE, training=Training(loss="mse")), "not cross-entropy"),
         ("chunked cross-entropy", BASE, "outputs or more"),
+        ("Liger's fused loss", replace(BASE, training=Training(loss="mse")), "not cross-entropy"),
+        ("activation offload", replace(BASE, training=None), "nothing is trained"),
+        ("optimizer in backward", replace(BASE, split=2), "accumulated"),
+        ("optimizer in backward", replace(BASE, scenario=SCENARIOS["amp-fp16"]), "GradScaler"),
         ("expandable segments", replace(BASE, config=AllocatorConfig(expandable_segments=True)), "already"),
     ],
 )

@@ -6,9 +6,10 @@ saving is estimated. Callers supply the table of remedies and the function that 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
@@ -69,11 +70,12 @@ class Ladder(NamedTuple, Generic[Variant]):
     """Remedies of one kind, cheapest first (2 GPUs, 4 GPUs, …). The first that is enough is shown.
 
     `until` says which one is shown where none is. ``"last"``: the last. ``"refusal"``: the first that does not apply,
-    else the last. ``"no gain"``: the one before the first that does not save more, if any. ``"enough"``: none.
+    else the last. ``"no gain"``: the one before the first that does not save more, if any. ``"enough"``: none, and
+    ``"bisected"`` too, of remedies that save more and more, most of which are not measured.
     """
 
     remedies: Iterable[Remedy[Variant]]
-    until: Literal["last", "refusal", "no gain", "enough"]
+    until: Literal["last", "refusal", "no gain", "enough", "bisected"]
 
 
 Trial = tuple[Remedy[Variant], RemedyRow]
@@ -110,6 +112,8 @@ class RemedySearch(Generic[Variant]):
 
     def climb(self, ladder: Ladder[Variant]) -> Trial[Variant] | None:
         """Try the remedies of a ladder until one is enough."""
+        if ladder.until == "bisected":
+            return self._bisected(list(ladder.remedies))
         last: Trial[Variant] | None = None
         for remedy in ladder.remedies:
             row = self.alone(remedy)
@@ -122,6 +126,13 @@ class RemedySearch(Generic[Variant]):
             if self.need.fits:  # the first remedy shows what the kind does
                 break
         return None if ladder.until == "enough" else last
+
+    def _bisected(self, remedies: Sequence[Remedy[Variant]]) -> Trial[Variant] | None:
+        if self.need.fits:
+            return None
+        rows = cache(lambda index: self.alone(remedies[index]))
+        first = bisect_left(range(len(remedies)), True, key=lambda index: rows(index).outcome == "fits")
+        return (remedies[first], rows(first)) if first < len(remedies) else None
 
     def together(self, trials: Sequence[Trial[Variant]]) -> tuple[tuple[str, ...], int | None]:
         """Find a few remedies that fit together, and the bytes needed with them; ``(), None`` if there are none.

@@ -94,7 +94,8 @@ class Runner(ModelSetups):
         `ScenarioError` or `ForwardError` where no run is possible.
         """
         request = _RunRequest(workload, scenario, batch_size, resized, edits)
-        proof = None if self.whole or self.execute or scenario.compile else workload.proof
+        uneven = any(getattr(edit, "tells_blocks_apart", False) for edit in edits)
+        proof = None if self.whole or self.execute or scenario.compile or uneven else workload.proof
         try:
             if proof is None:
                 return self._run(request, listener)

@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from functools import cached_property, partial
 from typing import Final
 
+import numpy as np
 from torch import nn
 
 from memsize.depth.blocks import SHORTEST, FoldedPath, ModelBlocks, find_blocks, one_more, shorten
@@ -20,7 +21,7 @@ from memsize.depth.extension_plan import ExtensionPlan, structure_of
 from memsize.depth.trace_extension import NotRepeatedError, plan_extension
 from memsize.errors import MemsizeError
 from memsize.records.finding import join_names
-from memsize.records.trace import Trace
+from memsize.records.trace import UNUSED, HostUse, Trace
 from memsize.workloads import Record
 
 _LENGTHS: Final = (SHORTEST, SHORTEST + 1, SHORTEST + 2)
@@ -106,7 +107,8 @@ class ShortRuns:
                 if record is None or record.extend([count - length for count in whole]):
                     self._refused.pop(kind, None)
                     self._lengths = (length, *(other for other in _LENGTHS if other != length))
-                    return replace(plan.applied(shorter), extended_from=(length, length + 1))
+                    host = self._host(traced, length) if shorter.host != UNUSED else UNUSED
+                    return replace(plan.applied(shorter), extended_from=(length, length + 1), host=host)
         except MemsizeError:  # the whole model says why it fails
             return None
         self._refused.setdefault(kind, "the model is too short")
@@ -127,6 +129,17 @@ class ShortRuns:
                 raise NotRepeatedError("sizes don't grow by the same with each block")
         self._plans[length].append(plan)
         return plan
+
+    def _host(self, traced: Callable[[Counts], Trace], length: int) -> HostUse:
+        """Return the host memory of the whole model, which grows by the same with each period."""
+        assert self.blocks is not None
+        whole = self.blocks.repetition.counts
+        counts = (length,) * len(whole)
+        use = np.array(traced(counts).host)
+        more = (np.array(traced(one_more(counts, group)).host) - use for group in range(len(whole)))
+        return HostUse(
+            *(use + sum(grown * (count - length) for grown, count in zip(more, whole, strict=True))).tolist()
+        )
 
     def affine(self, figure: Callable[[nn.Module], int]) -> int:
         """Return a figure of the whole model from those of short ones: it grows by the same with each period."""

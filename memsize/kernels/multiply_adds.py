@@ -63,9 +63,9 @@ def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return FLOPS_OF_ONE * rows * a.shape[-1] * b.shape[-1]
 
 
-def _product(*matrices: Tensor, **_: Any) -> int:
+def _product(*arguments: Any, **_: Any) -> int:
     """Every element that a matrix stores is multiplied for each column of the other, or for each row."""
-    one, other = matrices[-2:]
+    one, other = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]  # a dtype may follow
     if other.layout in PARTS:
         return FLOPS_OF_ONE * one.shape[0] * stored_elements(other)
     return FLOPS_OF_ONE * stored_elements(one) * other.shape[1]

@@ -25,8 +25,8 @@ from memsize.records.run_file import SUFFIX
 _EXAMPLES = "write it like model.py:Net or package.module:build"
 
 
-LIBRARIES = ("hf", "timm", "torchvision")
-"""Libraries whose models go by the library's own names: transformers (``hf:``), timm, torchvision."""
+LIBRARIES = ("hf", "timm", "torchvision", "diffusers")
+"""Libraries whose models go by the library's own names: transformers (``hf:``), timm, torchvision, and diffusers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ def replacements(ledger: VirtualLedger) -> Iterator[Patch]:
     yield wrapping(storage, "is_shared", lambda original, s: _is_stand_in_storage(s) or original(s))
     yield Tensor, "pin_memory", lambda t, *device: host_memory.pin(t)
     yield Tensor, "is_pinned", lambda t, *device: host_memory.holds(t)
+    yield torch.autograd.graph.save_on_cpu, "__init__", _save_on_cpu
     yield Tensor, "record_stream", lambda t, stream: ledger.hand_over(t, stream)
     yield Tensor, "type_as", lambda t, other: t.to(other)
     yield wrapping(Tensor, "type", _type)
@@ -202,6 +203,14 @@ def _make_fake(
     if is_stand_in(data):
         raise RuntimeError(_FAKES)
     return original(kind, mode, data, *args, **options)
+
+
+def _save_on_cpu(hooks: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
+    """PyTorch's own hooks copy into new pinned memory, which would be written here; a copy by itself takes none."""
+    super(torch.autograd.graph.save_on_cpu, hooks).__init__(
+        lambda tensor: (tensor.device, tensor.to("cpu", non_blocking=pin_memory)),
+        lambda packed: packed[1].to(packed[0], non_blocking=pin_memory),
+    )
 
 
 def _copy_storage(original: Callable[..., Any], storage: Any, source: Any, *options: Any, **named: Any) -> Any:

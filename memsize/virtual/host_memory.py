@@ -60,11 +60,13 @@ class HostMemory:
         """The most bytes that pinned tensors had at one time."""
         return self._peaks["pinned"]
 
-    def copied(self, storage: torch.UntypedStorage, kind: str = "copied") -> None:
-        """Count the copy of a GPU's tensor in `storage`, or memory of another `kind`, until its end."""
+    def copied(self, storage: torch.UntypedStorage, kind: str = "copied", pinned: bool = False) -> None:
+        """Count the copy of a GPU's tensor in `storage`, or memory of another `kind`, until its end. One that is
+        `pinned` next takes none of the pageable memory.
+        """
         size, address = storage.nbytes(), storage._cdata
         self._count(kind, size)
-        if kind == "copied":
+        if kind == "copied" and not pinned:
             self._copies[address] = size
             self._count("pageable", size)
         weakref.finalize(storage, self._end, kind, address, size)

@@ -52,13 +52,22 @@ from memsize.virtual.driver.allocator_state import DeviceMemory
 from memsize.virtual.driver.functions import Driver, Event, Stream
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.ledger.stream_order import StreamOrder
+from memsize.virtual.packages import finder
 
 _CUDA = "12.8"
 """The CUDA version that ``torch.version.cuda`` names where PyTorch was built without."""
 _CUDNN = 91501
 _SHARDING = {f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor")}
 _APART = frozenset(
-    {"torch._dynamo", overrides.FLEX, launches.MODULE, checkpointing.WRAPPERS, *_SHARDING, *peers.REACHING}
+    {
+        "torch._dynamo",
+        overrides.FLEX,
+        launches.MODULE,
+        checkpointing.WRAPPERS,
+        *_SHARDING,
+        *peers.REACHING,
+        *finder.ASKING,
+    }
 )
 """Packages that are imported among the originals, of which they make tables, classes and TorchScript."""
 _REMEMBERING = (

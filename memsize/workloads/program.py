@@ -37,6 +37,7 @@ from memsize.virtual.guards.child_processes import ChildProcesses, Settings
 from memsize.virtual.guards.file_guard import NetworkGuard
 from memsize.virtual.hub_weights import HubWeights
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
+from memsize.virtual.packages.finder import SimulatedPackages
 from memsize.virtual.program_code import Held, Waits, holders
 from memsize.virtual.program_modules import ProgramCalls
 from memsize.virtual.region import virtual_gpu
@@ -102,6 +103,7 @@ class Program:
         self.files.missing = self.stand_ins.missing
         self.steps.state_to_load = self.stand_ins.optimizer_state
         self.hub_weights = HubWeights(self.ledger, self.stand_ins)
+        self.packages = SimulatedPackages(self.ledger.evaluator.notes.setdefault)
         self.checkpointing = CheckpointingCalls(lambda: shown(self._lines()))
         self.unused_checkpointing: str | None = None
         """Where checkpointing was switched on, if it recomputed nothing."""
@@ -140,11 +142,13 @@ class Program:
         files = (*self.files.replacements(), *ScriptFiles(self.files, self.ledger).replacements())
         own = (*self.calls.replacements(), *self.steps.replacements(), quiet, *files, *self.after.replacements())
         own += (*self.stand_ins.replacements(), *self.hub_weights.replacements())
-        later = {**saved_weights.later(self.files), **self.checkpointing.later(), **self.hub_weights.later()}
+        libraries = {**self.checkpointing.later(), **self.hub_weights.later(), **self.packages.later()}
+        later = {**saved_weights.later(self.files), **libraries}
         with (
             virtual_gpu(driver, self.ledger, (*own, *more), self.world, later),
             steps_watched(self.ledger, everywhere=True),
             self.steps.counted(),
+            self.packages.importable(),
             trackers_off(),
             self.files.guarded(),
             self.processes.open(),

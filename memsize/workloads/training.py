@@ -25,6 +25,7 @@ from memsize.records.trace import Event, Trace
 from memsize.spec.training import USUAL_STEPS, Training
 from memsize.tracing.ledger import Ledger, Row
 from memsize.tracing.run import Run, Setup
+from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.workloads import Forward, Inference, Proof, Workload
 from memsize.workloads.losses import Losses
 from memsize.workloads.optimizers import make_optimizer, steps_watched
@@ -56,7 +57,8 @@ class TrainingSteps(Workload):
                     body()
                 steps.ended()
             run.note(body.losses.note)
-        return run.trace()
+        trace, ledger = run.trace(), run.ledger
+        return replace(trace, host=ledger.host_memory.use) if isinstance(ledger, VirtualLedger) else trace
 
     @property
     def _repeats(self) -> bool:

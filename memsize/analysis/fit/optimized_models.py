@@ -1,9 +1,5 @@
-"""Optimizations that change a meta copy which is ready to run: recomputed blocks, frozen weights, adapters, a chunked
-loss, 8-bit Adam. The user's own model is never touched.
-
-`chunk_the_head` computes cross-entropy over a large vocabulary a thousand tokens at a time, so that the logits never
-exist as a whole: what fused kernels (Liger, Apple's cut cross-entropy) and torchtune's chunked loss do, here with plain
-PyTorch, each part's logits recomputed in backward.
+"""Optimizations that change a meta copy which is ready to run: frozen weights, adapters, a loss without logits, other
+optimizers. The user's own model is never touched.
 
 `Adam8bit` keeps Adam's state in 8 bits, as bitsandbytes lays it out. It is modelled: the bytes and their lifetimes are
 those of the library, whose own kernels need a GPU. Source: bitsandbytes 0.43 to 0.49, `optim/optimizer.py`
@@ -25,12 +21,14 @@ from torch.nn import functional
 
 from memsize.analysis.remedies import NotApplicable
 from memsize.errors import InputError
+from memsize.kernels.linear_losses import CutCrossEntropy, LigerCrossEntropy
 from memsize.model.tensor_storage import stored_tensors
 from memsize.precision.adapters import add_adapters, has_adapters
 from memsize.spec.scenario import scenario_named
 from memsize.spec.training import Adapter
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Setup
+from memsize.workloads.optimizers import make_optimizer
 from memsize.workloads.serving import part_of
 
 TOKENS = 1024
@@ -39,25 +37,58 @@ LARGE = 8192
 """From this many classes on, a linear layer counts as a head over a vocabulary."""
 
 
-def chunk_the_head(setup: Setup) -> Setup:
-    """Let the head return the loss itself, computed part by part, in place of its logits."""
-    head = _head(setup.model)
-    forward = head.forward
+HeadForward = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLoss:
+    """Let the head return the `loss` of its hidden states in place of their logits.
+
+    `loss` takes the head's own forward, the head, the hidden states of all tokens, and their targets.
+    """
+
+    loss: Callable[[HeadForward, nn.Linear, torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def __call__(self, setup: Setup) -> Setup:
+        head = _head(setup.model)
+        forward = head.forward
+
+        def fused(hidden: torch.Tensor) -> torch.Tensor:
+            tokens = hidden.reshape(-1, hidden.shape[-1])
+            target = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
+            return self.loss(forward, head, tokens, target)
+
+        head.forward = fused  # type: ignore[method-assign,assignment]
+        return setup
+
+
+def in_chunks(forward: HeadForward, _: nn.Linear, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Head and cross-entropy, `TOKENS` at a time: each part's logits are computed again in backward."""
+    from torch.utils.checkpoint import checkpoint
 
     def loss_of_part(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(forward(hidden).float(), target, reduction="sum")
 
-    def chunked(hidden: torch.Tensor) -> torch.Tensor:
-        from torch.utils.checkpoint import checkpoint
+    pairs = zip(tokens.split(TOKENS), target.split(TOKENS), strict=True)
+    losses: list[torch.Tensor] = [checkpoint(loss_of_part, *pair, use_reentrant=False) for pair in pairs]
+    return torch.stack(losses).sum() / tokens.shape[0]
 
-        tokens = hidden.reshape(-1, hidden.shape[-1])
-        target = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
-        pairs = zip(tokens.split(TOKENS), target.split(TOKENS), strict=True)
-        losses: list[torch.Tensor] = [checkpoint(loss_of_part, *pair, use_reentrant=False) for pair in pairs]
-        return torch.stack(losses).sum() / tokens.shape[0]
 
-    head.forward = chunked  # type: ignore[method-assign,assignment]
-    return setup
+def by_liger(_: HeadForward, head: nn.Linear, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Liger's fused linear cross-entropy."""
+    loss: torch.Tensor = LigerCrossEntropy.apply(tokens, head.weight, head.bias, target)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def by_cut_cross_entropy(_: HeadForward, head: nn.Linear, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Apple's cut cross-entropy. Under autocast both of its inputs are cast, as those of the head would be."""
+    if "bias" in dict(head.named_parameters(recurse=False)):
+        raise InputError("cut cross-entropy takes a head without a bias")
+    weight = head.weight
+    if torch.is_autocast_enabled("cuda"):
+        tokens, weight = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (tokens, weight))
+    loss: torch.Tensor = CutCrossEntropy.apply(tokens, weight, target)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def keep_the_last_logits(setup: Setup) -> Setup:
@@ -136,39 +167,8 @@ class Adam8bit(torch.optim.Optimizer):
         return packed | dict(zip(("qmap1", "qmap2"), self._tables, strict=True))
 
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _IN_PLACE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.Hardtanh, nn.RReLU)
 """Activations whose backward needs only their output, so that writing it over the input loses nothing."""
-
-
-def recompute_blocks(setup: Setup) -> Setup:
-    """Checkpoint each of the repeated blocks: it keeps its input, and runs again in backward."""
-    from torch.utils.checkpoint import checkpoint
-
-    for block in repeated_blocks(setup.model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    config = getattr(setup.model, "config", None)
-    if getattr(config, "use_cache", False):
-        # Running a block twice would also write its keys and values to the cache twice.
-        config.use_cache = False  # type: ignore[union-attr]
-    return setup
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The non-leaf modules of one class that stand in lists or sequences: of the class that holds most parameters.
-
-    Raises `NotApplicable` where no class occurs twice.
-    """
-    by_class: dict[type, list[nn.Module]] = {}
-    for container in model.modules():
-        if isinstance(container, _CONTAINERS):
-            for child in container.children():
-                if not isinstance(child, _CONTAINERS) and any(True for _ in child.children()):
-                    by_class.setdefault(type(child), []).append(child)
-    repeated = [blocks for blocks in by_class.values() if len(blocks) > 1]
-    if not repeated:
-        raise NotApplicable("no module of several layers stands more than once in a list or a sequence")
-    return max(repeated, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
 
 
 def write_in_place(setup: Setup) -> Setup:
@@ -179,6 +179,18 @@ def write_in_place(setup: Setup) -> Setup:
     for module in activations:
         module.inplace = True
     return setup
+
+
+def switch_autoencoder(setup: Setup, method: str) -> Setup:
+    """Call a `method` of diffusers' autoencoder, such as enable_tiling."""
+    for module in autoencoders(setup.model):
+        getattr(module, method)()
+    return setup
+
+
+def autoencoders(model: nn.Module) -> list[nn.Module]:
+    """The modules inside `model` that can work in tiles."""
+    return [module for module in model.modules() if hasattr(module, "enable_tiling")]
 
 
 def freeze_all_but_head(setup: Setup) -> Setup:
@@ -208,3 +220,31 @@ class LowRank:
             add_adapters(model, Adapter(rank=self.rank))
         except InputError as error:
             raise NotApplicable(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class StepInBackward:
+    """Make an optimizer of `kind` for each parameter, which updates it as soon as its gradient is complete."""
+
+    kind: str | Callable[[Any], Any]
+
+    def __call__(self, parameters: Iterable[torch.Tensor]) -> NoStep:
+        for parameter in parameters:
+            optimizer = make_optimizer(self.kind, [parameter])
+            parameter.register_post_accumulate_grad_hook(partial(_step_and_free, optimizer))
+        return NoStep()
+
+
+def _step_and_free(optimizer: torch.optim.Optimizer, _: torch.Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class NoStep:
+    """The optimizer of a loop whose parameters are updated in backward."""
+
+    def step(self) -> None:
+        """Do nothing: every parameter has been updated."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: no gradient is left."""

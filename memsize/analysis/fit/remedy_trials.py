@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
+from memsize.analysis.fit.optimized_models import Share, autoencoders, keep_the_last_logits
+from memsize.analysis.fit.recomputation import repeated_blocks
 from memsize.analysis.fit.run_cache import GenerationRunCache, NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.step_remedies import (
+    AUTOENCODER_REMEDIES,
     BF16_PARAMETERS,
     CHUNK,
     EXPANDABLE_SEGMENTS,
@@ -19,6 +21,7 @@ from memsize.analysis.fit.step_remedies import (
     VariantRemedy,
     accumulation,
     edited,
+    fewer_checkpoints,
     more_gpus,
     numbers_of_parts,
     quantized,
@@ -102,17 +105,20 @@ class RemedyWork:
 
     runs: RunCache
 
+    def _remedies(self, base: RunVariant) -> tuple[VariantRemedy, ...]:
+        return (*(AUTOENCODER_REMEDIES if autoencoders(self.runs.model) else ()), *remedies_of(base))
+
     def remedy_alone(self, base: RunVariant, size: int, name: str) -> tuple[RemedyRow, NewRuns]:
         """Measure the remedy `name` at one size; return its row and the runs that this took."""
         before = self.runs.new_runs()
-        chosen = next(remedy for remedy in remedies_of(base) if remedy.name == name)
+        chosen = next(remedy for remedy in self._remedies(base) if remedy.name == name)
         return self._remedy_search(base, size).alone(chosen), self.runs.new_runs(before)
 
     def remedied(self, workers: Workers, base: RunVariant, size: int, budget: Budget, *, splits: bool) -> Remedied:
         """Try all remedies at one size; `workers` serve this object, or one with its methods. `splits`: the size is a
         batch that can be split.
         """
-        runs, rows, remedies = self.runs, [], remedies_of(base)
+        runs, rows, remedies = self.runs, [], self._remedies(base)
         for row, new_runs in workers.answers([("remedy_alone", base, size, tried.name) for tried in remedies]):
             rows.append(row)
             runs.adopt(new_runs)
@@ -120,6 +126,9 @@ class RemedyWork:
         if runs.generates and not search.need.fits:
             larger = (one for one in larger_budgets(budget, runs.stack) if one.allocator >= search.need.bytes)
             ladders.insert(0, Ladder(map(on_larger_gpu, larger), until="enough"))
+        if any(row.name == "activation checkpointing" and row.outcome == "fits" for row in rows):
+            blocks = len(repeated_blocks(runs.model))
+            ladders.append(Ladder(fewer_checkpoints(blocks), until="bisected"))
         if splits and (base.training or base.generation) and size > 1:
             in_parts = fewer_sequences if base.generation else accumulation
             ladders.insert(0, Ladder(map(in_parts, numbers_of_parts(size)), until="last"))
@@ -130,8 +139,7 @@ class RemedyWork:
     def _remedy_search(self, base: RunVariant, size: int) -> RemedySearch[RunVariant]:
         def measure(variant: RunVariant) -> Need:
             run = self.runs.run(variant, size)
-            host = run.trace.host.needs if variant.parallel and variant.parallel.offload else 0
-            return Need(run.needs(variant.capacity), variant.capacity, host)
+            return Need(run.needs(variant.capacity), variant.capacity, run.trace.host.needs if variant.training else 0)
 
         return RemedySearch(base, measure, SEGMENT)
 

@@ -7,15 +7,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+from torch import Tensor
+
 from memsize.analysis.fit.optimized_models import (
     Adam8bit,
+    HeadLoss,
     LowRank,
-    chunk_the_head,
+    StepInBackward,
+    by_cut_cross_entropy,
+    by_liger,
     freeze_all_but_head,
+    in_chunks,
     loss_of_the_head,
-    recompute_blocks,
+    switch_autoencoder,
     write_in_place,
 )
+from memsize.analysis.fit.recomputation import OffloadActivations, Recompute
 from memsize.analysis.fit.run_cache import RunVariant
 from memsize.analysis.model_setups import ModelEdit
 from memsize.analysis.remedies import Changes, NotApplicable, Remedy
@@ -81,6 +88,28 @@ TEXTS: Final[Mapping[str, tuple[str, str]]] = {
         "head and loss over 1,024 tokens at a time",
         "the head's product is computed twice; no logits to look at",
     ),
+    "Liger's fused loss": (
+        "LigerFusedLinearCrossEntropyLoss, which use_liger_kernel=True of transformers' Trainer switches on too",
+        "another library; gradients of the head are made in the forward; no logits to look at",
+    ),
+    "cut cross-entropy": (
+        "cut_cross_entropy.linear_cross_entropy, which holds no logits",
+        "another library, for 16 bits; negligible gradients are dropped; no logits to look at",
+    ),
+    "selective checkpointing": (
+        "create_selective_checkpoint_contexts around each repeated block: products and attention are kept",
+        "what is between the products is computed again, a few percent more time",
+    ),
+    "activation offload": (
+        "torch.autograd.graph.save_on_cpu(pin_memory=True) around the forward",
+        "copies to the host and back, slower than recomputing over most buses",
+    ),
+    "optimizer in backward": (
+        "register_post_accumulate_grad_hook: each parameter is updated as soon as its gradient is there",
+        "no accumulation, no clipping by the norm of all gradients",
+    ),
+    "VAE tiling": ("pipeline.vae.enable_tiling()", "seams between tiles may show; a slower decoder"),
+    "VAE slicing": ("pipeline.vae.enable_slicing()", "images are decoded one by one: hardly slower"),
     "in-place activations": (
         "inplace=True where the backward needs the output only",
         "wrong results where something else reads an activation's input",
@@ -220,12 +249,31 @@ def edited(edit: Edit, *, trained: bool = False) -> Apply:
     return apply
 
 
-def _chunked_cross_entropy(variant: RunVariant) -> RunVariant:
+def _without_logits(variant: RunVariant, loss: Callable[..., Tensor]) -> RunVariant:
     training = _training(variant)
     if training.loss not in (None, "cross_entropy"):
         raise NotApplicable("the loss is not cross-entropy")
     _check_undivided(variant)
-    return replace(variant, training=replace(training, loss=loss_of_the_head)).edited(chunk_the_head)
+    return replace(variant, training=replace(training, loss=loss_of_the_head)).edited(HeadLoss(loss))
+
+
+def _offload_activations(variant: RunVariant) -> RunVariant:
+    _training(variant)
+    return variant.edited(OffloadActivations(variant.card))
+
+
+def _step_in_backward(variant: RunVariant) -> RunVariant:
+    training = _training(variant)
+    if training.is_own:
+        raise NotApplicable("the optimizer is the target's own")
+    if training.gradient_accumulation_steps > 1 or variant.split > 1:
+        raise NotApplicable("gradients are accumulated over several backwards")
+    if variant.parallel and not variant.parallel.shards_parameters:
+        raise NotApplicable("gradients are complete only when those of all processes are reduced")
+    scenario = variant.scenario
+    if scenario.master_weights or (scenario.autocast == "float16" if training.scaler is None else training.scaler):
+        raise NotApplicable("the step needs all gradients: a GradScaler or master weights are used")
+    return replace(variant, training=replace(training, optimizer=StepInBackward(training.optimizer)))
 
 
 def _lora(variant: RunVariant) -> RunVariant:
@@ -262,7 +310,13 @@ EXPANDABLE_SEGMENTS: Final = remedy(
 STEP_REMEDIES: Final = (
     remedy("autocast", "numbers", _autocast, "precision"),
     BF16_PARAMETERS,
-    remedy("activation checkpointing", "speed", edited(recompute_blocks, trained=True)),
+    remedy("activation checkpointing", "speed", edited(Recompute(), trained=True)),
+    remedy(
+        "selective checkpointing",
+        "speed",
+        edited(Recompute(selective=True), trained=True),
+        "activation checkpointing",
+    ),
     remedy("fused optimizer", "nothing", partial(_with_option, option="fused", optimizers=_FUSED), "optimizer"),
     remedy("foreach=False", "speed", partial(_with_option, option="foreach=False"), "optimizer"),
     remedy("8-bit optimizer state", "numbers", _eight_bit_state, "optimizer"),
@@ -272,7 +326,11 @@ STEP_REMEDIES: Final = (
         "nothing",
         switched("training", "set_to_none", "gradients are dropped before the forward already"),
     ),
-    remedy("chunked cross-entropy", "speed", _chunked_cross_entropy),
+    remedy("chunked cross-entropy", "speed", partial(_without_logits, loss=in_chunks), "head"),
+    remedy("Liger's fused loss", "speed", partial(_without_logits, loss=by_liger), "head"),
+    remedy("cut cross-entropy", "numbers", partial(_without_logits, loss=by_cut_cross_entropy), "head"),
+    remedy("activation offload", "speed", _offload_activations, "activation checkpointing"),
+    remedy("optimizer in backward", "training", _step_in_backward, "accumulation"),
     remedy("in-place activations", "nothing", edited(write_in_place)),
     EXPANDABLE_SEGMENTS,
     remedy("freezing", "training", edited(freeze_all_but_head, trained=True), "trained"),
@@ -281,6 +339,11 @@ STEP_REMEDIES: Final = (
     INT8_WEIGHTS,
 )
 """Remedies for one GPU, in the order in which they are tried."""
+AUTOENCODER_REMEDIES: Final = (
+    remedy("VAE tiling", "numbers", edited(partial(switch_autoencoder, method="enable_tiling"))),
+    remedy("VAE slicing", "nothing", edited(partial(switch_autoencoder, method="enable_slicing"))),
+)
+"""Remedies for pipelines of diffusers."""
 
 _BUCKET_VIEWS: Final = remedy(
     "bucket views", "nothing", switched("parallel", "views", "gradients are views of the buckets already"), "buckets"
@@ -320,6 +383,20 @@ def accumulation(parts: int) -> VariantRemedy:
     title = f"{parts} backwards per step, each with a part of the batch"
     cost = "smaller kernels, so slower; batch norms see the parts' statistics"
     return remedy(f"accumulation ×{parts}", "speed", apply, "accumulation", texts=(title, cost))
+
+
+def fewer_checkpoints(blocks: int) -> Iterator[VariantRemedy]:
+    """Checkpoint the first block, the first two and so on, but not all of `blocks`: each saves more than the last."""
+    for count in range(1, blocks):
+        title = f"torch.utils.checkpoint around the first {count} of {blocks} blocks: the fewest that are enough"
+        cost = f"about {100 * count / blocks / 3:.0f} % more time: one more forward of these blocks per step"
+        yield remedy(
+            f"checkpointing {count} of {blocks} blocks",
+            "speed",
+            edited(Recompute(count), trained=True),
+            "activation checkpointing",
+            texts=(title, cost),
+        )
 
 
 def more_gpus(parallel: Parallel | None) -> Iterator[VariantRemedy]:

@@ -29,6 +29,7 @@ _LOADERS: Final = {
     "hf": ("huggingface", "load_transformers_model"),
     "timm": ("image_models", "load_timm_model"),
     "torchvision": ("image_models", "load_torchvision_model"),
+    "diffusers": ("diffusion", "load_pipeline"),
 }
 
 
@@ -68,7 +69,7 @@ def import_library(name: str) -> Any:
         return importlib.import_module(name)
     except Exception as error:  # an extension that does not fit the installed torch raises what it likes
         if isinstance(error, ModuleNotFoundError) and error.name == name:
-            extra = "pip install 'memsize[models]'"
+            extra = f"pip install 'memsize[{'diffusers' if name == 'diffusers' else 'models'}]'"
             raise TargetError(f"{name}: targets need the library {name}, which is not installed: {extra}") from None
         raise TargetError(_broken(name, error)) from error
 

@@ -211,8 +211,7 @@ class VirtualLedger(GpuStorages):
         pins = bool(kwargs.get("pin_memory")) or (func is _TO_COPY and bool(kwargs.get("non_blocking")))
         kwargs = _unpinned(kwargs)
         if self.absent or gpu != self.devices.index:
-            result = self._run_unrecorded(gpu, func, args, kwargs)
-            return self.host_memory.pin(result) if pins and gpu == HOST else result
+            return self._run_unrecorded(gpu, func, args, kwargs, pins)
         with self._turn:
             if func is not DETACH and not self.clock.inside and self._is_of_training(args):
                 self.differentiated()
@@ -267,8 +266,8 @@ class VirtualLedger(GpuStorages):
         finally:
             thread.depth -= 1
 
-    def _run_unrecorded(self, gpu: int, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op on a GPU that nobody looks at, or on the host."""
+    def _run_unrecorded(self, gpu: int, func: Any, args: Any, kwargs: Any, pins: bool) -> Any:
+        """Run an op on a GPU that nobody looks at, or on the host, where its result may be pinned."""
         with self._turn:
             self.clock.tick()
             self.last_op = func._overloadpacket.__name__
@@ -281,8 +280,8 @@ class VirtualLedger(GpuStorages):
                 for tensor in arguments_in(result if isinstance(result, (tuple, list)) else (result,)):
                     new = is_meta(tensor) and self.index_of(tensor) < 0 and self.devices.put(tensor, gpu)
                     if new and gpu == HOST:
-                        self.host_memory.copied(tensor.untyped_storage())
-                return result
+                        self.host_memory.copied(tensor.untyped_storage(), pinned=pins)
+                return self.host_memory.pin(result) if pins and gpu == HOST else result
             finally:
                 thread.depth -= 1
                 self._observer()

@@ -1,0 +1,138 @@
+"""Cross-entropy of a linear layer that never holds the logits of all tokens: Liger's fused loss and cut cross-entropy.
+
+Each allocates, saves and frees what the library does, with plain PyTorch in place of its Triton kernels, which allocate
+nothing: so losses and gradients are not computed.
+
+Source: Liger-Kernel 0.8.5, `ops/fused_linear_cross_entropy.py`; cut-cross-entropy 25.1.1, `cce.py`, `cce_backward.py`,
+`cce_lse_forward.py` and `indexed_dot.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from memsize.kernels.semantics import current
+
+IGNORED: Final = -100
+_HALVES: Final = (torch.float16, torch.bfloat16)
+_AMPERE: Final = (8, 0)
+_LOCKED_TOKENS: Final = 128
+_LOCKED_WIDTH: Final = 64
+
+
+def tokens_per_chunk(tokens: int, width: int, words: int) -> int:
+    """Tokens whose logits Liger makes at a time: about as many bytes as the hidden states, in a power of two."""
+    chunk: int = 1 << (-(-tokens // -(-words // width)) - 1).bit_length()
+    return min(chunk, tokens)
+
+
+class LigerCrossEntropy(torch.autograd.Function):
+    """Hidden states, weight, bias and targets to the loss. All gradients are made in the forward, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        reduction: str = "mean",
+        accumulates_in: torch.dtype | None = None,
+    ) -> Tensor:
+        tokens, width = hidden.shape
+        chunk = tokens_per_chunk(tokens, width, len(weight))
+        of_hidden = torch.zeros_like(hidden)
+        of_weight = torch.zeros_like(weight, dtype=accumulates_in) if weight.requires_grad else None
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=accumulates_in)
+        losses = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)
+        counted = target != IGNORED
+        buffer = _logits_buffer(hidden, weight, bias, chunk)
+        for start in range(0, tokens, chunk):
+            rows = hidden[start : start + chunk]
+            if buffer is None:
+                logits = rows @ weight.t()
+                logits = logits if bias is None else logits + bias
+            else:
+                logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])
+                logits = logits if bias is None else logits.add_(bias)
+            # A kernel writes the gradient over the logits.
+            if buffer is not None:
+                torch.mm(logits, weight, out=of_hidden[start : start + chunk])
+            else:
+                of_hidden[start : start + chunk] = logits @ weight
+            if of_weight is not None:
+                _add_product(of_weight, logits.t(), rows)
+            if of_bias is not None:
+                of_bias.add_(logits.sum(dim=0))
+            del logits, rows
+        del buffer, counted
+        ctx.gradients = [
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None or bias is None else of_bias.to(bias.dtype),
+        ]
+        return losses if reduction == "none" else losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        return (*gradients, None, None, None)
+
+
+def _logits_buffer(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Tensor | None:
+    """One buffer for the logits of all chunks in turn, unless autocast or a bias would give them another dtype."""
+    if len({tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None}) > 1:
+        return None
+    if torch.is_autocast_enabled("cuda") and hidden.dtype != torch.get_autocast_dtype("cuda"):
+        return None
+    return torch.empty((chunk, len(weight)), dtype=hidden.dtype, device=hidden.device)
+
+
+def _add_product(total: Tensor, logits: Tensor, rows: Tensor) -> None:
+    """Add a chunk's part of the weight's gradient: in place from Ampere on if the products are of 16 bits."""
+    semantics = current()
+    if logits.dtype in _HALVES and semantics is not None and semantics.capability >= _AMPERE:
+        rows = rows.to(logits.dtype)
+        if total.dtype is logits.dtype:
+            torch.addmm(total, logits, rows, out=total)
+            return
+        if total.dtype is torch.float32:
+            torch.addmm(total, logits, rows, out_dtype=torch.float32, out=total)
+            return
+    total += torch.mm(logits, rows).float()
+
+
+class CutCrossEntropy(torch.autograd.Function):
+    """Hidden states, classifier and targets to the loss, by a kernel that holds a tile of the logits at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, reduction: str = "mean", filters: bool = True
+    ) -> Tensor:
+        tokens, words = len(hidden), len(weight)
+        if hidden.dtype not in _HALVES:
+            raise ValueError("cut cross-entropy takes hidden states of 16 bits: float16, bfloat16, or autocast")
+        log_sums = hidden.new_empty((tokens,), dtype=torch.float32)
+        locks = hidden.new_empty((-(-tokens // _LOCKED_TOKENS),), dtype=torch.int32)
+        means = hidden.new_empty((words,), dtype=torch.float32) if filters else None
+        del locks
+        losses = hidden.new_zeros((tokens,), dtype=torch.float32).add_(log_sums)
+        ctx.save_for_backward(hidden, weight, log_sums, target, means)
+        return losses if reduction == "none" else losses.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        hidden, weight, _, _, means = ctx.saved_tensors
+        order = None if means is None else torch.argsort(means).to(torch.int32)
+        of_hidden = torch.zeros_like(hidden)
+        of_weight = torch.zeros_like(weight, dtype=hidden.dtype) if ctx.needs_input_grad[1] else None
+        columns = -(-weight.shape[1] // _LOCKED_WIDTH)
+        locks = [
+            tensor.new_zeros((-(-len(tensor) // columns), columns), dtype=torch.int32) for tensor in (hidden, weight)
+        ]
+        of_weight = None if of_weight is None else of_weight.to(weight.dtype)  # beside the locks
+        del locks, order
+        return of_hidden, of_weight, None, None, None

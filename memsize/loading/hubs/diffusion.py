@@ -1,0 +1,216 @@
+"""``diffusers:FOLDER``: a pipeline from its configs alone: text encoders, UNet or transformer, and autoencoder.
+
+FOLDER has a model_index.json, and a folder with a config for each part. No weights are loaded, and no tokenizer: all
+prompts have as many tokens as the text encoder takes. The module's forward is a whole generation by the pipeline's own
+code, of few steps: each is like the others. Options: steps, guidance_scale, height, width and others of the pipeline's
+call; `tiling` and `slicing` of the autoencoder.
+
+A folder within it, ``diffusers:FOLDER/unet`` or ``…/transformer``, is that part, with the inputs of a training step:
+images of the size that it was made for, and prompts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from memsize.errors import TargetError
+from memsize.files import parse_json, read
+from memsize.loading.building import LoadedModel
+from memsize.loading.hubs import build_library_model, import_library, unknown_name
+from memsize.loading.hubs.input_batch import unknown
+from memsize.spec.inputs import InputMaker, InputRequest
+
+_INDEX: Final = "model_index.json"
+_LONGEST: Final = 1 << 20
+"""Bytes of a config."""
+_STEPS: Final = 2
+_TOKENS: Final = 77
+"""Of CLIP, where the text encoder's config has no other number."""
+_MOST_TOKENS: Final = 512
+
+
+class Pipeline(nn.Module):
+    """A pipeline of class `kind` with its `parts`; `others` are its scheduler and the like, `options` those of a call.
+
+    The forward takes token ids, of which only their number of rows matters, and returns the images.
+    """
+
+    def __init__(self, kind: type, parts: Mapping[str, nn.Module], others: Mapping[str, Any], options: Any) -> None:
+        super().__init__()
+        for name, module in parts.items():
+            self.add_module(name, module)
+        self.kind, self.others, self.options = kind, dict(others), dict(options)
+
+    def forward(self, prompts: Tensor) -> Any:
+        others = {name: deepcopy(other) for name, other in self.others.items()}
+        pipeline: Any = self.kind(**dict(self.named_children()), **others)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline(prompt=[""] * len(prompts), output_type="pt", return_dict=False, **self.options)[0]
+
+
+class _Tokenizer:
+    """Makes ids of padded prompts."""
+
+    def __init__(self, length: int) -> None:
+        self.model_max_length = length
+
+    def __call__(self, prompt: Any, *_: Any, max_length: int | None = None, **__: Any) -> Any:
+        rows = 1 if isinstance(prompt, str) else len(prompt)
+        shape = rows, min(max_length or self.model_max_length, self.model_max_length)
+        ids = torch.zeros(shape, dtype=torch.int64)
+        return SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    def tokenize(self, _: str) -> list[str]:
+        """No token stands for a picture."""
+        return []
+
+
+def load_pipeline(name: str, arguments: Mapping[str, object]) -> LoadedModel:
+    """The pipeline in the folder `name`, or one part of it, and a batch of prompts, or of that part's inputs."""
+    diffusers = import_library("diffusers")
+    folder = Path(name).expanduser()
+    label = f"diffusers:{name}"
+    if not (folder / _INDEX).is_file():
+        if (folder / "config.json").is_file():
+            return _load_part(diffusers, folder, label, arguments)
+        raise TargetError(f"{folder} has neither a {_INDEX}, as a pipeline of diffusers, nor a config.json")
+    index = _json(folder / _INDEX)
+    kind = getattr(diffusers, str(index.get("_class_name")), None)
+    if kind is None:
+        raise TargetError(f"diffusers has no pipeline {index.get('_class_name')!r}, which {label} names")
+    options = _options(kind, dict(arguments), label)
+    tiling, slicing = (bool(options.pop(option, False)) for option in ("tiling", "slicing"))
+    parts, others, notes = _parts(diffusers, folder, index, label)
+    for switched, method in ((tiling, "enable_tiling"), (slicing, "enable_slicing")):
+        if switched:
+            getattr(parts["vae"], method)()
+    module = Pipeline(kind, parts, others, {"num_inference_steps": _STEPS, **options})
+    steps = module.options["num_inference_steps"]
+    notes = (*notes, f"{steps} steps of the scheduler are run, each of which takes the same memory")
+
+    def make(request: InputRequest) -> Any:
+        return (torch.zeros((request.batch_size, 1), dtype=torch.int64),)
+
+    return LoadedModel(module, f"{label} ({kind.__name__})", notes, inputs=InputMaker(make))
+
+
+def _load_part(diffusers: Any, folder: Path, label: str, arguments: Mapping[str, object]) -> LoadedModel:
+    config = {**_json(folder / "config.json"), **arguments}
+    cls = str(config.get("_class_name"))
+    make = _PART_INPUTS.get(cls)
+    if make is None:
+        raise unknown_name(label, cls, _PART_INPUTS, "class with inputs that memsize knows")
+    module, notes = build_library_model(partial(getattr(diffusers, cls).from_config, config), label, {})
+    inputs = InputMaker(lambda request: make(module.config, request.batch_size))
+    return LoadedModel(module, f"{label} ({cls})", notes, inputs=inputs)
+
+
+def _unet_inputs(config: Any, batch: int) -> dict[str, Any]:
+    side = config.sample_size
+    inputs: dict[str, Any] = {
+        "sample": unknown(batch, config.in_channels, side, side),
+        "timestep": torch.ones(batch, dtype=torch.int64),
+        "encoder_hidden_states": unknown(batch, _TOKENS, config.cross_attention_dim),
+    }
+    if config.addition_embed_type == "text_time":  # Stable Diffusion XL: a pooled text and six numbers of the image
+        numbers = 6
+        pooled = config.projection_class_embeddings_input_dim - numbers * config.addition_time_embed_dim
+        inputs["added_cond_kwargs"] = {"text_embeds": unknown(batch, pooled), "time_ids": unknown(batch, numbers)}
+    return inputs
+
+
+def _sd3_inputs(config: Any, batch: int) -> dict[str, Any]:
+    """The texts of CLIP and T5 one after the other."""
+    side = config.sample_size
+    return {
+        "hidden_states": unknown(batch, config.in_channels, side, side),
+        "encoder_hidden_states": unknown(batch, 2 * _TOKENS, config.joint_attention_dim),
+        "pooled_projections": unknown(batch, config.pooled_projection_dim),
+        "timestep": torch.ones(batch, dtype=torch.int64),
+    }
+
+
+def _flux_inputs(config: Any, batch: int) -> dict[str, Any]:
+    """An image of 1,024 pixels in patches of 16, each with its position, and the text of T5."""
+    patches = (1024 // 16) ** 2
+    return {
+        "hidden_states": unknown(batch, patches, config.in_channels),
+        "encoder_hidden_states": unknown(batch, _MOST_TOKENS, config.joint_attention_dim),
+        "pooled_projections": unknown(batch, config.pooled_projection_dim),
+        "timestep": unknown(batch),
+        "guidance": unknown(batch) if config.guidance_embeds else None,
+        "img_ids": torch.zeros(patches, 3),
+        "txt_ids": torch.zeros(_MOST_TOKENS, 3),
+    }
+
+
+_PART_INPUTS: Final = {
+    "UNet2DConditionModel": _unet_inputs,
+    "SD3Transformer2DModel": _sd3_inputs,
+    "FluxTransformer2DModel": _flux_inputs,
+}
+
+
+def _options(kind: Any, arguments: dict[str, Any], label: str) -> dict[str, Any]:
+    """The options of a call; ``steps`` and ``guidance`` are short for its own names."""
+    for short, long in (("steps", "num_inference_steps"), ("guidance", "guidance_scale")):
+        if short in arguments:
+            arguments[long] = arguments.pop(short)
+    names = (*inspect.signature(kind.__call__).parameters, "tiling", "slicing")
+    for name in arguments:
+        if name not in names:
+            raise unknown_name(label, name, names, "option")
+    return arguments
+
+
+def _parts(
+    diffusers: Any, folder: Path, index: Mapping[str, Any], label: str
+) -> tuple[dict[str, nn.Module], dict[str, Any], tuple[str, ...]]:
+    modules: dict[str, nn.Module] = {}
+    others: dict[str, Any] = {}
+    notes: tuple[str, ...] = ()
+    for name, entry in index.items():
+        if name.startswith("_") or not isinstance(entry, list):
+            if not name.startswith("_"):
+                others[name] = entry
+            continue
+        library, cls = entry
+        if cls is None or name in ("safety_checker", "feature_extractor", "image_encoder"):
+            others[name] = None
+        elif "Tokenizer" in cls or "Processor" in cls:
+            others[name] = _Tokenizer(_tokens(folder / name.replace("tokenizer", "text_encoder")))
+        elif library == "diffusers" and "Scheduler" in cls:
+            others[name] = getattr(diffusers, cls).from_config(_json(folder / name / "scheduler_config.json"))
+        else:
+            package = import_library(library)
+            config, make = _json(folder / name / "config.json"), getattr(package, cls)
+            if library == "transformers":
+                make = partial(make._from_config, make.config_class.from_dict(config))
+            else:
+                make = partial(make.from_config, config)
+            modules[name], more = build_library_model(make, f"{label}/{name}", {})
+            modules[name].eval()
+            notes += more
+    return modules, others, notes
+
+
+def _tokens(folder: Path) -> int:
+    config = _json(folder / "config.json")
+    return min(int(config.get("max_position_embeddings") or config.get("n_positions") or _TOKENS), _MOST_TOKENS)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = parse_json(read(path, _LONGEST))
+    except (OSError, ValueError) as error:
+        raise TargetError(f"cannot read {path}: {error}") from error
+    return data if isinstance(data, dict) else {}

@@ -1,0 +1,111 @@
+"""The import of a package of CUDA kernels that is not installed, by a script: it gets the simulated one.
+
+Libraries that look whether a package is there, to choose another path, still find that it is not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+from memsize.processes.patches import LatePatches
+from memsize.processes.user_code import is_library
+from memsize.virtual.packages import apex, flash_attn, linear_losses, vllm, xformers
+
+_MODULES: Final[Mapping[str, Mapping[str, Any]]] = {
+    **flash_attn.MODULES,
+    **linear_losses.MODULES,
+    **apex.MODULES,
+    **xformers.MODULES,
+    **vllm.MODULES,
+}
+"""The names in each simulated module."""
+_NOTE: Final = "{} is not installed: its functions are simulated, by what their kernels allocate, save and return"
+_FLASH: Final = "transformers.modeling_flash_attention_utils"
+"""The module of transformers that imports flash_attn for a model that asks for it."""
+_TRL: Final = "trl.generation.vllm_generation"
+"""The module of TRL that generates by vLLM for a trainer that asks for it."""
+
+ASKING: Final = (_FLASH, _TRL)
+"""Modules whose names are replaced once they are imported."""
+
+
+class SimulatedPackages(MetaPathFinder):
+    """Finds what no other finder does; `note` takes a sentence on each package."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+
+    @contextmanager
+    def importable(self) -> Iterator[None]:
+        """While open, scripts can import the packages."""
+        sys.meta_path.append(self)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(self)
+            for name in [name for name, module in sys.modules.items() if isinstance(module, _SimulatedModule)]:
+                del sys.modules[name]
+
+    def later(self) -> dict[str, LatePatches]:
+        """Let transformers run the attention of flash_attn, and TRL generate by vLLM, where they are asked to."""
+
+        def installed(module: Any) -> Iterator[tuple[Any, str, Any]]:
+            available = module.is_flash_attn_2_available
+            if not available():
+                yield module, "is_flash_attn_2_available", lambda *_, **__: True
+                matrix = {**module.FLASH_ATTENTION_COMPATIBILITY_MATRIX}
+                matrix[2] = {**matrix[2], "general_availability_check": lambda *_, **__: True}
+                for owner in (module, sys.modules.get("transformers.modeling_utils")):
+                    if owner is not None:
+                        yield owner, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", matrix
+
+        def serving(module: Any) -> Iterator[tuple[Any, str, Any]]:
+            if not module.is_vllm_available():
+                yield module, "is_vllm_available", lambda *_, **__: True
+                yield module, "SamplingParams", vllm.SamplingParams
+                yield module, "LLM", self._noted_server
+
+        return {_FLASH: installed, _TRL: serving}
+
+    def _noted_server(self, *args: Any, **options: Any) -> vllm.LLM:
+        self._note(_NOTE.format("vllm"))
+        return vllm.LLM(*args, **options)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in _MODULES or not _is_imported_by_script():
+            return None
+        self._note(_NOTE.format(name.partition(".")[0]))
+        return ModuleSpec(name, _SimulatedLoader(), is_package=True)
+
+
+class _SimulatedModule(ModuleType):
+    pass
+
+
+class _SimulatedLoader(Loader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _SimulatedModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(_MODULES[module.__name__])
+
+
+def _is_imported_by_script() -> bool:
+    """Whether the line that imports is the script's own, or asks for what it has chosen."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename in (__file__, *_IMPORTING) or "importlib" in frame.f_code.co_filename
+    ):
+        if frame.f_code.co_name == "find_spec" and frame.f_code.co_filename != __file__:
+            return False  # a question whether the package is there
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == _FLASH or not is_library(frame.f_code.co_filename)
+
+
+_IMPORTING: Final = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
