@@ -53,6 +53,9 @@ _QUESTIONS = {
         "models": "List the models of timm, torchvision, transformers and the Hub.",
         "scenarios": "List the ways to store and run a model.",
     },
+    "For agents": {
+        "mcp": "Serve these commands to an agent, as tools of the Model Context Protocol.",
+    },
 }
 """The commands by the question that they answer, and what each does: the overview of them imports none. Each is in a
 module of its name except those of `_MODULES`.

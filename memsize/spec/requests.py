@@ -450,3 +450,19 @@ class InitRequest:
     gpu: Gpu = part(Gpu, without=("stack", "allocator"))
     scenario: str = _scenario(help="How to store and run it.")
     folder: _Path = option(".", "", positional=True, kind="path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamesRequest:
+    """Names that options and targets take."""
+
+    pattern: str = option("*", "A part of a name, or with * the whole of it, without regard to case.", positional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class McpRequest:
+    """The tools of an MCP server, and what a call may take."""
+
+    folder: _Path = option(".", "", positional=True, kind="path")
+    timeout: float = option(300.0, "End a call after this time.", least=0.1, metavar="SECONDS", shown="300")
+    memory: str | int = option("16GiB", "Memory that each process of a call may take.", metavar="SIZE")
