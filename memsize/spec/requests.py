@@ -391,9 +391,10 @@ class ExplainRequest:
     snapshot: _Path = option(REQUIRED, "", positional=True, kind="path", metavar="FILE")
     against: Any = option(
         None,
-        "Compare with the peak that this saved run predicts: of memsize run, timeline or report --train.",
+        "Compare with this snapshot, or with the peak that this saved run predicts: of memsize run, timeline or "
+        "report --train.",
         kind="path",
-        metavar="RUN",
+        metavar="FILE",
         old=("beside", "--beside"),
     )
     device: int | None = option(None, "GPU to explain.", shown="the fullest", least=0)
