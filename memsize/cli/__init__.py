@@ -34,6 +34,7 @@ _QUESTIONS = {
         "run": "Run your own script on a GPU you don't have.",
         "timeline": "Show live memory over a training step.",
         "explain": "Explain a memory snapshot of a real GPU, as after an out-of-memory error.",
+        "watch": "Watch a job on this machine's GPU, beside its prediction.",
     },
     "Will it fit?": {
         "fit": "Find the largest batch that fits, and how to fit a larger one.",

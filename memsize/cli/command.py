@@ -121,8 +121,8 @@ def parameters(request: type) -> list[click.Parameter]:
 
 def _argument(choice: Option) -> click.Argument:
     several: dict[str, Any] = {"nargs": -1, "type": click.UNPROCESSED} if choice.kind == "texts" else {}
-    if choice.kind == "path":
-        several["type"] = _Path(path_type=Path)
+    if choice.kind in ("path", "count"):
+        several["type"] = _type(choice)
     if choice.key in _TARGETS:
         several["shell_complete"] = _complete_files
     if choice.default not in (None, ""):

@@ -163,7 +163,7 @@ class Predicted(NamedTuple):
 
     @property
     def is_snapshot(self) -> bool:
-        """Whether it is another snapshot, of which no scenario is known."""
+        """Tell a snapshot from a prediction: no scenario is known of it."""
         return not self.scenario
 
 

@@ -454,6 +454,15 @@ class InitRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WatchRequest:
+    """A job on a real GPU beside its prediction."""
+
+    pid: int = option(0, "", positional=True, metavar="[PID]", least=1)
+    run: _Path | None = option(None, "Compare with the peak that this saved run predicts.", kind="path", metavar="RUN")
+    interval: float = option(1.0, "Read the memory this often.", least=0.001, metavar="SECONDS", shown="1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class NamesRequest:
     """Names that options and targets take."""
 

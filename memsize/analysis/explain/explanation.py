@@ -13,7 +13,7 @@ from typing import Any, Final
 from memsize.analysis.explain.blocks import block_history
 from memsize.analysis.explain.history import Category, History, Life, categories, python_calls
 from memsize.analysis.explain.snapshot_file import Segment, Snapshot, read_snapshot
-from memsize.analysis.step import StepTrace
+from memsize.analysis.step import predicted_peak
 from memsize.errors import InputError
 from memsize.records.explanation import (
     Alive,
@@ -26,8 +26,6 @@ from memsize.records.explanation import (
     Reserved as ReservedBytes,
 )
 from memsize.records.finding import Finding, Rules, sizes
-from memsize.records.program import ProgramRun
-from memsize.records.report import Report
 from memsize.records.roles import ROLES, UNKNOWN, noun
 from memsize.units import Bytes, signed_share
 
@@ -134,13 +132,18 @@ def _compared(places: list[Place], other: Any) -> list[Place]:
     """The places with what they hold in another snapshot, if `other` is one: the widest differences first."""
     if not isinstance(other, Explanation):
         return places
-    before = {(place.category, place.function, place.calls): place for place in other.places}
+    before = {_key(stack): stack for stack in other.places}
     both: list[Place] = []
-    for place in places:
-        there = before.pop((place.category, place.function, place.calls), None)
-        both.append(place._replace(before=there.bytes if there else 0))
-    both += (place._replace(bytes=0, blocks=0, largest=0, before=place.bytes) for place in before.values())
-    return sorted(both, key=lambda place: (-abs(place.growth), -place.bytes))
+    for stack in places:
+        there = before.pop(_key(stack), None)
+        both.append(stack._replace(before=there.bytes if there else 0))
+    both += (stack._replace(bytes=0, blocks=0, largest=0, before=stack.bytes) for stack in before.values())
+    return sorted(both, key=lambda stack: (-abs(stack.growth), -stack.bytes))
+
+
+def _key(stack: Place) -> tuple[str, str, tuple[str, ...]]:
+    """The identity of a place in any snapshot."""
+    return stack.category, stack.function, stack.calls
 
 
 def _reserved(segments: Iterable[Segment]) -> ReservedBytes:
@@ -197,23 +200,10 @@ def predicted(answer: Any) -> tuple[Predicted, Mapping[str, int]]:
     """The peak that a saved run predicts or another snapshot has, with its bytes by role; raises `InputError` for a run
     that predicts none.
     """
-    match answer:
-        case Explanation():
-            there = Predicted(answer.snapshot, scenario="", requested=answer.requested, reserved=answer.reserved_then)
-            return there, {row.category: row.bytes for row in answer.alive}
-        case StepTrace():
-            model, scenario, estimate = answer.trace.model, answer.trace.scenario, answer.peak
-        case ProgramRun():
-            model, scenario, estimate = answer.program, "as-given", answer.peak
-        case Report(scenario_results=results) if peaks := [
-            (result.name, peak) for result in results if (peak := result.training or result.inference)
-        ]:
-            model, (scenario, estimate) = answer.model, peaks[0]
-        case _:
-            raise InputError(
-                f"this saved {getattr(answer, 'kind', 'run')} predicts no peak: save memsize run, memsize timeline, or "
-                "memsize report --train"
-            )
+    if isinstance(answer, Explanation):
+        there = Predicted(answer.snapshot, scenario="", requested=answer.requested, reserved=answer.reserved_then)
+        return there, {row.category: row.bytes for row in answer.alive}
+    model, scenario, estimate = predicted_peak(answer)
     peak = Predicted(model, scenario=scenario, requested=estimate.requested, reserved=estimate.reserved)
     return peak, estimate.roles
 
