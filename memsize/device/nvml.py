@@ -36,7 +36,7 @@ class Nvml:
             raise InputError(f"no NVIDIA GPU can be asked for its memory: {first_line(error)}") from None
 
     def processes(self) -> dict[int, Reading]:
-        """What each process has on the GPU on which it has most."""
+        """The memory of each process, on the GPU on which it has most."""
         readings: dict[int, Reading] = {}
         for gpu in self._gpus:
             memory = self._nvml.nvmlDeviceGetMemoryInfo(gpu)
