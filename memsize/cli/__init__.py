@@ -132,8 +132,11 @@ def run(arguments: Sequence[str]) -> int:
     try:
         result = memsize.main(list(arguments), prog_name="memsize", standalone_mode=False, obj=session)
     except ModuleNotFoundError as error:
-        missing = error.name == "torch"
-        return _fail(str(TorchMissingError()) if missing else _bug(error, session), session, _USER if missing else _BUG)
+        if error.name == "torch":
+            return _without_torch(arguments, session)
+        return _fail(_bug(error, session), session, _BUG)
+    except TorchMissingError:
+        return _without_torch(arguments, session)
     except MemsizeError as error:
         return _fail(str(error), session, _USER)
     except click.ClickException as error:
@@ -152,6 +155,16 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         return _fail(_bug(error, session), session, _BUG)
     return result if isinstance(result, int) else 0
+
+
+def _without_torch(arguments: Sequence[str], session: Session) -> int:
+    """Print what is known of a preset all the same, and how to install PyTorch for the rest."""
+    from memsize.loading.presets import presets
+
+    for argument in arguments:
+        if preset := presets().get(argument.removeprefix("hf:")):
+            click.echo(preset.figures)
+    return _fail(str(TorchMissingError()), session, _USER)
 
 
 def _bug(error: Exception, session: Session) -> str:
