@@ -55,7 +55,7 @@ class Preset:
 
     @property
     def figures(self) -> str:
-        """What its published facts tell without a run, in sentences."""
+        """Sentences on what follows from its published facts, without a run."""
         count = float(self.parameters[:-1]) * {"M": 1e6, "B": 1e9}[self.parameters[-1]]
         sizes = ", ".join(f"{format_bytes(int(count * bits / 8))} in {name}" for name, bits in _FORMATS.items())
         cache = self.cache_per_token
