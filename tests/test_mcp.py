@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -198,18 +199,28 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def test_a_call_that_is_cancelled_ends_with_its_process(agent: Agent) -> None:
-    written = agent.folder / "process"
-    future = agent.portal.start_task_soon(agent.client.call_tool, "report", {"target": "endless.py:net"})
-    until = time.monotonic() + 60
+def _begun(folder: Path) -> int:
+    """The process of an endless call, once it runs."""
+    written, until = folder / "process", time.monotonic() + 100
     while not (written.exists() and written.read_text()) and time.monotonic() < until:
         time.sleep(0.02)
     process = int(written.read_text())
     assert _is_alive(process)
-    future.cancel()
+    return process
+
+
+def _wait_until_gone(process: int) -> None:
+    until = time.monotonic() + 100
     while _is_alive(process) and time.monotonic() < until:
         time.sleep(0.02)
     assert not _is_alive(process)
+
+
+def test_a_call_that_is_cancelled_ends_with_its_process(agent: Agent) -> None:
+    future = agent.portal.start_task_soon(agent.client.call_tool, "report", {"target": "endless.py:net"})
+    process = _begun(agent.folder)
+    future.cancel()
+    _wait_until_gone(process)
     assert "Tesla T4" in agent.call("gpus", pattern="t4")[0]
 
 
@@ -223,6 +234,32 @@ def test_a_call_that_takes_too_long_or_too_much(tmp_path: Path) -> None:
         text, failed = agent.call("report", target="endless.py:net")
         assert failed and text == "error: this took longer than 20 s: memsize mcp --timeout sets the limit"
         assert not _is_alive(int((tmp_path / "process").read_text()))
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="kills a process")
+def test_a_call_ends_with_its_server(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+    messages = [
+        {"id": 1, "method": "initialize", "params": hello},
+        {"method": "notifications/initialized"},
+        {"id": 2, "method": "tools/call", "params": {"name": "report", "arguments": {"target": "endless.py:net"}}},
+    ]
+    lines = "".join(json.dumps({"jsonrpc": "2.0", **message}) + "\n" for message in messages)
+    with subprocess.Popen(
+        [sys.executable, "-m", "memsize", "mcp", str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as server:
+        assert server.stdin is not None
+        server.stdin.write(lines.encode())
+        server.stdin.flush()
+        process = _begun(tmp_path)
+        server.kill()
+    _wait_until_gone(process)
 
 
 def test_options_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:

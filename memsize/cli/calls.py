@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from memsize.cli.working import stdout_to_stderr
-from memsize.processes.workers import can_fork, die_with_parent
+from memsize.processes.workers import can_fork
 
 _MOST_LINES: Final = 20
 """Lines of stderr that an error shows: the end of a traceback."""
@@ -92,7 +93,7 @@ class Call:
     def end(self) -> None:
         """Kill the process, and those that it started."""
         if self._process.pid is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, AttributeError):  # it has ended already; Windows has no groups
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join()
@@ -103,7 +104,7 @@ def _serve(run: Callable[[Any], int], arguments: Any, files: Sequence[Path], lim
     gc.freeze()  # a collection would copy every page of what was imported
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
-    die_with_parent()
+    threading.Thread(target=_end_with_server, daemon=True).start()
     for descriptor, (path, flags) in enumerate(
         ((os.devnull, os.O_RDONLY), *((str(file), os.O_WRONLY | os.O_APPEND) for file in files))
     ):
@@ -113,6 +114,16 @@ def _serve(run: Callable[[Any], int], arguments: Any, files: Sequence[Path], lim
     os.chdir(limits.folder)
     _limit_memory(limits.memory)
     sys.exit(run(arguments))
+
+
+def _end_with_server() -> None:
+    """End this process, and those that it started, when the server has ended, however it did."""
+    server = multiprocessing.parent_process()
+    if server is not None:
+        server.join()
+    if hasattr(os, "killpg"):
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
 
 
 def _limit_memory(limit: int) -> None:

@@ -221,7 +221,8 @@ def forked(work: Callable[[], None]) -> int:
             try:
                 gc.freeze()  # a collection would copy every page that holds an object of the parent
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-                die_with_parent()
+                if sys.platform == "linux":  # elsewhere it notices when it answers
+                    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
                 signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
                 work()
             finally:
@@ -229,12 +230,6 @@ def forked(work: Callable[[], None]) -> int:
         return process
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-
-
-def die_with_parent() -> None:
-    """End this process when its parent has ended. Only Linux does: elsewhere it notices when it answers."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
 
 def end_processes(*processes: int) -> None:
