@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,12 +48,12 @@ def mcp(request: McpRequest) -> None:
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder")
     memory = request.memory if isinstance(request.memory, int) else parse_bytes(request.memory)
+    if find_spec("mcp") is None:
+        raise InputError("memsize mcp needs the package mcp: pip install 'memsize[mcp]'")
     os.chdir(folder)
-    context = start_processes()
-    try:
-        import anyio
-    except ModuleNotFoundError:
-        raise InputError("memsize mcp needs the package mcp: pip install 'memsize[mcp]'") from None
+    context = start_processes()  # first, to import PyTorch while this process imports the SDK
+    import anyio
+
     with tempfile.TemporaryDirectory(prefix="memsize-") as scratch:
         anyio.run(_ToolServer(context, Limits(folder, request.timeout, memory), Path(scratch)).serve)
 
