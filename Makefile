@@ -1,9 +1,10 @@
-# make demo | test | fuzz | bench | docs | page-libraries | release: each sets up its own virtual environment first, and again when the requirements change.
+# make demo | test | fuzz | bench | tables | docs | page-libraries | release: each sets up its own virtual environment first, and again when the requirements change.
 #
 # PYTHON=…          the interpreter to build it with (the first of the list below that is 3.11 or newer)
 # TORCH_INDEX=…     the index to get PyTorch and torchvision from: that of their small CPU builds, say
 # TORCH=…           another PyTorch release, such as 2.14.1, in an environment of its own
 # SECONDS_OF_FUZZ=… how long `make fuzz` goes on with commands that nobody would give (300)
+# QUICK=1           a few cells of `make tables`
 # THOROUGH=1        run the tests too that are left out to keep `make test` short, as CI does
 # CUDNN=1           install cuDNN too (1 GB), for the tests that ask it; they are skipped without
 
@@ -29,7 +30,7 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # What pip says is shown where it fails.
 OR_EXPLAIN = 2>$(LOG) || { cat $(LOG) >&2; exit 1; }
 
-.PHONY: demo test fuzz bench docs format page-libraries release clean
+.PHONY: demo test fuzz bench tables docs format page-libraries release clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -59,13 +60,17 @@ fuzz: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
+# The page "Will it fit?" of the site: hours, of which what is done is kept in benchmarks/tables.jsonl.
+tables: $(STAMP)
+	$(BIN)/python -m benchmarks.tables $(if $(QUICK),--quick)
+
 # The site has the README as its first page, and the files that pages link to at the same places as here.
 SITE := build/pages
 
 docs: $(STAMP)
 	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[docs]' $(OR_EXPLAIN)
 	rm -rf $(SITE) && mkdir -p $(SITE)
-	git ls-files -z README.md CHANGELOG.md LICENSE docs notebooks benchmarks memsize/render/page/vendor | \
+	git ls-files -z README.md CHANGELOG.md LICENSE SKILL.md llms.txt docs notebooks benchmarks memsize/render/page/vendor | \
 		xargs -0 cp --parents -t $(SITE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Wrote build/site/index.html"

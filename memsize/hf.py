@@ -56,6 +56,11 @@ class MemoryCheck(TrainerCallback):
                 raise
             _LOG.warning("memsize: the step cannot be predicted: %s", error)
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Warn or stop before a step that won't fit."""
+        if self.guard is not None:
+            self.guard.check()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note what CUDA measured beside the prediction."""
         if self.guard is not None:

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 
 from memsize import api
 from memsize.analysis.step import Guard
-from memsize.api.models import budget_of, remade, warn_or_stop
+from memsize.api.models import budget_of, remade
 from memsize.errors import BudgetError, MemsizeError
 from memsize.loading.model_defined_step import LightningStep
 from memsize.spec.requests import OnExcess
@@ -35,7 +35,9 @@ class MemoryCheck(Callback):  # type: ignore[misc]
         self.measured: dict[str, int] | None = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Predict before the first batch, and warn or stop."""
+        """Predict before the first batch, and warn or stop, also before a later one that won't fit."""
+        if self.guard is not None:
+            self.guard.check()
         if self.guard is not None or batch_idx:
             return
         try:
@@ -45,8 +47,9 @@ class MemoryCheck(Callback):  # type: ignore[misc]
                 step=_loop(pl_module, trainer.optimizers, trainer.accumulate_grad_batches),
                 scenario=_SCENARIOS.get(str(trainer.precision), "as-given"),
             )
-            self.guard = Guard(step, budget_of(self._budget))
-            warn_or_stop(self.guard, self._on_excess)
+            self.guard = Guard(step, budget_of(self._budget), self._on_excess)
+            if self.guard.fits is False:
+                self.guard.exceed(self.guard.text())
         except BudgetError:
             raise
         except MemsizeError as error:

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import memsize
 from memsize import api
 from memsize.errors import InputError, TargetError
 from memsize.loading import load
+from memsize.loading.presets import presets
 from memsize.loading.target import Target, parse_target
 from tests.conftest import Python
 
@@ -44,6 +46,20 @@ def test_a_preset_names_its_source_and_date() -> None:
         assert re.fullmatch(r"https://\S+", preset["source"]) and re.fullmatch(r"20\d\d-\d\d-\d\d", preset["date"])
         assert {"architectures", "model_type"} <= set(preset["config"])
     assert len(PRESETS) >= 60
+
+
+def test_the_cache_of_a_token_is_what_transformers_keeps() -> None:
+    """Of two layers, so that it is quick: what generate's own cache grows by, in bfloat16."""
+    pytest.importorskip("transformers")
+    for name in ("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "openai-community/gpt2"):
+        preset = presets()[name]
+        layers = "n_layer" if name.endswith("gpt2") else "num_hidden_layers"
+        two = replace(preset, config={**preset.config, layers: 2})
+        report = memsize.generate(f"{name}?{layers}=2", prompt=8, max_new_tokens=4, scenarios="bf16")
+        assert two.cache_per_token == report.generation_rows[0].per_token
+    assert presets()["google/gemma-2-2b"].cache_per_token is None  # half of its layers have a window
+    assert presets()["deepseek-ai/DeepSeek-V3"].cache_per_token is None  # it keeps a compressed one
+    assert presets()["google-bert/bert-base-uncased"].cache_per_token is None
 
 
 def test_no_id_is_that_of_two_presets() -> None:

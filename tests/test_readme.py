@@ -38,6 +38,7 @@ from memsize.cli.working import Session
 from memsize.documents.report import layer_table
 from memsize.records.trace import Role
 from memsize.render import render
+from tests import agents
 from tests.conftest import ROOT
 from tests.models import DEFAULT, SCENARIOS, Toy
 from tests.records import COLUMNS
@@ -272,7 +273,7 @@ def test_every_option_is_documented() -> None:
     for name in cli.memsize.list_commands(context):
         command = cli.memsize.get_command(context, name)
         assert command is not None
-        page = NAMED_ON.get(name, name)
+        page = agents.PAGES.get(name, name)
         text = text_of(DOCS / f"{page}.md")
         assert f"`memsize {name}`" in text and f"`memsize {name}`" in text_of(README)
         for option in (parameter for parameter in command.params if isinstance(parameter, click.Option)):
@@ -281,9 +282,6 @@ def test_every_option_is_documented() -> None:
     lines = [line for page in PAGES for line in text_of(page).splitlines() if "memsize" in line or line.startswith("|")]
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "\n".join(lines))) <= known | OTHERS
 
-
-NAMED_ON = {"fit-script": "fit", "init": "check", "gpus": "fit", "models": "targets"}
-"""The pages of commands that have none of their own."""
 
 OTHERS = {"--config", "--epochs", "--index-url", "--lr", "--memsize-update", "--page", "--resume"}
 """Options of other programs on the same lines."""

@@ -41,9 +41,19 @@ def test_what_needs_no_torch(command: str, part: str, python: Python, tmp_path: 
     assert part in done.stdout and done.stdout
 
 
+def test_what_is_known_of_a_preset(python: Python) -> None:
+    """8.03e9 parameters of 4, 2 and half a byte; 2 × 32 layers × 8 heads × 128 of 2 bytes for each token."""
+    done = python("-c", PROGRAM, "report", "meta-llama/Llama-3.1-8B", "--train", "adamw")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.rstrip().endswith(INSTALL)
+    assert done.stdout == (
+        "meta-llama/Llama-3.1-8B has 8.03B parameters: 29.9 GiB in float32, 15.0 GiB in float16 or bfloat16, 3.74 GiB "
+        "in 4 bits. A token of its KV cache takes 128.00 KiB in 16 bits.\n"
+    )
+
+
 @pytest.mark.parametrize(
     "command",
-    ["report net.py:net", "report meta-llama/Llama-3.1-8B", "fit net.py:net -i 2 -b 8 --gpu t4", "run net.py"],
+    ["report net.py:net", "fit net.py:net -i 2 -b 8 --gpu t4", "run net.py"],
 )
 def test_what_needs_torch_says_how_to_install_it(command: str, python: Python, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("net = None\n")

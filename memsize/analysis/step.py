@@ -6,19 +6,21 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field as attribute, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from memsize import files
 from memsize.analysis.findings.unfinished_runs import lagging, out_of_memory
 from memsize.analysis.timeline import pickled, timeline
+from memsize.analysis.watch import LoopWatch
 from memsize.device.allocator_config import AllocatorConfig, config_of
 from memsize.device.cards import card
 from memsize.device.gpu_estimate import estimate_gpu
-from memsize.errors import InputError, UnknownScenarioError
+from memsize.errors import BudgetError, InputError, UnknownScenarioError
 from memsize.printable import printable
 from memsize.records.aggregates import live_bytes, split_phase
 from memsize.records.answer import Saveable
@@ -34,6 +36,7 @@ from memsize.records.roles import noun
 from memsize.records.run_file import read_run
 from memsize.records.timeline import LengthRow, Timeline
 from memsize.records.trace import Trace
+from memsize.spec.requests import OnExcess
 from memsize.units import format_bytes, format_together
 
 if TYPE_CHECKING:
@@ -176,6 +179,8 @@ class Guard:
 
     step: StepTrace
     budget: int | None
+    on_excess: OnExcess = "warn"
+    _loop: LoopWatch = attribute(default_factory=LoopWatch, init=False, compare=False, repr=False)
 
     @property
     def fits(self) -> bool | None:
@@ -196,6 +201,33 @@ class Guard:
         stats = torch.cuda.memory_stats()
         return {name: stats.get(name, 0) for name in (ALLOCATED, RESERVED)}
 
+    def check(self) -> str:
+        """Take what CUDA measured at the start of a step of the loop; returns a line on it, for a progress bar.
+
+        Where the step would exceed the budget, since memory has grown from step to step, it warns or raises
+        `BudgetError` before. Without CUDA it only tells the prediction.
+        """
+        import torch
+
+        predicted = format_bytes(self.step.peak.allocated)
+        if not torch.cuda.is_available():
+            return f"predicted {predicted}"
+        loop = self._loop
+        loop.add(torch.cuda.memory_stats())
+        if self.budget is not None and loop.expected > self.budget:
+            needs = f"step {len(loop.starts)} will need {format_bytes(loop.expected)}"
+            there = f"{format_bytes(self.budget)} are there: memory grows from step to step"
+            self.exceed(f"{needs}, {there}", stacklevel=3)
+        current, most = format_bytes(loop.starts[-1]), format_bytes(loop.peaks[-1])
+        return f"{current} allocated, at most {most}, predicted {predicted}"
+
+    def exceed(self, text: str, stacklevel: int = 2) -> None:
+        """Say that there is not enough memory, as `on_excess` asks for it."""
+        if self.on_excess == "raise":
+            raise BudgetError(text)
+        if self.on_excess == "warn":
+            warnings.warn(text, stacklevel=stacklevel)
+
     def text(self) -> str:
         """The prediction in a sentence: what it needs, what is there, and what most of it is."""
         peak = self.step.peak
@@ -204,6 +236,32 @@ class Guard:
         needs = f"{self.step.trace.model} needs {format_bytes(peak.reserved)} at its peak, in {where}"
         there = "" if self.budget is None else f"; {format_bytes(self.budget)} are there"
         return f"{needs}{there}. The most are {noun(role)}, {format_bytes(size)}."
+
+
+class PredictedPeak(NamedTuple):
+    """The highest moment of a saved run, with the model and the scenario that ran."""
+
+    model: str
+    scenario: str
+    estimate: GpuEstimate
+
+
+def predicted_peak(answer: Any) -> PredictedPeak:
+    """The peak that a saved run predicts; raises `InputError` for a run that predicts none."""
+    match answer:
+        case StepTrace():
+            return PredictedPeak(answer.trace.model, answer.trace.scenario, answer.peak)
+        case ProgramRun():
+            return PredictedPeak(answer.program, "as-given", answer.peak)
+        case Report(scenario_results=results) if peaks := [
+            (result.name, peak) for result in results if (peak := result.training or result.inference)
+        ]:
+            return PredictedPeak(answer.model, *peaks[0])
+        case _:
+            raise InputError(
+                f"this saved {getattr(answer, 'kind', 'run')} predicts no peak: save memsize run, memsize timeline, or "
+                "memsize report --train"
+            )
 
 
 # -- steps and other answers of saved runs -----------------------------------------------------------------------------

@@ -68,14 +68,17 @@ def explain(request: ExplainRequest) -> Explanation:
     blame.
 
     `snapshot` is a file that `torch.cuda.memory._dump_snapshot` wrote. It is explained at the moment when memory ran
-    out, else at the peak of its history. `against` is a prediction to compare with: a saved run, or the answer of
-    `run`, `trace` or `report(train=…)`. `device` is the GPU, by default the one that ran out or holds most.
+    out, else at the peak of its history. `against` is another snapshot to compare with, or a prediction: a saved run,
+    or the answer of `run`, `trace` or `report(train=…)`. `device` is the GPU, by default the one that ran out or holds
+    most.
 
     Raises `InputError` for a file that is no snapshot or is damaged, and for a saved run that predicts no peak.
     """
     from memsize.analysis.explain.explanation import explain as explained
 
-    against = load(request.against) if isinstance(request.against, (str, os.PathLike)) else request.against
+    against = request.against
+    if isinstance(against, (str, os.PathLike)):
+        against = load(against) if is_run_file(against) else explained(against, device=request.device)
     return explained(request.snapshot, against, request.device)
 
 

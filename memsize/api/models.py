@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from memsize.api.keywords import takes
 from memsize.api.opened import model_of, opened, refuse_resizing, with_inputs
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
-from memsize.errors import BudgetError, InputError, quoted
+from memsize.errors import InputError, quoted
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.lengths import Lengths
 from memsize.spec.model_request import ModelRequest
@@ -25,7 +24,6 @@ from memsize.spec.parallel import spread_of
 from memsize.spec.requests import (
     GuardRequest,
     LayoutRequest,
-    OnExcess,
     ReportRequest,
     TimelineRequest,
     TraceRequest,
@@ -335,18 +333,10 @@ def guard(request: GuardRequest) -> Guard:
             gpu=replace(request.gpu, name=request.gpu.name or ("local" if torch.cuda.is_available() else None)),
         )
     )
-    prediction = Guard(step, budget_of(request.budget))
-    warn_or_stop(prediction, request.on_excess, stacklevel=4)
+    prediction = Guard(step, budget_of(request.budget), request.on_excess)
+    if prediction.fits is False:
+        prediction.exceed(prediction.text(), stacklevel=4)
     return prediction
-
-
-def warn_or_stop(guard: Guard, on_excess: OnExcess, stacklevel: int = 2) -> None:
-    """Say that a predicted peak exceeds its budget, as `on_excess` asks for it."""
-    if guard.fits is not False or on_excess == "ignore":
-        return
-    if on_excess == "raise":
-        raise BudgetError(guard.text())
-    warnings.warn(guard.text(), stacklevel=stacklevel)
 
 
 def remade(model: nn.Module, optimizer: Any) -> Callable[[list[Any]], Any]:

@@ -34,6 +34,7 @@ _QUESTIONS = {
         "run": "Run your own script on a GPU you don't have.",
         "timeline": "Show live memory over a training step.",
         "explain": "Explain a memory snapshot of a real GPU, as after an out-of-memory error.",
+        "watch": "Watch a job on this machine's GPU, beside its prediction.",
     },
     "Will it fit?": {
         "fit": "Find the largest batch that fits, and how to fit a larger one.",
@@ -52,6 +53,9 @@ _QUESTIONS = {
         "gpus": "List the GPUs whose memory is known.",
         "models": "List the models of timm, torchvision, transformers and the Hub.",
         "scenarios": "List the ways to store and run a model.",
+    },
+    "For agents": {
+        "mcp": "Serve these commands to an agent, as tools of the Model Context Protocol.",
     },
 }
 """The commands by the question that they answer, and what each does: the overview of them imports none. Each is in a
@@ -128,8 +132,11 @@ def run(arguments: Sequence[str]) -> int:
     try:
         result = memsize.main(list(arguments), prog_name="memsize", standalone_mode=False, obj=session)
     except ModuleNotFoundError as error:
-        missing = error.name == "torch"
-        return _fail(str(TorchMissingError()) if missing else _bug(error, session), session, _USER if missing else _BUG)
+        if error.name == "torch":
+            return _without_torch(arguments, session)
+        return _fail(_bug(error, session), session, _BUG)
+    except TorchMissingError:
+        return _without_torch(arguments, session)
     except MemsizeError as error:
         return _fail(str(error), session, _USER)
     except click.ClickException as error:
@@ -148,6 +155,16 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         return _fail(_bug(error, session), session, _BUG)
     return result if isinstance(result, int) else 0
+
+
+def _without_torch(arguments: Sequence[str], session: Session) -> int:
+    """Print what is known of a preset all the same, and how to install PyTorch for the rest."""
+    from memsize.loading.presets import presets
+
+    for argument in arguments:
+        if preset := presets().get(argument.removeprefix("hf:")):
+            click.echo(preset.figures)
+    return _fail(str(TorchMissingError()), session, _USER)
 
 
 def _bug(error: Exception, session: Session) -> str:

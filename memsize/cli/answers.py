@@ -111,6 +111,7 @@ def _is_run(side: str) -> bool:
     Examples:
       memsize explain snapshot.pickle
       memsize explain oom.pickle --against run.memsize
+      memsize explain after.pickle --against before.pickle
       memsize explain snapshot.pickle -o snapshot.html
 
     \b

@@ -36,18 +36,18 @@ def command(
     *,
     formats: Formats = FORMATS,
     also: Sequence[click.Parameter] = (),
-    cls: type[click.Command] | None = None,
+    cls: type[RequestCommand] | None = None,
     answers: bool = True,
     shows_saved: bool = True,
     **settings: Any,
-) -> Callable[[Callable[..., Any]], click.Command]:
+) -> Callable[[Callable[..., Any]], RequestCommand]:
     """Make a command of a function of a `request` and, where it `answers`, of a `Destination`, its `output`; `also` are
     options that it takes by name. Where it `shows_saved`, it shows an answer that it saved again.
 
     `settings` are those of `click.Command`. An old flag is taken for the new one, which a line on stderr names.
     """
 
-    def decorate(function: Callable[..., Any]) -> click.Command:
+    def decorate(function: Callable[..., Any]) -> RequestCommand:
         name = function.__name__.replace("_", "-")
         outputs = _output_options(formats, name if shows_saved else "") if answers else ()
 
@@ -60,13 +60,17 @@ def command(
                 return function(request_of(request, chosen), **values)
 
         params = [*parameters(request), *also, *outputs, _DEBUG]
-        return (cls or RequestCommand)(name, params=params, callback=run, help=function.__doc__, **settings)
+        built = (cls or RequestCommand)(name, params=params, callback=run, help=function.__doc__, **settings)
+        built.request = request
+        return built
 
     return decorate
 
 
 class RequestCommand(click.Command):
-    """A command that understands the old names of its options."""
+    """A command that understands the old names of its options. `request` is the class that its options make."""
+
+    request: type
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments, with old flags replaced by new ones."""
@@ -117,8 +121,8 @@ def parameters(request: type) -> list[click.Parameter]:
 
 def _argument(choice: Option) -> click.Argument:
     several: dict[str, Any] = {"nargs": -1, "type": click.UNPROCESSED} if choice.kind == "texts" else {}
-    if choice.kind == "path":
-        several["type"] = _Path(path_type=Path)
+    if choice.kind in ("path", "count"):
+        several["type"] = _type(choice)
     if choice.key in _TARGETS:
         several["shell_complete"] = _complete_files
     if choice.default not in (None, ""):

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import click
 from tabulate import tabulate
 
+from memsize.cli.command import command
 from memsize.errors import TargetError, UnknownInputError
+from memsize.spec.requests import NamesRequest
 from memsize.units import GiB
 
-_PATTERN = click.Argument(["pattern"], default="", required=False)
-"""A part of a name, or with ``*`` the whole of it, without regard to case."""
 
-
-def _listing(function: Callable[[str], None]) -> click.Command:
-    return click.Command(function.__name__, params=[_PATTERN], callback=function, help=function.__doc__)
-
-
-@_listing
-def gpus(pattern: str) -> None:
+@command(NamesRequest, answers=False)
+def gpus(request: NamesRequest) -> None:
     """List the GPUs whose memory is known, or those that PATTERN matches.
 
     \b
@@ -33,22 +28,22 @@ def gpus(pattern: str) -> None:
     rows = [
         (card.name, ", ".join(card.aliases), f"{card.bytes / GiB:.1f} GiB", card.platform)
         for card in CARDS.values()
-        if any(_matches(pattern, name) for name in (card.name, *card.aliases))
+        if any(_matches(request.pattern, name) for name in (card.name, *card.aliases))
     ]
-    _print(rows, ("name", "or", "memory", "platform"), "GPU", pattern, CARDS)
+    _print(rows, ("name", "or", "memory", "platform"), "GPU", request.pattern, CARDS)
 
 
-@_listing
-def scenarios(pattern: str) -> None:
+@command(NamesRequest, answers=False)
+def scenarios(request: NamesRequest) -> None:
     """List the scenarios, or those that PATTERN matches: ways to store and run a model."""
     from memsize.spec.scenario import SCENARIOS
 
-    rows = [(name, scenario.title) for name, scenario in SCENARIOS.items() if _matches(pattern, name)]
-    _print(rows, ("name", "meaning"), "scenario", pattern, SCENARIOS)
+    rows = [(name, scenario.title) for name, scenario in SCENARIOS.items() if _matches(request.pattern, name)]
+    _print(rows, ("name", "meaning"), "scenario", request.pattern, SCENARIOS)
 
 
-@_listing
-def models(pattern: str) -> None:
+@command(NamesRequest, answers=False)
+def models(request: NamesRequest) -> None:
     """List the models of the Hub with a preset, and those that the installed timm, torchvision and transformers define.
 
     PATTERN shows those that it matches.
@@ -70,7 +65,7 @@ def models(pattern: str) -> None:
             targets += [f"{library}:{name}" for name in model_names(library)]
         except (TargetError, ModuleNotFoundError):  # it or torch is not installed, or cannot be imported
             continue
-    _print([(name,) for name in targets if _matches(pattern, name)], (), "model", pattern, targets)
+    _print([(name,) for name in targets if _matches(request.pattern, name)], (), "model", request.pattern, targets)
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -60,6 +60,8 @@ class ExplanationDocument(Document[Explanation]):
         blocks = sum(entry.blocks for entry in explanation.alive)
         total = ("total", Bytes(explanation.requested), Share(1.0), blocks, predicted, off, None)
         caption = f"What was alive {_MOMENTS[explanation.moment]}"
+        if explanation.predicted and explanation.predicted.is_snapshot:
+            fields = fields.titled(predicted="there").hinted(predicted=f"live bytes in {explanation.predicted.model}")
         table = Table.of("alive", "Alive", fields, explanation.alive, explanation, total=total, caption=caption)
         return table if explanation.predicted else table.without("predicted", "difference")
 
@@ -139,13 +141,17 @@ def _live(changes: Iterable[int]) -> tuple[int, ...]:
 
 
 def _place_table(explanation: Explanation) -> Table:
+    other = explanation.predicted if explanation.predicted and explanation.predicted.is_snapshot else None
     rest = explanation.places[MOST_PLACES:]
     hint = "JSON and CSV have every place, with its stack."
-    caption = "Where the largest of it was made"
+    caption = f"Where it differs most from {other.model}" if other else "Where the largest of it was made"
     table = Table.of("places", "Places", PLACE_FIELDS, explanation.places[:MOST_PLACES], caption=caption, hint=hint)
     if rest:
-        sums = (Bytes(sum(row.bytes for row in rest)), sum(row.blocks for row in rest))
+        before, growth = Bytes(sum(row.before or 0 for row in rest)), Signed(sum(row.growth for row in rest))
+        sums = (Bytes(sum(row.bytes for row in rest)), before, growth, sum(row.blocks for row in rest))
         table = replace(table, rows=(*table.rows, (*sums, None, f"{len(rest)} more places", None, None, None)))
+    if other is None:
+        table = table.without("before", "growth")
     return table.without_empty("line", "function", "called_from")
 
 

@@ -15,7 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from memsize.units import format_bytes
+
 _FILE: Final = Path(__file__).with_name("presets.jsonl")
+_FORMATS: Final = {"float32": 32, "float16 or bfloat16": 16, "4 bits": 4}
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -34,6 +37,30 @@ class Preset:
     def note(self) -> str:
         """The origin of the config."""
         return f"its config is the preset {self.id} of {self.date}, from {self.source}"
+
+    @property
+    def cache_per_token(self) -> int | None:
+        """The bytes of keys and values that a token of 16-bit cache takes; None where the facts do not tell.
+
+        That is so of layers that forget what leaves a window, and of those that keep something smaller in their place.
+        """
+        names = ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head"), ("hidden_size", "n_embd")
+        layers, heads, size = (self.config.get(name) or self.config.get(old) for name, old in names)
+        is_other = self.config.get("sliding_window") or "kv_lora_rank" in self.config
+        is_decoder = self.config["architectures"][0].endswith(("ForCausalLM", "LMHeadModel"))
+        if is_other or not (is_decoder and layers and heads and size):
+            return None
+        head = self.config.get("head_dim") or size // heads
+        return int(2 * layers * self.config.get("num_key_value_heads", heads) * head * 2)
+
+    @property
+    def figures(self) -> str:
+        """Sentences on what follows from its published facts, without a run."""
+        count = float(self.parameters[:-1]) * {"M": 1e6, "B": 1e9}[self.parameters[-1]]
+        sizes = ", ".join(f"{format_bytes(int(count * bits / 8))} in {name}" for name, bits in _FORMATS.items())
+        cache = self.cache_per_token
+        tokens = f" A token of its KV cache takes {format_bytes(cache, 'KiB')} in 16 bits." if cache else ""
+        return f"{self.id} has {self.parameters} parameters: {sizes}.{tokens}"
 
 
 @cache

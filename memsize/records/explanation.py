@@ -33,7 +33,7 @@ else:
 
 
 class Alive(NamedTuple):
-    """The live bytes of one category, a role or a key of `UNKNOWN`. `predicted` is memsize's own figure at its peak."""
+    """The live bytes of one category, a role or a key of `UNKNOWN`. `predicted` is the figure to compare with."""
 
     category: Category
     bytes: Size
@@ -43,7 +43,9 @@ class Alive(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Live blocks of one category that one stack made: its line above PyTorch, and the program's own that led to it."""
+    """Live blocks of one category that one stack made: its line above PyTorch, and the program's own that led to it.
+    `before` are the bytes of the same in another snapshot.
+    """
 
     bytes: Size
     blocks: Size
@@ -53,6 +55,12 @@ class Place(NamedTuple):
     function: str
     called_from: str | None
     calls: tuple[str, ...]
+    before: int | None = None
+
+    @property
+    def growth(self) -> int:
+        """The bytes beyond those of the other snapshot."""
+        return self.bytes - (self.before or 0)
 
 
 class Reserved(NamedTuple):
@@ -146,12 +154,17 @@ class FailedRequest(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """The prediction to compare with: its model, its run and its peak."""
+    """The peak to compare with: that of a prediction, or of another snapshot, whose name is the `model`."""
 
     model: str
     scenario: str
     requested: Size
     reserved: Size
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Tell a snapshot from a prediction: no scenario is known of it."""
+        return not self.scenario
 
 
 HOW: Final[Mapping[How, str]] = {
@@ -179,6 +192,8 @@ ALIVE_FIELDS: Final = Fields[Alive](
 
 PLACE_FIELDS: Final = Fields[Place](
     field("bytes", "holds", BYTES, 100, "live bytes of all its blocks"),
+    field("before", "there", BYTES, 98, "live bytes of the same in the other snapshot", nullable=True),
+    shown("growth", "difference", SIGNED, 97, "found beyond the other snapshot"),
     field("blocks", "blocks", COUNT, 90, "how many blocks"),
     field("largest", "largest", BYTES, 70, "the largest of them"),
     field("category", "as", TEXT, 95, "what they are for", alone="role"),
@@ -197,8 +212,8 @@ class Explanation(Answer):
     """Live blocks on `device` at one `moment`, by category and by stack; the bytes of `alive` add up to `requested`.
 
     `reserved_then` are the segments at that moment, `reserved` the state of the allocator when the snapshot was taken.
-    `line` is the program's line at the moment, `entries` the length of the recorded history, and `history` its blocks
-    (None where nothing was recorded).
+    `predicted` is the peak to compare with. `line` is the program's line at the moment, `entries` the length of the
+    recorded history, and `history` its blocks (None where nothing was recorded).
     """
 
     kind: ClassVar = "explanation"

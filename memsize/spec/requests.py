@@ -392,9 +392,10 @@ class ExplainRequest:
     snapshot: _Path = option(REQUIRED, "", positional=True, kind="path", metavar="FILE")
     against: Any = option(
         None,
-        "Compare with the peak that this saved run predicts: of memsize run, timeline or report --train.",
+        "Compare with this snapshot, or with the peak that this saved run predicts: of memsize run, timeline or "
+        "report --train.",
         kind="path",
-        metavar="RUN",
+        metavar="FILE",
         old=("beside", "--beside"),
     )
     device: int | None = option(None, "GPU to explain.", shown="the fullest", least=0)
@@ -451,3 +452,28 @@ class InitRequest:
     gpu: Gpu = part(Gpu, without=("stack", "allocator"))
     scenario: str = _scenario(help="How to store and run it.")
     folder: _Path = option(".", "", positional=True, kind="path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchRequest:
+    """A job on a real GPU beside its prediction."""
+
+    pid: int = option(0, "", positional=True, metavar="[PID]", least=1)
+    run: _Path | None = option(None, "Compare with the peak that this saved run predicts.", kind="path", metavar="RUN")
+    interval: float = option(1.0, "Read the memory this often.", least=0.001, metavar="SECONDS", shown="1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamesRequest:
+    """Names that options and targets take."""
+
+    pattern: str = option("*", "A part of a name, or with * the whole of it, without regard to case.", positional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class McpRequest:
+    """The tools of an MCP server, and what a call may take."""
+
+    folder: _Path = option(".", "", positional=True, kind="path")
+    timeout: float = option(300.0, "End a call after this time.", least=0.1, metavar="SECONDS", shown="300")
+    memory: str | int = option("16GiB", "Memory that each process of a call may take.", metavar="SIZE")

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from memsize.analysis.explain.blocks import block_history
 from memsize.analysis.explain.history import Category, History, Life, categories, python_calls
 from memsize.analysis.explain.snapshot_file import Segment, Snapshot, read_snapshot
-from memsize.analysis.step import StepTrace
+from memsize.analysis.step import predicted_peak
 from memsize.errors import InputError
 from memsize.records.explanation import (
     Alive,
@@ -26,9 +26,6 @@ from memsize.records.explanation import (
     Reserved as ReservedBytes,
 )
 from memsize.records.finding import Finding, Rules, sizes
-from memsize.records.gpu import GpuEstimate
-from memsize.records.program import ProgramRun
-from memsize.records.report import Report
 from memsize.records.roles import ROLES, UNKNOWN, noun
 from memsize.units import Bytes, signed_share
 
@@ -37,11 +34,11 @@ _MOST_CALLS: Final = 24
 
 
 def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None = None) -> Explanation:
-    """The explanation of the snapshot at `path`, beside the prediction that is a saved run's answer.
+    """The explanation of the snapshot at `path`, compared with another, or with the prediction of a saved run's answer.
 
     Of several GPUs it is the one that ran out of memory, else the one that holds most, unless `device` is given.
     """
-    named, estimate = (None, None) if beside is None else predicted(beside)
+    named, roles = (None, {}) if beside is None else predicted(beside)
     snapshot = read_snapshot(path)
     number = _chosen(snapshot) if device is None else device
     entries = snapshot.histories[number] if 0 <= number < len(snapshot.histories) else ()
@@ -59,8 +56,8 @@ def explain(path: str | os.PathLike[str], beside: Any = None, device: int | None
         requested=sum(life.bytes for life, _ in live),
         reserved_then=history.reserved_at(last),
         line=None if moment == "end" else history.summary(history.entries[last].stack).line,
-        alive=tuple(_alive(live, estimate)),
-        places=tuple(_places(history, live)),
+        alive=tuple(_alive(live, roles)),
+        places=tuple(_compared(_places(history, live), beside)),
         reserved=_reserved(history.segments),
         failed=_failed(history),
         entries=len(history.entries),
@@ -131,6 +128,24 @@ def _places(history: History, live: Iterable[tuple[Life, Category]]) -> list[Pla
     return sorted(joined.values(), key=lambda stack_place: -stack_place.bytes)
 
 
+def _compared(places: list[Place], other: Any) -> list[Place]:
+    """The places with what they hold in another snapshot, if `other` is one: the widest differences first."""
+    if not isinstance(other, Explanation):
+        return places
+    before = {_key(stack): stack for stack in other.places}
+    both: list[Place] = []
+    for stack in places:
+        there = before.pop(_key(stack), None)
+        both.append(stack._replace(before=there.bytes if there else 0))
+    both += (stack._replace(bytes=0, blocks=0, largest=0, before=stack.bytes) for stack in before.values())
+    return sorted(both, key=lambda stack: (-abs(stack.growth), -stack.bytes))
+
+
+def _key(stack: Place) -> tuple[str, str, tuple[str, ...]]:
+    """The identity of a place in any snapshot."""
+    return stack.category, stack.function, stack.calls
+
+
 def _reserved(segments: Iterable[Segment]) -> ReservedBytes:
     requested = rounding = waiting = pieces = cached = largest = 0
     for segment in segments:
@@ -150,13 +165,13 @@ def _reserved(segments: Iterable[Segment]) -> ReservedBytes:
     )
 
 
-def _alive(live: Iterable[tuple[Life, Category]], estimate: GpuEstimate | None) -> list[Alive]:
+def _alive(live: Iterable[tuple[Life, Category]], predicted_roles: Mapping[str, int]) -> list[Alive]:
     categories: dict[str, Alive] = {}
     for life, (name, how) in live:
         total = categories.get(name, Alive(name, bytes=0, blocks=0, how=how))
         weakest = max(total.how, how, key=_CERTAINTY.index)
         categories[name] = total._replace(bytes=total.bytes + life.bytes, blocks=total.blocks + 1, how=weakest)
-    for role, size in estimate.roles.items() if estimate else ():
+    for role, size in predicted_roles.items():
         of_role = categories.get(role, Alive(role, bytes=0, blocks=0, how="unknown"))
         categories[role] = of_role._replace(predicted=size)
     return [categories[name] for name in (*ROLES, *UNKNOWN) if name in categories]
@@ -181,23 +196,16 @@ def _notes(snapshot: Snapshot, number: int, history: History) -> Iterable[str]:
         )
 
 
-def predicted(answer: Any) -> tuple[Predicted, GpuEstimate]:
-    """The peak that a saved run predicts; raises `InputError` for a run that predicts none."""
-    match answer:
-        case StepTrace():
-            model, scenario, estimate = answer.trace.model, answer.trace.scenario, answer.peak
-        case ProgramRun():
-            model, scenario, estimate = answer.program, "as-given", answer.peak
-        case Report(scenario_results=results) if peaks := [
-            (result.name, peak) for result in results if (peak := result.training or result.inference)
-        ]:
-            model, (scenario, estimate) = answer.model, peaks[0]
-        case _:
-            raise InputError(
-                f"this saved {getattr(answer, 'kind', 'run')} predicts no peak: save memsize run, memsize timeline, or "
-                "memsize report --train"
-            )
-    return Predicted(model, scenario=scenario, requested=estimate.requested, reserved=estimate.reserved), estimate
+def predicted(answer: Any) -> tuple[Predicted, Mapping[str, int]]:
+    """The peak that a saved run predicts or another snapshot has, with its bytes by role; raises `InputError` for a run
+    that predicts none.
+    """
+    if isinstance(answer, Explanation):
+        there = Predicted(answer.snapshot, scenario="", requested=answer.requested, reserved=answer.reserved_then)
+        return there, {row.category: row.bytes for row in answer.alive}
+    model, scenario, estimate = predicted_peak(answer)
+    peak = Predicted(model, scenario=scenario, requested=estimate.requested, reserved=estimate.reserved)
+    return peak, estimate.roles
 
 
 # -- findings ----------------------------------------------------------------------------------------------------------
@@ -237,7 +245,8 @@ def _mostly(explanation: Explanation) -> Iterator[Finding]:
     if most is None or most.bytes < explanation.requested * _WORTH_TELLING:
         return
     template = "The most bytes are in {noun}: {bytes} ({share:.0%}) in {blocks} blocks"
-    stack = next(category for category in explanation.places if category.category == most.category)
+    of_role = (stack for stack in explanation.places if stack.category == most.category)
+    stack = max(of_role, key=lambda stack: stack.bytes)
     if stack.line is not None:
         template += "; {here} of them were made at {line}" + (", in {function}" if stack.function else "")
     values: dict[str, object] = {"noun": noun(most.category), "bytes": Bytes(most.bytes)}
@@ -284,7 +293,7 @@ def _untold(explanation: Explanation) -> Iterator[Finding]:
 
 @RULES.rule("snapshot-predicted")
 def _predicted(explanation: Explanation) -> Iterator[Finding]:
-    if explanation.predicted is None or not explanation.requested:
+    if explanation.predicted is None or explanation.predicted.is_snapshot or not explanation.requested:
         return
     off = explanation.predicted.requested - explanation.requested
     gaps = [category for category in explanation.alive if category.predicted is not None]
@@ -297,3 +306,22 @@ def _predicted(explanation: Explanation) -> Iterator[Finding]:
         values |= {"noun": noun(widest.category), "there": Bytes(widest.predicted or 0)}
         values |= {"here": Bytes(widest.bytes)}
     yield Finding("snapshot-predicted", template + ".", values, bytes=off)
+
+
+@RULES.rule("snapshot-compared")
+def _other_snapshot(explanation: Explanation) -> Iterator[Finding]:
+    other = explanation.predicted
+    if other is None or not other.is_snapshot:
+        return
+    off = explanation.requested - other.requested
+    widest = next(iter(explanation.places), None)
+    template = "{other} held {there}, this snapshot {here}"
+    values = {"other": other.model, "there": Bytes(other.requested), "here": Bytes(explanation.requested)}
+    if off and other.requested:
+        template += " ({share})"
+        values["share"] = signed_share(other.requested, explanation.requested)
+    if widest is not None and widest.growth:
+        template += "; the widest difference is at {at}: {before} → {after}"
+        values |= {"at": widest.line or noun(widest.category)}
+        values |= {"before": Bytes(widest.before or 0), "after": Bytes(widest.bytes)}
+    yield Finding("snapshot-compared", template + ".", values, bytes=off)
