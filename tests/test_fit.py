@@ -661,8 +661,8 @@ def test_where_no_other_run_made_the_same_events_the_same_phase_is_compared() ->
     cost = next(finding for finding in fit.findings if finding.code == "fit-fixed-cost")
     assert cost.bytes == row.fixed
     assert cost.text() == (
-        "No batch can fit: optimizer state, workspaces and 2 more alone take 80.25 MiB, and temporaries at the peak, "
-        "in optimizer, 16.00 MiB more, 6.25 MiB more than PyTorch can use."
+        "No batch can fit: optimizer state, workspaces and 2 more alone take 80.25 MiB, 96.25 MiB with the "
+        "temporaries of the optimizer phase, 6.25 MiB more than PyTorch can use."
     )
 
 
@@ -829,7 +829,7 @@ def test_free_memory_that_a_request_does_not_fit_into_is_told(alive: int, in_pie
     (finding,) = what_binds(FitEvidence((row,), budgets("t4"), "batch"))
     # 500 MiB are 0.488 GiB.
     free = f"{(10_500 - alive) / 1024:.2f} GiB"
-    text = f" {free} are free, but in pieces smaller than the 0.49 GiB requested: expandable segments"
+    text = f" {free} are free, but in pieces smaller than the 0.49 GiB requested; expandable segments"
     assert (text in finding.text()) == in_pieces
     assert ("in pieces" in finding.text()) == in_pieces
 

@@ -43,7 +43,7 @@ def _failed(run: ProgramRun) -> Iterator[Finding]:
         brief += " Until then it took {low} to {high} of {total} at the peak."
         values |= {"card": run.card.name, **peak_in_words(run)}
     elif not run.refused and not run.gpu_children:
-        brief = template = f"{template} Nothing was put on the GPU before."
+        brief = template = f"{template} Nothing was on the GPU by then."
     high = run.peak.device.high if run.trace.events else None
     yield Finding("run-failed", template, values, bytes=high, layers=_layers(run.peak.peak_layer), brief=brief)
 
@@ -116,7 +116,7 @@ def _missing(run: ProgramRun) -> Iterator[Finding]:
     match = re.fullmatch(r"ModuleNotFoundError: No module named '(\w+)'", run.failure or "")
     if match is None or run.needs_gpu is not None or match[1] in sys.stdlib_module_names:
         return
-    template = "{name} is not installed beside memsize: install both in one environment."
+    template = "{name} is not installed in memsize's environment: install both in the same one."
     yield Finding("run-missing-package", template, {"name": match[1]})
 
 
@@ -167,7 +167,7 @@ def _children(run: ProgramRun) -> Iterator[Finding]:
     largest = max(run.gpu_children, key=lambda child: child.high)
     what = "A process" if len(run.gpu_children) == 1 else "The largest of {count} processes"
     template = f"{what} that the script started takes {{low}} to {{high}} of {{total}} at its peak, "
-    template += "which is not in the figures: {command}"
+    template += "not included in these figures: {command}"
     ranks = {child.rank for child in run.gpu_children if child.rank is not None}
     if largest.rank is not None:
         template += " (rank {rank}). To see each rank, run its script: memsize run --gpus {ranks} --rank all"
@@ -181,7 +181,7 @@ def _children(run: ProgramRun) -> Iterator[Finding]:
 def _child_ran_out(run: ProgramRun) -> Iterator[Finding]:
     for child in run.children:
         if child.ran_out:
-            template = "{card} is too small for a process that the script started: {command}."
+            template = "Out of memory on {card} in a process that the script started: {command}."
             yield Finding("run-child-out-of-memory", template, {"card": run.card.name, "command": child.command})
 
 
@@ -213,7 +213,7 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
 def _host(run: ProgramRun) -> Iterator[Finding]:
     """The memory of the host, which a verdict names from 1 GiB on."""
     if (needs := run.trace.host.needs) >= _LARGE_ON_HOST:
-        text = "The script also needs {needs} of host memory, beside what Python and PyTorch take."
+        text = "The script also needs {needs} of host memory, besides that of Python and PyTorch."
         yield Finding("run-host", text, {"needs": Bytes(needs)}, bytes=needs, brief=text)
 
 
@@ -240,8 +240,10 @@ def _sends_nothing(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-waits")
 def _waits(run: ProgramRun) -> Iterator[Finding]:
     if run.waits:
-        template = "The loop at {line} waits for a number that only a GPU computes and would never end: the "
-        yield Finding("run-waits", f"{template}program was stopped.", {"line": run.waits})
+        template = (
+            "The loop at {line} waits for a number that only a real GPU computes, so memsize ended the program there."
+        )
+        yield Finding("run-waits", template, {"line": run.waits})
 
 
 @RULES.rule("run-grows")
@@ -272,7 +274,7 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-checkpoints-nothing")
 def _checkpoints_nothing(run: ProgramRun) -> Iterator[Finding]:
     if run.unused_checkpointing:
-        text = "Activation checkpointing is on ({name}), but no backward ran a module again: its blocks are in "
+        text = "Activation checkpointing is on ({name}), but no backward recomputed a module: its blocks are in "
         text += "evaluation mode, or the condition matches none of them."
         yield Finding("run-checkpoints-nothing", text, {"name": run.unused_checkpointing})
 
@@ -290,14 +292,14 @@ def _gradients(run: ProgramRun) -> Iterator[Finding]:
         return
     brief, remedy = {
         "kept": (
-            "zero_grad(set_to_none=False) at {line} keeps {bytes} of gradients through every forward",
-            ": without the argument they are freed for activations",
+            "zero_grad(set_to_none=False) at {line} keeps {bytes} of gradients alive during every forward",
+            ": drop the argument to free them",
         ),
         "late": (
             "zero_grad at {line} comes after the forward, so {bytes} of old gradients stay alive during it",
             ": call it before the forward",
         ),
-        "none": ("{bytes} of gradients are alive while the next step's forward runs: no zero_grad frees them", ""),
+        "none": ("{bytes} of gradients stay alive during the next step's forward: no zero_grad frees them", ""),
     }[gradients.reason]
     values = {"bytes": Bytes(gradients.bytes), "line": gradients.line or "a line of a library"}
     yield Finding("run-gradients-kept", f"{brief}{remedy}.", values, bytes=gradients.bytes, brief=f"{brief}.")
@@ -363,7 +365,7 @@ def _ranks_differ(runs: RankRuns) -> Iterator[Finding]:
     role = max(by_role, key=by_role.__getitem__)
     values: dict[str, object] = {"least": _first(runs.named(runs.least)), "s": "" if len(runs.least.ranks) > 1 else "s"}
     values |= sizes(bytes=difference, part=by_role[role]) | {"role": noun(role)}
-    template = "{least} hold{s} {bytes} less of tensors at the peak, {part} of it {role}."
+    template = "{least} hold{s} {bytes} less in tensors at the peak, {part} of it {role}."
     yield Finding("ranks-differ", template, values, bytes=difference)
 
 
@@ -372,7 +374,7 @@ def _ranks_between(runs: RankRuns) -> Iterator[Finding]:
     ran = [rank for group in runs.groups for rank in group.ran]
     if len(ran) < runs.size:
         template = (
-            "{count} of {size} {noun} were run: {ran}. Each other {one} lies between two with equal figures, and "
+            "{count} of {size} {noun} were run: {ran}. Every other {one} lies between two with equal figures, and "
             "shards never grow from one {one} to the next."
         )
         values = {"count": len(ran), "size": runs.size, "noun": f"{runs.noun}s", "one": runs.noun, "ran": spans(ran)}
