@@ -204,8 +204,8 @@ def test_slow_examples_print_what_is_shown(page: Path, tmp_path: Path, warm: lis
 
 def test_there_is_something_to_run() -> None:
     kinds = [example.kind for example in examples(README)]
-    assert kinds.count("console") >= 3 and kinds.count("python") >= 2
-    assert next(examples(README)).code == "memsize report notebooks/model.py:Test --input 3,64,64"
+    assert kinds.count("console") >= 3 and kinds.count("python") >= 1
+    assert "memsize report notebooks/model.py:Test --input 3,64,64" in [example.code for example in examples(README)]
     assert len(RUN) >= 8
     code = [example.code for page in RUN for example in examples(page)]
     assert all(any(text.startswith(begin) for text in code) for begin in SLOW)
@@ -376,7 +376,7 @@ def test_the_vocabulary_has_every_role() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(text_of(README).splitlines()) <= 250
+    assert len(text_of(README).splitlines()) <= 150
 
 
 def test_the_development_page_has_every_folder_of_the_package() -> None:
