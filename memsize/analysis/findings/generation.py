@@ -10,7 +10,7 @@ from typing import NamedTuple
 from memsize.analysis.findings.fit import what_is_enough
 from memsize.records.finding import Finding, Rules, sizes
 from memsize.records.fit import Remedied
-from memsize.records.generation import GenerationRow
+from memsize.records.generation import GenerationRow, decisive_row
 from memsize.records.gpu import Card, GpuEstimate
 from memsize.records.serving import ServingRow
 from memsize.spec.generation import Draft, ServerArguments
@@ -31,8 +31,9 @@ RULES = Rules[Evidence]()
 
 @RULES.rule("generation-fits", "generation-exceeds")
 def _what_fits(evidence: Evidence) -> Iterator[Finding]:
-    first = [row for row in evidence.rows if row.scenario == evidence.rows[0].scenario]
-    row = next((row for row in first if not row.fits), None) or max(first, key=lambda row: _estimate(row).requested)
+    row = decisive_row(evidence.rows)
+    if row is None:
+        return
     peak = _estimate(row)
     one = row.batch == 1
     values: dict[str, object] = {"scenario": row.scenario, "batch": row.batch}

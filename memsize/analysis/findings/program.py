@@ -53,12 +53,15 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     if not run.refused:
         return
     first, allowed = run.refused[0], _allowed(run)
-    values: dict[str, object] = {"card": run.card.name, **request_in_words(first), "count": len(run.refused)}
+    values: dict[str, object] = {"card": run.card.name, **request_in_words(run, first), "count": len(run.refused)}
     values |= {"total": Bytes(run.card.bytes)}
     limit = " (the allocator may take {allowed} of it)" if allowed else ""
     brief = f"Out of memory on {{card}}{limit}{eagerly(run)} at {{line}}, in {{where}}: {{op}} needs {{bytes}}, "
     brief += "{free} are left"
     template = f"{brief}; PyTorch raises OutOfMemoryError"
+    batch = _BATCH.search(run.program) if run.went_on is None else None
+    advice = " memsize fit-script --vary-argument {argument} finds the largest that fits." if batch else ""
+    values |= {"argument": batch[1]} if batch else {}
     if len(run.refused) > 1:
         template += ", the first of {count} times"
     if (after := run.went_on) is not None:
@@ -72,13 +75,38 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
         times = "once, at {line}" if len(run.refused) == 1 else "{count} times, first at {line}"
         brief = f"The program runs out of memory on {{card}} {times}, and goes on: {then}"
     values, layers = values | allowed, _layers(first.layer)
-    yield Finding("run-out-of-memory", f"{template}.", values, bytes=first.bytes, layers=layers, brief=f"{brief}.")
+    template, brief = f"{template}.{advice}", f"{brief}.{advice}"
+    yield Finding("run-out-of-memory", template, values, bytes=first.bytes, layers=layers, brief=brief)
 
 
-def request_in_words(request: Refused) -> dict[str, object]:
+_BATCH: Final = re.compile(r" --?([\w.-]*batch[\w-]*)[ =]\d")
+"""An argument of a program that sets its batch."""
+_PURPOSES: Final = {
+    "_log_softmax": "the log-probabilities of the loss",
+    "_log_softmax_backward_data": "the gradient of the logits",
+    "nll_loss_backward": "the gradient of the log-probabilities",
+    "_safe_softmax": "attention scores, since no fused kernel takes this call",
+    "_softmax": "the result of a softmax",
+    "_softmax_backward_data": "the gradient of a softmax",
+}
+"""What an op allocates that its name does not tell; the scores of attention by PyTorch's mathematical path, which alone
+calls `_safe_softmax` (aten/src/ATen/native/transformers/attention.cpp)."""
+
+
+def request_in_words(run: ProgramRun, request: Refused) -> dict[str, object]:
     """The values of a sentence on a request that the card refused."""
     line, where = request.line or "a line of PyTorch's own", moment_in_words(request.phase, request.layer)
-    return {"line": line, "where": where, "op": request.op} | sizes(bytes=request.bytes, free=request.free)
+    purpose = _PURPOSES.get(request.op, "")
+    if request.op == "_safe_softmax" and run.card.capability < (8, 0) and _holds(run, request.layer, "bfloat16"):
+        purpose = "attention scores, since no fused kernel takes bfloat16 on this GPU"
+    op = f"{request.op} ({purpose})" if purpose else request.op
+    return {"line": line, "where": where, "op": op} | sizes(bytes=request.bytes, free=request.free)
+
+
+def _holds(run: ProgramRun, path: str | None, dtype: str) -> bool:
+    """Whether a layer's tensors have a dtype."""
+    layers = [number for number, layer in enumerate(run.trace.layers) if layer.path == path]
+    return any(storage.dtype == dtype for storage in run.trace.storages if storage.layer in layers)
 
 
 def peak_in_words(run: ProgramRun) -> dict[str, object]:
@@ -338,7 +366,7 @@ def _ranks_refused(runs: RankRuns) -> Iterator[Finding]:
             template = f"Out of memory on {{card}}{eagerly(group.run)} for {{ranks}} of {{size}} at {{line}}, in "
             template += f"{{where}}: {{op}} needs {{bytes}}, {{free}} are left{ends}"
             values: dict[str, object] = {"card": group.run.card.name, "ranks": runs.named(group), "size": runs.size}
-            values |= request_in_words(first)
+            values |= request_in_words(group.run, first)
             yield Finding("ranks-out-of-memory", template, values, bytes=first.bytes)
 
 
