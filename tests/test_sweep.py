@@ -17,7 +17,7 @@ from memsize import Sweep
 from memsize.analysis.findings.sweep import RULES
 from memsize.cli import run
 from memsize.documents import document
-from memsize.documents.sweep import cell_table
+from memsize.documents.sweep import cell_table, load_table
 from memsize.errors import OutputError, TargetError
 from memsize.loading.loader import targets_of
 from memsize.processes.spread import Died, spread
@@ -438,6 +438,18 @@ def made_by_hand() -> Sweep:
 @pytest.mark.parametrize("format", [name for name in FORMATS if name != "markdown"])
 def test_golden(format: str) -> None:
     check_golden(f"sweep{FORMATS[format][0]}", render(made_by_hand(), format))
+
+
+def test_the_heat_map_has_what_each_gpu_shows_at_most() -> None:
+    table = load_table(made_by_hand())
+    assert table.keys == ("target", "batch_size", "Tesla T4", "A100 40GB")
+    *_, large = table.rows
+    # 6 × (300 + 64 · 64) MiB of tensors and 700 MiB beside them
+    most = (6 * (300 + 64 * 64) + 700) * MiB
+    assert large[2:] == (most / card("t4").bytes, most / card("a100").bytes)
+    assert [isinstance(row[2], float) for row in table.rows] == [True, False, True, True]  # one could not be run
+    page = render(made_by_hand(), "html")
+    assert page.count('class="share load over"') == 1 and page.count('class="share load"') == 5
 
 
 def test_the_chart_and_the_verdict_mean_the_same_peak() -> None:
