@@ -70,7 +70,8 @@ SITE := build/pages
 docs: $(STAMP)
 	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[docs]' $(OR_EXPLAIN)
 	rm -rf $(SITE) && mkdir -p $(SITE)
-	git ls-files -z README.md CHANGELOG.md LICENSE SKILL.md llms.txt docs notebooks benchmarks memsize/render/page/vendor | \
+	git ls-files -z README.md CHANGELOG.md LICENSE SKILL.md llms.txt docs notebooks benchmarks memsize/schema.json \
+		memsize/render/page/vendor | \
 		xargs -0 cp --parents -t $(SITE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Wrote build/site/index.html"

@@ -47,7 +47,9 @@ class Opened:
 
     _tabs: ClassVar[WeakKeyDictionary[Any, dict[tuple[bool, bool], Any]]] = WeakKeyDictionary()
 
-    def __init__(self, browser: Any, path: Path, *, scripts: bool = True, dark: bool = False) -> None:
+    def __init__(
+        self, browser: Any, path: Path, *, scripts: bool = True, dark: bool = False, fragment: str = ""
+    ) -> None:
         self._of_browser = self._tabs.setdefault(browser, {})
         self._kind = scripts, dark
         if self._kind not in self._of_browser:
@@ -66,7 +68,7 @@ class Opened:
         }
         for event, listener in self._listeners.items():
             self.page.on(event, listener)
-        self.page.goto(path.as_uri())
+        self.page.goto(f"{path.as_uri()}{fragment}")
         if scripts:
             wait_until(self.page, "document.documentElement.dataset.ready === 'yes'")
 

@@ -19,8 +19,8 @@ _SHORTEST = 12
 _HEAD = """\
 # Sentences
 
-Every sentence of a finding, by the rule that writes it, and below it an example with made-up figures. A name in braces
-stands for a figure, and one in angle brackets for a part of the sentence, which is among those around it.
+Every sentence of a finding, by the rule that writes it. What is *in italics* stands for the figures and names of an
+answer; angle brackets hold a part of the sentence, which is among those around it.
 [Findings](findings.md) says what they mean; `python -m tests.sentences` writes this page anew.
 """
 
@@ -31,21 +31,30 @@ _VALUES = {
     "fp32": "scenario name first other",
     "amp-bf16": "best",
     "batch": "vary",
-    "64": "size next batch start before least most step",
-    "3": "count all of matching steps times ranks",
-    "2,048": "tokens context prompt new parameters theirs ours longest each elements",
+    "64": "size next batch start least most step count all of matching times sizes elements blocks",
+    "8": "ranks rank cells missing tensors matched real seqs",
+    "2,048": "tokens context prompt new parameters theirs ours longest each",
     "blocks.0 and fc": "layers names owners left done layer place",
     "train.py:12": "line at",
-    "backward": "phase where",
-    "activations": "role roles noun kinds",
+    "train.py --lr 1": "command",
+    "backward": "phase where grows_in",
+    "activations": "role roles noun kinds main",
+    "float32[8,512]": "spec",
     "float16": "dtypes dtype",
     "addmm": "op",
     "29%": "share",
+    "29": "trained bits printed",
+    "adamw": "optimizer",
+    "sample": "unit",
+    "Training under fp32": "what",
+    "7 processes": "others",
+    "13 differ in shape": "problems",
     "net.py:Net": "model cell targets target",
-    "ValueError: no": "failure reason",
-    "autocast": "remedy together",
+    "torchinfo": "tool",
+    "ValueError: no": "failure reason instead",
+    "LoRA": "remedy together",
 }
-_BY_NAME = {name: value for value, names in _VALUES.items() for name in names.split()}
+_VALUE_OF = {name: value for value, names in _VALUES.items() for name in names.split()}
 
 
 def sentences() -> str:
@@ -71,11 +80,10 @@ def _entry(rule: ast.stmt) -> Iterator[str]:
     if templates := list(dict.fromkeys(_templates(rule))):
         yield f"**{', '.join(_codes(rule)) or 'parts of sentences'}**\n"
         for template in templates:
-            yield f"- {_escaped(template)}"
-            if (
-                example := re.sub(r"{(\w+)[^}]*}", lambda match: _BY_NAME.get(match[1], "1.5 GiB"), template)
-            ) != template:
-                yield f"    - {_escaped(example)}"
+            parts = re.split(r"{(\w+)[^}]*}", template)
+            parts[1::2] = [f"*{_VALUE_OF.get(name, '1.5 GiB')}*" for name in parts[1::2]]
+            parts[::2] = map(_escaped, parts[::2])
+            yield f"- {''.join(parts)}"
         yield ""
 
 

@@ -82,7 +82,7 @@ def test_what_an_evaluation_gathers_counts_for_all_of_its_batches(tmp_path: Path
 def test_an_evaluation_whose_batches_together_are_too_many_is_in_the_verdict(tmp_path: Path) -> None:
     run = ran(tmp_path, TRAINING + EVALUATION, "1000", "20000")
     brief = next(finding.brief for finding in run.findings if finding.code == "run-evaluation-grows")
-    assert run.failure is None and brief.startswith("It fits in training, not in evaluation")
+    assert run.failure is None and brief.startswith("Training fits, evaluation does not")
 
 
 def test_an_evaluation_that_keeps_nothing_does_not_grow(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_memory_that_runs_out_in_an_evaluation_says_that_training_fits(tmp_path:
     huge = EVALUATION.replace("model(x.cuda())", "model(x.cuda().repeat(20_000, 1))")
     run = ran(tmp_path, TRAINING + huge, "1000", "50")
     assert run.ran_out and run.refused[0].phase.startswith("evaluation")
-    assert any(finding.brief.startswith("It fits in training, not in what follows") for finding in run.findings)
+    assert any(finding.brief.startswith("Training fits, what follows does not") for finding in run.findings)
 
 
 def test_what_fails_after_the_steps_is_no_failure_of_the_script(tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from memsize import Gpu, InputSpec, ModelRequest, Report, Trace, api
-from memsize.cli import main, run
+from memsize.cli import main, memsize as cli, run
 from memsize.cli.report import describe_failure
 from memsize.cli.working import Progress, remaining
+from memsize.device.cards import CARDS, card
 from memsize.errors import ForwardError, InputError
 from memsize.records.trace import Failure, Layer
 from memsize.spec.model_request import parse_arguments
@@ -564,11 +566,23 @@ def test_bash_completes_commands_options_and_files(tmp_path: Path) -> None:
     script = (
         'eval "$(_MEMSIZE_COMPLETE=bash_source memsize)"\n'
         'compopt() { COMPREPLY=("$@"); }\n'  # bash knows it only while it completes: "-o default" are files
-        'for words in "memsize rep" "memsize report --grad" "memsize report mod"; do\n'
+        'for words in "memsize rep" "memsize report --grad" "memsize report mod" "memsize fit --gpu t4,h100-" \\\n'
+        '"memsize report -s amp-"; do\n'
         "COMP_WORDS=($words) COMPREPLY=()\nCOMP_CWORD=$((${#COMP_WORDS[@]} - 1))\n"
         '_memsize_completion memsize; echo "${COMPREPLY[@]}"\ndone'
     )
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert (done.stdout.splitlines(), done.stderr) == (["report", "--gradient-accumulation-steps", "-o default"], "")
+    assert (done.stdout.splitlines(), done.stderr) == (
+        ["report", "--gradient-accumulation-steps", "-o default", "t4,h100-80gb t4,h100-nvl", "amp-fp16 amp-bf16"],
+        "",
+    )
+
+
+def test_every_gpu_that_is_completed_is_known() -> None:
+    command = cli.get_command(click.Context(cli), "fit")
+    assert command is not None
+    (option,) = (param for param in command.params if "--gpu" in param.opts)
+    completed = [item.value for item in option.shell_complete(click.Context(command), "")]
+    assert [card(name) for name in completed] == [*CARDS.values()]

@@ -395,12 +395,16 @@ def test_a_peak_says_whether_it_fits(certain: bool | None, fits: str) -> None:
 @pytest.mark.parametrize(
     ("found", "where", "advice"),
     [
-        (peak(place="conv", activation=900), "in the backward of conv:", "Most of it grows with the batch."),
-        (peak(place="1", activation=900), "in the backward of layer 1:", "Most of it grows with the batch."),
+        (peak(place="conv", activation=900), "in the backward of conv:", "Most of it grows with the batch size."),
+        (peak(place="1", activation=900), "in the backward of layer 1:", "Most of it grows with the batch size."),
         (peak(phase="optimizer", temporary=300), "in the optimizer's update:", "temporaries take 300 B of it"),
-        (peak(phase="zero_grad"), "in the zeroing of gradients:", "Most of it grows with the batch."),
+        (peak(phase="zero_grad"), "in the zeroing of gradients:", "Most of it grows with the batch size."),
         # Half of it is not most of it
-        (peak(phase="forward", parameter=250, gradient=250), "in the forward:", "Most of it grows with the batch."),
+        (
+            peak(phase="forward", parameter=250, gradient=250),
+            "in the forward:",
+            "Most of it grows with the batch size.",
+        ),
         (
             peak(phase="forward", parameter=100, gradient=100, optimizer_state=201, master_weight=100),
             "in the forward:",
@@ -457,8 +461,8 @@ def test_of_several_scenarios_that_do_not_fit_the_first_is_told() -> None:
     several = {"fp32": peak(), "fp16": short(True), "bf16": short(True)}
     found = list(training.does_not_fit(Evidence(trace(), peaks=several, inference=several, gpu="L4")))
     assert [each.text().split(" does not")[0] for each in found] == [
-        "Training under fp16, one of 2 scenarios that don't,",
-        "Inference under fp16, one of 2 scenarios that don't,",
+        "Training under fp16 (and under 1 other scenario)",
+        "Inference under fp16 (and under 1 other scenario)",
     ]
     assert not list(training.does_not_fit(Evidence(trace(), peaks={"fp32": peak()})))
 
@@ -485,9 +489,9 @@ def test_data_parallel_copies_what_is_inside_it() -> None:
 def test_gradient_buckets() -> None:
     assert not list(training.distributed(Evidence(trace())))
     beside = one(training.distributed, Evidence(trace(), buckets=(2048, False)))
-    assert beside.bytes == 2048 and "buckets of 2,048 B stand beside the gradients" in beside.text("B")
+    assert beside.bytes == 2048 and "gradient buckets take another 2,048 B" in beside.text("B")
     within = one(training.distributed, Evidence(trace(), buckets=(2048, True)))
-    assert "its gradients lie in 2,048 B of buckets that are never freed" in within.text("B")
+    assert "its gradients are views of 2,048 B of buckets, which are never freed" in within.text("B")
 
 
 # --- how tensors are held

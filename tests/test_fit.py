@@ -661,8 +661,8 @@ def test_where_no_other_run_made_the_same_events_the_same_phase_is_compared() ->
     cost = next(finding for finding in fit.findings if finding.code == "fit-fixed-cost")
     assert cost.bytes == row.fixed
     assert cost.text() == (
-        "No batch can fit: optimizer state, workspaces and 2 more alone take 80.25 MiB, and temporaries at the peak, "
-        "in optimizer, 16.00 MiB more, 6.25 MiB more than PyTorch can use."
+        "No batch can fit: optimizer state, workspaces and 2 more alone take 80.25 MiB, 96.25 MiB with the "
+        "temporaries of the optimizer phase, 6.25 MiB more than PyTorch can use."
     )
 
 
@@ -829,13 +829,13 @@ def test_free_memory_that_a_request_does_not_fit_into_is_told(alive: int, in_pie
     (finding,) = what_binds(FitEvidence((row,), budgets("t4"), "batch"))
     # 500 MiB are 0.488 GiB.
     free = f"{(10_500 - alive) / 1024:.2f} GiB"
-    text = f" {free} are free, but in pieces smaller than the 0.49 GiB requested: expandable segments"
+    text = f" {free} are free, but in pieces smaller than the 0.49 GiB requested; expandable segments"
     assert (text in finding.text()) == in_pieces
     assert ("in pieces" in finding.text()) == in_pieces
 
 
 def test_a_larger_batch_may_fit_where_a_smaller_one_leaves_memory_in_pieces() -> None:
-    """The example of docs/fit.md: expandable segments have no such pieces."""
+    """Batches that fit on eight and sixteen L4s: expandable segments have no such pieces."""
     options: dict[str, Any] = {"train": "adamw", "gpu": "l4", "gpus": [8, 16], "parallel": "fsdp", "margin": "216MiB"}
     asked = partial(memsize.fit, "notebooks/model.py:Test", "3,64,64", scenarios="amp-fp16", **options)
     plain, expandable = asked(), asked(allocator=AllocatorConfig(expandable_segments=True))

@@ -67,6 +67,13 @@ def test_a_cell_is_answered_with_its_run_and_the_lines_of_its_cells(shell: Inter
     assert not torch.cuda.is_available()
 
 
+def test_a_line_is_a_command(shell: InteractiveShell) -> None:
+    with capture_output() as captured:
+        shell.user_ns["pattern"] = "4090"
+        shell.run_cell("%memsize gpus {pattern}")
+    assert captured.stdout.splitlines()[2].startswith("GeForce RTX 4090")
+
+
 def test_the_error_of_a_cell_is_its_own(shell: InteractiveShell) -> None:
     found = run(shell, "%%memsize\n\nraise KeyError('mine')")
     assert isinstance(found.error_in_exec, KeyError)
@@ -87,7 +94,7 @@ def test_a_cell_that_runs_out_of_memory_says_where(shell: InteractiveShell) -> N
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     assert files[-1] == "In [1]" and not any("/memsize/virtual/" in file for file in files)
     (shown,) = captured.outputs
-    assert "Tesla T4 is too small: at In [1]:4" in shown.data["text/plain"] and "text/html" in shown.data
+    assert "Out of memory on Tesla T4 at In [1]:4" in shown.data["text/html"]
 
 
 @pytest.mark.parametrize(("line", "text"), [("--gpu t5", "t5"), ("--epochs 3", "--epochs"), ("--gpu 't4", "quotation")])

@@ -169,6 +169,24 @@ def test_the_page_follows_a_scenario(chromium: Any, tmp_path: Path) -> None:
         assert page.locator("section.scenes [data-scene=amp-fp16]").get_attribute("aria-pressed") == "true"
 
 
+def test_the_address_has_what_is_shown(chromium: Any, tmp_path: Path) -> None:
+    report = records.toy_report()
+    trained = replace(report, findings=(Finding("x", "It peaks.", moment=Moment("fp32", 2)),))
+    with opened(chromium, tmp_path, trained) as page:
+        assert page.evaluate("location.hash") == ""
+        page.get_by_role("link", name="show the moment").click()
+        wait_until(page, "location.hash.includes('event=2')")
+        address = page.evaluate("location.hash")
+    (tmp_path / "again").mkdir()
+    with opened(chromium, tmp_path / "again", trained, fragment=address) as page:
+        assert page.locator("svg.chart").first.get_attribute("aria-valuenow") == "2"
+    (tmp_path / "other").mkdir()
+    with opened(chromium, tmp_path / "other", report, fragment="#scenario=amp-fp16&event=99999") as page:
+        assert page.locator("section.scenes [data-scene=amp-fp16]").get_attribute("aria-pressed") == "true"
+        page.locator("section.scenes > .tools [data-scene=fp16]").click()
+        wait_until(page, "location.hash.startsWith('#scenario=fp16')")
+
+
 def test_findings_lead_to_their_rows(chromium: Any, tmp_path: Path) -> None:
     with opened(chromium, tmp_path, records.toy_report()) as page:
         link = page.locator("a.layer").first

@@ -103,10 +103,45 @@ def codes(run: ProgramRun) -> list[str]:
     return [finding.code for finding in RULES.findings(run)]
 
 
+@pytest.mark.parametrize(
+    ("op", "gpu", "dtype", "purpose"),
+    [
+        ("_log_softmax", "t4", "float32", "_log_softmax (the log-probabilities of the loss) needs"),
+        ("_safe_softmax", "t4", "bfloat16", "since no fused kernel takes bfloat16 on this GPU) needs"),
+        ("_safe_softmax", "t4", "float32", "since no fused kernel takes this call) needs"),
+        ("_safe_softmax", "a100", "bfloat16", "since no fused kernel takes this call) needs"),
+        ("relu", "t4", "float32", ": relu needs"),
+    ],
+)
+def test_what_memory_ran_out_for(op: str, gpu: str, dtype: str, purpose: str) -> None:
+    """Before compute capability 8.0, neither flash nor memory-efficient attention takes bfloat16 (sdp_utils.cpp)."""
+    run = replace(program(), card=card(gpu), failure="OutOfMemoryError: …")
+    storages = tuple(storage._replace(dtype=dtype) for storage in run.trace.storages)
+    refused = Refused(20 * MiB, 5 * MiB, 0, op, "body", "forward 1", "net.py:12")
+    run = replace(run, trace=replace(run.trace, storages=storages), refused=(refused,))
+    assert purpose in RULES.findings(run)[0].in_brief()
+
+
+@pytest.mark.parametrize(
+    ("program_line", "argument"),
+    [
+        ("train.py --batch-size 64", "batch-size"),
+        ("train.py --per_device_train_batch_size=8 --lr 1", "per_device_train_batch_size"),
+        ("train.py --batches-per-epoch all", None),
+        ("train.py --lr 1", None),
+    ],
+)
+def test_the_argument_of_the_batch_is_named(program_line: str, argument: str | None) -> None:
+    refused = Refused(20 * MiB, 5 * MiB, 0, "relu", "body", "forward 1", "net.py:12")
+    run = replace(program(), program=program_line, refused=(refused,), failure="OutOfMemoryError: …")
+    advice = f"memsize fit-script --vary-argument {argument} finds the largest that fits."
+    assert RULES.findings(run)[0].in_brief().endswith(advice if argument else "are left.")
+
+
 def test_a_program_that_fails_at_once_is_not_told_to_choose_a_device() -> None:
     run = replace(program(), trace=replace(program().trace, events=()), failure="KeyError: 'x'")
     (finding,) = RULES.findings(replace(run, failed_at="train.py:87", growth=None, kept_gradients=None))
-    assert finding.text() == "The script failed at train.py:87: KeyError: 'x'. Nothing was put on the GPU before."
+    assert finding.text() == "The script failed at train.py:87: KeyError: 'x'. Nothing was on the GPU by then."
     assert "--device" in RULES.findings(replace(run, failure=None))[0].text()
     refused = Refused(20 * MiB, 5 * MiB, 0, "empty", None, "setup", "train.py:2")
     assert codes(replace(run, refused=(refused,), failure="OutOfMemoryError: …")) == ["run-out-of-memory"]

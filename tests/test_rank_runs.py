@@ -148,7 +148,7 @@ def test_the_worst_rank_is_named() -> None:
     assert told(two_kinds()) == [
         "All 8 ranks fit on Tesla T4: ranks 0–5 need the most, 0.33 GiB to 0.67 GiB of 14.6 GiB at the peak, in "
         "backward 1 of body.",
-        "Ranks 6 and 7 hold 2.00 MiB less of tensors at the peak, 2.00 MiB of it parameters.",
+        "Ranks 6 and 7 hold 2.00 MiB less in tensors at the peak, 2.00 MiB of it parameters.",
         "6 of 8 ranks were run: 0 and 3–7.",
     ]
 

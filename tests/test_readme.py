@@ -13,7 +13,6 @@ The pages run with the thorough tests, but for the examples in `SLOW`, which run
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -37,12 +36,10 @@ from memsize.checkpoints import findings as checkpoint
 from memsize.cli.working import Session
 from memsize.documents.report import layer_table
 from memsize.records.trace import Role
-from memsize.render import render
 from tests import agents
 from tests.conftest import ROOT
 from tests.models import DEFAULT, SCENARIOS, Toy
 from tests.records import COLUMNS
-from tests.test_render import REPORTS
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -205,8 +202,8 @@ def test_slow_examples_print_what_is_shown(page: Path, tmp_path: Path, warm: lis
 
 def test_there_is_something_to_run() -> None:
     kinds = [example.kind for example in examples(README)]
-    assert kinds.count("console") >= 3 and kinds.count("python") >= 2
-    assert next(examples(README)).code == "memsize report notebooks/model.py:Test --input 3,64,64"
+    assert kinds.count("console") >= 3 and kinds.count("python") >= 1
+    assert "memsize report notebooks/model.py:Test --input 3,64,64" in [example.code for example in examples(README)]
     assert len(RUN) >= 8
     code = [example.code for page in RUN for example in examples(page)]
     assert all(any(text.startswith(begin) for text in code) for begin in SLOW)
@@ -303,28 +300,6 @@ def test_every_finding_is_documented() -> None:
     assert set(quoted(rows("findings.md", "Checkpoints"), 0)) == set(checkpoint.RULES.codes)
 
 
-def fields(value: object) -> Iterator[str]:
-    """The names of all fields in JSON data, but not the roles, parts and values that are names of fields too."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield name
-            if name not in ("roles", "live", "remains", "values"):
-                yield from fields(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from fields(inner)
-
-
-def test_every_field_of_the_json_is_documented() -> None:
-    shown = {golden.name: golden.read_text("utf-8") for golden in (ROOT / "tests" / "golden").glob("*.json")}
-    shown |= {f"{name}.json": render(REPORTS[name](), "json") for name in ("structures", "failing")}
-    for name, text in shown.items():
-        own = ROOT / "docs" / f"{name.partition('.')[0]}.md"
-        pages = (ROOT / "docs" / "json.md", *([own] if own.exists() else []))
-        documented = {name for page in pages for name in re.findall(r"`(\w+)`", page.read_text(encoding="utf-8"))}
-        assert set(fields(json.loads(text))) <= documented, name
-
-
 def test_every_make_target_exists() -> None:
     makefile = text_of(ROOT / "Makefile")
     written = text_of(README) + text_of(DOCS / "development.md")
@@ -374,7 +349,7 @@ def test_the_vocabulary_has_every_role() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(text_of(README).splitlines()) <= 250
+    assert len(text_of(README).splitlines()) <= 150
 
 
 def test_the_development_page_has_every_folder_of_the_package() -> None:

@@ -145,7 +145,7 @@ def test_packages_that_only_have_to_be_installed(tmp_path: Path, monkeypatch: py
     monkeypatch.delitem(sys.modules, name, raising=False)
     needed, sentence = said(tmp_path, f"import torch\nimport {name}\n")
     assert needed is None
-    assert sentence == (f"{name} is not installed beside memsize: install both in one environment.")
+    assert sentence == (f"{name} is not installed in memsize's environment: install both in the same one.")
 
 
 def test_a_package_that_a_library_asks_for() -> None:

@@ -29,7 +29,7 @@ def shown(report: Report, height: int, width: int = 80) -> list[str]:
 def test_the_opening_is_shown_however_low_the_screen_is() -> None:
     drawn = shown(records.toy_report(), 5)
     assert drawn[0].startswith("model.py:Test") and "fp16 halves what is stored, 35.19 MiB → 17.59 MiB." in drawn
-    assert drawn[-1] == "Not shown (--full): layers, scenarios, 2 findings"
+    assert drawn[-1] == "Not shown (--full): bars, layers, scenarios, 2 findings"
 
 
 @pytest.mark.parametrize("height", range(18, 60, 3))
@@ -40,6 +40,26 @@ def test_no_more_is_shown_than_the_screen_has_room_for(height: int, width: int) 
     assert len(drawn) <= height - 2
     assert drawn == whole or drawn[-1].startswith("Not shown (--full): ")
     assert drawn == whole or len(whole) > height - 2
+
+
+@pytest.mark.parametrize("height", range(20, 40))
+def test_bars_are_shortened_before_they_are_left_out(height: int) -> None:
+    drawn = shown(records.toy_report(), height)
+    assert any(line.startswith("fp32 ") for line in drawn) and any(line.startswith("fp16 ") for line in drawn)
+    assert ("bars," in drawn[-1]) != any(line.startswith("int8-weight *  █") for line in drawn)
+
+
+@pytest.mark.parametrize("width", range(20, 60))
+def test_no_line_ends_between_a_number_and_its_unit(width: int) -> None:
+    finding = Finding(
+        "x", "It needs {a}, {b} more than the {c} of the GPU.", dict(zip("abc", map(Bytes, SIZES), strict=True))
+    )
+    report = replace(records.toy_report(), findings=(finding,))
+    lines = render(report, "text", width=width, height=80).splitlines()
+    assert not any(re.match(r"[KMG]iB\b", line.strip()) for line in lines[1:] if "needs" not in line)
+
+
+SIZES = (50 << 30, 11 << 30, 39 << 30)
 
 
 def test_a_deep_layer_table_is_shown_less_deep() -> None:

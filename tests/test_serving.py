@@ -288,7 +288,7 @@ def test_too_small_a_card_says_by_how_much(config: Callable[..., str]) -> None:
     assert row.paged is None
     assert row.shortage == row.weights + row.profile + OUTSIDE.low + 16 * 2 * LAYER - report.budget
     assert report.why()[0].code == "serves-none"
-    assert "No KV cache is left" in str(report)
+    assert "Nothing is left for the KV cache" in str(report)
 
 
 def test_what_makes_room_for_a_request(config: Callable[..., str]) -> None:

@@ -17,7 +17,7 @@ from memsize import Sweep
 from memsize.analysis.findings.sweep import RULES
 from memsize.cli import run
 from memsize.documents import document
-from memsize.documents.sweep import cell_table
+from memsize.documents.sweep import cell_table, load_table
 from memsize.errors import OutputError, TargetError
 from memsize.loading.loader import targets_of
 from memsize.processes.spread import Died, spread
@@ -249,7 +249,7 @@ def test_trainings_on_several_gpus_are_those_of_a_report(folder: Path) -> None:
     assert {row.outcome for row in failed} == {"failed"} and "quantized weights" in (failed[0].reason or "")
     assert found.rows["gpus"].tolist() == [1, 2, 1, 2] * 2
     assert memsize.sweep(grid, jobs=1, results="r.jsonl").reused == 8
-    assert found.findings[0].text() == "These cells fit, of all that ran: on Tesla T4 2 of 2 each with 1 and 2 GPUs."
+    assert found.findings[0].text() == "Cells that fit: on Tesla T4 2 of 2 each with 1 and 2 GPUs."
     assert found.findings[1].text() == "The fewest GPUs that fit every cell are 1 x Tesla T4."
 
 
@@ -440,6 +440,18 @@ def test_golden(format: str) -> None:
     check_golden(f"sweep{FORMATS[format][0]}", render(made_by_hand(), format))
 
 
+def test_the_heat_map_has_what_each_gpu_shows_at_most() -> None:
+    table = load_table(made_by_hand())
+    assert table.keys == ("target", "batch_size", "Tesla T4", "A100 40GB")
+    *_, large = table.rows
+    # 6 × (300 + 64 · 64) MiB of tensors and 700 MiB beside them
+    most = (6 * (300 + 64 * 64) + 700) * MiB
+    assert large[2:] == (most / card("t4").bytes, most / card("a100").bytes)
+    assert [isinstance(row[2], float) for row in table.rows] == [True, False, True, True]  # one could not be run
+    page = render(made_by_hand(), "html")
+    assert page.count('class="share load over"') == 1 and page.count('class="share load"') == 5
+
+
 def test_the_chart_and_the_verdict_mean_the_same_peak() -> None:
     """Of 40 models, the one with most reserved is named first, although another requests more."""
     rows = [
@@ -483,7 +495,7 @@ def test_what_follows_from_the_cells() -> None:
     # large at batch 64: 6 × (300 + 64 · 64) MiB = 25.8 GiB are too many for a T4 with 14.6 GiB, not for 39.4 GiB
     found = {finding.code: finding for finding in made_by_hand().why()}
     assert 14 * GiB < 6 * (300 + 64 * 64) * MiB < 39 * GiB
-    assert found["sweep-fits"].text() == "These cells fit, of all that ran: 2 of 3 on Tesla T4, 3 of 3 on A100 40GB."
+    assert found["sweep-fits"].text() == "Cells that fit: 2 of 3 on Tesla T4, 3 of 3 on A100 40GB."
     assert found["sweep-smallest-card"].values == {"gpu": "A100 40GB"}
     assert found["sweep-largest"].bytes == 6 * (300 + 64 * 64) * MiB
     assert found["sweep-failed"].values["failed"] == "2 cells"
@@ -528,7 +540,7 @@ def test_what_fits_is_told_card_by_card_by_their_number() -> None:
     ]
     told = {finding.code: finding.text() for finding in RULES.findings(rows)}
     assert told["sweep-fits"] == (
-        "These cells fit, of all that ran: on T4 0 of 2 with 1 GPU, 1 of 2 each with 2 and 4 GPUs, 2 of 2 with 8 GPUs; "
+        "Cells that fit: on T4 0 of 2 with 1 GPU, 1 of 2 each with 2 and 4 GPUs, 2 of 2 with 8 GPUs; "
         "on A100 1 of 2 with 1 GPU, 2 of 2 each with 2 to 8 GPUs."
     )
     assert (

@@ -1,8 +1,9 @@
-"""The tables of the README and of docs/accuracy.md, and the page with every row, from the stored predictions alone."""
+"""The tables of the README and of docs/accuracy.md, and docs/measurements.csv, from the stored predictions alone."""
 
 from __future__ import annotations
 
 import csv
+import io
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,6 @@ from typing import Final, get_args
 from benchmarks.published.rows import COUNTS, FOLDER, Compared, compared
 from benchmarks.published.shared import Gap
 from benchmarks.published.sources import NOT_COUNTED, SOURCES, Kind
-from memsize.units import MiB
 
 GAPS: Final = FOLDER / "gaps.csv"
 """The errors of the rows whose figures are not part of the project."""
@@ -123,18 +123,33 @@ def summary() -> str:
     return _markdown(head, lines, "llrrrrrr")
 
 
+_GROUPS: Final = {
+    "encoders, forward and backward": "language models",
+    "decoders, forward and backward": "language models",
+    "transformers, whole steps": "language models",
+    "transformers, inference": "language models",
+    "LoRA and adapters": "language models",
+    "gated MLPs": "layers and losses of language models",
+    "mixtures of experts": "layers and losses of language models",
+    "norms and rotary embeddings": "layers and losses of language models",
+    "losses of language models": "layers and losses of language models",
+    "diffusion transformers, adapters": "diffusion and vision transformers",
+    "vision transformers": "diffusion and vision transformers",
+}
+"""The README's names for kinds of workload that are alike; others have a line of their own."""
+
+
 def short() -> str:
-    """The README's table: a line for each kind of workload, whichever figure was measured."""
-    measured = [error for error in errors() if error.figure != "device"]
+    """The README's table: a line for each group of workloads, whichever figure was measured."""
+    groups: dict[str, list[Error]] = {}
+    for error in sorted(errors(), key=lambda error: _ORDER.index(error.kind)):
+        if error.figure != "device":
+            groups.setdefault(_GROUPS.get(error.kind, error.kind), []).append(error)
     head = ["workloads", "rows", "sources", "median error", "95 % within", "worst", "too low by more than 1 %"]
     lines = []
-    for kind in _ORDER:
-        of_kind = [error for error in measured if error.kind == kind]
-        if of_kind:
-            g = Group.of(of_kind)
-            lines.append(
-                [kind, str(g.count), str(g.sources), _share(g.median), _share(g.most), _signed(g.worst), _low(g)]
-            )
+    for name, of_group in groups.items():
+        g = Group.of(of_group)
+        lines.append([name, str(g.count), str(g.sources), _share(g.median), _share(g.most), _signed(g.worst), _low(g)])
     return _markdown(head, lines, "lrrrrrr")
 
 
@@ -177,34 +192,15 @@ def left_out() -> str:
 
 
 def every_row() -> str:
-    """The figures with their predictions, source by source."""
-    parts = []
-    for name, of_source in groupby(compared(), key=lambda compared_row: compared_row.row.source.name):
-        source = SOURCES[name]
-        lines = [_line(compared_row) for compared_row in of_source]
-        head = ["setting", "figure", "measured MiB", "predicted MiB", "error"]
-        parts.append(f"## {name}\n\n{source.title}. {source.where}. Confidence: {source.confidence}.\n")
-        parts.append(_markdown(head, lines, "llrrr"))
-    return "\n".join(parts)
-
-
-def _line(compared_row: Compared) -> list[str]:
-    words = (
-        compared_row.row.setting.replace(f" figure={compared_row.row.figure}", "").replace("=", " ").replace(" ", " ")
-    )
-    return [
-        words,
-        compared_row.row.figure,
-        *(
-            f"{count:,} {compared_row.row.figure}" if compared_row.row.figure in COUNTS else _mib(count)
-            for count in (compared_row.row.measured, compared_row.predicted)
-        ),
-        _signed(compared_row.error),
-    ]
-
-
-def _mib(count: int) -> str:
-    return f"{count / MiB:,.1f}"
+    """The figures with their predictions as comma-separated values, in bytes (or in what `figure` counts)."""
+    file = io.StringIO()
+    lines = csv.writer(file, lineterminator="\n")
+    lines.writerow(("source", "setting", "figure", "measured", "predicted", "error"))
+    for row in compared():
+        setting = row.row.setting.replace(f" figure={row.row.figure}", "")
+        figures = (row.row.figure, round(row.row.measured), round(row.predicted), f"{row.error:+.2%}")
+        lines.writerow((row.row.source.name, setting, *figures))
+    return file.getvalue()
 
 
 def _share(value: float) -> str:
@@ -236,7 +232,6 @@ _PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
         "published: settings": settings,
         "published: left out": left_out,
     },
-    "docs/measurements.md": {"published: rows": every_row},
 }
 
 
@@ -257,12 +252,14 @@ def written(root: Path) -> dict[Path, str]:
             table = make()
             text = pattern.sub(lambda match, table=table: f"{match[1]}\n{table}\n{match[2]}", text)
         pages[root / name] = text
-    return pages
+    return pages | {root / "docs" / "measurements.csv": every_row()}
 
 
 def update(root: Path) -> list[Path]:
     """Write the pages that differ; their paths."""
-    changed = {path: text for path, text in written(root).items() if path.read_text(encoding="utf-8") != text}
+    changed = {
+        path: text for path, text in written(root).items() if not path.exists() or path.read_text("utf-8") != text
+    }
     for path, text in changed.items():
         path.write_text(text, encoding="utf-8")
     return list(changed)

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from memsize.cli.output import Color, Destination, Formats, destination
 from memsize.cli.working import Session, say, working
@@ -147,11 +148,25 @@ def _option(choice: Option) -> RequestOption:
         settings["type"] = _type(choice)
     if choice.key in _TARGETS:
         settings["shell_complete"] = _complete_files
+    if choice.flag in ("--gpu", "--scenario"):
+        settings["shell_complete"] = _complete_names
     return RequestOption(choice, **settings)
 
 
 _TARGETS = ("target", "inputs", "before", "after", "script")
 _complete_files = click.Path().shell_complete
+
+
+def _complete_names(context: click.Context, option: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The GPUs or scenarios that continue what stands behind the last comma."""
+    from memsize.device.cards import CARDS
+    from memsize.spec.scenario import SCENARIOS
+
+    names = [*SCENARIOS]
+    if "--gpu" in option.opts:  # t4, h100-80gb, rtx-4090
+        names = [name.lower().replace(" ", "-").removeprefix("tesla-").removeprefix("geforce-") for name in CARDS]
+    before, comma, last = incomplete.rpartition(",")
+    return [CompletionItem(f"{before}{comma}{name}") for name in names if name.startswith(last.lower())]
 
 
 def _type(choice: Option) -> Any:

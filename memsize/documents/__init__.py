@@ -113,11 +113,13 @@ class Document(ABC, Generic[A]):
         return self.bars()
 
     def shorter(self, section: Section) -> Iterator[Section]:
-        """Yield shorter and shorter versions of `section`: by default of a verdict without its last sentences, and of a
-        table without its last rows and its remarks.
+        """Yield shorter and shorter versions of `section`: by default of a verdict without its last sentences, of bars
+        without the last ones, and of a table without its last rows and its remarks.
         """
         if isinstance(section, Verdict):
             yield from (Verdict(section.findings[:count]) for count in range(len(section.findings) - 1, 0, -1))
+        if isinstance(section, Bars):
+            yield from (replace(section, bars=section.bars[:count]) for count in range(len(section.bars) - 1, 1, -1))
         if isinstance(section, Table):
             yield replace(section, hint="")
         if isinstance(section, Table) and not section.total:

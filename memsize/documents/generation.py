@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain, renamed, values_of
 from memsize.documents.fit import remedy_tables
-from memsize.documents.sections import Bars, Limit, Phrase, Remark, Section, Table, Title
+from memsize.documents.sections import Bars, Limit, Phrase, Remark, Section, Strip, Table, Title
 from memsize.documents.shared import input_text, listed, role_part, said_once, versions
 from memsize.records.cells import Label
 from memsize.records.generation import (
@@ -18,6 +18,7 @@ from memsize.records.generation import (
     CachedRow,
     GenerationReport,
     GenerationRow,
+    decisive_row,
 )
 from memsize.records.roles import in_order
 
@@ -38,7 +39,7 @@ class GenerationDocument(Document[GenerationReport]):
         inputs, remedied = ", ".join(map(input_text, report.inputs)), report.remedied
         about = f"{remedied.scenario} at batch {remedied.size:,} on {remedied.gpu}" if remedied else ""
         return (
-            Title(report.model, ((f"input {inputs}",), (f"on {report.card.name}",))),
+            Title(report.model, ((f"input {inputs}",), (f"on {report.card.name}",), *_strip(report))),
             *self.opening(),
             Table.of("rows", "Generation", fields, report.generation_rows, remarks=remarks),
             *self._cache_tables(),
@@ -89,6 +90,12 @@ class GenerationDocument(Document[GenerationReport]):
             "assumptions": report.assumptions,
             "notes": report.notes,
         }
+
+
+def _strip(report: GenerationReport) -> Iterator[Phrase]:
+    row = decisive_row(report.ran)
+    if row is not None and (peak := row.estimate) is not None:
+        yield (Strip(peak.requested, peak.allocated, peak.reserved, peak.device, report.card.bytes),)
 
 
 def _row_data(row: GenerationRow) -> dict[str, Any]:

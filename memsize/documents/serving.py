@@ -52,7 +52,7 @@ class ServingDocument(Document[ServingReport]):
             sizes = {"weights": row.weights, "profile": row.profile, "non_torch": row.non_torch.high}
             sizes |= {"graphs": row.graphs.high, "kv_cache": row.paged.available.low if row.paged else 0}
             rows.append((Label(row.scenario, hint=row.title), sizes))
-        bars = Bars.of("taken on a card", _PARTS, rows)
+        bars = Bars.of("memory use", _PARTS, rows)
         return replace(bars, limit=Limit(self.answer.card.name, self.answer.card.bytes))
 
     def versions(self) -> tuple[Phrase, ...]:

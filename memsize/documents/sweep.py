@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from memsize.documents import Document, findings_data, values_of
 from memsize.documents.sections import Bars, Limit, Remark, Section, Table, Title
 from memsize.documents.shared import listed, role_part
-from memsize.records.cells import Cell, Label, Missing
-from memsize.records.fields import Column
+from memsize.records.cells import Cell, Label, Load, Missing
+from memsize.records.fields import Column, ColumnKind
 from memsize.records.roles import TITLES
 from memsize.records.sweep import SETTING_FIELDS, SWEEP_FIELDS, SWEEP_TABLE, Sweep, SweepRow, phrase_of, setting_cell
 
@@ -35,6 +35,7 @@ class SweepDocument(Document[Sweep]):
         return (
             *opening,
             *([batch_table(sweep)] if "batch_size" in sweep.varying else []),
+            *([load_table(sweep)] if "gpu" in sweep.varying else []),
             cell_table(sweep),
             *self.reasons(),
             *listed("Notes", tuple(_notes(sweep))),
@@ -92,23 +93,41 @@ def _largest_peaks(sweep: Sweep, keys: Sequence[str]) -> dict[str, SweepRow]:
 def batch_table(sweep: Sweep) -> Table:
     """The largest of the batches that fits each GPU, for each model and way to run it."""
     keys = [key for key in sweep.varying if key not in ("batch_size", "gpu")] or ["target"]
+    columns, rows = _by_gpu(sweep, keys, "count", "the largest batch that fits {gpu}", _largest)
+    return Table("batches", "Batches", columns, rows, caption="The largest of these batches that fits")
+
+
+def load_table(sweep: Sweep) -> Table:
+    """The share of each GPU's memory that a cell takes at most: a heat map on pages."""
+    keys = [key for key in sweep.varying if key != "gpu"] or ["target"]
+    columns, rows = _by_gpu(sweep, keys, "share", "the part of {gpu} that nvidia-smi shows at most", _load)
+    return Table("loads", "GPU shares", columns, rows, caption="Share of each GPU that the peak takes")
+
+
+def _by_gpu(
+    sweep: Sweep, keys: Sequence[str], kind: ColumnKind, meaning: str, cell: Callable[[Sequence[SweepRow]], Cell]
+) -> tuple[tuple[Column, ...], tuple[tuple[Cell, ...], ...]]:
+    """Columns and rows of a table with the settings `keys` down and the GPUs across; `cell` draws the rows of both."""
     gpus = list(dict.fromkeys(str(row.settings["gpu"]) for row in sweep.sweep_rows))
-    largest: dict[tuple[str, ...], dict[str, list[SweepRow]]] = {}
+    ways: dict[tuple[str, ...], dict[str, list[SweepRow]]] = {}
     for row in sweep.sweep_rows:
         names = tuple(_in_words(key, row) for key in keys)
-        largest.setdefault(names, {}).setdefault(str(row.settings["gpu"]), []).append(row)
+        ways.setdefault(names, {}).setdefault(str(row.settings["gpu"]), []).append(row)
     columns = (
         *SETTING_FIELDS.only(*keys).weighted(100),
-        *(Column(gpu, gpu, "count", 90, f"the largest batch that fits {gpu}") for gpu in gpus),
+        *(Column(gpu, gpu, kind, 90, meaning.format(gpu=gpu)) for gpu in gpus),
     )
-    rows = tuple(
-        (
-            *(Label(part) if number == 0 else part for number, part in enumerate(names)),
-            *(_largest(of.get(gpu, ())) for gpu in gpus),
-        )
-        for names, of in largest.items()
+    rows = (
+        (Label(names[0]), *names[1:], *(cell(by_gpu.get(gpu, ())) for gpu in gpus)) for names, by_gpu in ways.items()
     )
-    return Table("batches", "Batches", columns, rows, caption="The largest of these batches that fits")
+    return columns, tuple(rows)
+
+
+def _load(rows: Sequence[SweepRow]) -> Cell:
+    """The highest load of cells on one GPU; more than 1 where `device` exceeds it."""
+    failed = next((row for row in rows if row.outcome == "failed"), None)
+    loads = [Load(row.device.high / row.gpu_bytes) for row in rows if row.device and row.gpu_bytes]
+    return max(loads, default=Missing(failed.reason or "failed") if failed else None)
 
 
 def _largest(rows: Sequence[SweepRow]) -> Cell:

@@ -72,7 +72,7 @@ class VerificationDocument(Document[Verification]):
         if alignment is None:
             return (accuracy,)
         counts = {"matched": alignment.matched, "real": alignment.real}
-        text = "{matched} of the {real} allocations of the last step are as predicted."
+        text = "{matched} of the {real} allocations of the last step were predicted exactly."
         return accuracy, Finding("allocations", text, counts)
 
     def bars(self) -> Bars | None:

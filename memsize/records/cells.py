@@ -31,6 +31,12 @@ class Share(float):
     __slots__ = ()
 
 
+class Load(Share):
+    """A part of a GPU's memory that is taken: above 1 it does not fit. Pages shade it."""
+
+    __slots__ = ()
+
+
 class Signed(int):
     """A difference in bytes, above (> 0) or below a reference."""
 

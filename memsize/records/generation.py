@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field as attribute
 from typing import ClassVar, Final, NamedTuple
 
@@ -138,12 +138,20 @@ CACHE_FIELDS: Final = Fields[CachedRow](
     field("scenario", get=lambda pair: pair.row.scenario),
     field("batch", kind=COUNT, get=lambda pair: pair.row.batch),
     field("prompt", "prompt", COUNT, 90, "tokens of the prompt", get=lambda pair: pair.row.prompt),
-    field("kind", "layers of", TEXT, 100, "what the layer keeps of past tokens", get=lambda pair: pair.cached.kind),
+    field("kind", "kind of layer", TEXT, 100, "what the layer keeps of past tokens", get=lambda pair: pair.cached.kind),
     field("layers", "layers", COUNT, 95, "how many such layers there are", get=lambda pair: pair.cached.layers),
-    field("bytes", "hold", BYTES, 98, "bytes for one sequence at the end", get=lambda pair: pair.cached.bytes),
+    field("bytes", "KV cache", BYTES, 98, "bytes for one sequence at the end", get=lambda pair: pair.cached.bytes),
     field("per_token", "bytes per token", BYTES, 97, "what one more token adds", drawn=COUNT),
     get={"per_token": lambda pair: pair.cached.per_token},
 )
+
+
+def decisive_row(rows: Sequence[GenerationRow]) -> GenerationRow | None:
+    """The row that a verdict is about: the first scenario's first row that does not fit, else its highest peak."""
+    first = [row for row in rows if row.estimate and row.scenario == rows[0].scenario]
+    if (exceeds := next((row for row in first if not row.fits), None)) is not None:
+        return exceeds
+    return max(first, key=lambda row: row.estimate.requested if row.estimate else 0, default=None)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -125,7 +125,7 @@ def draw_strip(strip: Strip, unit: str) -> str:
         steps.append((" of ", [strip.card]))
     parts = []
     for name, sizes in steps:
-        own = unit_for(max(sizes), unit, beside=strip.card if name == " → nvidia-smi " else 0)
+        own = unit_for(max(sizes), unit, beside=strip.card)
         amounts = dict.fromkeys(_in_three_digits(size, own) for size in sizes)
         parts.append((name, "–".join(amounts), own.name))
     units = [own for _, _, own in parts]

@@ -23,7 +23,7 @@ from markupsafe import Markup, escape
 from memsize.documents import Document
 from memsize.documents.sections import Bar, Bars, Chart, Curve, ScenarioView, Section, Table, Title
 from memsize.printable import printable, printable_lines
-from memsize.records.cells import Cell, Label, Missing, Path, Signed
+from memsize.records.cells import Cell, Label, Load, Missing, Path, Signed
 from memsize.records.fields import Column
 from memsize.records.roles import ROLES, UNKNOWN, Role, colour, noun
 from memsize.records.timeline import Timeline, to_data
@@ -252,8 +252,10 @@ def _drawn_cell(cell: Cell, kind: str, role: Role | None, largest: int, unit: Un
     text = draw_cell(cell, unit)
     path = printable(cell) if isinstance(cell, Path) else None
     above = text[: text.rfind(".") + 1] if path else ""
+    bar = min(round(100 * cell), 100) if isinstance(cell, Load) else bar
+    shaded = f"{kind} load{' over' if cell > 1 else ''}" if isinstance(cell, Load) else kind
     attributes = {
-        "class": f"{kind} role-{role.replace(' ', '-')}" if bar and role else kind,
+        "class": f"{kind} role-{role.replace(' ', '-')}" if bar and role else shaded,
         "data-path": path,
         "data-label": (printable(cell.text) or None) if isinstance(cell, Label) else None,
         "data-value": cell if isinstance(cell, int | float) else None,
@@ -285,7 +287,7 @@ LIBRARIES: Final = tuple(
 )  # fmt: skip
 """The modules of d3, each after those that it needs."""
 SCRIPTS: Final = tuple(
-    "dom size roles packed paths rows table treemap events chart moment scenes tools start".split()
+    "dom size roles packed paths rows table treemap events chart moment scenes address tools start".split()
 )  # fmt: skip
 """Our own scripts. They share one scope, so that only what runs at once (`start`) must come last."""
 

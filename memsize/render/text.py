@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,9 @@ _GRID: Final = TableFormat(
     None, Line("", "-", _GAP, ""), None, None, DataRow("", _GAP, ""), DataRow("", _GAP, ""), 0, None
 )
 """Columns with a gap between them, and rules of hyphens."""
+
+_SIZE: Final = re.compile(r"(?<=\d) (?=[KMG]?i?B\b)")
+"""The space before a unit, at which no line ends."""
 
 LEAST = {"name": 18, "text": 12, "specs": 20, "words": 14}
 """How far a column of texts may be shortened before a column is left out instead."""
@@ -154,8 +158,11 @@ def _more(left_out: Sequence[Section], screen: Screen) -> list[Text]:
         match section:
             case Findings():
                 findings += len(section.findings)
+            case Bars():
+                names.append("bars")
             case Table() | Notes():
-                names.append(section.title[:1].lower() + section.title[1:])
+                title = section.title
+                names.append(title if title[:2].isupper() else title[:1].lower() + title[1:])
     names += [f"{findings} finding{'' if findings == 1 else 's'}"] if findings else []
     for count in range(len(names), 0, -1):
         more = f" and {len(names) - count} more" if count < len(names) else ""
@@ -212,10 +219,11 @@ def _wrapped(text: str, width: int | None, first: str = "", rest: str = "", styl
     text = printable(text)
     if width is None:
         return [Text(first + text, style)]
+    together = _SIZE.sub("\xa0", text)
     wrapped = textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+        together, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
-    return [Text(line, style) for line in wrapped]
+    return [Text(line.replace("\xa0", " "), style) for line in wrapped]
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class ModelRequest:
     online: bool = option(False, "Fetch the config.json of a Hub id that has no preset; never weights.")
     lora: str | None = option(
         None,
-        "Train LoRA adapters alone: r=16,targets=q_proj;v_proj. Also dropout=0.05, and train=classifier for modules "
+        "Train only LoRA adapters: r=16,targets=q_proj;v_proj. Also dropout=0.05, and train=classifier for modules "
         "that are trained as they are.",
         metavar="OPTIONS",
     )

@@ -41,11 +41,13 @@ _scenario: Final = partial(
 _parallel: Final = partial(
     option,
     None,
-    "Train on several GPUs, and show one: ddp=8[,views], fsdp=8[,offload], hsdp=4x8, tp=8, pp=4, ep=8, "
-    "fsdp=8,tp=8,pp=4, dp=4.",
+    "Simulate training on several GPUs and show one of them: ddp=8[,views], fsdp=8[,offload], hsdp=4x8, tp=8, "
+    "pp=4, ep=8, fsdp=8,tp=8,pp=4, dp=4.",
     metavar="STRATEGY",
 )
-_execute: Final = partial(option, False, "Compute for real, on the CPU: for models with data-dependent control flow.")
+_execute: Final = partial(
+    option, False, "Run with real values on the CPU: for models with data-dependent control flow."
+)
 _compile: Final = partial(
     option, False, help="Compile the model with torch.compile, and show it beside the model as it is written."
 )
@@ -311,18 +313,18 @@ class RunRequest:
     training_only: bool = option(False, "Stop after the steps, before the evaluation and the checkpoint that follow.")
     checkpoint: str | None = option(
         None,
-        "Let a checkpoint that the program loads and that is not there have the shapes of what loads it.",
+        "Replace a missing checkpoint that the program loads by one with the shapes of the model that loads it.",
         choices=("stand-in",),
     )
     module: bool = option(False, "PROGRAM is a module, as for python -m.", flags=("-m",))
     allow_writes: bool = _allow_writes()
     offline: bool = option(False, "Keep the program from connecting to other machines.")
-    gpus: int | None = option(None, "Run it as one of N processes, one for each GPU of a job.")
+    gpus: int | None = option(None, "Run it as one of the N processes of a job, one per GPU.")
     nodes: int = option(1, "Machines that the GPUs are spread over.")
     one_process: bool = option(False, "Start it once, with all N GPUs: for nn.DataParallel, device_map.")
     rank: int | Which = option(
         0,
-        "Which of the processes (or GPUs): its number, all, or distinct: as many as it takes to know what each holds.",
+        "Which of the processes (or GPUs) to run: a number, all, or distinct (only as many as differ).",
         kind="text",
         read=_rank,
         metavar="RANK",

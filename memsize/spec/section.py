@@ -37,7 +37,7 @@ class ModelSection:
     )
     scenario: str = option("as-given", "How the model is stored and run.")
     gpu: Gpu = part(Gpu)
-    execute: bool = option(False, "Compute for real, on the CPU.")
+    execute: bool = option(False, "Run with real values on the CPU.")
 
     def __post_init__(self) -> None:
         scenario_named(self.scenario)

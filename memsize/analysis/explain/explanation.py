@@ -224,7 +224,7 @@ def _what_happened(explanation: Explanation) -> Iterator[Finding]:
             "Out of memory{at}: PyTorch requested {bytes}, {free} were free on the GPU. Tensors held {requested} of "
             "the {reserved} that PyTorch had reserved."
         )
-        text += " It was the last of {times} failed requests." if failed.times > 1 else ""
+        text += " This was the last of {times} failed requests." if failed.times > 1 else ""
         values |= {"at": f" at {failed.line}" if failed.line else ""}
         values |= sizes(bytes=failed.bytes, free=failed.free) | {"times": failed.times}
         yield Finding("snapshot-out-of-memory", text, values, bytes=failed.bytes)
@@ -244,7 +244,7 @@ def _mostly(explanation: Explanation) -> Iterator[Finding]:
     most = max(categories, key=lambda category: category.bytes, default=None)
     if most is None or most.bytes < explanation.requested * _WORTH_TELLING:
         return
-    template = "The most bytes are in {noun}: {bytes} ({share:.0%}) in {blocks} blocks"
+    template = "The largest part is {noun}: {bytes} ({share:.0%}) in {blocks} blocks"
     of_role = (stack for stack in explanation.places if stack.category == most.category)
     stack = max(of_role, key=lambda stack: stack.bytes)
     if stack.line is not None:
@@ -286,7 +286,7 @@ def _untold(explanation: Explanation) -> Iterator[Finding]:
         return
     template = (
         "{bytes} were allocated before the history begins, so their stacks are unknown; usually these are parameters. "
-        "Call torch.cuda.memory._record_memory_history() before the model is made."
+        "Call torch.cuda.memory._record_memory_history() before you build the model."
     )
     yield Finding("snapshot-untold", template, {"bytes": Bytes(earlier.bytes)}, bytes=earlier.bytes)
 

@@ -30,7 +30,7 @@ def _peaks(run: ProgramRun) -> Iterator[Finding]:
     names = {"evaluation": "the evaluation {evaluation}", "checkpoint": "the checkpoint {checkpoint}"}
     parts = ("training holds {training} of tensors", *(names[name] for name in values))
     text = f"At their peaks, {', '.join(parts[:-1])} and {parts[-1]}."
-    brief = f"It fits in training, not in what follows: {text[0].lower()}{text[1:]}" if run.ran_out else ""
+    brief = f"Training fits, what follows does not: {text[0].lower()}{text[1:]}" if run.ran_out else ""
     yield Finding(
         "run-after-steps", text, values | sizes(training=after.training), bytes=max(values.values()), brief=brief
     )
@@ -48,11 +48,11 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
         return
     whole, more = after.whole_evaluation or 0, (after.of or 0) - after.batches
     growth = "each batch leaves {per_batch} on the GPU" + (", made at {line}" if after.line else "")
-    text, brief = f"In an evaluation {growth}", ""
+    text, brief = f"During evaluation, {growth}", ""
     if more > 0:
-        text += ": after {batches} of {of} batches the peak is {seen}, after all {whole}"
+        text += ": the peak is {seen} after {batches} of {of} batches, and {whole} after all"
         if whole > run.capacity and not run.refused:
-            brief = f"It fits in training, not in evaluation: {growth}, and all {{of}} need {{whole}}"
+            brief = f"Training fits, evaluation does not: {growth}, so all {{of}} batches need {{whole}}"
     values: dict[str, object] = {"line": after.line, "batches": after.batches, "of": after.of}
     values |= sizes(per_batch=after.per_batch, seen=after.evaluation, whole=whole)
     remedy = f"{_remedy(after)}."
@@ -63,14 +63,14 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
 
 def _remedy(after: AfterSteps) -> str:
     if _TRAINER in (after.line or ""):
-        return "eval_accumulation_steps=1 among the TrainingArguments moves them to the CPU"
-    return "Move them to the CPU batch by batch, or add up the metric instead"
+        return "Set eval_accumulation_steps=1 in TrainingArguments to move them to the CPU"
+    return "Move them to the CPU after each batch, or accumulate the metric instead"
 
 
 @AFTER_RULES.rule("run-after-steps-failed")
 def _failed(run: ProgramRun) -> Iterator[Finding]:
     if run.after is not None and run.after.failure:
         where = " at {line}" if run.after.failed_at else ""
-        text = f"What follows the steps failed{where}, and is in the figures until then: {{failure}}."
+        text = f"The code after the training steps failed{where}: {{failure}}. The figures include it up to there."
         values = {"line": run.after.failed_at, "failure": run.after.failure.rstrip(".: ")}
         yield Finding("run-after-steps-failed", text, values)

@@ -205,10 +205,10 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
     in_pieces = ""
     if bind.request <= free and free * 10 > alive:
         in_pieces = (
-            " {free} are free, but in pieces smaller than the {request} requested: expandable segments may help."
+            " {free} are free, but in pieces smaller than the {request} requested; expandable segments may help."
         )
     where = "Memory runs out in" if bind.request else "The peak is in"
-    brief = f"{where} {{phase}}{at} where {{role}} take {{held}} of the {{alive}} in use."
+    brief = f"{where} {{phase}}{at} with {{alive}} in use, {{held}} of it {{role}}."
     yield Finding(
         "fit-binds",
         f"{brief}{most}{in_pieces}{adds}",
@@ -234,11 +234,11 @@ def _fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
     standing = sum(row.standing.values())
     fixed = max(row.fixed or 0, standing)
     if fixed > row.budget:
-        besides = ", and temporaries at the peak, in {phase}, {besides} more" if standing <= row.budget else ""
+        besides = ", {total} with the temporaries of the {phase} phase" if standing <= row.budget else ""
         total = fixed if besides else standing
         brief = "No {vary} can fit: {roles} alone take {standing}"
         values: dict[str, object] = {"vary": evidence.vary, "roles": tuple(map(noun, row.standing))}
-        values |= sizes(standing=standing, besides=total - standing) | {"phase": row.grows_in}
+        values |= sizes(standing=standing, total=total) | {"phase": row.grows_in}
         values |= sizes(beyond=total - row.budget)
         text = f"{brief}{besides}, {{beyond}} more than PyTorch can use."
         yield Finding("fit-fixed-cost", text, values, bytes=total, brief=f"{brief}.")
@@ -298,12 +298,12 @@ def what_is_enough(remedied: Remedied | None, vary: str) -> Iterator[Finding]:
         *first, last = remedied.combination
         together = f"{', '.join(first)} and {last}" if first else last
         values |= {"together": together, "peak": Bytes(remedied.combined or 0)}
-        so_far = "Each of these changes what is learned"
+        so_far = "Each of these changes what the model learns"
         so_far = so_far if alone else "No single remedy makes {vary} {size} fit under {scenario}"
-        text = f"{so_far}; {{together}} together need {{peak}}."
+        text = f"{so_far}; with {{together}} together, it needs {{peak}}."
         yield Finding("remedy-combination", text, values, bytes=remedied.combined, brief=text)
     elif not alone:
-        text = "No remedy makes {vary} {size} fit, and no combination that was tried does."
+        text = "No remedy makes {vary} {size} fit, nor does any combination that was tried."
         yield Finding("remedy-none", text, values, brief=text)
 
 

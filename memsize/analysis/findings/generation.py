@@ -10,7 +10,7 @@ from typing import NamedTuple
 from memsize.analysis.findings.fit import what_is_enough
 from memsize.records.finding import Finding, Rules, sizes
 from memsize.records.fit import Remedied
-from memsize.records.generation import GenerationRow
+from memsize.records.generation import GenerationRow, decisive_row
 from memsize.records.gpu import Card, GpuEstimate
 from memsize.records.serving import ServingRow
 from memsize.spec.generation import Draft, ServerArguments
@@ -31,8 +31,9 @@ RULES = Rules[Evidence]()
 
 @RULES.rule("generation-fits", "generation-exceeds")
 def _what_fits(evidence: Evidence) -> Iterator[Finding]:
-    first = [row for row in evidence.rows if row.scenario == evidence.rows[0].scenario]
-    row = next((row for row in first if not row.fits), None) or max(first, key=lambda row: _estimate(row).requested)
+    row = decisive_row(evidence.rows)
+    if row is None:
+        return
     peak = _estimate(row)
     one = row.batch == 1
     values: dict[str, object] = {"scenario": row.scenario, "batch": row.batch}
@@ -42,12 +43,14 @@ def _what_fits(evidence: Evidence) -> Iterator[Finding]:
     if (end := peak.shortage) is None:
         code, text = (
             "generation-fits",
-            what + (" fits" if one else " fit") + ": {peak} reserved, the peak is in {phase}.",
+            what + (" fits" if one else " fit") + ": {peak} reserved; the peak is in {phase}.",
         )
     else:
         values |= {"phase": end.phase} | sizes(request=end.request, free=end.free)
         does = " does" if one else " do"
-        text = what + does + " not fit: {phase} needs {request}, {free} are free; {peak} would be reserved."
+        text = (
+            what + does + " not fit: {phase} needs another {request}, {free} are free; all of it would reserve {peak}."
+        )
         code = "generation-exceeds"
     yield Finding(code, text, values, bytes=peak.reserved, brief=text)
 
@@ -90,7 +93,7 @@ def _what_proposes(evidence: Evidence) -> Iterator[Finding]:
     text = "{tokens} tokens are looked up before each step, and each is assumed to be rejected, the worst case."
     if evidence.draft.assistant:
         text = (
-            "The assistant {assistant} holds {weights} of the weights under {scenario} and {cache} of the KV cache. It "
+            "The assistant {assistant} adds {weights} of weights ({scenario}) and {cache} of KV cache. It "
             "proposes {tokens} tokens before each step, and each is assumed to be rejected, the worst case."
         )
     yield Finding("proposed-tokens", text, values, bytes=row.assistant + cache)
@@ -101,7 +104,7 @@ def _what_a_step_needs(evidence: Evidence) -> Iterator[Finding]:
     row = max(evidence.rows, key=lambda row: row.transient)
     if row.transient * 100 < row.decode.peak:
         return
-    text = "A decode step temporarily needs {transient} more, at batch {batch} under {scenario}."
+    text = "Each decode step temporarily needs another {transient} (batch {batch}, {scenario})."
     values = {"transient": Bytes(row.transient), "batch": row.batch, "scenario": row.scenario}
     yield Finding("decode-transient", text, values, bytes=row.transient)
 
@@ -114,7 +117,7 @@ def _what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
         return
     text = "The prefill of {prompt} tokens sets the peak at batch {batch}: it needs {beyond} more than any later step."
     if evidence.draft is None:
-        text += " Reading the prompt in chunks (--prefill-chunk-size) may lower that."
+        text += " Prefilling in chunks (--prefill-chunk-size) may lower it."
     values = {"prompt": row.prompt, "batch": row.batch, "beyond": Bytes(beyond)}
     brief = "The prefill sets the peak at batch {batch}: it needs {beyond} more than any later step."
     yield Finding("prefill-transient", text, values, bytes=beyond, brief=brief)
@@ -123,7 +126,7 @@ def _what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
 @RULES.rule("generation-inexact")
 def _what_was_not_checked(evidence: Evidence) -> Iterator[Finding]:
     if inexact := sum(not row.exact for row in evidence.rows):
-        text = "The decode steps of {count} rows are close to the derived figures, but not equal."
+        text = "In {count} rows, decode steps differ slightly from the derived figures."
         yield Finding("generation-inexact", text, {"count": inexact})
 
 
@@ -153,7 +156,7 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
         values |= sizes(short=row.shortage, weights=row.weights, rest=taken - row.weights)
         text = (
             "{scenario} does not fit: the server may use {budget} of {card}, but weights take {weights}, and a step "
-            "and memory outside PyTorch {rest}. No KV cache is left; {short} are missing."
+            "and memory outside PyTorch {rest}. Nothing is left for the KV cache; {short} are missing."
         )
         yield Finding("serves-none", text, values, bytes=row.shortage, brief=text)
         return

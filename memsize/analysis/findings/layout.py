@@ -45,7 +45,9 @@ def _verdict(audit: Audit) -> Iterator[Finding]:
     count = sum(layer.leaf and "channels last" in layer.outputs for layer in audit.last.layers)
     if not audit.last.losses and not back and count:
         keepers = (
-            "the one layer that returns images keeps it" if count == 1 else "all {count} that return images keep it"
+            "the one layer that returns images keeps it"
+            if count == 1
+            else "all {count} layers that return images keep it"
         )
         text = f"No op loses channels last: {keepers}."
         yield Finding("channels-last-kept", text, {"count": count})
@@ -69,7 +71,9 @@ def _lost(audit: Audit) -> Iterator[Finding]:
 
 @RULES.rule("convolution-copies-back")
 def _copied_back(audit: Audit) -> Iterator[Finding]:
-    text = "Row-major images meet channels-last weights in {layers}: cuDNN copies them back first, {bytes} in all."
+    text = (
+        "The input of {layers} is row-major, but the weights are channels last: cuDNN copies it first, {bytes} in all."
+    )
     yield from _copied(audit, op=_CONVOLUTION, after="channels last", code="convolution-copies-back", text=text)
 
 

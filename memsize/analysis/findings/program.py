@@ -43,7 +43,7 @@ def _failed(run: ProgramRun) -> Iterator[Finding]:
         brief += " Until then it took {low} to {high} of {total} at the peak."
         values |= {"card": run.card.name, **peak_in_words(run)}
     elif not run.refused and not run.gpu_children:
-        brief = template = f"{template} Nothing was put on the GPU before."
+        brief = template = f"{template} Nothing was on the GPU by then."
     high = run.peak.device.high if run.trace.events else None
     yield Finding("run-failed", template, values, bytes=high, layers=_layers(run.peak.peak_layer), brief=brief)
 
@@ -53,12 +53,15 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     if not run.refused:
         return
     first, allowed = run.refused[0], _allowed(run)
-    values: dict[str, object] = {"card": run.card.name, **request_in_words(first), "count": len(run.refused)}
+    values: dict[str, object] = {"card": run.card.name, **request_in_words(run, first), "count": len(run.refused)}
     values |= {"total": Bytes(run.card.bytes)}
     limit = " (the allocator may take {allowed} of it)" if allowed else ""
     brief = f"Out of memory on {{card}}{limit}{eagerly(run)} at {{line}}, in {{where}}: {{op}} needs {{bytes}}, "
     brief += "{free} are left"
     template = f"{brief}; PyTorch raises OutOfMemoryError"
+    batch = _BATCH.search(run.program) if run.went_on is None else None
+    advice = " memsize fit-script --vary-argument {argument} finds the largest that fits." if batch else ""
+    values |= {"argument": batch[1]} if batch else {}
     if len(run.refused) > 1:
         template += ", the first of {count} times"
     if (after := run.went_on) is not None:
@@ -72,13 +75,38 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
         times = "once, at {line}" if len(run.refused) == 1 else "{count} times, first at {line}"
         brief = f"The program runs out of memory on {{card}} {times}, and goes on: {then}"
     values, layers = values | allowed, _layers(first.layer)
-    yield Finding("run-out-of-memory", f"{template}.", values, bytes=first.bytes, layers=layers, brief=f"{brief}.")
+    template, brief = f"{template}.{advice}", f"{brief}.{advice}"
+    yield Finding("run-out-of-memory", template, values, bytes=first.bytes, layers=layers, brief=brief)
 
 
-def request_in_words(request: Refused) -> dict[str, object]:
+_BATCH: Final = re.compile(r" --?([\w.-]*batch[\w-]*)[ =]\d")
+"""An argument of a program that sets its batch."""
+_PURPOSES: Final = {
+    "_log_softmax": "the log-probabilities of the loss",
+    "_log_softmax_backward_data": "the gradient of the logits",
+    "nll_loss_backward": "the gradient of the log-probabilities",
+    "_safe_softmax": "attention scores, since no fused kernel takes this call",
+    "_softmax": "the result of a softmax",
+    "_softmax_backward_data": "the gradient of a softmax",
+}
+"""What an op allocates that its name does not tell; the scores of attention by PyTorch's mathematical path, which alone
+calls `_safe_softmax` (aten/src/ATen/native/transformers/attention.cpp)."""
+
+
+def request_in_words(run: ProgramRun, request: Refused) -> dict[str, object]:
     """The values of a sentence on a request that the card refused."""
     line, where = request.line or "a line of PyTorch's own", moment_in_words(request.phase, request.layer)
-    return {"line": line, "where": where, "op": request.op} | sizes(bytes=request.bytes, free=request.free)
+    purpose = _PURPOSES.get(request.op, "")
+    if request.op == "_safe_softmax" and run.card.capability < (8, 0) and _holds(run, request.layer, "bfloat16"):
+        purpose = "attention scores, since no fused kernel takes bfloat16 on this GPU"
+    op = f"{request.op} ({purpose})" if purpose else request.op
+    return {"line": line, "where": where, "op": op} | sizes(bytes=request.bytes, free=request.free)
+
+
+def _holds(run: ProgramRun, path: str | None, dtype: str) -> bool:
+    """Whether a layer's tensors have a dtype."""
+    layers = [number for number, layer in enumerate(run.trace.layers) if layer.path == path]
+    return any(storage.dtype == dtype for storage in run.trace.storages if storage.layer in layers)
 
 
 def peak_in_words(run: ProgramRun) -> dict[str, object]:
@@ -116,7 +144,7 @@ def _missing(run: ProgramRun) -> Iterator[Finding]:
     match = re.fullmatch(r"ModuleNotFoundError: No module named '(\w+)'", run.failure or "")
     if match is None or run.needs_gpu is not None or match[1] in sys.stdlib_module_names:
         return
-    template = "{name} is not installed beside memsize: install both in one environment."
+    template = "{name} is not installed in memsize's environment: install both in the same one."
     yield Finding("run-missing-package", template, {"name": match[1]})
 
 
@@ -167,7 +195,7 @@ def _children(run: ProgramRun) -> Iterator[Finding]:
     largest = max(run.gpu_children, key=lambda child: child.high)
     what = "A process" if len(run.gpu_children) == 1 else "The largest of {count} processes"
     template = f"{what} that the script started takes {{low}} to {{high}} of {{total}} at its peak, "
-    template += "which is not in the figures: {command}"
+    template += "not included in these figures: {command}"
     ranks = {child.rank for child in run.gpu_children if child.rank is not None}
     if largest.rank is not None:
         template += " (rank {rank}). To see each rank, run its script: memsize run --gpus {ranks} --rank all"
@@ -181,7 +209,7 @@ def _children(run: ProgramRun) -> Iterator[Finding]:
 def _child_ran_out(run: ProgramRun) -> Iterator[Finding]:
     for child in run.children:
         if child.ran_out:
-            template = "{card} is too small for a process that the script started: {command}."
+            template = "Out of memory on {card} in a process that the script started: {command}."
             yield Finding("run-child-out-of-memory", template, {"card": run.card.name, "command": child.command})
 
 
@@ -213,7 +241,7 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
 def _host(run: ProgramRun) -> Iterator[Finding]:
     """The memory of the host, which a verdict names from 1 GiB on."""
     if (needs := run.trace.host.needs) >= _LARGE_ON_HOST:
-        text = "The script also needs {needs} of host memory, beside what Python and PyTorch take."
+        text = "The script also needs {needs} of host memory, besides that of Python and PyTorch."
         yield Finding("run-host", text, {"needs": Bytes(needs)}, bytes=needs, brief=text)
 
 
@@ -240,8 +268,10 @@ def _sends_nothing(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-waits")
 def _waits(run: ProgramRun) -> Iterator[Finding]:
     if run.waits:
-        template = "The loop at {line} waits for a number that only a GPU computes and would never end: the "
-        yield Finding("run-waits", f"{template}program was stopped.", {"line": run.waits})
+        template = (
+            "The loop at {line} waits for a number that only a real GPU computes, so memsize ended the program there."
+        )
+        yield Finding("run-waits", template, {"line": run.waits})
 
 
 @RULES.rule("run-grows")
@@ -272,7 +302,7 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-checkpoints-nothing")
 def _checkpoints_nothing(run: ProgramRun) -> Iterator[Finding]:
     if run.unused_checkpointing:
-        text = "Activation checkpointing is on ({name}), but no backward ran a module again: its blocks are in "
+        text = "Activation checkpointing is on ({name}), but no backward recomputed a module: its blocks are in "
         text += "evaluation mode, or the condition matches none of them."
         yield Finding("run-checkpoints-nothing", text, {"name": run.unused_checkpointing})
 
@@ -290,14 +320,14 @@ def _gradients(run: ProgramRun) -> Iterator[Finding]:
         return
     brief, remedy = {
         "kept": (
-            "zero_grad(set_to_none=False) at {line} keeps {bytes} of gradients through every forward",
-            ": without the argument they are freed for activations",
+            "zero_grad(set_to_none=False) at {line} keeps {bytes} of gradients alive during every forward",
+            ": drop the argument to free them",
         ),
         "late": (
             "zero_grad at {line} comes after the forward, so {bytes} of old gradients stay alive during it",
             ": call it before the forward",
         ),
-        "none": ("{bytes} of gradients are alive while the next step's forward runs: no zero_grad frees them", ""),
+        "none": ("{bytes} of gradients stay alive during the next step's forward: no zero_grad frees them", ""),
     }[gradients.reason]
     values = {"bytes": Bytes(gradients.bytes), "line": gradients.line or "a line of a library"}
     yield Finding("run-gradients-kept", f"{brief}{remedy}.", values, bytes=gradients.bytes, brief=f"{brief}.")
@@ -336,7 +366,7 @@ def _ranks_refused(runs: RankRuns) -> Iterator[Finding]:
             template = f"Out of memory on {{card}}{eagerly(group.run)} for {{ranks}} of {{size}} at {{line}}, in "
             template += f"{{where}}: {{op}} needs {{bytes}}, {{free}} are left{ends}"
             values: dict[str, object] = {"card": group.run.card.name, "ranks": runs.named(group), "size": runs.size}
-            values |= request_in_words(first)
+            values |= request_in_words(group.run, first)
             yield Finding("ranks-out-of-memory", template, values, bytes=first.bytes)
 
 
@@ -363,7 +393,7 @@ def _ranks_differ(runs: RankRuns) -> Iterator[Finding]:
     role = max(by_role, key=by_role.__getitem__)
     values: dict[str, object] = {"least": _first(runs.named(runs.least)), "s": "" if len(runs.least.ranks) > 1 else "s"}
     values |= sizes(bytes=difference, part=by_role[role]) | {"role": noun(role)}
-    template = "{least} hold{s} {bytes} less of tensors at the peak, {part} of it {role}."
+    template = "{least} hold{s} {bytes} less in tensors at the peak, {part} of it {role}."
     yield Finding("ranks-differ", template, values, bytes=difference)
 
 
@@ -372,7 +402,7 @@ def _ranks_between(runs: RankRuns) -> Iterator[Finding]:
     ran = [rank for group in runs.groups for rank in group.ran]
     if len(ran) < runs.size:
         template = (
-            "{count} of {size} {noun} were run: {ran}. Each other {one} lies between two with equal figures, and "
+            "{count} of {size} {noun} were run: {ran}. Every other {one} lies between two with equal figures, and "
             "shards never grow from one {one} to the next."
         )
         values = {"count": len(ran), "size": runs.size, "noun": f"{runs.noun}s", "one": runs.noun, "ran": spans(ran)}

@@ -20,7 +20,7 @@ def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
     for run, peaks in (("training", evidence.peaks), ("inference", evidence.inference)):
         short = {name: peak.shortage for name, peak in peaks.items() if peak.shortage}
         for name, shortage in list(short.items())[:1]:
-            others = f", one of {len(short)} scenarios that don't," if len(short) > 1 else ""
+            others = f" (and under {more} other scenario{'s' if more > 1 else ''})" if (more := len(short) - 1) else ""
             shown = name if run == "training" and not evidence.spread else None
             yield out_of_memory(shortage, what=f"{run} under {name}{others}", gpu=evidence.gpu, scenario=shown)
 
@@ -47,7 +47,7 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
     values |= {"gpu": evidence.gpu} | sizes(total=evidence.gpu_bytes) | {"best": best} | sizes(least=least)
     values |= {"parallel": str(spread), "gpus": spread.size} if spread else {}
     values |= sizes(**{f"r{number}": size for number, (_, size) in enumerate(largest)})
-    advice = "Most of it grows with the batch."
+    advice = "Most of it grows with the batch size."
     if peak.peak_phase == "optimizer":
         advice = "The update's temporaries take {temporary} of it at any batch size; a fused optimizer has none."
     elif states * 2 > peak.requested:
@@ -107,10 +107,10 @@ def data_parallel(evidence: Evidence) -> Iterator[Finding]:
     copied = bytes_of(tensor for tensor in registered if tensor.name.startswith(below))
     yield Finding(
         "data-parallel-replicas",
-        "The figures are those of one GPU; --train adamw --parallel dp=4 runs it on four. On n GPUs DataParallel gives "
-        "each 1/n of the batch, and so of {saved} kept for backward; every GPU but the first holds a copy of the "
-        "{copied} of parameters and buffers during each forward and backward; the first alone holds the whole input "
-        "and output, the summed gradients and the optimizer's state.",
+        "The figures are for one GPU; --train adamw --parallel dp=4 simulates four. On n GPUs, DataParallel gives each "
+        "1/n of the batch, and so of the {saved} kept for backward. Every GPU but the first also holds a copy of the "
+        "{copied} of parameters and buffers during forward and backward; only the first holds the whole input and "
+        "output, the summed gradients and the optimizer state.",
         sizes(saved=evidence.stored.saved_bytes, copied=copied),
         bytes=copied,
         layers=paths,
@@ -122,8 +122,8 @@ def distributed(evidence: Evidence) -> Iterator[Finding]:
     if evidence.buckets is None:
         return
     size, views = evidence.buckets
-    on_top = "buckets of {size} stand beside the gradients (gradient_as_bucket_view=True puts the gradients into them)"
+    on_top = "gradient buckets take another {size} (gradient_as_bucket_view=True makes the gradients views of them)"
     if views:
-        on_top = "its gradients lie in {size} of buckets that are never freed"
+        on_top = "its gradients are views of {size} of buckets, which are never freed"
     text = f"The figures are those of one process of DistributedDataParallel with its own batch: {on_top}."
     yield Finding("gradient-buckets", text, {"size": Bytes(size)}, bytes=size)

@@ -94,6 +94,7 @@ function chooseEvent(chart, event) {
   chart.svg.setAttribute("aria-valuetext", `event ${count(event)}, ${placeOf(run, event)}, live ${size(run.total[event])}`);
   chart.redraw();
   chart.choose(event);
+  remember("event", event);
 }
 
 /** Pans to the moment that is looked at where the zoomed picture does not show it. */

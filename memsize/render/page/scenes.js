@@ -14,6 +14,7 @@ function followScenes(section) {
     if (!scenes.has(name)) scenes.set(name, await unfoldedScene(packed.get(name)));
     const next = scenes.get(name);
     section.querySelector("div.scene").replaceWith(next);
+    remember("scenario", name);
     if (!next.dataset.touched) await touch(next);
     next.dataset.touched = "yes";
     mark(name);

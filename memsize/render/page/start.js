@@ -4,6 +4,7 @@ async function start() {
   document.querySelector(".memsize").prepend(pageTools());
   await touch(document.querySelector(".memsize"));
   document.querySelectorAll("section.scenes").forEach(followScenes);
+  await recall();
   document.documentElement.dataset.ready = "yes";
 }
 
