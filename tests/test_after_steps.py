@@ -79,6 +79,7 @@ def test_what_an_evaluation_gathers_counts_for_all_of_its_batches(tmp_path: Path
     assert not any("not in evaluation" in finding.in_brief() for finding in run.findings)
 
 
+@pytest.mark.thorough
 def test_an_evaluation_whose_batches_together_are_too_many_is_in_the_verdict(tmp_path: Path) -> None:
     run = ran(tmp_path, TRAINING + EVALUATION, "1000", "20000")
     brief = next(finding.brief for finding in run.findings if finding.code == "run-evaluation-grows")
@@ -153,6 +154,7 @@ def test_what_grows_in_training_has_its_variable_after_an_evaluation(tmp_path: P
     assert run.growth is not None and run.growth.holder is not None and run.growth.holder.name == "seen"
 
 
+@pytest.mark.thorough
 def test_a_full_state_gathered_for_a_checkpoint_is_its_peak(tmp_path: Path) -> None:
     """Each rank holds its quarter of 4,096 x 4,096 float32 weights, all gathered in a full state."""
     text = """
@@ -179,6 +181,7 @@ def test_a_full_state_gathered_for_a_checkpoint_is_its_peak(tmp_path: Path) -> N
     assert run.after.checkpoint >= 4 * weight // 4 + 4 * weight
 
 
+@pytest.mark.thorough
 def test_the_trainer_of_transformers_evaluates_and_saves_at_once(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     text = """

@@ -139,6 +139,7 @@ def test_the_caches_are_those_of_a_real_run(report: GenerationReport, targets: t
     assert most == {"model": caches[0], "assistant": caches[1]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lookup", [None, 5])
 def test_derived_steps_equal_traced_ones(
     lookup: int | None, targets: tuple[str, str], assistant: Any, monkeypatch: pytest.MonkeyPatch

@@ -251,6 +251,7 @@ def wrapped_here() -> list[str]:
     return sorted(name.removeprefix("aten::") for name in autocast.wrapped_operators() if name.startswith("aten::"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lower", LOWER, ids=str)
 @pytest.mark.parametrize("name", wrapped_here())
 def test_operator_casts_as_in_pytorch(fake_cuda: Any, name: str, lower: torch.dtype) -> None:
@@ -260,6 +261,7 @@ def test_operator_casts_as_in_pytorch(fake_cuda: Any, name: str, lower: torch.dt
         assert ours == theirs or refused_on_cuda_only(name, theirs), dtypes
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # rms_norm, which 2.11 does not cast
 @pytest.mark.parametrize("lower", LOWER, ids=str)
 @pytest.mark.parametrize("name", COMPOSITES)

@@ -329,6 +329,7 @@ def test_too_many_objects(tmp_path: Path) -> None:
         read(path)
 
 
+@pytest.mark.thorough
 def test_a_call_cannot_copy_a_list_again_and_again(tmp_path: Path) -> None:
     pairs = b"]q\x02(" + b"N" * 100_000 + b"e0"
     data = b"\x80\x02ccollections\nOrderedDict\nq\x010" + pairs + b"h\x01h\x02\x85R0" * 5000 + b"N."

@@ -35,6 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 CHILD = "import torch\nx = torch.ones(64, 1024, 1024, device='cuda')\n"
 
 
+@pytest.mark.thorough
 def test_a_process_that_runs_python_has_the_gpu_and_says_what_it_took(folder: Path) -> None:
     """64 × 1024 × 1024 × 4 B = 256 MiB, which the allocator has in one segment; the script itself has 4 MiB."""
     (folder / "child.py").write_text(
@@ -98,6 +99,7 @@ print(torch.ops.torchvision.nms)
 """
 
 
+@pytest.mark.thorough
 def test_a_process_imports_a_torchvision_that_does_not_fit(folder: Path) -> None:
     """As the script itself does: its library of operators cannot be loaded."""
     (folder / "child.py").write_text(TORCHVISION, encoding="utf-8")

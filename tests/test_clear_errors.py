@@ -211,6 +211,7 @@ def test_a_config_in_the_home_of_nobody(capsys: pytest.CaptureFixture[str]) -> N
     assert "no such folder or file: ~nosuch/config.json" in refused(capsys, "report", "hf:~nosuch/config.json")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize(
     ("redirected", "status", "said"),

@@ -85,6 +85,7 @@ def default_partition() -> Iterator[None]:
         yield
 
 
+@pytest.mark.thorough
 def test_pointwise_steps_are_one_kernel_and_are_recomputed() -> None:
     model = Gelus()
     eager, compiled = traced(model, "fp32"), traced(model, "fp32" + COMPILED)
@@ -105,6 +106,7 @@ def test_odd_products_are_padded_where_the_gpu_computes(columns: int, rows: int,
     assert {s.shape[1] for s in compiled.storages if s.op == "mm" and len(s.shape) == 2} == {512, padded}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scenario", ["fp32", "amp-bf16"])
 def test_nothing_is_left_that_eager_code_would_not_leave(scenario: str) -> None:
     model = Attention()
@@ -197,6 +199,7 @@ def test_what_cannot_be_traced_runs_as_it_is_written(monkeypatch: pytest.MonkeyP
     assert totals(compiled).saved_bytes == totals(eager).saved_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scenario", ["fp32", "amp-bf16", "bf16"])
 @pytest.mark.parametrize(
     "model", [Gelus, Attention, lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))]
@@ -207,6 +210,7 @@ def test_the_default_partition_saves_what_eager_code_saves(model: Any, scenario:
     assert totals(compiled).saved_bytes == totals(traced(model(), scenario)).saved_bytes
 
 
+@pytest.mark.thorough
 def test_the_compiler_is_imported_only_when_it_is_asked_for(python: Any) -> None:
     code = (
         "import sys, torch, memsize; memsize.report(torch.nn.Linear(4, 4), input_size=(4,)); "
@@ -234,6 +238,7 @@ def test_a_model_that_comes_compiled_is_shown_as_it_is_written_with_a_note(wrapp
     assert totals(compiled).saved_bytes < totals(eager).saved_bytes
 
 
+@pytest.mark.thorough
 def test_fit_finds_the_larger_batch_of_compiled_code() -> None:
     fit = memsize.fit(Gelus(), input_size=(4096, 64), scenarios="fp32", compile=True, train="sgd", budget="1GiB")
     sizes = fit.rows.set_index("scenario")["size"]
@@ -361,6 +366,7 @@ COMPILED_LINES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lines", COMPILED_LINES.values(), ids=COMPILED_LINES)
 def test_a_program_compiles(tmp_path: Path, lines: str) -> None:
     eager, compiled = ran(tmp_path, ""), ran(tmp_path, lines)
@@ -371,6 +377,7 @@ def test_a_program_compiles(tmp_path: Path, lines: str) -> None:
     assert paths == {"0.up", "1.up"} | ({"0.down", "1.down"} & paths)
 
 
+@pytest.mark.thorough
 def test_a_compiled_optimizer_step_makes_the_state_and_fuses_its_update(tmp_path: Path) -> None:
     eager, compiled = ran(tmp_path, ""), ran(tmp_path, "update = torch.compile(update)")
     states = [sum(s.bytes for s in trace.storages if s.role == "optimizer state") for trace in (eager, compiled)]

@@ -121,6 +121,7 @@ def test_language_models(kind: str, workload: Any, scenario: str) -> None:
     assert assert_law(TEXTS[kind](), workload, scenario, kwargs={"input_ids": IDS}).extended_from in SHORT
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "workload", "scenario"),
     [
@@ -173,6 +174,7 @@ def test_two_towers(sizes: tuple[int, int], workload: Any, scenario: str) -> Non
     assert assert_law(Towers(*sizes), workload, scenario).extended_from in SHORT
 
 
+@pytest.mark.thorough
 def test_a_transformer_of_torch() -> None:
     model = nn.Transformer(8, 2, 9, 7, dim_feedforward=12, batch_first=True)
     ends = torch.zeros(2, 5, 8)
@@ -192,6 +194,7 @@ def _of_torchvision(settings: dict[str, Any]) -> nn.Module:
     return VisionTransformer(num_layers=14, num_heads=2, hidden_dim=16, mlp_dim=16, num_classes=10, **settings)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("library", "name", "settings"),
     [
@@ -218,6 +221,7 @@ GENERATIONS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "options"), GENERATIONS)
 def test_generations(kind: str, options: dict[str, Any]) -> None:
     model = TEXTS[kind]()
@@ -251,6 +255,7 @@ class Wide(nn.Module):
 STRATEGIES = [("fsdp=4", True), ("hsdp=2x2", True), ("ddp=4", False), ("pp=3,rank=0", False), ("dp=2", False)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("strategy", "repeats"), STRATEGIES)
 @pytest.mark.parametrize("block", [Block, Wide])
 def test_one_gpu_of_several(strategy: str, repeats: bool, block: type[nn.Module]) -> None:
@@ -577,12 +582,14 @@ LIES: list[Callable[[], nn.Module]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", LIES)
 @pytest.mark.parametrize("workload", [Inference(), STEPS])
 def test_models_that_lie_about_their_layers(model: Callable[[], nn.Module], workload: Any) -> None:
     assert_law(model(), workload)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [GrowsInBackward, MultipliesInBackward])
 def test_sizes_that_no_forward_shows(model: Callable[[], nn.Module]) -> None:
     """A model so deep that a forward proves it, and not its first training step."""
@@ -618,6 +625,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 def test_an_answer_notes_how_its_runs_were_made(answer: Callable[..., Any]) -> None:
     usual, whole = answer(), answer(whole=True)
@@ -634,6 +642,7 @@ def without_notes(data: Any) -> Any:
     return [without_notes(value) for value in data] if isinstance(data, list) else data
 
 
+@pytest.mark.thorough
 def test_a_generation_notes_how_its_runs_were_made(tmp_path: Path) -> None:
     language_model("llama", num_hidden_layers=40, **LLAMA).config.to_json_file(tmp_path / "llama.json")
     usual, whole = (

@@ -49,6 +49,7 @@ BARS: dict[str, Callable[[], Answer]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BARS)
 def test_bars_have_the_numbers_of_the_json(name: str) -> None:
     answer = BARS[name]()

@@ -834,6 +834,7 @@ def test_free_memory_that_a_request_does_not_fit_into_is_told(alive: int, in_pie
     assert ("in pieces" in finding.text()) == in_pieces
 
 
+@pytest.mark.thorough
 def test_a_larger_batch_may_fit_where_a_smaller_one_leaves_memory_in_pieces() -> None:
     """Batches that fit on eight and sixteen L4s: expandable segments have no such pieces."""
     options: dict[str, Any] = {"train": "adamw", "gpu": "l4", "gpus": [8, 16], "parallel": "fsdp", "margin": "216MiB"}

@@ -58,6 +58,7 @@ def test_the_longest_context_fits_and_the_next_does_not(target: str) -> None:
     assert "largest context that fits   generating 20 tokens" in str(found)
 
 
+@pytest.mark.thorough
 def test_the_largest_batch_fits_and_the_next_does_not(target: str) -> None:
     (row,) = fit(target, prompt=300).fit_rows
     assert row.status == "found" and row.size and row.next_size == row.size + 1
@@ -74,6 +75,7 @@ def test_a_context_ends_with_the_positions_of_the_model(tmp_path: Path) -> None:
     assert "the model has positions for 600 tokens: no more are looked at" in found.notes
 
 
+@pytest.mark.thorough
 def test_the_frontier_is_the_longest_context_of_each_batch(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(ONE_LAYER | {"max_position_embeddings": 100}))
@@ -135,6 +137,7 @@ def test_each_of_two_cards_holds_a_half(target: str) -> None:
     assert logits
 
 
+@pytest.mark.thorough
 def test_a_generation_that_does_not_fit_is_told_what_would(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"prompt": 300, "max_new_tokens": 2, "scenarios": "as-given", "gpu": "t4"}
     traced: list[object] = []
@@ -212,6 +215,7 @@ def test_what_cannot_be_asked(options: dict[str, Any], message: str) -> None:
         memsize.fit("hf:llama", max_new_tokens=NEW, **options)
 
 
+@pytest.mark.thorough
 def test_speech_is_no_context_to_vary(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(

@@ -132,6 +132,7 @@ def test_the_command_names_the_option_that_is_missing(script: Path, capsys: pyte
     assert capsys.readouterr().err == "error: --vary-argument is missing\n"
 
 
+@pytest.mark.thorough
 def test_the_command_takes_the_scripts_arguments(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpu", "t4", "--budget", "750MiB", "--vary-argument", "size"]
     assert command(["fit-script", *options, str(script), "--size", "20"]) == 0

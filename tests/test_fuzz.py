@@ -52,6 +52,7 @@ def test_the_same_number_makes_the_same_trial(tmp_path: Path, monkeypatch: pytes
         assert kind(Random(3)).arguments == kind(Random(3)).arguments
 
 
+@pytest.mark.thorough
 @given(st.integers(0, 2**32))
 def test_no_damaged_run_is_a_fault(seed: int) -> None:
     """Each is shown or refused."""

@@ -423,6 +423,7 @@ def options(folder: Path, *names: str, **changes: object) -> Options:
     return Options(names, **(usual | changes))  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_a_run_on_a_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Predictions, real runs, comparison, file, whole logs, and a second run that has nothing left to do."""
     names = ("perceptron/train/fp32/sgd/b64", "perceptron/infer/fp32/b64")
@@ -476,6 +477,7 @@ def _silent(out: Path) -> None:
     os._exit(7)
 
 
+@pytest.mark.thorough
 def test_how_a_child_ends(tmp_path: Path) -> None:
     lanes = Lanes(tmp_path)
     with pytest.raises(LaneError, match=r"^ValueError: no such thing$"):

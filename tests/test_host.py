@@ -191,6 +191,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:FSDP.state_dict_type", "ignore:`_get_pg_default_device`")
 @pytest.mark.parametrize("offload_state", [False, True])
 def test_fsdp1_trains_and_gives_its_whole_state(
@@ -205,6 +206,7 @@ def test_fsdp1_trains_and_gives_its_whole_state(
     assert here - there == 3 * 4 * MiB
 
 
+@pytest.mark.thorough
 def test_offloaded_shards_are_on_the_gpu_as_they_are_where_the_host_really_holds_them() -> None:
     """Every event, and what is pinned. On the host are shards, gradients and AdamW's two moments, and in its update of
     lists the roots of one of them: five times the shards.

@@ -229,6 +229,7 @@ LAW = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @given(st.lists(st.tuples(laid_out(), st.sampled_from(LAW)), max_size=8))
 def test_answers_are_the_kernels_whatever_was_asked_before(calls: list[tuple[Tensor, Any]]) -> None:
     memo = MetaMemo(limit=4)
@@ -237,6 +238,7 @@ def test_answers_are_the_kernels_whatever_was_asked_before(calls: list[tuple[Ten
         assert len(memo) <= 4
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_imports_the_compiler_does_not_keep_its_arguments(python: Any) -> None:
     done = python("-c", FIRST)
     assert done.stdout.split() == ["False", "True", "None"], done.stderr

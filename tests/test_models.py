@@ -224,6 +224,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*is not supported in Python 3.14")
 @pytest.mark.parametrize("name", MODELS)
 def test_runs_counts_and_leaves_alone(name: str) -> None:
@@ -363,6 +364,7 @@ NAMED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMED)
 def test_transformers_models_run_on_their_own_path(name: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -23,6 +23,7 @@ def run(folder: Path, text: str) -> Any:
     return memsize.run(script, gpu="t4", steps=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_sample_of_allocations_fails_as_on_a_gpu(name: str) -> None:
     """`make fuzz` lets each of them fail."""
@@ -81,6 +82,7 @@ def test_what_a_failed_op_has_made_is_gone() -> None:
     assert len(gpu.run.refused) == 1
 
 
+@pytest.mark.thorough
 def test_a_backward_that_runs_out_leaves_no_graph_behind() -> None:
     """Autograd on a GPU drops the nodes that wait when one fails: a weight's gradient in half precision, say."""
     reference = Reference.of(out_of_memory.mixed_precision)
@@ -168,6 +170,7 @@ def test_a_search_for_the_batch_that_fits_finds_it_where_the_optimizer_runs_out(
     assert answer.went_on is not None and answer.went_on.steps == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("caught", [False, True])
 def test_a_script_whose_optimizer_needs_most_is_fitted(caught: bool, tmp_path: Path) -> None:
     """Adam holds four numbers for each parameter, and a fifth while it takes square roots: 40 tensors, in segments of

@@ -498,6 +498,7 @@ def test_a_scenario_like_this_one_on_as_many_gpus_says_more() -> None:
     assert likely([replace(rows[0], status="none", size=None)], 4) == 1
 
 
+@pytest.mark.thorough
 def test_each_row_is_told_as_soon_as_it_is_known() -> None:
     told: list[str] = []
     said: list[str] = []

@@ -127,6 +127,7 @@ def test_each_stage_returns_what_it_says(parallel: str, scenario: str, monkeypat
     assert set(returned) == {0, 1}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("parallel", "scenario", "spread"),
     [

@@ -166,6 +166,7 @@ print(sorted(os.listdir(os.environ["HF_HUB_CACHE"])), file=sys.stderr)
 """
 
 
+@pytest.mark.thorough
 def test_a_config_is_fetched_once_and_hostile_ones_are_refused(hub: ThreadingHTTPServer, python: Python) -> None:
     done = python("-c", PROGRAM, f"http://127.0.0.1:{hub.server_address[1]}")
     first, second, missing, huge, nested, silent = done.stdout.splitlines()

@@ -128,6 +128,7 @@ def test_help_loads_no_torch(python: Python, arguments: list[str]) -> None:
     assert imported(python, f"from memsize.cli import run\nassert run({arguments!r}) == 0", heavy) == []
 
 
+@pytest.mark.thorough
 def test_a_report_does_not_load_the_compiler(warm_python: Python, toy_target: str) -> None:
     """Nor does the one that the process has made which this is forked from."""
     slow = ("torch._dynamo", "sympy", "torchao", "torch._inductor", "pandas")

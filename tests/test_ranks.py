@@ -807,6 +807,7 @@ layer(torch.randn(2, 16, 8, device="cuda")).view(2, 16, {heads})
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("heads", "words"),
     [
@@ -875,6 +876,7 @@ def test_what_equal_ranks_reduce_is_known() -> None:
     assert trace.assumptions == (EXCHANGED_ARE_ALIKE,)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("operation", "ranks", "result"),

@@ -430,6 +430,7 @@ def test_which_blocks_are_repeated() -> None:
         repeated_blocks(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
 
 
+@pytest.mark.thorough
 def test_the_model_is_left_alone() -> None:
     model = Stack()
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -556,6 +557,7 @@ def cases(names: tuple[str, ...]) -> Iterator[RunVariant]:
         yield case
 
 
+@pytest.mark.thorough
 def test_nothing_helps_where_nothing_can() -> None:
     fit = fit_of(Stack(), budget=CONTEXT + 2 * MiB)
     assert fit.remedied is not None and not fit.remedied.combination

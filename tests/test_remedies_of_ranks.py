@@ -44,6 +44,7 @@ def hybrid() -> Fit:
     return fitted("hsdp=2x2")
 
 
+@pytest.mark.thorough
 def test_shards_are_tried_in_place_of_copies(copied: Fit, hybrid: Fit) -> None:
     sharded = needed("fsdp=4")
     for fit in (copied, hybrid):
@@ -53,6 +54,7 @@ def test_shards_are_tried_in_place_of_copies(copied: Fit, hybrid: Fit) -> None:
     assert "GPUs" not in " ".join(row.name for row in copied.remedied.rows)
 
 
+@pytest.mark.thorough
 def test_gradients_may_lie_in_their_buckets(copied: Fit, hybrid: Fit) -> None:
     row = remedy(copied, "bucket views")
     assert (row.outcome, row.peak) == ("saves", needed("ddp=4,views"))
@@ -86,6 +88,7 @@ def test_what_means_nothing_for_ranks_is_said(copied: Fit, hybrid: Fit) -> None:
     assert remedy(copied, "autocast").title.startswith("torch.autocast")
 
 
+@pytest.mark.thorough
 def test_parts_of_a_batch_are_more_microbatches() -> None:
     """Of two stages, each batch in two parts is four microbatches of half the size."""
     fit = fitted("pp=2", CONTEXT + 90 * MiB, batch_size=2)
@@ -95,6 +98,7 @@ def test_parts_of_a_batch_are_more_microbatches() -> None:
     assert remedy(fit, "4 GPUs").peak == needed("pp=4", batch_size=2)
 
 
+@pytest.mark.thorough
 def test_nothing_is_tried_where_another_number_or_strategy_is_enough() -> None:
     assert fitted("fsdp", gpus="2,8").remedied is None
     short = fitted("fsdp", gpus="1,2", remedies=True).remedied

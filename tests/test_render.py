@@ -383,6 +383,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @given(
     st.dictionaries(st.text(max_size=3), VALUES, min_size=1, max_size=3),
     st.lists(st.tuples(VALUES, VALUES), max_size=5),

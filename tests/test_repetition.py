@@ -57,6 +57,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", NETS)
 def test_the_third_step_is_recorded_as_it_would_have_run(name: str, options: dict[str, Any]) -> None:

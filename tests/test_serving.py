@@ -659,6 +659,7 @@ LOGS: dict[str, tuple[dict[str, Any], str, float, dict[str, Any], tuple[float, f
 """vllm-project/vllm#10517, and logs in public repositories."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("log", LOGS)
 def test_the_parts_of_a_log(log: str, config: Callable[..., str]) -> None:
     entries, gpu, size, options, (weights, step, cache), blocks = LOGS[log]

@@ -34,6 +34,7 @@ def test_it_is_the_smallest_of_all_that_were_run() -> None:
     assert len(smallest.budgets) <= len(smallest.fit_rows)
 
 
+@pytest.mark.thorough
 def test_each_number_of_gpus_has_its_smallest() -> None:
     sharded = api.fit(
         network(), (16384,), gpu="all", train="adamw", batch_size=1, parallel="fsdp", gpus="1..4", scenarios="fp32"
@@ -44,6 +45,7 @@ def test_each_number_of_gpus_has_its_smallest() -> None:
     assert "smallest GPU for batch 1 is 4 x" in render(sharded, "text")
 
 
+@pytest.mark.thorough
 def test_where_none_is_large_enough_it_is_the_largest() -> None:
     fit = api.fit(network(), (16384,), gpu="all", train="adamw", batch_size=2**22, scenarios="fp32")
     (row,) = fit.fit_rows
@@ -51,6 +53,7 @@ def test_where_none_is_large_enough_it_is_the_largest() -> None:
     assert "no GPU fits batch 4,194,304" in render(fit, "text")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("question", [{}, {"batch_size": 8, "vary": "image"}])
 def test_it_is_about_a_batch(question: dict[str, object]) -> None:
     with pytest.raises(InputError, match="finds the smallest GPU for a batch"):

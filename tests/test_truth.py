@@ -35,6 +35,7 @@ def rows() -> list[Compared]:
     return compared
 
 
+@pytest.mark.thorough
 def test_the_segments_of_perceptrons_on_an_a100(rows: list[Compared]) -> None:
     """Beside one amount that all of these figures hold."""
     off = [abs(BESIDE + row.reserved - row.measured) for row in rows]

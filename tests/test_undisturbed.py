@@ -123,6 +123,7 @@ def test_a_report_changes_nothing(name: str) -> None:
     assert not ask(name, "report")
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_nor_does_a_question_that_fails_anywhere(name: str) -> None:

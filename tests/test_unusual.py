@@ -281,6 +281,7 @@ def looks(model: nn.Module) -> list[object]:
     return [*seen, *((name, id(t), t._version, t.requires_grad, t.grad) for name, t in held)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_stored_and_what_a_step_makes_of_it(name: str) -> None:
     torch.manual_seed(0)

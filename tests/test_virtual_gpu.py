@@ -863,6 +863,7 @@ def test_graphs_run_at_once_with_a_note() -> None:
     assert any("CUDA graphs are not captured" in note for note in program.ledger.evaluator.notes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("lines", "is_noted"),
     [

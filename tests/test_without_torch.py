@@ -22,6 +22,7 @@ sys.exit(run(sys.argv[1:]))
 INSTALL = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("command", "part"),
     [
@@ -51,6 +52,7 @@ def test_what_is_known_of_a_preset(python: Python) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "command",
     ["report net.py:net", "fit net.py:net -i 2 -b 8 --gpu t4", "run net.py"],

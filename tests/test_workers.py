@@ -236,6 +236,7 @@ def test_ctrl_c_ends_every_process_silently(folder: Path) -> None:
     assert (process.returncode, output, errors.strip()) == (130, "", "")  # click ends the line of a terminal's ^C
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process of its parent's end")
 def test_workers_end_with_a_parent_that_is_killed(folder: Path) -> None:
     command = [sys.executable, "-m", "memsize", "report", "model.py:Slow", "--input", "3,8,8", "--jobs", "2"]

@@ -123,6 +123,7 @@ def test_a_worker_tells_what_came_of_each_case() -> None:
     assert "did you mean llama" in bad.inference.reason
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("limits", "part"),
     [
