@@ -26,9 +26,8 @@ from memsize.compile.devices import CPU, CUDA, META, Move
 from memsize.compile.gpu import planning
 from memsize.kernels.semantics import current, switched_on
 from memsize.processes.patches import Patches, assigned, wrapping
-from memsize.processes.simulation import current as current_simulation
 from memsize.torch_internals.dispatch_key import suspended
-from memsize.tracing.overrides import Compiles
+from memsize.tracing.overrides import compilation
 
 Note = Callable[[str], None]
 
@@ -124,25 +123,19 @@ def _one_by_one(module: GraphModule) -> Any:
 @contextmanager
 def _tracing() -> Iterator[None]:
     """CUDA's semantics for the fakes of a trace, which follows Dynamo's."""
-    semantics, compiles = current(), _part()
-    assert semantics is not None, "compiled code is for a simulated GPU"
-    with switched_on(semantics.for_fakes()), assigned(compiles, "is_tracing", False):
+    semantics, part = current(), compilation()
+    assert semantics and part, "compiled code is for a simulated GPU, in the region that is for it"
+    with switched_on(semantics.for_fakes()), assigned(part, "is_tracing", False):
         yield
 
 
 @contextmanager
 def _originals() -> Iterator[None]:
     """PyTorch's own functions, also where a backward is lowered once it runs."""
-    compiles = _part()
-    with compiles.lowered(), assigned(compiles, "is_tracing", False):
+    part = compilation()
+    assert part, "graphs are compiled in the region that is for it"
+    with part.lowered(), assigned(part, "is_tracing", False):
         yield
-
-
-def _part() -> Compiles:
-    simulation = current_simulation()
-    compiles = simulation.get(Compiles) if simulation else None
-    assert compiles is not None, "graphs are compiled in the region that is for it"
-    return compiles
 
 
 def _without_gpu(options: dict[str, Any]) -> dict[str, Any]:

@@ -31,17 +31,17 @@ from torch.optim import Optimizer
 from memsize.compile.backend import Compiler
 from memsize.compile.devices import META
 from memsize.processes.patches import Patch, assigned, calling, wrapping
-from memsize.processes.simulation import current, open_simulation
+from memsize.processes.simulation import open_simulation
 from memsize.spec.scenario import CompileMode
 from memsize.tracing.named_devices import named_gpu
-from memsize.tracing.overrides import Compiles
+from memsize.tracing.overrides import Compiles, compilation
 from memsize.tracing.run import Run
 
 _PACKAGE: Final = f"{Path(__file__).parents[1]}/"
 
 
 @contextmanager
-def compiling(compiler: Compiler, compiles: Compiles | None = None) -> Iterator[None]:
+def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None]:
     """While open, `torch.compile` compiles with `compiler`; afterwards nothing of it is left."""
     trace_rules.SKIP_DIRS.append(_PACKAGE)
     trace_rules._recompile_re()
@@ -57,7 +57,7 @@ def compiling(compiler: Compiler, compiles: Compiles | None = None) -> Iterator[
     try:
         with (
             open_simulation() as simulation,
-            simulation.with_part(Compiles, compiles or Compiles()),
+            simulation.with_part(Compiles, part or Compiles()),
             simulation.patches.applied(patches),
             torch.compiler.set_stance("default"),
             _quiet(),
@@ -90,11 +90,6 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _part() -> Compiles | None:
-    simulation = current()
-    return simulation.get(Compiles) if simulation else None
-
-
 _STEP_WITH_HOOKS: Final = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, CodeType))
 
 
@@ -104,16 +99,16 @@ def _traced(original: Callable[..., Any], wrapper: Any, frame: Any, *args: Any) 
     The hooks by which a run watches its optimizers' steps are no part of what is compiled: Dynamo breaks the graph of a
     step within them in any case.
     """
-    compiles = _part()
-    if compiles is None:
+    part = compilation()
+    if part is None:
         return original(wrapper, frame, *args)
     if frame.f_code is _STEP_WITH_HOOKS:
         return ConvertFrameReturn()
-    with compiles.traced(), assigned(compiles, "is_tracing", True), warnings.catch_warnings():
+    with part.traced(), assigned(part, "is_tracing", True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's, about its own reading of attributes
         result = original(wrapper, frame, *args)
     if result.guarded_code is not None:
-        compiles.leaves_cycles = True
+        part.leaves_cycles = True
     return result
 
 
@@ -136,15 +131,15 @@ def _optimized(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 def _specialized(original: Callable[..., dict[str, Any]], value: torch.Tensor) -> dict[str, Any]:
     """The facts of a tensor by which its attributes are answered while code is traced."""
-    facts, compiles = original(value), _part()
-    if compiles is not None and compiles.stands_for is not None and facts["device"].type == "meta":
-        facts["device"] = compiles.stands_for
+    facts, part = original(value), compilation()
+    if part and part.stands_for is not None and facts["device"].type == "meta":
+        facts["device"] = part.stands_for
     return facts
 
 
 def _inlined(original: Callable[..., Any], variable: Any, *args: Any) -> Any:
-    if compiles := _part():
-        compiles.inline(variable.value)
+    if part := compilation():
+        part.inline(variable.value)
     return original(variable, *args)
 
 
@@ -152,8 +147,8 @@ def _on_stand_ins(
     original: Callable[..., Any], mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     """Make fakes where stand-ins are if traced code names a GPU."""
-    compiles = _part()
-    if kwargs and compiles is not None and compiles.is_tracing and named_gpu(kwargs.get("device")):
+    part = compilation()
+    if kwargs and part and part.is_tracing and named_gpu(kwargs.get("device")):
         kwargs = {**kwargs, "device": META}
     return original(mode, func, types, args, kwargs)
 
@@ -165,8 +160,8 @@ def _collected(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         finally:
-            if (simulation := current()) and (compiles := simulation.get(Compiles)) and compiles.leaves_cycles:
-                compiles.leaves_cycles = False
+            if (part := compilation()) and part.leaves_cycles:
+                part.leaves_cycles = False
                 gc.collect()
 
     return call

@@ -33,7 +33,7 @@ from memsize.known_values.evaluation import SPECIAL, Evaluator
 from memsize.known_values.op_traits import traits_of
 from memsize.known_values.propagation import carry_over, propagate, tell_sign
 from memsize.torch_internals.sparse_tensors import with_parts
-from memsize.tracing.overrides import compiles, overridden
+from memsize.tracing.overrides import compilation, overridden
 from memsize.tracing.python_ops import body_of
 
 ADD = torch.ops.aten.add.Tensor
@@ -93,7 +93,7 @@ class MetaDispatchMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return compiles()
+        return compilation() is not None
 
     def __init__(self, device: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]

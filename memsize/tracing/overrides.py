@@ -90,10 +90,10 @@ class Compiles:
         """Whether something was traced since the last collection."""
 
 
-def compiles() -> bool:
-    """Whether `torch.compile` compiles in this thread's simulation."""
+def compilation() -> Compiles | None:
+    """The part of this thread's simulation in which `torch.compile` compiles, if it does."""
     simulation = current()
-    return simulation is not None and simulation.get(Compiles) is not None
+    return simulation.get(Compiles) if simulation else None
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def suspended_overrides() -> Iterator[None]:
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Run code as it is written: `torch.compile` steps aside, and TorchScript neither fuses nor reorders."""
-    dynamo = None if compiles() else sys.modules.get("torch._dynamo")
+    dynamo = None if compilation() else sys.modules.get("torch._dynamo")
     optimizes = torch._C._get_graph_executor_optimize()
     torch._C._set_graph_executor_optimize(False)
     try:
