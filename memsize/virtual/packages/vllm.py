@@ -32,6 +32,9 @@ class SamplingParams:
 class LLM(nn.Module):
     """A server of the model whose config `model` names."""
 
+    weights: nn.Parameter | None
+    kv_cache: torch.Tensor | None
+
     def __init__(
         self, model: str, *, gpu_memory_utilization: float = _SHARE, tensor_parallel_size: int = 1, **options: Any
     ) -> None:
@@ -48,8 +51,7 @@ class LLM(nn.Module):
 
     def sleep(self, level: int = 1) -> None:
         """Free the weights and the cache, which are in a pool of their own: nothing else gets their segments."""
-        for tag in _TAGS:
-            setattr(self, tag, None)
+        self.weights = self.kv_cache = None
         torch.cuda.empty_cache()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -57,7 +59,10 @@ class LLM(nn.Module):
         for tag in tags or _TAGS:
             if getattr(self, tag, None) is None:
                 memory = torch.empty(self._sizes[tag], dtype=torch.uint8, device="cuda")
-                setattr(self, tag, nn.Parameter(memory, requires_grad=False) if tag == "weights" else nn.Buffer(memory))
+                if tag == "weights":
+                    self.weights = nn.Parameter(memory, requires_grad=False)
+                else:
+                    self.kv_cache = nn.Buffer(memory)
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prompts."""
