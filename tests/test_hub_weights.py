@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import memsize
-from memsize.records.program import ProgramRun
+from memsize import ProgramRun
 
 transformers = pytest.importorskip("transformers")
 

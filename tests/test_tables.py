@@ -12,10 +12,9 @@ from torch import nn
 
 import memsize
 from benchmarks import tables
-from memsize.records.gpu import Interval
-from memsize.records.sweep import SweepRow
 from memsize.spec.sweep import grid_of
 from tests.browser import Opened, browser, wait_until
+from tests.records import Interval, SweepRow
 
 GiB = 2**30
 
