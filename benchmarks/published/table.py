@@ -134,6 +134,8 @@ _GROUPS: Final = {
     "norms and rotary embeddings": "layers and losses of language models",
     "losses of language models": "layers and losses of language models",
     "diffusion transformers, adapters": "diffusion and vision transformers",
+    "diffusion transformers, forward and backward": "diffusion and vision transformers",
+    "diffusion pipelines": "diffusion and vision transformers",
     "vision transformers": "diffusion and vision transformers",
 }
 """The README's names for kinds of workload that are alike; others have a line of their own."""

@@ -152,7 +152,7 @@ def takes_cublaslt(args: Any, kwargs: Any) -> bool:
     Known limits: from PyTorch 2.10 on it is not asked for a bias where the first matrix has a single row or column; by
     2.12 it no longer has a workspace of its own. Scales by row are left to CUTLASS, as cuBLAS does before CUDA 12.9.
     """
-    if len(args) > 3:
+    if len(args) > 3 and isinstance(args[3], Tensor):  # scales; a product of another dtype has that dtype here
         return bool(args[2].numel() == args[3].numel() == 1)
     bias, other = args[0], args[2]
     is_bias = bias.dim() == 1 and bias.shape[0] == other.shape[1] and bias.is_contiguous() and not bias.is_complex()
