@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import get_args
 
@@ -145,15 +146,31 @@ def in_python(code: str, folder: Path, python: list[str]) -> str:
 
 
 def write(page: Path, outputs: dict[Example, str]) -> None:
-    """Put what is printed below each example; one that is shown in part is for a person to change."""
+    """Put what is printed below each example, of one that is shown in part the same parts."""
     text = text_of(page)
     for example, output in outputs.items():
-        if example.shown is None or "…\n" in example.shown:
+        if example.shown is None or agrees(trimmed(example.shown), trimmed(output)):
             continue
         start = f"```console\n$ {example.code}\n" if example.kind == "console" else f"{example.code}```\n\n```text\n"
         assert f"{start}{example.shown}```" in text, example.code
-        text = text.replace(f"{start}{example.shown}```", f"{start}{trimmed(output)}```")
+        text = text.replace(f"{start}{example.shown}```", f"{start}{parts_like(example.shown, trimmed(output))}```")
     page.write_text(text, encoding="utf-8")
+
+
+def parts_like(shown: str, output: str) -> str:
+    """The lines of `output` that are most like those of `shown`, with … where lines are left out there."""
+    parts, lines, start = shown.split("…\n"), output.splitlines(keepends=True), 0
+    for number, part in enumerate(parts):
+        size = len(part.splitlines())
+        last = len(lines) - size
+        if number and number < len(parts) - 1:
+            alike = {at: SequenceMatcher(None, part, "".join(lines[at : at + size])) for at in range(start, last + 1)}
+            start = max(alike, key=lambda at: alike[at].ratio())
+        elif number:
+            start = last
+        parts[number] = "".join(lines[start : start + size])
+        start += size
+    return "…\n".join(parts)
 
 
 def trimmed(text: str) -> str:

@@ -82,13 +82,21 @@ def by_liger(_: HeadForward, head: nn.Linear, tokens: torch.Tensor, target: torc
 
 def by_cut_cross_entropy(_: HeadForward, head: nn.Linear, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Apple's cut cross-entropy. Under autocast both of its inputs are cast, as those of the head would be."""
-    if "bias" in dict(head.named_parameters(recurse=False)):
-        raise InputError("cut cross-entropy takes a head without a bias")
     weight = head.weight
     if torch.is_autocast_enabled("cuda"):
         tokens, weight = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (tokens, weight))
     loss: torch.Tensor = CutCrossEntropy.apply(tokens, weight, target)  # type: ignore[no-untyped-call]
     return loss
+
+
+def check_cut_cross_entropy(setup: Setup, is_cast: bool) -> Setup:
+    """Raise `NotApplicable` where cut cross-entropy would refuse the model's head, which autocast may cast."""
+    head = _head(setup.model)
+    if "bias" in dict(head.named_parameters(recurse=False)):
+        raise NotApplicable("cut cross-entropy takes a head without a bias")
+    if head.weight.dtype not in (torch.float16, torch.bfloat16) and not is_cast:
+        raise NotApplicable("cut cross-entropy takes hidden states of 16 bits")
+    return setup
 
 
 def keep_the_last_logits(setup: Setup) -> Setup:

@@ -16,6 +16,7 @@ from memsize.analysis.fit.optimized_models import (
     StepInBackward,
     by_cut_cross_entropy,
     by_liger,
+    check_cut_cross_entropy,
     freeze_all_but_head,
     in_chunks,
     loss_of_the_head,
@@ -257,6 +258,11 @@ def _without_logits(variant: RunVariant, loss: Callable[..., Tensor]) -> RunVari
     return replace(variant, training=replace(training, loss=loss_of_the_head)).edited(HeadLoss(loss))
 
 
+def _cut_cross_entropy(variant: RunVariant) -> RunVariant:
+    check = partial(check_cut_cross_entropy, is_cast=bool(variant.scenario.autocast))
+    return _without_logits(variant.edited(check), by_cut_cross_entropy)
+
+
 def _offload_activations(variant: RunVariant) -> RunVariant:
     _training(variant)
     return variant.edited(OffloadActivations(variant.card))
@@ -328,7 +334,7 @@ STEP_REMEDIES: Final = (
     ),
     remedy("chunked cross-entropy", "speed", partial(_without_logits, loss=in_chunks), "head"),
     remedy("Liger's fused loss", "speed", partial(_without_logits, loss=by_liger), "head"),
-    remedy("cut cross-entropy", "numbers", partial(_without_logits, loss=by_cut_cross_entropy), "head"),
+    remedy("cut cross-entropy", "numbers", _cut_cross_entropy, "head"),
     remedy("activation offload", "speed", _offload_activations, "activation checkpointing"),
     remedy("optimizer in backward", "training", _step_in_backward, "accumulation"),
     remedy("in-place activations", "nothing", edited(write_in_place)),
