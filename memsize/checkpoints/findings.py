@@ -126,14 +126,13 @@ def optimizer(inspection: Inspection) -> Iterator[Finding]:
     tensors = inspection.breakdown.of("optimizer")
     size, model = _bytes(tensors), _bytes(inspection.breakdown.of("model"))
     if inspection.matters(size):
+        brief = "The optimizer's state takes {bytes}, {share} of the file; it is only needed to resume training."
         yield Finding(
             "optimizer-dominates" if size >= model else "optimizer-state",
-            "The optimizer's state takes {bytes}, {share} of the file"
-            + (", {times} times the model's own weights" if size >= 2 * model > 0 else "")
-            + ". It is only needed to resume training.",
+            brief + (" That is {times} times the model's own weights." if size >= 2 * model > 0 else ""),
             {"bytes": Bytes(size), "share": inspection.share(size), "times": f"{size / model:.1f}" if model else ""},
             bytes=size,
-            brief="The optimizer's state takes {bytes}, {share}; it is only needed to resume training.",
+            brief=brief,
         )
 
 
@@ -143,13 +142,13 @@ def ema(inspection: Inspection) -> Iterator[Finding]:
     copies, model = inspection.breakdown.of("EMA"), inspection.breakdown.of("model")
     size = _bytes(copies)
     if model and inspection.matters(size):
+        brief = "An averaged copy of the weights takes {bytes}, {share} of the file."
         yield Finding(
             "duplicate-weights-ema",
-            "The file has the weights twice: an EMA copy takes {bytes}, {share} of the file, the model's own {model}. "
-            "Inference needs one of them.",
+            f"{brief} The model's own take {{model}}; inference needs one of the two.",
             {"bytes": Bytes(size), "share": inspection.share(size), "model": Bytes(_bytes(model))},
             bytes=size,
-            brief="An averaged copy of the weights takes {bytes}, {share}.",
+            brief=brief,
         )
 
 
@@ -159,10 +158,10 @@ def views(inspection: Inspection) -> Iterator[Finding]:
     wide = sorted((t for t in inspection.contents.tensors if t.unneeded), key=lambda t: -t.unneeded)
     size = sum(tensor.unneeded for tensor in wide)
     if inspection.matters(size) or size >= 2**20:
+        brief = "{bytes}, {share} of the file, belong to no tensor: torch.save wrote the whole storages behind views."
         yield Finding(
             "view-keeps-whole-storage",
-            "torch.save wrote the whole storage behind {names}, {few} of a larger tensor: {bytes}, {share} of the "
-            "file, belong to no tensor. Saving tensor.clone() instead of the view drops them.",
+            f"{brief} Of {{names}}, {{few}} of a larger tensor, save tensor.clone() instead.",
             {
                 "names": _names(wide),
                 "few": "a view" if len(wide) == 1 else "views",
@@ -171,7 +170,7 @@ def views(inspection: Inspection) -> Iterator[Finding]:
             },
             bytes=size,
             layers=_names(wide),
-            brief="{bytes}, {share}, belong to no tensor: torch.save wrote the whole storages behind views.",
+            brief=brief,
         )
 
 
@@ -249,12 +248,13 @@ def blocks(inspection: Inspection) -> Iterator[Finding]:
     if not any(map(_is_block, tensors)):
         return
     size, elements = _bytes(tensors), sum(tensor.elements for tensor in tensors)
+    brief = "Each weight takes {bits} bits on average, scales included."
     yield Finding(
         "bits-per-weight",
-        "{elements} weights take {bits} bits each on average, scales included: {bytes}, where float16 takes {half}.",
+        f"{brief} All {{elements}} take {{bytes}}, where float16 takes {{half}}.",
         {"elements": elements, "bits": f"{8 * size / elements:.2f}", "bytes": Bytes(size), "half": Bytes(2 * elements)},
         bytes=size,
-        brief="Each weight takes {bits} bits on average, scales included.",
+        brief=brief,
     )
 
 
