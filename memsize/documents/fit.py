@@ -152,12 +152,13 @@ def fit_title(fit: Fit) -> Title:
 
 def _strip(fit: Fit) -> Iterator[Phrase]:
     """The peak of the first answer in all ways to count."""
-    row, peak = fit.fit_rows[0], fit.peak
-    if peak is not None:
-        scenario = f"{row.scenario}, " if len({row.scenario for row in fit.fit_rows}) > 1 else ""
+    row, peak = fit.first_answer, fit.peak
+    if row is not None and peak is not None:
+        scenario = row.name if len({row.name for row in fit.fit_rows}) > 1 else ""
+        of = f"{scenario} on {row.gpu}, ".lstrip() if len(fit.budgets) > 1 else scenario and f"{scenario}, "
         total = next(budget.device for budget in fit.budgets if budget.name == row.gpu)
         memory = Strip(peak.requested, peak.allocated, peak.reserved, peak.device, total)
-        yield (f"{scenario}{fit.vary} {row.size:,}:", memory)
+        yield (f"{of}{fit.vary} {row.size:,}:", memory)
 
 
 def overview_table(fit: Fit) -> Table:

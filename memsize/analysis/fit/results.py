@@ -19,7 +19,7 @@ from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.aggregates import split_phase
 from memsize.records.columns import rows_at
-from memsize.records.fit import ANSWERED, Budget, Crossing, Fit, FitRow, Status
+from memsize.records.fit import Budget, Crossing, Fit, FitRow, Status
 from memsize.records.roles import FIXED, Role
 from memsize.records.trace import Trace
 from memsize.spec.scenario import SCENARIOS, Scenario
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def with_peak(fit: Fit, config: AllocatorConfig) -> Fit:
-    """Add the peak of the first row's answer on its GPU, where it has a size that fits."""
-    row = fit.fit_rows[0]
-    trace = fit.trace_of(row) if row.size and row.status in ANSWERED else None
+    """Add the peak of the first answer on its GPU, if any size fits."""
+    row = fit.first_answer
+    if row is None or (trace := fit.trace_of(row)) is None:
+        return fit
     budget = next(budget for budget in fit.budgets if budget.name == row.gpu)
-    card = replace(budget.card, bytes=budget.device)
-    return fit if trace is None else replace(fit, peak=estimate_gpu(trace, card, config=config))
+    return replace(fit, peak=estimate_gpu(trace, replace(budget.card, bytes=budget.device), config=config))
 
 
 def row_of_size(runs: RunCache, variant: RunVariant, row: FitRow, size: int) -> FitRow:
