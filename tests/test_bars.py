@@ -120,3 +120,10 @@ def test_what_is_shown_cannot_colour_itself() -> None:
     odd = replace(TWO, bars=(Bar((Label("\x1b[31mred[bold]"),), (MiB, MiB)),))
     drawn = painted(Text("\n").join(drawing.lines(odd, "MiB", 80, colour=True)))
     assert "\x1b[31m" not in drawn and "\\x1b[31mred[bold]" in drawn
+
+
+def test_a_small_part_keeps_its_name_beside_an_empty_one_and_nothing_is_drawn_as_0() -> None:
+    parts = tuple(Part(name, name, "parameter") for name in ("baseline", "now", "over the limit"))
+    bars = Bars("sizes", parts, (Bar((Label("a"),), (0, 99 * MiB, MiB)), Bar((Label("b"),), (0, 0, 0))))
+    _, first, second, key = lines(bars, "MiB", 130)
+    assert key == "█ now  ░ over the limit" and first.endswith("100.00") and second.split() == ["b", "0"]

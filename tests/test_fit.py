@@ -599,6 +599,13 @@ def test_the_largest_batch_of_a_stack() -> None:
     assert row.bind is not None and row.bind.role == "activation"
     assert len(row.looked) <= MOST_RUNS
     assert {run.size for run in fit.traces} == set(row.looked)
+    # The allocator has what the context leaves at its largest.
+    peak = fit.peak
+    assert peak is not None and peak.requested <= peak.allocated <= peak.reserved <= 200 * MiB
+    step = memsize.trace(Narrow(), (4000, 64), batch_size=row.size, steps=2, optimizer="adamw")
+    assert peak.requested == step.peak.requested
+    assert f"batch {row.size}: tensors " in str(fit)
+    assert fit_of(Narrow(), "4000,64", budget=CONTEXT + MiB).peak is None
 
 
 class TwoRegimes(nn.Module):

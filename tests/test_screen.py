@@ -19,6 +19,7 @@ from memsize.render.cell_text import draw_cell, shorten
 from memsize.render.text import _table
 from memsize.units import Bytes, unit_for
 from tests import records
+from tests.pages import GOLDEN
 from tests.records import Column, Label, Path, Signed
 
 
@@ -213,3 +214,13 @@ def test_what_is_left_out_is_called_by_a_name_that_stands_alone() -> None:
     # A share of a figure that is left out goes without saying.
     assert "Hidden at this width: phase, stored." in narrow
     assert "Hidden at this width: percentages of stored." in wide
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "explain", "layout", "run", "sweep"])
+def test_no_reason_begins_as_the_verdict_does(name: str) -> None:
+    """A finding's full text begins with its brief form, so that what follows can stand alone below the verdict."""
+    data = json.loads((GOLDEN / f"{name}.json").read_text("utf-8"))
+    full = [(finding["code"], finding["text"]) for finding in data["findings"]]
+    codes = {code for code, _ in full}
+    briefs = [(brief["code"], brief["text"]) for brief in data["verdict"] if brief["code"] in codes]
+    assert briefs and all(any((code, text[: len(brief)]) == (of, brief) for code, text in full) for of, brief in briefs)

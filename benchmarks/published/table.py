@@ -178,14 +178,14 @@ def _position(name: str) -> int:
 
 
 def settings() -> str:
-    """What is known of each source, as a list."""
-    items = []
+    """What is known of the sources, as a list; those of which the same is known share an entry."""
+    names: dict[str, list[str]] = {}
     for source in SOURCES.values():
         parts = [f"{source.where}" + (f"; script: {source.script}" if source.script else "")]
         parts += [f"built from {source.environment}"] if source.environment else []
         parts += [f"inferred: {source.inferred}"] if source.inferred else []
-        items.append(f"- **{source.name}** ({source.title}): {'; '.join(parts)}")
-    return "\n".join(items) + "\n"
+        names.setdefault("; ".join(parts), []).append(f"**{source.name}**")
+    return "\n".join(f"- {', '.join(of_text)}: {text}" for text, of_text in names.items()) + "\n"
 
 
 def left_out() -> str:

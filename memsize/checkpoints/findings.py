@@ -8,7 +8,7 @@ from functools import cached_property
 
 from memsize.checkpoints.breakdown import Breakdown, halved
 from memsize.checkpoints.contents import PROBLEMS, Contents, Match, Tensor, is_float
-from memsize.records.finding import Finding, Rules
+from memsize.records.finding import Finding, Rules, sizes
 from memsize.units import Bytes
 
 NOTEWORTHY = 0.01
@@ -67,12 +67,8 @@ def fits_the_model(inspection: Inspection) -> Iterator[Finding]:
         return
     values: dict[str, object] = {"model": match.model, "matching": match.matching}
     if not match.differences:
-        yield Finding(
-            "model-matches",
-            "The file has all {matching} tensors of {model}.",
-            values,
-            brief="The file has all {matching} tensors of {model}.",
-        )
+        text = "The file has all {matching} tensors of {model}."
+        yield Finding("model-matches", text, values, brief=text)
     else:
         counts = {problem: match.count(problem) for problem in PROBLEMS}
         values["all"] = match.matching + sum(counts.values()) - counts["unexpected"]
@@ -126,14 +122,13 @@ def optimizer(inspection: Inspection) -> Iterator[Finding]:
     tensors = inspection.breakdown.of("optimizer")
     size, model = _bytes(tensors), _bytes(inspection.breakdown.of("model"))
     if inspection.matters(size):
+        brief = "The optimizer's state takes {bytes}, {share} of the file; it is only needed to resume training."
         yield Finding(
             "optimizer-dominates" if size >= model else "optimizer-state",
-            "The optimizer's state takes {bytes}, {share} of the file"
-            + (", {times} times the model's own weights" if size >= 2 * model > 0 else "")
-            + ". It is only needed to resume training.",
+            brief + (" That is {times} times the model's own weights." if size >= 2 * model > 0 else ""),
             {"bytes": Bytes(size), "share": inspection.share(size), "times": f"{size / model:.1f}" if model else ""},
             bytes=size,
-            brief="The optimizer's state takes {bytes}, {share}; it is only needed to resume training.",
+            brief=brief,
         )
 
 
@@ -143,14 +138,10 @@ def ema(inspection: Inspection) -> Iterator[Finding]:
     copies, model = inspection.breakdown.of("EMA"), inspection.breakdown.of("model")
     size = _bytes(copies)
     if model and inspection.matters(size):
-        yield Finding(
-            "duplicate-weights-ema",
-            "The file has the weights twice: an EMA copy takes {bytes}, {share} of the file, the model's own {model}. "
-            "Inference needs one of them.",
-            {"bytes": Bytes(size), "share": inspection.share(size), "model": Bytes(_bytes(model))},
-            bytes=size,
-            brief="An averaged copy of the weights takes {bytes}, {share}.",
-        )
+        brief = "An averaged copy of the weights takes {bytes}, {share} of the file."
+        text = f"{brief} The model's own take {{model}}; inference needs one of the two."
+        values = {"bytes": Bytes(size), "share": inspection.share(size), "model": Bytes(_bytes(model))}
+        yield Finding("duplicate-weights-ema", text, values, bytes=size, brief=brief)
 
 
 @RULES.rule("view-keeps-whole-storage")
@@ -159,20 +150,11 @@ def views(inspection: Inspection) -> Iterator[Finding]:
     wide = sorted((t for t in inspection.contents.tensors if t.unneeded), key=lambda t: -t.unneeded)
     size = sum(tensor.unneeded for tensor in wide)
     if inspection.matters(size) or size >= 2**20:
-        yield Finding(
-            "view-keeps-whole-storage",
-            "torch.save wrote the whole storage behind {names}, {few} of a larger tensor: {bytes}, {share} of the "
-            "file, belong to no tensor. Saving tensor.clone() instead of the view drops them.",
-            {
-                "names": _names(wide),
-                "few": "a view" if len(wide) == 1 else "views",
-                "bytes": Bytes(size),
-                "share": inspection.share(size),
-            },
-            bytes=size,
-            layers=_names(wide),
-            brief="{bytes}, {share}, belong to no tensor: torch.save wrote the whole storages behind views.",
-        )
+        brief = "{bytes}, {share} of the file, belong to no tensor: torch.save wrote the whole storages behind views."
+        text = f"{brief} Of {{names}}, {{few}} of a larger tensor, save tensor.clone() instead."
+        values = {"names": _names(wide), "share": inspection.share(size), **sizes(bytes=size)}
+        values |= {"few": "a view" if len(wide) == 1 else "views"}
+        yield Finding("view-keeps-whole-storage", text, values, bytes=size, layers=_names(wide), brief=brief)
 
 
 @RULES.rule("unnamed-storage", "unclaimed-bytes")
@@ -194,13 +176,8 @@ def doubles(inspection: Inspection) -> Iterator[Finding]:
     wide = [tensor for tensor in inspection.contents.tensors if tensor.spec.dtype == "float64"]
     size = _bytes(wide)
     if inspection.matters(size):
-        yield Finding(
-            "float64-tensors",
-            "{names} in float64 take {bytes}; float32 would take half.",
-            {"names": _names(wide), "bytes": Bytes(size)},
-            bytes=size,
-            layers=_names(wide),
-        )
+        text, names = "{names} in float64 take {bytes}; float32 would take half.", _names(wide)
+        yield Finding("float64-tensors", text, {"names": names, "bytes": Bytes(size)}, bytes=size, layers=names)
 
 
 @RULES.rule("fp32-could-be-half")
@@ -209,13 +186,9 @@ def could_be_half(inspection: Inspection) -> Iterator[Finding]:
     weights = [tensor for tensor in inspection.breakdown.of("model") if tensor.spec.dtype == "float32"]
     size = _bytes(weights)
     if size and size >= _bytes(inspection.breakdown.of("model")) / 2 and inspection.matters(size):
-        yield Finding(
-            "fp32-could-be-half",
-            "The model's float32 weights would shrink from {bytes} to {half} in float16 or bfloat16.",
-            {"bytes": Bytes(size), "half": Bytes(halved(weights))},
-            bytes=size // 2,
-            brief="The model's float32 weights would shrink from {bytes} to {half} in float16 or bfloat16.",
-        )
+        text = "The model's float32 weights would shrink from {bytes} to {half} in float16 or bfloat16."
+        values = {"bytes": Bytes(size), "half": Bytes(halved(weights))}
+        yield Finding("fp32-could-be-half", text, values, bytes=size // 2, brief=text)
 
 
 @RULES.rule("mixed-dtypes")
@@ -249,13 +222,10 @@ def blocks(inspection: Inspection) -> Iterator[Finding]:
     if not any(map(_is_block, tensors)):
         return
     size, elements = _bytes(tensors), sum(tensor.elements for tensor in tensors)
-    yield Finding(
-        "bits-per-weight",
-        "{elements} weights take {bits} bits each on average, scales included: {bytes}, where float16 takes {half}.",
-        {"elements": elements, "bits": f"{8 * size / elements:.2f}", "bytes": Bytes(size), "half": Bytes(2 * elements)},
-        bytes=size,
-        brief="Each weight takes {bits} bits on average, scales included.",
-    )
+    brief = "Each weight takes {bits} bits on average, scales included."
+    text = f"{brief} All {{elements}} take {{bytes}}, where float16 takes {{half}}."
+    values = {"elements": elements, "bits": f"{8 * size / elements:.2f}", **sizes(bytes=size, half=2 * elements)}
+    yield Finding("bits-per-weight", text, values, bytes=size, brief=brief)
 
 
 @RULES.rule("module-prefix")

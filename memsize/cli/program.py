@@ -23,7 +23,7 @@ from memsize.virtual.guards.child_processes import is_launcher
 
 _USAGE_ERROR = 2
 """The exit status of argparse and click where they refuse the arguments."""
-_STAND_INS = "memsize: nothing is computed on the GPU: losses and metrics that the program prints are stand-ins"
+_PLACEHOLDERS = "memsize: no GPU is used: losses and metrics that the script prints are placeholders"
 
 
 @command(
@@ -78,7 +78,7 @@ def _run_one(request: RunRequest, output: Destination) -> int:
         from memsize import api
 
         with interrupts_raised(), Progress(beside=(sys.stdout, sys.stderr)) as progress:
-            answer, error = api.run_program(request, progress, lambda: say(_STAND_INS))
+            answer, error = api.run_program(request, progress, lambda: say(_PLACEHOLDERS))
     assert isinstance(answer, ProgramRun)
     if isinstance(error, KeyboardInterrupt) and not answer.trace.events:
         raise error

@@ -63,6 +63,7 @@ class ExplanationDocument(Document[Explanation]):
         if explanation.predicted and explanation.predicted.is_snapshot:
             fields = fields.titled(predicted="there").hinted(predicted=f"live bytes in {explanation.predicted.model}")
         table = Table.of("alive", "Alive", fields, explanation.alive, explanation, total=total, caption=caption)
+        table = table if len({entry.how for entry in explanation.alive}) > 1 else table.without("how")
         return table if explanation.predicted else table.without("predicted", "difference")
 
     def sections(self) -> tuple[Section, ...]:

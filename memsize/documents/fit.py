@@ -19,6 +19,7 @@ from memsize.documents.sections import (
     Remark,
     ScenarioView,
     Section,
+    Strip,
     Table,
     Title,
 )
@@ -122,6 +123,7 @@ class FitDocument(Document[Fit]):
                 for budget in fit.budgets
             ],
             "rows": rows,
+            "peak": fit.peak and values_of(fit.peak, "requested", "allocated", "reserved", "device"),
             "remedies": plain(fit.remedied),
             "findings": findings_data(fit.findings, unit),
             **values_of(fit, "notes", "runs", "missing"),
@@ -145,7 +147,18 @@ def fit_title(fit: Fit) -> Title:
     how += f", by {join_names(kinds)}" if len(kinds) > 1 else f" and {kinds[0]}" if kinds else ""
     where = join_names(gpus_in_words(fit.budgets))
     stack = f" with {fit.stack}" if fit.stack else ""
-    return Title(fit.model, ((question,), (how,), (f"on {where}{stack}",)))
+    return Title(fit.model, ((question,), (how,), (f"on {where}{stack}",), *_strip(fit)))
+
+
+def _strip(fit: Fit) -> Iterator[Phrase]:
+    """The peak of the first answer in all ways to count."""
+    row, peak = fit.first_answer, fit.peak
+    if row is not None and peak is not None:
+        scenario = row.name if len({row.name for row in fit.fit_rows}) > 1 else ""
+        of = f"{scenario} on {row.gpu}, ".lstrip() if len(fit.budgets) > 1 else scenario and f"{scenario}, "
+        total = next(budget.device for budget in fit.budgets if budget.name == row.gpu)
+        memory = Strip(peak.requested, peak.allocated, peak.reserved, peak.device, total)
+        yield (f"{of}{fit.vary} {row.size:,}:", memory)
 
 
 def overview_table(fit: Fit) -> Table:

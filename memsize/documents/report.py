@@ -272,8 +272,7 @@ def _strips(report: Report) -> Iterator[Phrase]:
     for result in report.scenario_results:
         if peak := result.training or result.inference:
             memory = Strip(peak.requested, peak.allocated, peak.reserved, peak.device, card(report.gpu).bytes)
-            yield (f"peak of {result.name}:",)
-            yield (memory,)
+            yield (f"peak of {result.name}:", memory)
             return
 
 

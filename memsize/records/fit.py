@@ -10,7 +10,7 @@ from memsize.records.answer import Answer, TableFrame
 from memsize.records.cells import Label, Missing, Path
 from memsize.records.fields import BYTES, COUNT, NAME, ROLE, SCENARIO, TEXT, Fields, FlatTable, field
 from memsize.records.finding import Finding
-from memsize.records.gpu import Card
+from memsize.records.gpu import Card, GpuEstimate
 from memsize.records.roles import Role
 from memsize.records.schema import Name
 from memsize.records.trace import InputTensor, TensorSpec, Trace
@@ -225,6 +225,8 @@ class Fit(Answer):
     generation: Mapping[str, object] = attribute(default_factory=dict)
     missing: tuple[str, ...] = ()
     """The parts of the answer that are missing because of Ctrl-C; empty where it is complete."""
+    peak: GpuEstimate | None = None
+    """The peak of the first answer; None where no size fits."""
 
     def validate(self) -> None:
         """Raise ValueError unless a generation has its numbers of tokens."""
@@ -235,6 +237,11 @@ class Fit(Answer):
     def stack(self) -> str:
         """The PyTorch and CUDA on the GPUs; empty for the installed ones."""
         return next((trace.stack for trace in self.traces.values()), "")
+
+    @property
+    def first_answer(self) -> FitRow | None:
+        """The first row with a size that fits; None where there is none."""
+        return next((row for row in self.fit_rows if row.size and row.status in ANSWERED), None)
 
     def trace_of(self, row: FitRow) -> Trace | None:
         """The run of a row's answer, or of the next size where there is none; None where it was not run."""

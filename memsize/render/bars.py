@@ -78,7 +78,8 @@ def taken(bars: Bars, limit: Limit) -> str:
 def _lumped(bars: Bars) -> Bars:
     """`bars` with one part for all that are below a fiftieth of the longest bar, if there are several."""
     most = max(bar.total for bar in bars.bars)
-    small = [n for n in range(len(bars.parts)) if max(bar.sizes[n] for bar in bars.bars) * _SPLINTERS < most]
+    longest = [max(bar.sizes[n] for bar in bars.bars) for n in range(len(bars.parts))]
+    small = [n for n, size in enumerate(longest) if 0 < size * _SPLINTERS < most]
     if len(small) < 2 or _is_plain(bars):
         return bars
     large = [n for n in range(len(bars.parts)) if n not in small]
@@ -99,7 +100,7 @@ def _title(bars: Bars, unit: Unit, unit_name: str) -> str:
 
 def _ends(bars: Bars, bar: Bar, unit: Unit, width: int) -> tuple[str, str]:
     """The names before a bar, and the total behind it."""
-    total = _size(bars, bar.total, unit)
+    total = _size(bars, bar.total, unit) or "0"
     if bars.limit:
         share = bar.total / bars.limit.size
         total += f"  {share:4.0%}" if share >= 0.0995 else f"  {share:4.1%}"

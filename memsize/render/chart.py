@@ -81,12 +81,16 @@ def _level(value: int, most: int, levels: int) -> int:
     return max(round(value * levels / most), 1) if value else 0
 
 
+_SHORT: Final = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "zero_grad": "zero"}
+
+
 def _band(names: Sequence[tuple[str, int]], events: int, room: int) -> str:
-    """Where steps or phases begin, with the names that there is room for."""
+    """Where steps or phases begin, with the names that there is room for, whole or in the usual short form."""
     line = [" "] * room
     # Rounded up: the first column whose events all come after it.
     places = [-(-start * room // events) for _, start in names]
     for (name, _), position, end in zip(names, places, [*places[1:], room], strict=True):
         if position < end:
-            line[position:end] = f"│{name:<{end - position}}"[: end - position]
+            shown = next((text for text in (name, _SHORT.get(name, "")) if len(text) < end - position), "")
+            line[position:end] = f"│{shown:<{end - position - 1}}"
     return "".join(line)

@@ -59,8 +59,8 @@ _GRID: Final = TableFormat(
 )
 """Columns with a gap between them, and rules of hyphens."""
 
-_SIZE: Final = re.compile(r"(?<=\d) (?=[KMG]?i?B\b)")
-"""The space before a unit, at which no line ends."""
+_SIZE: Final = re.compile(r"(?<=\d) (?=[KMG]?i?B\b)|nvidia-smi [\d.,–]+ of [\d.,]+")
+"""Spaces at which no line ends: before a unit, and within the figures of nvidia-smi."""
 
 LEAST = {"name": 18, "text": 12, "specs": 20, "words": 14}
 """How far a column of texts may be shortened before a column is left out instead."""
@@ -219,7 +219,7 @@ def _wrapped(text: str, width: int | None, first: str = "", rest: str = "", styl
     text = printable(text)
     if width is None:
         return [Text(first + text, style)]
-    together = _SIZE.sub("\xa0", text)
+    together = _SIZE.sub(lambda match: match[0].replace(" ", "\xa0"), text)
     wrapped = textwrap.wrap(
         together, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )

@@ -31,9 +31,8 @@ def _peaks(run: ProgramRun) -> Iterator[Finding]:
     parts = ("training holds {training} of tensors", *(names[name] for name in values))
     text = f"At their peaks, {', '.join(parts[:-1])} and {parts[-1]}."
     brief = f"Training fits, what follows does not: {text[0].lower()}{text[1:]}" if run.ran_out else ""
-    yield Finding(
-        "run-after-steps", text, values | sizes(training=after.training), bytes=max(values.values()), brief=brief
-    )
+    figures = values | sizes(training=after.training)
+    yield Finding("run-after-steps", brief or text, figures, bytes=max(values.values()), brief=brief)
 
 
 @AFTER_RULES.rule("run-evaluation-grows")
@@ -46,19 +45,17 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
         or after.per_batch * (after.of or after.batches) < _SMALL * (after.evaluation or 0)
     ):
         return
+    remedy = f"{_remedy(after)}."
     whole, more = after.whole_evaluation or 0, (after.of or 0) - after.batches
     growth = "each batch leaves {per_batch} on the GPU" + (", made at {line}" if after.line else "")
-    text, brief = f"During evaluation, {growth}", ""
+    text, verdict = f"During evaluation, {growth}", ""
     if more > 0:
         text += ": the peak is {seen} after {batches} of {of} batches, and {whole} after all"
         if whole > run.capacity and not run.refused:
-            brief = f"Training fits, evaluation does not: {growth}, so all {{of}} batches need {{whole}}"
+            verdict = f"Training fits, evaluation does not: {growth}, so all {{of}} batches need {{whole}}. {remedy}"
     values: dict[str, object] = {"line": after.line, "batches": after.batches, "of": after.of}
     values |= sizes(per_batch=after.per_batch, seen=after.evaluation, whole=whole)
-    remedy = f"{_remedy(after)}."
-    yield Finding(
-        "run-evaluation-grows", f"{text}. {remedy}", values, bytes=whole, brief=f"{brief}. {remedy}" if brief else ""
-    )
+    yield Finding("run-evaluation-grows", verdict or f"{text}. {remedy}", values, bytes=whole, brief=verdict)
 
 
 def _remedy(after: AfterSteps) -> str:

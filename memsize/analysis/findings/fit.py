@@ -211,7 +211,7 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
     brief = f"{where} {{phase}}{at} with {{alive}} in use, {{held}} of it {{role}}."
     yield Finding(
         "fit-binds",
-        f"{brief}{most}{in_pieces}{adds}",
+        f"{brief}{adds}{most}{in_pieces}",
         values,
         bytes=bind.roles[bind.role],
         layers=(bind.layer,) if bind.layer else (),
@@ -236,12 +236,11 @@ def _fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
     if fixed > row.budget:
         besides = ", {total} with the temporaries of the {phase} phase" if standing <= row.budget else ""
         total = fixed if besides else standing
-        brief = "No {vary} can fit: {roles} alone take {standing}"
         values: dict[str, object] = {"vary": evidence.vary, "roles": tuple(map(noun, row.standing))}
         values |= sizes(standing=standing, total=total) | {"phase": row.grows_in}
         values |= sizes(beyond=total - row.budget)
-        text = f"{brief}{besides}, {{beyond}} more than PyTorch can use."
-        yield Finding("fit-fixed-cost", text, values, bytes=total, brief=f"{brief}.")
+        text = f"No {{vary}} can fit: {{roles}} alone take {{standing}}{besides}, {{beyond}} more than PyTorch can use."
+        yield Finding("fit-fixed-cost", text, values, bytes=total, brief=text)
 
 
 @RULES.rule("fit-most")

@@ -74,11 +74,10 @@ def _what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
     values |= {"kinds": ", ".join(f"{kind.layers} of {kind.kind}" for kind in row.layers)}
     values |= sizes(hosted=row.hosted, pinned=row.pinned)
     grows = "{token} per token of a sequence" if row.per_token else "whatever the length"
-    text = "The KV cache grows to {cache}, {sequence} per sequence, " + grows + " (layers: {kinds})."
-    brief = "The KV cache grows to {cache}, " + grows + "."
+    brief = "The KV cache grows to {cache}, " + grows + "." + (" {hosted} of it is on the host." if row.hosted else "")
+    text = f"{brief} Each sequence takes {{sequence}} (layers: {{kinds}})."
     if row.hosted:
-        text += " {hosted} of it is on the host, where PyTorch pins {pinned} in blocks of powers of two."
-        brief += " {hosted} of it is on the host."
+        text += " On the host, PyTorch pins {pinned}, in blocks of powers of two."
     yield Finding("kv-cache", text, values, bytes=row.cache, brief=brief)
 
 
@@ -115,12 +114,10 @@ def _what_the_prefill_needs(evidence: Evidence) -> Iterator[Finding]:
     beyond = row.prefill.peak - max(row.decode.peak, row.prefill.end)
     if beyond * 20 < row.prefill.peak:
         return
-    text = "The prefill of {prompt} tokens sets the peak at batch {batch}: it needs {beyond} more than any later step."
-    if evidence.draft is None:
-        text += " Prefilling in chunks (--prefill-chunk-size) may lower it."
+    brief = "The prefill of {prompt} tokens sets the peak at batch {batch}: it needs {beyond} more than any later step."
+    chunks = " Prefilling in chunks (--prefill-chunk-size) may lower the peak." if evidence.draft is None else ""
     values = {"prompt": row.prompt, "batch": row.batch, "beyond": Bytes(beyond)}
-    brief = "The prefill sets the peak at batch {batch}: it needs {beyond} more than any later step."
-    yield Finding("prefill-transient", text, values, bytes=beyond, brief=brief)
+    yield Finding("prefill-transient", f"{brief}{chunks}", values, bytes=beyond, brief=brief)
 
 
 @RULES.rule("generation-inexact")
@@ -163,11 +160,8 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
     paged = row.paged
     values |= {"cache": Bytes(paged.available.low), "tokens": paged.tokens.low, "most": paged.tokens.high}
     values |= {"requests": paged.concurrency.texts()[0], "context": serving.context}
-    text = (
-        "Under {scenario}, {card} has at least {cache} for the KV cache: {tokens} to {most} tokens, or {requests} "
-        "requests of {context} tokens at once."
-    )
     brief = "Under {scenario} the KV cache has room for {tokens} to {most} tokens: {requests} requests of {context}."
+    text = f"{brief} The cache gets at least {{cache}} of {{card}}."
     yield Finding("serves", text, values, bytes=paged.available.low, brief=brief)
 
 

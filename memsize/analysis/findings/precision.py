@@ -45,11 +45,8 @@ def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
     values: dict[str, object] = {"names": tuple(dict.fromkeys(tensor.wrapper or tensor.kind for tensor in wrong))}
     values |= sizes(stored=stored) | {"dtypes": tuple(stored_dtypes(wrong))}
     values |= sizes(said=sum(tensor.reported_bytes for tensor in wrong)) | {"layers": layers}
-    text = (
-        "{names} in {layers} store {stored}, as {dtypes}, while PyTorch reports {said}. A summary reads the dtype "
-        "that the wrapper reports, not the one that it stores."
-    )
     brief = "{names} store {stored}, as {dtypes}, while PyTorch reports {said}."
+    text = f"{brief} In {{layers}}, a summary reads the dtype that the wrapper reports, not the one that it stores."
     yield Finding("wrapper-misreports", text, values, bytes=stored, layers=layers, brief=brief)
 
 
@@ -68,23 +65,18 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
     size = stored.parameter_bytes
     if size != stored.parameters * 4:
         values |= {"each": f"{size / stored.parameters:.3g}"}
-        text = "The parameters take {each} bytes each, {bytes} in all. A summary that prints {printed} MB "
         brief = "The parameters take {each} bytes each, {bytes} in all; a summary that prints {printed} MB"
     else:
         half = next((t for name in ("fp16", "bf16", "apex-O3") if (t := evidence.totals(name))), None)
         if half is None or half.parameter_bytes >= size:
             return
         values |= {"half": Bytes(half.parameter_bytes)}
-        text = "Casting to fp16 or bf16 shrinks the parameters, {bytes} → {half}. A summary that still prints "
-        text += "{printed} MB afterwards "
         change = "halves" if half.parameter_bytes * 2 == size else "shrinks"
         brief = f"Casting to fp16 or bf16 {change} the parameters, {{bytes}} → {{half}}; a summary that still prints "
         brief += "{printed} MB"
         size -= half.parameter_bytes
-    text += (
-        "assumes 4 bytes for each of the {parameters} parameters, whatever their dtype, as torchsummary does{others}."
-    )
     brief += " assumes 4 bytes per parameter."
+    text = f"{brief} torchsummary does so for each of the {{parameters}} parameters, whatever their dtype{{others}}."
     yield Finding("summary-assumes-4-bytes", text, values, bytes=size, brief=brief)
 
 
@@ -101,15 +93,15 @@ def amp_keeps_fp32_parameters(evidence: Evidence) -> Iterator[Finding]:
         pays = " With this input autocast needs more memory than float32 at every batch size."
     elif crossing is not None and crossing.batch != 1:
         pays = " Autocast needs less memory than float32 at batch sizes of {batch} and above."
+    brief = f"Autocast leaves the parameters in float32 ({{bytes}}) and adds {{cast}} of {{dtype}} copies.{pays}"
     yield Finding(
         "amp-keeps-fp32-parameters",
-        "Autocast leaves the parameters ({bytes}), their gradients and the optimizer state in float32, and each "
-        "forward adds {cast} of {dtype} copies.",
+        f"{brief} Gradients and optimizer state stay in float32 too.",
         sizes(bytes=totals.parameter_bytes, cast=totals.cast_bytes)
         | {"dtype": amp.removeprefix("amp-"), "batch": crossing and crossing.batch},
         bytes=totals.cast_bytes,
         layers=tuple(layer.path for layer in evidence.runs[amp].layers if layer.cast_bytes),
-        brief="Autocast leaves the parameters in float32 ({bytes}) and adds {cast} of {dtype} copies." + pays,
+        brief=brief,
     )
     if crossing is not None:
         yield _amp_crossover(crossing)
@@ -145,8 +137,5 @@ def what_binds_the_batch(evidence: Evidence) -> Iterator[Finding]:
     else:
         code = "parameters-dominate"
         brief = "Each sample keeps {sample} in float32: activations overtake parameters at batch {batch}."
-        text = (
-            "Parameters take {parameters} in float32 and each sample keeps {sample}: activations overtake "
-            "parameters at batch {batch}. Halving the parameters makes room for {gain} more samples."
-        )
+        text = f"{brief} Halving the {{parameters}} of parameters makes room for {{gain}} more samples."
     yield Finding(code, text, values, bytes=per_sample, brief=brief)

@@ -36,16 +36,14 @@ def _failed(run: ProgramRun) -> Iterator[Finding]:
     where = " at {line}" if run.failed_at else ""
     interrupted = run.failure.startswith("KeyboardInterrupt")
     template = f"The script was interrupted{where}." if interrupted else f"The script failed{where}: {{failure}}."
-    brief = template
     values: dict[str, object] = {"line": run.failed_at, "failure": run.failure.rstrip(".: ")}
     if run.trace.events:
         template += " Until then it took {low} to {high} of {card}'s {total} at the peak, in {where}."
-        brief += " Until then it took {low} to {high} of {total} at the peak."
         values |= {"card": run.card.name, **peak_in_words(run)}
     elif not run.refused and not run.gpu_children:
-        brief = template = f"{template} Nothing was on the GPU by then."
+        template += " Nothing was on the GPU by then."
     high = run.peak.device.high if run.trace.events else None
-    yield Finding("run-failed", template, values, bytes=high, layers=_layers(run.peak.peak_layer), brief=brief)
+    yield Finding("run-failed", template, values, bytes=high, layers=_layers(run.peak.peak_layer))
 
 
 @RULES.rule("run-out-of-memory")
@@ -56,14 +54,13 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     values: dict[str, object] = {"card": run.card.name, **request_in_words(run, first), "count": len(run.refused)}
     values |= {"total": Bytes(run.card.bytes)}
     limit = " (the allocator may take {allowed} of it)" if allowed else ""
-    brief = f"Out of memory on {{card}}{limit}{eagerly(run)} at {{line}}, in {{where}}: {{op}} needs {{bytes}}, "
-    brief += "{free} are left"
-    template = f"{brief}; PyTorch raises OutOfMemoryError"
+    needs = "{op} needs {bytes}, {free} are left"
+    template = brief = f"Out of memory on {{card}}{limit}{eagerly(run)} at {{line}}, in {{where}}: {needs}.{{advice}}"
     batch = _BATCH.search(run.program) if run.went_on is None else None
-    advice = " memsize fit-script --vary-argument {argument} finds the largest that fits." if batch else ""
-    values |= {"argument": batch[1]} if batch else {}
+    advice = f" memsize fit-script --vary-argument {batch[1]} finds the largest that fits." if batch else ""
+    values["advice"] = advice
     if len(run.refused) > 1:
-        template += ", the first of {count} times"
+        template += " PyTorch raises OutOfMemoryError {count} times."
     if (after := run.went_on) is not None:
         then = "it puts nothing more on the GPU"
         if after.device is not None:
@@ -71,11 +68,10 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
             steps = steps or ("no step, " if run.steps else "")
             then = f"the rest fits ({steps}{{low}} to {{high}} of {{total}} at the peak)"
             values |= {"steps": after.steps} | sizes(low=after.device.low, high=after.device.high)
-        template += f". The program goes on: {then}"
         times = "once, at {line}" if len(run.refused) == 1 else "{count} times, first at {line}"
-        brief = f"The program runs out of memory on {{card}} {times}, and goes on: {then}"
+        brief = f"The program runs out of memory on {{card}}{limit} {times}, and goes on: {then}."
+        template = f"{brief} In {{where}}, {needs}."
     values, layers = values | allowed, _layers(first.layer)
-    template, brief = f"{template}.{advice}", f"{brief}.{advice}"
     yield Finding("run-out-of-memory", template, values, bytes=first.bytes, layers=layers, brief=brief)
 
 
@@ -225,16 +221,17 @@ def _fits(run: ProgramRun) -> Iterator[Finding]:
     if run.refused or not run.trace.events or run.failure is not None:
         return
     peak, allowed = run.peak, _allowed(run)
-    brief = "It fits on {card}: {low} to {high} of {total} at the peak, in {where}"
-    template = f"{brief}, which holds {{requested}} of tensors."
+    template = brief = "It fits on {card}: {low} to {high} of {total} at the peak, in {where}."
     template += " The allocator may take {allowed} of the card." if allowed else ""
+    template += " Tensors hold {requested} at the peak"
     values = {"card": run.card.name, **peak_in_words(run), **sizes(requested=peak.requested), **allowed}
     largest = next((tensor for tensor in run.tensors if tensor.line and tensor.role != "workspace"), None)
     if largest is not None:
-        template += " The largest tensor, {bytes} of {role}, is allocated at {line}."
+        template += "; the largest, {bytes} of {role}, is allocated at {line}"
         values |= {"bytes": Bytes(largest.bytes), "role": noun(largest.role), "line": largest.line}
     layers, moment = _layers(peak.peak_layer), Moment(run.trace.scenario, aggregates.summit(run.trace))
-    yield Finding("run-fits", template, values, bytes=peak.device.high, layers=layers, brief=f"{brief}.", moment=moment)
+    text = f"{template}."
+    yield Finding("run-fits", text, values, bytes=peak.device.high, layers=layers, brief=brief, moment=moment)
 
 
 @RULES.rule("run-host")
@@ -281,8 +278,9 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
         return
     values: dict[str, object] = {"bytes": Bytes(growth.bytes), "line": growth.line}
     template = "Every step leaves {bytes} behind" + (", made at {line}" if growth.line else "")
-    holder, brief = growth.holder, template
+    holder, brief = growth.holder, ""
     if holder is None:
+        brief = f"{template}."
         template += (
             ". No variable was found that keeps the tensors; often it is a list or a sum of losses, which keeps their "
             "graphs: add loss.item() or loss.detach() to it."
@@ -292,11 +290,10 @@ def _grows(run: ProgramRun) -> Iterator[Finding]:
         one = holder.tensors == 1
         template += ": {name} keeps " + ("it" if one else "{tensors} tensors")
         template += (" with its graph" if one else " with their graphs") if holder.graphs else ""
-        brief = template
         template += " (added to at {place})" if holder.line else ""
         moves = f". Move {'it' if one else 'them'} to the CPU."
         template += ". Keep x.item() or x.detach() instead." if holder.graphs else moves
-    yield Finding("run-grows", template, values, bytes=growth.bytes, brief=f"{brief}.")
+    yield Finding("run-grows", template, values, bytes=growth.bytes, brief=brief)
 
 
 @RULES.rule("run-checkpoints-nothing")
@@ -318,19 +315,19 @@ def _gradients(run: ProgramRun) -> Iterator[Finding]:
     gradients = run.kept_gradients
     if gradients is None:
         return
-    brief, remedy = {
+    template = {
         "kept": (
-            "zero_grad(set_to_none=False) at {line} keeps {bytes} of gradients alive during every forward",
-            ": drop the argument to free them",
+            "zero_grad(set_to_none=False) at {line} keeps {bytes} of gradients alive during every forward: drop the "
+            "argument to free them."
         ),
         "late": (
-            "zero_grad at {line} comes after the forward, so {bytes} of old gradients stay alive during it",
-            ": call it before the forward",
+            "zero_grad at {line} comes after the forward, so {bytes} of old gradients stay alive during it. Call it "
+            "before."
         ),
-        "none": ("{bytes} of gradients stay alive during the next step's forward: no zero_grad frees them", ""),
+        "none": "{bytes} of gradients stay alive during the next step's forward: no zero_grad frees them.",
     }[gradients.reason]
     values = {"bytes": Bytes(gradients.bytes), "line": gradients.line or "a line of a library"}
-    yield Finding("run-gradients-kept", f"{brief}{remedy}.", values, bytes=gradients.bytes, brief=f"{brief}.")
+    yield Finding("run-gradients-kept", template, values, bytes=gradients.bytes)
 
 
 def _allowed(run: ProgramRun) -> dict[str, Bytes]:

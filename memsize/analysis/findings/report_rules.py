@@ -38,8 +38,8 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
         values: dict[str, object] = {"name": name, "done": layers_of(done), "small": Bytes(bytes_of(done))}
         values |= {"left": tuple(skipped), "reason": "; ".join(dict.fromkeys(skipped.values()))}
         values |= {"size": Bytes(size), "dtypes": stored_dtypes(unquantized)}
-        text = "{name} shrinks {done} to {small} and does not convert {left} ({reason}): {size} stay in {dtypes}."
         brief = "{name} does not convert {left}: {size} stay in {dtypes}."
+        text = f"{brief} It shrinks {{done}} to {{small}} and leaves the others as they are ({{reason}})."
         yield Finding("quantization-leaves-layers", text, values, bytes=size, layers=tuple(skipped), brief=brief)
 
 

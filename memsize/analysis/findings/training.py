@@ -56,15 +56,15 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
         advice = "{constant} of it is independent of the batch size, mostly {main}."
     fits = "may not fit on" if peak.shortage else "fits on"
     fits = "does not fit on" if peak.shortage and peak.shortage.certain else fits
+    brief = f"A training step with {{optimizer}}{how} in {{name}} {fits} {{gpu}}: it peaks at {{requested}}{among}, "
+    brief += f"in the {{where}}.{lowest}"
     yield Finding(
         "training-peak",
-        f"A training step with {{optimizer}}{how} under {{name}} peaks at {{requested}}{among} in the {{where}}: "
-        f"{shares}. {advice}",
+        f"{brief} The peak is mostly {shares}. {advice}",
         values,
         bytes=peak.requested,
         layers=(peak.peak_layer,) if peak.peak_layer else (),
-        brief=f"A training step with {{optimizer}}{how} in {{name}} {fits} {{gpu}}: it peaks at {{requested}}{among}, "
-        "in the {where}." + lowest,
+        brief=brief,
         moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs and not evidence.spread else None,
     )
     yield from activations_stay(peak.roles, evidence.stored.frozen, "adapters-leave-activations")

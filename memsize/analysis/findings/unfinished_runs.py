@@ -22,15 +22,12 @@ def out_of_memory(shortage: Shortage, what: str, gpu: str, scenario: str | None 
 
     `scenario` is that of the run which a page shows over time, if it is this one.
     """
-    text = brief = "{what} does not fit on {gpu}: it runs out of memory in the {where}."
-    text += " The peaks are those of the same run with enough memory."
-    if not shortage.certain:
-        takes = "context and NCCL's buffers take" if shortage.nccl else "context takes"
-        large = "context and NCCL's buffers" if shortage.nccl else "context"
-        text = (
-            f"{{what}} may not fit on {{gpu}}: if the CUDA {takes} {{context}}, it runs out of memory in the {{where}}."
-        )
-        brief = f"{{what}} may not fit on {{gpu}}: with a large CUDA {large} it runs out of memory in the {{where}}."
+    takes = "context and NCCL's buffers take" if shortage.nccl else "context takes"
+    brief = f"{{what}} may not fit on {{gpu}}: if the CUDA {takes} {{context}}, it runs out of memory in the {{where}}."
+    text = brief
+    if shortage.certain:
+        brief = "{what} does not fit on {gpu}: it runs out of memory in the {where}."
+        text = f"{brief} The peaks are those of the same run with enough memory."
     text += " PyTorch's error would then say that it tried to allocate {tried}; of {total}, {free} are free, "
     text += "{allocated} are allocated by PyTorch, and {idle} are reserved but unallocated."
     where = moment(shortage.phase, shortage.layer)

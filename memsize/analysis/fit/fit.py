@@ -9,7 +9,7 @@ from itertools import product
 from memsize.analysis.findings.fit import RULES, FitEvidence, answer_in_words
 from memsize.analysis.findings.unfinished_runs import interrupted
 from memsize.analysis.fit.remedy_trials import RemedyWork
-from memsize.analysis.fit.results import crossings, likely_size, row_of_search, row_of_size
+from memsize.analysis.fit.results import crossings, likely_size, row_of_search, row_of_size, with_peak
 from memsize.analysis.fit.run_cache import MOST_SEQUENCES, NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.search import Search
 from memsize.analysis.model_setups import is_float32
@@ -129,7 +129,7 @@ def _fit(
 ) -> Fit:
     budgets, vary, traces = tuple(request.budgets), runs.vary.text, runs.traces(request.variants())
     first_batch = tuple(row for row in rows if row.batch == rows[0].batch)
-    return Fit(
+    fit = Fit(
         model=runs.name,
         inputs=runs.inputs,
         vary=vary,
@@ -150,6 +150,7 @@ def _fit(
         generation=request.generation.record if request.generation else {},
         missing=missing,
     )
+    return with_peak(fit, request.config)
 
 
 class _PartialRows:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from memsize.analysis.findings.evidence import Crossover
 from memsize.analysis.fit.footprint import Footprint, Forecast, forecast, limit_of
 from memsize.device.allocation_events import AllocationEvents
+from memsize.device.allocator_config import AllocatorConfig
+from memsize.device.gpu_estimate import estimate_gpu
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.aggregates import split_phase
 from memsize.records.columns import rows_at
-from memsize.records.fit import Budget, Crossing, FitRow, Status
+from memsize.records.fit import Budget, Crossing, Fit, FitRow, Status
 from memsize.records.roles import FIXED, Role
 from memsize.records.trace import Trace
 from memsize.spec.scenario import SCENARIOS, Scenario
@@ -25,6 +27,15 @@ from memsize.spec.scenario import SCENARIOS, Scenario
 if TYPE_CHECKING:
     from memsize.analysis.fit.run_cache import RunCache, RunVariant
     from memsize.analysis.fit.search import Search
+
+
+def with_peak(fit: Fit, config: AllocatorConfig) -> Fit:
+    """Add the peak of the first answer on its GPU, if any size fits."""
+    row = fit.first_answer
+    if row is None or (trace := fit.trace_of(row)) is None:
+        return fit
+    budget = next(budget for budget in fit.budgets if budget.name == row.gpu)
+    return replace(fit, peak=estimate_gpu(trace, replace(budget.card, bytes=budget.device), config=config))
 
 
 def row_of_size(runs: RunCache, variant: RunVariant, row: FitRow, size: int) -> FitRow:

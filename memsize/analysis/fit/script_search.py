@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 from memsize.analysis.findings.fit import RULES, FitEvidence, answer_in_words
 from memsize.analysis.findings.unfinished_runs import interrupted
 from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.results import row_of_search
+from memsize.analysis.fit.results import row_of_search, with_peak
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.analysis.program import run_program
 from memsize.analysis.ranks import import_packages
@@ -140,7 +140,7 @@ def _answer(runs: Sequence[ScriptRuns], rows: Sequence[FitRow], missing: Sequenc
         for of_budget in runs
         for size, run in of_budget.footprints.items()
     }
-    return Fit(
+    fit = Fit(
         model=script.command(),
         inputs=(),
         vary=script.name,
@@ -153,3 +153,4 @@ def _answer(runs: Sequence[ScriptRuns], rows: Sequence[FitRow], missing: Sequenc
         runs=len(footprints),
         missing=tuple(missing),
     )
+    return with_peak(fit, next(iter(runs[0].footprints.values())).config)
