@@ -267,6 +267,7 @@ OFFLINE = """
 import os, socket, subprocess, urllib.request
 server = socket.create_server(("127.0.0.1", 0))
 socket.create_connection(server.getsockname()).close()
+server.close()
 for connect in (
     lambda: urllib.request.urlopen("http://192.0.2.1/", timeout=1),
     lambda: socket.create_connection(("example.com", 80), timeout=1),

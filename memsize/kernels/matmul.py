@@ -63,6 +63,12 @@ shape_rule("aten::addmm", "aten::_addmm_activation", "aten::_sparse_addmm")(part
 shape_rule("aten::baddbmm")(partial(_added, 3))
 
 
+@shape_rule("aten::addmm.dtype_out")
+def _added_into(start: Any, one: Any, other: Any, dtype: torch.dtype, *, out: Any, **_: Any) -> Any:
+    """A product of 16-bit matrices into a float32 sum. PyTorch 2.11 takes the dtype for `beta` on the meta device."""
+    return out if out.dtype is dtype and out.shape == (one.shape[0], other.shape[1]) else NotImplemented
+
+
 @shape_rule("aten::t")
 def _transposed(tensor: Any) -> Any:
     """Copy a tensor in coordinates: it has no views (ATen TensorShape.cpp); the `meta` kernel forgets the elements."""

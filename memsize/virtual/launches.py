@@ -65,7 +65,6 @@ def replacements(note: Callable[[str], None]) -> Iterator[Patch]:
     for owner in (cuda, cuda.graphs):
         yield owner, "CUDAGraph", CUDAGraph
         yield owner, "graph_pool_handle", _handle
-    yield cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False
     for owner in (cuda, cuda.memory):
         yield owner, "MemPool", MemPool
         yield owner, "use_mem_pool", lambda pool, device=None: nullcontext()

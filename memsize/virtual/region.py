@@ -177,6 +177,7 @@ def _of_driver(driver: Driver) -> Iterator[Patch]:
     yield cuda, "_is_in_bad_fork", lambda: False
     yield cuda, "_get_device_properties", lambda device: driver.properties
     yield cuda, "default_generators", (driver.seed,) * driver.devices.count
+    yield cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False
 
 
 def _saved_by_checkpointing(ledger: VirtualLedger) -> Iterator[Patch]:
