@@ -226,7 +226,7 @@ class Fit(Answer):
     missing: tuple[str, ...] = ()
     """The parts of the answer that are missing because of Ctrl-C; empty where it is complete."""
     peak: GpuEstimate | None = None
-    """The peak of the first answer; None where no size fits."""
+    """The peak of the first answer; None where none fits without the allocator giving back what it cached."""
 
     def validate(self) -> None:
         """Raise ValueError unless a generation has its numbers of tokens."""

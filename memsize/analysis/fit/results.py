@@ -30,12 +30,16 @@ if TYPE_CHECKING:
 
 
 def with_peak(fit: Fit, config: AllocatorConfig) -> Fit:
-    """Add the peak of the first answer on its GPU, if any size fits."""
+    """Add the peak of the first answer on its GPU, if any size fits.
+
+    Where the allocator has to give back what it cached, it reserves all there is: the row says what is needed.
+    """
     row = fit.first_answer
     if row is None or (trace := fit.trace_of(row)) is None:
         return fit
     budget = next(budget for budget in fit.budgets if budget.name == row.gpu)
-    return replace(fit, peak=estimate_gpu(trace, replace(budget.card, bytes=budget.device), config=config))
+    peak = estimate_gpu(trace, replace(budget.card, bytes=budget.device), config=config)
+    return replace(fit, peak=peak) if peak.reserved <= budget.allocator else fit
 
 
 def row_of_size(runs: RunCache, variant: RunVariant, row: FitRow, size: int) -> FitRow:
