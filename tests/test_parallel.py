@@ -547,7 +547,7 @@ def test_strategies_are_compared() -> None:
     (budget,) = [finding.text() for finding in fit.findings if finding.code == "budget"]
     assert f"each GPU of {SIZE} has {SIZE}" in budget
     title = f"training with adamw, by ddp, fsdp and fsdp,offload   on 4 x GPU of {SIZE}"
-    assert str(fit).splitlines()[0].endswith(title)
+    assert f"{title}   on 4 x GPU of {SIZE} (fsdp=4), batch 1: tensors " in str(fit).splitlines()[0]
 
 
 def test_of_strategies_on_as_many_gpus_the_one_that_leaves_most_is_told() -> None:
@@ -570,7 +570,10 @@ def test_numbers_of_gpus_are_down_and_cards_across() -> None:
     assert [row[1:] for row in table.rows] == [
         (strategy, number, "fits", "fits") for strategy in ("fsdp", "ddp") for number in (1, 2, 4)
     ]
-    assert str(fit).splitlines()[0].endswith("on 1 to 4 x Tesla T4 and 1 to 4 x H100 80GB")
+    assert (
+        "on 1 to 4 x Tesla T4 and 1 to 4 x H100 80GB   on 1 x Tesla T4 (fsdp=1), batch 1: tensors "
+        in (str(fit).splitlines()[0])
+    )
     fewest = [finding.text() for finding in fit.findings if finding.code == "fit-gpus"]
     assert fewest == [
         "Under fp32, it needs at least 1 x Tesla T4 (fsdp=1), with batch 1 on each GPU.",

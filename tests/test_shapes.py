@@ -473,6 +473,7 @@ _TABLED = {f"aten::{name}" for name in (*REAL, *MODELLED, *ON_CUDA_ALONE)} | {
 }
 _TABLED |= {f"aten::{name}" for name in ("div_.Tensor_mode", "log_sigmoid_forward")}
 _TABLED |= {"aten::_sparse_addmm", "aten::t"}  # rules for sparse tensors alone: see test_virtual_gpu
+_TABLED |= {"aten::addmm.dtype_out"}  # CUDA alone has it: Liger's loss in test_remedies
 OF_A_LIBRARY = "bitsandbytes::"
 """Ops that PyTorch lacks: see test_bitsandbytes."""
 ELEMENTWISE = sorted(
