@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,13 @@ def test_an_op_that_returns_a_list_runs_out_as_any_other(tmp_path: Path, capsys:
     assert {role: size for role, size in answer.peak.roles.items() if size > MiB} == expected
 
 
-def test_what_a_failed_op_has_made_is_gone() -> None:
-    """Of four sums of 4 GiB beside as many tensors of which each is a view of one, three fit the card."""
+@pytest.mark.parametrize("collects", [True, False])
+def test_what_a_failed_op_has_made_is_gone(collects: bool, request: pytest.FixtureRequest) -> None:
+    """Of four sums of 4 GiB beside as many tensors of which each is a view of one, three fit the card. Nothing waits for
+    the collector, which is off in a command.
+    """
+    request.addfinalizer(gc.enable if gc.isenabled() else gc.disable)
+    (gc.enable if collects else gc.disable)()
     with memsize.virtual_gpu("t4") as gpu:
         one = torch.empty(2**30, device="cuda")
         try:

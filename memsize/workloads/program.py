@@ -181,14 +181,19 @@ class Program:
         except torch.OutOfMemoryError:
             self.ledger.refuse(storage)
             self.steps.mark_all()
-            for tensor in gc.get_objects():
-                if issubclass(type(tensor), torch.Tensor):
-                    self.ledger.mark_unowned(tensor)
+            self._mark_unowned()
             clock, line = self.ledger.clock, shown(self._lines()) or None
             where = (self.ledger.last_op, None, clock.phases[clock.phase], line)
             refused = Refused(size, self.memory.left, self.memory.reserved, *where)
             self._refused.append((len(self.ledger.events), clock.layer, refused))
             raise
+
+    def _mark_unowned(self) -> None:
+        # By itself: the last object of the collector may be the traceback of the refusal, which a variable of its frame
+        # would keep alive, with all that the failed op has made.
+        for tensor in gc.get_objects():
+            if issubclass(type(tensor), torch.Tensor):
+                self.ledger.mark_unowned(tensor)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
