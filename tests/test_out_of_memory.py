@@ -73,8 +73,9 @@ def test_an_op_that_returns_a_list_runs_out_as_any_other(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_what_a_failed_op_has_made_is_gone(collects: bool, request: pytest.FixtureRequest) -> None:
-    """Of four sums of 4 GiB beside as many tensors of which each is a view of one, three fit the card. Nothing waits for
-    the collector, which is off in a command.
+    """Of four sums of 4 GiB beside as many tensors of which each is a view of one, three fit the card.
+
+    Nothing waits for the collector, which is off in a command.
     """
     request.addfinalizer(gc.enable if gc.isenabled() else gc.disable)
     (gc.enable if collects else gc.disable)()
