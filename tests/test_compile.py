@@ -265,8 +265,8 @@ def test_a_generation_compiles_each_call_of_the_model() -> None:
     rows = memsize.generate(Words(), "512:int64", step=generating, **options).rows.set_index("scenario")
     # Eager code holds what silu gave, its exp and the sin of that; compiled code a product and what it makes of it.
     one = 4096 * 64 * 4
-    block = 512  # by PyTorch 2.11, compiled code holds a small tensor more
-    assert rows.loc["fp32", "prefill_peak"] - rows.loc["fp32+compile", "prefill_peak"] >= one - block
+    more = 256 if torch.__version__.startswith("2.11.") else 0  # there, compiled code holds a small tensor more
+    assert rows.loc["fp32", "prefill_peak"] - rows.loc["fp32+compile", "prefill_peak"] >= one - more
 
 
 @pytest.mark.parametrize("options", [{"execute": True}, {"parallel": "ddp=2"}])

@@ -58,11 +58,12 @@ def test_what_stands_for_weights_takes_what_they_take(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     there = ran(tmp_path, TRAINING.format(source=repr(str(weights)), options=options))
     stood_in = ran(tmp_path, TRAINING.format(source=f"'nobody/tiny', cache_dir={str(cache)!r}", options=options))
-    sizes = [
-        sorted(storage.bytes for storage in run.trace.storages) for run in (stood_in, there)
-    ]  # read by several threads
-    assert sizes[0] == sizes[1]
-    assert stood_in.peak.requested == there.peak.requested and stood_in.steps == there.steps == 3
+    if "device_map" in options:  # several threads read weights to the GPU, in an order of their own
+        sizes = [sorted(storage.bytes for storage in run.trace.storages) for run in (stood_in, there)]
+        assert sizes[0] == sizes[1] and stood_in.peak.requested == there.peak.requested
+    else:
+        assert stood_in.trace.events == there.trace.events and stood_in.peak == there.peak
+    assert stood_in.steps == there.steps == 3
     assert any("the weights of nobody/tiny are not on this machine" in note for note in stood_in.trace.notes)
     assert not any("not on this machine" in note for note in there.trace.notes)
 
