@@ -35,7 +35,7 @@ def test_the_argument_is_found_however_it_is_written(arguments: list[str], name:
     ("arguments", "name", "text"),
     [
         (["--batch-size", "8"], "batch", "did you mean --batch-size?"),
-        ([], "batch", "no argument 'batch': write it with a value after train.py"),
+        ([], "batch", "no argument 'batch': add it with a value after train.py"),
         (["--batch-size", "auto"], "batch-size", "--batch-size is 'auto'"),
         (["--batch-size"], "batch-size", "--batch-size is empty"),
         (["n=0"], "n", "n is '0'"),

@@ -146,7 +146,7 @@ class VariedScript:
             index, prefix = (index, f"{head}=") if equals else (index + 1, "")
             return cls(path, tuple(arguments), head, index=index, prefix=prefix, value=int(value))
         hint = f" ({suggestion(name, names)})" if names else ""
-        raise InputError(f"the script is given no argument {name!r}{hint}: write it with a value after {path}")
+        raise InputError(f"the script gets no argument {name!r}{hint}: add it with a value after {path}")
 
     def command(self, value: int | None = None) -> str:
         """The command line, with another value of the argument that varies."""

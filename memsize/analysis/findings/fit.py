@@ -197,7 +197,7 @@ def what_binds(evidence: FitEvidence) -> Iterator[Finding]:
     free = row.budget - (alive - bind.request) if bind.request else 0
     values |= {"role": noun(bind.role)}
     values |= sizes(held=bind.roles[bind.role], alive=alive, free=free, request=bind.request, per_step=row.per_step)
-    values |= {"grows_in": row.grows_in, "unit": UNITS.get(vary, f"step of {vary}")}
+    values |= {"grows_in": row.grows_in, "unit": UNITS.get(vary, vary)}
     if (largest := bind.largest) is not None:
         many = "{count} tensors of {spec} hold" if largest.tensors > 1 else "One tensor of {spec} holds"
         most = f" {many} {{together}}{': as wide as the logits' if largest.logits else ''}."
