@@ -435,13 +435,13 @@ NOT_COUNTED: Final = (
     (
         "LitGPT on several GPUs",
         _LITGPT,
-        "its own script runs instead, with batches whose length follows from three of the ten figures: see [many GPUs "
-        "and published runs](ranks_published.md)",
+        "its own script runs instead, with batches whose length follows from three of the ten figures: see "
+        "docs/ranks_published.md",
     ),
     (
         "Llama 3 with torchtitan",
         "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",
-        "its own script runs instead: see [many GPUs and published runs](ranks_published.md)",
+        "its own script runs instead: see docs/ranks_published.md",
     ),
     (
         "Llama-3.1-8B with torchao's generate.py",

@@ -1,4 +1,4 @@
-"""The tables of the README and of docs/accuracy.md, and docs/measurements.csv, from the stored predictions alone."""
+"""The tables of the README and of docs/accuracy.md, and docs/measurement*.csv, from the stored predictions alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -156,52 +156,45 @@ def short() -> str:
 
 
 def by_source() -> str:
-    """A line for each table of figures."""
-    head = ["source", "measured on", "figure", "rows", "confidence", "median error", "worst"]
+    """A line of comma-separated values for each table of figures, with what is known of its setting."""
     lines = []
     ordered = sorted(errors(), key=lambda error: (_position(error.source), error.figure))
     for (name, figure), of_source in groupby(ordered, key=lambda error: (error.source, error.figure)):
         g = Group.of(list(of_source))
         if name in SOURCES:
             source = SOURCES[name]
-            stack = source.stack.replace("=", " ").replace(",", ", ").replace("cuda", "CUDA")
-            stack = stack.replace("vllm", "vLLM").replace("sglang", "SGLang")
-            title, measured_on, confidence = f"{name}: {source.title}", f"{source.gpu}, {stack}", source.confidence
+            on = (source.title, source.gpu, source.stack, source.confidence)
+            setting = (source.where, source.script, source.environment or "", source.inferred)
         else:
-            title, _, measured_on, confidence = _ELSEWHERE[name]
-        lines.append([title, measured_on, figure, str(g.count), confidence, _share(g.median), _signed(g.worst)])
-    return _markdown(head, lines, "lllrlrr")
+            title, _, gpu, confidence = _ELSEWHERE[name]
+            on, setting = (title, gpu, "", confidence), ("", "", "", "")
+        lines.append([name, *on[:3], figure, g.count, on[3], f"{g.median:.2%}", f"{g.worst:+.2%}", *setting])
+    head = "source,workload,gpu,stack,figure,rows,confidence,median error,worst,published,script,built from,inferred"
+    return _values(head.split(","), lines)
 
 
 def _position(name: str) -> int:
     return list(SOURCES).index(name) if name in SOURCES else len(SOURCES)
 
 
-def settings() -> str:
-    """What is known of the sources, as a list; those of which the same is known share an entry."""
-    names: dict[str, list[str]] = {}
-    for source in SOURCES.values():
-        parts = [f"{source.where}" + (f"; script: {source.script}" if source.script else "")]
-        parts += [f"built from {source.environment}"] if source.environment else []
-        parts += [f"inferred: {source.inferred}"] if source.inferred else []
-        names.setdefault("; ".join(parts), []).append(f"**{source.name}**")
-    return "\n".join(f"- {', '.join(of_text)}: {text}" for text, of_text in names.items()) + "\n"
-
-
 def left_out() -> str:
     """Published figures that are not counted, and why."""
-    return _markdown(["figures", "where", "why they are left out"], [list(row) for row in NOT_COUNTED], "lll")
+    return _values(["figures", "published", "why they are left out"], NOT_COUNTED)
 
 
 def every_row() -> str:
     """The figures with their predictions as comma-separated values, in bytes (or in what `figure` counts)."""
-    file = io.StringIO()
-    lines = csv.writer(file, lineterminator="\n")
-    lines.writerow(("source", "setting", "figure", "measured", "predicted", "error"))
+    lines = []
     for row in compared():
         setting = row.row.setting.replace(f" figure={row.row.figure}", "")
         figures = (row.row.figure, round(row.row.measured), round(row.predicted), f"{row.error:+.2%}")
-        lines.writerow((row.row.source.name, setting, *figures))
+        lines.append((row.row.source.name, setting, *figures))
+    return _values(["source", "setting", "figure", "measured", "predicted", "error"], lines)
+
+
+def _values(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([head, *lines])
     return file.getvalue()
 
 
@@ -227,34 +220,24 @@ def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]], sides: str) -
 
 # -- the pages ---------------------------------------------------------------------------------------------------------
 
-_PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
-    "docs/accuracy.md": {
-        "published: summary": summary,
-        "published: sources": by_source,
-        "published: settings": settings,
-        "published: left out": left_out,
-    },
-}
-
-
+_SUMMARY: Final = re.compile(r"(<!-- published: summary -->\n).*?(<!-- /published: summary -->)", re.DOTALL)
 _TABLE: Final = re.compile(r"^\| workloads \|.*\n(?:\|.*\n)+", re.MULTILINE)
 """The README's table, which stands without marks."""
 
 
 def written(root: Path) -> dict[Path, str]:
-    """Each page with its tables as the stored predictions have them."""
-    readme = root / "README.md"
-    pages = {readme: _TABLE.sub(lambda _: short(), readme.read_text(encoding="utf-8"))}
-    for name, parts in _PAGES.items():
-        text = (root / name).read_text(encoding="utf-8")
-        for mark, make in parts.items():
-            pattern = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", re.DOTALL)
-            if not pattern.search(text):
-                raise ValueError(f"{name} has no place for {mark}")
-            table = make()
-            text = pattern.sub(lambda match, table=table: f"{match[1]}\n{table}\n{match[2]}", text)
-        pages[root / name] = text
-    return pages | {root / "docs" / "measurements.csv": every_row()}
+    """Each page and file with its tables as the stored predictions have them."""
+    readme, page, docs = root / "README.md", root / "docs" / "accuracy.md", root / "docs"
+    text = page.read_text(encoding="utf-8")
+    if not _SUMMARY.search(text):
+        raise ValueError("docs/accuracy.md has no place for the summary")
+    return {
+        readme: _TABLE.sub(lambda _: short(), readme.read_text(encoding="utf-8")),
+        page: _SUMMARY.sub(lambda match: f"{match[1]}\n{summary()}\n{match[2]}", text),
+        docs / "measurements.csv": every_row(),
+        docs / "measurement_sources.csv": by_source(),
+        docs / "measurements_left_out.csv": left_out(),
+    }
 
 
 def update(root: Path) -> list[Path]:
