@@ -50,14 +50,6 @@ _BESIDE_ANSWERS = {
 }
 """The public names that are neither an answer nor the function that returns one, by the module that each lives in."""
 
-_NOT_LISTED = {
-    "audit_layout": "memsize.api",
-    "compare": "memsize.api",
-    "read_checkpoint": "memsize.api",
-    "load_ipython_extension": "memsize.cli.magic",
-}
-"""Names of earlier releases, which warn of the new ones, and the one that IPython looks for."""
-
 
 def _homes() -> dict[str, str]:
     """The module of each public name. It is imported when the name is first used: a command pays for what it needs, a
@@ -77,7 +69,8 @@ def __getattr__(name: str) -> object:
     # No constant: listing the answers imports what a command need not wait for.
     if name == "__all__":
         return sorted(_homes())
-    home = _NOT_LISTED.get(name) or _homes().get(name)
+    # IPython looks for the extension; it is no name that people call.
+    home = "memsize.cli.magic" if name == "load_ipython_extension" else _homes().get(name)
     if home is None:
         raise AttributeError(f"module 'memsize' has no attribute {name!r}")
     from importlib import import_module

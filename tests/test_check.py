@@ -484,9 +484,8 @@ def test_a_first_section(text: str | None, capsys: pytest.CaptureFixture[str]) -
     capsys.readouterr()
     assert (file.read_bytes().decode() if file.exists() else None) == text
     options = ("--input", "64", "--train", "adamw", "--gpu", "t4")
-    assert run(("init", "net.py:Net", *options) if text is None else ("check", "--init", "net.py:Net", *options)) == 0
-    old = "" if text is None else "memsize check --init is now memsize init\n"
-    assert capsys.readouterr().err.startswith(f"{old}Added to ")
+    assert run(("init", "net.py:Net", *options)) == 0
+    assert capsys.readouterr().err.startswith("Added to ")
     after = file.read_bytes().decode()
     assert after.startswith(text or "") and ("\r\n" in after) == ("\r\n" in (text or ""))
     # 2,410 · 4 · 1.1 = 10,604 bytes = 10.36 KiB, rounded up

@@ -19,7 +19,7 @@ from memsize.cli.command import request_of
 from memsize.errors import InputError, MemsizeError
 from memsize.spec import requests
 from memsize.spec.options import Option, keywords_of, options_of
-from memsize.spec.section import MODEL_KEYS, ModelSection
+from memsize.spec.section import MODEL_KEYS
 
 REQUESTS = {
     name: value for name, value in vars(requests).items() if name.endswith("Request") and name != "ModelRequest"
@@ -134,6 +134,13 @@ def test_a_value_of_another_type_is_refused_by_the_name_of_its_keyword(name: str
         assert re.match(rf"{key} is '.*Odd object.*': it should be ", text)
 
 
+def test_names_that_were_never_released_are_unknown() -> None:
+    for name in ("audit_layout", "compare", "read_checkpoint"):
+        assert not hasattr(memsize, name)
+    with pytest.raises(TypeError, match="`accumulate`"):
+        memsize.trace(NET, (8,), accumulate=2)
+
+
 def test_an_unknown_keyword_is_a_type_error_too() -> None:
     with pytest.raises(TypeError):
         memsize.layout(NET, (8,), scenarios="fp32")
@@ -146,44 +153,6 @@ def test_a_value_takes_the_place_of_its_options() -> None:
         NET, (8,), scenarios="fp32", train="sgd", loss="sum", gpu="t4", allocator="expandable_segments:True"
     )
     assert by_value == by_words
-
-
-@pytest.mark.parametrize(
-    ("old", "call", "new"),
-    [
-        ("config", lambda: memsize.trace(NET, (8,), config="expandable_segments:True"), {"allocator"}),
-        ("accumulate", lambda: memsize.trace(NET, (8,), accumulate=2), {"gradient_accumulation_steps"}),
-        ("accumulate", lambda: memsize.Training("sgd", accumulate=2), {"gradient_accumulation_steps"}),
-        ("audit_layout", lambda: memsize.audit_layout(NET, (8,)), {"layout"}),
-        ("compare", lambda: memsize.compare(NET, NET), {"diff"}),
-    ],
-)
-def test_old_names_work_with_a_warning(old: str, call: Callable[[], object], new: set[str]) -> None:
-    with pytest.warns(DeprecationWarning, match=f"^{old} is now {new.pop()}$") as caught:
-        call()
-    assert {Path(warning.filename).name for warning in caught} == {Path(__file__).name}
-
-
-def test_an_old_name_beside_the_new_one_is_refused() -> None:
-    with (
-        pytest.warns(DeprecationWarning, match="is now"),
-        pytest.raises(InputError, match="config is the old name of allocator"),
-    ):
-        memsize.trace(NET, (8,), config="", allocator="")
-
-
-def test_old_flags_and_keys_work_with_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = ["report", "torch.nn:ReLU", "--input", "8", "--train", "sgd", "-s", "fp32"]
-    assert cli.run([*arguments, "--accumulate=2"]) == 0
-    old = capsys.readouterr()
-    assert cli.run([*arguments, "--gradient-accumulation-steps", "2"]) == 0
-    assert old == (capsys.readouterr().out, "--accumulate is now --gradient-accumulation-steps\n")
-    Path("x.toml").write_text('target = "torch.nn:ReLU"\ninput = "8"\ntrain = "sgd"\naccumulate = 2\n')
-    assert cli.run(["sweep", "x.toml", "-j", "1"]) == 0
-    assert capsys.readouterr().err == "x.toml: accumulate is now gradient_accumulation_steps\n"
 
 
 def request_named(command: str) -> type:
@@ -259,5 +228,3 @@ def test_python_has_every_option_of_the_command_line() -> None:
 def test_every_key_of_a_section_is_an_option_of_report_or_timeline() -> None:
     options = options_of(requests.ReportRequest) | options_of(requests.TimelineRequest)
     assert set(MODEL_KEYS) <= {*options}
-    for key, choice in options_of(ModelSection).items():
-        assert choice.old == options[key].old

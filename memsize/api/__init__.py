@@ -6,8 +6,6 @@ The module of a function is imported when it is first used: a command does not w
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from memsize.api.keywords import renamed_to
-
 if TYPE_CHECKING:
     from memsize.api.checking import check as check, init as init
     from memsize.api.comparing import checkpoint as checkpoint, diff as diff, explain as explain, load as load
@@ -41,15 +39,10 @@ _MODULES = {
     "sweeping": "sweep",
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
-_RENAMED = {"audit_layout": "layout", "compare": "diff", "read_checkpoint": "checkpoint"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        value = renamed_to(__getattr__(_RENAMED[name]), name)
-    elif name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-    else:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
+    globals()[name] = value = getattr(import_module(_HOMES[name]), name)
     return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -79,15 +78,3 @@ def _in_python(text: str, request: type) -> str:
         return keywords[flag[1]] + (flag[2] and "=")
 
     return re.sub(r"(?<![\w-])(--[a-z][a-z-]*)((?: (?=\d))?)", keyword, text).replace("(in Python: ", "(")
-
-
-def renamed_to(function: Callable[..., Answer], old: str) -> Callable[..., Answer]:
-    """Return `function` under its `old` name, which warns of the new one."""
-
-    @wraps(function)
-    def call(*values: Any, **keywords: Any) -> Answer:
-        warnings.warn(f"{old} is now {function.__name__}", DeprecationWarning, stacklevel=2)
-        return function(*values, **keywords)
-
-    call.__name__ = call.__qualname__ = old
-    return call

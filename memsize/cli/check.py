@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import click
 
-from memsize.cli.command import RequestCommand, command
+from memsize.cli.command import command
 from memsize.cli.output import Destination
 from memsize.cli.working import interrupts_raised, say, working
 from memsize.records.check import SEVERITIES, Check, Severity
@@ -18,26 +18,8 @@ _FORMATS = {"terminal": (), **FORMATS, "github": (), "sarif": (".sarif",), "juni
 """`terminal` is another name of text."""
 
 
-class _CheckCommand(RequestCommand):
-    """`memsize check`, which was also `memsize init` once: with --init it still is."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, or run `memsize init` with them."""
-        flag = next((argument for argument in args if argument.partition("=")[0] == "--init"), None)
-        if flag is None:
-            return super().parse_args(ctx, args)
-        say("memsize check --init is now memsize init")
-        index = args.index(flag)
-        target = [flag.partition("=")[2]] if "=" in flag else args[index + 1 : index + 2]
-        rest = args[index + 1 :] if "=" in flag else args[index + 2 :]
-        with init.make_context("init", [*target, *args[:index], *rest], parent=ctx.parent) as begun:
-            init.invoke(begun)
-        ctx.exit()
-
-
 @command(
     CheckRequest,
-    cls=_CheckCommand,
     formats=_FORMATS,
     also=(
         click.Option(

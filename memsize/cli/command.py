@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +11,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from memsize.cli.output import Color, Destination, Formats, destination
-from memsize.cli.working import Session, say, working
+from memsize.cli.working import Session, working
 from memsize.errors import InputError
 from memsize.processes.workers import side_by_side
 from memsize.records.run_file import is_run_file
@@ -37,7 +35,6 @@ def command(
     *,
     formats: Formats = FORMATS,
     also: Sequence[click.Parameter] = (),
-    cls: type[RequestCommand] | None = None,
     answers: bool = True,
     shows_saved: bool = True,
     **settings: Any,
@@ -45,7 +42,7 @@ def command(
     """Make a command of a function of a `request` and, where it `answers`, of a `Destination`, its `output`; `also` are
     options that it takes by name. Where it `shows_saved`, it shows an answer that it saved again.
 
-    `settings` are those of `click.Command`. An old flag is taken for the new one, which a line on stderr names.
+    `settings` are those of `click.Command`.
     """
 
     def decorate(function: Callable[..., Any]) -> RequestCommand:
@@ -57,11 +54,10 @@ def command(
                 output_values = {str(option.name): values.pop(str(option.name)) for option in outputs}
                 values["output"] = destination(formats={**formats, **IMAGES, "agent": ()}, **output_values)
             chosen = {key: values.pop(key) for key in options_of(request) if key in values}
-            with _renames_shown():
-                return function(request_of(request, chosen), **values)
+            return function(request_of(request, chosen), **values)
 
         params = [*parameters(request), *also, *outputs, _DEBUG]
-        built = (cls or RequestCommand)(name, params=params, callback=run, help=function.__doc__, **settings)
+        built = RequestCommand(name, params=params, callback=run, help=function.__doc__, **settings)
         built.request = request
         return built
 
@@ -69,27 +65,9 @@ def command(
 
 
 class RequestCommand(click.Command):
-    """A command that understands the old names of its options. `request` is the class that its options make."""
+    """A command whose options make a `request`."""
 
     request: type
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, with old flags replaced by new ones."""
-        return super().parse_args(ctx, list(self._by_new_flags(args)))
-
-    def _by_new_flags(self, arguments: list[str]) -> Iterator[str]:
-        new = {
-            old: p.declared.flag for p in self.params if isinstance(p, RequestOption) for old in p.declared.old_flags
-        }
-        rest = iter(arguments)
-        for argument in rest:
-            flag, equals, value = argument.partition("=")
-            if flag in new:
-                say(f"{flag} is now {new[flag]}")
-                argument = f"{new[flag]}{equals}{value}"
-            yield argument
-            if argument == "--":
-                yield from rest
 
 
 class _Path(click.Path):
@@ -195,25 +173,6 @@ def request_of(request: type, values: Mapping[str, Any]) -> Any:
 def is_given(name: str) -> bool:
     """Whether the option of that name was given."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
-
-
-@contextlib.contextmanager
-def _renames_shown() -> Iterator[None]:
-    """While open, old keys of TOML files are named in one line on stderr."""
-    from memsize.processes.patches import assign
-
-    show = warnings.showwarning
-
-    def shown(message: Warning | str, category: type[Warning], *rest: Any, **keywords: Any) -> None:
-        if category is DeprecationWarning and " is now " in str(message):
-            say(str(message))
-        else:
-            show(message, category, *rest, **keywords)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", r".* is now \w+$", DeprecationWarning)
-        assign(warnings, "showwarning", shown)
-        yield
 
 
 def answer(

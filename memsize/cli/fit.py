@@ -4,31 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import click
-
-from memsize.cli.command import RequestCommand, answer, command, jobs_option, parts_shown
+from memsize.cli.command import answer, command, jobs_option, parts_shown
 from memsize.cli.output import Destination
-from memsize.cli.working import say
 from memsize.spec.requests import FitRequest, FitScriptRequest
-
-
-class _FitCommand(RequestCommand):
-    """`memsize fit`, which was also `memsize fit-script` once: with --vary-argument it still is."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, or run `memsize fit-script` with them."""
-        before = args[: args.index("--")] if "--" in args else args
-        if any(argument.partition("=")[0] == "--vary-argument" for argument in before):
-            say("memsize fit --vary-argument is now memsize fit-script")
-            with fit_script.make_context("fit-script", args, parent=ctx.parent, allow_interspersed_args=True) as script:
-                fit_script.invoke(script)
-            ctx.exit()
-        return super().parse_args(ctx, args)
 
 
 @command(
     FitRequest,
-    cls=_FitCommand,
     also=(jobs_option,),
     epilog="""\b
     Examples:
@@ -74,7 +56,7 @@ def fit_script(request: FitScriptRequest, output: Destination) -> None:
     SCRIPT is run as by memsize run, with one value after another.
     """
     arguments = tuple(request.arguments)
-    if arguments[:1] == ("--",):  # as after `memsize fit --vary-argument … SCRIPT`, which this was called before
+    if arguments[:1] == ("--",):  # `fit-script … SCRIPT -- ARGUMENTS`
         request = replace(request, arguments=arguments[1:])
     answer(
         output,

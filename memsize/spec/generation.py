@@ -74,18 +74,14 @@ class Generation:
     """
 
     prompt: int = PROMPT
-    max_new_tokens: int = option(128, "Tokens to generate.", least=1, old=("new", "--new"))
+    max_new_tokens: int = option(128, "Tokens to generate.", least=1)
     cache_implementation: str | None = option(
-        None, "The cache that generate uses.", shown="the model's own choice", choices=CACHES, old=("cache", "--cache")
+        None, "The cache that generate uses.", shown="the model's own choice", choices=CACHES
     )
-    kv_cache_dtype: str | None = option(
-        None, "Keep the cache quantized.", choices=tuple(KV_DTYPES), old=("kv_dtype", "--kv-dtype")
-    )
-    num_beams: int = option(1, "Beams of a beam search.", least=1, old=("beams", "--beams"))
+    kv_cache_dtype: str | None = option(None, "Keep the cache quantized.", choices=tuple(KV_DTYPES))
+    num_beams: int = option(1, "Beams of a beam search.", least=1)
     begun: int = 0
-    prefill_chunk_size: int | None = option(
-        None, "Read the prompt N tokens at a time.", least=1, old=("chunk", "--chunk")
-    )
+    prefill_chunk_size: int | None = option(None, "Read the prompt N tokens at a time.", least=1)
     uneven: bool = option(False, "Prompts are of unequal lengths, padded to the longest.")
     draft: Draft | None = None
 
@@ -233,26 +229,18 @@ class Serving:
         "The part of the card's memory that the server may take.",
         shown="the server's",
         metavar="PART",
-        old=("utilization", "--utilization"),
     )
-    block_size: int | None = option(None, "Tokens of a block.", shown="the server's", least=1, old=("block", "--block"))
+    block_size: int | None = option(None, "Tokens of a block.", shown="the server's", least=1)
     max_num_batched_tokens: int | None = option(
         None,
         "Tokens of one step at most.",
         shown="the server's",
         least=1,
-        old=("batched_tokens", "--max-batched-tokens"),
     )
-    max_num_seqs: int | None = option(
-        None, "Sequences of one step at most.", shown="the server's", least=1, old=("seqs", "--max-seqs")
-    )
-    max_model_len: int | None = option(
-        None, "Tokens of a request.", shown="the model's positions", least=1, old=("context", "--context")
-    )
-    tensor_parallel_size: int = option(1, "Cards that share a layer.", least=1, old=("tp", "--tp"))
-    kv_cache_dtype: str | None = option(
-        None, "Keep the cache in this dtype.", choices=tuple(KV_BYTES), old=("kv_dtype", "--kv-dtype")
-    )
+    max_num_seqs: int | None = option(None, "Sequences of one step at most.", shown="the server's", least=1)
+    max_model_len: int | None = option(None, "Tokens of a request.", shown="the model's positions", least=1)
+    tensor_parallel_size: int = option(1, "Cards that share a layer.", least=1)
+    kv_cache_dtype: str | None = option(None, "Keep the cache in this dtype.", choices=tuple(KV_BYTES))
     kv_cache_memory: str | int | None = option(
         None, "Size of the cache, in place of what is left: 40GiB.", metavar="SIZE"
     )

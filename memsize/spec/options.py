@@ -5,7 +5,7 @@ The command line's options, the keywords of Python, the keys of TOML files and t
 
     @dataclass(frozen=True, kw_only=True)
     class Serving:
-        block_size: int = option(16, "Tokens of a block.", least=1, old=("block", "--block"))
+        block_size: int = option(16, "Tokens of a block.", least=1)
 
     @dataclass(frozen=True, kw_only=True)
     class ServeRequest:
@@ -17,10 +17,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from functools import cache, wraps
+from functools import cache
 from inspect import Parameter, signature
 from numbers import Integral, Real
 from types import UnionType
@@ -83,9 +82,9 @@ class Option:
     """One field as people write it: `key` in Python and TOML, `flags` on the command line.
 
     `annotation` is its type in Python, where that is another than the field's. `shown` is its default in help where the
-    value itself would say nothing. `least` is its smallest value. `old` are names of earlier releases, flags with their
-    dashes. `read` makes the value of texts and TOML values. A `positional` one is an argument of the command and of the
-    function, a `required` one has no default. One that is not `written` is Python's alone.
+    value itself would say nothing. `least` is its smallest value. `read` makes the value of texts and TOML values. A
+    `positional` one is an argument of the command and of the function, a `required` one has no default. One that is not
+    `written` is Python's alone.
     """
 
     help: str
@@ -99,7 +98,6 @@ class Option:
     metavar: str | None = None
     choices: tuple[str, ...] = ()
     least: float | None = None
-    old: tuple[str, ...] = ()
     read: Callable[[Any], Any] | None = None
     positional: bool = False
     required: bool = False
@@ -109,16 +107,6 @@ class Option:
     def flag(self) -> str:
         """The flag that messages name."""
         return max(self.flags, key=len).partition("/")[0]
-
-    @property
-    def old_keys(self) -> tuple[str, ...]:
-        """Its earlier names in Python and TOML files."""
-        return tuple(name for name in self.old if not name.startswith("-"))
-
-    @property
-    def old_flags(self) -> tuple[str, ...]:
-        """Its earlier names on the command line."""
-        return tuple(name for name in self.old if name.startswith("-"))
 
     def checked(self, value: Any, name: str = "") -> Any:
         """Return `value`; raise `InputError`, naming the option `name`, for one that it cannot have."""
@@ -335,10 +323,9 @@ def of_keywords(
 ) -> tuple[T, dict[str, Any]]:
     """The request of a Python call, and the keywords of the function's own, `also`.
 
-    Old keywords are renamed with a `DeprecationWarning`. Raises `UnknownKeywordError` for a keyword that there is not,
-    and `InputError` for a value that it cannot have.
+    Raises `UnknownKeywordError` for a keyword that there is not, and `InputError` for a value that it cannot have.
     """
-    values = renamed(keywords, options_of(request).values(), stacklevel=4)  # type: ignore[arg-type]
+    values = dict(keywords)
     accepted = {**keywords_of(request), **also}  # type: ignore[arg-type]
     for name, value in values.items():
         if name not in accepted:
@@ -368,39 +355,10 @@ def _check_annotation(key: str, value: object, annotation: str) -> None:
         raise InputError(f"{key} is {quoted(str(value))}: it should be {wanted}")
 
 
-def renamed(
-    values: Mapping[str, Any], options: Iterable[Option], *, where: str = "", stacklevel: int = 1
-) -> dict[str, Any]:
-    """`values` by today's keys; each old one warns of the new one, and says `where` it stands.
-
-    Raises `InputError` where both are there.
-    """
-    new = {old: choice.key for choice in options for old in choice.old_keys}
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        if key in new and new[key] != key:
-            warnings.warn(f"{where}{key} is now {new[key]}", DeprecationWarning, stacklevel=stacklevel)
-            if new[key] in values:
-                raise InputError(f"{key} is the old name of {new[key]}: leave one of them out")
-        result[new.get(key, key)] = value
-    return result
-
-
 def check_fields(request: Any) -> None:
     """Raise `InputError` for a field whose value its option cannot have: for a dataclass's ``__post_init__``."""
     for name, choice in _own_options(type(request)).items():  # type: ignore[arg-type]
         choice.checked(getattr(request, name))
-
-
-def accepts_old_names(cls: type[T]) -> type[T]:
-    """Let a dataclass be made with the old names of its options too, with a `DeprecationWarning`."""
-    initialize: Any = cls.__init__
-
-    def with_old_names(self: Any, *values: Any, **keywords: Any) -> None:
-        initialize(self, *values, **renamed(keywords, _own_options(cls).values(), stacklevel=3))  # type: ignore[arg-type]
-
-    cls.__init__ = wraps(initialize)(with_old_names)  # type: ignore[method-assign]
-    return cls
 
 
 def check_type(key: str, value: object, types: tuple[type, ...]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 from memsize.errors import InputError, UnknownInputError, quoted
 from memsize.records.check import SEVERITIES, Severity
 from memsize.spec.options import check_type, options_of
-from memsize.spec.section import MODEL_KEYS, ModelSection, by_new_keys, parsed_toml, refuse_unknown, section_of
+from memsize.spec.section import MODEL_KEYS, ModelSection, parsed_toml, refuse_unknown, section_of
 from memsize.units import parse_bytes
 
 NAME: Final = "pyproject.toml"
@@ -205,7 +205,7 @@ def read_project(file: Path) -> Project:
     targets: list[CheckedTarget] = []
     for line, target in zip(lines, sections, strict=False):
         try:
-            targets.append(parse_section(usual | by_new_keys(target, f"{file.name}:{line}"), line))
+            targets.append(parse_section(usual | target, line))
         except InputError as error:
             raise InputError(f"{file.name}:{line}: {error}") from None
     names = [target.name for target in targets]

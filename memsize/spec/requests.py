@@ -266,18 +266,14 @@ class GenerateRequest:
         None,
         "A smaller model, which proposes tokens before each step.",
         metavar="TARGET",
-        old=("assistant", "--assistant"),
     )
-    prompt_lookup_num_tokens: int | None = option(
-        None, "N tokens before each step, looked up in the prompt.", least=1, old=("lookup", "--lookup")
-    )
+    prompt_lookup_num_tokens: int | None = option(None, "N tokens before each step, looked up in the prompt.", least=1)
     batch_size: int | str | Iterable[int] = option(
         1,
         "Sequences at once; several sizes.",
         flags=("-b", "--batch", "--batch-size"),
         kind="list",
         metavar="N,…",
-        old=("batches", "--batch"),
     )
     step: Callable[..., Any] | str | None = option(
         None, "A loop in place of generate: file.py:function.", metavar="FUNCTION"
@@ -398,7 +394,6 @@ class ExplainRequest:
         "report --train.",
         kind="path",
         metavar="FILE",
-        old=("beside", "--beside"),
     )
     device: int | None = option(None, "GPU to explain.", shown="the fullest", least=0)
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from memsize import files
 from memsize.errors import InputError, UnknownInputError, quoted
 from memsize.spec.model_request import ModelRequest
-from memsize.spec.options import TOML_TYPES, build, check_type, option, options_of, part, renamed
+from memsize.spec.options import TOML_TYPES, build, check_type, option, options_of, part
 from memsize.spec.scenario import scenario_named
 from memsize.spec.stack import Gpu
 from memsize.spec.training import Training
@@ -65,11 +65,6 @@ def parsed_toml(file: Path) -> tuple[str, dict[str, Any]]:
         raise InputError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is no TOML: {error}") from None
-
-
-def by_new_keys(section: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A section by today's keys; an old one is renamed with a `DeprecationWarning` that says `where` it stands."""
-    return renamed(section, options_of(ModelSection).values(), where=f"{where}: ")
 
 
 def refuse_unknown(kind: str, section: Mapping[str, Any], keys: Iterable[str], where: str) -> None:

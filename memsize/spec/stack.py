@@ -130,7 +130,6 @@ class Gpu:
         "Settings of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True …",
         annotation="AllocatorConfig | str | None",
         metavar="SETTINGS",
-        old=("config",),
     )
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.options import check_type
 from memsize.spec.parallel import Parallel, on_each, spread_of
-from memsize.spec.section import MODEL_KEYS, by_new_keys, parsed_toml, refuse_unknown, section_of
+from memsize.spec.section import MODEL_KEYS, parsed_toml, refuse_unknown, section_of
 from memsize.spec.stack import Stack
 from memsize.spec.training import Training
 
@@ -143,8 +143,7 @@ def _grid(name: str, folder: Path, data: Mapping[str, Any], lines: list[str]) ->
     return Grid(name, folder, tuple(_section(where, section) for where, section in parts))
 
 
-def _section(where: str, data: Mapping[str, Any]) -> Section:
-    section = by_new_keys(data, where)
+def _section(where: str, section: Mapping[str, Any]) -> Section:
     refuse_unknown("key", section, (*MODEL_KEYS, *_SPREAD), where=where)
     if not section.get("target"):
         raise InputError(f'{where}: a section needs a target, such as target = "model.py:Net"')

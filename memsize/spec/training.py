@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from memsize.errors import InputError, UnknownInputError
-from memsize.spec.options import accepts_old_names, check_fields, option
+from memsize.spec.options import check_fields, option
 
 OPTIMIZERS: dict[str, tuple[str, Mapping[str, object]]] = {
     "sgd": ("SGD", {"lr": 0.01}),
@@ -39,7 +39,6 @@ LOSSES = ("own", "cross_entropy", "mse", "bce", "mean", "sum")
 """Names of losses; what each computes stands in `memsize.workloads.losses`."""
 
 
-@accepts_old_names
 @dataclass(frozen=True, slots=True)
 class Training:
     """One training step.
@@ -65,9 +64,7 @@ class Training:
     loss: str | Callable[[Any], Any] | None = option(
         None, f"Loss: {', '.join(LOSSES)}.", shown="one that suits the output", metavar="NAME"
     )
-    gradient_accumulation_steps: int = option(
-        1, "Backward passes per training step.", least=1, old=("accumulate", "--accumulate")
-    )
+    gradient_accumulation_steps: int = option(1, "Backward passes per training step.", least=1)
     ema: bool = option(False, "Keep an averaged copy of the parameters during training.")
     set_to_none: bool = option(True, "Free the gradients in zero_grad.", written=False)
     scaler: bool | None = option(None, "Use a GradScaler.", shown="under float16 autocast", written=False)
