@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import memsize
 from memsize import AllocatorConfig, Fit, Trace, Training
 from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.optimized_models import Adam8bit
+from memsize.analysis.fit.optimized_models import Adam8bit, StepInBackward
 from memsize.analysis.fit.recomputation import repeated_blocks
 from memsize.analysis.fit.remedy_trials import SEGMENT, remedies_of
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
@@ -24,6 +24,8 @@ from memsize.analysis.fit.step_remedies import RANK, STEP_REMEDIES, accumulation
 from memsize.analysis.remedies import Need, NotApplicable, RemedySearch, try_remedies
 from memsize.records.trace import Event, Storage
 from memsize.spec.vary import Vary
+from memsize.workloads.training import is_regular
+from tests.deep import assert_same
 from tests.gpus import card, cuda_context
 from tests.models import SCENARIOS, inputs_from_specs, parse_input
 from tests.records import RemedyRow
@@ -210,21 +212,42 @@ def test_offloaded_activations() -> None:
     assert run.requested < plain.requested
 
 
-def test_the_host_of_a_deep_model_follows_from_short_ones() -> None:
-    class Deep(Stack):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(60))
+class DeepWords(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(60))
 
-    def offloaded(whole: bool) -> Footprint:
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "activation offload",
+        "optimizer in backward",
+        "8-bit optimizer state",
+        "cut cross-entropy",
+        pytest.param("chunked cross-entropy", marks=pytest.mark.thorough),
+        pytest.param("Liger's fused loss", marks=pytest.mark.thorough),
+        pytest.param("8-bit optimizer state, activation offload, Liger's fused loss", marks=pytest.mark.thorough),
+        pytest.param("optimizer in backward, activation checkpointing, freezing", marks=pytest.mark.thorough),
+    ],
+)
+def test_remedies_of_a_deep_model_follow_from_short_ones(names: str) -> None:
+    def run_of(whole: bool) -> Trace:
         inputs = inputs_from_specs((parse_input(SIZE),), 1)
-        runs = RunCache("m", Deep(), inputs, True, Vary(), lambda _: None, whole=whole)
-        runs.run(BASE, BATCH)
-        return runs.run(_with("activation offload"), BATCH)
+        runs = RunCache("m", DeepWords(), inputs, True, Vary(), lambda _: None, whole=whole)
+        base = variant = replace(BASE, scenario=SCENARIOS["bf16"])
+        for name in names.split(", "):
+            variant = next(remedy for remedy in STEP_REMEDIES if remedy.name == name).apply(variant)
+        runs.run(base, BATCH)
+        return runs.run(variant, BATCH).trace
 
-    extended, whole = offloaded(False), offloaded(True)
-    assert extended.trace.extended_from and not whole.trace.extended_from
-    assert same(extended, whole) and extended.trace.host == whole.trace.host
+    assert_same(run_of(False), run_of(True))
+    assert run_of(False).extended_from
+
+
+def test_an_optimizer_of_ones_own_may_tell_blocks_apart() -> None:
+    steps = (StepInBackward("adamw"), StepInBackward(Adam8bit), StepInBackward(torch.optim.AdamW))
+    assert [is_regular(Training(step)) for step in steps] == [True, True, False]
 
 
 def test_an_optimizer_in_backward_keeps_one_gradient() -> None:
@@ -542,6 +565,16 @@ def test_two_remedies_rather_than_three() -> None:
     found = try_remedies(search, remedies_of(BASE), scenario="fp32", gpu="a GPU", size=1)
     assert [row.name for row in found.rows if row.outcome == "saves"] == [ckpt, inplace, expandable]
     assert set(found.combination) == {inplace, expandable} and found.combined == 30 * MiB
+
+
+def test_a_single_remedy_rather_than_two() -> None:
+    # What keeps the training is not enough by itself; with less savings than the others together, SGD alone is.
+    views, sgd = "expandable segments", "SGD"
+    sizes = {(): 100, (views,): 70, (sgd,): 40}
+    run = made_up({frozenset(names): need for names, need in sizes.items()})
+    search = RemedySearch(BASE, lambda variant: Need(run(variant).needs(40 * MiB), 40 * MiB), SEGMENT)
+    found = try_remedies(search, remedies_of(BASE), scenario="fp32", gpu="a GPU", size=1)
+    assert found.combination == (sgd,) and found.combined == 40 * MiB
 
 
 def cases(names: tuple[str, ...]) -> Iterator[RunVariant]:

@@ -138,13 +138,16 @@ class RemedySearch(Generic[Variant]):
         """Find a few remedies that fit together, and the bytes needed with them; ``(), None`` if there are none.
 
         Remedies are added in the order of their savings, those that change the training last, and removed if not needed
-        after all. If more than two remain, pairs whose savings add up to enough are tried.
+        after all. If more than two remain, pairs whose savings add up to enough are tried. One that changes the
+        training and is enough alone needs no others.
         """
         chosen: list[Remedy[Variant]] = []
         needed, capacity = self.need.bytes, self.need.capacity
-        for remedy, _ in sorted(trials, key=lambda trial: trial[0].changes == "training"):
+        for remedy, row in sorted(trials, key=lambda trial: trial[0].changes == "training"):
             if needed <= capacity:
                 break
+            if row.outcome == "fits":
+                return (remedy.name,), row.peak
             if not any(remedy.groups & other.groups for other in chosen):
                 with_it = self._bytes_below([*chosen, remedy], limit=needed)
                 if with_it is not None:

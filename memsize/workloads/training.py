@@ -65,13 +65,15 @@ class TrainingSteps(Workload):
         """Whether a step that would repeat the one before need not be run. An optimizer from elsewhere may do something
         every so often, and whoever asks for more steps than usual looks for what the first ones don't show.
         """
-        is_regular = isinstance(self.options.optimizer, str) and not self.options.is_own
-        return is_regular and self.options.steps <= USUAL_STEPS
+        return is_regular(replace(self.options, loss=None)) and self.options.steps <= USUAL_STEPS
 
 
 def is_regular(training: Training) -> bool:
-    """Whether no function of the user's is part of the training."""
-    return isinstance(training.optimizer, str) and not training.is_own and not callable(training.loss)
+    """Whether every block is trained alike: no function of the user's is part of the training. One of memsize's own
+    says so with its attribute `is_regular`.
+    """
+    functions = filter(callable, (training.optimizer, training.loss))
+    return not training.is_own and all(getattr(function, "is_regular", False) for function in functions)
 
 
 @dataclass(frozen=True, slots=True)

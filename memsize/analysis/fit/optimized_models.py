@@ -132,6 +132,9 @@ def loss_of_the_head(output: Any) -> torch.Tensor:
     return next(t for t in tensors_in(output) if t.is_floating_point() and t.dim() == 0)
 
 
+loss_of_the_head.is_regular = True  # type: ignore[attr-defined]
+
+
 def _head(model: nn.Module) -> nn.Linear:
     """The last linear layer with as many outputs as a vocabulary has words."""
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features >= max(LARGE, m.in_features)]
@@ -146,6 +149,8 @@ LEAST = 4096
 
 class Adam8bit(torch.optim.Optimizer):
     """Adam or AdamW with 8-bit state: 2 bytes per parameter and 8 per block of 256, updated in place."""
+
+    is_regular = True
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters, {"lr": 1e-3})
@@ -235,6 +240,11 @@ class StepInBackward:
     """Make an optimizer of `kind` for each parameter, which updates it as soon as its gradient is complete."""
 
     kind: str | Callable[[Any], Any]
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether the optimizer is none of the user's."""
+        return isinstance(self.kind, str) or getattr(self.kind, "is_regular", False)
 
     def __call__(self, parameters: Iterable[torch.Tensor]) -> NoStep:
         for parameter in parameters:
