@@ -37,7 +37,8 @@ demo: $(STAMP)
 	@$(BIN)/memsize report notebooks/model.py:Test --input 3,64,64
 
 # Each of the tests' processes computes on one thread: those of several would wait for each other. Many import memsize in a
-# process of their own, which would compile it each time where Python may not write what it compiles. mypy runs beside the
+# process of their own, which would compile it each time where Python may not write what it compiles; nor could pytest keep
+# the test files that it rewrites, half of the time that it takes to find the tests. mypy runs beside the
 # tests, since it takes half a minute of one core where it has no cache; what it says comes last.
 test: $(STAMP) $(if $(CUDNN),$(CUDNN_STAMP))
 	$(BIN)/ruff check .
@@ -45,7 +46,7 @@ test: $(STAMP) $(if $(CUDNN),$(CUDNN_STAMP))
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m compileall -q memsize tests
 	$(BIN)/mypy $(if $(TORCH),--no-warn-unused-ignores) >$(MYPY_LOG) 2>&1 & mypy=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal $(if $(THOROUGH),-m "not slow"); \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal $(if $(THOROUGH),-m "not slow"); \
 	tests=$$?; wait $$mypy; types=$$?; cat $(MYPY_LOG); exit $$((tests ? tests : types))
 
 # Other examples each time: Hypothesis keeps those that fail in .hypothesis and begins with them, the fuzzer keeps its runs.

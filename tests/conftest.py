@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,13 @@ from tests import arbitrary as arbitrary  # it registers strategies for records
 
 # The plugin under test, also where the project was not installed anew since it became an entry point.
 pytest_plugins = ["memsize.pytest_plugin", "pytester"]
+
+FROM_THE_LAST = os.environ.get("PYTEST_XDIST_WORKER") == "gw1"
+"""Whether this process reads the test files from the last to the first.
+
+pytest rewrites each test file and keeps the result for other processes: of two that go through them in opposite
+directions, each rewrites half of the files.
+"""
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[[str, str], Path]
@@ -50,6 +57,23 @@ os.environ["MEMSIZE_PROGRESS"] = "never"
 
 # Before anything imports torchvision: what it registers on the way to failing cannot be taken back.
 declare()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Turn the order of the files round where `FROM_THE_LAST`."""
+    report = yield
+    if FROM_THE_LAST and isinstance(collector, pytest.Directory):
+        report.result.reverse()
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give all processes the same order of tests, that of the files' names."""
+    items.sort(key=lambda item: item.path)
 
 
 @pytest.fixture(scope="module", autouse=True)

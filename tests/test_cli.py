@@ -18,7 +18,6 @@ import pytest
 
 from memsize import Gpu, InputSpec, ModelRequest, Report, Trace, api
 from memsize.cli import main, memsize as cli, run
-from memsize.cli.report import describe_failure
 from memsize.cli.working import Progress, remaining
 from memsize.device.cards import CARDS, card
 from memsize.errors import ForwardError, InputError
@@ -268,23 +267,29 @@ def test_a_failed_forward_still_shows_what_ran(asked: Asked, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("where", [("-o", "a.html"), ("--format", "json")])
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [
+        (STOPPED, "fc (Linear), given float32[1,4]: shapes do not fit"),
+        (
+            Failure("", "Net", None, (), "AttributeError: no attribute 'fc2'"),
+            "the model itself (Net): AttributeError: no attribute 'fc2'",
+        ),
+    ],
+)
 def test_a_failed_forward_says_why_where_no_text_does(
     asked: Asked,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     where: tuple[str, str],
+    failure: Failure,
+    says: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked.answer = Report("model.py:Net", trace(STOPPED), failure=STOPPED)
+    asked.answer = Report("model.py:Net", trace(failure), failure=failure)
     assert run(["report", "model.py:Net", *where]) == 2
-    assert "shapes do not fit" in capsys.readouterr().err
-
-
-def test_a_failure_in_words() -> None:
-    assert describe_failure(STOPPED) == "the forward failed in fc (Linear), given float32[1,4]: shapes do not fit"
-    whole = Failure("", "Net", None, (), "AttributeError: no attribute 'fc2'")
-    assert describe_failure(whole) == "the forward failed in the model itself (Net): AttributeError: no attribute 'fc2'"
+    assert f"error: the forward failed in {says}\n" in capsys.readouterr().err
 
 
 def test_a_failed_forward_without_a_trace_is_an_error(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,8 @@ from torch import nn
 
 import memsize
 from memsize import Explanation, Trace
-from memsize.analysis.explain.history import History, summarize
-from memsize.analysis.explain.snapshot_file import MOST_RECORDS, read_snapshot
 from memsize.cli import run
-from memsize.documents.explanation import ExplanationDocument
+from memsize.documents import document
 from memsize.documents.sections import Chart
 from memsize.render import FORMATS, render
 from tests.gpus import pickled
@@ -236,9 +234,10 @@ def test_stacks_of_python_alone_have_none_in_backward(tmp_path: Path) -> None:
 )
 def test_stages(calls: tuple[str, ...], stage: str, tmp_path: Path) -> None:
     gpu = Recorder()
-    gpu.alloc(MiB, frames(*calls))
-    [segment] = read_snapshot(written(tmp_path / "s.pickle", gpu)).segments
-    assert summarize(segment.blocks[0].stack).stage == stage
+    gpu.alloc(MiB, frames("torch::autograd::VariableType::mm"))  # a stack without one is not of backward
+    gpu.oom(MiB, 0, frames(*calls))
+    failed = memsize.explain(written(tmp_path / "s.pickle", gpu)).failed
+    assert failed is not None and failed.stage == stage
 
 
 def test_the_line_is_that_above_pytorch_and_the_programs_own(tmp_path: Path) -> None:
@@ -253,16 +252,21 @@ def test_the_line_is_that_above_pytorch_and_the_programs_own(tmp_path: Path) -> 
 def test_our_own_snapshots_say_what_the_trace_says(trace: Trace, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("own") / "s.pickle"
     path.write_bytes(pickled(trace))
-    found = read_snapshot(path)
-    history = History(found.histories[0], found.segments)
+    written_there = pickle.loads(path.read_bytes())
+    segments = written_there["segments"]
+    if not segments:
+        return
+    explained = memsize.explain(path)
+    chart = document(explained).picture()
+    assert isinstance(chart, Chart)
+    history = chart.timeline
     # Blocks follow each other within an event of a trace: a resize has both for a moment.
-    assert max(history.requested, default=0) >= max(live_bytes(trace.events), default=0)
-    assert history.requested[-1] == sum(b.requested for s in found.segments for b in s.blocks)
-    assert history.reserved_at(len(history.entries) - 1) == sum(segment.size for segment in found.segments)
-    if found.segments:
-        explained = memsize.explain(path)
-        assert sum(each.bytes for each in explained.alive) == explained.requested == max(history.requested)
-        assert {each.how for each in explained.alive if each.bytes} <= {"recorded"}
+    assert max(history.total) >= max(live_bytes(trace.events))
+    alive = (block for segment in segments for block in segment["blocks"] if block["state"].startswith("active"))
+    assert history.total[-1] == sum(block["requested_size"] for block in alive)
+    assert history.reserved[-1] == sum(segment["total_size"] for segment in segments)
+    assert sum(each.bytes for each in explained.alive) == explained.requested == max(history.total)
+    assert {each.how for each in explained.alive if each.bytes} <= {"recorded"}
 
 
 def test_beside_a_prediction(tmp_path: Path, toy_target: str) -> None:
@@ -362,7 +366,7 @@ def test_the_history_is_a_picture_that_begins_when_memory_ran_out(tmp_path: Path
     assert sum(b.bytes for b in found.history.blocks if b.born <= found.history.moment < (b.died or 9999)) == (
         found.requested
     )
-    chart = ExplanationDocument(found).picture()
+    chart = document(found).picture()
     assert isinstance(chart, Chart) and chart.moment == found.history.moment
     run = chart.timeline
     assert run.total[chart.moment] == found.requested
@@ -480,19 +484,22 @@ def test_stacks_are_those_that_python_reads(tmp_path: Path, protocol: int) -> No
     """Of frames that lists share: references of one and of four bytes, and lists that are equal or the same."""
     calls = frames(*(f"/home/me/train.py:{line}:f{line}" for line in range(400)))
     stacks = [calls[start % 7 :: 11] + calls[start % 5 : start % 5 + 3] for start in range(40)]
-    entries = [{"action": "alloc", "addr": n, "size": 8, "frames": stack} for n, stack in enumerate(stacks + stacks)]
-    path = tmp_path / "s.pickle"
-    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [entries]}, protocol))
-    (history,) = read_snapshot(path).histories
-    expected = [[(f["filename"], f["line"], f["name"]) for f in stack] for stack in stacks + stacks]
-    assert [list(map(tuple, entry.stack)) for entry in history] == expected
-    assert len({id(entry.stack) for entry in history}) == 35  # 7 × 5 different ones
+    gpu = Recorder()
+    for stack in stacks + stacks:
+        gpu.alloc(MiB, stack)
+    path = written(tmp_path / "s.pickle", gpu)
+    path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()), protocol))
+    history = memsize.explain(path).history
+    assert history is not None
+    expected = [tuple(f"train.py:{f['line']} {f['name']}" for f in reversed(stack)) for stack in stacks + stacks]
+    assert [history.stacks[block.stack].calls for block in history.blocks] == expected
+    assert len(history.stacks) == 35  # 7 × 5 different ones
 
 
 def test_entries_without_end_are_refused(tmp_path: Path) -> None:
     """One entry that the pickle repeats costs two bytes each time."""
     path = tmp_path / "s.pickle"
-    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc"}] * (MOST_RECORDS + 1)]}))
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc"}] * 500_001]}))
     with pytest.raises(memsize.InputError, match="more entries than memsize reads"):
         memsize.explain(path)
 

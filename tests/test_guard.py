@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import memsize
-from memsize.analysis.step import ALLOCATED, RESERVED
+
+ALLOCATED, RESERVED = "allocated_bytes.all.peak", "reserved_bytes.all.peak"
+"""As `torch.cuda.memory_stats` names them."""
 
 
 def net() -> nn.Module:

@@ -15,8 +15,8 @@ import click
 import pytest
 from hypothesis import given, strategies as st
 
+import memsize
 from memsize import CheckpointReport, Finding, cli
-from memsize.analysis.step import load
 from memsize.checkpoints import read
 from memsize.cli import run
 from memsize.cli.working import Progress
@@ -77,7 +77,10 @@ ANSWERS: dict[str, Callable[[], Renderable]] = {
     "structures": records.structures_report,
     "failing": records.failing_report,
     "timeline": lambda: timeline(records.toy()),
-    **{kind: lambda kind=kind: load(SAVED / f"{kind}.1.memsize") for kind in ("layout", "verification", "checkpoint")},
+    **{
+        kind: lambda kind=kind: memsize.load(SAVED / f"{kind}.1.memsize")
+        for kind in ("layout", "verification", "checkpoint")
+    },
 }
 
 
@@ -114,9 +117,9 @@ def test_a_name_stays_in_its_row() -> None:
 
 def test_what_prints_itself() -> None:
     finding = Finding("a", "{name}", {"name": HOSTILE})
-    for shown in (repr(FindingList((finding,))), str(spoilt(load(SAVED / "step.1.memsize")))):
+    for shown in (repr(FindingList((finding,))), str(spoilt(memsize.load(SAVED / "step.1.memsize")))):
         assert not obeyed(shown)
-    compared = load(SAVED / "comparison.1.memsize")
+    compared = memsize.load(SAVED / "comparison.1.memsize")
     assert not obeyed(str(dataclasses.replace(compared, findings=(finding,))))
 
 

@@ -13,9 +13,7 @@ import pytest
 import torch
 
 import memsize
-from memsize.analysis.step import load, load_step
 from memsize.cli import run
-from memsize.errors import InputError, ScenarioError
 from memsize.records.answer import Renderable
 from memsize.records.kinds import KINDS, SAVED_KINDS
 from memsize.records.run_file import NEWEST, read_data
@@ -140,7 +138,7 @@ def test_a_saved_program_has_a_timeline_and_a_snapshot(folder: Path, capsys: pyt
     one, two = (pickle.loads((folder / name).read_bytes()) for name in ("one.pickle", "two.pickle"))
     assert one == two
     data = json.loads(shown(capsys, "timeline", "run.memsize", "--format", "json"))
-    assert data["peak"]["bytes"] == load("run.memsize").peak.requested
+    assert data["peak"]["bytes"] == memsize.load("run.memsize").peak.requested
     assert refused(capsys, "run", "--gpu", "a100", "run.memsize").endswith("--gpu would need the model to be run again")
 
 
@@ -149,7 +147,7 @@ def test_programs_are_compared(folder: Path, capsys: pytest.CaptureFixture[str])
     for name, text in (("before", TRAIN), ("after", TRAIN.replace(".cuda()", ".cuda().half()"))):
         (folder / "train.py").write_text(text.replace('device="cuda")', 'device="cuda").to(model[0].weight.dtype)'))
         shown(capsys, "run", "--save", f"{name}.memsize", "train.py")
-    found = memsize.diff("before.memsize", load("after.memsize"))
+    found = memsize.diff("before.memsize", memsize.load("after.memsize"))
     assert "18,720 B" in found.findings[0].text("B") and "9,360 B" in found.findings[0].text("B")
 
 
@@ -172,7 +170,7 @@ def test_a_timeline_of_a_saved_report(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_verification_is_saved_and_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = load(SAVED / "verification.1.memsize")
+    found = memsize.load(SAVED / "verification.1.memsize")
     assert shown(capsys, "verify", str(SAVED / "verification.1.memsize")) == f"{found}\n"
 
 
@@ -312,14 +310,15 @@ def test_saved_runs_are_compared(folder: Path) -> None:
     assert "288 B" in memsize.diff("before.memsize", "after.memsize").findings[0].text("B")  # (8 × 8 + 8) × 4
 
 
-def test_a_step_of_a_report_has_its_allocator(folder: Path) -> None:
-    records.toy_report().save(folder / "run.memsize")
-    assert load_step("run.memsize", None).trace == records.toy_report().trace
-    with pytest.raises(ScenarioError):
-        load_step("run.memsize", "nf4")
+def test_the_step_of_a_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = records.toy_report()
+    report.save(folder / "run.memsize")
+    memsize.StepTrace(report.trace).save(folder / "step.memsize")
+    of_report, of_step = (shown(capsys, "timeline", f"{name}.memsize", "--format", "json") for name in ("run", "step"))
+    assert of_report == of_step
+    assert "no scenario 'nf4'" in refused(capsys, "timeline", "run.memsize", "--scenario", "nf4")
     memsize.fit(torch.nn.Linear(8, 4), (8,), scenarios="fp32", gpu="t4", batch_size=2).save(folder / "fit.memsize")
-    with pytest.raises(InputError, match="holds a fit"):
-        load_step("fit.memsize", None)
+    assert "holds a fit" in refused(capsys, "timeline", "fit.memsize")
 
 
 # -- files of every version of the schema keep loading -----------------------------------------------------------------
@@ -335,7 +334,7 @@ def test_there_is_a_file_of_every_kind_and_version() -> None:
 def test_files_of_older_versions_are_read(kind: str, version: int) -> None:
     path = SAVED / f"{kind}.{version}.memsize"
     assert read_data(path)["schema"] == f"memsize.run/{version}"
-    golden, text = SAVED / f"{kind}.{version}.txt", f"{load(path)}\n"
+    golden, text = SAVED / f"{kind}.{version}.txt", f"{memsize.load(path)}\n"
     if os.environ.get("MEMSIZE_GOLDEN") == "write":
         golden.write_text(text, encoding="utf-8")
     assert text == golden.read_text(encoding="utf-8")
