@@ -27,6 +27,7 @@ from memsize.loading.library_imports import torchvision_importable
 from memsize.processes.user_code import is_library, is_outside, line_of
 from memsize.records.aggregates import alive, split_phase, summit
 from memsize.records.codec import plain
+from memsize.records.finding import Finding
 from memsize.records.program import ChildRun, Growth, KeptGradients, LiveTensor, NeedsGpu, ProgramRun, WentOn
 from memsize.records.trace import Trace
 from memsize.torch_internals.isolation import default_device_kept, isolated
@@ -51,13 +52,14 @@ def run_program(
     settings: Settings,
     *,
     module: bool = False,
+    files: Files | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[ProgramRun, BaseException | None]:
     """Run a script (or a module) with its own arguments and return its run, with the error that ended it, if any.
 
-    `progress` is called with what the program is doing.
+    `files` are those of a run before, which it may write again. `progress` is called with what the program is doing.
     """
-    program = program_on(path, settings)
+    program = program_on(path, settings, files)
     if not module and not Path(path).is_file():
         raise InputError(f"no such script: {path}")
     name = Path(path).name
@@ -157,7 +159,12 @@ def program_run(program: Program, command: str, error: BaseException | None) -> 
         needs_gpu=needs_gpu(error),
         allocator=json.dumps(plain(memory.config)),
     )
-    return replace(run, findings=(RULES + AFTER_RULES).findings(run))
+    return replace(run, findings=findings_of(run))
+
+
+def findings_of(run: ProgramRun) -> tuple[Finding, ...]:
+    """The findings of a run by all rules about programs."""
+    return (RULES + AFTER_RULES).findings(run)
 
 
 def _went_on(program: Program, trace: Trace, error: BaseException | None) -> WentOn | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from memsize.records.fit import Fit
     from memsize.records.ranks import RankRuns
     from memsize.records.world import World
+    from memsize.virtual.guards.child_processes import Settings
+
+
+_STEPS = 3
+"""How many steps are run again of a script that runs to its end."""
 
 
 @takes(RunRequest)
@@ -42,7 +48,9 @@ def run(request: RunRequest, *, progress: Callable[[str], None] | None = None) -
     is run as process `rank` of them. With ``"all"`` each rank is run, in a process of its own where the platform forks,
     `jobs` side by side (None: one per core); with ``"distinct"`` the first and the last, and those between only where
     they differ. The answer is then a `RankRuns`. With `one_process` the script is started once and has all `gpus`, and
-    `rank` is that of the GPU that is looked at. `progress` is called with what is being done.
+    `rank` is that of the GPU that is looked at. A script that runs out of memory is run again, in a process of its own
+    where the platform forks, to learn what its steps need and which batch fits. `progress` is called with what is being
+    done.
 
     Raises `InputError` where there is no such script or rank, and `ForwardError` when the script itself fails; of
     several ranks it says in the answer which failed.
@@ -84,7 +92,9 @@ def run_program(
         goes_on=not request.training_only,
         stands_in=request.checkpoint is not None,
     )
-    if world is None or isinstance(rank, int):
+    if world is None:
+        return _run_alone(request, settings, report_progress)
+    if isinstance(rank, int):
         return run_as_rank(path, arguments, settings, module=request.module, progress=report_progress)
     if not request.module:
         import_packages(path, where, allocator)
@@ -94,6 +104,25 @@ def run_program(
 
     with others_asked(run_rank, world):
         return run_ranks(run_rank, world, rank, jobs=request.jobs, progress=report_progress), None
+
+
+def _run_alone(
+    request: RunRequest, settings: Settings, report_progress: Callable[[str], None]
+) -> tuple[ProgramRun, BaseException | None]:
+    """Run a script that is one process; one that runs out of memory once more, with as much as it needs."""
+    from memsize.analysis.fit.script_search import UnboundedScript
+    from memsize.analysis.fit.whole_step import with_whole_steps
+    from memsize.analysis.program import run_program
+    from memsize.virtual.saved_weights import Files
+
+    path, arguments, started = os.fspath(request.script), tuple(map(str, request.arguments)), time.monotonic()
+    files, module = Files(settings.allowed), request.module
+    run, error = run_program(path, arguments, settings, module=module, files=files, progress=report_progress)
+    if run.ran_out:
+        again = settings._replace(steps=settings.steps or _STEPS, goes_on=False)
+        script = UnboundedScript(path, again, module, files)
+        run = with_whole_steps(run, script, arguments, started, report_progress)
+    return run, error
 
 
 @takes(FitScriptRequest)

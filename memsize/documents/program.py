@@ -124,7 +124,7 @@ class ProgramDocument(Document[ProgramRun]):
             "stack": run.trace.stack or None,
             **values_of(run, "capacity", "steps", "stopped", "failure", "failed_at", "needs_gpu"),
             "peak": peak,
-            **values_of(run, "tensors", "refused", "went_on"),
+            **values_of(run, "tensors", "refused", "went_on", "whole"),
             "modules": plain(peak_by_module(run.trace)),
             **values_of(run, "growth", "kept_gradients", "unused_checkpointing", "waits", "unwritten"),
             "host": plain(run.trace.host),

@@ -62,6 +62,25 @@ class WentOn(NamedTuple):
     device: Interval | None
 
 
+class FittingBatch(NamedTuple):
+    """A value of the script's `argument` for its batch that fits; `largest` if the next one does not."""
+
+    argument: str
+    size: Size
+    largest: bool
+
+
+class WholeSteps(NamedTuple):
+    """Bytes that the allocator needs for the training `steps` of a script that ran out of memory (0: for all of it).
+
+    `batch` is a smaller one that fits.
+    """
+
+    steps: int
+    needs: Size
+    batch: FittingBatch | None = None
+
+
 class Assumed(NamedTuple):
     """An assumption, and the lines of the program that relied on it, in order of execution."""
 
@@ -208,6 +227,7 @@ class ProgramRun(Answer):
     went_on: WentOn | None = None
     children: tuple[ChildRun, ...] = ()
     after: AfterSteps | None = None
+    whole: WholeSteps | None = None
     unused_checkpointing: str | None = None
     """The line or the attribute that switches activation checkpointing on, where nothing was recomputed."""
     findings: tuple[Finding, ...] = attribute(default=())

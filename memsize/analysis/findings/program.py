@@ -55,10 +55,10 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     values |= {"total": Bytes(run.card.bytes)}
     limit = " (the allocator may take {allowed} of it)" if allowed else ""
     needs = "{op} needs {bytes}, {free} are left"
-    template = brief = f"Out of memory on {{card}}{limit}{eagerly(run)} at {{line}}, in {{where}}: {needs}.{{advice}}"
-    batch = _BATCH.search(run.program) if run.went_on is None else None
-    advice = f" memsize fit-script --vary-argument {batch[1]} finds the largest that fits." if batch else ""
-    values["advice"] = advice
+    template = brief = f"Out of memory on {{card}}{limit}{eagerly(run)} at {{line}}, in {{where}}: {needs}."
+    if run.went_on is None:
+        advice, more = _advice(run)
+        template, brief, values = template + advice, brief + advice, values | more
     if len(run.refused) > 1:
         template += " PyTorch raises OutOfMemoryError {count} times."
     if (after := run.went_on) is not None:
@@ -75,7 +75,25 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
     yield Finding("run-out-of-memory", template, values, bytes=first.bytes, layers=layers, brief=brief)
 
 
-_BATCH: Final = re.compile(r" --?([\w.-]*batch[\w-]*)[ =]\d")
+def _advice(run: ProgramRun) -> tuple[str, dict[str, object]]:
+    """Sentences on the need of the whole script and on the batch that fits, with their values."""
+    batch, whole = BATCH.search(run.program), run.whole
+    fitting = whole.batch if whole else None
+    text, values = "", dict[str, object]()
+    if whole is not None:
+        what = "A whole step" if whole.steps else "The whole script"
+        text = f" {what} needs {{needs}}, {{short}} more than PyTorch can use."
+        values = dict(sizes(needs=whole.needs, short=whole.needs - run.capacity))
+    if fitting is not None:
+        text += " The largest {argument} that fits is {size}." if fitting.largest else " {argument} {size} fits."
+        values |= {"argument": fitting.argument, "size": fitting.size}
+    elif batch is not None:
+        text += " memsize fit-script --vary-argument {argument} finds the largest that fits."
+        values["argument"] = batch[1]
+    return text, values
+
+
+BATCH: Final = re.compile(r" --?([\w.-]*batch[\w-]*)[ =]\d")
 """An argument of a program that sets its batch."""
 _PURPOSES: Final = {
     "_log_softmax": "the log-probabilities of the loss",

@@ -27,6 +27,7 @@ from memsize.records.fit import Budget, Fit, FitRow, FitRun
 from memsize.records.trace import Trace
 from memsize.spec.vary import VariedScript
 from memsize.virtual.guards.child_processes import Settings
+from memsize.virtual.saved_weights import Files
 
 ScriptRun: TypeAlias = tuple[Trace, AllocatorConfig, str]
 """The trace of a script, its allocator settings, and how it failed (empty: it did not)."""
@@ -34,6 +35,34 @@ _BEYOND: Final = 4
 """A value is at most this many times the one that a straight line through two runs predicts: the script really makes
 the data for it.
 """
+
+
+@dataclass(frozen=True)
+class UnboundedScript:
+    """A script (or a module) that runs on a GPU of unlimited memory, for as many steps as `settings` has."""
+
+    path: str
+    settings: Settings
+    module: bool = False
+    files: Files | None = None
+
+    def run(self, arguments: Sequence[str], progress: Callable[[str], None]) -> ScriptRun:
+        """Run it with `arguments`, where the platform forks in a process of its own, whose output nobody sees."""
+        if not can_fork():
+            return self.trace(arguments, quiet=False)
+        with Workers(self, progress) as workers:
+            answer: ScriptRun = workers.apart(("trace", arguments, True))
+        return answer
+
+    def trace(self, arguments: Sequence[str], quiet: bool) -> ScriptRun:
+        """Run it in this process; `quiet` hides what it prints."""
+        settings = self.settings._replace(bounded=False)
+        with silent() if quiet else nullcontext():
+            program, error = run_program(self.path, arguments, settings, module=self.module, files=self.files)
+        if isinstance(error, KeyboardInterrupt):  # which reaches the script where it runs in this process
+            raise error
+        failure = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
+        return program.trace, config_of(program), failure
 
 
 @dataclass(eq=False)
@@ -54,25 +83,12 @@ class ScriptRuns:
         """Run the script with one value, once; raises `ForwardError` where the script fails with it."""
         if value not in self.footprints:
             self.progress(f"running {self.script.command(value)}")
-            if can_fork():
-                with Workers(self, self.progress) as workers:
-                    trace, config, failure = workers.apart(("trace", value, True))
-            else:
-                trace, config, failure = self.trace(value)
+            script = UnboundedScript(self.script.path, Settings(self.budget.card, self.config, self.steps))
+            trace, config, failure = script.run(self.script.valued(value), self.progress)
             if failure:
                 raise ForwardError(failure, trace)
             self.footprints[value] = Footprint(value, trace, config)
         return self.footprints[value]
-
-    def trace(self, value: int, quiet: bool = False) -> ScriptRun:
-        """Run the script with a value; `quiet` hides what it prints."""
-        settings = Settings(self.budget.card, self.config, self.steps, bounded=False)
-        with silent() if quiet else nullcontext():
-            program, error = run_program(self.script.path, self.script.valued(value), settings)
-        if isinstance(error, KeyboardInterrupt):  # which reaches the script where it runs in this process
-            raise error
-        failure = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
-        return program.trace, config_of(program), failure
 
     def start(self) -> Search:
         """Run the value of the command and twice that: they show about where to look, and the script's share."""

@@ -54,7 +54,12 @@ def load_library_model(target: Target, arguments: Mapping[str, object], online: 
 
 
 def model_names(library: str) -> list[str]:
-    """The names of a library's models, for transformers its model types. Raises as `import_library` does."""
+    """The names of a library's models, for transformers its model types, for diffusers none: its models are folders.
+
+    Raises as `import_library` does.
+    """
+    if library == "diffusers":
+        return []
     with torchvision_importable(), quiet():
         if library == "hf":
             return list(import_library("transformers").CONFIG_MAPPING)

@@ -1,0 +1,80 @@
+"""The memory that the steps of a script need after it ran out, and the batch that fits: the script is run again."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from memsize.analysis.findings.program import BATCH
+from memsize.analysis.fit.footprint import Footprint
+from memsize.analysis.fit.script_search import UnboundedScript
+from memsize.analysis.fit.search import Search
+from memsize.analysis.program import findings_of
+from memsize.errors import ForwardError, InputError
+from memsize.records.aggregates import split_phase
+from memsize.records.program import FittingBatch, ProgramRun, WholeSteps
+from memsize.spec.vary import VariedScript
+
+_PATIENCE: Final = 30
+"""Seconds that a script may have run for it to be run again."""
+_MOST_RUNS: Final = 4
+"""Runs that the search for a batch may take."""
+
+
+def with_whole_steps(
+    run: ProgramRun,
+    script: UnboundedScript,
+    arguments: Sequence[str],
+    started: float,
+    progress: Callable[[str], None],
+) -> ProgramRun:
+    """Return `run`, which ran out of memory, with what its steps need on a GPU that has enough.
+
+    The script began at `started` (`time.monotonic`): one that takes long, or fails for another reason, is left alone.
+    """
+
+    def measure(command: Sequence[str], size: int) -> Footprint:
+        if time.monotonic() - started > _PATIENCE:
+            raise ForwardError("the script takes long", run.trace)
+        progress(f"running {' '.join((script.path, *command))} with enough memory; Ctrl-C skips this")
+        trace, config, failure = script.run(command, progress)
+        if failure:
+            raise ForwardError(failure, trace)
+        return Footprint(size, trace, config)
+
+    try:
+        varied = _varied(run, script, arguments)
+        footprint = measure(arguments, varied.value if varied else 1)
+        phases = map(split_phase, footprint.trace.phases)
+        steps = max((step or 0 for phase, step in phases if phase == "optimizer"), default=0)
+        whole = WholeSteps(steps, footprint.needs(run.capacity))
+        if varied is not None and varied.value > 1:
+            whole = whole._replace(batch=_batch(run, varied, footprint, measure))
+    except (ForwardError, InputError, KeyboardInterrupt):
+        return run
+    run = replace(run, whole=whole)
+    return replace(run, findings=findings_of(run))
+
+
+def _varied(run: ProgramRun, script: UnboundedScript, arguments: Sequence[str]) -> VariedScript | None:
+    """The script with its argument for the batch, if it has one."""
+    match = BATCH.search(run.program)
+    return VariedScript.of(script.path, tuple(arguments), match[1]) if match else None
+
+
+def _batch(
+    run: ProgramRun, script: VariedScript, footprint: Footprint, measure: Callable[[Sequence[str], int], Footprint]
+) -> FittingBatch | None:
+    """The largest batch below the script's own that a few runs show to fit."""
+    search = Search(
+        lambda size: measure(script.valued(size), size),
+        run.capacity,
+        runs={script.value: footprint},
+        refused={},
+        most=script.value - 1,
+    )
+    search.run(None, _MOST_RUNS)
+    return FittingBatch(script.name, search.size, search.closed or search.endless) if search.size else None

@@ -1,0 +1,82 @@
+"""A script that runs out of memory says what its steps need altogether, and which batch fits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import memsize
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="scripts are run again in a process of their own")
+
+SCRIPT = """\
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+batch = int(sys.argv[2]) if len(sys.argv) > 1 else 4096
+Path("log.txt").write_text("a new file, which the script may write again")
+model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(10):
+    model(torch.randn(batch, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run_with(script: Path, *arguments: str) -> memsize.ProgramRun:
+    (script.parent / "log.txt").unlink(missing_ok=True)
+    run = memsize.run(script, arguments, gpu="t4", allocator="per_process_memory_fraction:0.02", steps=2)
+    assert isinstance(run, memsize.ProgramRun)
+    return run
+
+
+def test_the_batch_that_is_named_fits_and_the_next_does_not(script: Path) -> None:
+    run = run_with(script, "--batch-size", "4096")
+    assert run.ran_out and run.whole is not None and run.whole.batch is not None
+    argument, size, largest = run.whole.batch
+    assert argument == "--batch-size" and largest and size < 4096
+    assert not run_with(script, "--batch-size", str(size)).refused
+    assert run_with(script, "--batch-size", str(size + 1)).ran_out
+    sentence = next(finding for finding in run.findings if finding.code == "run-out-of-memory").brief
+    assert "A whole step needs {needs}, {short} more than PyTorch can use." in sentence
+    assert sentence.endswith("The largest {argument} that fits is {size}.")
+
+
+def test_the_step_needs_its_tensors_and_more_than_there_is(script: Path) -> None:
+    """At the end of the second backward, when its last temporary has gone: four copies of the weights, the input, the
+    activations and the gradient of the hidden layer's output."""
+    run = run_with(script)
+    assert run.whole is not None and run.whole.batch is None and run.whole.steps == 2
+    weights = 4 * (1024 * 4096 + 4096 + 4096 * 1024 + 1024)
+    batch = 4 * 4096 * 1024
+    assert run.whole.needs > run.capacity
+    assert run.whole.needs >= 4 * weights + batch + 4 * batch
+
+
+def test_a_script_that_fails_when_it_has_memory_is_left_alone(script: Path) -> None:
+    script.write_text(f"{SCRIPT}\nraise ValueError('the end')\n".replace("range(10)", "range(1)"))
+    run = run_with(script, "--batch-size", "32768")
+    assert run.ran_out and run.whole is None
+
+
+def test_a_script_that_goes_on_is_not_run_again(script: Path) -> None:
+    lines = SCRIPT.replace("    model(", "    try:\n        model(").replace(
+        "    optimizer.step()", "    except torch.OutOfMemoryError:\n        break\n    optimizer.step()"
+    )
+    script.write_text(lines.replace(".backward()\n", ".backward()\n", 1))
+    run = run_with(script)
+    assert run.refused and not run.ran_out and run.whole is None
