@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,39 @@ def test_adapters_of_a_part(folder: Path) -> None:
     )
     trained = [tensor for tensor in step.trace.tensors if tensor.trainable]
     assert trained and all("lora" in tensor.name for tensor in trained)
+
+
+def test_a_scheduler_that_computes_with_numpy(tmp_path: Path, folder: Path) -> None:
+    shutil.copytree(folder, tmp_path / "euler")
+    diffusers.EulerDiscreteScheduler(timestep_spacing="leading").save_config(tmp_path / "euler" / "scheduler")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["scheduler"][1] = "EulerDiscreteScheduler"
+    (tmp_path / "euler" / "model_index.json").write_text(json.dumps(index))
+    report = memsize.report(f"diffusers:{tmp_path / 'euler'}?steps=3", batch_size=1, scenarios="as-given")
+    assert {layer.path: layer.calls for layer in report.trace.layers}["unet"] == 3
+
+
+def test_a_pipeline_of_the_hub(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the local cache, by its Hub id alone; and a part of a preset by its name."""
+    repository = tmp_path / "models--org--small"
+    shutil.copytree(folder, repository / "snapshots" / "0123")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    report = memsize.report("org/small", batch_size=1, scenarios="as-given")
+    assert report.model == "diffusers:org/small (StableDiffusionPipeline)"
+    assert memsize.report("diffusers:org/small/unet", scenarios="as-given").model.endswith("(UNet2DConditionModel)")
+    with pytest.raises(memsize.MemsizeError, match="no folder, file, preset or cached config"):
+        memsize.report("diffusers:org/smal")
+
+
+def test_a_part_of_a_preset() -> None:
+    """SDXL's UNet has 2,567 million parameters: the authors say 2.6 billion."""
+    report = memsize.report("diffusers:stabilityai/stable-diffusion-xl-base-1.0/unet", scenarios="as-given")
+    assert round(report.parameters / 1e9, 1) == 2.6
+    assert any("preset stabilityai/stable-diffusion-xl-base-1.0" in note for note in report.notes)
+    with pytest.raises(memsize.MemsizeError, match="unet"):
+        memsize.report("diffusers:stabilityai/stable-diffusion-xl-base-1.0/unett")
 
 
 def test_what_is_no_pipeline(tmp_path: Path, folder: Path) -> None:

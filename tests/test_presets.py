@@ -36,6 +36,8 @@ def published(text: str, parameters: int) -> str:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_its_published_number_of_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
+    if "parts" in PRESETS[name]:
+        pytest.importorskip("diffusers")
     model = load(name).module
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert published(PRESETS[name]["parameters"], parameters) == PRESETS[name]["parameters"]
@@ -44,7 +46,8 @@ def test_a_preset_has_its_published_number_of_parameters(name: str, monkeypatch:
 def test_a_preset_names_its_source_and_date() -> None:
     for preset in PRESETS.values():
         assert re.fullmatch(r"https://\S+", preset["source"]) and re.fullmatch(r"20\d\d-\d\d-\d\d", preset["date"])
-        assert {"architectures", "model_type"} <= set(preset["config"])
+        facts = {"_class_name"} if "parts" in preset else {"architectures", "model_type"}
+        assert facts <= set(preset["config"])
     assert len(PRESETS) >= 60
 
 
@@ -108,6 +111,9 @@ def test_online_is_for_hub_ids_alone(tmp_path: Path) -> None:
 
 TINY = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 32}
 TINY |= {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+UNET = {"_class_name": "UNet2DConditionModel", "sample_size": 8, "block_out_channels": [8], "norm_num_groups": 4}
+UNET |= {"layers_per_block": 1, "down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}
+UNET |= {"mid_block_type": "UNetMidBlock2D", "cross_attention_dim": 8, "attention_head_dim": 4}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -123,7 +129,8 @@ class _Hub(BaseHTTPRequestHandler):
     def _answer(self) -> bytes:
         self.server.requests.append(f"{self.command} {self.path}")  # type: ignore[attr-defined]
         name = self.path.split("/")[2]
-        body = b"[" * 5_000 if name == "nested" else json.dumps(TINY).encode()
+        config = UNET if self.path.endswith("/unet/config.json") else TINY
+        body = b"[" * 5_000 if name == "nested" else json.dumps(config).encode()
         if name == "silent":
             time.sleep(5)
         self.send_response(404 if name == "missing" else 200)
@@ -162,19 +169,24 @@ for name in "good good missing huge nested silent".split():
         print(name, report.layers["parameters"].sum() > 0)
     except TargetError as error:
         print(name, error)
+report = api.report("diffusers:org/pipeline/unet", online=True, scenarios="as-given")
+print(report.model, report.parameters)
 print(sorted(os.listdir(os.environ["HF_HUB_CACHE"])), file=sys.stderr)
 """
 
 
 @pytest.mark.thorough
 def test_a_config_is_fetched_once_and_hostile_ones_are_refused(hub: ThreadingHTTPServer, python: Python) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    unet = sum(parameter.numel() for parameter in diffusers.UNet2DConditionModel.from_config(UNET).parameters())
     done = python("-c", PROGRAM, f"http://127.0.0.1:{hub.server_address[1]}")
-    first, second, missing, huge, nested, silent = done.stdout.splitlines()
+    first, second, missing, huge, nested, silent, part = done.stdout.splitlines()
     assert (first, second) == ("good True", "good True")
     assert missing.startswith("missing cannot get the config of 'org/missing' from the Hub: ")
     assert huge == "huge the config.json of org/huge has 10,737,418,240 bytes: memsize fetches up to 16,777,216 bytes"
     assert nested.startswith("nested cannot read config.json as a config")
     assert silent.startswith("silent cannot get the config of 'org/silent' from the Hub: ")
+    assert part == f"diffusers:org/pipeline/unet (UNet2DConditionModel) {unet}"
     asked = hub.requests  # type: ignore[attr-defined]
     assert (
         asked.count("GET /org/good/resolve/main/config.json")
@@ -182,6 +194,7 @@ def test_a_config_is_fetched_once_and_hostile_ones_are_refused(hub: ThreadingHTT
         == 1
     )
     assert not any("huge" in request for request in asked if request.startswith("GET"))
+    assert not any("pipeline" in request and not request.endswith("/unet/config.json") for request in asked)
     others = {request for request in asked if not request.endswith("/config.json")}
     assert others <= {"GET /api/agent-harnesses"}  # huggingface_hub's own, once a day
     assert "huge" not in done.stderr.splitlines()[-1]

@@ -56,7 +56,7 @@ def load(
     """
     target = parse_target(target) if isinstance(target, str) else target
     target = _of_library(target) or target
-    if online and target.library != "hf":
+    if online and target.library not in ("hf", "diffusers"):
         raise InputError("--online is for the model of a Hub id, such as meta-llama/Llama-3.1-8B")
     if target.library is not None:
         from memsize.loading.hubs import load_library_model

@@ -1,7 +1,8 @@
 """The configs of the Hub's most used models, which ship with memsize: `presets.jsonl`, a line for each.
 
 A line has the Hub id, other ids with the same config, the published number of parameters, and the facts of the config
-that memory depends on, with their source and its date. Nothing here needs torch.
+that memory depends on, with their source and its date; for a pipeline of diffusers its index and the config of each
+part. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +33,7 @@ class Preset:
     source: str
     date: str
     config: Mapping[str, Any]
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def note(self) -> str:
@@ -47,7 +49,7 @@ class Preset:
         names = ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head"), ("hidden_size", "n_embd")
         layers, heads, size = (self.config.get(name) or self.config.get(old) for name, old in names)
         is_other = self.config.get("sliding_window") or "kv_lora_rank" in self.config
-        is_decoder = self.config["architectures"][0].endswith(("ForCausalLM", "LMHeadModel"))
+        is_decoder = self.config.get("architectures", [""])[0].endswith(("ForCausalLM", "LMHeadModel"))
         if is_other or not (is_decoder and layers and heads and size):
             return None
         head = self.config.get("head_dim") or size // heads

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from memsize.errors import TargetError, UnknownTargetError, in_one_line, quoted
 from memsize.loading.building import LoadedModel, build, random_numbers_kept
 from memsize.loading.library_imports import compiler_late, remedy, torchvision_importable
+from memsize.loading.presets import is_hub_id, presets
 from memsize.loading.target import Target
 
 if TYPE_CHECKING:
@@ -46,11 +47,21 @@ def load_library_model(target: Target, arguments: Mapping[str, object], online: 
     """
     assert target.library is not None and target.name is not None
     with random_numbers_kept(), quiet(), torchvision_importable(), compiler_late():
-        module, function = _LOADERS[target.library]
+        is_pipeline = target.library == "hf" and _is_pipeline(target.name)
+        module, function = _LOADERS["diffusers" if is_pipeline else target.library]
         load = getattr(importlib.import_module(f"memsize.loading.hubs.{module}"), function)
         wanted = {"online": True} if online else {}
         model: LoadedModel = load(target.name, {**dict(target.options), **arguments}, **wanted)
     return model
+
+
+def _is_pipeline(name: str) -> bool:
+    """Whether `name` is the Hub id of a pipeline of diffusers: a preset, or in the local cache."""
+    if name in presets():
+        return bool(presets()[name].parts)
+    from memsize.loading.hubs.hub_files import PIPELINE, cached_file
+
+    return is_hub_id(name) and cached_file(name, PIPELINE) is not None
 
 
 def model_names(library: str) -> list[str]:

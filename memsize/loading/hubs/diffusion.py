@@ -1,37 +1,39 @@
-"""``diffusers:FOLDER``: a pipeline from its configs alone: text encoders, UNet or transformer, and autoencoder.
+"""``diffusers:NAME``: a pipeline from its configs alone: text encoders, UNet or transformer, and autoencoder.
 
-FOLDER has a model_index.json, and a folder with a config for each part. No weights are loaded, and no tokenizer: all
-prompts have as many tokens as the text encoder takes. The module's forward is a whole generation by the pipeline's own
-code, of few steps: each is like the others. Options: steps, guidance_scale, height, width and others of the pipeline's
-call; `tiling` and `slicing` of the autoencoder.
+NAME is a folder with a model_index.json, and a folder with a config for each part; or a Hub id, whose configs are in
+the local cache, a preset, or with `online` fetched. No weights are loaded, and no tokenizer: all prompts have as many
+tokens as the text encoder takes. The module's forward is a whole generation by the pipeline's own code, of few steps:
+each is like the others. Options: steps, guidance_scale, height, width and others of the pipeline's call; `tiling` and
+`slicing` of the autoencoder.
 
-A folder within it, ``diffusers:FOLDER/unet`` or ``…/transformer``, is that part, with the inputs of a training step:
-images of the size that it was made for, and prompts.
+A part of it, ``diffusers:NAME/unet`` or ``…/transformer``, comes with the inputs of a training step: images or clips of
+the size that it was made for, and prompts.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from copy import deepcopy
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memsize.errors import TargetError
-from memsize.files import parse_json, read
 from memsize.loading.building import LoadedModel
 from memsize.loading.hubs import build_library_model, import_library, unknown_name
+from memsize.loading.hubs.hub_files import CONFIG, PIPELINE, cached_file, fetched_file, read_config, unknown_id
 from memsize.loading.hubs.input_batch import unknown
+from memsize.loading.presets import is_hub_id, presets
 from memsize.spec.inputs import InputMaker, InputRequest
 
-_INDEX: Final = "model_index.json"
-_LONGEST: Final = 1 << 20
-"""Bytes of a config."""
+_SCHEDULER: Final = "scheduler_config.json"
+_Configs = Callable[[str], dict[str, Any]]
+"""Returns the config of a part of a pipeline by its name, and for "" the pipeline's index."""
 _STEPS: Final = 2
 _TOKENS: Final = 77
 """Of CLIP, where the text encoder's config has no other number."""
@@ -39,7 +41,8 @@ _MOST_TOKENS: Final = 512
 
 
 class Pipeline(nn.Module):
-    """A pipeline of class `kind` with its `parts`; `others` are its scheduler and the like, `options` those of a call.
+    """A pipeline of class `kind` with its `parts`; `others` are its tokenizers and the like, or make one for each
+    generation; `options` are those of a call.
 
     The forward takes token ids, of which only their number of rows matters, and returns the images.
     """
@@ -51,22 +54,42 @@ class Pipeline(nn.Module):
         self.kind, self.others, self.options = kind, dict(others), dict(options)
 
     def forward(self, prompts: Tensor) -> Any:
-        others = {name: deepcopy(other) for name, other in self.others.items()}
+        others = {name: other() if isinstance(other, partial) else other for name, other in self.others.items()}
         pipeline: Any = self.kind(**dict(self.named_children()), **others)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline(prompt=[""] * len(prompts), output_type="pt", return_dict=False, **self.options)[0]
 
 
+def _scheduler(kind: Any, config: Mapping[str, Any]) -> Any:
+    """A scheduler for one generation, which works out its steps on the host, in part with NumPy."""
+    with _disable_current_modes():
+        scheduler = kind.from_config(config)
+    set_timesteps = scheduler.set_timesteps
+
+    @wraps(set_timesteps)
+    def on_host(*arguments: Any, device: object = None, **options: Any) -> None:
+        with _disable_current_modes():
+            set_timesteps(*arguments, **options)
+
+    scheduler.set_timesteps = on_host
+    return scheduler
+
+
 class _Tokenizer:
-    """Makes ids of padded prompts."""
+    """Makes ids of prompts, padded to `length` or what a call has as its `max_length`.
+
+    Pipelines pad to the longest prompt only to see whether that was cut off: it has one token.
+    """
 
     def __init__(self, length: int) -> None:
         self.model_max_length = length
 
-    def __call__(self, prompt: Any, *_: Any, max_length: int | None = None, **__: Any) -> Any:
+    def __call__(
+        self, prompt: Any, *_: Any, max_length: int | None = None, padding: object = None, **__: Any
+    ) -> SimpleNamespace:
         rows = 1 if isinstance(prompt, str) else len(prompt)
-        shape = rows, min(max_length or self.model_max_length, self.model_max_length)
-        ids = torch.zeros(shape, dtype=torch.int64)
+        most = 1 if padding == "longest" else self.model_max_length
+        ids = torch.zeros((rows, min(max_length or most, most)), dtype=torch.int64)
         return SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids))
 
     def tokenize(self, _: str) -> list[str]:
@@ -74,28 +97,28 @@ class _Tokenizer:
         return []
 
 
-def load_pipeline(name: str, arguments: Mapping[str, object]) -> LoadedModel:
-    """The pipeline in the folder `name`, or one part of it, and a batch of prompts, or of that part's inputs."""
+def load_pipeline(name: str, arguments: Mapping[str, object], online: bool = False) -> LoadedModel:
+    """The pipeline that `name` means, or one part of it, and a batch of prompts, or of that part's inputs."""
     diffusers = import_library("diffusers")
-    folder = Path(name).expanduser()
     label = f"diffusers:{name}"
-    if not (folder / _INDEX).is_file():
-        if (folder / "config.json").is_file():
-            return _load_part(diffusers, folder, label, arguments)
-        raise TargetError(f"{folder} has neither a {_INDEX}, as a pipeline of diffusers, nor a config.json")
-    index = _json(folder / _INDEX)
+    configs, path, note = _configs_of(name, online)
+    if path is not None:
+        return _load_part(diffusers, configs(path), label, note, arguments)
+    index = configs("")
     kind = getattr(diffusers, str(index.get("_class_name")), None)
     if kind is None:
         raise TargetError(f"diffusers has no pipeline {index.get('_class_name')!r}, which {label} names")
     options = _options(kind, dict(arguments), label)
     tiling, slicing = (bool(options.pop(option, False)) for option in ("tiling", "slicing"))
-    parts, others, notes = _parts(diffusers, folder, index, label)
+    parts, others, notes = _parts(diffusers, configs, index, label)
     for switched, method in ((tiling, "enable_tiling"), (slicing, "enable_slicing")):
         if switched:
             getattr(parts["vae"], method)()
+    if "requires_safety_checker" in inspect.signature(kind).parameters:
+        others["requires_safety_checker"] = False
     module = Pipeline(kind, parts, others, {"num_inference_steps": _STEPS, **options})
     steps = module.options["num_inference_steps"]
-    notes = (*notes, f"{steps} steps of the scheduler are run, each of which takes the same memory")
+    notes = (*note, *notes, f"{steps} steps of the scheduler are run, each of which takes the same memory")
 
     def make(request: InputRequest) -> Any:
         return (torch.zeros((request.batch_size, 1), dtype=torch.int64),)
@@ -103,15 +126,60 @@ def load_pipeline(name: str, arguments: Mapping[str, object]) -> LoadedModel:
     return LoadedModel(module, f"{label} ({kind.__name__})", notes, inputs=InputMaker(make))
 
 
-def _load_part(diffusers: Any, folder: Path, label: str, arguments: Mapping[str, object]) -> LoadedModel:
-    config = {**_json(folder / "config.json"), **arguments}
+def _configs_of(name: str, online: bool) -> tuple[_Configs, str | None, tuple[str, ...]]:
+    """How to get the configs of the pipeline that `name` means, the part of it that it names, and a note on them."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if (folder / PIPELINE).is_file():
+            return partial(_config_in, folder), None, ()
+        if (folder / CONFIG).is_file():
+            return partial(_config_in, folder.parent), folder.name, ()
+        raise TargetError(f"{folder} has neither a {PIPELINE}, as a pipeline of diffusers, nor a {CONFIG}")
+    organization, _, rest = name.partition("/")
+    repository, _, path = rest.partition("/")
+    if not is_hub_id(id := f"{organization}/{repository}"):
+        raise TargetError(f"no such folder: {folder}")
+    if cached := cached_file(id, PIPELINE):
+        return partial(_config_in, cached.parent), path or None, ()
+    preset = presets().get(id)
+    if preset and preset.parts:
+        if path and path not in preset.parts:
+            raise unknown_name(f"the pipeline {id}", path, preset.parts, "part")
+        return lambda part: dict(preset.parts[part] if part else preset.config), path or None, (preset.note,)
+    if online:
+        return lambda part: _read(fetched_file(id, _file_of(part))), path or None, ()
+    raise unknown_id(id)
+
+
+def _file_of(part: str) -> str:
+    """The config of a part, and for "" the pipeline's index."""
+    return f"{part}/{_SCHEDULER if part == 'scheduler' else CONFIG}" if part else PIPELINE
+
+
+def _config_in(folder: Path, part: str) -> dict[str, Any]:
+    return _read(folder / _file_of(part))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = read_config(path)
+    except (OSError, ValueError) as error:
+        raise TargetError(f"cannot read {path}: {error}") from error
+    return data if isinstance(data, dict) else {}
+
+
+def _load_part(
+    diffusers: Any, config: dict[str, Any], label: str, note: tuple[str, ...], arguments: Mapping[str, object]
+) -> LoadedModel:
     cls = str(config.get("_class_name"))
     make = _PART_INPUTS.get(cls)
     if make is None:
         raise unknown_name(label, cls, _PART_INPUTS, "class with inputs that memsize knows")
-    module, notes = build_library_model(partial(getattr(diffusers, cls).from_config, config), label, {})
+    module, notes = build_library_model(
+        partial(getattr(diffusers, cls).from_config, config | dict(arguments)), label, {}
+    )
     inputs = InputMaker(lambda request: make(module.config, request.batch_size))
-    return LoadedModel(module, f"{label} ({cls})", notes, inputs=inputs)
+    return LoadedModel(module, f"{label} ({cls})", (*note, *notes), inputs=inputs)
 
 
 def _unet_inputs(config: Any, batch: int) -> dict[str, Any]:
@@ -153,10 +221,20 @@ def _flux_inputs(config: Any, batch: int) -> dict[str, Any]:
     }
 
 
+def _wan_inputs(config: Any, batch: int) -> dict[str, Any]:
+    """A clip of 81 frames of 480 × 832 pixels, which the autoencoder makes 4, 8 and 8 times smaller."""
+    return {
+        "hidden_states": unknown(batch, config.in_channels, 21, 60, 104),
+        "timestep": torch.ones(batch, dtype=torch.int64),
+        "encoder_hidden_states": unknown(batch, _MOST_TOKENS, config.text_dim),
+    }
+
+
 _PART_INPUTS: Final = {
     "UNet2DConditionModel": _unet_inputs,
     "SD3Transformer2DModel": _sd3_inputs,
     "FluxTransformer2DModel": _flux_inputs,
+    "WanTransformer3DModel": _wan_inputs,
 }
 
 
@@ -173,7 +251,7 @@ def _options(kind: Any, arguments: dict[str, Any], label: str) -> dict[str, Any]
 
 
 def _parts(
-    diffusers: Any, folder: Path, index: Mapping[str, Any], label: str
+    diffusers: Any, configs: _Configs, index: Mapping[str, Any], label: str
 ) -> tuple[dict[str, nn.Module], dict[str, Any], tuple[str, ...]]:
     modules: dict[str, nn.Module] = {}
     others: dict[str, Any] = {}
@@ -187,13 +265,14 @@ def _parts(
         if cls is None or name in ("safety_checker", "feature_extractor", "image_encoder"):
             others[name] = None
         elif "Tokenizer" in cls or "Processor" in cls:
-            others[name] = _Tokenizer(_tokens(folder / name.replace("tokenizer", "text_encoder")))
+            others[name] = _Tokenizer(_tokens(configs(name.replace("tokenizer", "text_encoder"))))
         elif library == "diffusers" and "Scheduler" in cls:
-            others[name] = getattr(diffusers, cls).from_config(_json(folder / name / "scheduler_config.json"))
+            others[name] = partial(_scheduler, getattr(diffusers, cls), configs(name))
         else:
             package = import_library(library)
-            config, make = _json(folder / name / "config.json"), getattr(package, cls)
+            config, make = configs(name), getattr(package, cls)
             if library == "transformers":
+                config.pop("dtype", None)  # without a dtype of the call, diffusers loads every part in float32
                 make = partial(make._from_config, make.config_class.from_dict(config))
             else:
                 make = partial(make.from_config, config)
@@ -203,14 +282,5 @@ def _parts(
     return modules, others, notes
 
 
-def _tokens(folder: Path) -> int:
-    config = _json(folder / "config.json")
-    return min(int(config.get("max_position_embeddings") or config.get("n_positions") or _TOKENS), _MOST_TOKENS)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = parse_json(read(path, _LONGEST))
-    except (OSError, ValueError) as error:
-        raise TargetError(f"cannot read {path}: {error}") from error
-    return data if isinstance(data, dict) else {}
+def _tokens(config: Mapping[str, Any]) -> int:
+    return min(int(config.get("max_position_embeddings") or config.get("n_positions") or _MOST_TOKENS), _MOST_TOKENS)

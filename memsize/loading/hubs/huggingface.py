@@ -15,8 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from memsize.errors import TargetError, UnknownTargetError, causes, first_line, nearest, quoted
-from memsize.files import parse_json, read
+from memsize.errors import TargetError, causes, first_line
 from memsize.loading.building import LoadedModel
 from memsize.loading.hubs import (
     CHECKPOINT_CONFIG,
@@ -26,12 +25,10 @@ from memsize.loading.hubs import (
     is_broken,
     unknown_name,
 )
+from memsize.loading.hubs.hub_files import CONFIG, cached_file, fetched_file, read_config, unknown_id
 from memsize.loading.hubs.huggingface_inputs import config_input_maker
 from memsize.loading.hubs.input_batch import PLACEHOLDERS, TEXT, part
 from memsize.loading.presets import presets
-
-_MOST_VALUES = 500_000
-"""Values of a config; the longest list the labels of 20,000 classes, twice."""
 
 _COUNTS = (
     (re.compile(r"(^|_)(layers?|blocks?|depths?|stages?)(_|$)"), 10_000),
@@ -91,7 +88,7 @@ def _load(name: str, arguments: Mapping[str, object], online: bool) -> LoadedMod
         vars(module)[CHECKPOINT_CONFIG] = stored
     preprocessor: Any = {}  # the sizes that its processor makes
     with suppress(OSError, ValueError):
-        preprocessor = _json(file.with_name("preprocessor_config.json")) if file else {}
+        preprocessor = read_config(file.with_name("preprocessor_config.json")) if file else {}
     maker = config_input_maker(module, preprocessor if isinstance(preprocessor, dict) else {})
     return LoadedModel(module, f"{label} ({kind.__name__})", (*filter(None, [note]), *notes, *built), inputs=maker)
 
@@ -117,16 +114,12 @@ def _config_file(name: str) -> Path | None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        data = _json(file)
+        data = read_config(file)
     except (OSError, ValueError) as error:
         raise TargetError(f"cannot read {file.name} as a config: {getattr(error, 'strerror', error)}") from None
     if not isinstance(data, dict) or not (data.get("model_type") or data.get("architectures")):
         raise TargetError(f"{file.name} is no config of transformers: it has neither model_type nor architectures")
     return data
-
-
-def _json(file: Path) -> Any:
-    return parse_json(read(file, LONGEST_CONFIG), _MOST_VALUES)
 
 
 def _by_architecture(transformers: Any, name: str) -> dict[str, Any] | None:
@@ -287,62 +280,16 @@ def _is_torchvisions(error: BaseException) -> bool:
 
 # -- the config of a Hub id --------------------------------------------------------------------------------------------
 
-LONGEST_CONFIG = 16 * 2**20
-"""Bytes of a config."""
-
 
 def hub_config(name: str, online: bool) -> Path | dict[str, Any]:
     """Return the config of the Hub id `name` as a file, or as the entries of a preset.
 
     Raises `TargetError` with the nearest presets where there is none, or what the Hub refuses.
     """
-    if cached := _cached(name):
+    if cached := cached_file(name, CONFIG):
         return cached
     if name in presets():
         return dict(presets()[name].config)
     if online:
-        return _fetched(name)
-    problem = f"no folder, file, preset or cached config is called {quoted(name)} (--online fetches its config.json)"
-    if not nearest(name, tuple(presets())):
-        raise TargetError(problem)
-    raise UnknownTargetError("preset", name, presets(), problem=problem)
-
-
-def _cached(name: str) -> Path | None:
-    with _refused(name):
-        path = import_library("huggingface_hub").try_to_load_from_cache(name, "config.json")
-    return Path(path) if isinstance(path, str) else None
-
-
-def _fetched(name: str) -> Path:
-    """Download the config.json of `name`, and nothing else, into the local cache."""
-    hub = import_library("huggingface_hub")
-    with _refused(name):
-        metadata = hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"))
-        if metadata.size is None or metadata.size > LONGEST_CONFIG:
-            size = "no size" if metadata.size is None else f"{metadata.size:,} bytes"
-            raise TargetError(f"the config.json of {name} has {size}: memsize fetches up to {LONGEST_CONFIG:,} bytes")
-        with _no_progress_bar(hub):
-            return Path(hub.hf_hub_download(name, "config.json"))
-
-
-@contextmanager
-def _no_progress_bar(hub: Any) -> Iterator[None]:
-    shown = not hub.utils.are_progress_bars_disabled()
-    hub.utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            hub.utils.enable_progress_bars()
-
-
-@contextmanager
-def _refused(name: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises, such as for a name that is no Hub id, into one line."""
-    try:
-        yield
-    except TargetError:
-        raise
-    except Exception as error:  # its own errors, those of its HTTP client, and OSError
-        raise TargetError(f"cannot get the config of {quoted(name)} from the Hub: {first_line(error)}") from error
+        return fetched_file(name, CONFIG)
+    raise unknown_id(name)
