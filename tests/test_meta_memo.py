@@ -242,3 +242,21 @@ def test_answers_are_the_kernels_whatever_was_asked_before(calls: list[tuple[Ten
 def test_a_kernel_that_imports_the_compiler_does_not_keep_its_arguments(python: Any) -> None:
     done = python("-c", FIRST)
     assert done.stdout.split() == ["False", "True", "None"], done.stderr
+
+
+def test_nor_does_one_that_writes_in_place(python: Any, tmp_path: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import gc, sys, torch\n"
+        "gc.disable()\n"
+        "weight = torch.empty(64, 64, dtype=torch.bfloat16, device='cuda')\n"
+        "weight @ weight  # cuBLAS takes its workspace\n"
+        "def scratch():\n"
+        "    other = torch.empty(1 << 20, device='cuda')\n"
+        "    torch.addmm(weight, weight, weight, out=weight)\n"
+        "before = torch.cuda.memory_allocated(), 'torch._dynamo' in sys.modules\n"
+        "scratch()\n"
+        "print(before[1], 'torch._dynamo' in sys.modules, torch.cuda.memory_allocated() - before[0])\n"
+    )
+    done = python("-m", "memsize", "run", "--gpu", "a100", str(script))
+    assert done.stdout.splitlines()[0].split() == ["False", "True", "0"], done.stderr

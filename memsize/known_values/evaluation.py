@@ -27,7 +27,7 @@ from memsize.known_values.propagation import assumption_of, draws_one_number, mi
 from memsize.known_values.toeplitz import diagonals_of, filled
 from memsize.known_values.values import constant_of, is_small, set_constant, state_of
 from memsize.processes.user_code import running_line
-from memsize.torch_internals.meta import MetaMemo, is_meta
+from memsize.torch_internals.meta import MetaMemo, is_meta, run_kernel
 from memsize.torch_internals.pytree import map_tensors, tensors_in
 from memsize.torch_internals.sparse_tensors import (
     PARTS,
@@ -76,7 +76,9 @@ class Evaluator:
             return self._on_cpu(func, op, args, kwargs)
         try:
             # Views and writes are nothing to remember.
-            return func(*args, **kwargs) if op.aliases or op.mutates else _MEMO.run(func, args, kwargs)
+            if op.mutates:
+                return run_kernel(func, args, kwargs)
+            return func(*args, **kwargs) if op.aliases else _MEMO.run(func, args, kwargs)
         except NotImplementedError:
             return self._on_cpu(func, op, args, kwargs)
         except RuntimeError as error:

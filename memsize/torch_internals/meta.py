@@ -63,7 +63,8 @@ class _UnkeyedError(Exception):
     """An argument that affects the result in ways that a key cannot express."""
 
 
-def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call PyTorch's kernel for meta tensors, and free what an import of the compiler in it leaves behind."""
     is_imported = _COMPILER in sys.modules
     # Autocast has already acted above autograd: what a kernel written in Python calls must not be cast again.
     with suspended():
@@ -92,7 +93,7 @@ class MetaMemo:
             kind, layouts = answer
             results = [None if layout is None else layout.empty() for layout in layouts]
             return results[0] if kind is torch.Tensor else kind(results)
-        result = _result(func, args, kwargs)
+        result = run_kernel(func, args, kwargs)
         if key is not None:
             self._remember(func, key, result, (args, kwargs))
         return result
