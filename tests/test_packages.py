@@ -167,6 +167,251 @@ def test_attention_of_transformers(tmp_path: Path) -> None:
     assert not any("softmax" in storage.op and storage.shape[-1] == 32 for storage in trace.storages)
 
 
+HOPPER = """
+from flash_attn_interface import flash_attn_func as third, flash_attn_qkvpacked_func, flash_attn_varlen_func
+"""
+
+
+@pytest.mark.parametrize("heads", [8, 2])
+def test_the_third_flash_attention_sums_shared_heads_in_float32(figures: Figures, heads: int) -> None:
+    shapes = f"(2, 1000, 8, 64), (2, 1000, {heads}, 64), (2, 1000, {heads}, 64)"
+    ours, answer = figures(ATTENTION + HOPPER, f"measured(third, {shapes})")
+    native, _ = figures(ATTENTION, f"measured(native, {shapes})")
+    out, sums, rows = 2 * 2 * 1000 * 512, 4 * 2 * 8 * 1000, 1024  # blocks of 128 rows
+    assert ours[0] == out + sums == native[0] - 2 * 512  # the state of random numbers, twice
+    assert ours[2] == native[2]
+    gradients = 2 * 2 * 1000 * 64 * (8 + 2 * heads)
+    shared = 0 if heads == 8 else 2 * 4 * 2 * heads * 1024 * 64
+    scratch = 2 * 4 * 2 * 8 * rows + 4 * 2 * 8 * rows * 64 + shared
+    assert 0 <= ours[1] - (ours[0] + gradients + scratch) < MiB  # a block's rest of less stays with it
+    assert any("flash_attn_interface is not installed" in note for note in answer.trace.notes)
+
+
+def test_the_third_flash_attention_takes_packed_heads_and_rows_of_sequences(figures: Figures) -> None:
+    (forward, _, after), _ = figures(ATTENTION + HOPPER, "measured(flash_attn_qkvpacked_func, (2, 1024, 3, 8, 64))")
+    out = 2 * 2 * 1024 * 512
+    assert forward == out + 4 * 2 * 8 * 1024
+    assert after == 4 * out  # the output and the gradient
+    line = "measured(lambda q, k, v: flash_attn_varlen_func(q, k, v, begins, begins, 512, 512), *3 * [(2048, 8, 96)])"
+    head = ATTENTION + HOPPER + "begins = torch.tensor([0, 512, 1024, 2048], dtype=torch.int32, device='cuda')\n"
+    (forward, most, _), _ = figures(head, line)
+    out = 2 * 2048 * 8 * 96
+    assert forward == out + 4 * 8 * 2048
+    assert most == forward + 3 * out + 4 * 8 * (2048 + 3 * 64) * (2 + 96)  # blocks of 64 rows for wide heads
+
+
+# -- state spaces ------------------------------------------------------------------------------------------------------
+
+SCAN = """
+import importlib.util, json, torch
+def measured(function, *tensors):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = function(*tensors)
+    forward = torch.cuda.memory_allocated() - before
+    out.backward(torch.empty_like(out))
+    for tensor in tensors:
+        assert tensor is None or tensor.grad.shape == tensor.shape and tensor.grad.dtype == tensor.dtype
+    print(json.dumps([forward, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before]))
+def new(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True)
+"""
+
+
+def test_a_causal_convolution_keeps_its_input(figures: Figures) -> None:
+    line = (
+        "from causal_conv1d import causal_conv1d_fn\nmeasured(causal_conv1d_fn, new(2, 64, 1024), new(64, 4), new(64))"
+    )
+    (forward, most, after), _ = figures(SCAN, line)
+    out, filters, bias = 2 * 2 * 64 * 1024, 2 * 64 * 4, 512
+    assert forward == out
+    assert after == 2 * out + filters + bias
+    assert most == 3 * out + 2 * filters + bias + filters  # sums of float32, of which the first becomes 16 bits
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_selective_scan_keeps_its_states(figures: Figures, gated: bool) -> None:
+    line = f"""
+from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+f = torch.float32
+measured(selective_scan_fn, new(2, 64, 5000), new(2, 64, 5000), new(64, 16, dtype=f), new(2, 16, 5000),
+         new(2, 16, 5000), new(64, dtype=f), {"new(2, 64, 5000)" if gated else None}, new(64, dtype=f))
+"""
+    (forward, most, after), _ = figures(SCAN, line)
+    row, states = 2 * 2 * 64 * 5000, 4 * 2 * 64 * 3 * 32  # after each of three chunks of 2,048 tokens
+    assert forward == (2 if gated else 1) * row + states
+    selective = 2 * 2 * 16 * 5000
+    gradients = (3 if gated else 2) * row + 4 * 64 * 16 + 2 * selective + 2 * 512
+    assert after - gradients == row  # the output
+    assert most == forward + row + gradients + 2 * 2 * selective  # B and C collect theirs in float32
+
+
+def test_mamba_computes_its_convolution_again(figures: Figures) -> None:
+    line = """
+from mamba_ssm import Mamba
+layer = Mamba(256, device="cuda", dtype=torch.bfloat16)
+layer(new(1, 8, 256))  # cuBLAS takes its workspace
+measured(layer, new(2, 2048, 256))
+"""
+    (forward, _, _), _ = figures(SCAN, line)
+    tokens, inner, states = 2 * 2048, 512, 16
+    outer, parts = 2 * tokens * 2 * inner, 2 * tokens * (16 + 2 * states)
+    out, scanned, kept = 2 * tokens * 256, 2 * tokens * inner, 4 * 2 * inner * 1 * 2 * states
+    # B and C lie state by state. A is computed from its logarithm, and the bias of the steps is in float32.
+    small = 2 * 4 * inner * states + 4 * inner
+    assert forward == out + outer + scanned + parts + 2 * 2 * tokens * states + kept + small
+
+
+def test_kernels_are_there_for_a_package_without_them(figures: Figures) -> None:
+    line = """
+assert importlib.util.find_spec("selective_scan_cuda") is None
+import causal_conv1d_cuda, selective_scan_cuda
+x = new(1, 8, 4096)
+b = new(1, 1, 4, 4096)
+out, states = selective_scan_cuda.fwd(x, x, new(8, 4, dtype=torch.float32), b, b, None, None, None, True)
+assert out.shape == x.shape and states.shape == (1, 8, 2, 8) and states.dtype == torch.float32
+assert causal_conv1d_cuda.causal_conv1d_fwd(x, None, None, None, None, out, None, True) is None
+print(json.dumps([0]))
+"""
+    _, answer = figures(SCAN, line)
+    assert any("selective_scan_cuda is not installed" in note for note in answer.trace.notes)
+
+
+# -- Transformer Engine ------------------------------------------------------------------------------------------------
+
+ENGINE = """
+import json, torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import *
+def measured(layer, recipe=None, dtype=torch.bfloat16, halves=False):
+    layer(torch.empty(16, layer.width, dtype=dtype, device="cuda")).sum().backward()  # cuBLAS takes its workspaces
+    layer.zero_grad()
+    x = torch.empty(4096, layer.width, dtype=dtype, device="cuda", requires_grad=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe), torch.autocast("cuda", torch.bfloat16, halves):
+        out = layer(x)
+    forward = torch.cuda.memory_allocated() - before
+    out.backward(torch.empty_like(out))
+    print(json.dumps([forward, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before]))
+def linear(cls=te.Linear, dtype=torch.bfloat16, **options):
+    layer = cls(1024, 4096, bias=False, params_dtype=dtype, **options)
+    layer.width = 1024
+    return layer
+class Torch(torch.nn.Linear):
+    def __init__(self, *sizes, params_dtype, bias):
+        super().__init__(*sizes, bias=bias, dtype=params_dtype, device="cuda")
+"""
+TOKEN_BYTES = 4096 * 1024
+OUT = 2 * 4096 * 4096
+
+
+@pytest.fixture
+def on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[[str, str], list[int]]:
+    """Run lines after `ENGINE` on a GPU, and return what they print."""
+
+    def run(gpu: str, line: str) -> list[int]:
+        script = tmp_path / "script.py"
+        script.write_text(ENGINE + line)
+        memsize.run(script, gpu=gpu)
+        return list(json.loads([line for line in capfd.readouterr().out.splitlines() if line.startswith("[")][-1]))
+
+    return run
+
+
+On = Callable[[str, str], list[int]]
+
+
+@pytest.mark.parametrize("options", ["dtype=torch.bfloat16", "dtype=torch.float32"])
+def test_a_layer_of_16_bits_keeps_what_that_of_pytorch_keeps(on: On, options: str) -> None:
+    ours, native = (on("h100", f"measured(linear({cls}{options}), {options})") for cls in ("", "Torch, "))
+    assert ours == native
+
+
+def test_autocast_of_float32_weights_is_kept(on: On) -> None:
+    line = "measured(linear(dtype=torch.float32), dtype=torch.float32, halves=True)"
+    # The input and the weight in 16 bits are kept; nothing caches the copy of the weight.
+    assert on("h100", line)[0] == OUT + 2 * TOKEN_BYTES + 2 * TOKEN_BYTES
+
+
+def test_float8_keeps_a_transposed_input_and_both_weights(on: On) -> None:
+    forward, most, after = on("h100", "measured(linear(), DelayedScaling(amax_history_len=1024))")
+    scale = 512
+    history = 4 * 1024 * (3 + 2) + 2 * scale
+    kept = 3 * (TOKEN_BYTES + scale)  # 4,096 · 1,024 is the size of the input and of the weight
+    assert forward == OUT + kept + history
+    gradients = 2 * 2 * TOKEN_BYTES
+    assert after == OUT + history + gradients
+    assert most == forward + OUT + 2 * (OUT // 2 + scale) + gradients  # the gradient of the output, twice in float8
+
+
+def test_blackwell_reads_float8_along_any_dimension(on: On) -> None:
+    forward, _, _ = on("b200", "measured(linear(), Float8CurrentScaling())")
+    assert forward == OUT + 2 * (TOKEN_BYTES + 512)
+
+
+def test_blocks_of_32_have_a_scale_of_one_byte(on: On) -> None:
+    forward, _, _ = on("b200", "measured(linear(), MXFP8BlockScaling())")
+    assert forward == OUT + 3 * (TOKEN_BYTES + TOKEN_BYTES // 32)
+
+
+def test_blocks_of_128_have_a_scale_of_float32(on: On) -> None:
+    forward, _, _ = on("h100", "measured(linear(), Float8BlockScaling())")
+    of_input, of_weight = 4 * 4096 * 1024 // 128, 4 * 32 * 8
+    assert forward == OUT + 3 * TOKEN_BYTES + of_input + 2 * of_weight
+
+
+def test_an_mlp_keeps_its_norm_and_its_activation(on: On) -> None:
+    mlp = "layer = te.LayerNormMLP(1024, 4096, params_dtype=torch.bfloat16)\nlayer.width = 1024\n"
+    statistics, inner = 2 * 4 * 4096, 2 * 4096 * 4096
+    out = 2 * TOKEN_BYTES
+    forward, _, _ = on("h100", mlp + "measured(layer)")
+    # The norm's output, the first product and its activation.
+    assert forward == out + statistics + 2 * TOKEN_BYTES + 2 * inner
+    forward, _, _ = on("h100", mlp + "measured(layer, Float8CurrentScaling())")
+    weights = 2 * 2 * (TOKEN_BYTES + 512)
+    assert forward == out + statistics + (TOKEN_BYTES + 512) + inner + (inner // 2 + 512) + weights
+
+
+def test_micro_batches_share_a_float8_weight(on: On) -> None:
+    line = """
+layer = linear()
+x = torch.empty(4096, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+sizes = []
+with te.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
+    for first in (True, False):
+        before = torch.cuda.memory_allocated()
+        out = layer(x, is_first_microbatch=first)
+        sizes.append(torch.cuda.memory_allocated() - before)
+        del out
+print(json.dumps(sizes))
+"""
+    first, second = on("h100", line)
+    workspace = (32 << 20) + 1024
+    assert first - second == workspace + 2 * (TOKEN_BYTES + 512)
+
+
+def test_a_transformer_layer_trains(on: On) -> None:
+    line = """
+layer = te.TransformerLayer(1024, 4096, 16, num_gqa_groups=4, params_dtype=torch.bfloat16)
+x = torch.empty(512, 8, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+with te.fp8_autocast():
+    out = layer(x)
+out.sum().backward()
+assert out.shape == x.shape == x.grad.shape
+print(json.dumps([sum(parameter.numel() for parameter in layer.parameters())]))
+"""
+    qkv, projection, mlp = 1024 * (16 + 2 * 4) * 64 + 1536, 1024 * 1024 + 1024, 2 * 1024 * 4096 + 4096 + 1024
+    assert on("h100", line) == [qkv + projection + mlp + 2 * 2 * 1024]
+
+
+def test_parameters_in_float8_are_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENGINE + "with te.fp8_model_init(enabled=True):\n    linear()\n")
+    with pytest.raises(memsize.MemsizeError, match="fp8_model_init"):
+        memsize.run(script, gpu="h100")
+
+
 # -- optimizers, and what libraries see --------------------------------------------------------------------------------
 
 

@@ -97,7 +97,8 @@ def test_triton_kernels_write_what_is_there(tmp_path: Path, monkeypatch: pytest.
     (runtime / "__init__.py").write_text("from .autotuner import Autotuner\nfrom .jit import JITFunction\n")
     (runtime / "jit.py").write_text(TRITON.replace("Kernel", "JITFunction"))
     (runtime / "autotuner.py").write_text(
-        "from . import jit\nclass Autotuner(jit.JITFunction):\n    def run(self): ...\n"
+        "from . import jit\nclass Autotuner(jit.JITFunction):\n    configs = ['first', 'second']\n"
+        "    def run(self): ...\n"
     )
     for name in ("triton", "triton.runtime", "triton.runtime.jit", "triton.runtime.autotuner"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -106,12 +107,14 @@ def test_triton_kernels_write_what_is_there(tmp_path: Path, monkeypatch: pytest.
         "import torch, triton\n"
         "x, y = torch.zeros(4, device='cuda'), torch.zeros(4, device='cuda')\n"
         "triton.JITFunction(None)[1,](x, out=[y])\n"
-        "triton.Autotuner(None)[1,](x)\n"
+        "tuned = triton.Autotuner(None)\n"
+        "tuned[1,](x)\n"
+        "assert tuned.best_config == 'first'\n"
         "print(x.tolist(), torch.zeros(1, device='cuda').item())\n"
     )
     found, error = run_program(str(script), (), Settings(card("t4"), AllocatorConfig()))
     assert error is None and any("Triton kernels are not run" in note for note in found.trace.notes)
-    assert found.needs_gpu is None and [each.lines for each in found.assumed] == [("train.py:5",)]
+    assert found.needs_gpu is None and [each.lines for each in found.assumed] == [("train.py:7",)]
     launched = sys.modules["triton.runtime.jit"].JITFunction
     assert "left_out" not in launched.run.__qualname__
     for name in ("triton", "triton.runtime", "triton.runtime.jit", "triton.runtime.autotuner"):

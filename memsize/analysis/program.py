@@ -283,7 +283,7 @@ _SDPA: Final = (
     "take torch.nn.functional.scaled_dot_product_attention, PyTorch's own in linear memory, which is "
     'attn_implementation="sdpa" in transformers'
 )
-_MAMBA: Final = "leave it out: transformers' Mamba then runs in PyTorch's own ops (use_mamba_kernels=False)"
+_MAMBA: Final = "install it and Triton: its CUDA kernels need not be built, they are simulated"
 _INSTEAD: Final = {
     "apex": "take torch.optim.AdamW for FusedAdam, torch.nn.LayerNorm for FusedLayerNorm, torch.autocast for amp",
     "bitsandbytes": 'set optim="adamw_torch", and load the model without a quantization_config',
@@ -294,7 +294,7 @@ _INSTEAD: Final = {
     "fla": "take the model's implementation without it, or register fakes of its kernels",
     "liger_kernel": "set use_liger_kernel=False",
     "mamba_ssm": _MAMBA,
-    "transformer_engine": "take torch.nn.Linear and torch.nn.LayerNorm, in bfloat16 instead of float8",
+    "transformer_engine": "take its Linear, LayerNormLinear, LayerNormMLP, attention or TransformerLayer, simulated",
     "triton": "it comes with PyTorch's CUDA builds, and its kernels want a torch.library.custom_op around them",
     "unsloth": "load the model with transformers and peft themselves",
     "vllm": "memsize serve sizes its weights, KV cache and CUDA graphs without one",

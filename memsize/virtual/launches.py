@@ -89,6 +89,8 @@ def later(ledger: VirtualLedger) -> dict[str, LatePatches]:
 
     def noted(kernel: Any, *args: Any, **options: Any) -> None:
         left_out(*args, **options)
+        if getattr(kernel, "configs", None):
+            kernel.best_config = kernel.configs[0]  # programs read its block sizes after a launch
         while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):  # an autotuner, a set of heuristics
             kernel = kernel.fn
         name = getattr(kernel, "__name__", "a kernel without a name")

@@ -15,10 +15,23 @@ from typing import Any, Final
 
 from memsize.processes.patches import LatePatches
 from memsize.processes.user_code import is_library
-from memsize.virtual.packages import apex, flash_attn, linear_losses, vllm, xformers
+from memsize.virtual.packages import (
+    apex,
+    flash_attn,
+    flash_attn_3,
+    linear_losses,
+    state_space,
+    transformer_engine,
+    vllm,
+    xformers,
+)
 
 _MODULES: Final[Mapping[str, Mapping[str, Any]]] = {
     **flash_attn.MODULES,
+    **flash_attn_3.MODULES,
+    **state_space.MODULES,
+    **state_space.KERNELS,
+    **transformer_engine.MODULES,
     **linear_losses.MODULES,
     **apex.MODULES,
     **xformers.MODULES,
@@ -56,14 +69,15 @@ class SimulatedPackages(MetaPathFinder):
         """Let transformers run the attention of flash_attn, and TRL generate by vLLM, where they are asked to."""
 
         def installed(module: Any) -> Iterator[tuple[Any, str, Any]]:
-            available = module.is_flash_attn_2_available
-            if not available():
-                yield module, "is_flash_attn_2_available", lambda *_, **__: True
-                matrix = {**module.FLASH_ATTENTION_COMPATIBILITY_MATRIX}
-                matrix[2] = {**matrix[2], "general_availability_check": lambda *_, **__: True}
-                for owner in (module, sys.modules.get("transformers.modeling_utils")):
-                    if owner is not None:
-                        yield owner, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", matrix
+            matrix = {**module.FLASH_ATTENTION_COMPATIBILITY_MATRIX}
+            for version in {2, 3} & matrix.keys():
+                # Its answer for version 3 stays: where no version is asked for, it would be taken as the newest.
+                if version == 2 and not module.is_flash_attn_2_available():
+                    yield module, "is_flash_attn_2_available", lambda *_, **__: True
+                matrix[version] = {**matrix[version], "general_availability_check": lambda *_, **__: True}
+            for owner in (module, sys.modules.get("transformers.modeling_utils")):
+                if owner is not None:
+                    yield owner, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", matrix
 
         def serving(module: Any) -> Iterator[tuple[Any, str, Any]]:
             if not module.is_vllm_available():
@@ -78,7 +92,7 @@ class SimulatedPackages(MetaPathFinder):
         return vllm.LLM(*args, **options)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in _MODULES or not _is_imported_by_script():
+        if name not in _MODULES or not _is_imported_by_script(name in state_space.KERNELS):
             return None
         self._note(_NOTE.format(name.partition(".")[0]))
         return ModuleSpec(name, _SimulatedLoader(), is_package=True)
@@ -96,8 +110,11 @@ class _SimulatedLoader(Loader):
         vars(module).update(_MODULES[module.__name__])
 
 
-def _is_imported_by_script() -> bool:
-    """Whether the line that imports is the script's own, or asks for what it has chosen."""
+def _is_imported_by_script(kernels: bool) -> bool:
+    """Whether the line that imports is the script's own, or asks for what it has chosen.
+
+    Compiled `kernels` are imported by a package that is there without them.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_code.co_filename in (__file__, *_IMPORTING) or "importlib" in frame.f_code.co_filename
@@ -105,7 +122,7 @@ def _is_imported_by_script() -> bool:
         if frame.f_code.co_name == "find_spec" and frame.f_code.co_filename != __file__:
             return False  # a question whether the package is there
         frame = frame.f_back
-    return frame.f_globals.get("__name__") == _FLASH or not is_library(frame.f_code.co_filename)
+    return kernels or frame.f_globals.get("__name__") == _FLASH or not is_library(frame.f_code.co_filename)
 
 
 _IMPORTING: Final = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")

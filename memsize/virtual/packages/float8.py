@@ -1,0 +1,174 @@
+"""Tensors in float8 as Transformer Engine's products read them: the bytes of data and scales, by recipe.
+
+Source: TransformerEngine 2.20, `common/recipe/__init__.py`, `pytorch/quantization.py` and `pytorch/tensor/`
+(`float8_tensor.py`, `mxfp8_tensor.py`, `float8_blockwise_tensor.py`: shapes of data and scales, `update_usage`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+_BLACKWELL: Final = (10, 0)
+_SM120: Final = (12, 0)
+_MX_BLOCK: Final = 32
+_BLOCK: Final = 128
+
+
+class Format(Enum):
+    """The float8 formats of the forward and the backward; both have one byte."""
+
+    E4M3 = 1
+    E5M2 = 2
+    HYBRID = 3
+
+
+def _rounded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+class Recipe:
+    """How tensors are scaled: one scale for each here."""
+
+    fuses_norms = False
+    """Whether a norm writes float8 at once."""
+    fuses_activations = False
+    fused_gradients: tuple[str, ...] = ()
+    """Activations whose backward writes float8 at once."""
+
+    def __init__(self, **options: Any) -> None:
+        vars(self).update(options)
+
+    def scales(self, shape: tuple[int, int], columns: bool, is_weight: bool) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype of the scales of one copy."""
+        return (1,), torch.float32
+
+    @property
+    def transposes(self) -> bool:
+        """Whether the backward reads a copy of its own."""
+        return torch.cuda.get_device_capability() < _BLACKWELL
+
+
+class DelayedScaling(Recipe):
+    """Scales from the maxima of former steps, which are kept."""
+
+    amax_history_len = 1024
+    fuses_norms = fuses_activations = True
+    fused_gradients = ("gelu", "relu", "qgelu", "srelu")
+
+    def histories(self, products: int, device: torch.device) -> list[Tensor]:
+        """Scales and maxima: of three tensors for each product in the forward, and of two in the backward."""
+        counts = [3 * products, 2 * products]
+        scales = [torch.ones(count, device=device) for count in counts]
+        return scales + [torch.zeros((self.amax_history_len, count), device=device) for count in counts]
+
+
+class Float8CurrentScaling(Recipe):
+    """Scales from the tensors themselves."""
+
+
+class MXFP8BlockScaling(Recipe):
+    """A scale of one byte for each 32 values, along the dimension that is summed."""
+
+    fuses_activations = True
+    fused_gradients = DelayedScaling.fused_gradients
+    transposes = True
+
+    def scales(self, shape: tuple[int, int], columns: bool, is_weight: bool) -> tuple[tuple[int, ...], torch.dtype]:
+        if columns:
+            return (_rounded(shape[0] // _MX_BLOCK, 4), _rounded(shape[1], _BLOCK)), torch.uint8
+        return (_rounded(shape[0], _BLOCK), _rounded(shape[1] // _MX_BLOCK, 4)), torch.uint8
+
+
+class Float8BlockScaling(Recipe):
+    """A float32 scale for each 128 values, and for each square of them in weights."""
+
+    transposes = True
+
+    def scales(self, shape: tuple[int, int], columns: bool, is_weight: bool) -> tuple[tuple[int, ...], torch.dtype]:
+        first, second = shape if columns else shape[::-1]
+        across = -(-second // _BLOCK) if is_weight else second
+        return (-(-first // _BLOCK), _rounded(across, 4)), torch.float32
+
+
+def default_recipe() -> Recipe:
+    """The recipe of this GPU."""
+    capability = torch.cuda.get_device_capability()
+    if capability >= _SM120:
+        return Float8CurrentScaling()
+    return MXFP8BlockScaling() if capability >= _BLACKWELL else DelayedScaling()
+
+
+class Operands(NamedTuple):
+    """A tensor as products read it: in the forward, and in the backward. Both are the same where one copy does."""
+
+    rows: tuple[Tensor, ...]
+    columns: tuple[Tensor, ...]
+
+    @property
+    def all(self) -> tuple[Tensor, ...]:
+        """Every tensor once."""
+        return self.rows if self.columns is self.rows else (*self.rows, *self.columns)
+
+    def for_backward(self, needed: bool) -> tuple[Tensor, ...]:
+        """The part for the backward, if it is `needed`."""
+        return self.columns if needed else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """The dtype that products return, and the recipe of their operands; None: that dtype."""
+
+    dtype: torch.dtype
+    recipe: Recipe | None
+
+    @property
+    def fuses_norms(self) -> bool:
+        """Whether a norm writes what the product after it reads."""
+        return self.recipe is not None and self.recipe.fuses_norms
+
+    @property
+    def fuses_activations(self) -> bool:
+        """Whether an activation writes what the product after it reads."""
+        return self.recipe is None or self.recipe.fuses_activations
+
+    def fuses_gradient_of(self, activation: str) -> bool:
+        """Whether an activation's backward writes what the products after it read."""
+        return self.recipe is None or activation in self.recipe.fused_gradients
+
+    def operands(
+        self,
+        tensor: Tensor,
+        *,
+        columns: bool,
+        is_weight: bool = False,
+        shape: tuple[int, int] | None = None,
+        new: bool = False,
+    ) -> Operands:
+        """Copy `tensor`, or a `new` one of `shape`, for the forward, and with `columns` for the backward too."""
+        size: Any = shape or tuple(tensor.shape)
+        if self.recipe is None:
+            both = (tensor.new_empty(size, dtype=self.dtype) if new else tensor.to(self.dtype),)
+            return Operands(both, both)
+        rows = self._copy(tensor, size, False, is_weight)
+        if not self.recipe.transposes:
+            return Operands(rows, rows)
+        return Operands(rows, self._copy(tensor, size, True, is_weight) if columns else ())
+
+    def weight(self, weight: Tensor, columns: bool, cache: list[Operands] | None) -> Operands:
+        """The same for a weight, from `cache` where it is there."""
+        if cache:
+            return cache[0]
+        operands = self.operands(weight, columns=columns, is_weight=True)
+        if cache is not None:
+            cache.append(operands)
+        return operands
+
+    def _copy(self, like: Tensor, shape: tuple[int, int], columns: bool, is_weight: bool) -> tuple[Tensor, ...]:
+        recipe: Any = self.recipe
+        scales, dtype = recipe.scales(shape, columns, is_weight)
+        return like.new_empty(shape, dtype=torch.uint8), like.new_empty(scales, dtype=dtype)

@@ -1,0 +1,348 @@
+"""Transformer Engine's layers, in 16 bits and in float8.
+
+A float8 product reads both operands along the dimension that is summed, so a tensor that is read in the forward and in
+the backward is there twice before Blackwell: row by row and transposed. Of an input the transposed copy is kept, of a
+weight both; the weight itself stays in its own dtype.
+
+Source: TransformerEngine 2.20, `pytorch/module/` and `pytorch/transformer.py`; `float8_products` has what the layers
+save. Known limits: attention is that of the fused kernels, without cuDNN's workspace, and parameters in float8
+(`fp8_model_init`) are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from memsize.virtual.packages.flash_attn import flash_attn_func, flash_attn_varlen_func
+from memsize.virtual.packages.float8 import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    Numerics,
+    Operands,
+    Recipe,
+    default_recipe,
+)
+from memsize.virtual.packages.float8_products import LinearProduct, NormProduct, NormProducts
+
+_recipe: ContextVar[Recipe | None] = ContextVar("recipe", default=None)
+_GATED: Final = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
+
+
+@contextmanager
+def autocast(enabled: bool = True, *_: Any, recipe: Recipe | None = None, **options: Any) -> Iterator[None]:
+    """While open, layers multiply in float8 by `recipe`, `fp8_recipe` of old."""
+    recipe = recipe or options.get("fp8_recipe") or default_recipe()
+    token = _recipe.set(recipe if enabled else None)
+    try:
+        yield
+    finally:
+        _recipe.reset(token)
+
+
+@contextmanager
+def fp8_model_init(enabled: bool = True, **_: Any) -> Iterator[None]:
+    """Layers whose parameters are float8 themselves are not simulated."""
+    if enabled:
+        raise NotImplementedError("parameters in float8 (fp8_model_init) are not simulated; fp8_autocast is")
+    yield
+
+
+class _Layer(nn.Module):
+    """A layer with its parameters, the recipe in force, float8 weights, and the history of maxima."""
+
+    products: int = 1
+
+    def __init__(self, params_dtype: torch.dtype | None, device: Any) -> None:
+        super().__init__()
+        self._options: dict[str, Any] = {"dtype": params_dtype, "device": device}
+        self._weights: list[list[Operands]] = []
+        self._histories: list[Tensor] = []
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """A new parameter."""
+        return nn.Parameter(torch.empty(shape, **self._options))
+
+    def numerics(self, x: Tensor) -> Numerics:
+        """How the layer multiplies `x`."""
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+        for name, parameter in self.named_parameters():
+            if dtype == x.dtype and not torch.is_autocast_enabled("cuda") and parameter.dtype != dtype:
+                raise TypeError(
+                    "Data types for parameters must match when outside of autocasted region. "
+                    f"Found input dtype: {x.dtype} and {name!r} dtype: {parameter.dtype}"
+                )
+        recipe = _recipe.get()
+        if isinstance(recipe, DelayedScaling) and not self._histories:
+            self._histories = recipe.histories(self.products, x.device)
+        return Numerics(dtype, recipe)
+
+    def weights_of(self, is_first_microbatch: bool | None) -> list[Any] | None:
+        """The float8 weights that micro-batches share, one list for each product; None: they share none."""
+        if is_first_microbatch is None or _recipe.get() is None:
+            return None
+        if is_first_microbatch or not self._weights:
+            self._weights = [[] for _ in range(self.products)]
+        return self._weights
+
+
+class Linear(_Layer):
+    """A linear layer."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *_: Any,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: Any = "cuda",
+        **__: Any,
+    ) -> None:
+        super().__init__(params_dtype, device)
+        self.in_features, self.out_features, self.return_bias = in_features, out_features, return_bias
+        self.weight = self.parameter(out_features, in_features)
+        self.bias = self.parameter(out_features) if bias else None
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **_: Any) -> Any:
+        cache, numerics = self.weights_of(is_first_microbatch), self.numerics(inp)
+        bias = None if self.return_bias else self.bias
+        out = LinearProduct.apply(inp, self.weight, bias, numerics, cache and cache[0])  # type: ignore[no-untyped-call]
+        return (out, self.bias) if self.return_bias else out
+
+
+class LayerNormLinear(_Layer):
+    """A norm and a linear layer."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *_: Any,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        params_dtype: torch.dtype | None = None,
+        device: Any = "cuda",
+        **__: Any,
+    ) -> None:
+        super().__init__(params_dtype, device)
+        self.in_features, self.out_features, self.normalization = in_features, out_features, normalization
+        self.layer_norm_weight = self.parameter(in_features)
+        self.layer_norm_bias = self.parameter(in_features) if normalization == "LayerNorm" else None
+        self.weight = self.parameter(out_features, in_features)
+        self.bias = self.parameter(out_features) if bias else None
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **_: Any) -> Any:
+        cache = self.weights_of(is_first_microbatch)
+        return NormProduct.apply(  # type: ignore[no-untyped-call]
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.weight,
+            self.bias,
+            self.normalization,
+            self.numerics(inp),
+            cache and cache[0],
+        )
+
+
+class LayerNormMLP(_Layer):
+    """A norm and two linear layers with an activation between them."""
+
+    products = 2
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        *_: Any,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        params_dtype: torch.dtype | None = None,
+        device: Any = "cuda",
+        **__: Any,
+    ) -> None:
+        super().__init__(params_dtype, device)
+        self.normalization, self.activation = normalization, activation
+        inner = 2 * ffn_hidden_size if activation in _GATED else ffn_hidden_size
+        self.layer_norm_weight = self.parameter(hidden_size)
+        self.layer_norm_bias = self.parameter(hidden_size) if normalization == "LayerNorm" else None
+        self.fc1_weight = self.parameter(inner, hidden_size)
+        self.fc1_bias = self.parameter(inner) if bias else None
+        self.fc2_weight = self.parameter(hidden_size, ffn_hidden_size)
+        self.fc2_bias = self.parameter(hidden_size) if bias else None
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **_: Any) -> Any:
+        return NormProducts.apply(  # type: ignore[no-untyped-call]
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.fc1_weight,
+            self.fc1_bias,
+            self.fc2_weight,
+            self.fc2_bias,
+            (self.normalization, self.activation),
+            self.numerics(inp),
+            self.weights_of(is_first_microbatch),
+        )
+
+
+class DotProductAttention(nn.Module):
+    """Attention of ``[length, batch, heads, width]``, or of ``[batch, length, heads, width]`` for ``bshd``."""
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: Any,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.attention_dropout, self.qkv_format = attention_dropout, qkv_format
+
+    def forward(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, *_: Any, **options: Any) -> Tensor:
+        layout = options.get("qkv_format") or self.qkv_format
+        if layout == "thd":
+            begins = options["cu_seqlens_q"]
+            packed: Tensor = flash_attn_varlen_func(query_layer, key_layer, value_layer, begins)
+            return packed.flatten(-2)
+        tensors = [query_layer, key_layer, value_layer]
+        batched = [tensor.transpose(0, 1) for tensor in tensors] if layout == "sbhd" else tensors
+        if query_layer.dtype == torch.float32:
+            query, key, value = (tensor.transpose(1, 2) for tensor in batched)
+            dropout = self.attention_dropout if self.training else 0.0
+            with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+                out = functional.scaled_dot_product_attention(
+                    query, key, value, dropout_p=dropout, enable_gqa=True
+                ).transpose(1, 2)
+        else:
+            out = flash_attn_func(*batched)
+        return (out.transpose(0, 1) if layout == "sbhd" else out).flatten(-2)
+
+
+class MultiheadAttention(nn.Module):
+    """Queries, keys and values by one layer with a norm before it or without, attention, and a projection."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        num_gqa_groups: int | None = None,
+        input_layernorm: bool = False,
+        qkv_format: str = "sbhd",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        options = {name: options[name] for name in _PASSED_ON if name in options}
+        self.width = kv_channels or hidden_size // num_attention_heads
+        self.heads, self.groups = num_attention_heads, num_gqa_groups or num_attention_heads
+        outputs = (self.heads + 2 * self.groups) * self.width
+        layer = LayerNormLinear if input_layernorm else Linear
+        name = "layernorm_qkv" if input_layernorm else "qkv"
+        self.add_module(name, layer(hidden_size, outputs, **options))
+        self.core_attention = DotProductAttention(
+            self.heads, self.width, self.groups, attention_dropout, qkv_format=qkv_format
+        )
+        self.proj = Linear(self.heads * self.width, hidden_size, **options)
+
+    def forward(self, hidden_states: Tensor, *_: Any, is_first_microbatch: bool | None = None, **__: Any) -> Any:
+        joint = next(self.children())(hidden_states, is_first_microbatch=is_first_microbatch)
+        joint = joint.unflatten(-1, (-1, self.width))
+        parts = joint.split([self.heads, self.groups, self.groups], dim=-2)
+        return self.proj(self.core_attention(*parts), is_first_microbatch=is_first_microbatch)
+
+
+class TransformerLayer(nn.Module):
+    """Attention and an MLP, each with its norm, dropout and residual."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        activation: str = "gelu",
+        attn_input_format: str = "sbhd",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.hidden_dropout = hidden_dropout
+        self.self_attention = MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            options.pop("kv_channels", None),
+            attention_dropout,
+            num_gqa_groups,
+            input_layernorm=True,
+            qkv_format=attn_input_format,
+            **options,
+        )
+        passed = {name: options[name] for name in _PASSED_ON if name in options}
+        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, activation=activation, **passed)
+
+    def forward(self, hidden_states: Tensor, *_: Any, is_first_microbatch: bool | None = None, **__: Any) -> Any:
+        for layer in (self.self_attention, self.layernorm_mlp):
+            out = layer(hidden_states, is_first_microbatch=is_first_microbatch)
+            hidden_states = hidden_states + functional.dropout(out, self.hidden_dropout, self.training)
+        return hidden_states
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer norm, which keeps its input and statistics as PyTorch's does."""
+
+    def __init__(self, normalized_shape: Any, eps: float = 1e-5, device: Any = "cuda", dtype: Any = None, **_: Any):
+        super().__init__(normalized_shape, eps, device=device, dtype=dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm."""
+
+    def __init__(self, normalized_shape: Any, eps: float = 1e-5, device: Any = "cuda", dtype: Any = None, **_: Any):
+        super().__init__(normalized_shape, eps, device=device, dtype=dtype)
+
+
+_PASSED_ON: Final = ("bias", "normalization", "params_dtype", "device")
+_RECIPES: Final = {
+    cls.__name__: cls
+    for cls in (Recipe, Format, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling)
+}
+_LAYERS: Final = {
+    cls.__name__: cls
+    for cls in (
+        *(Linear, LayerNormLinear, LayerNormMLP, LayerNorm, RMSNorm),
+        *(DotProductAttention, MultiheadAttention, TransformerLayer),
+    )
+}
+_NAMES: Final[dict[str, Any]] = {
+    **_LAYERS,
+    "autocast": autocast,
+    "fp8_autocast": autocast,
+    "fp8_model_init": fp8_model_init,
+    "is_fp8_available": lambda **_: torch.cuda.get_device_capability() >= (8, 9),
+}
+MODULES: Final[dict[str, dict[str, Any]]] = {
+    "transformer_engine": {"__version__": "2.20.0"},
+    "transformer_engine.common": {},
+    "transformer_engine.common.recipe": _RECIPES,
+    "transformer_engine.pytorch": _NAMES,
+}
