@@ -19,8 +19,13 @@ from memsize.records.aggregates import (
     traffic as traffic,
     visible as visible,
 )
-from memsize.records.cells import (
+from memsize.records.check import CheckedModel as CheckedModel, Figure as Figure, Problem as Problem
+from memsize.records.comparison import Change as Change, Comparison, LayerChange as LayerChange
+from memsize.records.fields import (
     Cell as Cell,
+    Column as Column,
+    ColumnKind as ColumnKind,
+    FlatTable as FlatTable,
     Label as Label,
     Missing as Missing,
     Path as Path,
@@ -28,13 +33,6 @@ from memsize.records.cells import (
     Signed as Signed,
     Specs as Specs,
     Words as Words,
-)
-from memsize.records.check import CheckedModel as CheckedModel, Figure as Figure, Problem as Problem
-from memsize.records.comparison import Change as Change, Comparison, LayerChange as LayerChange
-from memsize.records.fields import (
-    Column as Column,
-    ColumnKind as ColumnKind,
-    FlatTable as FlatTable,
     role_fields as role_fields,
 )
 from memsize.records.finding import Finding, Moment as Moment, Rules as Rules

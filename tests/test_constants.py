@@ -25,6 +25,7 @@ from memsize.errors import DataDependentError
 from memsize.known_values.data_dependent import (
     ALL_FINITE,
     ALL_SELECTED,
+    BALANCED,
     CHECKS_PASS,
     COMPARED_EQUAL,
     COPIED_VALUES,
@@ -34,8 +35,8 @@ from memsize.known_values.data_dependent import (
     MASKS_COVER_IMAGE,
     NOT_EQUAL,
     first_assumption,
+    spread_choices,
 )
-from memsize.known_values.routing import BALANCED, spread_choices
 from memsize.known_values.toeplitz import diagonals_of, filled
 from memsize.known_values.values import constant_of, state_of
 from tests.conftest import Python

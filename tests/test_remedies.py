@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import memsize
 from memsize import AllocatorConfig, Fit, Trace, Training
 from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.optimized_models import Adam8bit, StepInBackward
-from memsize.analysis.fit.recomputation import repeated_blocks
+from memsize.analysis.fit.optimized_models import Adam8bit, StepInBackward, repeated_blocks
 from memsize.analysis.fit.remedy_trials import SEGMENT, remedies_of
 from memsize.analysis.fit.run_cache import RunCache, RunVariant
 from memsize.analysis.fit.step_remedies import RANK, STEP_REMEDIES, accumulation, fewer_checkpoints

@@ -15,7 +15,7 @@ import memsize
 from memsize import InputError, Trace
 from memsize.cli import run
 from memsize.device.allocator_config import AllocatorConfig
-from memsize.spec.lengths import Lengths, parse_lengths
+from memsize.spec.vary import Lengths, parse_lengths
 from memsize.units import GiB, MiB
 from tests.gpus import joined, replay, rows_of, training_of
 

@@ -23,7 +23,7 @@ from memsize.errors import InputError
 from memsize.records.aggregates import split_phase
 from memsize.records.timeline import LengthRow
 from memsize.records.trace import Trace
-from memsize.spec.lengths import Lengths
+from memsize.spec.vary import Lengths
 from memsize.units import MiB
 
 _STEPS: Final = 48

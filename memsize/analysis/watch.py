@@ -1,15 +1,57 @@
-"""A real job beside its prediction: a process on a GPU from one reading to the next, and the steps of a loop."""
+"""A real job beside its prediction: a process on a GPU from one reading to the next, and the steps of a loop.
+
+A reading is what NVML counts and ``nvidia-smi`` shows, read through NVIDIA's package nvidia-ml-py (`pynvml`): the
+allocator's segments and the CUDA context.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-from memsize.device.nvml import Reading
+from memsize.errors import InputError, first_line
 from memsize.records.gpu import Interval
 from memsize.units import format_bytes, format_together
+
+
+class Reading(NamedTuple):
+    """The bytes that one process has `used` on `card`, and those `free` of its `total`."""
+
+    used: int
+    free: int
+    total: int
+    card: str
+
+
+class Nvml:
+    """The driver of this machine's GPUs. Raises `InputError` where there is none, or no package to ask it with."""
+
+    def __init__(self) -> None:
+        try:
+            import pynvml
+        except ModuleNotFoundError:
+            raise InputError("this needs NVIDIA's package for NVML: pip install nvidia-ml-py") from None
+        self._nvml: Any = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
+        except pynvml.NVMLError as error:
+            raise InputError(f"no NVIDIA GPU can be asked for its memory: {first_line(error)}") from None
+
+    def processes(self) -> dict[int, Reading]:
+        """The memory of each process, on the GPU on which it has most."""
+        readings: dict[int, Reading] = {}
+        for gpu in self._gpus:
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(gpu)
+            name = self._nvml.nvmlDeviceGetName(gpu)
+            card = name.decode() if isinstance(name, bytes) else str(name)  # bytes in releases before 11.510
+            for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu):
+                reading = Reading(process.usedGpuMemory or 0, memory.free, memory.total, card)
+                readings[process.pid] = max(reading, readings.get(process.pid, reading))
+        return readings
+
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _COLUMNS: Final = 24

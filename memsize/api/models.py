@@ -18,7 +18,6 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.errors import InputError, quoted
 from memsize.records.gpu import DEFAULT_GPU
-from memsize.spec.lengths import Lengths
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import spread_of
 from memsize.spec.requests import (
@@ -31,6 +30,7 @@ from memsize.spec.requests import (
 )
 from memsize.spec.scenario import Scenario, compiled_from, refuse_compiled, scenario_named, selected
 from memsize.spec.training import USUAL_STEPS, Training
+from memsize.spec.vary import Lengths
 from memsize.units import parse_bytes
 
 if TYPE_CHECKING:

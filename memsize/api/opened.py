@@ -156,7 +156,7 @@ def _with_trained_parts(model: nn.Module, subject: ModelRequest) -> nn.Module:
 
 
 def _routed(subject: ModelRequest) -> AbstractContextManager[None]:
-    from memsize.known_values.routing import imbalanced
+    from memsize.known_values.data_dependent import imbalanced
 
     return imbalanced(subject.imbalance)
 

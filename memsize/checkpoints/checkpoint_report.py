@@ -10,7 +10,6 @@ from memsize.checkpoints.breakdown import halved
 from memsize.checkpoints.contents import BITS, Difference, FileRecord, Group, PartKind, Storage, Tensor, Use, View
 from memsize.checkpoints.findings import Inspection
 from memsize.records.answer import Answer
-from memsize.records.cells import Cell, Share
 from memsize.records.fields import (
     BYTES,
     COUNT,
@@ -20,9 +19,11 @@ from memsize.records.fields import (
     SPECS,
     TEXT,
     WORDS,
+    Cell,
     Field,
     Fields,
     FlatTable,
+    Share,
     field,
     shown,
 )

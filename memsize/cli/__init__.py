@@ -64,10 +64,11 @@ module of its name except those of `_MODULES`.
 _COMMANDS = {name: text for commands in _QUESTIONS.values() for name, text in commands.items()}
 _MODULES = {
     "run": "program",  # `memsize.cli.run` starts them all, below
-    "fit-script": "fit",
     "init": "check",
     **dict.fromkeys("gpus models scenarios".split(), "names"),
-    **dict.fromkeys("checkpoint diff explain generate layout serve sweep timeline verify".split(), "answers"),
+    **dict.fromkeys(
+        "checkpoint diff explain fit fit-script generate layout serve sweep timeline verify".split(), "answers"
+    ),
 }
 
 

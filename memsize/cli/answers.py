@@ -1,4 +1,4 @@
-"""Commands that draw one answer: those of a checkpoint, a comparison, a snapshot, a model, a timeline and a sweep."""
+"""Commands that draw one answer as it is: those of a checkpoint, a comparison, a snapshot, a search, a sweep …"""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from memsize.cli.command import (
     is_given,
     is_saved,
     jobs_option,
+    parts_shown,
     refuse_options,
 )
 from memsize.cli.output import Destination
@@ -32,6 +33,8 @@ from memsize.spec.requests import (
     CheckpointRequest,
     DiffRequest,
     ExplainRequest,
+    FitRequest,
+    FitScriptRequest,
     GenerateRequest,
     LayoutRequest,
     ServeRequest,
@@ -290,3 +293,60 @@ def sweep(request: SweepRequest, output: Destination) -> None:
         output.keep(table)
         content = table.parquet() if output.format == "parquet" else output.drawn(table)
     output.write(content)
+
+
+@command(
+    FitRequest,
+    also=(jobs_option,),
+    epilog="""\b
+    Examples:
+      memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4
+      memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4,a100,h100
+      memsize fit model.py:Net --input 3,224,224 --train adamw --gpu t4 --batch-size 256
+      memsize fit hf:config.json --seq-len 2048 --train adamw --gpu h100 --parallel fsdp --gpus 1..64
+      memsize fit nets:gpt --input input_ids=512:int64 --vary seq_len --batch-size 8 --budget 24GB
+      memsize fit hf:config.json --vary context --max-new-tokens 512 --batch-size 8 --gpu h100
+    """,
+)
+def fit(request: FitRequest, output: Destination, jobs: int | None) -> None:
+    """Find the largest batch of TARGET that fits on a GPU, scenario by scenario.
+
+    The answer and the next larger batch are both run. TARGET is path.py:Name, package.module:name or a library's model
+    such as hf:llama, as for memsize report. The caching allocator gets the GPU's memory minus the CUDA context and the
+    margin.
+    """
+    answer(
+        output,
+        "fit",
+        request.model.model,
+        ask=lambda api, progress: api.fit(request, **parts_shown(progress, output)),
+        jobs=jobs,
+    )
+
+
+@command(
+    FitScriptRequest,
+    context_settings={"allow_interspersed_args": False},
+    epilog="""\b
+    Examples:
+      memsize fit-script --gpu t4 --vary-argument batch-size train.py --batch-size 8
+      memsize fit-script --gpu t4,a100 --vary-argument train.batch_size train.py train.batch_size=8
+
+    \b
+    Options of memsize come before the script, the script's own after it.
+    """,
+)
+def fit_script(request: FitScriptRequest, output: Destination) -> None:
+    """Find the largest value of an argument of SCRIPT with which it fits on a GPU.
+
+    SCRIPT is run as by memsize run, with one value after another.
+    """
+    arguments = tuple(request.arguments)
+    if arguments[:1] == ("--",):  # `fit-script … SCRIPT -- ARGUMENTS`
+        request = replace(request, arguments=arguments[1:])
+    answer(
+        output,
+        "fit",
+        request.script,
+        ask=lambda api, progress: api.fit_script(request, **parts_shown(progress, output)),
+    )

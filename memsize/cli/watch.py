@@ -33,8 +33,7 @@ def watch(request: WatchRequest) -> None:
     until the GPU is full. Without PID it is the only process on a GPU. It needs: pip install nvidia-ml-py.
     """
     from memsize.analysis.step import load, predicted_peak
-    from memsize.analysis.watch import Watch
-    from memsize.device.nvml import Nvml
+    from memsize.analysis.watch import Nvml, Watch
 
     watched = Watch(None if request.run is None else predicted_peak(load(request.run)).estimate.device)
     nvml = Nvml()

@@ -22,8 +22,7 @@ from memsize.checkpoints.contents import PROBLEMS, USES, Group, Match, View
 from memsize.documents import MOST_SENTENCES, Document, findings_data, plain, values_of
 from memsize.documents.sections import Bars, Part, Section, Table, Title
 from memsize.documents.shared import listed
-from memsize.records.cells import Path, Share
-from memsize.records.fields import FlatTable
+from memsize.records.fields import FlatTable, Path, Share
 from memsize.records.finding import Finding
 from memsize.records.roles import Role
 from memsize.units import Bytes

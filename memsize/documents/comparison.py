@@ -11,7 +11,6 @@ from memsize.documents.sections import Bars, Findings, Notes, Part, Phrase, Rema
 from memsize.documents.shared import listed, role_part
 from memsize.records.aggregates import stored_dtypes, totals
 from memsize.records.answer import FindingList
-from memsize.records.cells import Cell, Label
 from memsize.records.comparison import (
     FIGURE_FIELDS,
     LAYER_FIELDS,
@@ -22,6 +21,7 @@ from memsize.records.comparison import (
     LayerChange,
     LayerSizes,
 )
+from memsize.records.fields import Cell, Label
 from memsize.records.finding import Finding, optimizer_in_words
 from memsize.records.trace import Trace
 from memsize.units import Bytes

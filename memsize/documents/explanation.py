@@ -11,8 +11,8 @@ from typing import Any, Final
 from memsize.documents import Document, findings_data, plain, values_of
 from memsize.documents.sections import Bars, Chart, ScenarioView, Section, Table, Title
 from memsize.documents.shared import listed
-from memsize.records.cells import Share, Signed
 from memsize.records.explanation import ALIVE_FIELDS, PLACE_FIELDS, RESERVED_FIELDS, BlockHistory, Explanation
+from memsize.records.fields import Share, Signed
 from memsize.records.roles import ROLES, UNKNOWN
 from memsize.records.timeline import Timeline
 from memsize.records.trace import Storage

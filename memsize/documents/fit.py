@@ -26,8 +26,7 @@ from memsize.documents.sections import (
 from memsize.documents.shared import compared_collectives, listed, said_once, versions
 from memsize.errors import first_line
 from memsize.records.aggregates import traffic
-from memsize.records.cells import Cell, Label, Missing
-from memsize.records.fields import SCENARIO, Column
+from memsize.records.fields import SCENARIO, Cell, Column, Label, Missing
 from memsize.records.finding import join_names, optimizer_in_words
 from memsize.records.fit import FIT_FIELDS, REMEDY_FIELDS, Fit, FitRow, Remedied, gpus_in_words
 from memsize.records.world import Traffic

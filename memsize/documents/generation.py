@@ -10,7 +10,7 @@ from memsize.documents import Document, findings_data, plain, renamed, values_of
 from memsize.documents.fit import remedy_tables
 from memsize.documents.sections import Bars, Limit, Phrase, Remark, Section, Strip, Table, Title
 from memsize.documents.shared import input_text, listed, role_part, said_once, versions
-from memsize.records.cells import Label
+from memsize.records.fields import Label
 from memsize.records.generation import (
     CACHE_FIELDS,
     GENERATION_FIELDS,

@@ -8,7 +8,7 @@ from typing import Any, Final
 from memsize.documents import Document, findings_data, plain, renamed, values_of
 from memsize.documents.sections import Bars, Part, Section, Table, Title
 from memsize.documents.shared import input_text, listed
-from memsize.records.cells import Label
+from memsize.records.fields import Label
 from memsize.records.layout import COPY_FIELDS, COPY_TABLE, LAYER_FIELDS, Audit, LayoutReport, audit_rows
 from memsize.units import Bytes
 

@@ -25,8 +25,7 @@ from memsize.documents.sections import (
 )
 from memsize.documents.shared import collective_tables, listed, role_part, stream_tables, versions
 from memsize.documents.timeline import alive_table, course_table
-from memsize.records.cells import Label
-from memsize.records.fields import role_fields
+from memsize.records.fields import Label, role_fields
 from memsize.records.program import (
     CHILD_FIELDS,
     HOST_FIELDS,

@@ -40,8 +40,7 @@ from memsize.documents.shared import (
 )
 from memsize.errors import OutputError
 from memsize.records.aggregates import COUNTED, Row, Totals, own_rows, stored_dtypes, visible
-from memsize.records.cells import Label, Path
-from memsize.records.fields import BYTES, NAME, SCENARIO, TEXT, Fields, FlatTable, role_fields, shown
+from memsize.records.fields import BYTES, NAME, SCENARIO, TEXT, Fields, FlatTable, Label, Path, role_fields, shown
 from memsize.records.finding import Finding, moment_in_words, optimizer_in_words
 from memsize.records.gpu import DEFAULT_GPU, LIVE_FIELDS, GpuEstimate, Shortage
 from memsize.records.report import (

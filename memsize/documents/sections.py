@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from operator import sub
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from memsize.records.cells import Cell, Label, Missing, Signed
-from memsize.records.fields import Column, Fields
+from memsize.records.fields import Cell, Column, Fields, Label, Missing, Signed
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval
 from memsize.records.roles import Role

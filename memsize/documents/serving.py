@@ -9,7 +9,7 @@ from memsize.documents import Document, findings_data, plain, values_of
 from memsize.documents.fit import remedy_tables
 from memsize.documents.sections import Bars, Limit, Part, Phrase, Remark, Section, Table, Title
 from memsize.documents.shared import listed, said_once, versions
-from memsize.records.cells import Label
+from memsize.records.fields import Label
 from memsize.records.serving import GROUP_FIELDS, SERVING_FIELDS, ServingReport
 
 SCHEMA: Final = "memsize.serving/1"

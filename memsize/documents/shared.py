@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memsize.documents.sections import Notes, Part, Phrase, Remark, Section, Table
-from memsize.records.cells import Cell
-from memsize.records.fields import Column
+from memsize.records.fields import Cell, Column
 from memsize.records.gpu import STREAM_FIELDS, TRAFFIC_FIELDS, Card, StreamShare
 from memsize.records.roles import Role, noun
 from memsize.records.timeline import Timeline

@@ -10,8 +10,7 @@ from typing import Any, Final
 from memsize.documents import Document, findings_data, values_of
 from memsize.documents.sections import Bars, Limit, Remark, Section, Table, Title
 from memsize.documents.shared import listed, role_part
-from memsize.records.cells import Cell, Label, Load, Missing
-from memsize.records.fields import Column, ColumnKind
+from memsize.records.fields import Cell, Column, ColumnKind, Label, Load, Missing
 from memsize.records.roles import TITLES
 from memsize.records.sweep import SETTING_FIELDS, SWEEP_FIELDS, SWEEP_TABLE, Sweep, SweepRow, phrase_of, setting_cell
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from memsize.documents import Document, plain, renamed
 from memsize.documents.sections import Bar, Bars, Part, Section, Table, Title
 from memsize.documents.shared import listed
-from memsize.records.cells import Label
+from memsize.records.fields import Label
 from memsize.records.finding import Finding
 from memsize.records.verification import (
     DIFFERENCE_FIELDS,

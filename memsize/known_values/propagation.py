@@ -24,9 +24,9 @@ from memsize.known_values.data_dependent import (
     compared_with_number,
     compared_with_zero,
     first_assumption,
+    spread_choices,
 )
 from memsize.known_values.op_traits import OpTraits
-from memsize.known_values.routing import spread_choices
 from memsize.known_values.toeplitz import diagonals_of, follow, write
 from memsize.known_values.values import (
     MAX_ASSUMED_ELEMENTS,

@@ -16,9 +16,8 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 from memsize import files
 from memsize.errors import InputError, OutputError
 from memsize.records.answer import Answer
-from memsize.records.cells import Cell, Change, Label, Sized
 from memsize.records.codec import coder
-from memsize.records.fields import CHANGE, NAME, TEXT, Fields, FlatTable, field, shown
+from memsize.records.fields import CHANGE, NAME, TEXT, Cell, Change, Fields, FlatTable, Label, Sized, field, shown
 from memsize.records.finding import Finding
 
 Severity = Literal["error", "warning", "note"]

@@ -8,7 +8,6 @@ from typing import ClassVar, Final, Literal, NamedTuple
 from memsize.printable import printable
 from memsize.records.aggregates import Totals, stored_dtypes, totals
 from memsize.records.answer import Answer, TableFrame
-from memsize.records.cells import Missing, Path, Words
 from memsize.records.fields import (
     BYTES,
     CHANGE,
@@ -20,6 +19,9 @@ from memsize.records.fields import (
     WORDS,
     Fields,
     FlatTable,
+    Missing,
+    Path,
+    Words,
     field,
     shown,
 )

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer
-from memsize.records.cells import share_of
-from memsize.records.fields import BYTES, COUNT, SHARE, SIGNED, TEXT, Fields, FlatTable, field, shown
+from memsize.records.fields import BYTES, COUNT, SHARE, SIGNED, TEXT, Fields, FlatTable, field, share_of, shown
 from memsize.records.finding import Finding
 from memsize.records.roles import Role, noun
 from memsize.records.schema import Size

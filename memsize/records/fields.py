@@ -1,4 +1,4 @@
-"""Fields: the columns of a record, each declared once for every format.
+"""Fields: the columns of a record, each declared once for every format, and the cells that documents draw of them.
 
     ROWS = Fields[FitRow](
         field("scenario", "scenario", NAME, 100, "how the model is stored and run"),
@@ -7,6 +7,10 @@
 
 Files (csv, JSON, DataFrames) hold `get(row)` under the field's `name`; documents (terminal, markdown, pages) draw the
 cell below its `title`. A field without a title is only in files, a field made by `shown` only in documents.
+
+A cell is a value with a type (bytes, a share, a path, tensor specs …) and never text that was already formatted, so
+that each renderer draws it in its own way and none can know more than another. None is a cell that has no meaning in
+its row; `Missing` is a figure that is not known, with the reason.
 """
 
 from __future__ import annotations
@@ -17,12 +21,86 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
-from memsize.records.cells import Cell, Change, Label, Missing, Path, Share, Signed, Specs, Words
 from memsize.records.roles import Role, in_order, noun
+from memsize.records.trace import TensorSpec
 from memsize.units import Bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+
+class Path(str):
+    """A module's or tensor's qualified name."""
+
+    __slots__ = ()
+
+
+class Sized(int):
+    """Bytes in a column of several units: drawn with their own."""
+
+    __slots__ = ()
+
+
+class Share(float):
+    """A part of a whole: 0.5 is half of it."""
+
+    __slots__ = ()
+
+
+class Load(Share):
+    """A part of a GPU's memory that is taken: above 1 it does not fit. Pages shade it."""
+
+    __slots__ = ()
+
+
+class Signed(int):
+    """A difference in bytes, above (> 0) or below a reference."""
+
+    __slots__ = ()
+
+
+class Change(float):
+    """A relative difference, above (> 0) or below a reference: 0.012 is 1.2 % more."""
+
+    __slots__ = ()
+
+
+class Words(tuple[str, ...]):
+    """Short texts in one cell: marks, dtypes."""
+
+    __slots__ = ()
+
+
+class Specs(tuple[TensorSpec, ...]):
+    """The tensors that a module returns."""
+
+    __slots__ = ()
+
+
+class Missing(NamedTuple):
+    """A figure that is not known, and why."""
+
+    reason: str
+
+
+class Label(NamedTuple):
+    """A row's name; `modelled` when its figures were not all run, `hint` says in a few words what it is."""
+
+    text: str
+    modelled: bool = False
+    hint: str = ""
+
+
+Cell = Label | Path | Specs | Words | Share | Change | Signed | Sized | Bytes | str | int | Missing | None
+
+
+def share_of(part: int | None, whole: int | None) -> Share | None:
+    """`part` as a share of `whole`; None where either is unknown or `whole` is 0."""
+    return Share(part / whole) if part is not None and whole else None
+
+
+# -- fields ------------------------------------------------------------------------------------------------------------
+
 
 ColumnKind = Literal["name", "text", "specs", "count", "bytes", "share", "words"]
 R = TypeVar("R")

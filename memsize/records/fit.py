@@ -7,8 +7,20 @@ from dataclasses import dataclass, field as attribute
 from typing import Annotated, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer, TableFrame
-from memsize.records.cells import Label, Missing, Path
-from memsize.records.fields import BYTES, COUNT, NAME, ROLE, SCENARIO, TEXT, Fields, FlatTable, field
+from memsize.records.fields import (
+    BYTES,
+    COUNT,
+    NAME,
+    ROLE,
+    SCENARIO,
+    TEXT,
+    Fields,
+    FlatTable,
+    Label,
+    Missing,
+    Path,
+    field,
+)
 from memsize.records.finding import Finding
 from memsize.records.gpu import Card, GpuEstimate
 from memsize.records.roles import Role

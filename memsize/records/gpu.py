@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from memsize.records.cells import Label
-from memsize.records.fields import BYTES, COUNT, NAME, PATH, ROLE, TEXT, Fields, field
+from memsize.records.fields import BYTES, COUNT, NAME, PATH, ROLE, TEXT, Fields, Label, field
 from memsize.records.roles import Role
 from memsize.records.schema import Size
 from memsize.records.world import CollectiveKind, Traffic

@@ -12,8 +12,21 @@ from typing import ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.aggregates import nearest
 from memsize.records.answer import Answer, TableFrame
-from memsize.records.cells import Cell, Path, Specs, Words
-from memsize.records.fields import BYTES, COUNT, NAME, SPECS, TEXT, WORDS, Fields, FlatTable, field
+from memsize.records.fields import (
+    BYTES,
+    COUNT,
+    NAME,
+    SPECS,
+    TEXT,
+    WORDS,
+    Cell,
+    Fields,
+    FlatTable,
+    Path,
+    Specs,
+    Words,
+    field,
+)
 from memsize.records.finding import Finding
 from memsize.records.trace import InputTensor, TensorSpec
 

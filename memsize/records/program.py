@@ -8,8 +8,21 @@ from typing import ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.aggregates import alive, live_bytes
 from memsize.records.answer import Answer
-from memsize.records.cells import Label, Path
-from memsize.records.fields import BYTES, COUNT, NAME, PATH, ROLE, SPECS, TEXT, Fields, FlatTable, field, shown
+from memsize.records.fields import (
+    BYTES,
+    COUNT,
+    NAME,
+    PATH,
+    ROLE,
+    SPECS,
+    TEXT,
+    Fields,
+    FlatTable,
+    Label,
+    Path,
+    field,
+    shown,
+)
 from memsize.records.finding import Finding
 from memsize.records.gpu import Card, GpuEstimate, Interval
 from memsize.records.roles import Role

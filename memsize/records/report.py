@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 from memsize.errors import UnknownOutputError
 from memsize.records.aggregates import Row, Totals, own_rows, stored_dtypes, totals
 from memsize.records.answer import Answer, TableFrame
-from memsize.records.cells import Label, Missing, Words, share_of
 from memsize.records.fields import (
     BYTES,
     COUNT,
@@ -27,7 +26,11 @@ from memsize.records.fields import (
     Field,
     Fields,
     FlatTable,
+    Label,
+    Missing,
+    Words,
     field,
+    share_of,
     shown,
 )
 from memsize.records.finding import Finding

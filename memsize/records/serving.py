@@ -7,8 +7,7 @@ from dataclasses import dataclass, field as attribute
 from typing import Any, ClassVar, Final, NamedTuple, TypedDict
 
 from memsize.records.answer import Answer, TableFrame
-from memsize.records.cells import Cell
-from memsize.records.fields import BYTES, COUNT, SCENARIO, TEXT, Field, Fields, FlatTable, Kind, field
+from memsize.records.fields import BYTES, COUNT, SCENARIO, TEXT, Cell, Field, Fields, FlatTable, Kind, field
 from memsize.records.finding import Finding
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card, Interval

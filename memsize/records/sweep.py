@@ -18,9 +18,23 @@ from typing import Any, BinaryIO, ClassVar, Final, Literal
 from memsize import files
 from memsize.errors import OutputError
 from memsize.records.answer import Answer, TableFrame
-from memsize.records.cells import Cell, Label, Missing, Path as LayerPath
 from memsize.records.codec import coder
-from memsize.records.fields import BYTES, COUNT, NAME, TEXT, Field, Fields, FlatTable, Kind, field, shown
+from memsize.records.fields import (
+    BYTES,
+    COUNT,
+    NAME,
+    TEXT,
+    Cell,
+    Field,
+    Fields,
+    FlatTable,
+    Kind,
+    Label,
+    Missing,
+    Path as LayerPath,
+    field,
+    shown,
+)
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval
 from memsize.records.roles import Role, noun

@@ -9,8 +9,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from memsize.records.answer import Renderable
-from memsize.records.cells import Missing
-from memsize.records.fields import BYTES, PATH, TEXT, WORDS, Fields, FlatTable, field
+from memsize.records.fields import BYTES, PATH, TEXT, WORDS, Fields, FlatTable, Missing, field
 from memsize.records.gpu import Card, StreamShare
 from memsize.records.roles import Role
 from memsize.records.trace import Storage

@@ -8,8 +8,24 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 from memsize.records.answer import Answer, TableFrame
-from memsize.records.cells import Cell, Change, Label, Missing, Path, Signed, Words
-from memsize.records.fields import BYTES, CHANGE, NAME, SIGNED, TEXT, WORDS, Fields, FlatTable, field
+from memsize.records.fields import (
+    BYTES,
+    CHANGE,
+    NAME,
+    SIGNED,
+    TEXT,
+    WORDS,
+    Cell,
+    Change,
+    Fields,
+    FlatTable,
+    Label,
+    Missing,
+    Path,
+    Signed,
+    Words,
+    field,
+)
 from memsize.records.finding import Finding
 from memsize.records.gpu import Interval
 from memsize.records.measurement import (

@@ -11,8 +11,7 @@ from rich.cells import cell_len, set_cell_size
 from memsize.documents import Document
 from memsize.documents.sections import Phrase, Strip, Title
 from memsize.printable import LONGEST, printable, printable_lines
-from memsize.records.cells import Cell, Change, Label, Missing, Path, Share, Signed, Sized, Specs, Words
-from memsize.records.fields import Column
+from memsize.records.fields import Cell, Change, Column, Label, Missing, Path, Share, Signed, Sized, Specs, Words
 from memsize.records.trace import Failure, TensorSpec
 from memsize.render.screen import WHOLE, Screen
 from memsize.units import AUTO, Bytes, Unit, format_bytes, unit_for

@@ -16,8 +16,7 @@ from memsize.documents import Document
 from memsize.documents.sections import Bars, Chart, Table, Title
 from memsize.errors import OutputError, first_line
 from memsize.printable import printable
-from memsize.records.cells import Path
-from memsize.records.fields import Column, FlatTable
+from memsize.records.fields import Column, FlatTable, Path
 from memsize.records.roles import colour, noun
 from memsize.records.timeline import Timeline
 from memsize.render.bars import longest_drawn

@@ -23,8 +23,7 @@ from markupsafe import Markup, escape
 from memsize.documents import Document
 from memsize.documents.sections import Bar, Bars, Chart, Curve, ScenarioView, Section, Table, Title
 from memsize.printable import printable, printable_lines
-from memsize.records.cells import Cell, Label, Load, Missing, Path, Signed
-from memsize.records.fields import Column
+from memsize.records.fields import Cell, Column, Label, Load, Missing, Path, Signed
 from memsize.records.roles import ROLES, UNKNOWN, Role, colour, noun
 from memsize.records.timeline import Timeline, to_data
 from memsize.records.trace import Storage

@@ -21,7 +21,7 @@ from memsize.documents.sections import (
     without_repeats,
 )
 from memsize.printable import printable
-from memsize.records.cells import Cell, Path, Specs, Words
+from memsize.records.fields import Cell, Path, Specs, Words
 from memsize.render import bars, chart
 from memsize.render.cell_text import LEFT, MODELLED, draw_cell, draw_failure, draw_phrases, draw_title
 from memsize.render.screen import WHOLE, Screen

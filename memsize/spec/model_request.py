@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memsize.errors import InputError
 from memsize.spec.inputs import MOST_ELEMENTS, InputSpec, parse_input, parse_inputs
-from memsize.spec.lengths import parse_lengths
 from memsize.spec.options import option
 from memsize.spec.training import BASES, PEFT_CONFIGS, TrainedParts, parse_adapter, parse_base, parse_lora
+from memsize.spec.vary import parse_lengths
 
 if TYPE_CHECKING:
     from torch import nn

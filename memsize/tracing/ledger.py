@@ -25,8 +25,14 @@ from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.sparse_tensors import PARTS, parts_of
-from memsize.tracing.dispatch import DETACH, MetaDispatchMode, OpFacts, has_own_dispatch
-from memsize.tracing.python_ops import replaced_by_fake, without_launches
+from memsize.tracing.dispatch import (
+    DETACH,
+    MetaDispatchMode,
+    OpFacts,
+    has_own_dispatch,
+    replaced_by_fake,
+    without_launches,
+)
 from memsize.tracing.run_position import RunPosition
 from memsize.tracing.saved_tensors import SavedTensor, without_graph
 

@@ -19,7 +19,7 @@ import torch
 
 from memsize.processes.patches import LatePatches, Patch
 from memsize.records.finding import join_names
-from memsize.tracing.python_ops import left_out
+from memsize.tracing.dispatch import left_out
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
 _EAGER = (

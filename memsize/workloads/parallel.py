@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from memsize.device.cuda_libraries import nccl_notes
 from memsize.errors import ForwardError, ScenarioError
-from memsize.known_values.routing import imbalanced
+from memsize.known_values.data_dependent import imbalanced
 from memsize.model.input_tensors import input_tensors
 from memsize.model.meta_copy import in_mode
 from memsize.model.tensor_storage import stored_tensors

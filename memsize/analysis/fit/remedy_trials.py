@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from memsize.analysis.fit.optimized_models import Share, autoencoders, keep_the_last_logits
-from memsize.analysis.fit.recomputation import repeated_blocks
+from memsize.analysis.fit.optimized_models import Share, autoencoders, keep_the_last_logits, repeated_blocks
 from memsize.analysis.fit.run_cache import GenerationRunCache, NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.step_remedies import (
     AUTOENCODER_REMEDIES,

@@ -13,6 +13,8 @@ from memsize.analysis.fit.optimized_models import (
     Adam8bit,
     HeadLoss,
     LowRank,
+    OffloadActivations,
+    Recompute,
     StepInBackward,
     by_cut_cross_entropy,
     by_liger,
@@ -23,7 +25,6 @@ from memsize.analysis.fit.optimized_models import (
     switch_autoencoder,
     write_in_place,
 )
-from memsize.analysis.fit.recomputation import OffloadActivations, Recompute
 from memsize.analysis.fit.run_cache import RunVariant
 from memsize.analysis.model_setups import ModelEdit
 from memsize.analysis.remedies import Changes, NotApplicable, Remedy

@@ -41,9 +41,8 @@ from memsize.records.aggregates import split_phase
 from memsize.torch_internals.jit_tracing import is_tracing, record_as, record_convolution, untraced
 from memsize.torch_internals.meta import is_meta
 from memsize.torch_internals.pytree import arguments_in
-from memsize.tracing.dispatch import DETACH, OpFacts, has_own_dispatch
+from memsize.tracing.dispatch import DETACH, OpFacts, body_of, has_own_dispatch, replaced_by_fake
 from memsize.tracing.ledger import Workspaces
-from memsize.tracing.python_ops import body_of, replaced_by_fake
 from memsize.virtual.device_assignment import HOST, any_own_meta, claim, gpu_of, is_own_meta, on_gpu, taken_to_gpu
 from memsize.virtual.ledger.gpu_storages import GpuStorages, thread
 from memsize.virtual.ledger.stream_order import host_waits
