@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 import memsize
 from memsize import Finding
-from memsize.analysis.fit.results import find_crossover
+from memsize.analysis.findings.evidence import find_crossover
 from memsize.records.answer import FindingList
 from memsize.render import render
 from memsize.units import Bytes

@@ -27,7 +27,6 @@ import memsize
 from memsize import AllocatorConfig, Finding, Fit, Gpu, ModelRequest, Trace, Training, api
 from memsize.analysis.findings.fit import FitEvidence, what_binds, what_fits_on_the_others
 from memsize.analysis.fit.footprint import Footprint, Forecast, limit_of, replay_with_capacity
-from memsize.analysis.fit.results import FARTHEST, activations_outweigh, first_size, peak_has_left_the_optimizer
 from memsize.analysis.fit.run_cache import GenerationRunCache, RunCache, RunVariant
 from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.cli import run
@@ -282,20 +281,6 @@ def test_what_binds() -> None:
     found = limit_of(footprint(1, 8 * MiB, [12 * MiB, 20 * MiB]), 30 * MiB)
     assert (found.role, found.request, found.op) == ("activation", 20 * MiB, "op")
     assert found.roles == {"activation": 32 * MiB, "parameter": 8 * MiB}
-
-
-@given(st.integers(1, 5000), st.integers(-3, 3))
-def test_a_crossing_is_where_it_was_measured(edge: int, off: int) -> None:
-    measured: list[int] = []
-
-    def holds(size: int) -> bool:
-        measured.append(size)
-        return size >= edge
-
-    # The forecast is off by a few; measuring puts it right.
-    assert first_size(lambda size: size >= edge + off, holds, FARTHEST) == edge
-    assert len(measured) <= 6
-    assert first_size(lambda size: False, holds, FARTHEST) is None
 
 
 # What varies, and how much there is
@@ -957,26 +942,6 @@ def test_a_scenario_that_cannot_be_run() -> None:
         fit_of(Narrow(), "10,63")
 
 
-def test_the_crossovers() -> None:
-    fit = fit_of(Normed(), "256", gpu="a100", crossovers=True)
-    found = {finding.code: finding for finding in fit.findings if finding.code.startswith("crossing")}
-    assert set(found) == {"crossing-autocast", "crossing-activations", "crossing-peak"}
-    runs = {scenario: trials_of(scenario) for scenario in ("fp32", "amp-bf16")}
-
-    def check(code: str, holds: Callable[[int], bool]) -> None:
-        size = found[code].values["size"]
-        assert isinstance(size, int) and holds(size)
-        if size > 2:
-            assert not holds(size - 1)
-        else:
-            with pytest.raises(ForwardError):  # a batch norm refuses one sample
-                holds(size - 1)
-
-    check("crossing-autocast", lambda n: runs["amp-bf16"](n).requested < runs["fp32"](n).requested)
-    check("crossing-activations", lambda n: activations_outweigh((run := runs["fp32"](n)).trace, run.flow))
-    check("crossing-peak", lambda n: peak_has_left_the_optimizer((run := runs["fp32"](n)).trace, run.flow))
-
-
 def trials_of(scenario: str) -> Callable[[int], Footprint]:
     variant = replace(VARIANT, scenario=SCENARIOS[scenario])
     return lambda size: trials("normed").run(variant, size)
@@ -1061,7 +1026,7 @@ def test_the_same_figures_everywhere(tmp_path: Path) -> None:
 
 def test_every_finding_reads_as_a_sentence() -> None:
     fits = [
-        fit_of(Narrow(), "4000,64", budget=CONTEXT + 200 * MiB, crossovers=True),
+        fit_of(Narrow(), "4000,64", budget=CONTEXT + 200 * MiB),
         fit_of(Normed(), "256", budget=CONTEXT + 4 * MiB),
         fit_of(Grouped(), "1000,64", gpu="t4", scenarios="fp32,bf16"),
     ]
@@ -1099,18 +1064,18 @@ def test_the_plain_command(asked: dict[str, object], capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == render(made_by_hand(), "text")
     assert asked["model"] == ModelRequest("model.py:Net", (parse_input("3,64,64"),))
     assert (asked["gpu"], asked["vary"]) == (Gpu(name="t4"), "batch")
-    assert asked["training"] is None and asked["remedies"] is None and asked["crossovers"] is False
+    assert asked["training"] is None and asked["remedies"] is None
 
 
 def test_every_option_reaches_the_api(asked: dict[str, object], tmp_path: Path) -> None:
     options = "--batch-size 32 --vary 0:1 --budget 10GiB --margin 5% --train sgd --ema --loss mse"
-    more = "--mode eval --no-remedies --crossovers --allocator expandable_segments:True --arg width=64 -s bf16"
+    more = "--mode eval --no-remedies --allocator expandable_segments:True --arg width=64 -s bf16"
     more = f"{more} --gradient-accumulation-steps 2 -o fit.json"
     assert run(["fit", "model.py:Net", "-i", "3,64", *options.split(), *more.split()]) == 0
     assert asked["training"] == Training("sgd", loss="mse", gradient_accumulation_steps=2, ema=True)
     assert asked["gpu"] == Gpu(allocator="expandable_segments:True")
     assert (asked["vary"], asked["budget"], asked["margin"]) == ("0:1", "10GiB", "5%")
-    assert (asked["remedies"], asked["crossovers"]) == (False, True)
+    assert asked["remedies"] is False
     specs = (parse_input("3,64"),)
     assert asked["model"] == ModelRequest("model.py:Net", specs, batch_size=32, arguments={"width": 64}, mode="eval")
     assert run(["fit", "model.py:Net", "--inputs", "model.py:make", "--seq-len", "64"]) == 0

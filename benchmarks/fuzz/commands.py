@@ -48,7 +48,7 @@ _SOUND: Final = {
 """Values that an option takes."""
 _ALONE: Final = ("--jobs", "1")
 """Processes that memsize starts would count among what a file or a model must not do."""
-_FLAGS: Final = ("--force", "--debug", "--ema", "--remedies", "--crossovers", "--help", "--version", "-")
+_FLAGS: Final = ("--force", "--debug", "--ema", "--remedies", "--help", "--version", "-")
 
 
 def option_trials(random: Random) -> Trial:

@@ -11,10 +11,9 @@ from importlib.metadata import version
 import torch
 from torch import nn
 
-from memsize.analysis.findings.evidence import Crossover, Evidence
+from memsize.analysis.findings.evidence import Crossover, Evidence, find_crossover
 from memsize.analysis.findings.report_rules import RULES
 from memsize.analysis.findings.unfinished_runs import interrupted
-from memsize.analysis.fit.results import find_crossover
 from memsize.analysis.model_setups import is_float32, own_autocast
 from memsize.analysis.runner import Runner
 from memsize.device.allocator_config import AllocatorConfig

@@ -45,9 +45,8 @@ def fit(
     `gpu` is the name of a GPU, several of them, ``"local"``, or ``"all"``, the smallest on which `batch_size` fits;
     `budget` is a size of its memory instead, in bytes or as ``"15109MiB"``. The CUDA context and `margin` (bytes, a
     size, or ``"5%"``) are subtracted from either. `stack` is its PyTorch and CUDA, `allocator` holds the caching
-    allocator's settings. `remedies` tries them in any case (True) or never (False); `crossovers` looks for the sizes
-    from which on autocast pays or the peak moves. `progress` is called with what is being done, `found` with what a row
-    says once it is known.
+    allocator's settings. `remedies` tries them in any case (True) or never (False). `progress` is called with what is
+    being done, `found` with what a row says once it is known.
 
     With `prompt`, `max_new_tokens`, `cache_implementation`, `kv_cache_dtype`, `num_beams`, `prefill_chunk_size` or
     `uneven`, as for `generate`, the question is about generated tokens: how many sequences fit, or, with `vary`
@@ -80,7 +79,6 @@ def fit(
         config=allocator,
         size=model.batch_size if vary.batch else None,
         remedies=False if is_about_all and request.remedies is None else request.remedies,
-        crossovers=request.crossovers,
         default=request.scenarios is None and not request.compile,
         generation=generation,
     )
@@ -107,7 +105,6 @@ def _check_question(request: requests.FitRequest, vary: Vary, generates: bool) -
     """Raise `InputError` for options of two questions: a training step's and a generation's, all GPUs and any batch."""
     steps = {
         "train": request.training,
-        "crossovers": request.crossovers,
         "seq_len": request.model.seq_len,
         "mode": request.model.mode == "train",
         "parallel": request.parallel,

@@ -186,19 +186,6 @@ class Remedied:
     combined: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """The smallest size from which on a comparison holds; it was run there, and at the size before, where it does not.
-
-    `size` is None if it holds at none of the sizes that were tried. `scenario` was run and is compared with `other`.
-    """
-
-    kind: Literal["autocast", "activations", "peak"]
-    size: int | None
-    scenario: str
-    other: str = ""
-
-
 class FitRun(NamedTuple):
     """The key of one of a fit's runs: its scenario and size, and the first of the GPUs that run the same kernels.
 

@@ -229,7 +229,6 @@ class FitRequest:
         flags=("--remedies/--no-remedies",),
         shown="if the batch in --batch-size doesn't fit",
     )
-    crossovers: bool = option(False, "Report from which size autocast pays off, and where the peak moves.")
 
     def __post_init__(self) -> None:
         _trained_if_adapted(self, self.generation is None and self.prompt is None)

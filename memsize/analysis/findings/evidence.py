@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Final
 
 from memsize.records.aggregates import Totals, totals
 from memsize.records.gpu import GpuEstimate
@@ -77,3 +79,52 @@ def layers_of(tensors: Iterable[StoredTensor]) -> tuple[str, ...]:
 def bytes_of(tensors: Iterable[StoredTensor]) -> int:
     """The bytes of all `tensors` together."""
     return sum(tensor.bytes for tensor in tensors)
+
+
+# -- where autocast begins to pay ------------------------------------------------------------------------------------
+
+_FARTHEST: Final = 2**24
+"""The largest batch at which a crossover is looked for."""
+_LOOKS: Final = 6
+"""How many sizes are measured around a predicted one: each takes a run or two of the model."""
+
+
+def find_crossover(measure: Callable[[int], tuple[int, int]], start: int) -> Crossover:
+    """Find the smallest batch from which the second of `measure(batch)`'s figures is below the first.
+
+    `measure` gives the bytes that both keep at a batch size; it is called a handful of times, once per batch size. A
+    line says where to look; the batch there and the one before decide.
+    """
+    measure = cache(measure)
+    (first, second), following = measure(start), measure(start + 1)
+    first_per_sample, second_per_sample = following[0] - first, following[1] - second
+    more, gain = second - first, first_per_sample - second_per_sample
+    on_line = None
+    if gain > 0:
+        on_line = max(start + more // gain + 1, 1)
+    elif gain == 0 and more < 0:
+        on_line = 1
+
+    @cache
+    def holds(batch: int) -> bool:
+        first, second = measure(batch) if batch else (0, 0)
+        return second < first
+
+    def near(batch: int) -> int | None:
+        while holds.cache_info().misses < _LOOKS:
+            if not holds(batch):
+                batch += 1
+            elif holds(batch - 1):
+                batch -= 1
+            else:
+                return batch
+        return None
+
+    return Crossover(
+        near(on_line) if on_line and on_line <= _FARTHEST else None,
+        start=start,
+        first=first,
+        second=second,
+        first_per_sample=first_per_sample,
+        second_per_sample=second_per_sample,
+    )

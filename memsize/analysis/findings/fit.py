@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from memsize.analysis.findings.training import activations_stay
 from memsize.errors import first_line
 from memsize.records.finding import Finding, Rules, layer_in_words, sizes
-from memsize.records.fit import ANSWERED, Budget, Crossing, FitRow, Remedied, Status, gpus_in_words
+from memsize.records.fit import ANSWERED, Budget, FitRow, Remedied, Status, gpus_in_words
 from memsize.records.roles import noun
 from memsize.spec.vary import UNITS
 from memsize.units import Bytes
@@ -22,7 +22,6 @@ class FitEvidence(NamedTuple):
     budgets: tuple[Budget, ...]
     vary: str
     remedied: Remedied | None = None
-    crossings: tuple[Crossing, ...] = ()
     frontier: tuple[FitRow, ...] = ()
     """All rows, where `rows` are only those of the first batch."""
     smallest: bool = False
@@ -72,22 +71,6 @@ _ANSWERS: Final[dict[Status, str]] = {
 
 _LARGEST: Final[tuple[Status, ...]] = ("found", "open", "refused", "constant")
 """Whose size is the largest that fits."""
-
-_CROSSINGS: Final = {
-    "autocast": (
-        "{scenario} needs less memory than {other} at {vary} {size} and above",
-        "{scenario} needs as much memory as {other} at every size",
-    ),
-    "activations": (
-        "Under {scenario}, activations take more than parameters at {vary} {size} and above",
-        "Under {scenario}, activations take less than parameters at every size",
-    ),
-    "peak": (
-        "Under {scenario}, the peak is in the optimizer's step below {vary} {size}, and in the forward or backward "
-        "above",
-        "Under {scenario}, the peak stays in the optimizer's step",
-    ),
-}
 
 
 @RULES.rule("fit-gpus")
@@ -304,19 +287,6 @@ def what_is_enough(remedied: Remedied | None, vary: str) -> Iterator[Finding]:
     elif not alone:
         text = "No remedy makes {vary} {size} fit, nor does any combination that was tried."
         yield Finding("remedy-none", text, values, brief=text)
-
-
-@RULES.rule(*(f"crossing-{kind}" for kind in _CROSSINGS))
-def _crossings(evidence: FitEvidence) -> Iterator[Finding]:
-    """The sizes from which on something changes."""
-    for crossing in evidence.crossings:
-        so, never = _CROSSINGS[crossing.kind]
-        text = never if crossing.size is None else so
-        if crossing.kind == "peak" and crossing.size == 1:
-            text = "Under {scenario}, the peak is in the forward or backward at every size"
-        values: dict[str, object] = {"scenario": crossing.scenario, "other": crossing.other, "vary": evidence.vary}
-        values |= {"size": crossing.size or 0}
-        yield Finding(f"crossing-{crossing.kind}", text + ".", values)
 
 
 @RULES.rule("budget")

@@ -1,4 +1,4 @@
-"""Answer a fit: find the largest size that fits for each scenario and GPU, then remedies and crossovers."""
+"""Answer a fit: find the largest size that fits for each scenario and GPU, then remedies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import product
 from memsize.analysis.findings.fit import RULES, FitEvidence, answer_in_words
 from memsize.analysis.findings.unfinished_runs import interrupted
 from memsize.analysis.fit.remedy_trials import RemedyWork
-from memsize.analysis.fit.results import crossings, likely_size, row_of_search, row_of_size, with_peak
+from memsize.analysis.fit.results import likely_size, row_of_search, row_of_size, with_peak
 from memsize.analysis.fit.run_cache import MOST_SEQUENCES, NewRuns, RunCache, RunVariant
 from memsize.analysis.fit.search import Search
 from memsize.analysis.model_setups import is_float32
@@ -19,7 +19,7 @@ from memsize.processes.ctrl_c import found_kept
 from memsize.processes.patches import collector_paused
 from memsize.processes.workers import Workers
 from memsize.records.finding import Finding, join_names
-from memsize.records.fit import Budget, Crossing, Fit, FitRow, FitRun, Remedied
+from memsize.records.fit import Budget, Fit, FitRow, FitRun, Remedied
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.parallel import parse_parallel
@@ -36,9 +36,9 @@ RowKey = tuple[str, str]
 class FitRequest:
     """The question of a fit: scenarios, budgets, a training or a generation, and a size (None: find the largest).
 
-    `remedies` says whether to look for remedies (None: if the size does not fit), `crossovers` whether to look for the
-    sizes from which on something changes. `default`: the scenarios are the usual ones, without `as-given` where it
-    equals fp32. `cells` are the scenarios and budgets in question, by name (None: all of them together).
+    `remedies` says whether to look for remedies (None: if the size does not fit). `default`: the scenarios are the
+    usual ones, without `as-given` where it equals fp32. `cells` are the scenarios and budgets in question, by name
+    (None: all of them together).
     """
 
     scenarios: Sequence[Scenario]
@@ -47,7 +47,6 @@ class FitRequest:
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
     size: int | None = None
     remedies: bool | None = None
-    crossovers: bool = False
     default: bool = False
     generation: Generation | None = None
     cells: frozenset[RowKey] | None = None
@@ -110,11 +109,7 @@ def find_fit(
         runs.progress, work.hand_over = workers.announce, workers.deliver
         rows = _rows(runs, request, workers)
         remedied = _remedied(work, rows, workers)
-        crossed: tuple[Crossing, ...] = ()
-        if request.crossovers:
-            base = request.variant(request.scenarios[0], request.budgets[0])
-            crossed = tuple(crossings(runs, request.scenarios, base))
-        return _fit(runs, request, rows, notes=notes, remedied=remedied, crossed=crossed)
+        return _fit(runs, request, rows, notes=notes, remedied=remedied)
 
 
 def _fit(
@@ -124,7 +119,6 @@ def _fit(
     *,
     notes: Sequence[str],
     remedied: Remedied | None = None,
-    crossed: tuple[Crossing, ...] = (),
     missing: tuple[str, ...] = (),
 ) -> Fit:
     budgets, vary, traces = tuple(request.budgets), runs.vary.text, runs.traces(request.variants())
@@ -139,9 +133,7 @@ def _fit(
         optimizer=request.training.optimizer_name if request.training else "",
         findings=(
             *interrupted(missing),
-            *RULES.findings(
-                FitEvidence(first_batch, budgets, vary, remedied, crossed, tuple(rows), request.cells is not None)
-            ),
+            *RULES.findings(FitEvidence(first_batch, budgets, vary, remedied, tuple(rows), request.cells is not None)),
         ),
         remedied=remedied,
         notes=tuple(dict.fromkeys((*notes, *_notes(runs, traces, budgets, rows)))),
@@ -196,8 +188,6 @@ class _PartialRows:
         wanted = self._request.remedies
         if wanted or (wanted is None and any(row.status == "exceeds" for row in self)):
             yield "remedies"
-        if self._request.crossovers:
-            yield "crossovers"
 
     def __iter__(self) -> Iterator[FitRow]:
         return (row for key in self.keys for row in self.rows_of.get(key, ()))

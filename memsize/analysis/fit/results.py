@@ -1,28 +1,18 @@
-"""Results of a fit from its runs. Rows: whether one size fits, or the largest that does and how memory grows there.
-Crossovers: the sizes from which on autocast pays, activations outweigh parameters, the peak leaves the optimizer.
-
-For a crossover a line or a forecast says where to look; runs of that size and of the one before decide.
-"""
+"""Results of a fit from its runs. Rows: whether one size fits, or the largest that does and how memory grows there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any
 
-from memsize.analysis.findings.evidence import Crossover
-from memsize.analysis.fit.footprint import Footprint, Forecast, forecast, limit_of
-from memsize.device.allocation_events import AllocationEvents
+from memsize.analysis.fit.footprint import Footprint, limit_of
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.gpu_estimate import estimate_gpu
-from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.records.aggregates import split_phase
 from memsize.records.columns import rows_at
-from memsize.records.fit import Budget, Crossing, Fit, FitRow, Status
+from memsize.records.fit import Budget, Fit, FitRow, Status
 from memsize.records.roles import FIXED, Role
-from memsize.records.trace import Trace
-from memsize.spec.scenario import SCENARIOS, Scenario
 
 if TYPE_CHECKING:
     from memsize.analysis.fit.run_cache import RunCache, RunVariant
@@ -109,7 +99,7 @@ def _status(search: Search) -> Status:
     if search.endless:
         runs = search.runs.values()
         roles = {storage.role for run in runs for storage in run.trace.storages} - {"input"}
-        without_input = {most_alive(run.trace, run.flow, roles) for run in runs}
+        without_input = {_most_alive(run, roles) for run in runs}
         return "constant" if len(runs) > 1 and len(without_input) == 1 else "endless"
     if not search.closed:
         return "open"
@@ -159,141 +149,9 @@ def _fixed(run: Footprint) -> int:
     )
 
 
-# -- crossovers --------------------------------------------------------------------------------------------------------
-
-FARTHEST: Final = 2**16
-"""The largest size at which a crossing is looked for."""
-_FARTHEST_BATCH: Final = 2**24
-"""The same where a line says where to look."""
-_LOOKS: Final = 6
-"""How many sizes are measured around a predicted one: each takes a run or two of the model."""
-
-
-def find_crossover(measure: Callable[[int], tuple[int, int]], start: int) -> Crossover:
-    """Find the smallest batch from which the second of `measure(batch)`'s figures is below the first.
-
-    `measure` gives the bytes that both keep at a batch size; it is called a handful of times, once per batch size.
-    """
-    measure = cache(measure)
-    (first, second), following = measure(start), measure(start + 1)
-    first_per_sample, second_per_sample = following[0] - first, following[1] - second
-    slope = second_per_sample - first_per_sample
-
-    def foretold(batch: int) -> bool:
-        return slope <= 0 and second - first + slope * (batch - start) < 0
-
-    def measured(batch: int) -> bool:
-        first, second = measure(batch)
-        return second < first
-
-    batch = first_size(foretold, measured, _FARTHEST_BATCH)
-    return Crossover(
-        batch,
-        start=start,
-        first=first,
-        second=second,
-        first_per_sample=first_per_sample,
-        second_per_sample=second_per_sample,
-    )
-
-
-def first_size(
-    foretold: Callable[[int], bool], measured: Callable[[int], bool], most: int, *refused: type[Exception]
-) -> int | None:
-    """Find the smallest size for which `measured` holds while it doesn't for the one before; None if there is none.
-
-    `foretold` says where to look, up to `most`, and costs next to nothing. Where `measured` raises one of `refused`, it
-    does not hold yet.
-    """
-    if not foretold(most):
-        return None
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if foretold(middle) else (middle, high)
-    seen = {0: False}
-
-    def holds(size: int) -> bool:
-        if size not in seen:
-            try:
-                seen[size] = measured(size)
-            except refused:
-                seen[size] = False
-        return seen[size]
-
-    while len(seen) <= _LOOKS:
-        if not holds(high):
-            high += 1
-        elif holds(high - 1):
-            high -= 1
-        else:
-            return high
-    return None
-
-
-def crossings(runs: RunCache, scenarios: Sequence[Scenario], base: RunVariant) -> Iterator[Crossing]:
-    """Yield the crossovers of `base` under the first of `scenarios` that can be run without autocast."""
-    plain = next((one for one in scenarios if one.recipe != "autocast" and not one.is_modelled), None)
-    if plain is None or not runs.resizable:
-        return
-    variant = replace(base, scenario=plain)
-    ahead = _forecast_of(runs, variant)
-    if ahead is None:
-        return
-    if plain.name in ("as-given", "fp32"):
-        name = "amp-bf16" if variant.card.capability >= (8, 0) else "amp-fp16"
-        lower = replace(variant, scenario=SCENARIOS[name])
-        with_it = _forecast_of(runs, lower)
-        if with_it is not None:
-            size = first_size(
-                lambda size: with_it.requested(size) < ahead.requested(size),
-                lambda size: runs.run(lower, size).requested < runs.run(variant, size).requested,
-                FARTHEST,
-                ForwardError,
-            )
-            yield Crossing("autocast", size, name, plain.name)
-
-    def crossing(kind: Literal["activations", "peak"], holds: Callable[[Trace, AllocationEvents], bool]) -> Crossing:
-        def measured(size: int) -> bool:
-            run = runs.run(variant, size)
-            return holds(run.trace, run.flow)
-
-        trace = ahead.runs[0].trace
-        return Crossing(
-            kind, first_size(lambda size: holds(trace, ahead.flow(size)), measured, FARTHEST, ForwardError), plain.name
-        )
-
-    if variant.training is not None:
-        yield crossing("activations", activations_outweigh)
-        yield crossing("peak", peak_has_left_the_optimizer)
-
-
-def _forecast_of(runs: RunCache, variant: RunVariant) -> Forecast | None:
-    """Forecast small sizes from the runs made so far and up to two more; None where the model refuses these."""
-    for size in (runs.input_size, 8, 13):
-        if len(runs.runs_of(variant)) > 1:
-            break
-        try:
-            runs.run(variant, size)
-        except (ForwardError, ScenarioError, InputError):
-            continue
-    return forecast(runs.runs_of(variant), 0)
-
-
-def most_alive(trace: Trace, flow: AllocationEvents, roles: Collection[Role]) -> int:
-    """Return the most bytes of some roles that are alive at one moment."""
+def _most_alive(run: Footprint, roles: Collection[Role]) -> int:
+    """Return the most bytes of some roles that are alive at one moment of a run."""
     import numpy as np
 
-    counted = np.fromiter((storage.role in roles for storage in trace.storages), dtype=bool)
-    return int(flow.deltas[counted[flow.storages]].cumsum().max(initial=0))
-
-
-def activations_outweigh(trace: Trace, flow: AllocationEvents) -> bool:
-    """Whether more bytes of activations are alive at one moment than of parameters at any."""
-    return most_alive(trace, flow, {"activation"}) > most_alive(trace, flow, {"parameter"})
-
-
-def peak_has_left_the_optimizer(trace: Trace, flow: AllocationEvents) -> bool:
-    """Whether the peak falls in another phase than the optimizer's step."""
-    event = trace.events[int(flow.deltas.cumsum().argmax())]
-    return split_phase(trace.phases[event.phase])[0] != "optimizer"
+    counted = np.fromiter((storage.role in roles for storage in run.trace.storages), dtype=bool)
+    return int(run.flow.deltas[counted[run.flow.storages]].cumsum().max(initial=0))
