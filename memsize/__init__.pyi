@@ -147,7 +147,6 @@ def fit(
     parallel: str | Iterable[str] | None = None,
     gpus: int | str | Iterable[int] | None = None,
     remedies: bool | None = None,
-    crossovers: bool = False,
     progress: Callable[[str], None] | None = None,
     found: Callable[[Finding], None] | None = None,
 ) -> Fit: ...
@@ -345,7 +344,7 @@ def sweep(
     retry: bool = False,
     fresh: bool = False,
     jobs: int | None = None,
-    backend: Literal["loky", "dask", "ray"] = "loky",
+    backend: Literal["loky", "dask"] = "loky",
     scheduler: str | None = None,
     timeout: float | None = None,
     progress: Callable[[str], None] | None = None,

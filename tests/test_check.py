@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import jsonschema
 import pytest
 
 import memsize
@@ -23,11 +22,8 @@ from memsize.records.check import Baseline, LayerFigures, read_baselines, write_
 from memsize.render import render
 from memsize.spec.project import LIMITS, Bound, Growth, find_project, parse_limits, parse_section, read_project
 from memsize.units import Bytes
-from tests.conftest import ROOT
 from tests.records import CheckedModel, Figure, Problem
 from tests.test_render import check as golden
-
-SARIF = json.loads((ROOT / "tests" / "schemas" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
 
 MODEL = """import torch
 from torch import nn
@@ -313,7 +309,7 @@ def checked() -> Check:
 @pytest.mark.parametrize(
     ("name", "format"),
     [("txt", "text"), ("md", "markdown"), ("html", "html"), ("json", "json"), ("csv", "csv"), ("github.txt", "github"),
-     ("sarif", "sarif"), ("junit.xml", "junit")],
+     ("junit.xml", "junit")],
 )  # fmt: skip
 def test_golden(name: str, format: str) -> None:
     golden(f"check.{name}", render(checked(), format))
@@ -375,32 +371,9 @@ def test_annotations_are_escaped() -> None:
     )
 
 
-def test_sarif_is_valid() -> None:
-    data = json.loads(render(checked(), "sarif"))
-    jsonschema.Draft7Validator(SARIF, format_checker=jsonschema.FormatChecker()).validate(data)
-    assert data["$schema"].endswith("sarif-schema-2.1.0.json")
-    (found,) = data["runs"]
-    rules = [rule["id"] for rule in found["tool"]["driver"]["rules"]]
-    assert len(set(rules)) == len(rules) and found["tool"]["driver"]["name"] == "memsize"
-    for result in found["results"]:
-        assert rules[result["ruleIndex"]] == result["ruleId"]
-        assert result["level"] in ("error", "warning", "note") and result["message"]["text"]
-        for location in result["locations"]:
-            place = location["physicalLocation"]
-            assert place["region"]["startLine"] >= 1 and " " not in place["artifactLocation"]["uri"]
-
-
-def test_the_schema_of_sarif_refuses_what_is_none() -> None:
-    data = json.loads(render(checked(), "sarif"))
-    data["runs"][0]["results"][0]["level"] = "fatal"
-    data["runs"][0]["tool"]["driver"].pop("name")
-    wrong = sorted(error.json_path for error in jsonschema.Draft7Validator(SARIF).iter_errors(data))
-    assert wrong == ["$.runs[0].results[0].level", "$.runs[0].tool.driver"]
-
-
 def test_files_of_other_formats(capsys: pytest.CaptureFixture[str]) -> None:
     memsize.check(update=True)
-    for name, begins in (("a.sarif", "{"), ("a.xml", "<?xml"), ("a.md", "##"), ("a.txt", "All limits hold")):
+    for name, begins in (("a.xml", "<?xml"), ("a.md", "##"), ("a.txt", "All limits hold")):
         assert run(("check", "-o", name)) == 0
         assert Path(name).read_text(encoding="utf-8").startswith(begins)
     assert shown(capsys, "--format", "github") == "\n"

@@ -10,11 +10,7 @@ import pytest
 
 import memsize
 from memsize import StepTrace
-from memsize.errors import OutputError
-from memsize.records.answer import Answer
-from memsize.render import figures
 from tests import records
-from tests.records import FlatTable
 
 SAVED = Path(__file__).parent / "saved"
 COUNTS = re.compile(
@@ -48,30 +44,3 @@ def test_units_outlive_the_properties() -> None:
     assert report.layers.attrs["units"] == dict.fromkeys(
         ("parameter_bytes", "buffer_bytes", "attribute_bytes", "output_bytes", "saved_bytes", "cast_bytes"), "B"
     )
-
-
-def test_a_bar_is_as_long_as_its_share_of_the_largest() -> None:
-    rows = [("a", 2**20, None, 0), ("b", 2**22, None, 0), ("<c>", None, None, 0)]
-    page = figures.styled_table(
-        FlatTable(("name", "bytes", "unknown", "none"), rows, ("bytes", "unknown", "none")), "MiB"
-    ).to_html()
-    assert re.findall(r"transparent (\d+\.\d)%", page) == ["25.0", "100.0"]
-    for text in (">1.00<", ">4.00<", ">0.00<", "&lt;c&gt;", "bytes in MiB"):
-        assert text in page
-    assert "nan" not in page
-
-
-@pytest.mark.parametrize("path", sorted(SAVED.glob("*.1.memsize")), ids=lambda path: path.name)
-def test_every_table_has_a_style(path: Path) -> None:
-    answer = memsize.load(path)
-    for name in answer.tables() if isinstance(answer, Answer) else ():
-        assert "bytes in KiB" in answer.styled(name, "KiB").to_html()
-
-
-def test_what_there_is_not() -> None:
-    report = records.toy_report()
-    assert "parameter_bytes" in report.styled().to_html()
-    with pytest.raises(OutputError, match="no table 'layer': did you mean layers"):
-        report.styled("layer")
-    with pytest.raises(OutputError, match="no unit"):
-        report.styled(unit="MB/s")

@@ -14,7 +14,7 @@ from memsize.render import FORMATS
 from memsize.spec.project import find_project
 from memsize.spec.requests import CheckRequest, InitRequest
 
-_FORMATS = {"terminal": (), **FORMATS, "github": (), "sarif": (".sarif",), "junit": (".xml",)}
+_FORMATS = {"terminal": (), **FORMATS, "github": (), "junit": (".xml",)}
 """`terminal` is another name of text."""
 
 

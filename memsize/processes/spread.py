@@ -1,4 +1,4 @@
-"""Independent work spread over processes by joblib: on this machine, on a Dask cluster, on a Ray cluster.
+"""Independent work spread over processes by joblib: on this machine or on a Dask cluster.
 
 Each piece of work is a function of a module and plain arguments, which go to a process that imports what it needs, and
 may be on another machine. A process that dies (killed for its memory, a crash in C++) takes down what joblib had begun:
@@ -18,13 +18,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
 
 from memsize.errors import InputError, first_line
 from memsize.spec.requests import Backend
 
-_ROUND: Final = 64
 _PATIENCE: Final = 10
 """Seconds in which a scheduler should answer."""
 
@@ -55,15 +53,13 @@ def spread(
     `scheduler` is the cluster's address; None is one on this machine. Raises `InputError` where there is none.
     """
     waiting = dict(enumerate(tasks))
-    # Ray's backend gives answers when all of its tasks are done: some tasks at a time, then.
-    most = _ROUND if backend == "ray" else len(waiting)
     with _cluster(backend, scheduler):
         count = (-1 if jobs is None else jobs) if backend == "loky" else (jobs or -1)
         while waiting:
             begun: list[int] = []
             error: Exception | None = None
             try:
-                for number, result in _answers(work, dict(islice(waiting.items(), most)), begun, count):
+                for number, result in _answers(work, dict(waiting), begun, count):
                     if isinstance(result, _Raised):
                         error = result.error
                         break
@@ -131,7 +127,10 @@ def _cluster(backend: Backend, scheduler: str | None) -> Iterator[None]:
         # warnings are errors, that thread would end, and no answer would come any more.
         warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)
         options["initializer"] = _begin
-    with _CLUSTERS[backend](scheduler), parallel_config(backend=backend, **options):
+    with (
+        _dask(scheduler) if backend == "dask" else contextlib.nullcontext(),
+        parallel_config(backend=backend, **options),
+    ):
         yield
 
 
@@ -145,31 +144,6 @@ def _dask(scheduler: str | None) -> AbstractContextManager[Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"no Dask scheduler answers at {scheduler}: {first_line(error)}") from None
     return client
-
-
-@contextlib.contextmanager
-def _ray(scheduler: str | None) -> Iterator[None]:
-    try:
-        import ray
-        from ray.util.joblib import register_ray
-    except ImportError:
-        raise InputError("the backend ray needs its package: pip install ray") from None
-    try:
-        ray.init(address=scheduler, log_to_driver=False)
-    except (ConnectionError, OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"no Ray cluster answers at {scheduler}: {first_line(error)}") from None
-    register_ray()
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-_CLUSTERS: Final[dict[str, Callable[[str | None], AbstractContextManager[Any]]]] = {
-    "loky": contextlib.nullcontext,
-    "dask": _dask,
-    "ray": _ray,
-}
 
 
 # -- in a process that works -------------------------------------------------------------------------------------------

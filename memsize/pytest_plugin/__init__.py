@@ -53,26 +53,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail(why, pytrace=False)
 
 
-def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Remember that not all tests were run: what they use is not obsolete."""
-    if items:
-        items[0].config.stash[_PARTIAL] = True
-
-
-_PARTIAL = pytest.StashKey[bool]()
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Look for stored tables of tests that are gone; under xdist, hand over what this worker found."""
-    outcome = session.config.stash.get(_OUTCOME, None)
-    if outcome is None:
-        return
-    named = any("::" in argument for argument in session.config.args)
-    # The process that xdist's workers report to has no tests of its own.
-    if session.items and not named and not session.config.stash.get(_PARTIAL, False):
-        outcome.look_for_obsolete(session.items)
-    if (handed := getattr(session.config, "workeroutput", None)) is not None:
+    """Under xdist, hand over what this worker found."""
+    outcome, handed = session.config.stash.get(_OUTCOME, None), getattr(session.config, "workeroutput", None)
+    if outcome is not None and handed is not None:
         handed["memsize"] = asdict(outcome)
 
 
@@ -84,7 +69,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what was checked, which tables were written, and which are obsolete."""
+    """Say what was checked, and which tables were written."""
     outcome = config.stash.get(_OUTCOME, None)
     if outcome is None or not (lines := outcome.lines()):
         return

@@ -197,32 +197,17 @@ def stem_of(test: pytest.Item) -> str:
 
 @dataclass
 class Outcome:
-    """Figures beside their limits, test by test; the tables that were compared and written, and the obsolete ones."""
+    """Figures beside their limits, test by test; the tables that were compared and written."""
 
     figures: list[str] = field(default_factory=list)
     compared: list[str] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
-    obsolete: list[str] = field(default_factory=list)
 
     def checked(self, test: str, figure: Figure) -> None:
         """Note a figure of a test beside its limit; two questions may tell the same."""
         line = f"{test}: {figure.name} {_drawn(figure)}"
         if line not in self.figures:
             self.figures.append(line)
-
-    def look_for_obsolete(self, tests: Iterable[pytest.Item]) -> None:
-        """Note the stored tables whose test is not among `tests`, beside those that were compared.
-
-        Tests of other files may not have been collected, so that only the folders of these tests' files are looked at.
-        """
-        stems: dict[Path, set[str]] = {}
-        for test in tests:
-            stems.setdefault(folder_of(test), set()).add(stem_of(test))
-        for folder in sorted({Path(path).parent for path in (*self.compared, *self.written)}):
-            folder_stems = stems.get(folder, set())
-            for path in sorted(folder.glob("*.txt")):
-                if path.stem not in folder_stems and path.stem.partition("--")[0] not in folder_stems:
-                    self.obsolete.append(str(path))
 
     def add(self, other: dict[str, Any]) -> None:
         """Take over what another worker found."""
@@ -236,7 +221,6 @@ class Outcome:
         for paths, outcome in ((self.compared, "compared with what is stored"), (self.written, "written")):
             if paths:
                 lines.append(f"{len(paths)} layer table{'' if len(paths) == 1 else 's'} {outcome}")
-        lines += [f"obsolete, no test has it: {os.path.relpath(path)}" for path in sorted(self.obsolete)]
         return lines
 
 

@@ -9,11 +9,9 @@ from memsize import files
 from memsize.printable import printable
 from memsize.records.fields import BYTES, Fields, FlatTable, field
 from memsize.records.finding import Finding
-from memsize.units import AUTO
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-    from pandas.io.formats.style import Styler
     from plotly.graph_objects import Figure
 
 
@@ -38,15 +36,6 @@ class Renderable:
         from memsize.render import plotted
 
         return plotted(self, picture, unit, **view)
-
-    def styled(self, table: str = "", unit: str = AUTO) -> Styler:
-        """One of `tables()`, the first without a name, as pandas styles it for a notebook: bytes in `unit`, with bars.
-
-        Raises `OutputError` for an unknown table or unit.
-        """
-        from memsize.render import styler
-
-        return styler(self, table, unit)
 
     def _repr_html_(self) -> str:
         return self._drawn("notebook")

@@ -20,10 +20,9 @@ from memsize.render.screen import WHOLE, Screen
 from memsize.units import AUTO, DECIMAL, UNITS
 
 if TYPE_CHECKING:
-    from pandas.io.formats.style import Styler
     from plotly.graph_objects import Figure
 
-__all__ = ["FORMATS", "IMAGES", "check_images", "format_of", "image", "pieces", "plotted", "render", "styler"]
+__all__ = ["FORMATS", "IMAGES", "check_images", "format_of", "image", "pieces", "plotted", "render"]
 
 _FORMATS: Final = {
     "text": ("memsize.render.text:draw", (".txt",)),
@@ -36,7 +35,6 @@ _FORMATS: Final = {
     "line": ("memsize.render.cell_text:one_line", ()),
     "speedscope": ("memsize.render.speedscope:draw", ()),
     "github": ("memsize.render.ci_reports:github", ()),
-    "sarif": ("memsize.render.ci_reports:sarif", ()),
     "junit": ("memsize.render.ci_reports:junit", ()),
 }
 """What draws each format, imported when it is asked for, and the suffixes of its files (none: it is no file of any
@@ -91,7 +89,7 @@ def pieces(
     if format == "text" and screen.colour:
         return iter(texts)
     # Whatever a renderer let through: no format needs a control character, but for a terminal's colours.
-    escape = (lambda character: dumps(character)[1:-1]) if format in ("json", "sarif", "speedscope") else None
+    escape = (lambda character: dumps(character)[1:-1]) if format in ("json", "speedscope") else None
     return (printable_lines(text, escape=escape) for text in texts)
 
 
@@ -103,16 +101,6 @@ def plotted(answer: Renderable, picture: Literal["overview", "layers"], unit: st
     _check_unit(unit)
     shown = document(answer, **view)
     return resolve_name(f"memsize.render.figures:{picture}")(shown, unit or AUTO)
-
-
-def styler(answer: Renderable, table: str, unit: str) -> Styler:
-    """One of `answer`'s tables, the first without a name; raises `OutputError` for an unknown table or unit."""
-    _check_unit(unit)
-    tables = answer.tables()
-    if table and table not in tables:
-        raise UnknownOutputError("table", table, tables)
-    chosen: Styler = resolve_name("memsize.render.figures:styled_table")(tables[table or next(iter(tables))], unit)
-    return chosen
 
 
 def image(answer: Renderable, format: str, *, unit: str | None = None, **view: Any) -> bytes:

@@ -1,21 +1,17 @@
-"""Checks for continuous integration: GitHub's annotations, SARIF for code scanning, and JUnit XML for test reports."""
+"""Checks for continuous integration: GitHub's annotations, and JUnit XML for test reports."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, Final
-from urllib.parse import quote
 from xml.etree import ElementTree as Xml
 
 from memsize.documents import Case, Document
 from memsize.printable import printable
 from memsize.render.screen import WHOLE, Screen
-from memsize.version import VERSION
 
 _LEVELS: Final = {"error": "error", "warning": "warning", "note": "notice"}
-_SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
 
 def github(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
@@ -52,34 +48,6 @@ def _escaped(text: str, more: str = "") -> str:
     for character in more:
         text = text.replace(character, f"%{ord(character):02X}")
     return text
-
-
-def sarif(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
-    """The Static Analysis Results Interchange Format, version 2.1.0.
-
-    One run with a result for each kind of problem of a target of `document`.
-    """
-    wrong = [*_together(document.cases(unit))]
-    codes = list(dict.fromkeys(case.code for case in wrong))
-    driver = {"name": "memsize", "version": VERSION, "rules": [{"id": code} for code in codes]}
-    results = [_result(case, codes.index(case.code)) for case in wrong]
-    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
-    return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, ensure_ascii=False) + "\n"
-
-
-def _result(case: Case, rule: int) -> dict[str, Any]:
-    location = {
-        "artifactLocation": {"uri": quote(case.file.replace("\\", "/")), "uriBaseId": "%SRCROOT%"},
-        "region": {"startLine": case.line},
-    }
-    return {
-        "ruleId": case.code,
-        "ruleIndex": rule,
-        "level": case.severity,
-        "message": {"text": f"{case.group}: {case.text}"},
-        "locations": [{"physicalLocation": location}],
-        "partialFingerprints": {"memsize/v1": f"{case.group}:{case.code}:{case.name}"},
-    }
 
 
 def junit(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:

@@ -16,7 +16,7 @@ from memsize.documents import Document
 from memsize.documents.sections import Bars, Chart, Table, Title
 from memsize.errors import OutputError, first_line
 from memsize.printable import printable
-from memsize.records.fields import Column, FlatTable, Path
+from memsize.records.fields import Column, Path
 from memsize.records.roles import colour, noun
 from memsize.records.timeline import Timeline
 from memsize.render.bars import longest_drawn
@@ -24,7 +24,6 @@ from memsize.render.cell_text import MODEL, draw_phrases
 from memsize.units import format_bytes, unit_for
 
 if TYPE_CHECKING:
-    from pandas.io.formats.style import Styler
     from plotly.graph_objects import Figure
 
 POINTS: Final = 2000
@@ -193,25 +192,3 @@ def _areas(column: Column, sizes: dict[str, int], unit: str) -> Any:
 
 def _shown(path: str) -> str:
     return escape(printable(path)) or MODEL
-
-
-_BAR: Final = colour("parameter") + "55"
-"""Light enough for the figure that stands on it, whatever the theme."""
-
-
-def styled_table(table: FlatTable, unit: str) -> Styler:
-    """Style `table` with a bar in each cell of bytes, to the scale of its column; unknown values are empty cells."""
-    frame = table.frame()
-    sizes = [*frame.attrs["units"]]
-    # Pandas measures bars in floats: it cannot compare integers of which some are missing, nor columns of zeros alone.
-    frame = frame.astype(dict.fromkeys(sizes, "float64"))
-    some = [name for name in sizes if frame[name].fillna(0).any()]
-    most = max((float(frame[name].abs().max()) for name in some), default=0.0)
-    drawn_in = unit_for(int(most), unit)
-
-    def amount(size: Any) -> str:
-        return drawn_in.amount(int(size))
-
-    styler = frame.style.hide(axis="index").format(precision=3, na_rep="", escape="html")
-    styler.format(amount, subset=sizes, na_rep="").set_properties(subset=sizes, **{"text-align": "right"})
-    return styler.bar(subset=some, color=_BAR).set_caption(f"bytes in {drawn_in.name}")

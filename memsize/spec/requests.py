@@ -22,7 +22,7 @@ from memsize.spec.training import Training
 if TYPE_CHECKING:
     from torch import nn, optim  # noqa: F401 - of annotations that are texts
 
-Backend = Literal["loky", "dask", "ray"]
+Backend = Literal["loky", "dask"]
 OnExcess = Literal["warn", "raise", "ignore"]
 Which = Literal["all", "distinct"]
 """The ranks that are run: all, or the few that show that the others are the same."""
@@ -413,7 +413,7 @@ class SweepRequest:
     fresh: bool = option(False, "Forget the results that are there, and run all cells.")
     jobs: int | None = _jobs(None, "Processes that run cells side by side.")
     backend: Backend = option(
-        "loky", "Where cells run: loky on this machine, dask or ray on a cluster.", choices=get_args(Backend)
+        "loky", "Where cells run: loky on this machine, dask on a cluster.", choices=get_args(Backend)
     )
     scheduler: str | None = option(None, "The cluster's scheduler: tcp://10.0.0.1:8786.", metavar="ADDRESS")
     timeout: float | None = option(None, "Give up on a cell after this time.", metavar="SECONDS")
