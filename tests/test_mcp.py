@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -97,6 +98,18 @@ def test_an_answer_is_the_commands_own_and_its_data_a_resource(
     (whole,) = agent.portal.call(agent.client.read_resource, link.uri).contents
     report = memsize.report("net.py:net", (8,), batch_size=2, arguments={"width": 6}, scenarios="fp32,fp16")
     assert json.loads(whole.text)["layers"] == json.loads(report.to_json())["layers"]
+
+
+def test_the_answer_and_the_next_commands(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit on two GPUs says what does not fit, and leads to commands that run on the first of them."""
+    monkeypatch.chdir(agent.folder)
+    arguments = {"target": "net.py:net", "input": ["8"], "gpu": ["t4", "a100"], "batch_size": 2**40, "train": "sgd"}
+    text, is_error = agent.call("fit", **arguments, scenarios="fp32")
+    assert not is_error and "does not fit" in text.partition("Why")[0]
+    commands = [shlex.split(line, comments=True) for line in text.partition("Next\n")[2].splitlines()]
+    options = ["net.py:net", "--input=8", f"--batch-size={2**40}", "--scenario=fp32", "--train=sgd", "--gpu=t4"]
+    assert [name for _, name, *_ in commands] == ["timeline", "report"]
+    assert all(sorted(rest) == sorted(options) for _, _, *rest in commands)
 
 
 def test_no_resource_of_that_name(agent: Agent) -> None:

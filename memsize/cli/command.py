@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,7 +14,7 @@ from click.shell_completion import CompletionItem
 
 from memsize.cli.output import Color, Destination, Formats, destination
 from memsize.cli.working import Session, working
-from memsize.errors import InputError
+from memsize.errors import InputError, quoted
 from memsize.processes.workers import side_by_side
 from memsize.records.run_file import is_run_file
 from memsize.render import FORMATS, IMAGES
@@ -196,8 +198,43 @@ def answer(
         progress("writing the answer")
         output.keep(reply)
         text = output.drawn(reply, **view)
-    output.write(text)
+    output.write(chain(text, _next_commands()) if output.format == "agent" else text)
     return reply
+
+
+_MANY = ("list", "texts", "table")
+"""Kinds of options with several values."""
+_QUESTIONS = {
+    "report": {"fit": "the largest batch that fits a GPU", "timeline": "what is alive at each moment"},
+    "timeline": {"fit": "the largest batch that fits a GPU", "report": "each layer"},
+    "fit": {"timeline": "what is alive at each moment", "report": "each layer"},
+    "generate": {"serve": "how many sequences a server has room for"},
+    "serve": {"generate": "one generation, token by token"},
+}
+"""What other commands answer about the model that a command was asked about."""
+
+
+def _next_commands() -> Iterator[str]:
+    """The lines, for an agent, with the commands that answer the next question, with the options that were given."""
+    context = click.get_current_context()
+    assert isinstance(context.command, RequestCommand)
+    group = context.parent and context.parent.command
+    own = {choice.flag: key for key, choice in options_of(context.command.request).items() if not choice.positional}
+    title = "Next\n"
+    for name, question in _QUESTIONS.get(str(context.command.name), {}).items():
+        following = group.get_command(context, name) if isinstance(group, click.Group) else None
+        if not isinstance(following, RequestCommand):
+            continue
+        texts: list[str] = []
+        for key, choice in options_of(following.request).items():
+            key = own.get(choice.flag, key)
+            if choice.written and key in context.params and (choice.positional or is_given(key)):
+                value = context.params[key]
+                if isinstance(value, tuple) and choice.kind not in _MANY:  # such as GPUs, where this takes one
+                    value = str(value[0]).partition(",")[0]
+                texts += arguments_of(choice, value)
+        yield f"{title}  {shlex.join(('memsize', name, *texts))}  # {question}\n"
+        title = ""
 
 
 def asking(function: str, request: Any) -> Callable[[Any, Callable[[str], None]], Any]:
@@ -230,6 +267,29 @@ def refuse_options(why: str, *also: str) -> None:
             raise InputError(f"{why}: {parameter.declared.flag} would need the model to be run again")
 
 
+def arguments_of(choice: Option, value: Any) -> Iterator[str]:
+    """The arguments of the command line that give an option this value; raises `InputError` for one it can't have."""
+    if value is None:
+        return
+    if choice.kind == "flag":
+        on, off = (choice.flag, next(iter(choice.flags[0].split("/")[1:]), ""))
+        if not isinstance(value, bool):
+            raise InputError(f"{choice.key} is {quoted(str(value))}: it should be true or false")
+        yield from filter(None, [on if value else off])
+        return
+    if choice.kind == "table" and isinstance(value, Mapping):
+        texts = [f"{name}={item!r}" for name, item in value.items()]
+    elif choice.kind == "table" and not isinstance(value, tuple):
+        raise InputError(f"{choice.key} is {quoted(str(value))}: it should be a table")
+    elif choice.kind in _MANY and isinstance(value, Sequence) and not isinstance(value, str):
+        texts = [",".join(map(str, value))] if choice.kind == "list" else [*map(str, value)]
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        texts = [str(value)]
+    else:
+        raise InputError(f"{choice.key} is {quoted(str(value))}: it should be a text or a number")
+    yield from texts if choice.positional else (f"{choice.flag}={text}" for text in texts)
+
+
 # -- options of an answer ----------------------------------------------------------------------------------------------
 
 depth_option = click.Option(
@@ -260,7 +320,7 @@ _DEBUG = click.Option(
 def _output_options(formats: Formats, command: str) -> tuple[click.Option, ...]:
     file: dict[str, Any] = {"type": _Path(path_type=Path), "metavar": "FILE"}
     unit = "Unit of sizes: B, KiB, MiB, GiB, or the decimal kB, MB, GB. [default: by size]"
-    named = f"{', '.join({**formats, **IMAGES})}, or agent: the findings in 40 lines"
+    named = f"{', '.join({**formats, **IMAGES})}, or agent: verdict, findings, next commands"
     form = f"Output format: {named}. [default: from the suffix of -o, else text]"
     saved = f": memsize {command} run.memsize shows it again." if command else ", for memsize.load."
     return (

@@ -19,7 +19,7 @@ from typing import Any, Final
 import click
 
 from memsize.cli import memsize
-from memsize.cli.command import RequestCommand
+from memsize.cli.command import RequestCommand, arguments_of
 from memsize.errors import InputError, MemsizeError, UnknownInputError, quoted
 from memsize.loading.target import parse_revision, parse_target
 from memsize.spec.options import Kind, Option, options_of
@@ -79,7 +79,7 @@ class Tool:
         options = self.options
         if (unknown := next((key for key in values if key not in options), None)) is not None:
             raise UnknownInputError("argument", str(unknown), options)
-        texts = {key: [*_texts(choice, values.get(key))] for key, choice in options.items()}
+        texts = {key: [*arguments_of(choice, values.get(key))] for key, choice in options.items()}
         flags = [text for key, choice in options.items() if not choice.positional for text in texts[key]]
         output = ["--format=agent", f"--save={saved}"] if self.is_saved else []
         return [
@@ -114,30 +114,6 @@ def _property(choice: Option) -> dict[str, Any]:
     if choice.least is not None:
         schema["minimum"] = choice.least
     return schema
-
-
-def _texts(choice: Option, value: Any) -> Iterator[str]:
-    """The arguments of the command line that give an option this value."""
-    many = choice.kind in ("list", "texts")
-    if value is None:
-        return
-    if choice.kind == "flag":
-        on, off = (choice.flag, next(iter(choice.flags[0].split("/")[1:]), ""))
-        if not isinstance(value, bool):
-            raise InputError(f"{choice.key} is {quoted(str(value))}: it should be true or false")
-        yield from filter(None, [on if value else off])
-        return
-    if choice.kind == "table":
-        if not isinstance(value, Mapping):
-            raise InputError(f"{choice.key} is {quoted(str(value))}: it should be a table")
-        texts = [f"{name}={item!r}" for name, item in value.items()]
-    elif many and isinstance(value, Sequence) and not isinstance(value, str):
-        texts = [",".join(map(str, value))] if choice.kind == "list" else [*map(str, value)]
-    elif isinstance(value, str | int | float) and not isinstance(value, bool):
-        texts = [str(value)]
-    else:
-        raise InputError(f"{choice.key} is {quoted(str(value))}: it should be a text or a number")
-    yield from texts if choice.positional else (f"{choice.flag}={text}" for text in texts)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -61,7 +61,7 @@ def render(
     **view: Any,
 ) -> str:
     """`answer` in one of `FORMATS`, ending in a newline; as ``"notebook"``, which is a part of a
-    page; or as ``"agent"``, its findings in 40 lines.
+    page; or as ``"agent"``, its verdict and findings in 40 lines.
 
     `unit` is the unit of bytes (json and csv always hold exact bytes); by default each column, picture and figure in a
     sentence has the one that suits its size, with three significant digits from 1 GiB on. Text fits `width` characters

@@ -81,10 +81,9 @@ def draw(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
 
 
 def draw_brief(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
-    """Draw the title and all findings in at most `_MOST_LINES` lines, for programs that read text; no tables."""
+    """Draw the title, verdict and findings in at most `_MOST_LINES` lines, for programs that read text; no tables."""
     sections = without_repeats(document.sections())
-    reasons = Findings if any(isinstance(section, Findings) for section in sections) else Verdict
-    chosen = [section for section in sections if isinstance(section, (Title, Stop, reasons, Notes))]
+    chosen = [section for section in sections if isinstance(section, (Title, Stop, Verdict, Findings, Notes))]
     lines = [line.plain for section in chosen for line in _block(section, unit, screen)]
     if len(lines) > _MOST_LINES:
         rest = len(lines) - _MOST_LINES + 1
