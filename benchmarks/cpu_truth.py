@@ -94,6 +94,7 @@ GRAPHS: Final[Mapping[str, tuple[Build, str]]] = {
     "monitored": (graphs.Monitored, "16,64"),
     "vector-quantized": (graphs.VectorQuantized, "16,64"),
     "sampled": (graphs.Sampled, "16,64"),
+    "spectral": (graphs.Spectral, "16,64"),
     "linear-attention": (graphs.LinearAttention, "16,64"),
     "continuous": (graphs.Continuous, "16,64"),
     "penalized": (graphs.Penalized, "16,64"),
@@ -161,6 +162,7 @@ _TABLE: Final = """
     monitored              train  amp-bf16     adamw:foreach         8
     vector-quantized       train  fp32         adamw:foreach         8
     sampled                train  fp32         adamw:foreach         8
+    spectral               train  fp32         adamw:foreach         8
     linear-attention       train  fp32         adamw:foreach         8
     continuous             train  fp32         adamw:foreach         8
     penalized              train  fp32         adamw:foreach         8

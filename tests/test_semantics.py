@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memsize.cuda.attention_backend import Attention, choose_backend
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.cuda_semantics import cuda_semantics
+from memsize.kernels.efficient_attention import accumulators
 from memsize.kernels.semantics import current
 from memsize.torch_internals.dispatch_key import KEY, suspended
 from tests.conftest import Python
@@ -691,8 +692,8 @@ def test_the_scores_of_mathematical_attention(causal: bool) -> None:
 INSIDE: dict[str, tuple[torch.dtype, list[int]]] = {
     # whole blocks of 128 rows, heads of a multiple of 32: 96
     "flash": (BF16, [4 * 2 * 4 * 128, 4 * 2 * 128 * 4 * 96]),
-    # the sums, the products that they are made of, and the sums before they are brought into another order
-    "efficient": (FP32, [4 * 2 * 4 * 40, 4 * 2 * 40 * 4 * 72, 4 * 2 * 40 * 4]),
+    # the sums, and two blocks of 128 queries by 64 numbers of a head, with a lock of 4 numbers each
+    "efficient": (FP32, [4 * 2 * 4 * 40, 4 * 2 * 4 * 2 * (128 * 64 + 4)]),
 }
 
 
@@ -709,6 +710,58 @@ def test_attentions_backward_takes_memory_for_itself(backend: str, dense: bool) 
     backward = [size for op, size in made if op == f"_scaled_dot_product_{backend}_attention_backward"]
     gradients = [dtype.itemsize * 2 * 40 * 4 * 72] * 3
     assert backward == [*gradients, *([] if dense else gradients[:1]), *inside]
+
+
+def test_the_products_are_gone_when_the_accumulators_are_made() -> None:
+    """64 queries with heads of 64: the products, and the sums before they are brought into another order, are more."""
+    x = meta(2, 64, 4, 64).transpose(1, 2)
+    given = (x, x, x, x, None, x, meta(2, 4, 64), None, None, 0.0, [True, True, True, False])
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    taken = [temporary.bytes for temporary in kernel_temporaries(backward, given)]
+    assert taken == [4 * 2 * 4 * 64, 4 * 2 * 64 * 4 * 64, 4 * 2 * 64 * 4]
+    assert sum(taken[1:]) > 4 * 2 * 4 * (64 * 64 + 4)
+
+
+# kernel_backward.h, `workspace_size`; cutlassB.h, in the order in which kernels are tried
+@pytest.mark.parametrize(
+    ("dtype", "capability", "head", "length", "dropout", "numbers"),
+    [
+        (FP32, (8, 0), 16, 128, 0.0, 2 * (64 * 64 + 4)),  # blocks are 64 wide, also for a head of 16
+        (FP32, (7, 5), 64, 100, 0.0, 2 * (64 * 64 + 4)),
+        (FP32, (8, 0), 128, 256, 0.0, 2 * 2 * (128 * 64 + 4)),
+        (FP32, (8, 9), 128, 256, 0.0, 4 * 2 * (64 * 64 + 4)),  # 100 KB of shared memory hold no 128 queries
+        (FP32, (6, 1), 64, 128, 0.0, 0),  # no kernel splits the keys there
+        (FP16, (6, 1), 64, 128, 0.0, 2 * (64 * 64 + 4)),
+        (FP16, (7, 5), 64, 128, 0.0, 2 * (64 * 64 + 4)),
+        (BF16, (8, 0), 128, 256, 0.0, 2 * (128 * 128 + 4)),
+        (BF16, (8, 6), 80, 256, 0.0, 2 * 2 * (128 * 64 + 4)),  # a kernel for heads up to 96
+        # Heads that don't fit into registers: the gradients of keys and values too, in four parts of 64
+        (BF16, (8, 6), 80, 256, 0.1, 4 * 2 * (64 * 64 + 4) + 4 * 64 * (128 + 128)),
+        (FP16, (7, 5), 128, 256, 0.0, 4 * 2 * (64 * 64 + 4) + 4 * 64 * (128 + 128)),
+        (BF16, (9, 0), 256, 256, 0.0, 2 * 4 * (128 * 64 + 4) + 4 * 64 * (256 + 256)),
+        # No more than 200 / 8 parts in all
+        (FP16, (7, 5), 128, 4096, 0.0, 64 * 2 * (64 * 64 + 4) + 25 * 64 * (128 + 128)),
+    ],
+)
+def test_what_memory_efficient_attention_adds_up_the_gradients_in(
+    dtype: torch.dtype, capability: tuple[int, int], head: int, length: int, dropout: float, numbers: int
+) -> None:
+    x = meta(2, length, 4, head, dtype=dtype).transpose(1, 2)
+    given = (x, x, x, x, None, x, meta(2, 4, length), None, None, dropout, [True, True, True, False])
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    with cuda_semantics(capability=capability):
+        taken = [temporary.bytes for temporary in kernel_temporaries(backward, given)]
+    products = [4 * 2 * length * 4 * head, 4 * 2 * length * 4] if dtype is FP32 else []
+    assert taken == [4 * 2 * 4 * length, *([4 * 2 * 4 * numbers] if 4 * 2 * 4 * numbers > sum(products) else products)]
+
+
+def test_few_keys_of_many_heads_are_not_split() -> None:
+    """attention_backward.cu: from 256 heads on, up to two blocks of keys."""
+    settings = {"half": True, "capability": (7, 5), "dropout": False}
+    tiles, part = 2 * 2 * (64 * 64 + 4), 64 * (128 + 128)
+    assert accumulators(64, 4, 128, 128, 128, 128, **settings) == 4 * 256 * (tiles + part)
+    assert accumulators(25, 4, 128, 128, 128, 128, **settings) == 4 * 100 * (tiles + 2 * part)
+    assert accumulators(64, 4, 128, 192, 128, 128, **settings) == 4 * 256 * (tiles + part)  # 200 / 256 parts: one
 
 
 # mha_bwd: `head_size_rounded = head_size <= 192 ? round_multiple(head_size, 32) : 256`

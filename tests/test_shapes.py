@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch._ops import OpOverload
 
-from memsize.kernels import convolution, factories, matmul, norms, rules, strides
+from memsize.kernels import convolution, factories, kernel_copies, matmul, norms, rules, strides
 from memsize.kernels.attention import efficient_rows
 from memsize.kernels.reductions import reduced_shape
 from memsize.kernels.registry import SPARSE_RULES, SPARSE_TABLE, TABLE, shape_rule, sparse_rule
@@ -181,9 +181,9 @@ REAL: dict[str, list[tuple[Any, ...]]] = {
     "binary_cross_entropy_with_logits": [(ROWS, ROWS, None, None, reduction) for reduction in (0, 1, 2)],
     **{loss: [(ROWS, ROWS, r) for r in (0, 1, 2)] + [(ROWS, meta(5, 8), 0)] for loss in ("mse_loss", "smooth_l1_loss")},
     "huber_loss": [(ROWS, ROWS, reduction) for reduction in (0, 1, 2)],
-    "mse_loss_backward": [(meta(), ROWS, ROWS, 1), (ROWS, ROWS, ROWS, 0)],
-    "smooth_l1_loss_backward": [(meta(), ROWS, ROWS, 1, 1.0)],
-    "huber_loss_backward": [(meta(), ROWS, ROWS, 1, 1.0)],
+    "mse_loss_backward": [(meta(), ROWS, ROWS, 1), (ROWS, ROWS, ROWS, 0), (meta(), LAST, LAST, 1)],
+    "smooth_l1_loss_backward": [(meta(), x, x, 1, 1.0) for x in (ROWS, LAST)],
+    "huber_loss_backward": [(meta(), x, x, 1, 1.0) for x in (ROWS, LAST)],
     **{
         name: [(x, dims, keep) for x in (ROWS, LAST) for dims in ([1], [0, -1], []) for keep in (False, True)]
         for name in ("sum.dim_IntList", "mean.dim", "amax", "amin")
@@ -249,6 +249,7 @@ REAL: dict[str, list[tuple[Any, ...]]] = {
     "repeat": [(ROWS, [2, 1, 3]), (ROWS, [2, 1, 1, 3])],
     "flip": [(ROWS, [1]), (LAST, [0, -1])],
     "roll": [(ROWS, [1], [1]), (ROWS, [2])],
+    "bernoulli": [(ROWS,), (LAST,)],
     "_unsafe_view": [(ROWS, [-1]), (ROWS, [ROWS.numel()])],
     "tril": [(ROWS,), (LAST, 1)],
     "triu": [(ROWS,), (LAST, -1), (ROWS.transpose(1, 2), 1)],
@@ -473,6 +474,7 @@ _TABLED = {f"aten::{name}" for name in (*REAL, *MODELLED, *ON_CUDA_ALONE)} | {
 }
 _TABLED |= {f"aten::{name}" for name in ("div_.Tensor_mode", "log_sigmoid_forward")}
 _TABLED |= {"aten::_sparse_addmm", "aten::t"}  # rules for sparse tensors alone: see test_virtual_gpu
+_TABLED |= {"aten::_fft_c2c", "aten::_fft_r2c", "aten::_fft_c2r"}  # see test_fft_semantics
 _TABLED |= {"aten::addmm.dtype_out"}  # CUDA alone has it: Liger's loss in test_remedies
 OF_A_LIBRARY = "bitsandbytes::"
 """Ops that PyTorch lacks: see test_bitsandbytes."""
@@ -566,6 +568,23 @@ def test_cuda_is_row_major_where_the_meta_kernel_keeps_channels_last(name: str, 
     mine, theirs = answer(f"aten::{name}", *args), overload(f"aten::{name}")(*args)
     first = [each[0] if isinstance(each, tuple) else each for each in (mine, theirs)]
     assert [each.is_contiguous() for each in first] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("dims", "inside"),
+    [
+        ([1], ["copy of the input"]),
+        ([1, 2], ["first result"]),  # the copy is gone when the second result is made
+        ([1, 2, 3], ["first result", "second result"]),
+    ],
+)
+def test_a_tensor_is_rolled_row_by_row_and_dimension_by_dimension(dims: list[int], inside: list[str]) -> None:
+    """cuda/TensorTransformations.cu, `roll_cuda`; TensorTransformations.h, `roll_common`."""
+    arguments = (LAST, [1] * len(dims), dims)
+    assert answer("aten::roll", *arguments).is_contiguous()
+    op = torch.ops.aten.roll.default
+    copies = [tensor for tensor, _ in kernel_copies(op, arguments, {})]
+    assert len(copies) + len(kernel_temporaries(op, arguments)) == len(inside)
 
 
 def test_cuda_keeps_the_norms_of_half_precision_weights_in_float32() -> None:

@@ -65,6 +65,21 @@ class Sampled(nn.Module):
         return self.decode(sample)
 
 
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator (Li et al., 2020), and a forecast whose loss lies column by column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.project = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(9, WIDTH, dtype=torch.complex64) / WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.lift(x)
+        y = y + torch.fft.irfft(torch.fft.rfft(y, dim=1) * self.weight, n=x.shape[1], dim=1)
+        y = self.project(torch.fft.fft2(y).abs())
+        return {"loss": functional.mse_loss(y.transpose(1, 2), x.transpose(1, 2).contiguous()), "forecast": y}
+
+
 class LinearAttention(nn.Module):
     """Attention by random features (Choromanski et al., 2020), whose maximum is subtracted without a gradient."""
 

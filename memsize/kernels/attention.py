@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from memsize.kernels.efficient_attention import accumulators
 from memsize.kernels.registry import Temporary, shape_rule, temporaries_of
 from memsize.kernels.semantics import current
 from memsize.kernels.strides import Shape, permuted
@@ -179,19 +180,28 @@ def _flash_backward_temporaries(grad: Any, query: Any, key: Any, *_: Any, **__: 
 
 @temporaries_of(_aten._scaled_dot_product_efficient_attention_backward.default)
 def _efficient_backward_temporaries(
-    grad: Any, query: Any, _key: Any, value: Any, _bias: Any, *_: Any, **__: Any
+    grad: Any, query: Any, key: Any, value: Any, _bias: Any, *more: Any, **_: Any
 ) -> Iterator[Temporary]:
-    """The sum of each row's products of gradient and output. Half precision computes it inside the kernel, float32
-    from the products, and then brings it into another order. What half-precision kernels accumulate in is not known.
+    """The sum of each row's products of gradient and output, then the kernel's accumulators. Half precision computes
+    the sums inside the kernel, float32 from the products, and then brings them into another order: these are gone when
+    the accumulators are made.
     Source: transformers/cuda/attention_backward.cu, mem_eff_attention/kernel_backward.h `kKernelComputesDelta`.
     """
-    batch, heads, length, _head = query.shape
+    batch, heads, length, head = query.shape
+    is_half, width, dropout = query.dtype is not torch.float32, value.shape[3], more[4]
+    semantics = current()
+    size = accumulators(
+        batch, heads, length, key.shape[2], head, width, half=is_half,
+        capability=semantics.capability if semantics else (8, 0), dropout=bool(dropout),
+    )  # fmt: skip
     yield from _made_dense(grad)
     yield Temporary((batch, heads, length))
-    if query.dtype is torch.float32:
-        yield Temporary((batch, length, heads, value.shape[3]))
-        if heads > 1 and length > 1:
-            yield Temporary((batch, length, heads))
+    products = [] if is_half else [Temporary((batch, length, heads, width))]
+    if products and heads > 1 and length > 1:
+        products.append(Temporary((batch, length, heads)))
+    yield from max(
+        products, [Temporary((size,), torch.uint8)], key=lambda alive: sum(temporary.bytes for temporary in alive)
+    )
 
 
 @temporaries_of(_aten._scaled_dot_product_cudnn_attention.default)

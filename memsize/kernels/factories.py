@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memsize.kernels.registry import (
+    Copies,
     Temporary,
     copies_of,
     copy_unless_contiguous,
@@ -36,7 +37,7 @@ from memsize.kernels.tensors import (
 from memsize.known_values.values import constant_of, is_uniform
 
 _aten = torch.ops.aten
-_LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like bernoulli clone _to_copy"
+_LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like clone _to_copy"
 
 
 @shape_rule(*overloads(_LIKE))
@@ -94,11 +95,25 @@ shape_rules(
         "triu tril": lambda tensor, diagonal=0: (
             empty(tensor.shape, tensor.dtype) if are_plain(tensor) and tensor.dim() > 1 else NotImplemented
         ),
-        # Like the input (cuda/TensorTransformations.cu, `roll_cuda`: `at::empty_like`).
-        "roll": lambda tensor, *_: like(tensor) if are_plain(tensor) else NotImplemented,
+        # Row-major (Distributions.cpp; cuda/TensorTransformations.cu, `roll_cuda`).
+        "bernoulli roll": lambda tensor, *_, **__: (
+            empty(tensor.shape, tensor.dtype) if are_plain(tensor) else NotImplemented
+        ),
     },
 )
-copies_of(_aten.roll.default)(copy_unless_contiguous)
+
+
+@copies_of(_aten.roll.default)
+def _copied_before(args: Any, _: Any) -> Copies:
+    """Over several dimensions the copy is gone before the result is there."""
+    several = len(args) > 2 and len(args[2]) > 1
+    return iter(()) if several else copy_unless_contiguous(args, _)
+
+
+@temporaries_of(_aten.roll.default)
+def _rolled_before(tensor: Any, _shifts: Any, dims: Any = ()) -> Iterator[Temporary]:
+    """Several dimensions are rolled one after the other, and each result stays until the last (`roll_common`)."""
+    yield from [Temporary(tuple(tensor.shape), tensor.dtype)] * (len(dims) - 1)
 
 
 def range_length(start: float, end: float, step: float) -> int | None:

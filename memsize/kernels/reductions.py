@@ -187,9 +187,10 @@ def _difference(tensor: Any, target: Any, reduction: int = 1, *_: Any) -> Any:
 
 @shape_rule(*overloads("mse_loss smooth_l1_loss huber_loss", "_backward"))
 def _difference_backward(grad: Any, tensor: Any, target: Any, *_: Any) -> Any:
-    if not are_plain(grad, tensor, target) or not are_alike(grad, tensor, target):
-        return NotImplemented
-    return elementwise(tensor.dtype, tensor, target, grad)
+    """The result is row-major (native/Loss.cpp: `zeros_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT)`)."""
+    fits = are_plain(grad, tensor, target) and are_alike(grad, tensor, target)
+    shape = broadcast((grad.shape, tensor.shape, target.shape)) if fits else None
+    return NotImplemented if shape is None else empty(shape, tensor.dtype)
 
 
 @shape_rule("aten::binary_cross_entropy")
