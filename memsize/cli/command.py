@@ -198,7 +198,9 @@ def answer(
         progress("writing the answer")
         output.keep(reply)
         text = output.drawn(reply, **view)
-    output.write(chain(text, _next_commands()) if output.format == "agent" else text)
+    if output.format == "agent" and not isinstance(text, bytes):
+        text = chain(text, _next_commands())
+    output.write(text)
     return reply
 
 
