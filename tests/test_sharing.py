@@ -17,6 +17,7 @@ from memsize.analysis.report import ReportBuilder, counts_without_running, torch
 from memsize.analysis.runner import Runner
 from memsize.known_values.values import constant_of
 from memsize.precision.recipes import apply_scenario
+from memsize.spec.training import Training
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup
 from memsize.workloads import Forward, kept_for_backward
@@ -298,6 +299,28 @@ def test_torchinfo_says_the_same_of_every_structure(name: str) -> None:
     ours.trace(SCENARIOS["as-given"])
     run = torchinfo_reading(in_mode(meta_copy(model), True), ours.runner.inputs.call(floating=torch.float32))
     assert ours.readings() == (() if run is None else (run,))
+
+
+class Encoder(nn.Module):
+    """A deep encoder, whose attention uses a layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(40))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_torchinfo_reads_a_deep_model_as_it_would() -> None:
+    model, value = Encoder(), torch.zeros(2, 5, 8)
+    ours = ReportBuilder(Runner("m", model, inputs_from_data(value), True), Training("adamw"))
+    assert ours.trace(SCENARIOS["as-given"]).extended_from
+    run = torchinfo_reading(in_mode(meta_copy(model), True), ours.runner.inputs.call())
+    assert run is not None and ours.readings() == (run,)
 
 
 def test_where_torchinfo_would_be_wrong_without_running() -> None:

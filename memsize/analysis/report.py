@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cache
 from importlib.metadata import version
 
 import torch
@@ -133,7 +134,10 @@ class ReportBuilder:
             others = [("shown", scenario) for scenario in scenarios if scenario not in (_OWN, _FP32)]
             # In float32, the model's own runs are those of fp32 too, and show both.
             likely = floating_dtype(self.runner.model) in (torch.float32, None) and not own_autocast(self.runner.model)
-            workers.answers([("own", scenarios, default), *others, *([] if likely else [("shown", _FP32)])])
+            work = [("own", scenarios, default), *others, *([] if likely else [("shown", _FP32)])]
+            if self.runner.shares_runs:  # each worker would prove again what the first run shows
+                workers.answers([work.pop(0)])
+            workers.answers(work)
             if "fp32" not in parts.results:
                 self.shown(_FP32)
             return self._report(scenarios, notes, parts, crossover=self._crossover(parts.results, workers))
@@ -279,7 +283,8 @@ class ReportBuilder:
                     self._untrained[scenario.name] = _one_line(error)
             if trace is None:
                 trace = self.runner.run(Forward(), scenario, listener=listener)
-            self._traces[scenario.name] = trace.in_rows()
+            # What a run of a few layers extends to is long, and in columns already.
+            self._traces[scenario.name] = trace if trace.extended_from else trace.in_rows()
         return self._traces[scenario.name]
 
     def _observe(self, calls: ModuleCallRecorder) -> None:
@@ -289,14 +294,25 @@ class ReportBuilder:
         self._readable = calls.seen[0].module if is_simple else None
 
     def readings(self) -> tuple[ToolReport, ...]:
-        """torchinfo's reading of the model, where it has one."""
+        """torchinfo's reading of the model, where it has one; from those of short models if they show all layers."""
         self.progress("torchinfo's reading")
+        if self._traces[_OWN.name].extended_from:
+            read = cache(self._reading)
+
+            def figure(name: str) -> int:
+                return self.runner.affine(lambda short: getattr(read(short), name))
+
+            with suppress(AttributeError):  # it cannot read one of them
+                return (ToolReport(_torchinfo(), figure("parameters"), figure("parameter_bytes")),)
         if self._readable is not None:
             reading = torchinfo_reading(self._readable, ((), {}))
         else:
-            copied = in_mode(self.runner.copy(), self.runner.training)
-            reading = torchinfo_reading(copied, self.runner.inputs.call(floating=floating_dtype(copied)))
+            reading = self._reading(self.runner)
         return () if reading is None else (reading,)
+
+    def _reading(self, runner: Runner) -> ToolReport | None:
+        copied = in_mode(runner.copy(), runner.training)
+        return torchinfo_reading(copied, runner.inputs.call(floating=floating_dtype(copied)))
 
     def _crossover(self, results: Mapping[str, ScenarioResult], workers: Workers) -> Crossover | None:
         runs = {name: result.trace for name, result in results.items() if result.trace}
@@ -355,7 +371,11 @@ def torchinfo_reading(model: nn.Module, call: Call) -> ToolReport | None:
             )
     except Exception:  # torchinfo wraps whatever a model raises; that it has no answer is the answer
         return None
-    return ToolReport(f"torchinfo {version('torchinfo')}", summary.total_params, summary.total_param_bytes)
+    return ToolReport(_torchinfo(), summary.total_params, summary.total_param_bytes)
+
+
+def _torchinfo() -> str:
+    return f"torchinfo {version('torchinfo')}"
 
 
 def counts_without_running(calls: ModuleCallRecorder) -> bool:

@@ -210,10 +210,17 @@ class Runner(ModelSetups):
         """Bytes that one forward keeps for backward at a batch size, parameters apart."""
         forward = Forward()
         if not self.whole and not self.execute and self._is_proven(forward.proof, _RunRequest(forward, scenario), None):
-            return self.short_runs.affine(
-                lambda model: self._short_runner(model).kept_for_backward(scenario, batch_size)
-            )
+            return self.affine(lambda short: short.kept_for_backward(scenario, batch_size))
         return kept_for_backward(self.setup(scenario, batch_size))
+
+    def affine(self, figure: Callable[[Runner], int]) -> int:
+        """Return a figure of the whole model from those of short ones, whose runs extend to those of the whole one."""
+        return self.short_runs.affine(lambda model: figure(self._short_runner(model)))
+
+    @property
+    def shares_runs(self) -> bool:
+        """Whether the runs of some layers may stand for those of all: what one run shows, the next need not."""
+        return not self.whole and not self.execute and self.short_runs.blocks is not None
 
     def _stored_tensors(self, storage: StorageKey, copied: nn.Module) -> tuple[StoredTensor, ...]:
         if storage not in self._stored:
