@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -376,6 +377,56 @@ def test_a_program_compiles(tmp_path: Path, lines: str) -> None:
     assert not [note for note in compiled.notes if "could not be lowered" in note]
     paths = {compiled.layers[s.layer].path for s in compiled.storages if s.op == "addmm" and s.role == "activation"}
     assert paths == {"0.up", "1.up"} | ({"0.down", "1.down"} & paths)
+
+
+@pytest.fixture
+def compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The graphs of Dynamo's that are compiled during a test."""
+    with warnings.catch_warnings(action="ignore"):
+        from memsize.compile.backend import Compiler
+    graphs: list[str] = []
+    original = Compiler.__call__
+    monkeypatch.setattr(Compiler, "__call__", lambda *args: (graphs.append("graph"), original(*args))[1])
+    return graphs
+
+
+def test_later_calls_run_the_code_that_the_first_one_compiled(tmp_path: Path, compiled_graphs: list[str]) -> None:
+    """Guards are made where no mode of a run is active, and pass where they are."""
+    ran(tmp_path, "model = torch.compile(model)")
+    assert compiled_graphs == ["graph"]
+
+
+def test_a_compiled_backward_frees_what_it_has_used(tmp_path: Path) -> None:
+    trace = ran(tmp_path, "model = torch.compile(model)")
+    backward = trace.phases.index("backward 2")
+    events = [event for event in trace.events if event.phase == backward]
+    used = next(i for i, e in enumerate(events) if e.delta < 0 and trace.storages[e.storage].role == "activation")
+    assert any(event.delta > 0 for event in events[used:])
+
+
+SCRIPT_OF_TWO = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("nccl")
+layers = [nn.Linear(512, 512, bias=False) for _ in range(8)]  # 1 MiB of weights each
+model = nn.Sequential(*(nn.Sequential(layer, nn.SiLU()) for layer in layers)).cuda()
+model = DistributedDataParallel(torch.compile(model), bucket_cap_mb={cap})
+for _ in range(2):
+    model(torch.randn(64, 512, device="cuda")).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(("cap", "graphs"), [(2, 5), (25, 2)])
+def test_ddp_parts_graphs_at_its_buckets(tmp_path: Path, cap: int, graphs: int, compiled_graphs: list[str]) -> None:
+    """Dynamo's DDPOptimizer, from the last of 8 layers: one, and then as many as fill `cap` MiB."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT_OF_TWO.format(cap=cap))
+    trace = memsize.run(script, gpus=2, gpu="a100").trace
+    assert len(compiled_graphs) == graphs
+    paths = {trace.layers[s.layer].path for s in trace.storages if s.op == "mm" and s.role == "activation"}
+    assert paths and not any("submod" in path for path in paths)
 
 
 @pytest.mark.thorough

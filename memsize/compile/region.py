@@ -20,13 +20,16 @@ from typing import Any, Final
 import torch
 import torch._dynamo as dynamo
 from torch._dynamo import trace_rules
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.external_utils import wrap_inline
+from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables import TensorVariable, UnspecializedNNModuleVariable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memsize.compile.backend import Compiler
 from memsize.compile.devices import META
@@ -47,6 +50,8 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
     trace_rules._recompile_re()
     patches: list[Patch] = [
         wrapping(CatchErrorsWrapper, "__call__", _traced),
+        wrapping(CheckFunctionManager, "__init__", _guarding),
+        wrapping(DDPOptimizer, "compile_fn", _divided),
         wrapping(FakeTensorMode, "__init__", _accepting),
         wrapping(FakeTensorMode, "dispatch", _on_stand_ins),
         (TensorVariable, "specialize", staticmethod(calling(_specialized, TensorVariable.specialize))),
@@ -104,12 +109,31 @@ def _traced(original: Callable[..., Any], wrapper: Any, frame: Any, *args: Any) 
         return original(wrapper, frame, *args)
     if frame.f_code is _STEP_WITH_HOOKS:
         return ConvertFrameReturn()
-    with part.traced(), assigned(part, "is_tracing", True), warnings.catch_warnings():
+    with _disable_current_modes(), part.traced(), assigned(part, "is_tracing", True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's, about its own reading of attributes
         result = original(wrapper, frame, *args)
     if result.guarded_code is not None:
         part.leaves_cycles = True
     return result
+
+
+class _Transparent(TorchDispatchMode):
+    """Changes nothing, but that tensors have the dispatch keys that they have in a run, beneath its own modes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _guarding(original: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Guards compare the dispatch keys of tensors, and run where the modes of the run are active."""
+    with _Transparent():  # type: ignore[no-untyped-call]
+        original(*args, **options)
+
+
+def _divided(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The graph that DDP's buckets divide runs as a function: it is no layer of the model."""
+    compiled = original(*args, **options)
+    return compiled.forward if isinstance(compiled, GraphModule) else compiled
 
 
 def _compiled(

@@ -391,8 +391,9 @@ class Ledger(MetaDispatchMode):
     # -- compiled code (`memsize.compile`) ----------------------------------------------------------------------------
 
     @contextmanager
-    def inside_compiled(self, arguments: Iterable[Any], forward: bool | None = None) -> Iterator[None]:
+    def inside_compiled(self, arguments: list[Any], forward: bool | None = None) -> Iterator[None]:
         """While open, compiled code runs with these `arguments`: it says which layer and line an allocation belongs to.
+        It empties the list and so frees them as it goes; nothing here may hold them.
 
         `forward` says whether a forward of modules can be differentiated; None where the code is no such forward.
         """

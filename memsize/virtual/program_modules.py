@@ -30,6 +30,8 @@ from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 
 Call = Callable[..., Any]
 _COMPILER: Final = "torch._dynamo.eval_frame"
+_PARTS: Final = "torch._dynamo.backends.distributed"
+"""Defines the modules that hold the parts of a graph that DDP's buckets divide, which are no layers."""
 
 
 class Root:
@@ -95,7 +97,9 @@ class ProgramCalls(ModuleCallRecorder):
             if (compiler := sys.modules.get(_COMPILER)) and isinstance(module, compiler.OptimizedModule):
                 module, call = module._orig_mod, module.forward
             index = self._index(module)
-            if index < 0 and is_tracing() is None and not _is_on_gpu(module, args, kwargs):
+            if type(module).__module__ == _PARTS or (
+                index < 0 and is_tracing() is None and not _is_on_gpu(module, args, kwargs)
+            ):
                 return call(*args, **kwargs) if call else original(module, *args, **kwargs)
             with untraced():
                 if index < 0 and _is_on_gpu(module, args, kwargs):

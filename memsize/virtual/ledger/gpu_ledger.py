@@ -11,7 +11,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Final
@@ -137,17 +137,20 @@ class VirtualLedger(GpuStorages):
     # -- compiled code -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def inside_compiled(self, arguments: Iterable[Any], forward: bool | None = None) -> Iterator[None]:
-        arguments = list(arguments)
+    def inside_compiled(self, arguments: list[Any], forward: bool | None = None) -> Iterator[None]:
         is_outside = not self.clock.inside
-        for tensor in arguments_in(arguments):
-            if is_meta(tensor) and self.index_of(tensor) < 0:  # as an optimizer's state, which the compiler makes
-                self.enter(tensor, "temporary", "")
+        self._enter_unknown(arguments)
         if is_outside and forward is None and self._is_of_training(arguments):
             self.differentiated()
         phase = self.inlined(forward) if is_outside and forward is not None else nullcontext()
         with phase, super().inside_compiled(arguments):
             yield
+
+    def _enter_unknown(self, arguments: list[Any]) -> None:
+        """Record what no op has made, such as an optimizer's state, which the compiler makes."""
+        for tensor in arguments_in(arguments):
+            if is_meta(tensor) and self.index_of(tensor) < 0:
+                self.enter(tensor, "temporary", "")
 
     def allocated(self, tensor: torch.Tensor, op: str) -> None:
         with self._turn:
