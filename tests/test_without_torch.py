@@ -52,6 +52,12 @@ def test_what_is_known_of_a_preset(python: Python) -> None:
     )
 
 
+def test_a_wrong_name_gets_the_nearest_presets(python: Python) -> None:
+    done = python("-c", PROGRAM, "report", "meta-llama/Llama-3.1-8C")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.rstrip().endswith(INSTALL)
+    assert "did you mean meta-llama/Llama-3.1-8B" in done.stderr
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "command",

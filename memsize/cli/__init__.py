@@ -17,7 +17,7 @@ from importlib import import_module
 import click
 
 from memsize.cli.working import Session, fill_closed_streams, give_up_stdout, say
-from memsize.errors import MemsizeError, TorchMissingError, first_line, in_one_line, quoted
+from memsize.errors import MemsizeError, TorchMissingError, first_line, in_one_line, nearest, quoted
 from memsize.interrupt import INTERRUPTED
 from memsize.printable import LONGEST, shortened
 
@@ -159,12 +159,15 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _without_torch(arguments: Sequence[str], session: Session) -> int:
-    """Print what is known of a preset all the same, and how to install PyTorch for the rest."""
-    from memsize.loading.presets import presets
+    """Print what is known of a preset all the same, or which have names like it, and how to install PyTorch."""
+    from memsize.loading.presets import is_hub_id, presets, unknown_id
 
     for argument in arguments:
-        if preset := presets().get(argument.removeprefix("hf:")):
+        name = argument.removeprefix("hf:").removeprefix("diffusers:")
+        if preset := presets().get(name):
             click.echo(preset.figures)
+        elif is_hub_id(name) and nearest(name, tuple(presets())):
+            return _fail(f"{unknown_id(name)}; {TorchMissingError()}", session, _USER)
     return _fail(str(TorchMissingError()), session, _USER)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from memsize.errors import TargetError, UnknownTargetError, nearest, quoted
 from memsize.units import format_bytes
 
 _FILE: Final = Path(__file__).with_name("presets.jsonl")
@@ -78,3 +79,11 @@ def is_hub_id(text: str) -> bool:
     path = Path(text)
     is_one = _HUB_ID.fullmatch(text) is not None and path.suffix not in (".py", ".json")
     return is_one and not path.exists() and not path.parent.is_dir()
+
+
+def unknown_id(name: str) -> TargetError:
+    """Return the error for a Hub id without a config here, with the nearest presets."""
+    problem = f"no folder, file, preset or cached config is called {quoted(name)} (--online fetches its config)"
+    if not nearest(name, tuple(presets())):
+        return TargetError(problem)
+    return UnknownTargetError("preset", name, presets(), problem=problem)

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memsize.errors import TargetError
 from memsize.loading.building import LoadedModel
 from memsize.loading.hubs import build_library_model, import_library, unknown_name
-from memsize.loading.hubs.hub_files import CONFIG, PIPELINE, cached_file, fetched_file, read_config, unknown_id
+from memsize.loading.hubs.hub_files import CONFIG, PIPELINE, cached_file, fetched_file, read_config
 from memsize.loading.hubs.input_batch import unknown
-from memsize.loading.presets import is_hub_id, presets
+from memsize.loading.presets import is_hub_id, presets, unknown_id
 from memsize.spec.inputs import InputMaker, InputRequest
 
 _SCHEDULER: Final = "scheduler_config.json"

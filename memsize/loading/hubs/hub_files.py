@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from memsize.errors import TargetError, UnknownTargetError, first_line, nearest, quoted
+from memsize.errors import TargetError, first_line, quoted
 from memsize.files import parse_json, read
 from memsize.loading.hubs import import_library
-from memsize.loading.presets import presets
 
 CONFIG: Final = "config.json"
 """Of a model of transformers, and of a part of a pipeline."""
@@ -47,14 +46,6 @@ def fetched_file(name: str, file: str) -> Path:
             raise TargetError(f"the {file} of {name} has {size}: memsize fetches up to {_LONGEST:,} bytes")
         with _no_progress_bar(hub):
             return Path(hub.hf_hub_download(name, file))
-
-
-def unknown_id(name: str) -> TargetError:
-    """Return the error for a Hub id without a config here, with the nearest presets."""
-    problem = f"no folder, file, preset or cached config is called {quoted(name)} (--online fetches its config)"
-    if not nearest(name, tuple(presets())):
-        return TargetError(problem)
-    return UnknownTargetError("preset", name, presets(), problem=problem)
 
 
 @contextmanager

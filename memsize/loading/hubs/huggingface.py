@@ -25,10 +25,10 @@ from memsize.loading.hubs import (
     is_broken,
     unknown_name,
 )
-from memsize.loading.hubs.hub_files import CONFIG, cached_file, fetched_file, read_config, unknown_id
+from memsize.loading.hubs.hub_files import CONFIG, cached_file, fetched_file, read_config
 from memsize.loading.hubs.huggingface_inputs import config_input_maker
 from memsize.loading.hubs.input_batch import PLACEHOLDERS, TEXT, part
-from memsize.loading.presets import presets
+from memsize.loading.presets import presets, unknown_id
 
 _COUNTS = (
     (re.compile(r"(^|_)(layers?|blocks?|depths?|stages?)(_|$)"), 10_000),
