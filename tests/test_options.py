@@ -17,12 +17,15 @@ import memsize
 from memsize import cli
 from memsize.cli.command import request_of
 from memsize.errors import InputError, MemsizeError
-from memsize.spec import requests
+from memsize.spec import file_requests, requests
 from memsize.spec.options import Option, keywords_of, options_of
 from memsize.spec.section import MODEL_KEYS
 
 REQUESTS = {
-    name: value for name, value in vars(requests).items() if name.endswith("Request") and name != "ModelRequest"
+    name: value
+    for module in (requests, file_requests)
+    for name, value in vars(module).items()
+    if name.endswith("Request") and name != "ModelRequest"
 }
 NET = nn.Linear(8, 2)
 PAGES = Path(__file__).resolve().parent.parent / "docs"

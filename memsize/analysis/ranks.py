@@ -30,7 +30,7 @@ from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankGroup, RankRuns
 from memsize.records.trace import UNUSED, Trace
 from memsize.records.world import ALONE, World
-from memsize.spec.requests import Which
+from memsize.spec.file_requests import Which
 from memsize.virtual.guards.child_processes import Settings
 
 _MESSAGES: Final = frozenset(("send", "receive"))

@@ -33,8 +33,9 @@ from memsize.records.check import (
 )
 from memsize.records.finding import Finding
 from memsize.records.gpu import DEFAULT_GPU
+from memsize.spec.file_requests import CheckRequest
 from memsize.spec.project import NAME, SECTION, CheckedTarget, Project, find_project, parse_section, read_project
-from memsize.spec.requests import CheckRequest, FitRequest, InitRequest, ReportRequest
+from memsize.spec.requests import FitRequest, InitRequest, ReportRequest
 from memsize.spec.scenario import scenario_named
 from memsize.spec.stack import Gpu
 from memsize.units import UNITS

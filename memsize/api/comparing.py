@@ -28,8 +28,9 @@ from memsize.loading.target import (
 from memsize.records.answer import Saveable
 from memsize.records.run_file import is_run_file
 from memsize.records.trace import Trace
+from memsize.spec.file_requests import CheckpointRequest, ExplainRequest
 from memsize.spec.model_request import ModelRequest
-from memsize.spec.requests import CheckpointRequest, DiffRequest, ExplainRequest, ReportRequest
+from memsize.spec.requests import DiffRequest, ReportRequest
 
 if TYPE_CHECKING:
     from memsize.checkpoints.checkpoint_report import CheckpointReport

@@ -15,7 +15,7 @@ from memsize.device.cards import card
 from memsize.errors import ForwardError
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.program import ProgramRun
-from memsize.spec.requests import FitScriptRequest, RunRequest, VirtualGpuRequest
+from memsize.spec.file_requests import FitScriptRequest, RunRequest, VirtualGpuRequest
 from memsize.spec.vary import VariedScript
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from memsize.loading.target import parse_target
 from memsize.processes.spread import Died, TimeLimitError, is_late, spread, time_limited
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.sweep import ResultsFile, Sweep, SweepRow, phrase_of, results_file, varying
-from memsize.spec.requests import SweepRequest
+from memsize.spec.file_requests import SweepRequest
 from memsize.spec.sweep import Cell, grid_of, read_grid
 from memsize.version import VERSION
 

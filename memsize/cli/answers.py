@@ -29,16 +29,13 @@ from memsize.cli.working import interrupts_raised, working
 from memsize.errors import InputError, OutputError
 from memsize.loading.target import is_checkpoint, parse_revision, parse_target
 from memsize.records.run_file import is_run_file
+from memsize.spec.file_requests import CheckpointRequest, ExplainRequest, FitScriptRequest, SweepRequest
 from memsize.spec.requests import (
-    CheckpointRequest,
     DiffRequest,
-    ExplainRequest,
     FitRequest,
-    FitScriptRequest,
     GenerateRequest,
     LayoutRequest,
     ServeRequest,
-    SweepRequest,
     TimelineRequest,
     VerifyRequest,
 )

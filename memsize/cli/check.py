@@ -11,8 +11,9 @@ from memsize.cli.output import Destination
 from memsize.cli.working import interrupts_raised, say, working
 from memsize.records.check import SEVERITIES, Check, Severity
 from memsize.render import FORMATS
+from memsize.spec.file_requests import CheckRequest
 from memsize.spec.project import find_project
-from memsize.spec.requests import CheckRequest, InitRequest
+from memsize.spec.requests import InitRequest
 
 _FORMATS = {"terminal": (), **FORMATS, "github": (), "junit": (".xml",)}
 """`terminal` is another name of text."""

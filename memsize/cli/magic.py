@@ -21,7 +21,7 @@ from memsize.errors import MemsizeError
 from memsize.processes.user_code import CELLS, shown_as_python_would
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.program import ProgramRun
-from memsize.spec.requests import CellRequest
+from memsize.spec.file_requests import CellRequest
 
 _COMMAND = click.Command(
     "%%memsize",

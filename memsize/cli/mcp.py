@@ -16,7 +16,7 @@ from memsize.cli.command import command
 from memsize.cli.tools import Tool, tools
 from memsize.errors import InputError, MemsizeError, UnknownInputError, quoted
 from memsize.processes.workers import cores
-from memsize.spec.requests import McpRequest
+from memsize.spec.file_requests import McpRequest
 from memsize.units import parse_bytes
 from memsize.version import VERSION
 

@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from memsize.cli.command import command
 from memsize.errors import TargetError, UnknownInputError
-from memsize.spec.requests import NamesRequest
+from memsize.spec.file_requests import NamesRequest
 from memsize.units import GiB
 
 

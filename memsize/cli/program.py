@@ -18,7 +18,7 @@ from memsize.errors import InputError
 from memsize.interrupt import INTERRUPTED
 from memsize.records.program import ProgramRun
 from memsize.records.ranks import RankRuns
-from memsize.spec.requests import RunRequest
+from memsize.spec.file_requests import RunRequest
 from memsize.virtual.guards.child_processes import is_launcher
 
 _USAGE_ERROR = 2

@@ -11,7 +11,7 @@ import click
 from memsize.cli.command import command
 from memsize.cli.working import Progress, interrupts_raised, say
 from memsize.errors import InputError
-from memsize.spec.requests import WatchRequest
+from memsize.spec.file_requests import WatchRequest
 
 _ENDED = 3
 """Readings in a row without a process that was there: it has ended."""

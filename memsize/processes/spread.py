@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, TypeVar
 
 from memsize.errors import InputError, first_line
-from memsize.spec.requests import Backend
+from memsize.spec.file_requests import Backend
 
 _PATIENCE: Final = 10
 """Seconds in which a scheduler should answer."""

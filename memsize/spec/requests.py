@@ -1,18 +1,16 @@
-"""Requests: one for each command and function of memsize, put together from parts that they share."""
+"""Requests about a model: one for each command and function, put together from parts that they share."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from memsize.errors import InputError
 from memsize.records.world import World
 from memsize.spec.generation import GENERATED, SERVED, Draft, Generation, Serving
-from memsize.spec.model_request import ModelRequest, parse_arguments
+from memsize.spec.model_request import ModelRequest
 from memsize.spec.options import REQUIRED, option, part
 from memsize.spec.parallel import Parallel
 from memsize.spec.scenario import DEFAULT
@@ -22,10 +20,7 @@ from memsize.spec.training import Training
 if TYPE_CHECKING:
     from torch import nn, optim  # noqa: F401 - of annotations that are texts
 
-Backend = Literal["loky", "dask"]
 OnExcess = Literal["warn", "raise", "ignore"]
-Which = Literal["all", "distinct"]
-"""The ranks that are run: all, or the few that show that the others are the same."""
 _Path = str | os.PathLike[str]
 _TRAINING: Final = {
     "when": "train",
@@ -51,11 +46,10 @@ _execute: Final = partial(
 _compile: Final = partial(
     option, False, help="Compile the model with torch.compile, and show it beside the model as it is written."
 )
-_jobs: Final = partial(option, flags=("-j", "--jobs"), shown="one per core", least=1)
-_budget: Final = partial(option, None, "Memory of the device, instead of the GPU's: 15109MiB, 24GB.", metavar="SIZE")
-_margin: Final = partial(option, "0", "Memory to leave free: 500MiB, or 5% of the device.", metavar="SIZE")
-_steps: Final = partial(option, help="Stop after N optimizer steps; 0 runs the program to its end.", least=0)
-_allow_writes: Final = partial(option, False, "Let the program write to files that were there before.")
+budget_option: Final = partial(
+    option, None, "Memory of the device, instead of the GPU's: 15109MiB, 24GB.", metavar="SIZE"
+)
+margin_option: Final = partial(option, "0", "Memory to leave free: 500MiB, or 5% of the device.", metavar="SIZE")
 
 
 def _scenarios(usual: Iterable[str], help: str = "Scenarios separated by commas, or all.") -> Any:
@@ -63,22 +57,11 @@ def _scenarios(usual: Iterable[str], help: str = "Scenarios separated by commas,
     return option(None, help, shown=", ".join(usual), **settings)
 
 
-def _gpus(also: str = "", **changes: Any) -> Any:
+def gpus_option(also: str = "", **changes: Any) -> Any:
+    """Declare the GPUs of a request that may name several; `also` are further names."""
     help = f"GPUs to simulate: t4, a100,h100{also} or local (this machine's)."
     several = {"annotation": "Gpu | str | Iterable[str] | None", "kind": "list", "types": ()}
     return part(Gpu, name={"help": help, "metavar": "NAMES", **several}, **changes)
-
-
-_NO_RANK: Final = "no rank {!r}: a number from 0, all or distinct"
-
-
-def _rank(text: str) -> int | Which:
-    """The rank called `text`: a number, ``all`` or ``distinct``."""
-    if text in get_args(Which):
-        return text  # type: ignore[return-value]
-    if not text.isdecimal():
-        raise InputError(_NO_RANK.format(text))
-    return int(text)
 
 
 _OF_TRAINING: Final = ("lora", "adapter", "base", "freeze", "imbalance")
@@ -204,9 +187,9 @@ class FitRequest:
     )
     prompt: int | None = option(None, "Generate after a prompt of N tokens.", shown="512", least=1)
     generation: Generation | None = part(Generation, when="any")
-    gpu: Gpu = _gpus(", all (the smallest that fits)")
-    budget: str | int | None = _budget()
-    margin: str | int = _margin()
+    gpu: Gpu = gpus_option(", all (the smallest that fits)")
+    budget: str | int | None = budget_option()
+    margin: str | int = margin_option()
     scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
     compile: bool = _compile()
     training: Training | None = part(Training, without=("steps",), **_TRAINING)
@@ -232,24 +215,6 @@ class FitRequest:
 
     def __post_init__(self) -> None:
         _trained_if_adapted(self, self.generation is None and self.prompt is None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitScriptRequest:
-    """The largest value of a script's own argument that fits."""
-
-    script: _Path = option(REQUIRED, "", positional=True)
-    arguments: Iterable[str] = option(REQUIRED, "", positional=True, kind="texts")
-    vary: str = option(
-        REQUIRED,
-        "The argument of the script to vary: batch-size for --batch-size 8 or batch_size=8.",
-        flags=("--vary-argument",),
-        metavar="NAME",
-    )
-    steps: int = option(3, "Optimizer steps of each run.", least=1)
-    gpu: Gpu = _gpus(without=("stack",))
-    budget: str | int | None = _budget()
-    margin: str | int = _margin()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,148 +263,6 @@ class ServeRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """A script of one's own on a GPU that isn't there."""
-
-    script: _Path = option(REQUIRED, "", key="script", positional=True, metavar="PROGRAM")
-    arguments: Iterable[str] = option((), "", positional=True, kind="texts")
-    gpu: Gpu = part(Gpu)
-    steps: int = _steps(3)
-    training_only: bool = option(False, "Stop after the steps, before the evaluation and the checkpoint that follow.")
-    checkpoint: str | None = option(
-        None,
-        "Replace a missing checkpoint that the program loads by one with the shapes of the model that loads it.",
-        choices=("stand-in",),
-    )
-    module: bool = option(False, "PROGRAM is a module, as for python -m.", flags=("-m",))
-    allow_writes: bool = _allow_writes()
-    offline: bool = option(False, "Keep the program from connecting to other machines.")
-    gpus: int | None = option(None, "Run it as one of the N processes of a job, one per GPU.")
-    nodes: int = option(1, "Machines that the GPUs are spread over.")
-    one_process: bool = option(False, "Start it once, with all N GPUs: for nn.DataParallel, device_map.")
-    rank: int | Which = option(
-        0,
-        "Which of the processes (or GPUs) to run: a number, all, or distinct (only as many as differ).",
-        kind="text",
-        read=_rank,
-        metavar="RANK",
-    )
-    jobs: int | None = _jobs(1, "Processes that run scenarios side by side.")
-
-    @property
-    def world(self) -> World | None:
-        """The process that is run, of several the first; None for a program that is started by itself.
-
-        With `one_process` there is only one, which has all the GPUs, and `rank` is that of a GPU. Raises `InputError`
-        where there is no such process.
-        """
-        if not isinstance(self.rank, int) and self.rank not in get_args(Which):
-            raise InputError(_NO_RANK.format(self.rank))
-        if self.gpus is not None:
-            rank = self.rank if isinstance(self.rank, int) else 0
-            return World(self.gpus, rank, self.nodes, one_process=self.one_process)
-        if self.rank != 0 or self.nodes != 1 or self.one_process:
-            raise InputError("ranks and nodes are those of a program on several GPUs: say how many, as in --gpus 8")
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CellRequest:
-    """A cell of a notebook on a GPU that isn't there."""
-
-    gpu: Gpu = part(Gpu, without=("stack",))
-    steps: int = _steps(3)
-    allow_writes: bool = _allow_writes()
-
-
-@dataclass(frozen=True, kw_only=True)
-class VirtualGpuRequest:
-    """A GPU that isn't there, for a ``with`` block."""
-
-    gpu: Gpu = part(Gpu, name={"positional": True})
-    steps: int = _steps(0)
-    allow_writes: bool = _allow_writes()
-    world: World | None = option(None, "The process of a distributed job.", written=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointRequest:
-    """The contents of a checkpoint, by size."""
-
-    path: _Path = option(REQUIRED, "", positional=True, kind="path", metavar="FILE")
-    against: nn.Module | str | None = option(
-        None,
-        "Compare with the tensors of this model, a target of memsize report such as model.py:Net.",
-        metavar="TARGET",
-    )
-    arguments: Mapping[str, object] | None = option(
-        None,
-        "Argument for its constructor. Repeatable.",
-        flags=("--arg",),
-        kind="table",
-        read=parse_arguments,
-        metavar="NAME=VALUE",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExplainRequest:
-    """An explanation of a memory snapshot of a real GPU."""
-
-    snapshot: _Path = option(REQUIRED, "", positional=True, kind="path", metavar="FILE")
-    against: Any = option(
-        None,
-        "Compare with this snapshot, or with the peak that this saved run predicts: of memsize run, timeline or "
-        "report --train.",
-        kind="path",
-        metavar="FILE",
-    )
-    device: int | None = option(None, "GPU to explain.", shown="the fullest", least=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepRequest:
-    """A grid of models, scenarios, batch sizes and GPUs."""
-
-    grid: _Path | Mapping[str, Any] = option(REQUIRED, "", positional=True, kind="path", metavar="FILE")
-    results: _Path | None = option(
-        None,
-        "Keep each cell in this file, and run only those that it lacks.",
-        kind="path",
-        metavar="FILE",
-        shown="FILE's name, ending in .jsonl",
-    )
-    retry: bool = option(False, "Run the cells again that failed.")
-    fresh: bool = option(False, "Forget the results that are there, and run all cells.")
-    jobs: int | None = _jobs(None, "Processes that run cells side by side.")
-    backend: Backend = option(
-        "loky", "Where cells run: loky on this machine, dask on a cluster.", choices=get_args(Backend)
-    )
-    scheduler: str | None = option(None, "The cluster's scheduler: tcp://10.0.0.1:8786.", metavar="ADDRESS")
-    timeout: float | None = option(None, "Give up on a cell after this time.", metavar="SECONDS")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckRequest:
-    """A project's models against its limits and baselines."""
-
-    paths: _Path | Iterable[_Path] = option((), "", positional=True, kind="texts")
-    update: bool = option(False, "Write the baselines instead of comparing with them.")
-    select: str | Iterable[str] = option(
-        "", "Findings that count as errors, separated by commas.", kind="list", metavar="CODES"
-    )
-    ignore: str | Iterable[str] = option(
-        "", "Findings to leave out, separated by commas.", kind="list", metavar="CODES"
-    )
-
-    @property
-    def projects(self) -> tuple[Path, ...]:
-        """The files and folders; the working folder where none is named."""
-        paths = (self.paths,) if isinstance(self.paths, str | os.PathLike) else tuple(self.paths)
-        return tuple(map(Path, paths or (".",)))
-
-
-@dataclass(frozen=True, kw_only=True)
 class InitRequest:
     """The first section of a project."""
 
@@ -448,28 +271,3 @@ class InitRequest:
     gpu: Gpu = part(Gpu, without=("stack", "allocator"))
     scenario: str = _scenario(help="How to store and run it.")
     folder: _Path = option(".", "", positional=True, kind="path")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchRequest:
-    """A job on a real GPU beside its prediction."""
-
-    pid: int = option(0, "", positional=True, metavar="[PID]", least=1)
-    run: _Path | None = option(None, "Compare with the peak that this saved run predicts.", kind="path", metavar="RUN")
-    interval: float = option(1.0, "Read the memory this often.", least=0.001, metavar="SECONDS", shown="1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NamesRequest:
-    """Names that options and targets take."""
-
-    pattern: str = option("*", "A part of a name, or with * the whole of it, without regard to case.", positional=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class McpRequest:
-    """The tools of an MCP server, and what a call may take."""
-
-    folder: _Path = option(".", "", positional=True, kind="path")
-    timeout: float = option(300.0, "End a call after this time.", least=0.1, metavar="SECONDS", shown="300")
-    memory: str | int = option("16GiB", "Memory that each process of a call may take.", metavar="SIZE")
