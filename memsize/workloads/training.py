@@ -23,8 +23,9 @@ from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.tensor_storage import plain_tensors, spec_of
 from memsize.records.trace import Event, Trace
 from memsize.spec.training import USUAL_STEPS, Training
-from memsize.tracing.ledger import Ledger, Row
+from memsize.tracing.ledger import Ledger
 from memsize.tracing.run import Run, Setup
+from memsize.tracing.storages import Row
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.workloads import Forward, Inference, Proof, Workload
 from memsize.workloads.losses import Losses
