@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from memsize import files
 from memsize.printable import printable
 from memsize.records.fields import BYTES, Fields, FlatTable, field
 from memsize.records.finding import Finding
+from memsize.records.kinds import RENDERER
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -27,15 +29,12 @@ class Renderable:
         raise NotImplementedError
 
     def _drawn(self, format: str) -> str:
-        # The one import that goes up: records know no format, but notebooks and print() ask them for their text.
-        from memsize.render import render
-
-        return render(self, format)
+        text: str = resolve_name(f"{RENDERER}:render")(self, format)
+        return text
 
     def _plotted(self, picture: Literal["overview", "layers"], unit: str | None, **view: object) -> Figure:
-        from memsize.render import plotted
-
-        return plotted(self, picture, unit, **view)
+        figure: Figure = resolve_name(f"{RENDERER}:plotted")(self, picture, unit, **view)
+        return figure
 
     def _repr_html_(self) -> str:
         return self._drawn("notebook")

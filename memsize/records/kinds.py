@@ -9,6 +9,9 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple
 
+RENDERER: Final = "memsize.render"
+"""The package that draws every answer, by its import path: print() and notebooks ask a record for its text."""
+
 
 class AnswerKind(NamedTuple):
     """One kind of answer.
