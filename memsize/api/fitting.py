@@ -56,49 +56,39 @@ def fit(
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
     vary = parse_vary(request.vary)
+    model = replace(request.model, mode=request.model.mode or ("train" if request.training else "eval"))
+    search = _search_of(request, vary)
+    report_progress, show, stack = progress or (lambda _: None), found or (lambda _: None), request.gpu.releases
+    fit_of = _fit_of_generations if search.generation else _fit_of_steps
+    return fit_of(model, search, vary, stack=stack, report_progress=report_progress, show=show)
+
+
+def _search_of(request: requests.FitRequest, vary: Vary) -> FitRequest:
+    """The search that answers a request. Raises `InputError` for what cannot be asked."""
     generation = searched_generation(vary, request.generation, request.prompt)
     scenarios = selected(request.scenarios, request.compile, GENERATED if generation else None)
     if generation:
         refuse_compiled(scenarios, "generations")
-    is_about_all = request.gpu.name == ALL
     _check_question(request, vary, generation is not None)
     training, gpu, stack = request.training, request.gpu, request.gpu.releases
     allocator = AllocatorConfig.of(gpu.allocator, stack.release)
     spread = [spread_of(parallel, training) for parallel in on_each(request.parallel, request.gpus)]
     capacities = budgets(gpu.name, request.budget, request.margin, stack=stack, fraction=allocator.memory_fraction)
-    capacities = spread_over(capacities, spread)
     if spread[0] is not None and request.scenarios is None:
         scenarios = tuple(s for s in scenarios if any(way is None or not way.refuses(s) for way in spread))
-    from memsize.analysis.fit.fit import FitRequest, find_fit
+    from memsize.analysis.fit.fit import FitRequest
 
-    model = replace(request.model, mode=request.model.mode or ("train" if training else "eval"))
-    search = FitRequest(
+    return FitRequest(
         scenarios,
-        capacities,
+        spread_over(capacities, spread),
         training,
         config=allocator,
-        size=model.batch_size if vary.batch else None,
-        remedies=False if is_about_all and request.remedies is None else request.remedies,
+        size=request.model.batch_size if vary.batch else None,
+        remedies=False if gpu.name == ALL and request.remedies is None else request.remedies,
         default=request.scenarios is None and not request.compile,
         generation=generation,
+        smallest=gpu.name == ALL,
     )
-    report_progress, show = progress or (lambda _: None), found or (lambda _: None)
-    if generation:
-        return _fit_of_generations(model, search, vary, stack=stack, report_progress=report_progress, show=show)
-    from memsize.analysis.fit.run_cache import RunCache
-
-    with opened(
-        model,
-        report_progress,
-        None if is_about_all else capacities[0].card.name,
-        own=training is not None and training.is_own,
-    ) as loaded:
-        runs = RunCache(*loaded.run, vary, report_progress, stack=stack, whole=model.whole)
-        if is_about_all:
-            from memsize.analysis.fit.smallest_cards import on_smallest
-
-            search = on_smallest(runs, search)
-        return find_fit(runs, search, loaded.notes, tell=show)
 
 
 def _check_question(request: requests.FitRequest, vary: Vary, generates: bool) -> None:
@@ -114,6 +104,24 @@ def _check_question(request: requests.FitRequest, vary: Vary, generates: bool) -
         raise InputError(f"{about_steps} is about a step of the model's own, not about tokens that it generates")
     if request.gpu.name == ALL and (request.model.batch_size is None or not vary.batch or generates):
         raise InputError("--gpu all finds the smallest GPU for a batch: give one, as in --batch-size 8")
+
+
+def _fit_of_steps(
+    model: ModelRequest,
+    search: FitRequest,
+    vary: Vary,
+    stack: Stack,
+    report_progress: Callable[[str], None],
+    show: Callable[[Finding], None],
+) -> Fit:
+    from memsize.analysis.fit.fit import find_fit
+    from memsize.analysis.fit.run_cache import RunCache
+
+    gpu = None if search.smallest else search.budgets[0].card.name
+    own = search.training is not None and search.training.is_own
+    with opened(model, report_progress, gpu, own=own) as loaded:
+        runs = RunCache(*loaded.run, vary, report_progress, stack=stack, whole=model.whole)
+        return find_fit(runs, search, loaded.notes, tell=show)
 
 
 def _fit_of_generations(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -20,6 +22,7 @@ from memsize.processes.patches import collector_paused
 from memsize.processes.workers import Workers
 from memsize.records.finding import Finding, join_names
 from memsize.records.fit import Budget, Fit, FitRow, FitRun, Remedied
+from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.parallel import parse_parallel
@@ -37,8 +40,8 @@ class FitRequest:
     """The question of a fit: scenarios, budgets, a training or a generation, and a size (None: find the largest).
 
     `remedies` says whether to look for remedies (None: if the size does not fit). `default`: the scenarios are the
-    usual ones, without `as-given` where it equals fp32. `cells` are the scenarios and budgets in question, by name
-    (None: all of them together).
+    usual ones, without `as-given` where it equals fp32. `smallest`: for each scenario, only the smallest budget on
+    which the size fits is in question. `cells` are the scenarios and budgets in question, by name (None: all).
     """
 
     scenarios: Sequence[Scenario]
@@ -48,6 +51,7 @@ class FitRequest:
     size: int | None = None
     remedies: bool | None = None
     default: bool = False
+    smallest: bool = False
     generation: Generation | None = None
     cells: frozenset[RowKey] | None = None
 
@@ -76,7 +80,7 @@ class FitRequest:
         )
 
 
-def without_equal_scenarios(runs: RunCache, request: FitRequest) -> FitRequest:
+def _without_equal_scenarios(runs: RunCache, request: FitRequest) -> FitRequest:
     """Leave `as-given` out of the usual scenarios where it equals fp32."""
     if not (request.default and is_float32(runs.model, stored_only(runs.name, runs.model))):
         return request
@@ -92,7 +96,9 @@ def find_fit(
 
     Raises `ForwardError`, `ScenarioError` or `InputError` where no scenario can be run.
     """
-    request = without_equal_scenarios(runs, request)
+    request = _without_equal_scenarios(runs, request)
+    if request.smallest:
+        request = _on_smallest(runs, request)
     partial_rows = _PartialRows(request, runs, tell)
 
     def so_far() -> Fit | None:
@@ -349,3 +355,45 @@ def _notes(
             "more than there is; --allocator expandable_segments:True tells whether it lies free, in pieces too small"
         )
     yield from (note for trace in traces.values() for note in trace.notes)
+
+
+# -- the smallest of all cards -----------------------------------------------------------------------------------------
+
+
+def _on_smallest(runs: RunCache, request: FitRequest) -> FitRequest:
+    """Return `request` about the smallest of its budgets for each scenario, and for each number of GPUs.
+
+    Without a budget that is large enough it is about the largest.
+    """
+    ways: dict[str, list[Budget]] = {}
+    for budget in sorted(request.budgets, key=lambda budget: budget.allocator):
+        ways.setdefault(budget.parallel, []).append(budget)
+    cells: set[RowKey] = set()
+    starts = {way: next((n for n, b in enumerate(of) if b.card.name == DEFAULT_GPU), 0) for way, of in ways.items()}
+    for scenario in request.scenarios:
+        for way, budgets in ways.items():
+            with suppress(ScenarioError, ForwardError, InputError):  # its row says why
+                starts[way] = _smallest(runs, request, scenario, budgets, starts[way])
+            cells.add((scenario.name, budgets[starts[way]].name))
+    names = {name for _, name in cells}
+    chosen = tuple(budget for of in ways.values() for budget in of if budget.name in names)
+    return replace(request, budgets=chosen, cells=frozenset(cells))
+
+
+def _smallest(runs: RunCache, request: FitRequest, scenario: Scenario, budgets: Sequence[Budget], start: int) -> int:
+    """Return the position of the smallest budget that is enough; the last one where none is.
+
+    What a run needs hardly depends on the card. So a run on one card says on which it would fit; if that one runs other
+    kernels, it is run there too, until the answer stays.
+    """
+    assert request.size is not None
+    allocators = [budget.allocator for budget in budgets]
+    position, least = start, 0
+    while True:
+        needed = runs.run(request.variant(scenario, budgets[position]), request.size).needs()
+        # Never back to a card that its own run found too small: two kinds of kernels could go on forever.
+        least = least if needed <= allocators[position] else position + 1
+        enough = min(max(bisect_left(allocators, needed), least), len(budgets) - 1)
+        if enough == position or budgets[enough].runs_as(budgets[position]):
+            return enough
+        position = enough
