@@ -52,8 +52,8 @@ def _from_real(shape: Shape, onesided: Shape, out: Shape, strides: Shape, dim: S
         return _Chain(_transformed(shape, out, strides, dim), [_copies(shape, strides, dim)])
     last = dim[-1:]
     after = _complex(onesided, _transformed(shape, onesided, strides, last), dim[:-1])
-    made = contiguous(out) if out != onesided else after.strides
-    return _Chain(made, [_copies(shape, strides, last), *after.copies])
+    result = contiguous(out) if out != onesided else after.strides
+    return _Chain(result, [_copies(shape, strides, last), *after.copies])
 
 
 def _to_real(shape: Shape, out: Shape, strides: Shape, dim: Sequence[int]) -> _Chain:
@@ -61,8 +61,8 @@ def _to_real(shape: Shape, out: Shape, strides: Shape, dim: Sequence[int]) -> _C
     at_once = _are_at_once(dim)
     before = _Chain(contiguous(shape), []) if at_once or len(dim) == 1 else _complex(shape, strides, dim[:-1])
     last = dim if at_once else dim[-1:]
-    made = _transformed(shape, out, before.strides, last)
-    return _Chain(made, [*before.copies, _copies(shape, before.strides, last)])
+    result = _transformed(shape, out, before.strides, last)
+    return _Chain(result, [*before.copies, _copies(shape, before.strides, last)])
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
