@@ -59,3 +59,10 @@ def test_a_bare_name_is_that_of_a_library(tmp_path: Path, monkeypatch: Any) -> N
     (tmp_path / "resnet18.py").write_text("model = 1")
     with pytest.raises(TargetError, match="resnet18 defines no"):
         load("resnet18")
+
+
+def test_a_name_whose_library_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsize.loading.hubs.model_names", lambda library: [])
+    monkeypatch.setattr("memsize.loading.loader._BY_NAME", ("not_timm", "not_torchvision"))
+    with pytest.raises(TargetError, match=r"models by name come with timm and torchvision: pip install 'memsize"):
+        load("resnet50")

@@ -85,6 +85,10 @@ def load(
     return _retry_with_gpu(attempt, gpu_context)
 
 
+_BY_NAME = ("timm", "torchvision")
+"""Libraries whose models a bare name can mean."""
+
+
 def _of_library(target: Target) -> Target | None:
     """The model of timm or torchvision that the bare name of a missing module means, as in ``resnet50``."""
     name = target.module
@@ -94,7 +98,7 @@ def _of_library(target: Target) -> Target | None:
         return None
     from memsize.loading.hubs import model_names
 
-    for library in ("timm", "torchvision"):
+    for library in _BY_NAME:
         with suppress(TargetError):  # it is not installed
             if name in model_names(library):
                 return Target(None, None, name, library)
@@ -288,6 +292,8 @@ def _import_failure(error: Exception, target: Target, scope: ImportScope) -> str
     if missing and target.module and f"{target.module}.".startswith(f"{missing}."):
         package, _, last = str(target.module).rpartition(".")
         hint = f" (did you mean {package}:{last}?)" if package and target.name is None else ""
+        if not package and not any(map(importlib.util.find_spec, _BY_NAME)):
+            hint = " (models by name come with timm and torchvision: pip install 'memsize[models]')"
         return f"no module {missing!r}, neither installed nor in {scope.folder}{hint}"
     failure = f"importing {target.source} failed {explained(error, scope.owns)}"
     if "torchvision::" in str(error):
