@@ -89,13 +89,24 @@ def traced(
     model: nn.Module, workload: Workload, scenario: str = "as-given", *, whole: bool = False, **data: Any
 ) -> Trace:
     """Run `workload` on a model; `whole` runs all layers."""
-    with opened(ModelRequest.of(model, **data or {"args": (torch.zeros(5, 3),)})) as request:
-        runner = Runner(*request.run, whole=whole)
-        if not whole:  # a first run is that of all layers, and may be the proof of the next
-            runner.run(workload, SCENARIOS["as-given"])
-            if workload.proof is not None:  # as if so many had been made that short runs are worth it for any model
-                runner.short_runs.whole_runs[workload.proof.kind] = 10
-        return runner.run(workload, SCENARIOS[scenario])
+    if not whole:
+        return _first_and_next(model, workload, scenario, **data)[1]
+    with opened(_request(model, **data)) as request:
+        return Runner(*request.run, whole=True).run(workload, SCENARIOS[scenario])
+
+
+def _first_and_next(model: nn.Module, workload: Workload, scenario: str, **data: Any) -> tuple[Trace, Trace]:
+    """Run `workload` on the model as given, which runs all layers and may prove the next run, then in `scenario`."""
+    with opened(_request(model, **data)) as request:
+        runner = Runner(*request.run)
+        first = runner.run(workload, SCENARIOS["as-given"])
+        if workload.proof is not None:  # as if so many had been made that short runs are worth it for any model
+            runner.short_runs.whole_runs[workload.proof.kind] = 10
+        return first, runner.run(workload, SCENARIOS[scenario])
+
+
+def _request(model: nn.Module, **data: Any) -> ModelRequest:
+    return ModelRequest.of(model, **data or {"args": (torch.zeros(5, 3),)})
 
 
 def run_once(model: nn.Module, workload: Workload, *, whole: bool) -> Trace:
@@ -112,9 +123,11 @@ def reasons_after(runs: int, model: nn.Module, workload: Workload) -> tuple[str,
         return runner.short_runs.reasons
 
 
-def both(*args: Any, **data: Any) -> tuple[Trace, Trace]:
+def both(model: nn.Module, workload: Workload, scenario: str = "as-given", **data: Any) -> tuple[Trace, Trace]:
     """Return a run as it is usually made, and that of all layers."""
-    run, whole = traced(*args, **data), traced(*args, whole=True, **data)
+    whole, run = _first_and_next(model, workload, scenario, **data)
+    if scenario != "as-given":
+        whole = traced(model, workload, scenario, whole=True, **data)
     assert whole.extended_from == ()
     return run, whole
 

@@ -70,6 +70,13 @@ def sentences() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def codes(module: str) -> list[str]:
+    """The codes of the rules that a module declares, as on the page and in its order: ``analysis/compare``."""
+    section = PAGE.read_text("utf-8").partition(f"\n## {module}\n")[2].partition("\n## ")[0]
+    rules = re.findall(r"^\*\*([\w-]+(?:, [\w-]+)*)\*\*$", section, re.MULTILINE)
+    return [code for rule in rules for code in rule.split(", ")]
+
+
 def _makes_findings(function: ast.FunctionDef) -> bool:
     calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
     names = {call.id if isinstance(call, ast.Name) else getattr(call, "attr", "") for call in calls}

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import memsize
+import memsize.analysis.generation.generator as generators
 from memsize import Generation, GenerationReport, ModelRequest
-from memsize.analysis.generation import generator as generators
 from memsize.analysis.generation.generator import Generator, Sample
 from memsize.analysis.runner import Runner
 from memsize.api.opened import assisted, model_of, prompts_of

@@ -13,8 +13,6 @@ import pytest
 
 import memsize
 from memsize import Check, Finding
-from memsize.analysis.findings import report_rules
-from memsize.analysis.findings.report_rules import SEVERITY
 from memsize.cli import run
 from memsize.documents import document
 from memsize.errors import InputError, MemsizeError, OutputError
@@ -202,11 +200,6 @@ def test_findings(capsys: pytest.CaptureFixture[str]) -> None:
         Path("pyproject.toml").write_text(f"{plain}\n{setting}\n")
         shown(capsys, status=status)
     assert refused(capsys, "--select", "unused").startswith("no finding 'unused': did you mean unused-parameters")
-
-
-def test_every_finding_of_a_report_has_a_severity() -> None:
-    assert set(report_rules.RULES.codes) <= set(SEVERITY)
-    assert {SEVERITY[code] for code in ("over-limit", "grew", "does-not-fit", "out-of-memory")} == {"error"}
 
 
 def test_one_target_that_fails_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,12 +19,12 @@ import pytest
 from memsize import Gpu, InputSpec, ModelRequest, Report, Trace, api
 from memsize.cli import main, memsize as cli, run
 from memsize.cli.working import Progress, remaining
-from memsize.device.cards import CARDS, card
 from memsize.errors import ForwardError, InputError
 from memsize.records.trace import Failure, Layer
 from memsize.spec.model_request import parse_arguments
 from memsize.spec.requests import ReportRequest
 from tests.conftest import Python
+from tests.gpus import CARDS, card
 
 ROOT = Path(__file__).resolve().parent.parent
 

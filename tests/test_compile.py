@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._ordered_set import OrderedSet
 
 import memsize
-from memsize.records.aggregates import alive, live_bytes, totals
 from memsize.records.trace import Trace
+from tests.records import alive, live_bytes, totals
 
 COMPILED = "+compile"
 

@@ -16,9 +16,7 @@ from torch import nn
 import memsize
 from memsize import Finding, Fit, LayoutReport, Report
 from memsize.documents import document
-from memsize.documents.report import layer_table
 from memsize.documents.sections import Bars, Curve, Findings, Notes, Part, Stop, Table, Title, Verdict
-from memsize.records import report as report_records
 from memsize.records.answer import Renderable
 from memsize.render import FORMATS, render
 from memsize.units import Bytes
@@ -27,6 +25,7 @@ from tests.gpus import timeline
 from tests.records import (
     COLUMNS,
     FIGURES,
+    LAYER_FIELDS,
     Audit,
     Budget,
     Card,
@@ -314,9 +313,12 @@ def test_table_columns_add_up_to_the_total_row() -> None:
 
 def test_the_model_is_added_up_once_however_many_rows_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[object] = []
-    monkeypatch.setattr(report_records, "totals", lambda trace: (counted.append(trace), totals(trace))[1])
-    layer_table(records.deep_report())
-    assert len(counted) == 1
+    report = records.deep_report()
+    monkeypatch.setattr("memsize.records.report.totals", lambda trace: (counted.append(trace), totals(trace))[1])
+    for depth in (0, None):  # once for this table, and once for another
+        table(report, "layers", depth=depth)
+        assert sum(trace is report.trace for trace in counted) == 2
+        counted.clear()
 
 
 def test_without_a_baseline_there_are_no_percentages() -> None:
@@ -349,7 +351,7 @@ def test_the_page_lists_the_columns_of_the_layer_table() -> None:
     page = (Path(__file__).resolve().parent.parent / "docs" / "report.md").read_text(encoding="utf-8")
     table = page.partition("| column | `--columns` | meaning |")[2].partition("\n\n")[0]
     listed = [tuple(cell.strip(" `") for cell in line.split("|")[1:3]) for line in table.splitlines()[2:]]
-    assert listed == [(column.title, column.key) for column in report_records.LAYER_FIELDS.columns]
+    assert listed == [(column.title, column.key) for column in LAYER_FIELDS.columns]
 
 
 def test_scenarios_that_need_the_same_share_a_line() -> None:

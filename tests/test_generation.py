@@ -18,8 +18,8 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
+import memsize.analysis.generation.generator as generators
 from memsize import Generation, ModelRequest
-from memsize.analysis.generation import generator as generators
 from memsize.analysis.generation.generator import Generated, Generator
 from memsize.analysis.generation.step_polynomials import Curve, Polynomials, weighted
 from memsize.analysis.generation.steps import Step, Structure

@@ -10,22 +10,15 @@ import torch
 from torch import nn
 
 import memsize
-from memsize import AllocatorConfig, Trace
+from memsize import Trace
 from memsize.units import format_bytes
-from memsize.virtual import device_assignment
 from memsize.virtual.gpu_tensors import is_stand_in
-from memsize.workloads.program import Program, Settings
-from tests.gpus import card
-from tests.models import Workspaces
+from tests.programs import program
 from tests.ranks import PARAMETERS, Model, fsdp
 
 MiB = 2**20
 SIDE = 512
 """A square of float32 of this side takes 1 MiB."""
-
-
-def program() -> Program:
-    return Program("test", Settings(card("t4"), AllocatorConfig(), 0), Workspaces())
 
 
 def test_a_large_copy_says_that_it_is_on_the_cpu() -> None:
@@ -158,7 +151,7 @@ def offloaded(small: int) -> Trace:
 
     patch = pytest.MonkeyPatch()
     with patch.context() as replaced:
-        replaced.setattr(device_assignment, "_LARGE", small)
+        replaced.setattr("memsize.virtual.device_assignment._LARGE", small)
         step = fsdp(offload_policy=CPUOffloadPolicy())
         ids = torch.zeros(2, 8, dtype=torch.long)
         return memsize.trace(Model(), ids, world=memsize.World(8, 3), step=step, gpu="t4", steps=3).trace

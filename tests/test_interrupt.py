@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 
 import memsize
+import memsize.processes.ctrl_c as ctrl_c
 from memsize import interrupt
 from memsize.analysis.report import _Parts
 from memsize.cli import run
 from memsize.cli.working import interrupts_raised
-from memsize.processes import ctrl_c
-from memsize.processes.ctrl_c import deferred, raise_waiting
 from memsize.processes.workers import side_by_side
 from memsize.torch_internals.isolation import isolated
 from tests.conftest import ROOT, Write
@@ -365,14 +364,14 @@ def test_a_second_one_does_not_wait() -> None:
     def in_memsize() -> None:
         ctrl_c._interrupted(signal.SIGINT, None)  # as the handler is called where no frame is the user's
 
-    with deferred():
+    with ctrl_c.deferred():
         in_memsize()
         with pytest.raises(KeyboardInterrupt):
             in_memsize()
-    with pytest.raises(KeyboardInterrupt), deferred():
+    with pytest.raises(KeyboardInterrupt), ctrl_c.deferred():
         in_memsize()
-    with deferred():
-        raise_waiting()
+    with ctrl_c.deferred():
+        ctrl_c.raise_waiting()
 
 
 def test_waiting_for_another_thread_is_stopped_too() -> None:

@@ -6,22 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from memsize.pytest_plugin.fixture import Memory
 from tests.models import Recurrent, Toy
 from tests.test_torchinfo_cases import CASES
 
 
-def test_the_toy(memsize: Memory) -> None:
+def test_the_toy(memsize: Any) -> None:
     report = memsize.table(Toy(), (3, 64, 64))
     assert report.totals.parameters == 9_223_901
 
 
-def test_an_lstm(memsize: Memory) -> None:
+def test_an_lstm(memsize: Any) -> None:
     report = memsize.table(Recurrent(), (20, 16), batch_size=4)
     # 4·32·(16 + 32 + 2) + 4·32·(32 + 32 + 2) + 32·3 + 3
     assert report.totals.parameters == 14_947
@@ -37,7 +37,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("target", NAMED)
-def test_images(memsize: Memory, target: str) -> None:
+def test_images(memsize: Any, target: str) -> None:
     pytest.importorskip("timm")
     assert memsize.table(target, (3, 224, 224)).totals.parameters == NAMED[target]
 
@@ -49,7 +49,7 @@ TEXTS: dict[str, tuple[str, str, int]] = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_texts(memsize: Memory, name: str) -> None:
+def test_texts(memsize: Any, name: str) -> None:
     transformers = pytest.importorskip("transformers")
     config, kind, parameters = TEXTS[name]
     with torch.device("meta"):
@@ -59,7 +59,7 @@ def test_texts(memsize: Memory, name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*is not supported in Python 3.14", "ignore:.*enable_nested")
 @pytest.mark.parametrize("case", CASES)
-def test_structures(memsize: Memory, case: str) -> None:
+def test_structures(memsize: Any, case: str) -> None:
     """The structures that torchinfo's users report."""
     build: Callable[[], nn.Module]
     inputs: tuple[Tensor, ...]

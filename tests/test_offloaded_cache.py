@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import memsize
+import memsize.analysis.generation.generator as generators
 from memsize import Generation
-from memsize.analysis.generation import generator as generators
 from memsize.errors import InputError
 from memsize.workloads.caches import OnGpuWithHost
 from tests.gpus import card

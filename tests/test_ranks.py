@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 import memsize
-from memsize import AllocatorConfig, ProgramRun, Trace, World
+from memsize import ProgramRun, Trace, World
 from memsize.analysis.findings.unfinished_runs import out_of_memory
-from memsize.analysis.program import Settings, run_program
 from memsize.cli import run
 from memsize.errors import ForwardError, InputError, MemsizeError
 from memsize.known_values.data_dependent import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
@@ -30,6 +29,7 @@ from memsize.render import render
 from memsize.units import MiB, format_bytes
 from memsize.virtual.host_memory import HostMemory
 from tests.gpus import card, cuda_context, timeline
+from tests.programs import run_script
 from tests.ranks import (
     BLOCK,
     LAYERS,
@@ -818,14 +818,12 @@ layer(torch.randn(2, 16, 8, device="cuda")).view(2, 16, {heads})
     ],
 )
 def test_heads_that_cannot_be_divided(tmp_path: Path, heads: str, words: str | None) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(ATTENTION.format(heads=heads))
-    found, error = run_program(str(script), (), Settings(card("t4"), AllocatorConfig(), world=World(4)))
+    found, error = run_script(tmp_path, ATTENTION.format(heads=heads), world=World(4))
     assert isinstance(error, RuntimeError)
     told = [each.text() for each in found.findings if each.code == "run-divides-heads"]
     assert len(told) == (words is not None) and all(str(words) in each for each in told)
     with pytest.raises(ForwardError, match="is invalid for input of size") as raised:
-        memsize.run(script, gpu="t4", gpus=4)
+        memsize.run(tmp_path / "train.py", gpu="t4", gpus=4)
     assert str(raised.value).splitlines()[1:] == told
 
 

@@ -30,14 +30,12 @@ import pytest
 import torch
 
 from memsize import Report, Trace, cli
-from memsize.analysis import compare
-from memsize.analysis.explain import explanation
-from memsize.analysis.findings import after_steps, fit, generation, layout, program, report_rules, sweep
-from memsize.checkpoints import findings as checkpoint
+from memsize.analysis.findings import after_steps, fit, generation, program, report_rules
 from memsize.cli.working import Session
-from memsize.documents.report import layer_table
+from memsize.documents import document
+from memsize.documents.sections import Table
 from memsize.records.trace import Role
-from tests import agents
+from tests import agents, sentences
 from tests.conftest import ROOT
 from tests.models import DEFAULT, SCENARIOS, Toy
 from tests.records import COLUMNS
@@ -269,7 +267,9 @@ def test_every_scenario_is_documented() -> None:
 def test_every_column_is_documented() -> None:
     documented = {row[1].strip("`"): row[0] for row in rows("report.md", "The layer table")}
     empty = Report("", Trace("", "as-given", True, None, "", (), (), ()))
-    assert documented == {column.key: column.title for column in layer_table(empty, columns=COLUMNS).columns}
+    sections = document(empty, columns=COLUMNS).sections()
+    layers = next(part for part in sections if isinstance(part, Table) and part.name == "layers")
+    assert documented == {column.key: column.title for column in layers.columns}
 
 
 def has_option(text: str, option: str) -> bool:
@@ -302,19 +302,19 @@ OTHERS = {"--config", "--epochs", "--index-url", "--lr", "--memsize-update", "--
 
 
 def test_every_finding_is_documented() -> None:
-    assert set(quoted(rows("layout.md", "Findings"), 0)) == set(layout.RULES.codes)
+    assert set(quoted(rows("layout.md", "Findings"), 0)) == set(sentences.codes("analysis/findings/layout"))
     assert quoted(rows("generate.md", "Findings"), 0) == [*generation.RULES.codes]
     assert quoted(rows("serve.md", "Findings"), 0) == [*generation.SERVING_RULES.codes]
-    assert quoted(rows("sweep.md", "Findings"), 0) == [*sweep.RULES.codes]
+    assert quoted(rows("sweep.md", "Findings"), 0) == sentences.codes("analysis/findings/sweep")
     assert quoted(rows("run.md", "Findings"), 0) == [*program.RULES.codes, *after_steps.AFTER_RULES.codes]
     assert quoted(rows("run.md", "Several GPUs"), 0) == [*program.RANK_RULES.codes]
-    assert quoted(rows("explain.md", "Findings"), 0) == [*explanation.RULES.codes]
+    assert quoted(rows("explain.md", "Findings"), 0) == sentences.codes("analysis/explain/explanation")
     page = text_of(DOCS / "findings.md")
-    # A page that says "in this order" means it. What a comparison finds as a report does is told once.
-    of_two = [code for code in compare.RULES.codes if code not in report_rules.RULES.codes]
+    # A page that says "in this order" means it.
+    of_two = sentences.codes("analysis/compare")
     assert re.findall(r"^### `(.+)`$", page, re.MULTILINE) == [*report_rules.RULES.codes, *of_two]
     assert quoted(rows("findings.md", "Fits"), 0) == [*fit.RULES.codes]
-    assert set(quoted(rows("findings.md", "Checkpoints"), 0)) == set(checkpoint.RULES.codes)
+    assert set(quoted(rows("findings.md", "Checkpoints"), 0)) == set(sentences.codes("checkpoints/findings"))
 
 
 def test_every_make_target_exists() -> None:

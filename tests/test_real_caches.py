@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import memsize.analysis.generation.generator as generators
 from memsize import Generation
-from memsize.analysis.generation import generator as generators
 from memsize.torch_internals.pytree import tensors_in
 from tests.test_generation import SMALL, T5, WINDOW, generator_of
 

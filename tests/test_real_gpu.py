@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from memsize import AllocatorConfig
-from memsize.analysis.program import Settings, needs_gpu, run_program
 from memsize.cli import run as command
-from tests.gpus import card
+from tests.programs import run_script
 from tests.records import NeedsGpu
 
 TRITON = """
@@ -31,9 +28,7 @@ class Kernel:
 
 def said(tmp_path: Path, text: str) -> tuple[NeedsGpu | None, str]:
     """What the script needs, and the first sentence of its report."""
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(text), encoding="utf-8")
-    found, error = run_program(str(script), (), Settings(card("t4"), AllocatorConfig()))
+    found, error = run_script(tmp_path, text)
     assert error is not None
     failed, cause, *_ = found.findings
     assert failed.code == "run-failed"
@@ -102,17 +97,16 @@ def test_triton_kernels_write_what_is_there(tmp_path: Path, monkeypatch: pytest.
     )
     for name in ("triton", "triton.runtime", "triton.runtime.jit", "triton.runtime.autotuner"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    script = tmp_path / "train.py"
-    script.write_text(
+    found, error = run_script(
+        tmp_path,
         "import torch, triton\n"
         "x, y = torch.zeros(4, device='cuda'), torch.zeros(4, device='cuda')\n"
         "triton.JITFunction(None)[1,](x, out=[y])\n"
         "tuned = triton.Autotuner(None)\n"
         "tuned[1,](x)\n"
         "assert tuned.best_config == 'first'\n"
-        "print(x.tolist(), torch.zeros(1, device='cuda').item())\n"
+        "print(x.tolist(), torch.zeros(1, device='cuda').item())\n",
     )
-    found, error = run_program(str(script), (), Settings(card("t4"), AllocatorConfig()))
     assert error is None and any("Triton kernels are not run" in note for note in found.trace.notes)
     assert found.needs_gpu is None and [each.lines for each in found.assumed] == [("train.py:7",)]
     launched = sys.modules["triton.runtime.jit"].JITFunction
@@ -151,13 +145,11 @@ def test_packages_that_only_have_to_be_installed(tmp_path: Path, monkeypatch: py
     assert sentence == (f"{name} is not installed in memsize's environment: install both in the same one.")
 
 
-def test_a_package_that_a_library_asks_for() -> None:
+def test_a_package_that_a_library_asks_for(tmp_path: Path) -> None:
     """As transformers says it."""
-    asked = ImportError("FlashAttention2 cannot be used: the package flash_attn seems to be not installed.")
-    wrapped = RuntimeError("Failed to import the model")
-    wrapped.__cause__ = asked
-    for error in (asked, wrapped):
-        needed = needs_gpu(error)
+    message = "FlashAttention2 cannot be used: the package flash_attn seems to be not installed."
+    for wrapped in ("", "RuntimeError('Failed to import the model') from "):
+        needed, _ = said(tmp_path, f"raise {wrapped}ImportError({message!r})")
         assert needed is not None and needed.name == "flash_attn"
         for same in ("torch.nn.functional.scaled_dot_product_attention", 'attn_implementation="sdpa"'):
             assert same in (needed.instead or "")
@@ -173,8 +165,12 @@ def test_a_package_that_a_library_asks_for() -> None:
         NotImplementedError("Cannot copy out of meta tensor; no data!"),
     ],
 )
-def test_other_errors_are_the_programs_own(error: BaseException | None) -> None:
-    assert needs_gpu(error) is None
+def test_other_errors_are_the_programs_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None
+) -> None:
+    monkeypatch.setattr("builtins.error", error, raising=False)
+    found, raised = run_script(tmp_path, "if error:\n    raise error\n")
+    assert found.needs_gpu is None and raised is error
 
 
 def test_the_traceback_comes_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

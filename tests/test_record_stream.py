@@ -6,8 +6,7 @@ Expected figures are worked out beside them; the order of streams is compared wi
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,11 @@ from hypothesis import given, settings, strategies as st
 import memsize
 from memsize import AllocatorConfig, ProgramRun, Trace
 from memsize.analysis.findings.unfinished_runs import lagging
-from memsize.analysis.program import program_run
 from memsize.documents import document
 from memsize.records.trace import DeferredFree
 from memsize.virtual.ledger.stream_order import StreamOrder
-from memsize.workloads.program import Program, Settings
-from tests.gpus import card, replay, timeline
-from tests.models import Workspaces
+from tests.gpus import replay, timeline
+from tests.programs import gpu, record_of
 from tests.ranks import Model, flat
 from tests.records import RecordStreamCost
 
@@ -228,13 +225,6 @@ def test_a_block_is_free_once_a_path_leads_from_its_stream_to_the_program(steps:
 # -- programs ---------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def gpu() -> Iterator[Program]:
-    program = Program("test", Settings(card("t4"), AllocatorConfig(), 0), Workspaces())
-    with program.open():
-        yield program
-
-
 def handed_over() -> None:
     """10 MiB, freed while a second stream may still read them."""
     beside = torch.cuda.Stream()
@@ -281,7 +271,7 @@ def test_what_waits_for_the_stream_frees_the_block(what: str) -> None:
         handed_over()
         (WAITS | GOES_ON)[what]()
         torch.empty(10 * MiB, dtype=torch.uint8, device="cuda")
-    found, large = program_run(program, "test", None), 10 * MiB
+    found, large = record_of(program), 10 * MiB
     # a block of 10 MiB is a segment of its own; the numbers and copies beside it have one of 2 MiB
     small = found.peak.reserved - large
     assert small in (0, 2 * MiB)
@@ -295,7 +285,7 @@ def test_an_event_of_before_is_not_waited_for_long_enough() -> None:
         handed_over()
         early.synchronize()
         torch.empty(10 * MiB, dtype=torch.uint8, device="cuda")
-    assert program_run(program, "test", None).peak.lag == RecordStreamCost(1, 20 * MiB)
+    assert record_of(program).peak.lag == RecordStreamCost(1, 20 * MiB)
 
 
 def test_a_lag_may_reserve_no_more_and_still_run_out_of_memory() -> None:

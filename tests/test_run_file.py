@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import memsize
+import memsize.records.run_file as run_file
 from memsize import Finding, Fit, Report, Trace
 from memsize.errors import InputError, OutputError
-from memsize.records import run_file
 from memsize.records.codec import coder
 from memsize.records.run_file import NEWEST, is_run_file, read_data, read_run, write_run
 from memsize.records.trace import InputTensor, TensorSpec

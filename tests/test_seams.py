@@ -13,15 +13,15 @@ from pathlib import Path
 PUBLIC = ("memsize", "memsize.cli", "memsize.hf", "memsize.lightning")
 SEAMS = (
     "memsize.documents",
+    "memsize.documents.sections",
     "memsize.errors",
     "memsize.records.answer",
     "memsize.records.trace",
     "memsize.render",
-    "memsize.spec",
     "memsize.tracing.run",
     "memsize.units",
 )
-MOST = 145
+MOST = 124
 """How many other modules tests may import: lower it when it falls, never raise it."""
 
 

@@ -14,13 +14,15 @@ from torch import nn
 
 import memsize
 from memsize.analysis.serving.kv_blocks import FULL, SLIDING, block_layout
-from memsize.analysis.serving.server import OUTSIDE
 from memsize.cli import run
 from memsize.errors import InputError, ScenarioError, UnknownInputError
 from memsize.units import GiB
 from memsize.workloads.caches import CachedLayer
 from tests.gpus import card
 from tests.records import Concurrency, Interval
+
+OUTSIDE = Interval(2**30 // 100, 2**30 * 16 // 100)
+"""0.01 to 0.16 GiB that a server takes beside the allocator and the context, as vLLM logs them."""
 
 pytest.importorskip("transformers")
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import memsize
+from memsize import Training
 from memsize.analysis.report import ReportBuilder, counts_without_running, torchinfo_reading
 from memsize.analysis.runner import Runner
 from memsize.known_values.values import constant_of
 from memsize.precision.recipes import apply_scenario
-from memsize.spec.training import Training
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup
 from memsize.workloads import Forward, kept_for_backward

@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 
 from memsize import api
-from memsize.device.cards import CARDS
 from memsize.errors import InputError
 from memsize.render import render
+from tests.gpus import CARDS
 
 CUDA = sorted((card for card in CARDS.values() if card.platform == "CUDA"), key=lambda card: card.bytes)
 SCENARIOS = "fp32,bf16,amp-fp16"

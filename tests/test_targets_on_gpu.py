@@ -13,11 +13,8 @@ import torch
 from torch import nn
 
 import memsize
-from memsize import AllocatorConfig
 from memsize.cli import run as command
-from memsize.workloads.program import Program, Settings
-from tests.gpus import card
-from tests.models import Workspaces
+from tests.programs import gpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
@@ -119,8 +116,7 @@ def test_an_error_that_has_nothing_to_do_with_a_gpu_is_told_as_it_is(
 
 def test_inside_of_a_virtual_gpu_it_is_that_one(write: Callable[..., str]) -> None:
     target = write(after="model = Net().cuda()")
-    program = Program("test", Settings(card("t4"), AllocatorConfig(), 0), Workspaces())
-    with program.open():
+    with gpu():
         assert memsize.report(target).trace.tensors
 
 

@@ -12,9 +12,8 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
-from memsize import InputError, Trace
+from memsize import AllocatorConfig, InputError, Trace
 from memsize.cli import run
-from memsize.device.allocator_config import AllocatorConfig
 from memsize.spec.vary import Lengths, parse_lengths
 from memsize.units import GiB, MiB
 from tests.gpus import joined, replay, rows_of, training_of

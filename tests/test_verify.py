@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memsize
+import memsize.analysis.verify.cuda_memory as cuda_memory
 from memsize import Training, Verification
-from memsize.analysis.verify import cuda_memory
 from memsize.analysis.verify.cuda_memory import AllocationEvent, CudaMemory, allocation_events
 from memsize.analysis.verify.measure import OpSpan, located, measure
 from memsize.analysis.verify.verification import (

@@ -14,8 +14,7 @@ import textwrap
 import threading
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, count
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import memsize
 from memsize import AllocatorConfig, ProgramRun, Trace, World
-from memsize.analysis.program import program_run, run_program
 from memsize.cli import run as command
 from memsize.documents import document
 from memsize.documents.sections import Table
@@ -38,30 +36,13 @@ from memsize.known_values.data_dependent import ALL_DISTINCT
 from memsize.records.trace import Event
 from memsize.render import render
 from memsize.units import format_bytes
-from memsize.workloads.program import Program, Settings
 from tests.conftest import Python
 from tests.gpus import card, cuda_context, replay
-from tests.models import Ledger, Small, Workspaces
+from tests.models import Ledger, Small
+from tests.programs import gpu, program as program_on, record_of, run_module, run_script as ran
 from tests.records import Holder, Interval, KeptGradients, WentOn, split_phase
 
 MiB = 2**20
-
-
-@contextmanager
-def gpu(name: str = "t4", steps: int = 0, world: memsize.World | None = None) -> Iterator[Program]:
-    """A virtual GPU without library workspaces: what is allocated is what the test allocates."""
-    program = Program("test", Settings(card(name), AllocatorConfig(), steps, world=world), Workspaces())
-    with program.open():
-        yield program
-
-
-def ran(
-    tmp_path: Path, text: str, *arguments: str, progress: Callable[[str], None] = lambda _: None, **options: Any
-) -> tuple[ProgramRun, BaseException | None]:
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(text), encoding="utf-8")
-    settings = Settings(card("t4"), AllocatorConfig(), **options)
-    return run_program(str(script), arguments, settings, progress=progress)
 
 
 # -- what PyTorch answers ---------------------------------------------------------------------------------------------
@@ -760,7 +741,7 @@ def test_blocks_are_reused_on_their_own_stream_only() -> None:
         again = torch.empty(MiB // 2, dtype=torch.uint8, device="cuda")
         assert torch.cuda.memory_reserved() == 4 * MiB
         del beside, again
-    found = program_run(program, "test", None)
+    found = record_of(program)
     assert [storage.stream for storage in found.trace.storages] == [0, 1, 0]
     assert found.peak.reserved == 4 * MiB
     shares = [(each.name, each.requested, each.reserved) for each in found.peak.streams]
@@ -777,7 +758,7 @@ def test_what_was_emptied_gets_memory_of_the_stream_that_fills_it() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             kept.untyped_storage().resize_(MiB // 4)
             assert torch.cuda.memory_reserved() == 4 * MiB
-    assert [storage.stream for storage in program_run(program, "test", None).trace.storages] == [1]
+    assert [storage.stream for storage in record_of(program).trace.storages] == [1]
 
 
 def test_a_share_of_the_card_is_a_bound() -> None:
@@ -1043,11 +1024,11 @@ CONVOLUTIONS = """
 """
 
 
-def run_twice(folder: Path, text: str, gpu: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Program, Ledger]:
+def run_twice(folder: Path, text: str, gpu: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Ledger]:
     """A script that takes its device as an argument, on the virtual GPU without library workspaces, and on the CPU."""
     script = folder / "train.py"
     script.write_text(textwrap.dedent(text), encoding="utf-8")
-    program = Program("test", Settings(card(gpu), AllocatorConfig(), 0), Workspaces())
+    program = program_on(gpu)
     assert program.run(str(script), ["cuda"]) is None
     real = Ledger("cpu")
     try:
@@ -1155,7 +1136,7 @@ def test_evaluation_between_epochs_is_what_it_really_is_on_the_cpu(
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(EVALUATED), encoding="utf-8")
     monkeypatch.setattr("builtins.mark", lambda call, batch: call(batch), raising=False)
-    program = Program("test", Settings(card("t4"), AllocatorConfig(), 0), Workspaces())
+    program = program_on()
     assert program.run(str(script), ["cuda"]) is None
     trace, real = program.trace(), Ledger("cpu")
     peaks: list[int] = []
@@ -1568,7 +1549,7 @@ def test_a_line_that_calls_a_package_is_named_with_the_packages(tmp_path: Path, 
 
 
 def test_a_package_that_is_run_itself_has_its_own_lines(package: Path) -> None:
-    found, _ = run_program("training", (), Settings(card("t4"), AllocatorConfig()), module=True)
+    found = run_module("training")
     assert {tensor.line for tensor in found.tensors if tensor.line} == {f"__init__.py:{line}" for line in (4, 8, 9)}
 
 
@@ -2310,7 +2291,7 @@ def test_the_command_writes_json_and_saves_a_run_that_shows_the_same(
 def test_the_record_of_a_region() -> None:
     with gpu() as program:
         kept = torch.empty(2**20, dtype=torch.uint8, device="cuda")
-    found = program_run(program, "cell", None)
+    found = record_of(program, "cell")
     assert found.peak.requested == kept.nbytes == MiB
 
 
