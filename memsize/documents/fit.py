@@ -156,7 +156,7 @@ def _strip(fit: Fit) -> Iterator[Phrase]:
         scenario = row.name if len({row.name for row in fit.fit_rows}) > 1 else ""
         of = f"{scenario} on {row.gpu}, ".lstrip() if len(fit.budgets) > 1 else scenario and f"{scenario}, "
         total = next(budget.device for budget in fit.budgets if budget.name == row.gpu)
-        memory = Strip(peak.requested, peak.allocated, peak.reserved, peak.device, total)
+        memory = Strip.of_peak(peak.requested, peak.allocated, peak.reserved, peak.device, total)
         yield (f"{of}{fit.vary} {row.size:,}:", memory)
 
 

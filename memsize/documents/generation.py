@@ -95,7 +95,7 @@ class GenerationDocument(Document[GenerationReport]):
 def _strip(report: GenerationReport) -> Iterator[Phrase]:
     row = decisive_row(report.ran)
     if row is not None and (peak := row.estimate) is not None:
-        yield (Strip(peak.requested, peak.allocated, peak.reserved, peak.device, report.card.bytes),)
+        yield (Strip.of_peak(peak.requested, peak.allocated, peak.reserved, peak.device, report.card.bytes),)
 
 
 def _row_data(row: GenerationRow) -> dict[str, Any]:

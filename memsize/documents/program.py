@@ -63,7 +63,7 @@ class ProgramDocument(Document[ProgramRun]):
         ranks = ((str(run.trace.world),),) if run.trace.world.size > 1 else ()
         stack = f" with {run.trace.stack}" if run.trace.stack else ""
         peak = run.peak
-        memory = Strip(peak.requested, peak.allocated, peak.reserved, peak.device, run.card.bytes)
+        memory = Strip.of_peak(peak.requested, peak.allocated, peak.reserved, peak.device, run.card.bytes)
         strip = ((memory,),) if peak.requested else ()
         title = Title(run.program, (*ranks, (steps,), (f"on {run.card.name}{stack}",), *strip))
         return (title, *self.opening(), *self.reasons(), *self.inside())

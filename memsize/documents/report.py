@@ -270,7 +270,7 @@ def _strips(report: Report) -> Iterator[Phrase]:
     """The peak of the first scenario that has one, in all ways to count."""
     for result in report.scenario_results:
         if peak := result.training or result.inference:
-            memory = Strip(peak.requested, peak.allocated, peak.reserved, peak.device, card(report.gpu).bytes)
+            memory = Strip.of_peak(peak.requested, peak.allocated, peak.reserved, peak.device, card(report.gpu).bytes)
             yield (f"peak of {result.name}:", memory)
             return
 

@@ -17,16 +17,21 @@ from memsize.units import Bytes, Unit, unit_for
 
 
 class Strip(NamedTuple):
-    """The peak of one run in all ways to count, the smallest first: ``tensors 2.2 → allocated 2.3 → reserved 2.8 →
-    nvidia-smi 3.5–3.8 of 14.6 GiB``. `device` is the memory of the process, `card` the whole of its GPU; either may be
-    unknown.
+    """One moment in all ways to count, the smallest first: ``tensors 2.2 → allocated 2.3 → reserved 2.8 → nvidia-smi
+    3.5–3.8 of 14.6 GiB``. Each amount has its name; `card` is the whole of the GPU, 0 if unknown.
     """
 
-    requested: int
-    allocated: int
-    reserved: int
-    device: Interval | None = None
+    amounts: tuple[tuple[str, Interval], ...]
     card: int = 0
+
+    @classmethod
+    def of_peak(
+        cls, requested: int, allocated: int, reserved: int, device: Interval | None = None, card: int = 0
+    ) -> Strip:
+        """The peak of a run; `device` is the memory of the process, where it is known."""
+        sizes = {"tensors": requested, "allocated": allocated, "reserved": reserved}
+        amounts = tuple((name, Interval(size, size)) for name, size in sizes.items())
+        return cls((*amounts, ("nvidia-smi", device)) if device else amounts, card)
 
 
 Phrase = tuple[str | Bytes | Strip, ...]

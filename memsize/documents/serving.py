@@ -7,10 +7,11 @@ from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain, values_of
 from memsize.documents.fit import remedy_tables
-from memsize.documents.sections import Bars, Limit, Part, Phrase, Remark, Section, Table, Title
+from memsize.documents.sections import Bars, Limit, Part, Phrase, Remark, Section, Strip, Table, Title
 from memsize.documents.shared import listed, said_once, versions
 from memsize.records.fields import Label
-from memsize.records.serving import GROUP_FIELDS, SERVING_FIELDS, ServingReport
+from memsize.records.gpu import Interval
+from memsize.records.serving import GROUP_FIELDS, SERVING_FIELDS, ServingReport, ServingRow
 
 SCHEMA: Final = "memsize.serving/1"
 
@@ -83,4 +84,15 @@ def title(report: ServingReport) -> Title:
     step = f"steps of {arguments['batched_tokens']:,} tokens, {arguments['seqs']:,} sequences"
     taken = f"{arguments['utilization']:.0%} of its memory, blocks of {arguments['block']} tokens"
     server = f"by {arguments['server']}: " if "server" in arguments else ""
-    return Title(report.model, ((f"{server}{step}",), (f"on {cards}: {taken}",)))
+    strips = ((_strip(report, report.ran[0]),),) if report.ran else ()
+    return Title(report.model, ((f"{server}{step}",), (f"on {cards}: {taken}",), *strips))
+
+
+def _strip(report: ServingReport, row: ServingRow) -> Strip:
+    """The memory of a card as the server fills it, up to what it may take."""
+    stepped = row.weights + row.profile
+    amounts = {"weights": Interval(row.weights, row.weights), "with a step": Interval(stepped, stepped)}
+    if row.paged is not None:
+        amounts["with the KV cache"] = Interval(*(stepped + size for size in row.paged.available))
+    amounts["the server may take"] = Interval(report.budget, report.budget)
+    return Strip(tuple(amounts.items()), report.card.bytes)

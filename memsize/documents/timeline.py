@@ -73,7 +73,7 @@ def timeline_title(timeline: Timeline) -> Title:
     phrases += [] if timeline.scenario == "as-given" else [("as", timeline.scenario)]
     phrases += [("on", timeline.card.name)] if timeline.card else []
     if len(timeline):
-        phrases.append((Strip(peak.bytes, max(timeline.allocated), max(timeline.reserved)),))
+        phrases.append((Strip.of_peak(peak.bytes, max(timeline.allocated), max(timeline.reserved)),))
     return Title(timeline.model, tuple(phrases))
 
 

@@ -117,9 +117,7 @@ def draw_phrase(phrase: Phrase, unit: str) -> str:
 
 def draw_strip(strip: Strip, unit: str) -> str:
     """The peak of a run in all ways to count. A unit stands once behind figures that share it."""
-    steps = [("tensors ", [strip.requested]), (" → allocated ", [strip.allocated]), (" → reserved ", [strip.reserved])]
-    if strip.device:
-        steps.append((" → nvidia-smi ", [strip.device.low, strip.device.high]))
+    steps = [(f"{' → ' if number else ''}{name} ", [*sizes]) for number, (name, sizes) in enumerate(strip.amounts)]
     if strip.card:
         steps.append((" of ", [strip.card]))
     parts = []
