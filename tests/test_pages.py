@@ -17,9 +17,9 @@ from torch import nn
 
 import memsize
 from memsize import Finding, Report
-from memsize.documents.sections import Bars, Limit, Part
+from memsize.documents.sections import Bars, Curve, Limit, Line, Part
 from memsize.records.answer import Renderable
-from memsize.render import render
+from memsize.render import html, render
 from memsize.render.html import LIBRARIES, SCRIPTS, _bars as drawn_bars, script
 from memsize.units import format_bytes, unit_for
 from tests import records
@@ -360,6 +360,40 @@ def test_the_treemap_zooms_and_leads_to_the_rows(chromium: Any, tmp_path: Path) 
         assert whole <= 25_317_952
 
 
+def test_layers_that_hold_the_same_are_one_area(chromium: Any, tmp_path: Path) -> None:
+    """Four layers with a buffer of 16 KiB each; their weights have two dtypes in turn, so that no three are alike."""
+    with opened(chromium, tmp_path, records.deep_report()) as page:
+        view = page.locator("#layers .treemap")
+        view.get_by_role("button", name="buffers").click()
+        areas = view.locator("g.leaf").evaluate_all("all => all.map(e => [e.textContent, +e.dataset.value])")
+        assert [size for _, size in areas] == [4 * 4096 * 4]
+        assert areas[0][0].startswith("4 × 0–3.self_attention")
+        view.get_by_role("button", name="stored").click()
+        sizes = view.locator("g.leaf").evaluate_all("all => all.map(e => +e.dataset.value)")
+        assert sorted(sizes) == [2 * 12288 * 4096] * 2 + [4 * 12288 * 4096] * 2
+
+
+def test_a_slider_tells_the_need_of_each_size(chromium: Any, tmp_path: Path) -> None:
+    """Two runs of 1 and 3 GiB: one of 2 GiB lies between them, and fits a card of 2.5 GiB."""
+    curve = Curve(
+        "Memory by batch",
+        "batch",
+        (Line(("fp32",), ((1, 1024 * MiB), (3, 3072 * MiB)), (1, 1024 * MiB)),),
+        (Limit("T4", 2560 * MiB),),
+    )
+    report = records.toy_report()
+    drawn = html._template().render(html._shared("auto", True) | {"parts": html._typed([curve]), "is_scene": True})
+    path = tmp_path / "page.html"
+    path.write_text(render(report, "html").replace("<footer>", f"{drawn}<footer>"), encoding="utf-8")
+    with Opened(chromium, path) as page:
+        slider, text = page.locator("input[type=range]"), page.locator("output.remark")
+        assert text.inner_text() == "batch 1 · fp32: 1.00 GiB, fits on T4"
+        slider.press("ArrowRight")
+        assert text.inner_text() == "batch 2 · fp32: about 2.00 GiB, fits on T4"
+        slider.press("ArrowRight")
+        assert text.inner_text() == "batch 3 · fp32: 3.00 GiB, does not fit on T4"
+
+
 def test_a_timeline_can_be_pointed_into(chromium: Any, tmp_path: Path) -> None:
     found = timeline(two_steps())
     with opened(chromium, tmp_path, found) as page:
@@ -405,8 +439,11 @@ def test_a_timeline_zooms_and_pans(chromium: Any, tmp_path: Path) -> None:
         whole = page.locator("svg.chart g title").count()
         page.get_by_role("button", name="Zoom in").click()
         wait_until(page, f"document.querySelectorAll('svg.chart g title').length < {whole}")
+        lit = "e => e.lastChild.getBBox().width / e.firstChild.getBBox().width"
+        assert page.locator("svg.overview").evaluate(lit) == pytest.approx(0.5, abs=0.01)
         page.get_by_role("button", name="Whole run").click()
         wait_until(page, f"document.querySelectorAll('svg.chart g title').length === {whole}")
+        assert page.locator("svg.overview").is_hidden()
         box = page.locator("svg.chart").bounding_box()
         page.mouse.move(box["x"] + 200, box["y"] + 200)
         assert "live" in page.locator(".hint").inner_text()

@@ -131,6 +131,8 @@ class ReportDocument(Document[Report]):
         )
         first = next(same, report.trace.scenario)
         runs = {first: ("the model as it is", report.trace)} | {n: run for n, run in runs.items() if n != first}
+        about = next((f.moment.scenario for f in self.verdict() if f.moment and f.moment.scenario in runs), first)
+        runs = {about: runs[about], **runs}
         return tuple(ScenarioView(name, hint, partial(self._inside, trace)) for name, (hint, trace) in runs.items())
 
     def _inside(self, trace: Trace) -> tuple[Table | Chart, ...]:

@@ -36,6 +36,8 @@ def picture(curve: Curve, unit: str) -> dict[str, Any]:
         # Numbers stand at the left of their lines, where the next line leaves room.
         "answers": [a for a, b in zip(answers, [*answers[1:], (0.0, 0.0, "")], strict=True) if a[0] - b[0] > _ROOM],
         "limits": [_limit(frame, limit, unit) for limit in limits],
+        "sizes_of_limits": [(limit.title, limit.size) for limit in limits],
+        "first": next((line.answer[0] for line in curve.lines if line.answer), 0),
         "off": [_limit(frame, limit, unit) for limit in curve.limits if limit not in limits],
     }
 
@@ -45,6 +47,8 @@ def _line(frame: Frame, line: Line, role: str, axis: str, unit: str) -> dict[str
     text = f"{', '.join(line.names)}: {f'largest {axis} {answer[0]:,}' if answer else 'none fits'}"
     return {
         "role": role,
+        "name": ", ".join(line.names),
+        "sizes": line.points,
         "text": text,
         "points": " ".join(f"{frame.x(size):g},{frame.y(need):g}" for size, need in line.points),
         "marks": [

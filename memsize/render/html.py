@@ -21,7 +21,18 @@ from typing import TYPE_CHECKING, Any, Final
 from markupsafe import Markup, escape
 
 from memsize.documents import Document
-from memsize.documents.sections import Bar, Bars, Chart, Curve, ScenarioView, Section, Table, Title
+from memsize.documents.sections import (
+    Bar,
+    Bars,
+    Chart,
+    Curve,
+    Findings,
+    ScenarioView,
+    Section,
+    Table,
+    Title,
+    without_repeats,
+)
 from memsize.printable import printable, printable_lines
 from memsize.records.fields import Cell, Column, Label, Load, Missing, Path, Signed
 from memsize.records.roles import ROLES, UNKNOWN, Role, colour, noun
@@ -52,12 +63,13 @@ def fragment(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
 
 
 def _drawn(document: Document[Any], unit: str, *, standalone: bool) -> str:
-    sections = document.sections()
+    sections = without_repeats(document.sections())
     if not standalone:
         sections = tuple(section.usual() if isinstance(section, Table) else section for section in sections)
     first = sections[0]
     context = _shared(unit, standalone) | {
         "parts": _typed(sections),
+        "continued": {f.code for section in sections if isinstance(section, Findings) for f in section.findings},
         "name": first.name if isinstance(first, Title) else "",
         "is_timeline": any(isinstance(section, Chart) for section in sections),
         "style": style("base", "page") if standalone else style("base"),
@@ -108,6 +120,7 @@ def _shared(unit: str, standalone: bool) -> dict[str, Any]:
         "printable": printable,
         "most_links": MOST_LINKS,
         "is_scene": False,
+        "continued": (),
         "is_still": True,
         "has_run": False,
         "role_titles": {role: {"noun": noun(role), "colour": colour(role)} for role in (*ROLES, *UNKNOWN)},
@@ -285,9 +298,10 @@ LIBRARIES: Final = tuple(
     "dispatch timer color interpolate ease selection drag transition zoom hierarchy".split()
 )  # fmt: skip
 """The modules of d3, each after those that it needs."""
-SCRIPTS: Final = tuple(
-    "dom size roles packed paths rows table treemap events chart moment scenes address tools start".split()
-)  # fmt: skip
+SCRIPTS: Final = (
+    *("dom", "size", "roles", "packed", "paths", "rows", "table", "treemap", "events", "chart", "overview", "moment"),
+    *("curve", "scenes", "address", "tools", "start"),
+)
 """Our own scripts. They share one scope, so that only what runs at once (`start`) must come last."""
 
 

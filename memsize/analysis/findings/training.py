@@ -54,9 +54,8 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
         advice = "Parameters, gradients and optimizer state take {states} of it at any batch size."
     elif constant * 2 > peak.requested:
         advice = "{constant} of it is independent of the batch size, mostly {main}."
-    fits = "may not fit on" if peak.shortage else "fits on"
-    fits = "does not fit on" if peak.shortage and peak.shortage.certain else fits
-    brief = f"A training step with {{optimizer}}{how} in {{name}} {fits} {{gpu}}: it peaks at {{requested}}{among}, "
+    peaks = "peaks" if peak.shortage else "fits on {gpu}: it peaks"  # `out-of-memory` tells of a shortage
+    brief = f"A training step with {{optimizer}}{how} in {{name}} {peaks} at {{requested}}{among}, "
     brief += f"in the {{where}}.{lowest}"
     yield Finding(
         "training-peak",

@@ -26,8 +26,9 @@ function touchableChart(run, choose) {
     make("button", { type: "button", "aria-label": "Zoom in", onclick: zoomBy(2) }, "+"),
     make("button", { type: "button", "aria-label": "Zoom out", onclick: zoomBy(0.5) }, "−"),
     make("button", { type: "button", onclick: () => showAll(chart) }, "Whole run"),
-    make("span", { class: "remark" }, "Press a moment to see what is alive then. Drag to pan, Ctrl and scroll to zoom; ← → move by one event, Page Up and Page Down by a phase."));
-  chart.element = make("div", { class: "timeline" }, chart.tools, chart.svg);
+    make("span", { class: "remark" }, "Press a moment to see what is alive then. Drag to pan, Ctrl and scroll or double-click to zoom; ← → move by one event, Page Up and Page Down by a phase."));
+  chart.overview = overview(chart);
+  chart.element = make("div", { class: "timeline" }, chart.tools, chart.svg, chart.overview);
   const redrawn = oncePerFrame(() => redrawChart(chart));
   chart.redraw = redrawn;
   new ResizeObserver(([entry]) => resize(chart, entry.contentRect.width)).observe(chart.element);
@@ -145,6 +146,7 @@ function redrawChart(chart) {
     ...bands(chart, start, stop), ...areas(chart, columns),
     levelLine(chart, columns, run.allocated, "allocated"), levelLine(chart, columns, run.reserved, "reserved"), ...cardLine(chart), ...marks(chart));
   chart.svg.replaceChildren(...axis(chart), clip);
+  redrawOverview(chart);
 }
 
 function axis(chart) {
@@ -196,14 +198,18 @@ function bands(chart, start, stop) {
   const shown = ({ start: first, stop: last }) => last > start && first < stop;
   return [
     ...steps.filter(shown).map((step) => band(chart, step, 3, `step ${step.step}`)),
-    ...run.phases.filter(shown).map((phase) => band(chart, phase, 22, phaseName(phase))),
+    ...run.phases.filter(shown).map((phase) => band(chart, phase, 22, phaseName(phase), SHORT[phase.name])),
     ...moduleStretches(run, start, stop, MODULES).map((stretch) => band(chart, stretch, EDGES.top + PLOT + 6, stretch.path || "(model)")),
   ];
 }
 
-function band(chart, { start, stop }, y, name) {
+const SHORT = { setup: "setup", forward: "fwd", loss: "loss", backward: "bwd", optimizer: "opt", zero_grad: "zero", step: "step" };
+
+/** A stretch with its name, its `short` name or nothing, whatever there is room for. */
+function band(chart, { start, stop }, y, name, short) {
   const x0 = Math.max(xOf(chart, start), EDGES.left), x1 = Math.min(xOf(chart, stop), chart.width - EDGES.right);
-  const text = fittingText(name, x1 - x0 - 6);
+  const names = [name, ...(short ? [short] : name.split(".").map((_, index, parts) => parts.slice(index + 1).join(".")))];
+  const text = names.find((candidate) => candidate.length * 6.2 <= x1 - x0 - 6);
   return draw("g", {}, draw("title", {}, name), draw("rect", { class: "band", x: x0, y, width: Math.max(x1 - x0, 0), height: 17 }),
     text ? draw("text", { x: x0 + 4, y: y + 12 }, text) : null);
 }

@@ -18,7 +18,10 @@ async function touch(scope) {
   for (const { state } of tables) if (state.isOfModules) addTreemap(state);
   // Without a table of modules a module's name leads nowhere.
   if (touched.some(({ state }) => state.isOfModules)) for (const { state } of tables) linkPaths(state);
-  for (const section of scope.querySelectorAll("section.picture")) await addTimeline(section);
+  for (const section of scope.querySelectorAll("section.picture")) {
+    await addTimeline(section);
+    addSlider(section);
+  }
   linkLayers(scope);
   for (const link of scope.querySelectorAll("a.moment")) link.addEventListener("click", (event) => { event.preventDefault(); showMomentOf(link); });
 }

@@ -104,12 +104,22 @@ function layoutTree(measure, root) {
   const simple = (data) => {
     if (!data.children) return data;
     const children = data.children.map(simple);
-    return children.length === 1 && children[0].item ? { ...children[0], name: data.name || children[0].name } : { ...data, children };
+    return children.length === 1 && children[0].item ? { ...children[0], name: data.name || children[0].name } : { ...data, children: alike(children) };
   };
   const tree = branch(pathTree(measure.leaves.filter((leaf) => leaf.value > 0)));
   return d3.hierarchy({ ...tree, children: tree.children.map(simple) })
     .sum((data) => data.item?.value ?? 0)
     .sort((a, b) => b.value - a.value);
+}
+
+/** Modules of a list that hold the same are one, the sum of all: `32 × 0–31`. */
+function alike(children) {
+  const [number, rest] = [/^\d+/, (name) => name.replace(/^\d+/, "")];
+  const content = ({ name, item, children: inner }, isOuter) => JSON.stringify([isOuter ? rest(name) : name, item?.value, item?.role, inner?.map((node) => content(node))]);
+  const times = (node, factor) => ({ ...node, item: node.item && { ...node.item, value: node.item.value * factor }, children: node.children?.map((inner) => times(inner, factor)) });
+  const joint = (group, [first] = group, last = group.at(-1)) => ({ ...times(first, group.length), name: `${group.length} × ${first.name.match(number)}–${last.name.match(number)}${rest(first.name)}` });
+  const groups = Map.groupBy(children, (node) => (number.test(node.name) ? content(node, true) : node));
+  return [...groups.values()].flatMap((group) => (group.length < 3 ? group : [joint(group)]));
 }
 
 function layTreemap(shown, width, height) {
