@@ -24,6 +24,7 @@ from memsize.render.html import LIBRARIES, SCRIPTS, _bars as drawn_bars, script
 from memsize.units import format_bytes, unit_for
 from tests import records
 from tests.browser import Opened, browser, wait_until
+from tests.conftest import ROOT
 from tests.gpus import timeline
 from tests.records import Label, Moment
 from tests.snapshots import FORWARD, MODEL, MiB, Recorder, written
@@ -109,6 +110,30 @@ def test_the_page_of_every_other_answer_opens(chromium: Any, tmp_path: Path) -> 
         with opened(chromium, tmp_path, memsize.load(path)) as page:
             assert page.locator("h1").count() == 1
             assert "" not in page.locator("th[scope=col]").evaluate_all("all => all.map(each => each.textContent)")
+
+
+AXE = ROOT / "build" / "axe-core" / "node_modules" / "axe-core" / "axe.min.js"
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not AXE.is_file(), reason="npm install --prefix build/axe-core axe-core")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_has_nothing_to_say(scheme: str, chromium: Any, tmp_path: Path) -> None:
+    """A context of its own ignores the policy of pages, which lets no other script run."""
+    answers = {name: make() for name, make in PAGES.items()}
+    answers |= {path.name: memsize.load(path) for path in sorted(SAVED.glob("*.memsize"))}
+    context = chromium.new_context(bypass_csp=True, color_scheme=scheme, reduced_motion="reduce")
+    page = context.new_page()
+    for name, answer in answers.items():
+        (tmp_path / "page.html").write_text(render(answer, "html"), encoding="utf-8")
+        page.goto((tmp_path / "page.html").as_uri())
+        wait_until(page, "document.documentElement.dataset.ready === 'yes'")
+        page.evaluate(AXE.read_text("utf-8"))
+        found = page.evaluate(
+            "axe.run().then(({ violations }) => violations.map(({ id, nodes }) => [id, nodes[0].html]))"
+        )
+        assert found == [], name
+    context.close()
 
 
 @pytest.mark.parametrize("name", PAGES)

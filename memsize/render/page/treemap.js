@@ -145,9 +145,12 @@ function area(view, node, whole) {
   const { data, x0, x1, y0, y1 } = node;
   const isModule = Boolean(node.children);
   const lines = [data.path || view.root, `${size(node.value)} · ${share(node.value, whole)} of what is shown`, ...(data.item?.lines ?? [])];
+  const text = fittingText(data.name, x1 - x0 - 8), texts = [];
+  if (text && y1 - y0 >= 14) texts.push(draw("text", { x: x0 + 4, y: y0 + Math.min(13, (y1 - y0) / 2 + 4) }, `${text} `));
+  if (!isModule && text && y1 - y0 >= 32 && x1 - x0 > 62) texts.push(draw("text", { x: x0 + 4, y: y0 + 27, class: "figure" }, size(node.value)));
   const enter = () => { hint.hide(); isModule ? zoomInto(view, data.path) : view.choose(data.path); };
   const group = draw("g", {
-    class: isModule ? "module" : `leaf ${roleInk(data.item.role)}`, tabindex: 0, role: "button", "aria-label": lines.join(", "), "data-path": data.path,
+    class: isModule ? "module" : `leaf ${roleInk(data.item.role)}`, tabindex: 0, role: "button", "aria-label": [texts.map(({ textContent }) => textContent).join(""), ...lines].join(", "), "data-path": data.path,
     "data-value": node.value,
     onclick: enter,
     onkeydown: (event) => {
@@ -162,10 +165,7 @@ function area(view, node, whole) {
     },
     onblur: () => hint.hide(),
   });
-  group.append(draw("rect", { x: x0, y: y0, width: x1 - x0, height: y1 - y0, fill: data.item ? roleColour(data.item.role) : null }));
-  const text = fittingText(data.name, x1 - x0 - 8);
-  if (text && y1 - y0 >= 14) group.append(draw("text", { x: x0 + 4, y: y0 + Math.min(13, (y1 - y0) / 2 + 4) }, text));
-  if (!isModule && text && y1 - y0 >= 32 && x1 - x0 > 62) group.append(draw("text", { x: x0 + 4, y: y0 + 27, class: "figure" }, size(node.value)));
+  group.append(draw("rect", { x: x0, y: y0, width: x1 - x0, height: y1 - y0, fill: data.item ? roleColour(data.item.role) : null }), ...texts);
   return group;
 }
 
