@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import memsize
 from memsize import ProgramRun
@@ -97,3 +100,119 @@ def test_a_timm_model_whose_weights_cannot_be_downloaded_keeps_its_own(
     pretrained, initial = (ran(tmp_path, text.format(choice)) for choice in (True, False))
     assert pretrained.failure is None and pretrained.trace.events == initial.trace.events
     assert any("the weights of ResNet could not be downloaded" in note for note in pretrained.trace.notes)
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "dtype": "bfloat16",
+}
+LOADED = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+model, loading = AutoModelForCausalLM.from_pretrained({folder!r}, device_map="cuda", output_loading_info=True)
+assert not any(loading.values()), loading
+print(json.dumps([torch.cuda.memory_allocated(), sorted({{str(parameter.dtype) for parameter in model.parameters()}})]))
+"""
+
+
+def loaded(folder: Path, capfd: pytest.CaptureFixture[str]) -> tuple[ProgramRun, list[Any]]:
+    run = ran(folder, LOADED.format(folder=str(folder)))
+    return run, json.loads([line for line in capfd.readouterr().out.splitlines() if line.startswith("[")][-1])
+
+
+def rounded(*sizes: int) -> int:
+    """The blocks of tensors of these sizes."""
+    return sum(-(-size // 512) * 512 for size in sizes)
+
+
+def test_a_checkpoint_in_float8_has_its_scales(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": quantization}))
+    script = LOADED.format(folder=str(tmp_path))
+    (tmp_path / "train.py").write_text(script)
+    run = memsize.run(tmp_path / "train.py", gpu="h100")
+    allocated, dtypes = json.loads(next(line for line in capfd.readouterr().out.splitlines() if line.startswith("[")))
+    assert dtypes == ["torch.bfloat16", "torch.float32", "torch.float8_e4m3fn"]
+    shapes = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]
+    blocks = [4 * (rows // 128) * (columns // 128) for rows, columns in shapes]
+    layer = rounded(*(rows * columns for rows, columns in shapes), *blocks, 2 * 256, 2 * 256)
+    frequencies = 2 * 512  # of the rotary embedding, and their originals
+    assert allocated == 2 * layer + rounded(2 * 256, 2 * 1000 * 256, 2 * 1000 * 256) + frequencies
+    assert any("are not on this machine" in note for note in run.trace.notes)
+
+
+def test_a_checkpoint_in_mxfp4_becomes_bfloat16_without_its_kernels(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 64}
+    config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256}
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": skipped}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, (allocated, dtypes) = loaded(tmp_path, capfd)
+    assert dtypes == ["torch.bfloat16"]
+    experts = 2 * 4 * (256 * 512 + 256 * 256)
+    assert allocated > 2 * experts + 2 * 2 * 1000 * 256
+
+
+BITSANDBYTES = [
+    {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+    {"load_in_8bit": True},
+]
+
+
+@pytest.mark.parametrize("options", BITSANDBYTES)
+def test_a_checkpoint_of_bitsandbytes_takes_what_a_real_one_takes(
+    options: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    for name in ("plain", "real", "config"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(LLAMA))
+    make: Any = transformers.AutoModelForCausalLM
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "plain")
+    make.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
+    quantization = transformers.BitsAndBytesConfig(**options)
+    real = make.from_pretrained(tmp_path / "plain", quantization_config=quantization, device_map="cpu")
+    real.save_pretrained(tmp_path / "real")
+    (tmp_path / "config" / "config.json").write_bytes((tmp_path / "real" / "config.json").read_bytes())
+    (there, ours), (stood_in, theirs) = (loaded(tmp_path / name, capfd) for name in ("real", "config"))
+    assert ours == theirs
+    # In blocks: bitsandbytes writes its state as text, in which an offset has more digits.
+    sizes = [sorted(rounded(storage.bytes) for storage in run.trace.storages) for run in (there, stood_in)]
+    assert sizes[0] == sizes[1]
+
+
+def test_a_pipeline_of_diffusers_is_made_from_its_configs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    unet = diffusers.UNet2DModel(
+        sample_size=32,
+        block_out_channels=(32, 64),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=8,
+    )
+    pipeline = diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler())
+    script = """
+import json, torch
+from diffusers import DDPMPipeline
+pipeline = DDPMPipeline.from_pretrained({folder!r}, dtype=torch.float16).to("cuda")
+pipeline(batch_size=2, num_inference_steps=2)
+print(json.dumps([torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]))
+"""
+    pipeline.save_pretrained(tmp_path / "pipeline")
+    runs = []
+    for _ in ("with weights", "without"):
+        runs.append(ran(tmp_path, script.format(folder=str(tmp_path / "pipeline"))))
+        for file in tmp_path.glob("pipeline/unet/*.safetensors"):
+            file.unlink()
+    assert runs[0].trace.events == runs[1].trace.events
+    assert any("are not on this machine" in note for note in runs[1].trace.notes)

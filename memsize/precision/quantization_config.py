@@ -122,8 +122,8 @@ def is_ignored(path: str, entry: str, method: str) -> bool:
 def _bitsandbytes(data: Mapping[str, Any]) -> Layout:
     if data.get("load_in_8bit") or data.get("_load_in_8bit"):
         return LAYOUTS["int8"]
-    kind = str(data.get("bnb_4bit_quant_type", "fp4"))
-    return LAYOUTS[f"{kind}-double" if data.get("bnb_4bit_use_double_quant") else kind]
+    layout = LAYOUTS["nf4-double" if data.get("bnb_4bit_use_double_quant") else "nf4"]
+    return replace(layout, name=layout.name.replace("nf4", str(data.get("bnb_4bit_quant_type", "fp4"))))
 
 
 def _gptq(data: Mapping[str, Any]) -> Layout:

@@ -1,11 +1,12 @@
 """Weights that a program would download: they are stood in for where this machine hasn't got them.
 
-`from_pretrained` of transformers reads a sparse file in their place, whose tensors are those of the model that the
-config describes, in the config's dtype. Nothing is downloaded, since weights take gigabytes and no byte of theirs
-reaches the simulated GPU. Other downloads (`torch.hub`, torchvision, timm) are small, and the program may look at what
-they hold: they are made, and stood in for where they fail.
+`from_pretrained` of transformers and diffusers reads a sparse file in their place, whose tensors are those of the model
+that the config describes, in the config's dtype. Nothing is downloaded, since weights take gigabytes and no byte of
+theirs reaches the simulated GPU. Other downloads (`torch.hub`, torchvision, timm) are small, and the program may look
+at what they hold: they are made, and stood in for where they fail.
 
-Known limit: weights that a checkpoint holds quantized are downloaded, as the program asks.
+A quantized checkpoint has the tensors of its method. Known limit: one of a method that
+`memsize.precision.quantization_config` does not have, and a quantized one of diffusers, is downloaded.
 """
 
 from __future__ import annotations
@@ -14,20 +15,24 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
 
+from memsize.precision.quantization_config import read_quantization_config
 from memsize.processes.patches import LatePatches, Patch, calling, wrapping
 from memsize.virtual.checkpoint_stand_in import StandInLoading
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
+from memsize.virtual.weight_files import FileTensor, file_tensors, write_weights
 
 NOTE: Final = "the weights of {} are not on this machine and were not downloaded: their shapes are those of its config"
 _NOT_LOADED: Final = "the weights of {} could not be downloaded: the model keeps the initial ones"
 _FILES: Final = ("model.safetensors", "pytorch_model.bin")
+_FILES_OF_DIFFUSERS: Final = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", "*.pt", "*.index.*json")
+"""Files that the program asks for and that are not downloaded."""
 _OF_HUB: Final = ("cache_dir", "revision", "token", "local_files_only", "force_download", "proxies")
 _PLACE: Final = ("subfolder", "variant", "use_safetensors", *_OF_HUB)
 """The keywords of `from_pretrained` that say where weights are."""
@@ -57,6 +62,10 @@ class HubWeights:
             "transformers.modeling_utils": lambda module: (
                 _classmethod(module.PreTrainedModel, self._from_pretrained),
             ),
+            "diffusers.models.modeling_utils": lambda module: (_classmethod(module.ModelMixin, self._from_diffusers),),
+            "diffusers.pipelines.pipeline_utils": lambda module: (
+                wrapping(module, "snapshot_download", _without_weights),
+            ),
             "timm.models._builder": lambda module: (wrapping(module, "load_pretrained", self._load_timm),),
         }
 
@@ -74,19 +83,46 @@ class HubWeights:
 
     def _from_pretrained(self, original: Callable[..., Any], cls: Any, name: Any, *args: Any, **options: Any) -> Any:
         has_own = args or options.get("state_dict") is not None or options.get("gguf_file")
-        if has_own or not isinstance(name, (str, os.PathLike)) or _has_weights(os.fspath(name), options):
+        if has_own or not isinstance(name, (str, os.PathLike)) or _has_weights(os.fspath(name), options, _FILES):
             return original(cls, name, *args, **options)
         config = _config_of(cls, os.fspath(name), options)
-        if getattr(config, "quantization_config", None):
+        stored = getattr(config, "quantization_config", None)
+        quantization = read_quantization_config(stored)
+        if stored and quantization is None:
             return original(cls, name, *args, **options)
+        with self._ledger.absently(), torch.device("meta"):
+            dtype = getattr(config, "dtype", None) or torch.float32
+            tensors = file_tensors(cls(config), dtype, quantization)
+        folder = self._folder_of(name, tensors, _FILES[0])
+        config.save_pretrained(folder)
+        return original(cls, folder, **{key: value for key, value in options.items() if key not in _PLACE})
+
+    def _from_diffusers(self, original: Callable[..., Any], cls: Any, name: Any, **options: Any) -> Any:
+        is_named = isinstance(name, (str, os.PathLike))
+        if not is_named or _has_weights(os.fspath(name), options, _FILES_OF_DIFFUSERS):
+            return original(cls, name, **options)
+        hub = {key: options[key] for key in ("subfolder", *_OF_HUB) if key in options}
+        config = cls.load_config(name, **hub)
+        if config.get("quantization_config"):
+            return original(cls, name, **options)
+        with self._ledger.absently(), torch.device("meta"):
+            model = cls.from_config(config)
+            dtype = options.get("dtype", options.get("torch_dtype"))
+            tensors = file_tensors(model, dtype if isinstance(dtype, torch.dtype) else torch.float32)
+        folder = self._folder_of(name, tensors, _FILES_OF_DIFFUSERS[0])
+        model.save_config(folder)
+        return original(cls, folder, **{key: value for key, value in options.items() if key not in _PLACE})
+
+    def _folder_of(self, name: Any, tensors: dict[str, FileTensor], file: str) -> Path:
         self._folders.append(TemporaryDirectory(prefix="memsize-", ignore_cleanup_errors=True))
         folder = Path(self._folders[-1].name)
-        with self._ledger.absently(), torch.device("meta"):
-            state = cls(config).state_dict(keep_vars=True)
-        config.save_pretrained(folder)
-        _write_sparse(folder / _FILES[0], state, getattr(config, "dtype", None) or torch.float32)
+        write_weights(folder / file, tensors)
         self._ledger.evaluator.notes[NOTE.format(name)] = None
-        return original(cls, folder, **{key: value for key, value in options.items() if key not in _PLACE})
+        return folder
+
+
+def _without_weights(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return original(*args, **options | {"ignore_patterns": [*(options.get("ignore_patterns") or ()), *_WEIGHTS]})
 
 
 def _classmethod(owner: Any, function: Callable[..., Any]) -> Patch:
@@ -102,10 +138,10 @@ def _config_of(cls: Any, name: str, options: dict[str, Any]) -> Any:
     return cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **keywords)[0]
 
 
-def _has_weights(name: str, options: dict[str, Any]) -> bool:
+def _has_weights(name: str, options: dict[str, Any], names: tuple[str, ...]) -> bool:
     """Whether a folder, or the cache of the hub, has weights: all files that an index of them names."""
     subfolder, variant = options.get("subfolder") or "", options.get("variant")
-    files = [f"{file.replace('.', f'.{variant}.', 1) if variant else file}" for file in _FILES]
+    files = [f"{file.replace('.', f'.{variant}.', 1) if variant else file}" for file in names]
     return any(
         _file(name, subfolder, file, options) is not None
         or _has_all(_file(name, subfolder, f"{file}.index.json", options), name, subfolder, options)
@@ -133,34 +169,3 @@ def _file(name: str, subfolder: str, file: str, options: dict[str, Any]) -> str 
         path = try_to_load_from_cache(name, str(Path(subfolder, file)), **settings)
         return path if isinstance(path, str) else None
     return None
-
-
-def _write_sparse(path: Path, state: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Write a file of safetensors that names each tensor of `state` once, and whose bytes take no room on the disk."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end, seen = 0, set[int]()
-    for key, tensor in sorted(state.items()):  # as safetensors writes them
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        stored = dtype if tensor.is_floating_point() else tensor.dtype
-        start, end = end, end + tensor.numel() * stored.itemsize
-        entries[key] = {
-            "dtype": _dtype_name(stored),
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + end)
-
-
-@cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in files of safetensors."""
-    from safetensors.torch import save
-
-    contents = save({"": torch.empty(0, dtype=dtype, device="cpu")})
-    return str(json.loads(contents[8:])[""]["dtype"])
