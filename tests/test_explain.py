@@ -105,6 +105,27 @@ def test_a_step_at_its_peak(tmp_path: Path) -> None:
     assert most.calls[0] == f"{TORCH}/nn/modules/linear.py:125 forward"
 
 
+def test_what_compiled_code_made(tmp_path: Path) -> None:
+    """`_record_memory_history(compile_context=True)` writes the region of Dynamo's that runs into each entry."""
+    gpu = Recorder()
+    gpu.alloc(8 * MiB, MODEL, compile_context="N/A")
+    for number, size in enumerate((3, 2, 2)):
+        gpu.alloc(size * MiB, FORWARD, compile_context=f"Torch-Compiled Region: {number % 2}/0")
+    compiled = memsize.explain(written(tmp_path / "s.pickle", gpu))
+    assert [(stack.region, stack.bytes) for stack in compiled.places] == [
+        (None, 8 * MiB),
+        ("0/0", 5 * MiB),
+        ("1/0", 2 * MiB),
+    ]
+    (told,) = (finding for finding in compiled.findings if finding.code == "snapshot-compiled")
+    assert told.text("MiB") == (
+        "Code compiled by torch.compile made 7.00 MiB of it (47%), 5.00 MiB of them in region 0/0."
+    )
+    assert compiled.requested == sum(stack.bytes for stack in compiled.places)
+    assert "compiled" in render(compiled, "text")
+    assert "compiled" not in render(memsize.explain(written(tmp_path / "t.pickle", trained(1))), "text")
+
+
 def test_what_is_left_at_the_end(tmp_path: Path) -> None:
     gpu = trained(1)
     del gpu.entries[:]  # recorded with "state": no history, but the blocks have their stacks

@@ -150,10 +150,10 @@ def _place_table(explanation: Explanation) -> Table:
     if rest:
         before, growth = Bytes(sum(row.before or 0 for row in rest)), Signed(sum(row.growth for row in rest))
         sums = (Bytes(sum(row.bytes for row in rest)), before, growth, sum(row.blocks for row in rest))
-        table = replace(table, rows=(*table.rows, (*sums, None, f"{len(rest)} more places", None, None, None)))
+        table = replace(table, rows=(*table.rows, (*sums, None, f"{len(rest)} more places", *[None] * 4)))
     if other is None:
         table = table.without("before", "growth")
-    return table.without_empty("line", "function", "called_from")
+    return table.without_empty("line", "function", "called_from", "region")
 
 
 def _reserved_table(explanation: Explanation) -> Table:

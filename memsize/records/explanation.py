@@ -43,7 +43,8 @@ class Alive(NamedTuple):
 
 class Place(NamedTuple):
     """Live blocks of one category that one stack made: its line above PyTorch, and the program's own that led to it.
-    `before` are the bytes of the same in another snapshot.
+
+    `before` are the bytes of the same in another snapshot, `region` is the compiled code that ran (``"0/0"``).
     """
 
     bytes: Size
@@ -55,6 +56,7 @@ class Place(NamedTuple):
     called_from: str | None
     calls: tuple[str, ...]
     before: int | None = None
+    region: str | None = None
 
     @property
     def growth(self) -> int:
@@ -201,6 +203,7 @@ PLACE_FIELDS: Final = Fields[Place](
         "function", "in", TEXT, 85, "the function that the line is in; of backward the autograd node", alone="function"
     ),
     field("called_from", "called from", TEXT, 80, "the program's own line, where that is another one"),
+    field("region", "compiled", TEXT, 60, "the region of torch.compile whose code ran", nullable=True),
     field("calls", get=lambda row: "; ".join(row.calls)),
     cell={"category": lambda row, _: noun(row.category), "function": lambda row, _: row.function or None},
 )

@@ -104,16 +104,16 @@ def _failed(history: History) -> FailedRequest | None:
 
 
 def _places(history: History, live: Iterable[tuple[Life, Category]]) -> list[Place]:
-    groups: dict[tuple[str, int], list[Life]] = {}
+    groups: dict[tuple[str, str, int], list[Life]] = {}
     for life, category in live:
-        groups.setdefault((category.name, id(life.stack) if life.stack else 0), []).append(life)
+        groups.setdefault((category.name, life.region, id(life.stack) if life.stack else 0), []).append(life)
     # Blocks whose stacks differ in C++ alone are one place.
-    joined: dict[tuple[str, str, tuple[str, ...]], Place] = {}
-    for (name, _), lives in groups.items():
+    joined: dict[tuple[str, str, str, tuple[str, ...]], Place] = {}
+    for (name, region, _), lives in groups.items():
         summary = history.summary(lives[0].stack)
         calls = tuple(map(str, python_calls(lives[0].stack)[:_MOST_CALLS]))
         sizes = [life.bytes for life in lives]
-        key = (name, summary.function, calls)
+        key = (name, region, summary.function, calls)
         former = joined.get(key)
         joined[key] = Place(
             bytes=sum(sizes) + (former.bytes if former else 0),
@@ -124,6 +124,7 @@ def _places(history: History, live: Iterable[tuple[Life, Category]]) -> list[Pla
             function=summary.function,
             called_from=summary.called_from,
             calls=calls,
+            region=region or None,
         )
     return sorted(joined.values(), key=lambda stack_place: -stack_place.bytes)
 
@@ -253,6 +254,24 @@ def _mostly(explanation: Explanation) -> Iterator[Finding]:
     values |= {"share": most.bytes / explanation.requested, "blocks": most.blocks, "here": Bytes(stack.bytes)}
     values |= {"line": stack.line, "function": stack.function}
     yield Finding("snapshot-mostly", template + ".", values, bytes=most.bytes)
+
+
+@RULES.rule("snapshot-compiled")
+def _compiled(explanation: Explanation) -> Iterator[Finding]:
+    """What code that torch.compile compiled has made, where the history tells."""
+    regions: Counter[str] = Counter()
+    for stack in explanation.places:
+        if stack.region is not None:
+            regions[stack.region] += stack.bytes
+    whole = regions.total()
+    if whole < explanation.requested * _WORTH_TELLING or not whole:
+        return
+    (region, most), *others = regions.most_common()
+    template = "Code compiled by torch.compile made {bytes} of it ({share:.0%}), all in region {region}."
+    if others:
+        template = "Code compiled by torch.compile made {bytes} of it ({share:.0%}), {most} of them in region {region}."
+    values = {"bytes": Bytes(whole), "share": whole / explanation.requested, "most": Bytes(most), "region": region}
+    yield Finding("snapshot-compiled", template, values, bytes=whole)
 
 
 @RULES.rule("snapshot-fragmented", "snapshot-not-fragmented")

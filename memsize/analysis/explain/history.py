@@ -152,6 +152,7 @@ class Life(NamedTuple):
     died: int | None
     stack: Stack
     category: str
+    region: str = ""
 
     def alive_at(self, entry: int) -> bool:
         """Return whether the block is alive after `entry`."""
@@ -189,7 +190,7 @@ class History:
         left = {block.address: block for block in self._blocks() if block.state == _ALIVE}
         lasting = {index for address, index in opened.items() if address in left}
         allocated = [
-            Life(entry.size, entry.address, index, deaths.get(index), entry.stack, entry.category)
+            Life(entry.size, entry.address, index, deaths.get(index), entry.stack, entry.category, entry.region)
             for index, entry in enumerate(self.entries)
             if entry.action == "alloc" and (index in deaths or index in lasting)
         ]

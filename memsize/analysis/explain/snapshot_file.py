@@ -58,6 +58,9 @@ class Block(NamedTuple):
     stack: Stack
 
 
+_REGION = "Torch-Compiled Region: "
+
+
 class Segment(NamedTuple):
     """Memory that the allocator has taken from CUDA."""
 
@@ -68,7 +71,10 @@ class Segment(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One thing that the allocator did. An ``oom`` has the bytes that CUDA had `free`, and no address."""
+    """One thing that the allocator did. An ``oom`` has the bytes that CUDA had `free`, and no address.
+
+    `region` is the code of torch.compile that ran (``"0/0"``), which ``compile_context=True`` records; or empty.
+    """
 
     action: str
     address: int
@@ -76,6 +82,7 @@ class Entry(NamedTuple):
     stack: Stack
     category: str
     free: int
+    region: str = ""
 
 
 class Snapshot(NamedTuple):
@@ -255,7 +262,10 @@ class _Reader:
         action = self._shared(fields.get("action"))
         address = _number(fields.get("addr", 0))
         size, free = _number(fields.get("size", 0)), _number(fields.get("device_free", 0))
-        return Entry(action, address, size, self._stack(fields.get("frames")), _text(fields.get("category")), free)
+        stack, category = self._stack(fields.get("frames")), _text(fields.get("category"))
+        # "Torch-Compiled Region: 0/0", the name of torch._dynamo.convert_frame for the code of one compilation; or N/A.
+        _, _, region = self._shared(fields.get("compile_context")).partition(_REGION)
+        return Entry(action, address, size, stack, category, free, region)
 
     def _shared(self, value: Any) -> str:
         text = self._texts.get(id(value))
