@@ -62,7 +62,7 @@ def load_transformers_model(name: str, arguments: Mapping[str, object], online: 
         try:
             return _load(name, arguments, online)
         except (ImportError, RuntimeError) as error:
-            if not _is_torchvisions(error):
+            if not (any("torchvision" in str(cause) for cause in causes(error)) or is_broken("torchvision")):
                 raise
         with _without_torchvision():
             return _load(name, arguments, online)
@@ -272,10 +272,6 @@ def _without_torchvision() -> Iterator[None]:
     finally:
         del sys.modules["torchvision"]
         sys.modules.update(hidden)
-
-
-def _is_torchvisions(error: BaseException) -> bool:
-    return any("torchvision" in str(cause) for cause in causes(error)) or is_broken("torchvision")
 
 
 # -- the config of a Hub id --------------------------------------------------------------------------------------------
