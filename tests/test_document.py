@@ -75,8 +75,8 @@ def test_shares_of_fp32() -> None:
     assert by_name["fp16"].share("parameter_bytes", report.fp32) == 0.5
     assert by_name["amp-fp16"].share("saved_bytes", report.fp32) == 31103176 / 25317952
     assert by_name["fp32"].share("buffer_bytes", report.fp32) is None  # there are none to compare with
-    assert by_name["int8-static"].share("saved_bytes", report.fp32) is None
-    assert by_name["int8-static"].figure("saved_bytes") is None
+    assert by_name["int4-weight"].share("saved_bytes", report.fp32) is None
+    assert by_name["int4-weight"].figure("saved_bytes") is None
 
 
 def test_the_baseline_may_be_given() -> None:
@@ -98,8 +98,8 @@ def test_the_scenario_frame() -> None:
     frame = records.toy_report().scenarios
     assert frame.loc["fp16", "parameter_bytes"] == 18447802
     assert frame.loc["fp16", "parameter_bytes_of_fp32"] == 0.5
-    assert frame.loc["int8-static", list(FIGURES)].isna().all()
-    assert frame.loc["int8-static", "status"] == "unavailable"
+    assert frame.loc["int4-weight", list(FIGURES)].isna().all()
+    assert frame.loc["int4-weight", "status"] == "unavailable"
     assert records.structures_report().scenarios.empty
 
 
@@ -298,7 +298,7 @@ def test_cells_keep_their_type() -> None:
     assert layers.total[3:] == (9223901, 36895604, 25268804, 25317952)
     missing = table(records.toy_report(), "scenarios").rows[-1][1]
     assert isinstance(missing, Missing)
-    assert "static quantization" in missing.reason
+    assert "torchao converts Linear" in missing.reason
 
 
 def test_table_columns_add_up_to_the_total_row() -> None:

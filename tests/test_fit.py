@@ -935,8 +935,8 @@ def test_given_tensors_are_grown() -> None:
 
 
 def test_a_scenario_that_cannot_be_run() -> None:
-    fit = fit_of(Narrow(), "10,64", scenarios="fp32,int8-static", gpu="t4")
-    row = row_of(fit, "int8-static")
+    fit = fit_of(Narrow(), "10,64", scenarios="fp32,int4-weight", gpu="t4")
+    row = row_of(fit, "int4-weight")
     assert row.status == "unavailable" and row.reason
     with pytest.raises(ForwardError):
         fit_of(Narrow(), "10,63")
@@ -975,8 +975,8 @@ def made_by_hand() -> Fit:
         replace(plain, gpu=a100.name, budget=a100.allocator, status="open", size=470, next_size=480),
         replace(plain, scenario="bf16", status="none", size=None, peak=None, next_size=2, refused={1: "too few\nat x"}),
         replace(plain, scenario="bf16", gpu=a100.name, budget=a100.allocator, status="endless", size=2**20, bind=None),
-        FitRow("int8-static", "static int8", t4.name, t4.allocator, "unavailable", "it is modelled"),
-        FitRow("int8-static", "static int8", a100.name, a100.allocator, "unavailable", "it is modelled"),
+        FitRow("int4-weight", "int4 weights", t4.name, t4.allocator, "unavailable", "nothing is converted"),
+        FitRow("int4-weight", "int4 weights", a100.name, a100.allocator, "unavailable", "nothing is converted"),
     )
     remedies = (
         RemedyRow("autocast", "torch.autocast", "rounding", "numbers", "fits", 9000 * MiB, 5224 * MiB),

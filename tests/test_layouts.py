@@ -150,33 +150,6 @@ class TestTorchAo:
         model[1].bias = model[0].bias
         assert modelled_bytes(model, "int8-dynamic") == stored_bytes(self.dynamic(model)) == 16 + 16 + 16
 
-    @pytest.mark.parametrize(
-        "build",
-        [
-            lambda: nn.Linear(8, 5),
-            lambda: nn.Linear(8, 5, bias=False),
-            lambda: nn.Conv1d(4, 6, 3),
-            lambda: nn.Conv2d(4, 6, 3, groups=2),
-            lambda: nn.Conv3d(4, 6, 1),
-        ],
-    )
-    @pytest.mark.parametrize("backend", ["x86", "fbgemm"])
-    def test_static(self, build: Callable[[], nn.Module], backend: str) -> None:
-        from torch.ao.quantization import convert, get_default_qconfig, prepare
-
-        model = nn.Sequential(build()).eval()
-        prepared = copy.deepcopy(model)
-        prepared.qconfig = get_default_qconfig(backend)
-        assert modelled_bytes(model, "int8-static") == stored_bytes(convert(prepare(prepared)))
-
-    def test_static_parts(self) -> None:
-        _, rows = applied(nn.Sequential(nn.Conv2d(4, 6, 3)), "int8-static")
-        assert part_sizes(rows["0.weight"]) == [
-            ("data", "qint8[6,4,3,3]", 216),
-            ("scales", "float64[6]", 48),
-            ("zero_points", "int64[6]", 48),
-        ]
-
 
 @pytest.fixture(scope="module")
 def torchao() -> Any:
@@ -357,7 +330,6 @@ class TestApplyTorchao:
         twin = nn.Sequential(nn.Linear(48, 5), nn.Conv2d(3, 4, 3)).to("meta")
         precision = torch.get_float32_matmul_precision()
         quantized = apply_torchao(twin, "Int8WeightOnlyConfig")
-        assert not quantized.modelled
         assert {name: sum(p.bytes for p in parts) for name, parts in quantized.replaced.items()} == {
             "0.weight": 240 + 25
         }

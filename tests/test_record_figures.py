@@ -13,7 +13,6 @@ from memsize import Comparison, Fit, LayoutReport, Timeline, Verification
 from memsize.documents.sections import Table
 from memsize.errors import InputError
 from memsize.precision.layouts import LAYOUTS, part
-from memsize.precision.quantized import modelled
 from memsize.precision.recipes import apply_scenario
 from memsize.records.measurement import (
     AllocationLog,
@@ -258,7 +257,7 @@ def test_the_tables_of_a_report_have_every_figure_by_its_name() -> None:
     ]  # fmt: skip
     shares = records.toy_report().scenarios
     assert shares.loc["fp16", ["parameter_bytes", "parameter_bytes_of_fp32"]].tolist() == [18_447_802, 0.5]
-    assert shares.loc["int8-static", "status"] == "unavailable"
+    assert shares.loc["int4-weight", "status"] == "unavailable"
     assert str(shares["saved_bytes"].dtype) == "Int64"
 
 
@@ -536,7 +535,6 @@ def test_what_a_weight_of_128_by_256_becomes() -> None:
         return [each.bytes for each in LAYOUTS[name].weight(shape, dtype)]
 
     assert sizes("int8-dynamic") == [32_768]
-    assert sizes("int8-static") == [32_768, 128 * 8, 128 * 8]
     assert sizes("int8-weight") == [32_768, 128 * 4, 128]
     assert sizes("fp8-weight") == [32_768, 128 * 4]
     # two values a byte; of 256 / 128 = 2 groups in each row a scale and a zero point of two bytes
@@ -561,7 +559,6 @@ def test_what_quantized_layers_keep_of_their_copies() -> None:
         name: (layout.kernel, layout.packed, layout.claims, layout.subclasses) for name, layout in LAYOUTS.items()
     } == {
         "int8-dynamic": ("no gradient", True, "qint8", False),
-        "int8-static": ("no gradient", True, "qint8", False),
         "int8-weight": ("copy kept", False, None, True),
         "fp8-weight": ("copy kept", False, None, True),
         "int4-weight": ("quantized", False, None, True),
@@ -572,21 +569,6 @@ def test_what_quantized_layers_keep_of_their_copies() -> None:
         "mxfp4": ("copy freed", False, "uint8", True),
         "nvfp4": ("copy freed", False, "uint8", True),
     }
-
-
-def test_static_int8_is_modelled_with_a_byte_an_element() -> None:
-    made = (output("float32", 3, 5), output("int64", 3), output("float32", 3, memory="view"))
-    trace = replace(records.toy(), layers=(layer("a", "Linear", outputs=made, output_bytes=84, saved_bytes=9),))
-    found, reason = modelled(trace, SCENARIOS["int8-static"])
-    assert [(str(each.spec), each.bytes) for each in found.layers[0].outputs] == [
-        ("quint8[3,5]", 15),
-        ("int64[3]", 24),
-        ("quint8[3]", 0),
-    ]
-    assert (found.layers[0].output_bytes, found.layers[0].saved_bytes) == (39, 0)
-    assert {storage.saved_by for storage in found.storages} == {-1}
-    assert reason is not None
-    assert modelled(trace, SCENARIOS["fp32"]) == (trace, None)
 
 
 def test_masters_are_kept_of_trainable_float16_parameters_only() -> None:

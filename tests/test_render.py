@@ -370,7 +370,7 @@ def test_json_figures_of_the_toy() -> None:
     scenarios = {scenario["name"]: scenario for scenario in data["scenarios"]}
     assert scenarios["amp-fp16"]["saved_bytes"] == 31103176
     assert scenarios["amp-fp16"]["of_fp32"]["saved"] == 31103176 / 25317952
-    static = scenarios["int8-static"]
+    static = scenarios["int4-weight"]
     assert static["status"] == "unavailable"
     assert static["reason"]
     assert all(static[name] is None for name in TOTALS)

@@ -96,13 +96,6 @@ def test_a_scenario_that_does_not_apply_says_why_and_the_others_run(toy: Report)
     assert [result.status for result in toy.scenario_results].count("run") >= 13
 
 
-def test_static_int8_is_marked_as_modelled(toy: Report) -> None:
-    static = scenario(toy, "int8-static")
-    assert static.status == "modelled"
-    assert "quint8" in str(static.reason)
-    assert figures(toy, "int8-static").output_bytes == OUTPUTS
-
-
 def test_the_crossover_is_at_batch_two(toy: Report) -> None:
     found = {finding.code: finding for finding in toy.why()}
     assert found["amp-crossover"].values["batch"] == 2

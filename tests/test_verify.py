@@ -285,7 +285,7 @@ def test_steps_that_the_scaler_leaves_out_are_run_again(monkeypatch: pytest.Monk
     assert made[-1].get_scale() == 65_536 / 2**seen.skipped
 
 
-@pytest.mark.parametrize("scenario", ["int8-dynamic", "int8-static", "nf4", "int4-weight"])
+@pytest.mark.parametrize("scenario", ["int8-dynamic", "nf4", "int4-weight"])
 def test_what_no_gpu_runs_is_refused(scenario: str) -> None:
     with pytest.raises(ScenarioError, match="cannot be run on a GPU here"):
         case(perceptron(), "64", scenario).plan(torch.device("cpu")).build()

@@ -23,7 +23,6 @@ from memsize.errors import ForwardError, InputError, ScenarioError, exits_caught
 from memsize.loading.building import wanted_inputs
 from memsize.model.experts import active_parameters
 from memsize.model.meta_copy import in_mode
-from memsize.precision.quantized import modelled
 from memsize.precision.recipes import floating_dtype
 from memsize.processes.ctrl_c import found_kept
 from memsize.processes.patches import collector_paused
@@ -221,9 +220,8 @@ class ReportBuilder:
         except (ScenarioError, ForwardError) as error:
             return ScenarioResult(scenario.name, title=scenario.title, status="unavailable", reason=_one_line(error))
         training = self._trained(trace, scenario)
-        trace, reason = modelled(trace, scenario)
         inference = None
-        if self.peaks and not scenario.is_modelled:
+        if self.peaks:
             # A model may run with gradients only; what it stores and keeps is still reported.
             with suppress(ForwardError):
                 forward = self.runner.run(Inference(), scenario)
@@ -231,8 +229,7 @@ class ReportBuilder:
         return ScenarioResult(
             name=scenario.name,
             title=scenario.title,
-            status="modelled" if reason else "run",
-            reason=reason,
+            status="run",
             totals=totals(trace),
             trace=trace,
             inference=inference,
@@ -241,7 +238,7 @@ class ReportBuilder:
         )
 
     def _trained(self, trace: Trace, scenario: Scenario) -> GpuEstimate | None:
-        if self.training is None or scenario.name in self._untrained or scenario.is_modelled:
+        if self.training is None or scenario.name in self._untrained:
             return None
         if self.parallel is not None:
             from memsize.workloads.parallel import ParallelSteps

@@ -134,7 +134,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A line about one or several rows of a table: how it was modelled, or why it has no figures."""
+    """A line about one or several rows of a table: why it has no figures."""
 
     row: str
     status: str
@@ -165,11 +165,6 @@ class Table:
     ) -> Table:
         """The table of the declared `fields` of `rows`; cells that depend on more than their row read `answer`."""
         return cls(name, title, fields.columns, tuple(fields.cells(row, answer) for row in rows), **options)
-
-    @property
-    def modelled(self) -> bool:
-        """Whether any row is marked as modelled."""
-        return any(isinstance(row[0], Label) and row[0].modelled for row in self.rows)
 
     @property
     def keys(self) -> tuple[str, ...]:

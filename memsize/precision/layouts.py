@@ -6,7 +6,6 @@ compare byte for byte. What a library leaves alone stays as the model has it.
 | layout         | library                                        | a weight [N, K] becomes                    |
 | -------------- | ---------------------------------------------- | ------------------------------------------ |
 | `int8-dynamic` | `torch.ao.quantization.quantize_dynamic`       | N·K int8                                   |
-| `int8-static`  | `torch.ao.quantization.convert`, x86 or fbgemm | N·K int8, N float64, N int64               |
 | `int8-weight`  | torchao 0.18 `Int8WeightOnlyConfig`            | N·K int8, N float32, N int8                |
 | `fp8-weight`   | torchao 0.18 `Float8WeightOnlyConfig`          | N·K float8_e4m3fn, N float32               |
 | `int4-weight`  | torchao 0.18 `Int4WeightOnlyConfig`            | N·K/2 bytes, 2·N·K/128 floats of its dtype |
@@ -102,15 +101,6 @@ def int8_per_tensor(shape: Shape, dtype: str) -> Parts:
     return (part("data", "qint8", shape),)
 
 
-def int8_per_channel(shape: Shape, dtype: str) -> Parts:
-    """torch.ao's static int8: a float64 scale and an int64 zero point for each output channel (the first dimension).
-
-    Source: `default_per_channel_weight_observer` in the x86 and fbgemm configurations; `torch.quantize_per_channel`.
-    """
-    channels = shape[:1]
-    return (part("data", "qint8", shape), part("scales", "float64", channels), part("zero_points", "int64", channels))
-
-
 def int8_rows(shape: Shape, dtype: str) -> Parts:
     """torchao's `Int8Tensor`, one float32 scale and one int8 zero point a row, whatever the dtype of the weight."""
     rows = (*shape[:-1], 1)
@@ -195,12 +185,6 @@ _TABLE = (
         packed=True, claims="qint8", note="as unpacked: the CPU kernels' own padding and column sums are not counted",
     ),
     Layout("int8-weight", "torchao's Int8WeightOnlyConfig", "torchao Int8Tensor", int8_rows, "copy kept"),
-    Layout(
-        "int8-static", "torch.ao's static quantization", "torch.ao packed", int8_per_channel, "no gradient",
-        converts="Linear, Conv1d, Conv2d and Conv3d", modules=("Linear", "Conv1d", "Conv2d", "Conv3d"),
-        subclasses=False, packed=True, claims="qint8",
-        note="norms are not fused, and outputs of converted layers are taken as quint8",
-    ),
     Layout(
         "int4-weight", "torchao's Int4WeightOnlyConfig", "torchao Int4Tensor", int4_groups, "quantized",
         skips=partial(_not_in_blocks, GROUP, "group"),

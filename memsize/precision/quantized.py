@@ -25,8 +25,7 @@ from memsize.loading.hubs import quiet
 from memsize.model.tensor_storage import TORCHSCRIPT_CONSTANT, dtype_name, stored_tensors, wrapper_name
 from memsize.precision.layouts import Kernel, Layout, Parts
 from memsize.precision.quantization_config import CHECKPOINT, is_ignored, is_skipped, read_quantization_config
-from memsize.records.trace import Output, StoredTensor, TensorSpec, Trace
-from memsize.spec.scenario import Scenario
+from memsize.records.trace import StoredTensor
 
 _UNCONVERTED = nn.modules.linear.NonDynamicallyQuantizableLinear
 """The output projection of an attention module, whose weight is read directly: no library here converts it."""
@@ -38,7 +37,7 @@ class Quantized:
     """The parameters of a model that quantizing replaces, and those that it leaves.
 
     `replaced` maps the name of a parameter to the tensors that replace it; `left` maps the path of each module whose
-    parameters stay as they are to the reason. `modelled` is False when the library itself quantized the model.
+    parameters stay as they are to the reason.
     """
 
     layout: str
@@ -47,7 +46,6 @@ class Quantized:
     wrapper: str
     packed: bool = False
     claims: str | None = None
-    modelled: bool = True
     note: str = ""
 
 
@@ -372,32 +370,6 @@ class _UnpackedLinear(torch.autograd.Function):
         return back, None, bias, None
 
 
-# Figures that a run on `meta` cannot show
-
-
-def modelled(trace: Trace, scenario: Scenario) -> tuple[Trace, str | None]:
-    """Return the trace as `scenario` would have it, and what in it is modelled: None where the run shows everything.
-
-    Only static int8 is modelled. Its modules return quint8 tensors of one byte per element (scale and zero point are
-    numbers, not tensors) and keep nothing for backward, since quantized ops have no gradient.
-    """
-    if not scenario.is_modelled:
-        return trace, None
-    layers = []
-    for layer in trace.layers:
-        outputs = tuple(
-            Output(TensorSpec("quint8", output.spec.shape), output.memory, output.bytes // 4)
-            if output.spec.dtype == "float32"
-            else output
-            for output in layer.outputs
-        )
-        size = sum(output.bytes for output in outputs)
-        layers.append(dataclasses.replace(layer, outputs=outputs, output_bytes=size, saved_bytes=0))
-    storages = tuple(storage._replace(saved_by=-1) for storage in trace.storages)
-    reason = "activations are taken to be quint8, one byte per element, and none is kept for backward"
-    return dataclasses.replace(trace, layers=tuple(layers), storages=storages), reason
-
-
 # torchao itself
 
 
@@ -427,4 +399,4 @@ def _read_back(model: nn.Module, config_name: str) -> Quantized:
         and not any(p is not None and wrapper_name(p) for p in module._parameters.values())
     }
     wrapper = next(t.wrapper for t in stored_tensors(model) if t.wrapper) or "torchao"
-    return Quantized(f"torchao:{config_name}", replaced, left, wrapper, modelled=False)
+    return Quantized(f"torchao:{config_name}", replaced, left, wrapper)

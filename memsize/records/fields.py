@@ -84,10 +84,9 @@ class Missing(NamedTuple):
 
 
 class Label(NamedTuple):
-    """A row's name; `modelled` when its figures were not all run, `hint` says in a few words what it is."""
+    """A row's name; `hint` says in a few words what it is."""
 
     text: str
-    modelled: bool = False
     hint: str = ""
 
 

@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from pandas import DataFrame
     from plotly.graph_objects import Figure
 
-Status = Literal["run", "modelled", "unavailable"]
-"""The source of a scenario's figures: its own run, in part a computation from another run, or none."""
+Status = Literal["run", "unavailable"]
+"""Whether a scenario was run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScenarioResult:
-    """One scenario's figures. `reason` says what is modelled, or why the scenario does not apply to the model.
+    """One scenario's figures. `reason` says why the scenario does not apply to the model.
 
     `inference` and `training` are what a GPU would show of one forward without gradients and of the training that was
     asked for; `untrained` says why there is none of the latter.
@@ -66,8 +66,8 @@ class ScenarioResult:
 
     @property
     def label(self) -> Label:
-        """The scenario's name in tables, marked where its figures are modelled."""
-        return Label(self.name, self.status == "modelled", self.title)
+        """The scenario's name in tables."""
+        return Label(self.name, hint=self.title)
 
     def figure(self, name: str) -> int | None:
         """One of `FIGURES`, in bytes; None when the scenario is unavailable."""

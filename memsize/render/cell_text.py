@@ -24,9 +24,6 @@ MODEL = "(model)"
 LEFT = ("name", "text", "specs", "words")
 """The kinds of cell that stand at the left of their column; numbers stand at the right."""
 
-MODELLED = "* modelled: not all of its figures come from a run"
-"""What the mark behind a scenario's name means."""
-
 
 def draw_cell(cell: Cell, unit: Unit) -> str:
     """A cell as text. Bytes are drawn without their unit: it stands once, in the column's title."""
@@ -36,7 +33,7 @@ def draw_cell(cell: Cell, unit: Unit) -> str:
         case Missing():
             return UNKNOWN
         case Label():
-            return printable(f"{cell.text} *" if cell.modelled else cell.text)
+            return printable(cell.text)
         case Path():
             return printable(cell) or MODEL
         case Specs():

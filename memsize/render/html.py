@@ -39,7 +39,7 @@ from memsize.records.roles import ROLES, UNKNOWN, Role, colour, noun
 from memsize.records.timeline import Timeline, to_data
 from memsize.records.trace import Storage
 from memsize.render import bars, curve, markdown, plot
-from memsize.render.cell_text import LEFT, MODELLED, draw_bytes, draw_cell, draw_failure, draw_phrase, draw_phrases
+from memsize.render.cell_text import LEFT, draw_bytes, draw_cell, draw_failure, draw_phrase, draw_phrases
 from memsize.render.screen import WHOLE, Screen
 from memsize.units import Bytes, Unit, unit_for
 from memsize.version import VERSION
@@ -128,7 +128,6 @@ def _shared(unit: str, standalone: bool) -> dict[str, Any]:
         "picture": plot.picture,
         "curve": curve.picture,
         "stop": draw_failure,
-        "modelled": MODELLED,
         "columns": lambda table, unit: zip(table.columns, table.units(unit), strict=True),
         "body": _body,
         "bars": _bars,

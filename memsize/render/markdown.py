@@ -23,7 +23,7 @@ from memsize.documents.sections import (
 from memsize.printable import printable
 from memsize.records.fields import Cell, Path, Specs, Words
 from memsize.render import bars, chart
-from memsize.render.cell_text import LEFT, MODELLED, draw_cell, draw_failure, draw_phrases, draw_title
+from memsize.render.cell_text import LEFT, draw_cell, draw_failure, draw_phrases, draw_title
 from memsize.render.screen import WHOLE, Screen
 from memsize.units import Unit
 
@@ -87,9 +87,6 @@ def _table(table: Table, unit: str) -> Iterator[str]:
         rows.append([f"**{text}**" if text else "" for text in map(_cell, table.total, units)])
     sides = ["left" if column.kind in LEFT else "right" for column in table.columns]
     yield tabulate(rows, titles, tablefmt="pipe", colalign=sides, disable_numparse=True)
-    if table.modelled:
-        yield ""
-        yield _escaped(MODELLED)
     if table.remarks:
         yield ""
         yield from (f"- {_escaped(f'{remark.row}: {remark.status}: {remark.text}')}" for remark in table.remarks)

@@ -32,7 +32,6 @@ from memsize.records.fields import Column
 from memsize.render import bars, chart
 from memsize.render.cell_text import (
     LEFT,
-    MODELLED,
     draw_cell,
     draw_failure,
     draw_phrases,
@@ -272,8 +271,6 @@ def _table(table: Table, unit: str, width: int | None) -> Iterator[Text]:
         yield Text(line, "" if line.strip("- ") else "dim")
     if table.hint and (left_out := _left_out(drawn, columns_shown)):
         yield from _wrapped(f"Hidden at this width: {left_out}. {table.hint}", width)
-    if table.modelled:
-        yield from _wrapped(MODELLED, width)
     for remark in table.remarks:
         yield from _wrapped(f"{remark.row}: {remark.status}: {remark.text}", width, "", "  ")
 

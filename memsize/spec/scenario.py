@@ -36,11 +36,6 @@ class Scenario:
     layout: str | None = None
     compile: CompileMode | None = None
 
-    @property
-    def is_modelled(self) -> bool:
-        """Whether no run on `meta` can show what the scenario's modules pass on: static int8's quantized tensors."""
-        return self.layout == "int8-static"
-
 
 _TABLE = (
     Scenario("as-given", "the model as it is", "as-given"),
@@ -63,7 +58,6 @@ _TABLE = (
     Scenario("apex-O3", "apex O3: pure float16", "apex", dtype="float16", cast_io=True),
     Scenario("int8-dynamic", "torch.ao.quantization.quantize_dynamic", "quantized", layout="int8-dynamic"),
     Scenario("int8-weight", "int8 weights, one scale per output channel", "quantized", layout="int8-weight"),
-    Scenario("int8-static", "torch.ao.quantization static int8", "quantized", layout="int8-static"),
     Scenario("int4-weight", "int4 weights in groups", "quantized", layout="int4-weight"),
     Scenario("fp8-weight", "float8_e4m3fn weights, one scale per output channel", "quantized", layout="fp8-weight"),
     Scenario("nf4", "4-bit NormalFloat weights with block scales", "quantized", layout="nf4"),

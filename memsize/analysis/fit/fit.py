@@ -274,8 +274,6 @@ class FitWork(RemedyWork):
         runs, scenario = self.runs, variant.scenario
         row = FitRow(scenario.name, scenario.title, gpu=budget.name, budget=budget.allocator, status="unavailable")
         try:
-            if scenario.is_modelled:
-                return replace(row, reason="what its modules pass on is modelled and cannot be run")
             if self.request.size is not None or not runs.resizable:
                 return row_of_size(runs, variant, row, size=self.request.size or runs.input_size)
             return self._search(variant, row, start)
