@@ -258,7 +258,7 @@ def _mostly(explanation: Explanation) -> Iterator[Finding]:
 
 @RULES.rule("snapshot-compiled")
 def _compiled(explanation: Explanation) -> Iterator[Finding]:
-    """What code that torch.compile compiled has made, where the history tells."""
+    """Say what compiled code has made, where the history tells."""
     regions: Counter[str] = Counter()
     for stack in explanation.places:
         if stack.region is not None:
