@@ -90,16 +90,18 @@ def traced(
 ) -> Trace:
     """Run `workload` on a model; `whole` runs all layers."""
     if not whole:
-        return _first_and_next(model, workload, scenario, **data)[1]
+        return first_and_next(model, workload, workload, scenario, **data)[1]
     with opened(_request(model, **data)) as request:
         return Runner(*request.run, whole=True).run(workload, SCENARIOS[scenario])
 
 
-def _first_and_next(model: nn.Module, workload: Workload, scenario: str, **data: Any) -> tuple[Trace, Trace]:
-    """Run `workload` on the model as given, which runs all layers and may prove the next run, then in `scenario`."""
+def first_and_next(
+    model: nn.Module, proof: Workload, workload: Workload, scenario: str = "as-given", **data: Any
+) -> tuple[Trace, Trace]:
+    """Run `proof` on the model as given, which runs all layers and may prove the next run: `workload` in `scenario`."""
     with opened(_request(model, **data)) as request:
         runner = Runner(*request.run)
-        first = runner.run(workload, SCENARIOS["as-given"])
+        first = runner.run(proof, SCENARIOS["as-given"])
         if workload.proof is not None:  # as if so many had been made that short runs are worth it for any model
             runner.short_runs.whole_runs[workload.proof.kind] = 10
         return first, runner.run(workload, SCENARIOS[scenario])
@@ -125,7 +127,7 @@ def reasons_after(runs: int, model: nn.Module, workload: Workload) -> tuple[str,
 
 def both(model: nn.Module, workload: Workload, scenario: str = "as-given", **data: Any) -> tuple[Trace, Trace]:
     """Return a run as it is usually made, and that of all layers."""
-    whole, run = _first_and_next(model, workload, scenario, **data)
+    whole, run = first_and_next(model, workload, workload, scenario, **data)
     if scenario != "as-given":
         whole = traced(model, workload, scenario, whole=True, **data)
     assert whole.extended_from == ()

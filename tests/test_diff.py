@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,6 @@ import torch
 import memsize
 from memsize.cli import run
 from memsize.errors import TargetError
-from memsize.loading.target import Revision, checked_out, parse_revision
 
 BEFORE = """
 from torch import nn
@@ -171,20 +171,20 @@ def test_a_revision_whose_model_fails(git: Git, capsys: pytest.CaptureFixture[st
 def test_outside_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(TargetError, match="git rev-parse failed: not a git repository"), checked_out("HEAD"):
-        pass
+    with pytest.raises(TargetError, match="git rev-parse failed: not a git repository"):
+        memsize.diff("HEAD:net.py", "net.py")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(TargetError, match="git is not installed"), checked_out("HEAD"):
-        pass
+    with pytest.raises(TargetError, match="git is not installed"):
+        memsize.diff("HEAD:net.py", "net.py")
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "revision"),
     [
-        ("HEAD~1:model.py:Net", Revision("HEAD~1", "model.py:Net")),
-        ("v1.0:model.py", Revision("v1.0", "model.py")),
-        ("origin/main:nets.text:build", Revision("origin/main", "nets.text:build")),
-        ("main:last.ckpt", Revision("main", "last.ckpt")),
+        ("HEAD~1:model.py:Net", "HEAD~1"),
+        ("v1.0:model.py", "v1.0"),
+        ("origin/main:nets.text:build", "origin/main"),
+        ("main:last.ckpt", "main"),
         ("model.py:Net", None),
         ("package.module:Net", None),
         ("package.module:Outer.Inner", None),
@@ -194,14 +194,29 @@ def test_outside_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (":model.py:Net", None),
     ],
 )
-def test_what_reads_as_a_revision(text: str, expected: Revision | None) -> None:
-    assert parse_revision(text) == expected
+def test_what_reads_as_a_revision(empty: Path, text: str, revision: str | None) -> None:
+    assert missing_revision(text) == revision
 
 
-def test_a_file_with_a_colon_in_its_name_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_with_a_colon_in_its_name_is_a_file(empty: Path) -> None:
     Path("a:b.py").write_text("")
-    assert parse_revision("a:b.py") is None and parse_revision("a:b.py:Net") is None
+    assert missing_revision("a:b.py") is None and missing_revision("a:b.py:Net") is None
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder is a repository without a commit."""
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(("git", "init", "-q", "-b", "trunk"), check=True)
+    return tmp_path
+
+
+def missing_revision(before: str) -> str | None:
+    """The revision that a comparison looks for; None where it looks for none."""
+    with pytest.raises(TargetError) as error:
+        memsize.diff(before, "gone.py:Net")
+    match = re.match("no revision '(.+)' in this repository", str(error.value))
+    return match and match[1]
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

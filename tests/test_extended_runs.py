@@ -29,6 +29,7 @@ from tests.deep import (
     TrainingSteps,
     assert_law,
     assert_same,
+    first_and_next,
     parse_parallel,
     reasons_after,
     run_once,
@@ -226,16 +227,13 @@ GENERATIONS = [
 def test_generations(kind: str, options: dict[str, Any]) -> None:
     model = TEXTS[kind]()
     data = {"kwargs": {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, "mode": "eval"}
-    runs, records = [], []
-    for whole in (False, True):
-        generation = Generation(prompt=8, max_new_tokens=4, **options)
-        edits = (OnGpuWithHost(card("a100")),) if generation.is_offloaded else ()
-        workload = GenerationSteps(generation, edits=edits)
-        runs.append(traced(model, workload, whole=whole, **data))
-        records.append(workload.record.steps)
-    assert runs[0].extended_from in SHORT
-    assert_same(*runs)
-    assert records[0] == records[1]
+    generation = Generation(prompt=8, max_new_tokens=4, **options)
+    edits = (OnGpuWithHost(card("a100")),) if generation.is_offloaded else ()
+    of_all, extended = (GenerationSteps(generation, edits=edits) for _ in range(2))
+    whole, run = first_and_next(model, of_all, extended, **data)
+    assert whole.extended_from == () and run.extended_from in SHORT
+    assert_same(run, whole)
+    assert extended.record.steps == of_all.record.steps
 
 
 # -- several GPUs -----------------------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from memsize.errors import DataDependentError, TargetError
-from memsize.loading import LoadedModel, load
-from memsize.loading.target import Target, parse_target
+from memsize.loading import LoadedModel, Target, load, parse_target
 from memsize.loading.weightless import SMALLEST, Weightless
 
 Python = Callable[..., subprocess.CompletedProcess[str]]

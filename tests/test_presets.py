@@ -16,9 +16,8 @@ import pytest
 import memsize
 from memsize import api
 from memsize.errors import InputError, TargetError
-from memsize.loading import load
+from memsize.loading import Target, load, parse_target
 from memsize.loading.presets import presets
-from memsize.loading.target import Target, parse_target
 from tests.conftest import Python
 
 _FILE = Path(memsize.__file__).parent / "loading" / "presets.jsonl"

@@ -30,7 +30,7 @@ import pytest
 import torch
 
 from memsize import Report, Trace, cli
-from memsize.analysis.findings import after_steps, fit, generation, program, report_rules
+from memsize.analysis.findings import fit, generation, program, report_rules
 from memsize.cli.working import Session
 from memsize.documents import document
 from memsize.documents.sections import Table
@@ -306,7 +306,10 @@ def test_every_finding_is_documented() -> None:
     assert quoted(rows("generate.md", "Findings"), 0) == [*generation.RULES.codes]
     assert quoted(rows("serve.md", "Findings"), 0) == [*generation.SERVING_RULES.codes]
     assert quoted(rows("sweep.md", "Findings"), 0) == sentences.codes("analysis/findings/sweep")
-    assert quoted(rows("run.md", "Findings"), 0) == [*program.RULES.codes, *after_steps.AFTER_RULES.codes]
+    assert quoted(rows("run.md", "Findings"), 0) == [
+        *program.RULES.codes,
+        *sentences.codes("analysis/findings/after_steps"),
+    ]
     assert quoted(rows("run.md", "Several GPUs"), 0) == [*program.RANK_RULES.codes]
     assert quoted(rows("explain.md", "Findings"), 0) == sentences.codes("analysis/explain/explanation")
     page = text_of(DOCS / "findings.md")

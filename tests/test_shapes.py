@@ -13,9 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch._ops import OpOverload
 
-from memsize.kernels import convolution, factories, kernel_copies, matmul, norms, rules, strides
-from memsize.kernels.attention import efficient_rows
-from memsize.kernels.reductions import reduced_shape
+from memsize.kernels import convolution, kernel_copies, rules, strides
 from memsize.kernels.registry import SPARSE_RULES, SPARSE_TABLE, TABLE, shape_rule, sparse_rule
 from memsize.torch_internals.meta import MetaMemo
 from memsize.torch_internals.sparse_tensors import in_coordinates
@@ -917,18 +915,15 @@ def test_pooling_counts_a_partial_window_only_with_ceil_mode() -> None:
     assert convolution.pooled_size(3, 2, 2, 1, 1, True) == 2
 
 
-def test_small_arithmetic() -> None:
-    assert matmul.product((3, 4), (4, 5)) == (3, 5)
-    assert matmul.product((2, 3, 4), (2, 4, 5)) == (2, 3, 5)
-    assert matmul.product((3, 4), (3, 5)) is None
-    assert norms.statistics_shape((3, 5, 8), (8,)) == (3, 5, 1)
-    assert norms.statistics_shape((3, 5, 8), (5,)) is None
-    assert reduced_shape((3, 5, 8), [0, -1], keepdim=True) == (1, 5, 1)
-    assert reduced_shape((3, 5, 8), 1, keepdim=False) == (3, 8)
-    assert factories.joined_shape([(2, 3), (2, 5)], -1) == (2, 8)
-    assert factories.range_length(0, 10, 3) == 4  # 0, 3, 6, 9
-    assert factories.range_length(0, 10, -1) is None
-    assert efficient_rows(40) == 64  # two blocks of 32
+@pytest.mark.parametrize("step", [0, -1])
+def test_a_range_that_leads_away_from_its_end_is_left_to_pytorch(step: int) -> None:
+    assert RULES[overload("aten::arange.start_step")](0, 10, step, device=META) is NotImplemented
+
+
+def test_efficient_attention_keeps_sums_of_whole_blocks_of_32_rows() -> None:
+    query = torch.empty(2, 3, 40, 8, device=META)
+    _, sums, *_ = RULES[overload("aten::_scaled_dot_product_efficient_attention")](query, query, query, None, True)
+    assert sums.shape == (2, 3, 64)
 
 
 # -- what rules are for -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from memsize import api
@@ -16,7 +17,8 @@ SCENARIOS = "fp32,bf16,amp-fp16"
 
 def network() -> nn.Module:
     """Its parameters alone take 2 GiB, their gradients and Adam's state six more."""
-    return nn.Sequential(nn.Linear(16384, 16384), nn.ReLU(), nn.Linear(16384, 16384))
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(16384, 16384), nn.ReLU(), nn.Linear(16384, 16384))
 
 
 @pytest.mark.thorough

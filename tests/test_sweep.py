@@ -19,7 +19,7 @@ from memsize.cli import run
 from memsize.documents import document
 from memsize.documents.sweep import cell_table, load_table
 from memsize.errors import OutputError, TargetError
-from memsize.loading.loader import targets_of
+from memsize.loading import targets_of
 from memsize.processes.spread import Died, spread
 from memsize.records.sweep import results_file
 from memsize.render import FORMATS, render

@@ -23,8 +23,7 @@ from memsize import InputSpec, api
 from memsize.cli import run
 from memsize.errors import InputError, TargetError
 from memsize.known_values.values import constant_of
-from memsize.loading import hubs, load, load_inputs
-from memsize.loading.target import Target, parse_target
+from memsize.loading import Target, hubs, load, load_inputs, parse_target
 from memsize.torch_internals.pytree import tensors_in
 from tests.conftest import Python, Write
 from tests.models import InputRequest, inputs_from_data, inputs_from_maker, inputs_from_specs, parse_input

@@ -18,8 +18,7 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.errors import InputError, MemsizeError, first_line, in_one_line
 from memsize.interrupt import Interrupted
-from memsize.loading.loader import targets_of
-from memsize.loading.target import parse_target
+from memsize.loading import parse_target, targets_of
 from memsize.processes.spread import Died, TimeLimitError, is_late, spread, time_limited
 from memsize.records.gpu import DEFAULT_GPU, Card
 from memsize.records.sweep import ResultsFile, Sweep, SweepRow, phrase_of, results_file, varying

@@ -6,7 +6,7 @@ are `meta` tensors.
 """
 
 from memsize.loading.building import LoadedModel, input_maker
-from memsize.loading.loader import GpuContextFactory, load, load_inputs, load_loop
+from memsize.loading.loader import GpuContextFactory, load, load_inputs, load_loop, targets_of
 from memsize.loading.target import Target, parse_target
 from memsize.spec.inputs import InputMaker, InputRequest
 
@@ -21,4 +21,5 @@ __all__ = [
     "load_inputs",
     "load_loop",
     "parse_target",
+    "targets_of",
 ]
