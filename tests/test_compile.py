@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils._ordered_set import OrderedSet
 
 import memsize
+from memsize.processes.simulation import open_simulation
 from memsize.records.trace import Trace
+from tests.models import Ledger
 from tests.records import alive, live_bytes, totals
 
 COMPILED = "+compile"
@@ -311,6 +315,99 @@ def test_the_forward_peaks_where_inductor_says(model: Any, scenario: str) -> Non
     own = [e for e in trace.events if e.phase == forward and trace.storages[e.storage].role != "workspace"]
     seeds = 2 * 8  # of the attention's dropout, which memory-efficient attention without dropout leaves on the CPU
     assert peaks[0] - max(live_bytes(own)) == (seeds if model is Attention and scenario == "fp32" else 0)
+
+
+# -- PyTorch's own compiled code on the CPU ----------------------------------------------------------------------------
+
+_KERNEL = re.compile(r"^(cpp_fused\w*) = async_compile", re.MULTILINE)
+
+
+class Softmaxes(nn.Module):
+    """Attention whose scores are made, over words: an embedding, reductions, products of three dimensions."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.words, self.qkv = nn.Embedding(100, width), nn.Linear(width, 3 * width)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(self.words(x.abs().long()))).chunk(3, dim=-1)
+        return self.head((q @ k.transpose(1, 2)).softmax(dim=-1) @ v)
+
+
+class Pooled(nn.Module):
+    """Statistics that are updated, pooling, and a dtype that is halved. Convolutions reorder weights where they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm2d(3), nn.Linear(192, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.silu(self.norm(x)), 2).to(torch.bfloat16)
+        return self.head(x.flatten(1).float()).log_softmax(dim=-1)
+
+
+def strided(tensor: Tensor, device: str) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def allocated_by(call: Any, args: list[Any]) -> int:
+    """The most bytes that PyTorch's allocator has given out for copies of `args` and a call, by its profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call([strided(a, "cpu").copy_(a) if isinstance(a, Tensor) else a for a in args])
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+def predicted_for(source: str, args: list[Any]) -> int:
+    """The same of the code that Inductor wrote for the CPU, run without its kernels on tensors without memory."""
+    from memsize.compile.generated import loaded
+    from memsize.compile.origins import Origins
+
+    ledger = Ledger()
+    call = loaded(source, Origins(), dict.fromkeys(_KERNEL.findall(source), lambda *_: None), None)
+    meta = [strided(a, "meta") if isinstance(a, Tensor) else a for a in args]
+    with open_simulation() as simulation, simulation.with_part(Ledger, ledger), ledger:
+        for tensor in meta:
+            if isinstance(tensor, Tensor):
+                ledger.enter(tensor, "temporary", "")
+        del tensor
+        call(meta)
+    return max(live_bytes(ledger.events))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [(Gelus, (32, 64)), (Softmaxes, (16,)), (Pooled, (3, 16, 16))],
+    ids=["gelus", "softmaxes", "pooled"],
+)
+def test_code_for_the_cpu_takes_what_it_takes_for_real(model: Any, size: tuple[int, ...]) -> None:
+    """Forward and backward of Inductor's C++ backend, which really run."""
+    with warnings.catch_warnings(action="ignore"):
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    pairs: list[tuple[int, int]] = []
+
+    def lowered(graph: Any, inputs: Any, **options: Any) -> Any:
+        compiled = compile_fx_inner(graph, inputs, **options)
+
+        def run(args: list[Any]) -> Any:
+            pairs.append((predicted_for(compiled.source_code, args), allocated_by(compiled, args)))
+            return compiled(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    with warnings.catch_warnings(action="ignore"):
+        compiled = torch.compile(
+            model(), backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=lowered)
+        )
+        compiled(torch.rand(8, *size)).sum().backward()
+    torch._dynamo.reset()
+    predicted, real = zip(*pairs, strict=True)
+    assert len(real) == 2
+    assert predicted == real
 
 
 # -- programs that compile ---------------------------------------------------------------------------------------------

@@ -259,6 +259,14 @@ def test_rms_norm_keeps_one_number_per_row(dtype: torch.dtype) -> None:
     assert layer.weight.grad is not None and layer.weight.grad.shape == (8,)
 
 
+def test_rms_norm_keeps_the_steps_of_its_formula_until_pytorch_2_8() -> None:
+    """The input in float32, which `pow` and `mul` keep, and the reciprocal of each row's root (layer_norm.cpp, 2.8)."""
+    x = meta(2, 5, 8, dtype=BF16, grad=True)
+    with cuda_semantics(release=(2, 8)):
+        bytes_kept, _ = kept(lambda: F.rms_norm(x, [8]))
+    assert bytes_kept == 4 * (2 * 5 * 8) + 4 * 2 * 5
+
+
 def rms_cases() -> dict[str, tuple[torch.dtype, torch.dtype | None, list[int]]]:
     return {
         "no weight": (FP32, None, [4]),

@@ -7,7 +7,8 @@
   what the kernels return and keep. Limit: where cuDNN does not take the call, the layers' steps are those of other
   devices.
 - `batch_norm`: cuDNN's kernel keeps its statistics in training only, PyTorch's own kernel in evaluation too.
-- `rms_norm`: one kernel that keeps one number per row, where other devices run, and keep, each step of the formula.
+- `rms_norm`: one kernel that keeps one number per row, where other devices, and CUDA until PyTorch 2.8, run, and keep,
+  each step of the formula.
 - `softmax` of float16 scores in float32: one kernel that widens as it reads, without a float32 copy. bfloat16 scores
   are copied first on CUDA too.
 - `dropout`: one fused kernel that keeps a boolean mask, where the CPU multiplies by floating noise. In-place, feature
@@ -43,6 +44,8 @@ from memsize.torch_internals.meta import is_meta
 _TRAINING_BATCH, _EVALUATION_BATCH = 880_801, 65_535
 _INDEXED = 2**31 - 1
 _BFLOAT16_CUDNN, _BFLOAT16_CAPABILITY = 91300, (8, 0)
+_FUSED_RMS_NORM = (2, 9)
+"""The first release whose native_functions.yaml has CUDA kernels for `_fused_rms_norm` and its gradient."""
 
 
 def kernels() -> Mapping[str, Kernel]:
@@ -113,9 +116,14 @@ def _rms_norm(tensor: Tensor, shape: Sequence[int], weight: Tensor | None = None
         # Errors about other sizes than the last ones are PyTorch's own.
         is_suffix = len(shape) > 0 and list(tensor.shape[-len(shape) :]) == list(shape)
         fits = weight is None or (weight.dtype is tensor.dtype and list(weight.shape) == list(shape))
-        if not (_stands_in(tensor) and tensor.is_floating_point() and is_suffix and fits):
+        if not (_stands_in(tensor) and _fuses_rms_norm() and tensor.is_floating_point() and is_suffix and fits):
             return overload("rms_norm")(tensor, shape, weight, eps)  # type: ignore[no-any-return]
         return _FusedRMSNorm.apply(tensor, weight, list(shape), eps)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _fuses_rms_norm() -> bool:
+    semantics = current()
+    return semantics is None or semantics.release is None or semantics.release >= _FUSED_RMS_NORM
 
 
 class _FusedRMSNorm(torch.autograd.Function):
