@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import memsize
+from memsize.documents import document
 
 diffusers: Any = pytest.importorskip("diffusers")
 transformers: Any = pytest.importorskip("transformers")
@@ -75,6 +76,15 @@ def test_a_generation(folder: Path) -> None:
         for parameter in module.parameters()
     )
     assert report.parameters == sizes
+
+
+def test_what_a_gpu_needs_for_it(folder: Path) -> None:
+    """Nothing is kept for backward: bars are of the peak."""
+    report = memsize.report(f"diffusers:{folder}", scenarios="fp16", gpu="t4")
+    assert document(report).verdict()[0].code == "inference-peak"
+    peak = report.scenario_results[0].inference
+    bars = document(report).bars()
+    assert bars.title.startswith("peak of inference") and sum(bars.bars[0].sizes) == peak.requested
 
 
 def test_options_of_a_generation(folder: Path) -> None:

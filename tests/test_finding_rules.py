@@ -395,6 +395,10 @@ def test_a_peak_says_whether_it_fits(certain: bool | None, fits: str) -> None:
     evidence = Evidence(trace(), peaks={"fp32": replace(peak(1000), shortage=shortage)}, gpu="Tesla T4")
     text = one(training.training_peak, evidence).in_brief("B")
     assert f"in fp32 {fits} Tesla T4: it peaks at 1,000 B, in the backward." in text
+    inference = replace(evidence, inference=evidence.peaks, peaks={})
+    text = one(training.inference_peak, inference).in_brief("B")
+    assert text == f"Inference in fp32 {fits} Tesla T4: it peaks at 1,000 B, in the backward."
+    assert not list(training.inference_peak(replace(inference, untrained={"fp32": "it has no loss"})))
 
 
 @pytest.mark.parametrize(

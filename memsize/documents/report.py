@@ -59,7 +59,7 @@ from memsize.units import Bytes
 
 SCHEMA: Final = "memsize.report/1"
 
-_FIRST: Final = ("interrupted", "out-of-memory", "training-peak", "no-training-step")
+_FIRST: Final = ("interrupted", "out-of-memory", "training-peak", "inference-peak", "no-training-step")
 """Codes of findings that the verdict puts first: they answer a question about training or about a GPU."""
 
 _RUN_FIGURES: Final = frozenset(
@@ -106,13 +106,18 @@ class ReportDocument(Document[Report]):
     def bars(self) -> Bars | None:
         """The bytes alive at the peaks of training steps, or else those held when backward begins, by scenario.
 
-        Each byte is counted once there: a saved input counts as kept.
+        Each byte is counted once there: a saved input counts as kept. Of a forward that keeps nothing for backward, as
+        that of a pipeline, it is the peak on the GPU.
         """
         report = self.answer
-        if looks := [(result.label, result.training.roles) for result in report.scenario_results if result.training]:
-            parts = map(role_part, in_order(role for _, roles in looks for role in roles))
-            bars = Bars.of("peak of a training step", parts, looks)
-            return replace(bars, limit=Limit(report.gpu, card(report.gpu).bytes))
+        peaks = {"a training step": [(result.label, result.training) for result in report.scenario_results]}
+        if not any(result.totals and result.totals.saved_bytes for result in report.scenario_results):
+            peaks["inference"] = [(result.label, result.inference) for result in report.scenario_results]
+        for what, estimates in peaks.items():
+            if looks := [(label, estimate.roles) for label, estimate in estimates if estimate]:
+                parts = map(role_part, in_order(role for _, roles in looks for role in roles))
+                bars = Bars.of(f"peak of {what}", parts, looks)
+                return replace(bars, limit=Limit(report.gpu, card(report.gpu).bytes))
         rows = []
         for result in report.scenario_results:
             if sums := result.totals:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from memsize.analysis.findings.evidence import Evidence, bytes_of
 from memsize.analysis.findings.unfinished_runs import moment, out_of_memory
 from memsize.records.aggregates import summit
 from memsize.records.finding import Finding, Moment, Rules, optimizer_in_words, sizes
+from memsize.records.gpu import GpuEstimate
 from memsize.records.roles import FIXED, PER_PARAMETER, Role, noun
 from memsize.units import Bytes
 
@@ -27,26 +29,18 @@ def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("training-peak", "adapters-leave-activations")
 def training_peak(evidence: Evidence) -> Iterator[Finding]:
-    name = next((name for name in ("as-given", "fp32", *evidence.peaks) if name in evidence.peaks), None)
+    name = _first(evidence.peaks)
     if name is None:
         return
     peak = evidence.peaks[name]
-    best = min(evidence.peaks, key=lambda other: (evidence.peaks[other].requested, other != name))
-    least = evidence.peaks[best].requested
-    lowest = " {best} peaks lowest, at {least}." if (peak.requested - least) * 1000 > peak.requested else ""
-    largest = [(role, size) for role, size in peak.roles.items() if size * 20 >= peak.requested][:4]
     spread = evidence.spread
     how, among = (" and {parallel}", " on one of {gpus} GPUs") if spread else ("", "")
-    shares = ", ".join(f"{noun(role)} {{r{number}}}" for number, (role, _) in enumerate(largest))
     states, constant = (sum(peak.roles.get(role, 0) for role in roles) for roles in (PER_PARAMETER, FIXED))
-    values: dict[str, object] = {"optimizer": optimizer_in_words(evidence.optimizer), "name": name}
-    values |= sizes(requested=peak.requested) | {"where": moment(peak.peak_phase, peak.peak_layer)}
+    values: dict[str, object] = {"optimizer": optimizer_in_words(evidence.optimizer)}
     values |= sizes(states=states, constant=constant)
     values |= {"main": noun(max(FIXED, key=lambda role: (peak.roles.get(role, 0), role)))}
-    values |= sizes(temporary=peak.roles.get("temporary"), low=peak.device.low, high=peak.device.high)
-    values |= {"gpu": evidence.gpu} | sizes(total=evidence.gpu_bytes) | {"best": best} | sizes(least=least)
+    values |= sizes(temporary=peak.roles.get("temporary"))
     values |= {"parallel": str(spread), "gpus": spread.size} if spread else {}
-    values |= sizes(**{f"r{number}": size for number, (_, size) in enumerate(largest)})
     advice = "Most of it grows with the batch size."
     if peak.peak_phase == "optimizer":
         advice = "The update's temporaries take {temporary} of it at any batch size; a fused optimizer has none."
@@ -54,19 +48,55 @@ def training_peak(evidence: Evidence) -> Iterator[Finding]:
         advice = "Parameters, gradients and optimizer state take {states} of it at any batch size."
     elif constant * 2 > peak.requested:
         advice = "{constant} of it is independent of the batch size, mostly {main}."
-    peaks = "peaks" if peak.shortage else "fits on {gpu}: it peaks"  # `out-of-memory` tells of a shortage
-    brief = f"A training step with {{optimizer}}{how} in {{name}} {peaks} at {{requested}}{among}, "
-    brief += f"in the {{where}}.{lowest}"
-    yield Finding(
-        "training-peak",
-        f"{brief} The peak is mostly {shares}. {advice}",
-        values,
+    about = Moment(name, summit(evidence.runs[name])) if name in evidence.runs and not spread else None
+    what = f"A training step with {{optimizer}}{how}"
+    yield _peak("training-peak", what, among, advice, evidence, evidence.peaks, values, about)
+    yield from activations_stay(peak.roles, evidence.stored.frozen, "adapters-leave-activations")
+
+
+@RULES.rule("inference-peak")
+def inference_peak(evidence: Evidence) -> Iterator[Finding]:
+    if not evidence.peaks and not evidence.untrained and evidence.inference:
+        yield _peak("inference-peak", "Inference", "", "", evidence, evidence.inference)
+
+
+def _first(peaks: Mapping[str, GpuEstimate]) -> str | None:
+    """The scenario that a sentence is about."""
+    return next((name for name in ("as-given", "fp32", *peaks) if name in peaks), None)
+
+
+def _peak(
+    code: str,
+    what: str,
+    among: str,
+    advice: str,
+    evidence: Evidence,
+    peaks: Mapping[str, GpuEstimate],
+    values: Mapping[str, object] = MappingProxyType({}),
+    about: Moment | None = None,
+) -> Finding:
+    """Say where `what` peaks in the first scenario, in which it peaks lowest, and what most of the peak is."""
+    name = _first(peaks)
+    assert name is not None
+    peak = peaks[name]
+    best = min(peaks, key=lambda other: (peaks[other].requested, other != name))
+    least = peaks[best].requested
+    lowest = " {best} peaks lowest, at {least}." if (peak.requested - least) * 1000 > peak.requested else ""
+    largest = [(role, size) for role, size in peak.roles.items() if size * 20 >= peak.requested][:4]
+    shares = ", ".join(f"{noun(role)} {{r{number}}}" for number, (role, _) in enumerate(largest))
+    fits = "fits" if peak.shortage is None else "does not fit" if peak.shortage.certain else "may not fit"
+    brief = f"{what} in {{name}} {fits} on {{gpu}}: it peaks at {{requested}}{among}, in the {{where}}.{lowest}"
+    return Finding(
+        code,
+        f"{brief} The peak is mostly {shares}. {advice}".rstrip(),
+        {**values, "name": name, "gpu": evidence.gpu, "best": best, "where": moment(peak.peak_phase, peak.peak_layer)}
+        | sizes(requested=peak.requested, low=peak.device.low, high=peak.device.high, total=evidence.gpu_bytes)
+        | sizes(least=least, **{f"r{number}": size for number, (_, size) in enumerate(largest)}),
         bytes=peak.requested,
         layers=(peak.peak_layer,) if peak.peak_layer else (),
         brief=brief,
-        moment=Moment(name, summit(evidence.runs[name])) if name in evidence.runs and not evidence.spread else None,
+        moment=about,
     )
-    yield from activations_stay(peak.roles, evidence.stored.frozen, "adapters-leave-activations")
 
 
 _FROZEN: Final = 0.9

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memsize.errors import TargetError
 from memsize.loading.building import LoadedModel
-from memsize.loading.hubs import build_library_model, import_library, unknown_name
+from memsize.loading.hubs import build_library_model, import_library, quiet, unknown_name
 from memsize.loading.hubs.hub_files import CONFIG, PIPELINE, cached_file, fetched_file, read_config
 from memsize.loading.hubs.input_batch import unknown
 from memsize.loading.presets import is_hub_id, presets, unknown_id
@@ -57,7 +57,8 @@ class Pipeline(nn.Module):
         others = {name: other() if isinstance(other, partial) else other for name, other in self.others.items()}
         pipeline: Any = self.kind(**dict(self.named_children()), **others)
         pipeline.set_progress_bar_config(disable=True)
-        return pipeline(prompt=[""] * len(prompts), output_type="pt", return_dict=False, **self.options)[0]
+        with quiet():
+            return pipeline(prompt=[""] * len(prompts), output_type="pt", return_dict=False, **self.options)[0]
 
 
 def _scheduler(kind: Any, config: Mapping[str, Any]) -> Any:
