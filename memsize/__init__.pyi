@@ -136,6 +136,7 @@ def fit(
     allocator: AllocatorConfig | str | None = None,
     budget: str | int | None = None,
     margin: str | int = "0",
+    beside: str | None = None,
     scenarios: str | Iterable[str] | None = None,
     compile: bool = False,
     train: Training | str | Callable[[Any], Any] | None = None,
@@ -160,6 +161,7 @@ def fit_script(
     allocator: AllocatorConfig | str | None = None,
     budget: str | int | None = None,
     margin: str | int = "0",
+    beside: str | None = None,
     progress: Callable[[str], None] | None = None,
     found: Callable[[Finding], None] | None = None,
 ) -> Fit: ...

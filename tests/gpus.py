@@ -10,7 +10,12 @@ from memsize.device.allocation_events import (
     requests as requests,
     variants as variants,
 )
-from memsize.device.budget import budget_of as budget_of, budgets as budgets, spread_over as spread_over
+from memsize.device.budget import (
+    budget_of as budget_of,
+    budgets as budgets,
+    larger_budgets as larger_budgets,
+    spread_over as spread_over,
+)
 from memsize.device.cards import CARDS as CARDS, card as card, processors as processors
 from memsize.device.cuda_context import (
     Build as Build,

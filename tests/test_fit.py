@@ -37,7 +37,7 @@ from memsize.spec.requests import FitRequest
 from memsize.spec.vary import Dimension, Vary, parse_vary
 from tests import models
 from tests.conftest import Python
-from tests.gpus import budgets, card, cuda_context
+from tests.gpus import budgets, card, cuda_context, larger_budgets
 from tests.models import SCENARIOS, inputs_from_data, inputs_from_specs, parse_input
 from tests.pages import check_golden as check
 from tests.records import Bind, FitRow, Remedied, RemedyRow
@@ -307,6 +307,26 @@ def test_vary() -> None:
             parse_vary(text).dimensions([image])
     with pytest.raises(InputError, match="no such dimension"):
         parse_vary("image").dimensions([ids])
+
+
+def test_a_server_beside_takes_its_share() -> None:
+    (t4,) = budgets("t4", margin="1GiB", beside="serve:0.3")
+    device = round(14.56 * 2**30)
+    assert t4.beside == int(0.3 * device)
+    assert t4.allocator == device - int(0.3 * device) - cuda_context(card("t4")).high - 2**30
+    larger = {budget.name: budget for budget in larger_budgets(t4)}
+    assert larger["L4"].beside == int(0.3 * larger["L4"].device)
+    with pytest.raises(InputError, match=r"13\.1 GiB for the server beside it"):
+        budgets("t4", beside="serve:0.9", margin="2GiB")
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [("0.4", "serve:0.4"), ("serve:30%", "serve:0.3"), ("vllm", "serve:0.3"), ("serve:40", "serve:0.4")],
+)
+def test_what_is_beside_is_a_server_and_its_share(text: str, nearest: str) -> None:
+    with pytest.raises(InputError, match=rf"'{text}' is no server and its share .* such as {nearest}"):
+        budgets("t4", beside=text)
 
 
 def test_budgets() -> None:

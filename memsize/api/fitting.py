@@ -73,7 +73,8 @@ def _search_of(request: requests.FitRequest, vary: Vary) -> FitRequest:
     training, gpu, stack = request.training, request.gpu, request.gpu.releases
     allocator = AllocatorConfig.of(gpu.allocator, stack.release)
     spread = [spread_of(parallel, training) for parallel in on_each(request.parallel, request.gpus)]
-    capacities = budgets(gpu.name, request.budget, request.margin, stack=stack, fraction=allocator.memory_fraction)
+    fraction = allocator.memory_fraction
+    capacities = budgets(gpu.name, request.budget, request.margin, stack, fraction, request.beside)
     if spread[0] is not None and request.scenarios is None:
         scenarios = tuple(s for s in scenarios if any(way is None or not way.refuses(s) for way in spread))
     from memsize.analysis.fit.fit import FitRequest

@@ -135,9 +135,9 @@ def fit_script(
     """The largest value of a script's own argument that fits a GPU, by running the script with one after another.
 
     `script` runs as by `run`, with `arguments` as its command line, of which `vary` names one with a whole number:
-    ``"batch-size"`` for ``--batch-size 8``, ``"train.batch_size"`` for ``train.batch_size=8``. `gpu`, `budget` and
-    `margin` are as for `fit`, `allocator` as for `run`; `steps` training steps are made in each run. Where the platform
-    forks, each run is a process of its own. `progress` and `found` are as for `fit`.
+    ``"batch-size"`` for ``--batch-size 8``, ``"train.batch_size"`` for ``train.batch_size=8``. `gpu`, `budget`,
+    `margin` and `beside` are as for `fit`, `allocator` as for `run`; `steps` training steps are made in each run. Where
+    the platform forks, each run is a process of its own. `progress` and `found` are as for `fit`.
 
     Raises `InputError` where there is no such script or argument, or where it has no effect on the GPU's memory; and
     `ForwardError` where the script fails with the value that it is given.
@@ -146,7 +146,7 @@ def fit_script(
     gpu = request.gpu
     allocator = AllocatorConfig.parse_optional(gpu.allocator)
     fraction = (allocator or AllocatorConfig.of_environment(os.environ)).memory_fraction
-    capacities = budgets(gpu.name, request.budget, request.margin, stack=gpu.releases, fraction=fraction)
+    capacities = budgets(gpu.name, request.budget, request.margin, gpu.releases, fraction, request.beside)
     from memsize.analysis.fit.script_search import fit_script as search
 
     report_progress, show = progress or (lambda _: None), found or (lambda _: None)

@@ -30,13 +30,15 @@ def budgets(
     margin: str | int = 0,
     stack: Stack = INSTALLED,
     fraction: float = 1.0,
+    beside: str | None = None,
 ) -> tuple[Budget, ...]:
     """The budgets of cards by name (one, a comma-separated list, or several), or of a number of bytes on one of them.
 
     With neither, the budget is that of the default card. `stack` decides how much the CUDA context takes, `fraction` is
-    the allocator's `memory_fraction`. Raises `InputError` for an unknown card, for a number of bytes on several cards,
-    and where nothing is left for the allocator.
+    the allocator's `memory_fraction`, and `beside` names a server on the same GPU with its share. Raises `InputError`
+    for an unknown card, for a number of bytes on several cards, and where nothing is left for the allocator.
     """
+    server = _share_of(beside) if beside else 0.0
     parts = gpu.split(",") if isinstance(gpu, str) else gpu or (DEFAULT_GPU,)
     names = [name.strip() for name in parts if name.strip()]
     if names == [ALL]:
@@ -44,11 +46,11 @@ def budgets(
     named = [local_card() if name.lower() == LOCAL else card(name) for name in names]
     cards = tuple({card.name: card for card in named}.values())
     if budget is None:
-        return tuple(budget_of(gpu, stack, fraction, margin=margin) for gpu in cards)
+        return tuple(budget_of(gpu, stack, fraction, margin=margin, server=server) for gpu in cards)
     if len(cards) != 1:
         raise InputError("a budget is that of one GPU: name one, or leave the budget out")
     device = parse_bytes(budget) if isinstance(budget, str) else budget
-    return (budget_of(cards[0], stack, fraction, device=device, margin=margin),)
+    return (budget_of(cards[0], stack, fraction, device=device, margin=margin, server=server),)
 
 
 def budget_of(
@@ -58,6 +60,7 @@ def budget_of(
     *,
     device: int | None = None,
     margin: str | int = 0,
+    server: float = 0.0,
 ) -> Budget:
     """The budget of a card, or of a part of `device` bytes of it. Raises `InputError` where nothing is left for the
     allocator.
@@ -76,13 +79,26 @@ def budget_of(
         margin=margin if isinstance(margin, int) else parse_bytes(margin),
         notes=tuple(_notes(where)),
         fraction=fraction,
+        server=server,
     )
     if budget.margin < 0 or budget.allocator <= 0:
         parts = [f"{format_bytes(taken)} for the CUDA context"] if taken else []
         parts += [f"the {1 - fraction:.0%} that the allocator may not take"] if fraction < 1 else []
+        parts += [f"{format_bytes(budget.beside)} for the server beside it"] if server else []
         parts += [f"a margin of {format_bytes(budget.margin)}"] if budget.margin else []
         raise InputError(f"{name} has {format_bytes(device)}: nothing is left after {' and '.join(parts)}")
     return budget
+
+
+def _share_of(text: str) -> float:
+    """The share of a server, from ``serve:0.3``: what vLLM calls `gpu_memory_utilization`."""
+    share = re.fullmatch(r"serve:(0?\.\d+)", text.strip())
+    if share is None:
+        number = re.search(r"(\d+(?:\.\d+)?)\s*(%?)", text)
+        value = float(number[1]) / (100 if number[2] or float(number[1]) > 1 else 1) if number else 0.3
+        nearest = f"serve:{value:g}" if 0 < value < 1 else "serve:0.3"
+        raise InputError(f"{text!r} is no server and its share of the GPU's memory, such as {nearest}")
+    return float(share[1])
 
 
 def _notes(where: Card) -> Iterator[str]:
@@ -101,7 +117,7 @@ def _notes(where: Card) -> Iterator[str]:
 def larger_budgets(than: Budget, stack: Stack = INSTALLED) -> tuple[Budget, ...]:
     """The budgets of the cards that have more memory, ascending: of those whose kernels are known."""
     larger = [card for card in _cuda_cards() if card.bytes > than.device]
-    return tuple(budget_of(card, stack, than.fraction, margin=than.margin) for card in larger)
+    return tuple(budget_of(card, stack, than.fraction, margin=than.margin, server=than.server) for card in larger)
 
 
 def _cuda_cards() -> list[Card]:

@@ -117,7 +117,7 @@ class FitDocument(Document[Fit]):
             "generation": fit.generation or None,
             "stack": fit.stack or None,
             "budgets": [
-                values_of(budget, "name", "device", "context", "margin", "fraction", "allocator")
+                values_of(budget, "name", "device", "context", "margin", "beside", "fraction", "allocator")
                 | {"parallel": budget.parallel or None, "gpus": budget.gpus}
                 for budget in fit.budgets
             ],

@@ -273,7 +273,8 @@ class Budget:
 
     `card` decides which kernels run. `parallel` is how a training is spread over several such GPUs (``"fsdp=8"``), of
     which this is the budget of one, and `gpus` is their number. `fraction` is the largest share of `device` that the
-    allocator's settings let it hold. `notes` are remarks that a reader of the figures needs.
+    allocator's settings let it hold, and `server` the share that a server on the same GPU takes. `notes` are remarks
+    that a reader of the figures needs.
     """
 
     name: str
@@ -285,6 +286,7 @@ class Budget:
     fraction: float = 1.0
     parallel: str = ""
     gpus: int = 1
+    server: float = 0.0
 
     def runs_as(self, other: Budget) -> bool:
         """Whether both GPUs run the same kernels with the same parallel strategy, whatever their memory."""
@@ -303,7 +305,13 @@ class Budget:
     @property
     def allocator(self) -> int:
         """Bytes left for PyTorch's caching allocator."""
-        return min(self.device - self.context, int(self.fraction * self.device)) - self.margin
+        own = self.device - self.beside
+        return min(own - self.context, int(self.fraction * self.device)) - self.margin
+
+    @property
+    def beside(self) -> int:
+        """Bytes that a server on the same GPU takes, its CUDA context included."""
+        return int(self.server * self.device)
 
 
 def gpus_in_words(budgets: Iterable[Budget]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from memsize.errors import InputError
 from memsize.records.world import World
 from memsize.spec.model_request import parse_arguments
 from memsize.spec.options import REQUIRED, option, part
-from memsize.spec.requests import budget_option, gpus_option, margin_option
+from memsize.spec.requests import beside_option, budget_option, gpus_option, margin_option
 from memsize.spec.stack import Gpu
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class FitScriptRequest:
     gpu: Gpu = gpus_option(without=("stack",))
     budget: str | int | None = budget_option()
     margin: str | int = margin_option()
+    beside: str | None = beside_option()
 
 
 @dataclass(frozen=True, kw_only=True)

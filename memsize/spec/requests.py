@@ -50,6 +50,9 @@ budget_option: Final = partial(
     option, None, "Memory of the device, instead of the GPU's: 15109MiB, 24GB.", metavar="SIZE"
 )
 margin_option: Final = partial(option, "0", "Memory to leave free: 500MiB, or 5% of the device.", metavar="SIZE")
+beside_option: Final = partial(
+    option, None, "A server on the same GPU, and its share of the device's memory: serve:0.3.", metavar="SERVER"
+)
 
 
 def _scenarios(usual: Iterable[str], help: str = "Scenarios separated by commas, or all.") -> Any:
@@ -190,6 +193,7 @@ class FitRequest:
     gpu: Gpu = gpus_option(", all (the smallest that fits)")
     budget: str | int | None = budget_option()
     margin: str | int = margin_option()
+    beside: str | None = beside_option()
     scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
     compile: bool = _compile()
     training: Training | None = part(Training, without=("steps",), **_TRAINING)

@@ -302,10 +302,11 @@ def _budgets(evidence: FitEvidence) -> Iterator[Finding]:
         per_gpu = "each " if budget.parallel else ""
         taken = ["the CUDA context may take {context}"] if budget.context else []
         taken += ["the allocator may take {fraction}"] if budget.fraction < 1 else []
+        taken += ["the server beside it takes {beside}"] if budget.server else []
         taken += ["the margin is {margin}"] if budget.margin else []
         less = f", of which {' and '.join(taken)}" if taken else ""
         values = {"allocator": Bytes(budget.allocator), "name": budget.one}
-        values |= sizes(device=budget.device, context=budget.context, margin=budget.margin)
+        values |= sizes(device=budget.device, context=budget.context, margin=budget.margin, beside=budget.beside)
         values |= sizes(fraction=int(budget.fraction * budget.device))
         text = f"The allocator gets {{allocator}}{before}: {per_gpu}{{name}} has {{device}}{less}."
         yield Finding("budget", text, values, bytes=budget.allocator)
