@@ -275,6 +275,26 @@ def test_kinds_of_layers(kind: str, config: Callable[..., str]) -> None:
             memsize.serve(config(**SMALL | entries), tensor_parallel_size=2, **options)
 
 
+def test_weights_of_one_product_are_one_tensor(config: Callable[..., str]) -> None:
+    """Tensors of 10 MiB and more lie in segments of whole 2 MiB: 25 and 5 and 5 MiB of query, key and value in 36, 25
+    of the output in 26, twice 135 of gate and up in 270, 135 of down in 136.
+    """
+    sizes = {"hidden_size": 5120, "num_attention_heads": 20, "num_key_value_heads": 4, "intermediate_size": 13824}
+    one = SMALL | sizes | {"head_dim": 128, "num_hidden_layers": 1, "vocab_size": 64}
+    (row,) = memsize.serve(config(**one), max_num_batched_tokens=64, max_num_seqs=4, **PLAIN).ran
+    small = 2 * 64 * 5120 * 2 + 3 * 5120 * 2 + 2 * 512  # embedding and head, norms, frequencies
+    assert row.weights == (36 + 26 + 270 + 136) * 2**20 + small + 1000 * 128 * 2
+
+
+def test_a_config_without_a_width_of_heads_is_divided(config: Callable[..., str]) -> None:
+    """Qwen2's has none: two heads of 16 with one of keys and values on each of two GPUs."""
+    qwen = SMALL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    options: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "tensor_parallel_size": 2, **PLAIN}
+    for model in (SMALL, qwen):
+        (row,) = memsize.serve(config(**model), **options).ran
+        assert row.paged is not None and row.paged.block_bytes == 16 * 2 * LAYER // 2
+
+
 def test_a_block_holds_more_of_smaller_tokens() -> None:
     layout = block_layout([CachedLayer(SLIDING, 32), CachedLayer(FULL, 64)], 100, 16, "it")
     assert layout.tokens == (32, 16)
@@ -404,6 +424,9 @@ def test_defaults_are_those_of_the_release_on_the_card(config: Callable[..., str
     assert chosen("vllm=0.4.1", "h100") == (40_000, 256, 0.9, 16)  # a whole prompt
     assert chosen("vllm=0.6.4.post1", "h100") == (512, 256, 0.9, 16)  # in chunks, beyond 32,768
     assert chosen("vllm=0.6.4", "h100", max_model_len=1000) == (2048, 256, 0.9, 16)
+    assert chosen("vllm=0.8.0", "l40s") == (2048, 1024, 0.9, 16)
+    assert chosen("vllm=0.8.4", "l40s") == (2048, 256, 0.9, 16)
+    assert chosen("vllm=0.8.4", "h100") == (8192, 1024, 0.9, 16)
     assert chosen("vllm=0.8.5", "a100-80gb") == (8192, 1024, 0.9, 16)
     assert chosen("vllm=v0.9.2", "a100-80gb") == (2048, 256, 0.9, 16)
     assert chosen("vllm=0.9.2", "h100") == (8192, 1024, 0.9, 16)
@@ -418,10 +441,10 @@ def test_defaults_are_those_of_the_release_on_the_card(config: Callable[..., str
 def test_a_release_between_two_that_were_read_says_so(config: Callable[..., str]) -> None:
     between, read = (
         memsize.serve(config(**SMALL), server=f"vllm={release}", scenarios="as-given").assumptions
-        for release in ("0.8.4", "0.8.5")
+        for release in ("0.8.3", "0.8.4")
     )
     assert (
-        "vLLM 0.8.4 was not read: it follows vLLM 0.8.0, and what changed up to 0.8.5 may be in it already" in between
+        "vLLM 0.8.3 was not read: it follows vLLM 0.8.0, and what changed up to 0.8.4 may be in it already" in between
     )
     assert not any("was not read" in text for text in read)
 
@@ -558,6 +581,38 @@ def test_images_are_encoded_before_the_step(config: Callable[..., str]) -> None:
     (text,) = memsize.serve(config(**SMALL), server="vllm=0.7.3", max_model_len=1000, **options).ran
     (both,) = memsize.serve(config(**VISION), server="vllm=0.7.3", max_model_len=1000, **options).ran
     assert both.weights > text.weights
+
+
+def test_the_states_that_llama_3_2_keeps_of_images(config: Callable[..., str]) -> None:
+    """One image of 4 tiles for each of 256 sequences: the peak is in the second encoder's MLP, after its activation."""
+    heads = {"num_attention_heads": 4, "hidden_size": 64}
+    text = {name: SMALL[name] for name in ("vocab_size", "num_key_value_heads", "intermediate_size")}
+    vision = {"model_type": "mllama_vision_model", "image_size": 28, "patch_size": 14, "num_hidden_layers": 3}
+    mllama = {
+        "architectures": ["MllamaForConditionalGeneration"],
+        "model_type": "mllama",
+        "dtype": "bfloat16",
+        "image_token_index": 99,
+        "text_config": heads
+        | text
+        | {"model_type": "mllama_text_model", "num_hidden_layers": 4, "cross_attention_layers": [1], "pad_token_id": 0}
+        | {"max_position_embeddings": 1000},
+        "vision_config": vision
+        | {"num_global_layers": 2, "hidden_size": 64, "attention_heads": 4, "intermediate_size": 256}
+        | {"intermediate_layers_indices": [0, 1], "vision_output_dim": 3 * 64, "max_num_tiles": 4},
+    }
+    (row,) = memsize.serve(config(**mllama), gpu="h100", server="vllm=0.6.6", scenarios="as-given").ran
+    images, patches, padded = 256, 2 * 2 + 1, 8
+    state = images * 4 * padded * 64 * 2
+    mask = images * (4 * padded) ** 2 * 2
+    embedded = images * 4 * (patches - 1) * 64 * 2
+    pixels = images * 4 * 3 * 28 * 28 * 4
+    tokens = images * 4 * patches * 3 * 8
+    # two states and the last, and a stack of the two; input of the encoder and of its layer, residual, norm; the MLP
+    states = (2 + 1 + 2 + 4 + 2 * 4) * state
+    assert states + mask + embedded + 2 * pixels + tokens == pytest.approx(row.profile - 32 * 2**20, rel=0.01)
+    assert row.paged is not None
+    assert row.paged.block_bytes == 16 * 4 * LAYER
 
 
 def test_only_a_config_can_be_divided() -> None:

@@ -152,5 +152,5 @@ def _one_of(gpus: int, model: ModelRequest, report_progress: Callable[[str], Non
     with model_of(model, report_progress) as loaded:
         from memsize.workloads.serving import divided
 
-        entries = divided(getattr(loaded.model, "config", None), gpus, loaded.name)
+        entries = divided(loaded.model, gpus, loaded.name)
     return replace(model, arguments={**model.arguments, **entries})

@@ -146,9 +146,14 @@ def _prompts(longest: int, chunk: int) -> Choice:
     return choose
 
 
-def _named_large(card: Card, _setting: Setting) -> Defaults:
-    large = any(name in card.name.lower() for name in ("h100", "h200"))
-    return Defaults(0.9, 8192 if large else 2048, 1024)
+def _by_name(seqs: int) -> Choice:
+    """V1 at first: more tokens on H100 and H200, and there 1,024 sequences; elsewhere `seqs`."""
+
+    def choose(card: Card, _setting: Setting) -> Defaults:
+        large = any(name in card.name.lower() for name in ("h100", "h200"))
+        return Defaults(0.9, *((8192, 1024) if large else (2048, seqs)))
+
+    return choose
 
 
 def _by_size(utilization: float = 0.9, *, a100: bool = False, largest: int = 8192) -> Choice:
@@ -188,8 +193,9 @@ _VLLM: Final = (
     Change(
         (0, 8, 0),
         "envs.py: V1, whose models are compiled; v1/worker/gpu_worker.py; engine/arg_utils.py; requirements",
-        {"outside": "all", "gate": "never", "encodes_first": True, "choose": _named_large, "torch": "2.6"},
+        {"outside": "all", "gate": "never", "encodes_first": True, "choose": _by_name(1024), "torch": "2.6"},
     ),
+    Change((0, 8, 4), "engine/arg_utils.py: 256 sequences but on H100 and H200", {"choose": _by_name(256)}),
     Change(
         (0, 8, 5),
         "engine/arg_utils.py: cards of 70 GiB; csrc/quantization/gptq_marlin/gptq_marlin.cu",
@@ -221,12 +227,12 @@ _VLLM: Final = (
     Change((0, 33, 0), "requirements", {"torch": "2.14"}),
 )
 _VLLM_READ: Final = (
-    "0.4.1 0.4.3 0.5.0 0.5.5 0.6.0 0.6.4 0.6.6 0.7.0 0.7.3 0.8.0 0.8.5 0.9.0 0.9.1 0.9.2 0.10.0 0.10.1 0.10.2 0.11.0 "
-    "0.12.0 0.13.0 0.14.0 0.16.0 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0 0.22.0 0.23.0 0.24.0 0.25.1 0.26.0 0.27.0 0.28.0 "
-    "0.29.0 0.30.0 0.31.0 0.32.0 0.33.0"
+    "0.4.1 0.4.3 0.5.0 0.5.5 0.6.0 0.6.4 0.6.6 0.7.0 0.7.3 0.8.0 0.8.4 0.8.5 0.9.0 0.9.1 0.9.2 0.10.0 0.10.1 0.10.2 "
+    "0.11.0 0.12.0 0.13.0 0.14.0 0.16.0 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0 0.22.0 0.23.0 0.24.0 0.25.1 0.26.0 0.27.0 "
+    "0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0"
 )
 _VLLM_UNREAD: Final = (
-    "0.4.2 0.5.1 0.5.2 0.5.3 0.5.4 0.6.1 0.6.2 0.6.3 0.6.5 0.7.1 0.7.2 0.8.1 0.8.2 0.8.3 0.8.4 0.11.1 0.11.2 0.14.1 "
+    "0.4.2 0.5.1 0.5.2 0.5.3 0.5.4 0.6.1 0.6.2 0.6.3 0.6.5 0.7.1 0.7.2 0.8.1 0.8.2 0.8.3 0.11.1 0.11.2 0.14.1 "
     "0.15.0 0.15.1 0.17.1 0.18.1 0.19.1 0.20.1 0.20.2 0.22.1 0.25.0 0.27.1"
 )
 

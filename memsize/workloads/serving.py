@@ -15,6 +15,8 @@ The forward is transformers' own, but for what vLLM has one kernel for: a norm m
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,7 +72,7 @@ class ProfileRun(Workload):
         root = names[id(body)]
         quantized = {name.removesuffix(".weight").removeprefix(f"{root}.") for name in setup.precision.sizes}
         _fuse(body, self, quantized)
-        _forget_states(body)
+        _keep_states(body)
         with run.recording(), torch.no_grad(), setup.precision.autocast():
             tokens = kwargs["input_ids"] if "input_ids" in kwargs else next(iter(tensors_in(args)))
             hidden = body(**(kwargs if self.with_images else {"input_ids": tokens}), use_cache=False).last_hidden_state
@@ -195,25 +197,51 @@ def _forget_embeddings(body: Any) -> None:
     vars(embedding)["forward"], vars(layers[0])["forward"] = embedded, layer
 
 
-def _forget_states(model: nn.Module) -> None:
-    """Free the states between the layers of image encoders, but for those that the config lists: transformers returns
-    them all (`MllamaVisionEncoder` in vLLM's `model_executor/models/mllama.py`).
+def _keep_states(model: nn.Module) -> None:
+    """Let image encoders that return states between their layers, as the config lists them, keep what vLLM's keeps
+    (`MllamaForConditionalGeneration` in its `model_executor/models/mllama.py`): those states alone, where transformers
+    returns all; a stack of them beside the second encoder; the images as the processor makes them, in float32, with a
+    copy; and a number, a position and a slot of the cache for each of their tokens (`enc_dec_model_runner.py`).
     """
-
-    def freeing(forward: Callable[..., Any], *, hidden_states: torch.Tensor, **options: Any) -> Any:
-        result = forward(hidden_states, **options)
-        hidden_states.untyped_storage().resize_(0)
-        return result
-
     for module in model.modules():
         listed = getattr(getattr(module, "config", None), "intermediate_layers_indices", None)
         layers = getattr(module, "layers", None)
-        if listed and isinstance(layers, nn.ModuleList):
+        if not listed:
+            continue
+        if isinstance(layers, nn.ModuleList):
             # Encoders with fewer layers than that return none but the last.
             returned = listed if max(listed) < len(layers) else ()
             for number, layer in enumerate(layers[1:]):
                 if number not in returned:
-                    vars(layer)["forward"] = partial(freeing, layer.forward)
+                    vars(layer)["forward"] = partial(_freeing, layer.forward)
+        elif isinstance(second := getattr(module, "global_transformer", None), nn.Module):
+            vars(second)["forward"] = partial(_beside_stack, second.forward, len(listed))
+            vars(module)["forward"] = partial(_beside_inputs, module, module.forward)
+
+
+def _freeing(forward: Callable[..., Any], *, hidden_states: torch.Tensor, **options: Any) -> Any:
+    result = forward(hidden_states, **options)
+    hidden_states.untyped_storage().resize_(0)
+    return result
+
+
+def _beside_stack(forward: Callable[..., Any], count: int, states: torch.Tensor, **options: Any) -> Any:
+    stack = states.new_empty(*states.shape, count)
+    result = forward(states, **options)
+    del stack
+    return result
+
+
+def _beside_inputs(
+    module: Any, forward: Callable[..., Any], pixel_values: torch.Tensor, *args: Any, **options: Any
+) -> Any:
+    images = torch.empty_like(pixel_values, dtype=torch.float32)
+    tiles = images[..., 0, 0, 0].numel()
+    pixel_values.untyped_storage().resize_(0)
+    tokens = torch.empty(3, tiles * module.num_patches, dtype=torch.int64, device=images.device)
+    result = forward(torch.empty_like(images), *args, **options)
+    del tokens
+    return result
 
 
 def _gated(module: Any, run: ProfileRun, is_packed: bool, states: torch.Tensor) -> torch.Tensor:
@@ -312,19 +340,20 @@ def vocabulary_padding(model: Any) -> int:
 # -- one GPU's part ---------------------------------------------------------------------------------------------------
 
 
-def divided(config: Any, tp: int, name: str) -> dict[str, object]:
-    """Compute the config entries of one GPU's part, as vLLM divides a model.
+def divided(model: Any, tp: int, name: str) -> dict[str, object]:
+    """Compute the config entries of one GPU's part of a model of transformers, as vLLM divides it.
 
     Heads, the width between the layers of an MLP and the vocabulary are divided; fewer key-value heads than GPUs are
     repeated (`vllm/model_executor/models/llama.py`). The vocabulary is first padded to a multiple of 64
     (`vllm/model_executor/layers/vocab_parallel_embedding.py`). Raises `InputError` where `tp` GPUs cannot share the
     model.
     """
+    config = getattr(model, "config", None)
     if config is None:
         raise InputError(f"{name} has no config: without it memsize cannot divide it among cards")
     entries = vars(config)
     missing = [entry for entry in ("num_attention_heads", "num_key_value_heads", "vocab_size") if entry not in entries]
-    if missing or not hasattr(config, "head_dim"):
+    if missing or not (hasattr(config, "head_dim") or _reads_head_dim(model)):
         entry = (missing or ["head_dim"])[0]
         raise InputError(f"{name} has no {entry} in its config: without it memsize cannot divide it among cards")
     heads, groups = config.num_attention_heads, config.num_key_value_heads
@@ -332,7 +361,7 @@ def divided(config: Any, tp: int, name: str) -> dict[str, object]:
     if groups % tp and tp % groups:
         raise InputError(f"{name} has {groups} heads of keys and values: {tp} cards can neither divide nor repeat them")
     part: dict[str, object] = {
-        "head_dim": config.head_dim or config.hidden_size // heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "num_attention_heads": heads // tp,
         "num_key_value_heads": max(groups // tp, 1),
         "vocab_size": _whole(-(-config.vocab_size // _PADDED) * _PADDED, tp, "padded tokens in its vocabulary", name),
@@ -344,13 +373,19 @@ def divided(config: Any, tp: int, name: str) -> dict[str, object]:
 
 def part_of(model: Any, tp: int, name: str) -> nn.Module:
     """Build, on meta, the part of a model of transformers that one of `tp` GPUs stores. Raises as `divided` does."""
-    config = copy.deepcopy(getattr(model, "config", None))
-    for entry, value in divided(config, tp, name).items():
+    entries = divided(model, tp, name)
+    config = copy.deepcopy(model.config)
+    for entry, value in entries.items():
         setattr(config, entry, value)
     with torch.device("meta"):
         part: nn.Module = type(model)._from_config(config, dtype=model.dtype)
     part.generation_config = model.generation_config
     return part.eval()
+
+
+def _reads_head_dim(model: Any) -> bool:
+    """Whether a model whose config has no width of heads, such as Qwen2, takes one that is set."""
+    return 'getattr(config, "head_dim"' in inspect.getsource(sys.modules[type(model).__module__])
 
 
 def _whole(count: int, tp: int, what: str, name: str) -> int:

@@ -6,6 +6,7 @@ It is the arithmetic of vLLM's `Worker.determine_available_memory` (`vllm/v1/wor
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
@@ -58,6 +59,10 @@ libraries and of vLLM's own kernels, of which only the former is counted by `mem
 _COMMUNICATORS: Final = 2
 """NCCL's communicators of cards that share layers: PyTorch's and vLLM's own (`distributed/device_communicators`)."""
 _WEIGHTS = ("parameter", "buffer")
+_PRODUCTS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that vLLM and SGLang compute in one product (`QKVParallelLinear` and `MergedColumnParallelLinear` in vLLM's
+`model_executor/layers/linear.py`).
+"""
 MIXED: Final = 8192
 """The tokens of a prompt with images: more than those stand for."""
 _PROMPT = 8
@@ -202,8 +207,8 @@ class Server:
             if kind := now.kind.removeprefix(STATE).removeprefix(" and "):
                 layers.append(CachedLayer(kind, (now.bytes - before.bytes) // own * width))
         if not served.rules.encodes_first:  # V0 has a cache for each layer, also for those that read images
-            most = max(layers, key=lambda layer: layer.bytes)
-            layers = [layer if layer.bytes else most for layer in layers]
+            crossed = getattr(config, "cross_attention_layers", None) or ()
+            layers += [max(layers, key=lambda layer: layer.bytes)] * len(crossed)
         if self.serving.tensor_parallel_size > 1 and any(layer.states for layer in steps[1]):
             raise InputError(f"{self.runner.name} keeps states as in Mamba: memsize does not divide those among cards")
         window = getattr(config, "sliding_window", None)
@@ -269,9 +274,8 @@ class Server:
         holds_gate = rules.holds_gate(str(text_config(runner.model).model_type))
         run = ProfileRun(seqs, served.tp, rules.sampler, rules.products, holds_gate, in_step)
         trace = self._on(inputs, -(-served.tokens // length), served).run(run, scenario)
-        weights = weights_in(trace)
         estimate = estimate_gpu(trace, runner.gpu)
-        step, free = estimate.allocated - weights, estimate.reserved - estimate.allocated
+        step, free = estimate.allocated - weights_in(trace), estimate.reserved - estimate.allocated
         if has_images and rules.encodes_first:
             if image.tokens:  # as many images as the tokens of a step may stand for
                 images = max(1, min(max(served.tokens, image.tokens) // image.tokens, served.seqs))
@@ -281,7 +285,8 @@ class Server:
         padding = vocabulary_padding(runner.model) if served.tp == 1 else 0  # a part of it is padded already
         tables = rotary_tables(runner.model) + padding
         ops = frozenset(distinct(trace.events, "op") - {""})
-        return Profile(weights + tables, step if rules.profiles else 0, free if rules.reserved else 0, ops)
+        weights = weights_in(trace, _PRODUCTS) + tables
+        return Profile(weights, step if rules.profiles else 0, free if rules.reserved else 0, ops)
 
     def _on(self, inputs: ModelInputs, batch: int, served: ServerArguments) -> Runner:
         runner = self.runner.with_inputs(inputs, batch)
@@ -308,10 +313,21 @@ class Encoded(NamedTuple):
     result: int
 
 
-def weights_in(trace: Trace) -> int:
-    """Bytes of the blocks of parameters and buffers, as they are when the model is loaded."""
-    stored = [event for event in trace.events if trace.storages[event.storage].role in _WEIGHTS and event.delta > 0]
-    return replay((event.storage, event.delta) for event in stored).allocated.bytes
+def weights_in(trace: Trace, products: Sequence[Sequence[str]] = ()) -> int:
+    """Bytes of the blocks of parameters and buffers, as they are when the model is loaded; those of layers that are
+    computed in one of `products` are one tensor.
+    """
+    sizes: dict[object, int] = {}
+    met: Counter[int] = Counter()
+    for event in trace.events:
+        storage = trace.storages[event.storage]
+        if storage.role in _WEIGHTS and event.delta > 0:
+            parent, _, name = (trace.layers[storage.layer].path if storage.layer >= 0 else "").rpartition(".")
+            product = next((names for names in products if name in names), None)
+            tensor = (parent, product, met[storage.layer]) if product else event.storage
+            met[storage.layer] += 1
+            sizes[tensor] = sizes.get(tensor, 0) + event.delta
+    return replay(enumerate(sizes.values())).allocated.bytes
 
 
 def served_scenarios(scenarios: Sequence[Scenario], model: Any, rules: Rules) -> tuple[Scenario, ...]:

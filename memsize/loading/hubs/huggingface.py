@@ -150,6 +150,7 @@ def _config(
     kind = transformers.CONFIG_MAPPING[model_type]
     defaults = kind()
     names = {*vars(defaults), *data, *getattr(defaults, "attribute_map", {}), "architectures", "dtype"}
+    names.add("head_dim")  # attention reads it, also of configs that have none by default
     for name in arguments:
         if name not in names and not hasattr(defaults, name):
             raise unknown_name(f"the config of {label}", name, sorted(names), "entry")
