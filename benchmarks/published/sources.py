@@ -250,6 +250,15 @@ _SERVERS: Final = tuple(
             "vllm=0.6.6",
             "logged on a branch between 0.6.6 and 0.7.0",
         ),
+        ("qwen2.5-32b", "Qwen2.5-32B, two GPUs", f"{_ISSUES}/15815", "L40S", "vllm=0.7.1", ""),
+        (
+            "llama-3.1-v1",
+            "Llama-3.1-8B",
+            f"{_PULLS}/17122",
+            "L40S",
+            "vllm=0.8.4",
+            "logged on a branch between 0.8.4 and 0.8.5",
+        ),
         ("qwen3-235b", "Qwen3-235B-A22B FP8, four GPUs", f"{_ISSUES}/21348", "H100 80GB", "vllm=0.9.2", ""),
         (
             "qwen3-235b-sglang",
@@ -458,6 +467,11 @@ NOT_COUNTED: Final = (
         "Llama-3.1-8B with 35,000 tokens in vLLM 0.6.4",
         f"{_ISSUES}/10517",
         "the step of 62 MiB has the logits of fewer sequences than by default, and how many is not stated",
+    ),
+    (
+        "Llama-3.1-8B's cache in vLLM 0.8.4",
+        f"{_PULLS}/17122",
+        "158,656 tokens on an L40S, for which neither the share of the card nor the number of sequences is stated",
     ),
     (
         "Liger-Kernel's embeddings, ORPO and SimPO, 28 figures",

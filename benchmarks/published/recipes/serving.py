@@ -61,6 +61,9 @@ _CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
     | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}},
     "qwen2.5-1.5b": _QWEN_1B | {"dtype": "bfloat16"},
     "qwen2.5-1.5b-fp16": _QWEN_1B | {"dtype": "float16"},
+    "qwen2.5-32b": _QWEN
+    | {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
+    | {"num_key_value_heads": 8, "vocab_size": 152064, "dtype": "bfloat16", "tie_word_embeddings": False},
     "qwen2.5-72b-gptq": _QWEN
     | {"hidden_size": 8192, "intermediate_size": 29696, "num_hidden_layers": 80, "num_attention_heads": 64}
     | {"num_key_value_heads": 8, "vocab_size": 152064, "dtype": "float16", "tie_word_embeddings": False}
@@ -95,7 +98,7 @@ _CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
         "architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama", "dtype": "bfloat16",
         "text_config": {"model_type": "mllama_text_model"},
         "vision_config": {
-            "model_type": "mllama_vision_model", "image_size": 560, "intermediate_layers_indices": [3, 7, 15, 23, 30],
+            "model_type": "mllama_vision_model", "image_size": 448, "intermediate_layers_indices": [3, 7, 15, 23, 30],
         },
     },
 }  # fmt: skip
