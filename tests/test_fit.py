@@ -831,6 +831,23 @@ def test_what_binds_a_language_model_are_its_logits() -> None:
     assert plain.bind is not None and plain.bind.largest is not None and not plain.bind.largest.logits
 
 
+def test_a_wide_image_is_no_logits() -> None:
+    class Painter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Upsample(size=(1024, 1024))
+            self.paint = nn.Conv2d(4, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            image: Tensor = self.paint(self.up(x))
+            return image
+
+    fit = memsize.fit(Painter(), (4, 8, 8), batch_size=1000, budget="4GiB", scenarios="fp32", remedies=False)
+    (row,) = fit.fit_rows
+    assert row.bind is not None and row.bind.largest is not None and row.bind.largest.spec.shape[-1] == 1024
+    assert not row.bind.largest.logits
+
+
 @pytest.mark.parametrize(("alive", "in_pieces"), [(8_500, True), (9_950, False), (10_100, False), (12_000, False)])
 def test_free_memory_that_a_request_does_not_fit_into_is_told(alive: int, in_pieces: bool) -> None:
     """Of 10,000 MiB so many are alive, the 500 that are asked for included: what others leave is free in pieces where

@@ -184,7 +184,8 @@ def limit_of(run: Footprint, capacity: int | None) -> Bind:
         group = groups.get(spec, Alike(0, spec, 0))
         groups[spec] = Alike(group.tensors + 1, spec, group.bytes + size)
     most = max(groups.values(), key=lambda group: group.bytes, default=None)
-    widths = {out.spec.shape[-1] for layer in trace.layers[:1] for out in layer.outputs if out.spec.shape}
+    # An image ends with its width.
+    widths = {out.spec.shape[-1] for layer in trace.layers[:1] for out in layer.outputs if 0 < len(out.spec.shape) < 4}
     vocabularies = {width for width in widths if width and width >= _VOCABULARY}
     return Bind(
         phase=split_phase(trace.phases[event.phase])[0],
