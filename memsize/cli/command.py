@@ -198,7 +198,7 @@ def answer(
         progress("writing the answer")
         output.keep(reply)
         text = output.drawn(reply, **view)
-    if output.format == "agent" and not isinstance(text, bytes):
+    if output.format == "agent" and not isinstance(text, bytes) and not is_saved(path):
         text = chain(text, _next_commands())
     output.write(text)
     return reply
