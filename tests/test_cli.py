@@ -16,7 +16,7 @@ from typing import Any
 import click
 import pytest
 
-from memsize import Gpu, InputSpec, ModelRequest, Report, Trace, api
+from memsize import Gpu, InputSpec, ModelRequest, Report, Trace
 from memsize.cli import main, memsize as cli, run
 from memsize.cli.working import Progress, remaining
 from memsize.errors import ForwardError, InputError
@@ -64,7 +64,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def asked(monkeypatch: pytest.MonkeyPatch, folder: None) -> Asked:
     """The API's stand-in."""
     fake = Asked()
-    monkeypatch.setattr(api, "report", fake)
+    monkeypatch.setattr("memsize.api.report", fake)
     return fake
 
 
@@ -174,7 +174,7 @@ def test_a_file_that_appears_meanwhile_is_not_overwritten(
         Path("a.json").write_text("mine")
         return Report("model.py:Net", trace())
 
-    monkeypatch.setattr(api, "report", answer)
+    monkeypatch.setattr("memsize.api.report", answer)
     assert "exists already" in failing(capsys, "model.py:Net", "-o", "a.json")
     assert Path("a.json").read_text() == "mine"
 

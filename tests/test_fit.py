@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 import memsize
-from memsize import AllocatorConfig, Finding, Fit, Gpu, ModelRequest, Trace, Training, api
+from memsize import AllocatorConfig, Finding, Fit, Gpu, ModelRequest, Trace, Training
 from memsize.analysis.findings.fit import FitEvidence, what_binds, what_fits_on_the_others
 from memsize.analysis.fit.footprint import Footprint, Forecast, limit_of, replay_with_capacity
 from memsize.analysis.fit.run_cache import GenerationRunCache, RunCache, RunVariant
@@ -1085,7 +1085,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, folder: None) -> dict[str, object]:
         kept.update(vars(request))
         return made_by_hand()
 
-    monkeypatch.setattr(api, "fit", fake)
+    monkeypatch.setattr("memsize.api.fit", fake)
     return kept
 
 

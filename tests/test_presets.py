@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import memsize
-from memsize import api
 from memsize.errors import InputError, TargetError
 from memsize.loading import Target, load, parse_target
 from memsize.loading.presets import presets
@@ -80,7 +79,7 @@ def test_a_hub_id_alone_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_report_of_a_preset_names_its_source() -> None:
-    report = api.report("HuggingFaceTB/SmolLM2-135M?num_hidden_layers=2", scenarios="as-given", seq_len=8)
+    report = memsize.report("HuggingFaceTB/SmolLM2-135M?num_hidden_layers=2", scenarios="as-given", seq_len=8)
     assert report.model == "hf:HuggingFaceTB/SmolLM2-135M (LlamaForCausalLM)"
     assert any("preset HuggingFaceTB/SmolLM2-135M of 20" in note and "https://" in note for note in report.notes)
 
@@ -103,7 +102,7 @@ def test_a_hostile_name_is_refused_in_one_line(name: str) -> None:
 def test_online_is_for_hub_ids_alone(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("from torch import nn\n\nnet = nn.Linear(2, 2)\n")
     with pytest.raises(InputError, match="online is for the model of a Hub id"):
-        api.report(str(tmp_path / "net.py:net"), online=True)
+        memsize.report(str(tmp_path / "net.py:net"), online=True)
 
 
 # -- from the Hub ------------------------------------------------------------------------------------------------------
@@ -160,15 +159,14 @@ PROGRAM = """
 import os, sys
 os.environ |= {"HF_ENDPOINT": sys.argv[1], "HF_HOME": "home", "HF_HUB_CACHE": "cache", "HF_HUB_ETAG_TIMEOUT": "1"}
 import memsize
-from memsize import api
 from memsize.errors import TargetError
 for name in "good good missing huge nested silent".split():
     try:
-        report = api.report(f"org/{name}", online=True, scenarios="as-given", seq_len=4)
+        report = memsize.report(f"org/{name}", online=True, scenarios="as-given", seq_len=4)
         print(name, report.layers["parameters"].sum() > 0)
     except TargetError as error:
         print(name, error)
-report = api.report("diffusers:org/pipeline/unet", online=True, scenarios="as-given")
+report = memsize.report("diffusers:org/pipeline/unet", online=True, scenarios="as-given")
 print(report.model, report.parameters)
 print(sorted(os.listdir(os.environ["HF_HUB_CACHE"])), file=sys.stderr)
 """

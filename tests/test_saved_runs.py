@@ -15,7 +15,6 @@ import torch
 import memsize
 from memsize.cli import run
 from memsize.records.answer import Renderable
-from memsize.records.kinds import KINDS, SAVED_KINDS
 from memsize.records.run_file import NEWEST, read_data
 from memsize.render import render
 from tests import records
@@ -86,6 +85,10 @@ def test_a_saved_run_is_shown_as_it_was(kind: str, folder: Path, capsys: pytest.
     assert (folder / "again.memsize").read_bytes() == (folder / "run.memsize").read_bytes()
 
 
+SCHEMA = json.loads((Path(memsize.__file__).parent / "schema.json").read_text(encoding="utf-8"))
+DOCUMENTS = {name.split(".")[1].split("/")[0] for name in SCHEMA["properties"]["schema"]["enum"]}
+SAVED_KINDS = sorted(DOCUMENTS - {"timeline"} | {"step"})
+"""All kinds of answers; a timeline is saved as the step that it is drawn from."""
 READERS = {
     "checkpoint": "checkpoint",
     "explanation": "explain",
@@ -191,7 +194,7 @@ def test_what_would_need_the_model_is_refused(
     kind: str, options: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = SAVED / f"{kind}.1.memsize"
-    message = refused(capsys, KINDS[kind].command, str(path), *options)
+    message = refused(capsys, READERS[kind], str(path), *options)
     assert message == f"{path} is a saved run: {named} would need the model to be run again"
 
 
@@ -203,7 +206,7 @@ def test_view_options_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("command", "kind"), [("fit", "report"), ("report", "fit"), ("layout", "step")])
 def test_a_run_of_another_kind_is_refused(command: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = SAVED / f"{kind}.1.memsize"
-    by = KINDS[kind].command
+    by = READERS[kind]
     assert refused(capsys, command, str(path)) == f"{path} holds a {kind}: memsize {by} shows it"
 
 
@@ -268,7 +271,7 @@ def test_a_run_that_could_not_be_shown_is_refused(
         part = part[step]
     part[last] = value
     (folder / "run.memsize").write_bytes(gzip.compress(json.dumps(data).encode()))
-    message = refused(capsys, KINDS[kind].command, "run.memsize")
+    message = refused(capsys, READERS.get(kind, kind), "run.memsize")
     assert message.startswith("run.memsize is damaged: ") and says in message
 
 

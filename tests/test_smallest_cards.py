@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memsize import api
+import memsize
 from memsize.errors import InputError
 from memsize.render import render
 from tests.gpus import CARDS
@@ -24,8 +24,8 @@ def network() -> nn.Module:
 @pytest.mark.thorough
 def test_it_is_the_smallest_of_all_that_were_run() -> None:
     question = {"train": "adamw", "batch_size": 64, "scenarios": SCENARIOS}
-    smallest = api.fit(network(), (16384,), gpu="all", **question)
-    runs_on_all = api.fit(network(), (16384,), gpu=[card.name for card in CUDA], remedies=False, **question)
+    smallest = memsize.fit(network(), (16384,), gpu="all", **question)
+    runs_on_all = memsize.fit(network(), (16384,), gpu=[card.name for card in CUDA], remedies=False, **question)
     allocators = {budget.name: budget.allocator for budget in runs_on_all.budgets}
     for row in smallest.fit_rows:
         enough = [allocators[other.gpu] for other in runs_on_all.fit_rows
@@ -38,7 +38,7 @@ def test_it_is_the_smallest_of_all_that_were_run() -> None:
 
 @pytest.mark.thorough
 def test_each_number_of_gpus_has_its_smallest() -> None:
-    sharded = api.fit(
+    sharded = memsize.fit(
         network(), (16384,), gpu="all", train="adamw", batch_size=1, parallel="fsdp", gpus="1..4", scenarios="fp32"
     )
     (one, two, four) = sharded.fit_rows
@@ -49,7 +49,7 @@ def test_each_number_of_gpus_has_its_smallest() -> None:
 
 @pytest.mark.thorough
 def test_where_none_is_large_enough_it_is_the_largest() -> None:
-    fit = api.fit(network(), (16384,), gpu="all", train="adamw", batch_size=2**22, scenarios="fp32")
+    fit = memsize.fit(network(), (16384,), gpu="all", train="adamw", batch_size=2**22, scenarios="fp32")
     (row,) = fit.fit_rows
     assert row.status == "exceeds" and row.gpu == CUDA[-1].name
     assert "no GPU fits batch 4,194,304" in render(fit, "text")
@@ -59,4 +59,4 @@ def test_where_none_is_large_enough_it_is_the_largest() -> None:
 @pytest.mark.parametrize("question", [{}, {"batch_size": 8, "vary": "image"}])
 def test_it_is_about_a_batch(question: dict[str, object]) -> None:
     with pytest.raises(InputError, match="finds the smallest GPU for a batch"):
-        api.fit(network(), (16384,), gpu="all", **question)
+        memsize.fit(network(), (16384,), gpu="all", **question)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
+import memsize
 from benchmarks.zoo.operators import declare
-from memsize import InputSpec, api
+from memsize import InputSpec
 from memsize.cli import run
 from memsize.errors import InputError, TargetError
 from memsize.known_values.values import constant_of
@@ -157,19 +158,19 @@ def test_a_report_needs_no_input(tiny: Path, capsys: pytest.CaptureFixture[str])
 
 def test_made_inputs_are_those_that_a_user_would_give(tiny: Path) -> None:
     ids = ["input_ids=64:int64", "attention_mask=64:int64"]
-    given = api.report(f"hf:{tiny}", ids, scenarios="fp32,amp-bf16")
-    assert api.report(f"hf:{tiny}", scenarios="fp32,amp-bf16").scenario_results == given.scenario_results
+    given = memsize.report(f"hf:{tiny}", ids, scenarios="fp32,amp-bf16")
+    assert memsize.report(f"hf:{tiny}", scenarios="fp32,amp-bf16").scenario_results == given.scenario_results
 
 
 def test_a_training_step_and_a_fit_make_their_inputs_too(tiny: Path) -> None:
-    step = api.trace(f"hf:{tiny}", optimizer="sgd", batch_size=2, seq_len=8)
+    step = memsize.trace(f"hf:{tiny}", optimizer="sgd", batch_size=2, seq_len=8)
     assert step.trace.inputs[0].spec.shape == (2, 8)
 
 
 def test_layers_are_divided_by_the_models_own_plan(tiny: Path) -> None:
     """Of 22,976 - 7 x 32 numbers a half, of the norms all. Each layer sums up after its attention and its MLP."""
     traces = {
-        parallel: api.trace(
+        parallel: memsize.trace(
             f"hf:{tiny}", optimizer="sgd", batch_size=2, seq_len=8, parallel=parallel, scenario="fp32"
         ).trace
         for parallel in ("tp=2", "fsdp=4,tp=2")
@@ -191,7 +192,7 @@ def test_layers_are_divided_by_the_models_own_plan(tiny: Path) -> None:
 
 def test_what_is_divided_and_then_sharded_is_never_whole(tiny: Path) -> None:
     """Each of two shards of each half of a layer; what divides them beforehand is nobody's memory."""
-    trace = api.trace(f"hf:{tiny}", optimizer="sgd", seq_len=8, parallel="fsdp=2,tp=2", scenario="fp32").trace
+    trace = memsize.trace(f"hf:{tiny}", optimizer="sgd", seq_len=8, parallel="fsdp=2,tp=2", scenario="fp32").trace
     made = [event.delta for event in trace.events if trace.phases[event.phase] == "setup" and event.delta > 0]
     assert sum(made) < 4 * TINY_PARAMETERS // 2
     shards = sum(each.bytes for each in trace.tensors if each.kind == "parameter")
@@ -201,7 +202,9 @@ def test_what_is_divided_and_then_sharded_is_never_whole(tiny: Path) -> None:
 def test_each_stage_has_its_half_of_the_layers_that_are_divided(tiny: Path) -> None:
     """Of two layers each of two stages has one, with two norms; the last has the third norm and the head."""
     traces = [
-        api.trace(f"hf:{tiny}", optimizer="sgd", seq_len=8, parallel=f"tp=2,pp=2,rank={rank}", scenario="fp32").trace
+        memsize.trace(
+            f"hf:{tiny}", optimizer="sgd", seq_len=8, parallel=f"tp=2,pp=2,rank={rank}", scenario="fp32"
+        ).trace
         for rank in (0, 3)
     ]
     ends, norms = 100 * 32, 2 * 32
@@ -225,7 +228,7 @@ def test_each_stage_has_its_half_of_the_layers_that_are_divided(tiny: Path) -> N
 )
 def test_models_that_cannot_be_divided(tiny: Path, target: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        api.trace(f"hf:{target.format(tiny=tiny)}", optimizer="sgd", seq_len=8, parallel="tp=4", scenario="fp32")
+        memsize.trace(f"hf:{target.format(tiny=tiny)}", optimizer="sgd", seq_len=8, parallel="tp=4", scenario="fp32")
 
 
 def test_the_length_of_texts_follows_the_config(tiny: Path) -> None:
@@ -258,7 +261,7 @@ def test_lists_with_an_entry_per_layer_follow_their_number(write: Write, transfo
 
 def test_the_dtype_of_a_config_is_the_models(write: Write, transformers: Any) -> None:
     write("half/config.json", json.dumps(TINY | {"torch_dtype": "bfloat16"}))
-    report = api.report(f"hf:{write('half/x', '').parent}", scenarios="as-given")
+    report = memsize.report(f"hf:{write('half/x', '').parent}", scenarios="as-given")
     assert report.totals.parameter_bytes == 2 * TINY_PARAMETERS
 
 
@@ -403,7 +406,7 @@ def test_the_model_really_takes_these_inputs(kind: str, transformers: Any) -> No
     real = type(loaded.module)(loaded.module.config).eval()  # type: ignore[operator,arg-type]
     with torch.no_grad():
         output = real(**{name: with_numbers(value) for name, value in given.items()})
-    trace = api.trace(loaded.module, input_data=given, optimizer=None, mode="eval").trace
+    trace = memsize.trace(loaded.module, input_data=given, optimizer=None, mode="eval").trace
     ours = [output.spec.shape for output in trace.layers[0].outputs]
     assert ours == [tuple(tensor.shape) for tensor in tensors_in(output)]
     assert sum(layer.parameters for layer in trace.layers) == sum(p.numel() for p in real.parameters())
@@ -557,7 +560,7 @@ def test_a_timm_model_has_the_size_of_its_config(monkeypatch: pytest.MonkeyPatch
     assert "downloaded" in refused("timm:hf-hub:org/name")
     assert "no pretrained weights" in refused("timm:tiny?pretrained=True")
     with pytest.raises(InputError, match="takes images"):
-        api.report("timm:tiny", seq_len=5)
+        memsize.report("timm:tiny", seq_len=5)
 
 
 def test_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -639,12 +642,12 @@ def test_a_detector_is_given_objects_in_training(real_torchvision: Any) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("scenario", ["fp32", "fp16", "amp-bf16"])
 def test_a_detector_finds_and_learns_in_any_precision(real_torchvision: Any, scenario: str) -> None:
-    found = api.trace("torchvision:maskrcnn_resnet50_fpn", optimizer=None, mode="eval", scenario=scenario)
+    found = memsize.trace("torchvision:maskrcnn_resnet50_fpn", optimizer=None, mode="eval", scenario=scenario)
     # 100 objects, each with its mask over the whole image: one after the other, then all in one.
     masks = 100 * 800 * 1066 * (2 if scenario == "fp16" else 4)
     assert max(s.bytes for s in found.trace.storages) == masks
     assert any("cover all of it" in assumption for assumption in found.assumptions)
-    trained = api.trace("torchvision:maskrcnn_resnet50_fpn", optimizer="sgd", steps=1, scenario=scenario)
+    trained = memsize.trace("torchvision:maskrcnn_resnet50_fpn", optimizer="sgd", steps=1, scenario=scenario)
     gradients = sum(s.bytes for s in trained.trace.storages if s.role == "gradient")
     assert gradients == sum(layer.trainable for layer in trained.trace.layers) * (2 if scenario == "fp16" else 4)
 
@@ -779,12 +782,12 @@ def test_the_command_takes_a_function(write: Write, functions: str, capsys: pyte
 
 
 def test_a_function_in_python() -> None:
-    report = api.report(
+    report = memsize.report(
         Text(), input_data=lambda batch_size: torch.zeros(batch_size, 7, dtype=torch.int64), batch_size=3
     )
     assert report.trace.inputs[0].spec.shape == (3, 7)
     with pytest.raises(InputError, match="give the input once"):
-        api.trace(Text(), "7:int64", input_data=torch.zeros(1, 7, dtype=torch.int64))
+        memsize.trace(Text(), "7:int64", input_data=torch.zeros(1, 7, dtype=torch.int64))
 
 
 # Nests
@@ -815,7 +818,7 @@ def test_a_packed_sequence_has_no_batch_dimension() -> None:
     packed = pack_sequence([torch.rand(4, 8), torch.rand(2, 8)])
     feed = inputs_from_data(packed)
     assert not feed.resizable
-    report = api.report(nn.LSTM(8, 4), input_data=packed, scenarios="fp32")
+    report = memsize.report(nn.LSTM(8, 4), input_data=packed, scenarios="fp32")
     # 6 steps of 4 hidden values in all
     assert report.trace.layers[0].outputs[0].spec.shape == (6, 4)
 
