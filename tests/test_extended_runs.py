@@ -250,7 +250,8 @@ class Wide(nn.Module):
         return x + self.fc(x)[..., :WIDTH]
 
 
-STRATEGIES = [("fsdp=4", True), ("hsdp=2x2", True), ("ddp=4", False), ("pp=3,rank=0", False), ("dp=2", False)]
+STRATEGIES = [("fsdp=4", True), ("hsdp=2x2", True), ("ddp=4", True), ("ddp=4,views", False)]
+STRATEGIES += [("pp=3,rank=0", False), ("dp=2", False)]
 
 
 @pytest.mark.thorough
@@ -259,6 +260,61 @@ STRATEGIES = [("fsdp=4", True), ("hsdp=2x2", True), ("ddp=4", False), ("pp=3,ran
 def test_one_gpu_of_several(strategy: str, repeats: bool, block: type[nn.Module]) -> None:
     workload = ParallelSteps(Training("adamw"), parse_parallel(strategy), card("a100"))
     assert bool(assert_law(Deep(16, block), workload).extended_from) is repeats
+
+
+class Large(nn.Module):
+    """A block of 14 MiB, more than half a bucket: 2·600·3,072 float32, and a little more."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3072), nn.Linear(3072, WIDTH)
+        self.between = nn.Linear(3072, 600)
+        self.back = nn.Linear(600, 3072, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.back(self.between(self.up(self.norm(x)))).relu())
+
+
+class LargeNormed(Large):
+    """The same with running statistics, which are sent before each forward."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("training", "scenario", "block", "repeats"),
+    [
+        (Training("adamw"), "as-given", Large, True),
+        (Training("sgd", gradient_accumulation_steps=2), "amp-fp16", Large, True),
+        pytest.param(Training("adamw"), "bf16", Large, True, marks=ALL),
+        pytest.param(Training("adamw"), "as-given", LargeNormed, False, marks=ALL),
+    ],
+)
+def test_buckets_that_end_anywhere_in_a_block(
+    training: Training, scenario: str, block: type[nn.Module], repeats: bool
+) -> None:
+    workload = ParallelSteps(training, parse_parallel("ddp=8"), card("a100"))
+    with torch.device("meta"):
+        model = Deep(30, block)
+    trace = assert_law(model, workload, scenario)
+    assert bool(trace.extended_from) is repeats
+    # 30 blocks of 3,714,660 elements; a bucket closes at 25 MiB or more.
+    size = 2 if scenario == "bf16" else 4
+    last = [one for one in trace.collectives if one.kind == "all-reduce" and one.phase == trace.collectives[-1].phase]
+    total = size * sum(parameter.numel() for parameter in model.parameters())
+    buckets = [one.bytes for one in last[len(last) - len(last) // training.gradient_accumulation_steps :]]
+    assert sum(buckets) == total
+    assert min(buckets[1:-1]) >= 25 << 20
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "scenario"), [("llama", "bf16"), ("gpt2", "amp-bf16"), ("bert", "as-given")])
+def test_language_models_of_which_each_gpu_has_a_copy(kind: str, scenario: str) -> None:
+    workload = ParallelSteps(Training("adamw"), parse_parallel("ddp=8"), card("a100"))
+    assert assert_law(TEXTS[kind](), workload, scenario, kwargs={"input_ids": IDS}).extended_from in SHORT
 
 
 # -- models that lie about their layers -------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from torch import nn
 
 from memsize.analysis.model_setups import ModelEdit, ModelSetups, StorageKey, storage_key
-from memsize.analysis.short_runs import ShortRuns
+from memsize.analysis.short_runs import ShortRuns, different_part
 from memsize.depth.blocks import FoldedPath
 from memsize.depth.likeness import is_counting, numbers_of
 from memsize.depth.trace_extension import NotRepeatedError
@@ -51,7 +51,7 @@ class _RunRequest:
     def is_plain(self) -> bool:
         """Whether a run of all layers shows how they repeat in others as well, and need not be made again for that."""
         is_edited = self.edits or self.resized is not _as_it_is or self.scenario.recipe == "quantized"
-        return not is_edited and self.workload.record is None
+        return not is_edited and self.workload.record is None and self.workload.apart is None
 
     @property
     def kind(self) -> Hashable:
@@ -112,19 +112,39 @@ class Runner(ModelSetups):
     def _extended(self, request: _RunRequest) -> Trace | None:
         skipped: dict[FoldedPath, str] = {}
         name = request.scenario.name
+        apart = request.workload.apart
 
         def run(model: nn.Module) -> Trace:
-            trace = self._run_short(request, model)
+            trace = self._run_short(request if apart is None else replace(request, workload=apart), model)
             layers = self._short_runner(model).skipped_layers.get(name, {})
             skipped.update(self.short_runs.folded(model, layers))
             return trace
 
-        trace = self.short_runs.extended(run, request.kind, request.workload.record)
+        runs = cache(run)
+        trace = self.short_runs.extended(runs, request.kind, request.workload.record)
+        if trace is not None and apart is not None:
+            trace = self._joined(request, trace, runs)
         if trace is None:
             return None
         if skipped:
             self.skipped_layers[name] = self.short_runs.unfolded(trace, skipped)
         return replace(trace, notes=(*trace.notes, self.short_runs.note))
+
+    def _joined(self, request: _RunRequest, apart: Trace, runs: Callable[[nn.Module], Trace]) -> Trace | None:
+        """Return the run of a workload whose short runs are those of another one, `runs`, which extend to `apart`; None
+        where that of a short model is not the one that its run shows.
+        """
+        short = self.short_runs.shortest(apart)
+        like = self._run_short(request, short)
+        try:
+            part = different_part(request.workload.joined(runs(short), like), like)
+            if not part:
+                return request.workload.joined(apart, like)
+            reason = f"{part} of a short model are not as computed"
+        except NotRepeatedError as error:
+            reason = str(error)
+        self.short_runs.refuse(request.kind, reason)
+        return None
 
     def _is_proven(self, proof: Proof, request: _RunRequest, listener: Listener | None) -> bool:
         """Whether runs of short models extend to those of the whole one, as one run of that shows."""

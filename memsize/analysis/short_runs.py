@@ -89,7 +89,7 @@ class ShortRuns:
 
         def traced(counts: Counts) -> Trace:
             if counts not in runs:
-                runs[counts] = run(self._model_with(counts))
+                runs[counts] = run(self.model_with(counts))
             return runs[counts]
 
         whole = self.blocks.repetition.counts
@@ -146,8 +146,8 @@ class ShortRuns:
         assert self.blocks is not None
         whole = self.blocks.repetition.counts
         shortest = tuple(min(_LENGTHS[-1], count - 1) for count in whole)
-        least = figure(self._model_with(shortest))
-        longer = (figure(self._model_with(one_more(shortest, group))) for group in range(len(whole)))
+        least = figure(self.model_with(shortest))
+        longer = (figure(self.model_with(one_more(shortest, group))) for group in range(len(whole)))
         return least + sum(
             (more - least) * (count - less) for more, count, less in zip(longer, whole, shortest, strict=True)
         )
@@ -189,7 +189,17 @@ class ShortRuns:
         paths = ((layer.path, self.blocks.repetition.fold(layer.path)[0]) for layer in trace.layers)
         return {path: layers[folded] for path, folded in paths if folded in layers}
 
-    def _model_with(self, counts: Counts) -> nn.Module:
+    def shortest(self, trace: Trace) -> nn.Module:
+        """Return the shortest of the models whose runs `trace` extends."""
+        assert self.blocks is not None
+        return self.model_with(trace.extended_from[:1] * len(self.blocks.groups))
+
+    def refuse(self, kind: Hashable, reason: str) -> None:
+        """Extend no more runs of one `kind`."""
+        self._refused[kind] = reason
+
+    def model_with(self, counts: Counts) -> nn.Module:
+        """Return the model with as many periods of each group of blocks."""
         if counts not in self._short:
             assert self.blocks is not None
             self._short[counts] = self._copy()

@@ -23,9 +23,10 @@ from typing import Any, Final, NoReturn
 import torch
 import torch.distributed
 import torch.nn.parallel.distributed
+from torch import Tensor, nn
 
 from memsize.errors import InputError
-from memsize.processes.patches import Patch, calling
+from memsize.processes.patches import Patch, assigned, calling
 from memsize.tracing.ledger import Ledger
 
 Region = Callable[[], AbstractContextManager[None]]
@@ -213,3 +214,29 @@ def _pick(value: Any, places: Sequence[int], length: int) -> Any:
     if not isinstance(value, (list, tuple)) or len(value) != length:
         return value
     return type(value)(value[index] for index in places)
+
+
+# -- buckets -----------------------------------------------------------------------------------------------------------
+
+
+def with_own_buckets(model: nn.Module, group: Any, views: bool) -> nn.Module:
+    """Wrap `model` in `DistributedDataParallel`, with a bucket for each of its tensors (`memsize.depth.buckets`)."""
+    distributed: Any = torch.distributed
+    wrapped = partial(nn.parallel.DistributedDataParallel, process_group=group, gradient_as_bucket_view=views)
+    with (
+        assigned(distributed, "_compute_bucket_assignment_by_size", _one_by_one),
+        assigned(distributed, "_broadcast_coalesced", _sent_one_by_one),
+    ):
+        return wrapped(model, bucket_cap_mb=2**-20)
+
+
+def _one_by_one(tensors: Sequence[Tensor], limits: Sequence[int], *_: Any) -> tuple[list[list[int]], list[int]]:
+    return [[index] for index in range(len(tensors))], [limits[0]] * len(tensors)
+
+
+def _sent_one_by_one(group: Any, tensors: Sequence[Tensor], _: int, rank: int = 0) -> None:
+    for tensor in tensors:
+        flat = torch.cat([tensor.contiguous().view(-1)])
+        torch.distributed.broadcast(flat, group_src=rank, group=group)
+        tensor.copy_(flat.view_as(tensor))
+        del flat

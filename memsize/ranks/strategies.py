@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from memsize.errors import InputError
+from memsize.ranks.sharding import with_own_buckets
 from memsize.records.finding import join_names
 from memsize.records.trace import Trace
 from memsize.spec.parallel import Parallel
@@ -34,8 +35,11 @@ def spread(
     parallel: Parallel,
     scenario: Scenario,
     aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    *,
+    apart: bool = False,
 ) -> nn.Module:
-    """Return `model` as one process of `parallel` holds it. The process group must exist already.
+    """Return `model` as one process of `parallel` holds it, under ddp with a bucket for each tensor if `apart`. The
+    process group must exist already.
 
     `model` itself is changed, and for ``dp`` must come from `wrapped`; call the returned module in its place. Layers
     are divided by tensor parallelism within `aside`, where nothing is recorded: only their shards are stored.
@@ -50,6 +54,8 @@ def spread(
             divide(model, mesh["tp"], expert_plan_of(model, parallel.experts) if parallel.experts > 1 else ())
         if parallel.experts > 1:
             divide_experts(model, parallel, mesh["tp"], scenario)
+    if apart:
+        return with_own_buckets(model, mesh["replicate"].get_group(), parallel.views)
     return shared_out(model, blocks_of(model).modules, parallel, mesh, scenario)
 
 

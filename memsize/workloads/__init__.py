@@ -43,6 +43,18 @@ class Workload(Protocol):
         """
         return None
 
+    @property
+    def apart(self) -> Workload | None:
+        """What short models run in place of this workload, where sizes tell one block from another."""
+        return None
+
+    def joined(self, apart: Trace, like: Trace) -> Trace:
+        """Return the run of this workload that follows from a run of `apart`; `like` is a run of this one at any depth.
+
+        Raises `NotRepeatedError` where it does not follow.
+        """
+        return apart
+
     def run(self, setup: Setup) -> Trace:
         """Run the workload on `setup`, whose model it may change; the `trace` of a `ForwardError` has what ran."""
         ...

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from memsize.depth.buckets import joined, without_indices
 from memsize.device.cuda_libraries import nccl_notes
 from memsize.errors import ForwardError, ScenarioError
 from memsize.known_values.data_dependent import imbalanced
@@ -58,8 +59,6 @@ from memsize.workloads.optimizers import steps_watched
 from memsize.workloads.stages import Stage, line_of
 from memsize.workloads.training import Body, Loop, body_of, gradients_marked, is_regular, one_number, step_workload
 
-_IN_PIECES: Final = ("dp", "ddp")
-"""Strategies that send parameters and gradients in pieces of a size, which end anywhere in a block."""
 _LARGEST: Final = 4
 """How many kinds of what one GPU holds beyond another are named."""
 
@@ -139,12 +138,22 @@ class ParallelSteps(Workload):
     options: Training
     parallel: Parallel
     card: Card
+    own_buckets: bool = False
+    """Whether each tensor has a bucket of its own under `DistributedDataParallel`."""
 
     @property
     def proof(self) -> Proof | None:
-        # A stage of a pipeline has some of the blocks.
-        tells_blocks_apart = self.parallel.is_pipeline or self.parallel.kind in _IN_PIECES
+        # A stage of a pipeline has some of the blocks. DataParallel sends pieces that end anywhere in a block, as the
+        # buckets do of which gradients are views.
+        tells_blocks_apart = self.parallel.is_pipeline or self.parallel.kind == "dp" or self.parallel.views
         return Forward().proof if is_regular(self.options) and not tells_blocks_apart else None
+
+    @property
+    def apart(self) -> ParallelSteps | None:
+        return replace(self, own_buckets=True) if self.parallel.kind == "ddp" else None
+
+    def joined(self, apart: Trace, like: Trace) -> Trace:
+        return joined(apart, like)
 
     def run(self, setup: Setup) -> Trace:
         """The trace; raises `ScenarioError` for a scenario that cannot be trained so."""
@@ -164,7 +173,7 @@ class ParallelSteps(Workload):
 
         def make(run: Run) -> Callable[[], None]:
             assert isinstance(run.ledger, VirtualLedger)
-            model = spread(run.setup.model, parallel, scenario, run.ledger.absently)
+            model = spread(run.setup.model, parallel, scenario, run.ledger.absently, apart=self.own_buckets)
             loop = Loop(replace(run.setup, model=model), run.ledger, parallel.trained(self.options))
 
             def step() -> None:
@@ -178,7 +187,7 @@ class ParallelSteps(Workload):
         with imbalanced(groups=groups, position=parallel.world.rank):  # the rank that is shown is the busiest
             trace = run_rank(setup, parallel.world, self.card, self.options.steps, make)
         if other is None:
-            return trace
+            return without_indices(trace) if self.own_buckets else trace
         elsewhere = run_rank(
             replace(setup, model=other), replace(parallel.world, rank=1), self.card, self.options.steps, make
         )
