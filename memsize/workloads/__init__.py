@@ -45,7 +45,7 @@ class Workload(Protocol):
 
     @property
     def apart(self) -> Workload | None:
-        """What short models run in place of this workload, where sizes tell one block from another."""
+        """The workload that short models run in place of this one, where sizes tell one block from another."""
         return None
 
     def joined(self, apart: Trace, like: Trace) -> Trace:
