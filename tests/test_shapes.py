@@ -19,7 +19,7 @@ from memsize.torch_internals.meta import MetaMemo
 from memsize.torch_internals.sparse_tensors import in_coordinates
 from tests.conftest import Python
 from tests.kernels import kernel_temporaries
-from tests.models import MetaDispatchMode
+from tests.models import Ledger, MetaDispatchMode
 
 Tensor = torch.Tensor
 META = torch.device("meta")
@@ -446,6 +446,21 @@ def test_a_loss_holds_the_memory_that_a_real_one_holds(name: str, reduction: int
     # A real run hides what is allocated inside of an op. In half precision, 2 bytes for each term.
     inside = [each.bytes for each in kernel_temporaries(op, (meta(5, 8).half(), meta(8).half(), *options))]
     assert inside == ([2 * 5 * 8] if reduction and name in ("mse_loss", "smooth_l1_loss", "huber_loss") else [])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "cast"),
+    [(truth(3, 4), 8 * 3 * 4), (whole(3, 4).to(torch.int32), 8 * 3 * 4), (whole(3, 4), 0), (meta(3, 4), 0)],
+)
+@pytest.mark.parametrize("reduce", [Tensor.sum, lambda x: x.sum(1), Tensor.prod])
+def test_what_is_counted_is_cast_to_integers_of_8_bytes(
+    reduce: Callable[[Tensor], Tensor], tensor: Tensor, cast: int
+) -> None:
+    """ReduceOpsUtils.h, `make_reduction`. In Liger-Kernel's loss it is 128 KiB of 16,384 targets."""
+    with Ledger() as ledger:
+        total = reduce(tensor)
+    deltas = [event.delta for event in ledger.events]
+    assert deltas == [total.untyped_storage().nbytes(), *([cast, -cast] if cast else [])]
 
 
 @pytest.mark.parametrize(("name", "args", "kwargs"), KEYWORDS)

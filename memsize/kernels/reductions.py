@@ -65,6 +65,16 @@ def _mean(tensor: Any, dims: Dims = None, keepdim: bool = False, *, dtype: torch
     return _sum(tensor, dims, keepdim, dtype=dtype) if tensor.is_floating_point() else NotImplemented
 
 
+@temporaries_of(_aten.sum.default, _aten.sum.dim_IntList, _aten.prod.default, _aten.prod.dim_int)
+def _counted(tensor: Tensor, *_: Any) -> Iterator[Temporary]:
+    """Truth values and small integers are cast to integers of 8 bytes first (ReduceOpsUtils.h, `make_reduction`).
+
+    Known limit: another dtype that is asked for by name.
+    """
+    if tensor.dtype is not torch.int64 and not tensor.is_floating_point() and not tensor.is_complex():
+        yield Temporary(tuple(tensor.shape), torch.int64)
+
+
 @shape_rule("aten::all", "aten::any")
 def _truth_of_all(tensor: Any) -> Any:
     """The result is boolean, for uint8 as it always was (ReduceOps.cpp, `get_result_or_bytebool_dtype`)."""

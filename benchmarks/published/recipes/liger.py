@@ -1,4 +1,4 @@
-"""Liger-Kernel's benchmarks of operators: the eager PyTorch that its kernels are compared with.
+"""Liger-Kernel's benchmarks of operators: the eager PyTorch that its kernels are compared with, and two of these.
 
 Each benchmark resets the peak, calls the operator and reads `max_memory_allocated`, ten times; the median is the state
 after the first call, with gradients there. What its process holds besides counts: Liger's own module beside PyTorch's,
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memsize
-from benchmarks.published.recipes import liger_losses, liger_routing
+from benchmarks.published.recipes import liger_kernels, liger_losses, liger_routing
 from benchmarks.published.rows import Row, rows
 
 Call = Callable[[], object]
@@ -274,6 +274,8 @@ OPERATORS: Final[Mapping[str, Callable[[Mapping[str, int], str], Call]]] = {
     "rotary": _rotary(complex_turns=False),
     "rotary-complex": _rotary(complex_turns=True),
     "cross-entropy": lambda config, _: _backwards(liger_losses.cross_entropy(config)),
+    "liger-cross-entropy": lambda config, _: _backwards(liger_kernels.cross_entropy(config)),
+    "liger-swiglu": lambda config, mode: _passes(liger_kernels.swiglu(config), mode),
     "jsd": lambda config, _: _backwards(liger_losses.jsd(config), retain=True),
     "jsd-tokens": lambda config, mode: _passes(liger_losses.jsd_of_tokens(config), mode),
     "jsd-head": lambda config, _: _backwards(liger_losses.jsd_head(config)),

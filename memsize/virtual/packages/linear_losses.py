@@ -32,6 +32,7 @@ class _InPlace(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, reduction: str) -> Tensor:
         losses = torch.zeros(len(logits), dtype=logits.dtype, device=logits.device)
         counted = target != IGNORED
+        counted.sum()
         ctx.save_for_backward(logits.detach())
         del counted
         return losses if reduction == "none" else losses.sum()
