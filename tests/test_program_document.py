@@ -141,7 +141,7 @@ def test_the_argument_of_the_batch_is_named(program_line: str, argument: str | N
 def test_a_program_that_fails_at_once_is_not_told_to_choose_a_device() -> None:
     run = replace(program(), trace=replace(program().trace, events=()), failure="KeyError: 'x'")
     (finding,) = RULES.findings(replace(run, failed_at="train.py:87", growth=None, kept_gradients=None))
-    assert finding.text() == "The script failed at train.py:87: KeyError: 'x'. Nothing was on the GPU by then."
+    assert finding.text() == "The script failed at train.py:87: KeyError: 'x'. Nothing was on the GPU yet."
     assert "--device" in RULES.findings(replace(run, failure=None))[0].text()
     refused = Refused(20 * MiB, 5 * MiB, 0, "empty", None, "setup", "train.py:2")
     assert codes(replace(run, refused=(refused,), failure="OutOfMemoryError: …")) == ["run-out-of-memory"]

@@ -184,10 +184,12 @@ def agrees(shown: str, output: str) -> bool:
 RUN = [page for page in PAGES if any(examples(page))]
 SLOW = (
     "memsize fit hf:",
+    "memsize fit meta-llama",
     "memsize fit benchmarks/resnet.py:ResNet50",
     "memsize generate hf:",
     "memsize run --gpus 8",
     "memsize serve hf:",
+    "memsize serve meta-llama",
     "memsize sweep sweep.toml",
 )
 """How commands begin that take more than a second, without what a process takes to start."""

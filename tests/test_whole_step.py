@@ -45,10 +45,10 @@ def run_with(script: Path, *arguments: str) -> memsize.ProgramRun:
 
 
 def test_the_batch_that_is_named_fits_and_the_next_does_not(script: Path) -> None:
-    run = run_with(script, "--batch-size", "4096")
+    run = run_with(script, "--bs", "4096")
     assert run.ran_out and run.whole is not None and run.whole.batch is not None
     argument, size, largest = run.whole.batch
-    assert argument == "--batch-size" and largest and size < 4096
+    assert argument == "--bs" and largest and size < 4096
     assert not run_with(script, "--batch-size", str(size)).refused
     assert run_with(script, "--batch-size", str(size + 1)).ran_out
     sentence = next(finding for finding in run.findings if finding.code == "run-out-of-memory").brief

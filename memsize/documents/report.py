@@ -168,7 +168,7 @@ class ReportDocument(Document[Report]):
         elif self.depth is None:
             deepest = max((layer.depth for layer in self.answer.trace.layers), default=0)
             cuts: list[tuple[int | None, int | None]] = [(depth, None) for depth in range(deepest, 0, -1)]
-            cuts += [(None, most) for most in range(MOST_SHORT_ROWS, 0, -1)]
+            cuts += [(1, most) for most in range(MOST_SHORT_ROWS, 0, -1)]
             yield from (replace(layer_table(self.answer, depth, self.columns, n), hint="") for depth, n in cuts)
 
     def tables(self) -> dict[str, FlatTable]:

@@ -160,7 +160,8 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
     paged = row.paged
     values |= {"cache": Bytes(paged.available.low), "tokens": paged.tokens.low, "most": paged.tokens.high}
     values |= {"requests": paged.concurrency.texts()[0], "context": serving.context}
-    brief = "Under {scenario} the KV cache has room for {tokens} to {most} tokens: {requests} requests of {context}."
+    room = "Under {scenario} the KV cache has room for {tokens} to {most} tokens"
+    brief = f"{room}: {{requests}} requests of {{context}} at once."
     text = f"{brief} The cache gets at least {{cache}} of {{card}}."
     yield Finding("serves", text, values, bytes=paged.available.low, brief=brief)
 

@@ -41,7 +41,7 @@ def _failed(run: ProgramRun) -> Iterator[Finding]:
         template += " Until then it took {low} to {high} of {card}'s {total} at the peak, in {where}."
         values |= {"card": run.card.name, **peak_in_words(run)}
     elif not run.refused and not run.gpu_children:
-        template += " Nothing was on the GPU by then."
+        template += " Nothing was on the GPU yet."
     high = run.peak.device.high if run.trace.events else None
     yield Finding("run-failed", template, values, bytes=high, layers=_layers(run.peak.peak_layer))
 
@@ -93,7 +93,7 @@ def _advice(run: ProgramRun) -> tuple[str, dict[str, object]]:
     return text, values
 
 
-BATCH: Final = re.compile(r" --?([\w.-]*batch[\w-]*)[ =]\d")
+BATCH: Final = re.compile(r" --?([\w.-]*batch[\w-]*|bs|b)[ =]\d")
 """An argument of a program that sets its batch."""
 _PURPOSES: Final = {
     "_log_softmax": "the log-probabilities of the loss",
