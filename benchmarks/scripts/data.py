@@ -317,12 +317,13 @@ def stable_diffusion(folder: str) -> Maker:
         parts = {"unet": unet, "vae": vae, "text_encoder": text, "scheduler": DDPMScheduler()}
         for name, part in parts.items():
             part.save_pretrained(here / folder / name)
-        _clip_tokenizer(here / folder / "tokenizer")
+        clip_tokenizer(here / folder / "tokenizer")
 
     return make
 
 
-def _clip_tokenizer(folder: Path) -> None:
+def clip_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of letters as CLIP's is stored."""
     special = ("<|startoftext|>", "<|endoftext|>")
     letters = [chr(code) for code in range(33, 127)]
     tokens = [*special, *letters, *(f"{letter}</w>" for letter in letters)]

@@ -1,8 +1,8 @@
-"""The scripts of libraries and of their examples, and with those of `research` all of them."""
+"""The scripts of libraries and of their examples, and with those of `fine_tuning` and `research` all of them."""
 
 from __future__ import annotations
 
-from benchmarks.scripts import data, research
+from benchmarks.scripts import data, fine_tuning, research
 from benchmarks.scripts.data import Maker
 from benchmarks.scripts.recipe import Recipe
 
@@ -23,20 +23,6 @@ _MRPC = (
     *(data.file(f"{folder}/README.md", data.MRPC) for folder in ("nyu-mll/glue", "glue")),
     data.file("glue/glue.py", data.METRIC),
 )
-_LLAMA = (
-    data.model(
-        "llama",
-        "AutoModelForCausalLM",
-        "llama",
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        vocab_size=32000,
-    ),
-    data.tokenizer("llama", chat=True),
-)
-_CHATS = (data.rows("chats/train.json", messages=data.chat), data.rows("chats/test.json", messages=data.chat))
 
 
 def _example(folder: str, command: str, *makers: Maker, needs: tuple[str, ...] = _VISION) -> Recipe:
@@ -212,42 +198,6 @@ RECIPES = (
         needs=("transformers", "datasets", "evaluate", "torchvision"),
     ),
     Recipe(
-        "peft olora_finetuning",
-        "huggingface/peft",
-        "examples/olora_finetuning",
-        "olora_finetuning.py --base_model llama --data_path alpaca --batch_size 4 --device_map cuda",
-        (*_LLAMA, data.rows("alpaca/train.json", instruction=data.sentence, input="", output=data.sentence)),
-        needs=("peft", "transformers", "datasets"),
-    ),
-    Recipe(
-        "peft sft",
-        "huggingface/peft",
-        "examples/sft",
-        "train.py --model_name_or_path llama --dataset_name chats --splits train,test --max_length 256 "
-        "--per_device_train_batch_size 4 --bf16 True --output_dir out --use_peft_lora True --lora_r 8 "
-        "--lora_target_modules all-linear --gradient_checkpointing True --eval_strategy no",
-        (*_LLAMA, *_CHATS),
-        needs=("peft", "trl", "transformers", "datasets"),
-    ),
-    Recipe(
-        "trl sft",
-        "huggingface/trl",
-        ".",
-        "trl/scripts/sft.py --model_name_or_path llama --dataset_name chats --output_dir out "
-        "--per_device_train_batch_size 4 --max_length 256",
-        (*_LLAMA, *_CHATS),
-        needs=("trl", "transformers", "datasets"),
-    ),
-    Recipe(
-        "trl dpo",
-        "huggingface/trl",
-        ".",
-        "trl/scripts/dpo.py --model_name_or_path llama --dataset_name pairs --output_dir out --max_length 256 "
-        "--per_device_train_batch_size 2 --use_peft --lora_r 8",
-        (*_LLAMA, data.rows("pairs/train.json", prompt=data.sentence, chosen=data.sentence, rejected=data.sentence)),
-        needs=("trl", "transformers", "datasets", "peft"),
-    ),
-    Recipe(
         "lightning autoencoder",
         "Lightning-AI/pytorch-lightning",
         "examples",
@@ -278,24 +228,6 @@ RECIPES = (
         "fabric/image_classifier/train_fabric.py",
         (data.digits("../Datasets/MNIST"),),
         needs=("lightning", "torchvision"),
-    ),
-    Recipe(
-        "diffusers unconditional",
-        "huggingface/diffusers",
-        "examples/unconditional_image_generation",
-        "train_unconditional.py --train_data_dir images/train --resolution 64 --train_batch_size 4 --output_dir out "
-        "--mixed_precision fp16 --use_ema",
-        (_FOLDERS,),
-        needs=("diffusers", "accelerate", "datasets"),
-    ),
-    Recipe(
-        "diffusers text_to_image_lora",
-        "huggingface/diffusers",
-        "examples/text_to_image",
-        "train_text_to_image_lora.py --pretrained_model_name_or_path sd --train_data_dir captioned --resolution 256 "
-        "--train_batch_size 2 --output_dir out --mixed_precision fp16",
-        (data.stable_diffusion("sd"), data.pictures("captioned", count=16), data.captions("captioned", count=16)),
-        needs=("diffusers", "accelerate", "datasets", "peft"),
     ),
     Recipe(
         "ultralytics yolo",
@@ -352,5 +284,6 @@ RECIPES = (
         (data.planetoid("../data/Planetoid/Cora/raw"),),
         needs=("torch_geometric", "scipy"),
     ),
+    *fine_tuning.RECIPES,
     *research.RECIPES,
 )
