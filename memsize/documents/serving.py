@@ -91,8 +91,8 @@ def title(report: ServingReport) -> Title:
 def _strip(report: ServingReport, row: ServingRow) -> Strip:
     """The memory of a card as the server fills it, up to what it may take."""
     stepped = row.weights + row.profile
-    amounts = {"weights": Interval(row.weights, row.weights), "with a step": Interval(stepped, stepped)}
+    amounts = {"weights": Interval(row.weights, row.weights), "+ step": Interval(stepped, stepped)}
     if row.paged is not None:
-        amounts["with the KV cache"] = Interval(*(stepped + size for size in row.paged.available))
-    amounts["the server may take"] = Interval(report.budget, report.budget)
+        amounts["+ KV cache"] = Interval(*(stepped + size for size in row.paged.available))
+    amounts["allowed"] = Interval(report.budget, report.budget)
     return Strip(tuple(amounts.items()), report.card.bytes)
