@@ -19,6 +19,7 @@ from torch.utils._ordered_set import OrderedSet
 import memsize
 from memsize.processes.simulation import open_simulation
 from memsize.records.trace import Trace
+from memsize.units import format_bytes, parse_bytes
 from tests.models import Ledger
 from tests.records import alive, live_bytes, totals
 
@@ -187,8 +188,12 @@ def test_what_cannot_be_lowered_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(graph.GraphLowering, "codegen", refuses)
     model = Gelus()
     eager, compiled = traced(model, "fp32"), traced(model, "fp32" + COMPILED)
-    (note,) = {note for note in compiled.notes if "could not be lowered" in note}
+    (note,) = {note for note in compiled.notes if "could not be lowered here" in note}
     assert "aten.mystery" in note
+    most = max(live_bytes(compiled.events))
+    (between,) = {note for note in compiled.notes if "at the peak tensors hold" in note}
+    least, shown = re.findall(r"[\d.,]+ [KMG]iB", between)
+    assert shown == format_bytes(most) and parse_bytes(least) < most
     assert totals(compiled).saved_bytes < totals(eager).saved_bytes  # what the partition saves is known all the same
 
 

@@ -42,9 +42,10 @@ CLONES: Final = {
     "https://github.com/huggingface/peft": "MEMSIZE_PEFT",
     "https://github.com/rasbt/LLMs-from-scratch": "MEMSIZE_BOOK",
     "https://github.com/pytorch/ao": "MEMSIZE_TORCHAO",
+    "https://github.com/openai/parameter-golf": "MEMSIZE_PARAMETER_GOLF",
 }
 """Repositories, and the variables that name a clone at hand instead."""
-LITGPT, PEFT, BOOK, TORCHAO = CLONES
+LITGPT, PEFT, BOOK, TORCHAO, PARAMETER_GOLF = CLONES
 _LIGHTNING: Final = (
     "lightning==2.5.5",
     "pytorch-lightning==2.5.5",
@@ -71,6 +72,14 @@ _DIFFUSERS: Final = (
     *"httpx httpcore h11 anyio sniffio hf-xet requests Pillow importlib_metadata zipp certifi idna urllib3".split(),
 )
 """Without what comes with memsize's own packages, PyTorch among them."""
+_RECORDS: Final = (
+    "2026-03-17_NaiveBaseline",
+    "2026-03-18_LongContextSeq2048",
+    "2026-03-19_10L_MixedPrecision",
+    "2026-03-19_Seq2048_FP16Emb_TunedLR",
+    "2026-03-19_TrainingOptSeq4096",
+)
+"""Of parameter-golf, those whose text and settings are known and that need no kernels of their own."""
 _PEFT_FOLDERS: Final = ("src/peft", "method_comparison/image-gen/experiments")
 
 
@@ -99,6 +108,14 @@ ENVIRONMENTS: Final[Mapping[str, Environment]] = {
             TORCHAO,
             "9acc9a4de61879d3dd6129611e722ef827d0e9a6",
             ("torchao/_models/llama", "torchao/prototype/low_bit_optim"),
+            False,
+        ),
+        Environment(
+            "parameter-golf-4908dc46",
+            (),
+            PARAMETER_GOLF,
+            "4908dc46f21ed3fdd08d2fdca285deb2194b9599",
+            tuple(f"records/track_10min_16mb/{record}" for record in _RECORDS),
             False,
         ),
         *(

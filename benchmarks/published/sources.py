@@ -30,6 +30,7 @@ Kind = Literal[
     "mixtures of experts",
     "norms and rotary embeddings",
     "losses of language models",
+    "compiled code",
     "servers",
 ]
 
@@ -318,7 +319,32 @@ _OPERATORS: Final[tuple[tuple[str, Kind, str, str, str], ...]] = (
 
 _TORCHAO: Final = "https://github.com/pytorch/ao"
 
+_GOLF: Final = "https://github.com/openai/parameter-golf"
+
+_GOLF_RELEASES: Final[tuple[tuple[str, Confidence, str], ...]] = (
+    ("2.8", "high", ""),
+    ("2.9", "high", ""),
+    ("2.10", "medium", "the release: another run of this setting took the same with it"),
+)
+
 _NEWER: Final = (
+    *(
+        Source(
+            f"parameter-golf/{release}",
+            "compiled code",
+            "parameter-golf's GPTs of 9 to 11 blocks, one step after the other",
+            f"{_GOLF}, records",
+            "H100 80GB",
+            f"torch={release},cuda=12.8",
+            "allocated",
+            MiB,
+            confidence,
+            inferred,
+            "parameter-golf-4908dc46",
+            "train_gpt.py of each record",
+        )
+        for release, confidence, inferred in _GOLF_RELEASES
+    ),
     Source(
         "generation/book",
         "transformers, inference",

@@ -20,6 +20,7 @@ RECIPES = {
     "book": "book_gpt",
     "generation": "book_generation",
     "torchao": "torchao",
+    "parameter-golf": "parameter_golf",
     "video": "video_checkpoints",
     "pipelines": "quantized_pipelines",
     "peft": "image_adapters",

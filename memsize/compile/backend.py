@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut
 from torch._inductor import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,13 +23,18 @@ from torch.fx import Graph, GraphModule, Interpreter
 
 from memsize.compile.decompositions import cuda_decompositions
 from memsize.compile.devices import CPU, CUDA, META, Move
+from memsize.compile.generated import running_ledger
 from memsize.compile.gpu import planning
 from memsize.kernels.semantics import current, switched_on
 from memsize.processes.patches import Patches, assigned, wrapping
+from memsize.records.aggregates import live_bytes
 from memsize.torch_internals.dispatch_key import suspended
+from memsize.tracing.ledger import Ledger
 from memsize.tracing.overrides import compilation
+from memsize.units import format_bytes
 
 Note = Callable[[str], None]
+Boxed = Callable[[list[Any]], Any]
 
 
 class Compiler:
@@ -38,6 +43,18 @@ class Compiler:
     def __init__(self, capability: tuple[int, int], note: Note) -> None:
         self._capability = capability
         self._note = note
+        self._unfused: list[range] = []
+        """The events of each call of a graph that could not be lowered."""
+        self._ledger: Ledger | None = None
+        """That of the run, once there was such a call."""
+
+    def conclude(self) -> None:
+        """Note where the peak lies, if graphs could not be lowered: fused, fewer of their results are stored."""
+        if self._ledger is None:
+            return
+        live, unfused = live_bytes(self._ledger.events), set(chain.from_iterable(self._unfused))
+        least = max((size for index, size in enumerate(live) if index not in unfused), default=0)
+        self._note(_BETWEEN.format(format_bytes(least), format_bytes(max(live))))
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
         """Compile a graph of Dynamo's with these `options` of Inductor."""
@@ -72,7 +89,16 @@ class Compiler:
                 return compile_fx.compile_fx_inner(move.graph(module), [move.value(v) for v in inputs], **options)
             except Exception as error:
                 self._note(_UNLOWERED.format(_reason(error)))
-                return _one_by_one(as_traced)
+                return _boxed(partial(self._run_unfused, _one_by_one(as_traced)))
+
+    def _run_unfused(self, call: Boxed, args: list[Any]) -> Any:
+        if (ledger := running_ledger()) is None:
+            return call(args)
+        self._ledger, before = ledger, len(ledger.events)
+        try:
+            return call(args)
+        finally:
+            self._unfused.append(range(before, len(ledger.events)))
 
 
 def _copied(module: GraphModule) -> GraphModule:
@@ -99,6 +125,8 @@ _UNLOWERED = (
     "operations run one by one, unfused: the real peak may be lower"
 )
 
+_BETWEEN = "at the peak tensors hold {} to {}: with none to all of the results in graphs that could not be lowered"
+
 _UNTRACED = (
     "a compiled graph could not be traced here ({}): it runs as it is written, and may need less memory, or more"
 )
@@ -114,10 +142,16 @@ def _partitioned(module: GraphModule, _inputs: Sequence[Any]) -> Any:
         return _one_by_one(module)
 
 
-def _one_by_one(module: GraphModule) -> Any:
-    """A function that runs the operations of a graph on stand-ins."""
-    interpreter = Interpreter(Move(META).graph(module))
-    return make_boxed_func(interpreter.run)
+def _one_by_one(module: GraphModule) -> Boxed:
+    """A function that runs the operations of a graph on stand-ins, and frees its arguments as it goes."""
+    return _boxed(Interpreter(Move(META).graph(module)).boxed_run)
+
+
+def _boxed(call: Boxed) -> Boxed:
+    """A function that AOTAutograd calls with a list, which it empties."""
+    boxed = partial(call)
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
 
 
 @contextmanager

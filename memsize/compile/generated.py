@@ -45,7 +45,7 @@ class _Region:
         self._op = ""
 
     def run(self, call: Call, args: list[Any]) -> Any:
-        ledger = _ledger()
+        ledger = running_ledger()
         with suspended():
             if ledger is None:
                 return call(args)
@@ -54,13 +54,13 @@ class _Region:
 
     def here(self, number: int) -> None:
         """Attribute all following allocations to the origin of this number."""
-        origin, ledger = self._origins[number], _ledger()
+        origin, ledger = self._origins[number], running_ledger()
         self._op = origin.op
         if ledger is not None:
             ledger.move_to(origin.path, origin.line)
 
     def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        ledger = _ledger()
+        ledger = running_ledger()
         with torch._C._DisableTorchDispatch():
             tensor = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         if ledger is not None:
@@ -81,11 +81,12 @@ class _ExternKernels:
 def _called(packet: Any, *args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> Any:
     if out is None:
         return packet(*args, **kwargs)
-    if ledger := _ledger():
+    if ledger := running_ledger():
         ledger.launched(packet.default, args, kwargs)
     return out
 
 
-def _ledger() -> Ledger | None:
+def running_ledger() -> Ledger | None:
+    """The ledger of the run that this thread is in."""
     simulation = current()
     return simulation.get(Ledger) if simulation else None

@@ -68,6 +68,7 @@ def compiling(compiler: Compiler, part: Compiles | None = None) -> Iterator[None
             _quiet(),
         ):
             yield
+            compiler.conclude()
     finally:
         trace_rules.SKIP_DIRS.remove(_PACKAGE)
         trace_rules._recompile_re()
