@@ -288,7 +288,7 @@ class LargeNormed(Large):
     ("training", "scenario", "block", "repeats"),
     [
         (Training("adamw"), "as-given", Large, True),
-        (Training("sgd", gradient_accumulation_steps=2), "amp-fp16", Large, True),
+        pytest.param(Training("sgd", gradient_accumulation_steps=2), "amp-fp16", Large, True, marks=ALL),
         pytest.param(Training("adamw"), "bf16", Large, True, marks=ALL),
         pytest.param(Training("adamw"), "as-given", LargeNormed, False, marks=ALL),
     ],
@@ -298,10 +298,10 @@ def test_buckets_that_end_anywhere_in_a_block(
 ) -> None:
     workload = ParallelSteps(training, parse_parallel("ddp=8"), card("a100"))
     with torch.device("meta"):
-        model = Deep(30, block)
+        model = Deep(18, block)
     trace = assert_law(model, workload, scenario)
     assert bool(trace.extended_from) is repeats
-    # 30 blocks of 3,714,660 elements; a bucket closes at 25 MiB or more.
+    # 18 blocks of 3,714,660 elements, which are sent in two chunks; a bucket closes at 25 MiB or more.
     size = 2 if scenario == "bf16" else 4
     last = [one for one in trace.collectives if one.kind == "all-reduce" and one.phase == trace.collectives[-1].phase]
     total = size * sum(parameter.numel() for parameter in model.parameters())
