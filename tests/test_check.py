@@ -181,6 +181,13 @@ def test_peaks_and_batches(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Batch 100,000,000 does not fit on Tesla T4: it needs " in batch.text()
 
 
+def test_what_runs_out_of_memory_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """10^8 samples of 64 float32 are 25.6 GB."""
+    target = '[[tool.memsize.target]]\ntarget = "net.py:Net"\ninput = "64"\ntrain = "adamw"\ngpu = "t4"\n'
+    Path("pyproject.toml").write_text(f"{target}batch_size = 100_000_000\n")
+    assert "error out-of-memory: " in shown(capsys, status=1)
+
+
 def test_findings(capsys: pytest.CaptureFixture[str]) -> None:
     unused = MODEL.replace("self.head = ", "self.idle = nn.Linear(2, 2)\n        self.head = ")
     Path("net.py").write_text(unused)
