@@ -366,6 +366,37 @@ def test_one_sequence_is_told_as_one(config: Callable[..., str]) -> None:
     assert fits.text().startswith("Under as-given, 1 sequence of 16 + 4 tokens fits: ")
 
 
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "vocab_size": 64,
+    "n_positions": 64,
+    "dtype": "float32",
+}
+
+
+def test_the_verdict_names_what_a_scenario_hardly_quantizes(config: Callable[..., str]) -> None:
+    asked: dict[str, Any] = {"gpu": "t4", "prompt": 16, "max_new_tokens": 4, "scenarios": "fp16,int8-weight"}
+    findings = {finding.code: finding for finding in memsize.generate(config(**GPT2), **asked).findings}
+    embeddings, norms = (64 + 64) * 32, 5 * 2 * 32
+    # Of each block: the products c_attn, attn.c_proj, c_fc and mlp.c_proj with their biases.
+    products = 2 * (32 * 96 + 96 + 32 * 32 + 32 + 32 * 128 + 128 + 128 * 32 + 32)
+    head = 64 * 32 + 64 * 4 + 64
+    leaves = findings["quantization-leaves-most"]
+    assert leaves.bytes == 4 * (embeddings + norms + products)
+    assert leaves.values["stored"] == leaves.bytes + head
+    assert (leaves.values["kind"], leaves.values["most"]) == ("Conv1D", 4 * products)
+    # The cache's figures are those of the verdict's scenario.
+    assert findings["generation-fits"].values["scenario"] == "fp16"
+    assert findings["kv-cache"].bytes == 2 * 2 * 32 * 2 * (16 + 4 - 1)
+    assert "quantization-leaves-most" not in {
+        finding.code for finding in memsize.generate(config(**SMALL), **asked).findings
+    }
+
+
 def test_the_command_line(config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, saved = config(**SMALL), str(tmp_path / "run.memsize")
     asked = [

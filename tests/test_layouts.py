@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
+import memsize
 from memsize.errors import ScenarioError
 from memsize.precision.layouts import GROUP, LAYOUTS
 from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
@@ -144,6 +145,14 @@ class TestTorchAo:
         _, rows = applied(model, "int8-dynamic")
         assert sum(row.bytes for row in rows.values()) == stored_bytes(self.dynamic(model)) == 2 * (16 + 16) + 64
         assert (rows["2.weight"].bytes, rows["2.weight"].tied_to) == (64, None)
+
+    def test_tied_weights_come_apart_in_a_run_too(self) -> None:
+        model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
+        model[1].weight = model[0].weight
+        trace = memsize.trace(model, "4:int64", scenario="int8-weight")
+        stored = sum(storage.bytes for storage in trace.trace.storages if storage.role == "parameter")
+        # The embedding's float32; one byte for each weight of the layer; a scale and a zero point for each row.
+        assert stored == 16 * 8 * 4 + (16 * 8 + 16 * 4 + 16)
 
     def test_tied_bias_stays_shared(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -245,7 +245,7 @@ def _freeze(model: nn.Module, converted: list[tuple[nn.Module, str]]) -> None:
     for module, name in converted:
         parameter = getattr(module, name)
         if id(parameter) in unconverted:
-            setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))
+            setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
         else:
             parameter.requires_grad_(False)
 

@@ -4,26 +4,35 @@ about serving (how many requests a card serves at once, what is missing, what ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
+from memsize.analysis.findings.evidence import bytes_of, layers_of
 from memsize.analysis.findings.fit import what_is_enough
+from memsize.records.aggregates import stored_dtypes
 from memsize.records.finding import Finding, Rules, sizes
 from memsize.records.fit import Remedied
 from memsize.records.generation import GenerationRow, decisive_row
 from memsize.records.gpu import Card, GpuEstimate
 from memsize.records.serving import ServingRow
+from memsize.records.trace import Trace
 from memsize.spec.generation import Draft, ServerArguments
 from memsize.units import Bytes
 from memsize.workloads.generation import OF_ASSISTANT
 
 
 class Evidence(NamedTuple):
-    """The rows of a generation that could be run, and what would make one fit that does not."""
+    """The rows of a generation that could be run, and what would make one fit that does not.
+
+    `quantized` has a trace of each scenario that quantizes; only its stored tensors and layers are read.
+    """
 
     rows: tuple[GenerationRow, ...]
     draft: Draft | None = None
     remedied: Remedied | None = None
+    quantized: Mapping[str, Trace] = MappingProxyType({})
 
 
 RULES = Rules[Evidence]()
@@ -60,10 +69,28 @@ def _what_would_make_it_fit(evidence: Evidence) -> Iterator[Finding]:
     return what_is_enough(evidence.remedied, "batch")
 
 
+@RULES.rule("quantization-leaves-most")
+def _what_stays_unquantized(evidence: Evidence) -> Iterator[Finding]:
+    for name, trace in evidence.quantized.items():
+        weights = [tensor for tensor in trace.tensors if tensor.kind in ("parameter", "packed")]
+        left = [tensor for tensor in weights if tensor.kind == "parameter" and not tensor.parts and tensor.bytes]
+        size, stored = bytes_of(left), bytes_of(weights)
+        if size * 2 <= stored:
+            continue
+        types, by_type = {layer.path: layer.type for layer in trace.layers}, Counter[str]()
+        for tensor in left:
+            by_type[types.get(tensor.layer, "")] += tensor.bytes
+        (kind, most), *_ = by_type.most_common()
+        values: dict[str, object] = {"scenario": name, "kind": kind, "dtypes": stored_dtypes(left)[:1]}
+        values |= sizes(size=size, stored=stored, most=most)
+        text = "{scenario} leaves {size} of {stored} in {dtypes}: it does not convert {kind} layers ({most})."
+        yield Finding("quantization-leaves-most", text, values, bytes=size, layers=layers_of(left), brief=text)
+
+
 @RULES.rule("kv-cache")
 def _what_the_cache_costs(evidence: Evidence) -> Iterator[Finding]:
-    row = max(evidence.rows, key=lambda row: row.cache)
-    if not row.cache:
+    row = decisive_row(evidence.rows)
+    if row is None or not row.cache:
         text = "The model keeps no KV cache."
         yield Finding("kv-cache", text, bytes=0, brief=text)
         return

@@ -53,11 +53,14 @@ Point = tuple[Scenario, int, Generation]
 
 
 class RowResult(NamedTuple):
-    """A row, its point, the traces that were made for it, and the error if it has no figures."""
+    """A row, its point, the traces that were made for it, the trace without events whose layers and stored tensors are
+    the row's, and the error if it has no figures.
+    """
 
     point: Point
     row: GenerationRow
     samples: Mapping[Traced, Sample]
+    begun: Trace | None = None
     error: Exception | None = None
 
 
@@ -93,7 +96,9 @@ def report_generation(
         card=runner.gpu,
         inputs=largest.inputs,
         generation_rows=rows,
-        findings=RULES.findings(Evidence(tuple(row for row in rows if row.estimate is not None), draft, remedied)),
+        findings=RULES.findings(
+            Evidence(tuple(row for row in rows if row.estimate is not None), draft, remedied, _quantized(results))
+        ),
         remedied=remedied,
         notes=tuple(dict.fromkeys((*notes, *largest.notes, *([beyond] if is_beyond else [])))),
         assumptions=(*largest.assumptions, *([_NONE_RIGHT] if draft else [])),
@@ -141,12 +146,15 @@ class GenerationWork:
         row = GenerationRow(scenario.name, scenario.title, batch, generation.prompt, generation.max_new_tokens)
         generator = self.generators[scenario.name]
         before = set(generator.samples)
+        begun: Trace | None = None
         try:
-            row, error = self._row(row, generator.derive(generation, batch)), None
+            generated = generator.derive(generation, batch)
+            row, error = self._row(row, generated), None
+            begun = generated.begun.trace if scenario.recipe == "quantized" else None
         except (ScenarioError, ForwardError, InputError) as raised:
             row, error = replace(row, reason=str(raised)), raised
         samples = {traced: sample for traced, sample in generator.samples.items() if traced not in before}
-        return RowResult((scenario, batch, generation), row, samples, error)
+        return RowResult((scenario, batch, generation), row, samples, begun, error)
 
     def trace(self, result: RowResult) -> Trace:
         """Return the trace of the whole run behind a row."""
@@ -177,6 +185,11 @@ class GenerationWork:
             traced=generated.lengths,
             exact=generated.exact,
         )
+
+
+def _quantized(results: Iterable[RowResult]) -> dict[str, Trace]:
+    """The stored tensors and layers of each scenario that quantizes, in a trace without events."""
+    return {result.row.scenario: result.begun for result in results if result.begun is not None}
 
 
 def _phases(trace: Trace, *names: str) -> Iterator[Phase]:
