@@ -17,6 +17,7 @@ caused it, where there is one, is kept as `__cause__`.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 import traceback
@@ -30,6 +31,10 @@ _LONGEST_QUOTED: Final = 80
 _MOST_LISTED: Final = 100
 _SHOWN_OF_MORE: Final = 8
 _NO_MEMORY: Final = re.compile("DefaultCPUAllocator: .*you tried to allocate ([0-9]+) bytes")
+_WHILE_TRACING: Final = re.compile(
+    r"""Dynamo failed to run FX node .*: got \w+\(('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+)
+"""What Dynamo says of an operation that fails while it traces: its last part is the operation's own error."""
 
 
 class MemsizeError(Exception):
@@ -135,11 +140,15 @@ def quoted(text: str) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """The text of an exception: empty where `str` fails, and in plain words where PyTorch found no memory."""
+    """The text of an exception: empty where `str` fails, in plain words where PyTorch found no memory, and that of the
+    operation that failed where Dynamo traced it.
+    """
     try:
         text = str(error)
     except Exception:
         return ""
+    if traced := _WHILE_TRACING.search(text):
+        text = str(ast.literal_eval(traced[1]))
     wanted = _NO_MEMORY.search(text)
     return f"this machine has no {int(wanted[1]) / 2**30:,.2f} GiB of memory left for a tensor" if wanted else text
 
