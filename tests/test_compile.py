@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._ordered_set import OrderedSet
 
 import memsize
+from memsize import ForwardError
 from memsize.processes.simulation import open_simulation
 from memsize.records.trace import Trace
 from memsize.units import format_bytes, parse_bytes
@@ -540,6 +541,24 @@ def test_a_compiled_optimizer_step_makes_the_state_and_fuses_its_update(tmp_path
     assert updates == [True, False]  # eager code needs temporaries, compiled code writes in place
 
 
+def test_a_verdict_names_the_operation_that_cannot_be_traced(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT.format(
+            lines="""
+@torch.library.custom_op("traced::scan", mutates_args=())
+def scan(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(0)
+loss_of = torch.compile(lambda x: scan(x).sum())
+"""
+        )
+    )
+    with pytest.raises(ForwardError) as error:
+        memsize.run(script, gpu="a100")
+    reason = error.value.trace.failure.reason
+    assert reason.startswith("TorchRuntimeError: There was no fake impl registered for <CustomOpDef(traced::scan)>")
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "cudagraphs"])
 def test_other_backends_of_pytorch_partition_and_do_not_fuse(tmp_path: Path, backend: str) -> None:
     eager, compiled, partitioned = (
@@ -549,6 +568,22 @@ def test_other_backends_of_pytorch_partition_and_do_not_fuse(tmp_path: Path, bac
     assert totals(partitioned).saved_bytes < totals(eager).saved_bytes
     assert most_in(compiled, "forward 2") < most_in(partitioned, "forward 2")
     assert any("CUDA graphs is left out" in note for note in partitioned.notes) is (backend == "cudagraphs")
+
+
+@pytest.mark.parametrize(
+    ("options", "notes"),
+    [
+        ("mode='reduce-overhead'", ["CUDA graphs"]),
+        ("mode='max-autotune'", ["CUDA graphs", "max-autotune"]),
+        ("mode='max-autotune-no-cudagraphs'", ["max-autotune"]),
+        ("options={'triton.cudagraphs': True}", ["CUDA graphs"]),
+        ("mode='default'", []),
+    ],
+)
+def test_what_is_left_out_of_a_mode_is_noted(tmp_path: Path, options: str, notes: list[str]) -> None:
+    compiled = ran(tmp_path, f"model = torch.compile(model, {options})")
+    left_out = [note for note in compiled.notes if "is left out" in note]
+    assert len(left_out) == len(notes) and all(word in note for word, note in zip(notes, left_out, strict=True))
 
 
 def test_another_backend_is_named(tmp_path: Path) -> None:

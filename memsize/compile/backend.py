@@ -9,15 +9,16 @@ Source: torch/_inductor/compile_fx.py (`compile_fx`, `compile_fx_inner`), torch/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Final
 
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut
-from torch._inductor import compile_fx
+from torch._inductor import compile_fx, config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter
 
@@ -58,6 +59,9 @@ class Compiler:
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
         """Compile a graph of Dynamo's with these `options` of Inductor."""
+        for name, left_out in _ON_GPU.items():
+            if left_out and options.get(name, attrgetter(name)(config)):
+                self._note(left_out)
         compiling = partial(
             compile_fx.compile_fx,
             inner_compile=self._lower,
@@ -177,4 +181,15 @@ def _without_gpu(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in _ON_GPU}
 
 
-_ON_GPU: Final = frozenset({"triton.cudagraphs", "max_autotune", "max_autotune_gemm", "max_autotune_pointwise"})
+NO_POOL: Final = "the memory pool of torch.compile's CUDA graphs is left out"
+_UNTUNED: Final = (
+    "what torch.compile chooses with max-autotune is left out: products fused with what follows them may need less, "
+    "and measuring takes memory while code is compiled"
+)
+_ON_GPU: Final[Mapping[str, str | None]] = {
+    "triton.cudagraphs": NO_POOL,
+    "max_autotune": _UNTUNED,
+    "max_autotune_gemm": _UNTUNED,
+    "max_autotune_pointwise": None,
+}
+"""Inductor's options that run something on a GPU, and what to note of those that change memory."""

@@ -27,7 +27,6 @@ _GPU: Final = torch.device("cuda", 0)
 _AS_WRITTEN: Final = frozenset({"eager", "eager_noexcept", "eager_debug"})
 _PARTITIONED: Final = frozenset({"aot_eager", "cudagraphs"})
 _OTHER_BACKEND = "torch.compile's backend {} is not followed"
-_NO_POOL = "the memory pool of torch.compile's CUDA graphs is left out"
 
 
 class Compilation:
@@ -89,8 +88,10 @@ class Compilation:
     def _compiled(self, model: Any, options: dict[str, Any]) -> Any:
         self._open()
         backend = options.get("backend")
-        if backend == "cudagraphs" or options.get("mode") == "reduce-overhead":
-            self._note(_NO_POOL)
+        if backend == "cudagraphs":
+            from memsize.compile.backend import NO_POOL
+
+            self._note(NO_POOL)
         if backend in _PARTITIONED:
             options = {**options, "backend": self._partition}
         with self._suspended():
