@@ -292,8 +292,8 @@ def test_a_training_checkpoint_that_says_why_it_is_large() -> None:
     assert sizes["fp32-could-be-half"] == 2000
     texts = [finding.text("B") for finding in report.findings]
     assert "8,000 B, 40% of the file;" in texts[0] and "2.0 times" in texts[0]
-    assert texts[2].endswith("Of queue, a view of a larger tensor, save tensor.clone() instead.")
-    assert "'module.', as DataParallel" in texts[4]
+    assert texts[2].endswith("queue is a view of a larger tensor: save tensor.clone() instead.")
+    assert "'module.', the prefix of DataParallel" in texts[4]
 
 
 @pytest.mark.parametrize(

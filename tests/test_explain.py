@@ -171,7 +171,7 @@ def test_out_of_memory_in_forward(tmp_path: Path) -> None:
     assert found.reserved.cached == 150 * MiB and found.reserved_then == 258 * MiB
     assert codes(found)[0] == "snapshot-out-of-memory"
     assert found.findings[0].text() == (
-        "Out of memory at net.py:12: PyTorch requested 60.00 MiB, 20.00 MiB were free on the GPU. Tensors held "
+        "Out of memory at net.py:12: PyTorch requested 60.00 MiB and 20.00 MiB were free on the GPU. Tensors held "
         "258.00 MiB of the 258.00 MiB that PyTorch had reserved."
     )
 
@@ -323,8 +323,8 @@ def test_beside_another_snapshot(tmp_path: Path) -> None:
     assert [place.growth for place in others] == [0] * len(others) and all(place.before for place in others)
     text = next(finding.text() for finding in found.findings if finding.code == "snapshot-compared")
     assert text == (
-        "before.pickle held 44.00 MiB, this snapshot 58.00 MiB (+31.8%); the widest difference is at train.py:7: "
-        "0.00 MiB → 14.00 MiB."
+        "before.pickle held 44.00 MiB, and this snapshot holds 58.00 MiB (+31.8%); the widest difference is at "
+        "train.py:7: 0.00 MiB → 14.00 MiB."
     )
     shown = render(found, "text", width=120)
     assert "Where it differs most from before.pickle" in shown and "there" in shown and "predicted" not in shown

@@ -295,7 +295,7 @@ def test_what_functions_keep_is_told_line_by_line() -> None:
     finding = one(report_rules.kept_by_functions, evidence)
     assert (finding.bytes, finding.layers) == (900, ("",))
     assert finding.text("B") == (
-        "Functions keep 900 B of the 1,000 B for backward, which the table counts for the modules that call them, "
+        "Functions keep 900 B of the 1,000 B for backward; the table counts it for their modules, "
         "the model itself: 600 B at net.py:6 (results of relu and mul), 300 B at net.py:5 (results of addmm)."
     )
 

@@ -673,8 +673,8 @@ def test_where_no_other_run_made_the_same_events_the_same_phase_is_compared() ->
     cost = next(finding for finding in fit.findings if finding.code == "fit-fixed-cost")
     assert cost.bytes == row.fixed
     assert cost.text() == (
-        "No batch can fit: optimizer state, workspaces and 2 more alone take 80.25 MiB, 96.25 MiB with the "
-        "temporaries of the optimizer phase, 6.25 MiB more than PyTorch can use."
+        "No batch can fit: optimizer state, workspaces and 2 more alone take 80.25 MiB (96.25 MiB with the "
+        "temporaries of the optimizer phase), 6.25 MiB more than PyTorch can use."
     )
 
 

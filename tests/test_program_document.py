@@ -193,7 +193,7 @@ def test_a_program_that_goes_on_is_told_whether_the_rest_fits(count: int, steps:
     (found,) = (each for each in RULES.findings(run) if each.code == "run-out-of-memory")
     told = told.format(peak="0.33 GiB to 0.67 GiB of 14.6 GiB at the peak")
     times = "once, at net.py:12" if count == 1 else "2 times, first at net.py:12"
-    assert found.in_brief() == f"The program runs out of memory on Tesla T4 {times}, and goes on: {told}."
+    assert found.in_brief() == f"The script runs out of memory on Tesla T4 {times}, and goes on: {told}."
     assert found.text() == f"{found.in_brief()} In forward 2 of body, relu needs 20.00 MiB, 5.00 MiB are left."
 
 

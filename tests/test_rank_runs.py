@@ -180,7 +180,7 @@ def test_a_rank_that_does_not_fit_is_the_worst() -> None:
     runs = replace(runs, groups=(runs.groups[0], eager))
     assert told(runs)[0].startswith("Out of memory on Tesla T4 without torch.compile for ranks 6 and 7 of 8 at")
     handled = replace(small, run=replace(small.run, went_on=WentOn(3, None)))
-    assert told(replace(runs, groups=(runs.groups[0], handled)))[0].endswith("are left; the program goes on.")
+    assert told(replace(runs, groups=(runs.groups[0], handled)))[0].endswith("are left; the script goes on.")
 
 
 def test_a_rank_that_fails_is_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from dataclasses import replace
 
 import pytest
@@ -89,7 +90,18 @@ def test_rows_that_are_left_out_of_the_layer_table_are_added_up() -> None:
         columns = zip(short.keys, short.total or (), *short.rows, strict=True)
         sums = {key: (total, sum(map(int, cells))) for key, total, *cells in columns if isinstance(total, int)}
         assert len(sums) == 5 and all(total == added for total, added in sums.values())
-    assert [row[0] for row in short.rows] == [Path("fc"), Label("3 others")]  # it holds most
+    assert [row[0] for row in short.rows] == [Path("conv"), Label("1 other")]  # it holds most
+
+
+@pytest.mark.parametrize("height", range(12, 36))
+def test_a_verdict_is_as_long_as_the_screen_has_room_for(height: int) -> None:
+    report = records.toy_report()
+    (verdict,) = (section for section in document(report).sections() if isinstance(section, Verdict))
+    drawn = shown(report, height)
+    assert len(drawn) <= height - 2
+    sentences = [textwrap.wrap(finding.in_brief(), 80) for finding in verdict.findings]
+    count = next(n for n, lines in enumerate([*sentences, ["…"]]) if lines[0] not in drawn)
+    assert count == len(sentences) or len(drawn) + len(sentences[count]) > height - 2
 
 
 def test_why_has_only_what_the_verdict_has_not() -> None:

@@ -249,7 +249,7 @@ def test_trainings_on_several_gpus_are_those_of_a_report(folder: Path) -> None:
     assert {row.outcome for row in failed} == {"failed"} and "quantized weights" in (failed[0].reason or "")
     assert found.rows["gpus"].tolist() == [1, 2, 1, 2] * 2
     assert memsize.sweep(grid, jobs=1, results="r.jsonl").reused == 8
-    assert found.findings[0].text() == "Cells that fit: on Tesla T4 2 of 2 each with 1 and 2 GPUs."
+    assert found.findings[0].text() == "These cells fit: on Tesla T4 2 of 2 each with 1 and 2 GPUs."
     assert found.findings[1].text() == "The fewest GPUs that fit every cell are 1 x Tesla T4."
 
 
@@ -495,7 +495,7 @@ def test_what_follows_from_the_cells() -> None:
     # large at batch 64: 6 × (300 + 64 · 64) MiB = 25.8 GiB are too many for a T4 with 14.6 GiB, not for 39.4 GiB
     found = {finding.code: finding for finding in made_by_hand().why()}
     assert 14 * GiB < 6 * (300 + 64 * 64) * MiB < 39 * GiB
-    assert found["sweep-fits"].text() == "Cells that fit: 2 of 3 on Tesla T4, 3 of 3 on A100 40GB."
+    assert found["sweep-fits"].text() == "These cells fit: 2 of 3 on Tesla T4, 3 of 3 on A100 40GB."
     assert found["sweep-smallest-card"].values == {"gpu": "A100 40GB"}
     assert found["sweep-largest"].bytes == 6 * (300 + 64 * 64) * MiB
     assert found["sweep-failed"].values["failed"] == "2 cells"
@@ -540,7 +540,7 @@ def test_what_fits_is_told_card_by_card_by_their_number() -> None:
     ]
     told = {finding.code: finding.text() for finding in RULES.findings(rows)}
     assert told["sweep-fits"] == (
-        "Cells that fit: on T4 0 of 2 with 1 GPU, 1 of 2 each with 2 and 4 GPUs, 2 of 2 with 8 GPUs; "
+        "These cells fit: on T4 0 of 2 with 1 GPU, 1 of 2 each with 2 and 4 GPUs, 2 of 2 with 8 GPUs; "
         "on A100 1 of 2 with 1 GPU, 2 of 2 each with 2 to 8 GPUs."
     )
     assert (

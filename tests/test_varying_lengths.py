@@ -139,5 +139,5 @@ def test_the_timeline_has_a_row_for_each_setting(tmp_path: Path, capsys: pytest.
     config.write_text(json.dumps(text), "utf-8")
     assert run(["timeline", f"hf:{config}", "--seq-len", "16..64", "--train", "adamw", "--gpu", "a100"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "As the lengths of texts vary, batches in a random order reserve" in shown
+    assert "Texts vary in length: in a random order, their batches reserve" in shown
     assert "expandable_segments" in shown and "max_split_size_mb:128" in shown and "buckets: powers of two" in shown

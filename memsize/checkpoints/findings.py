@@ -151,9 +151,9 @@ def views(inspection: Inspection) -> Iterator[Finding]:
     size = sum(tensor.unneeded for tensor in wide)
     if inspection.matters(size) or size >= 2**20:
         brief = "{bytes}, {share} of the file, belong to no tensor: torch.save wrote the whole storages behind views."
-        text = f"{brief} Of {{names}}, {{few}} of a larger tensor, save tensor.clone() instead."
+        text = f"{brief} {{names}} {{few}} of a larger tensor: save tensor.clone() instead."
         values = {"names": _names(wide), "share": inspection.share(size), **sizes(bytes=size)}
-        values |= {"few": "a view" if len(wide) == 1 else "views"}
+        values |= {"few": "is a view" if len(wide) == 1 else "are views"}
         yield Finding("view-keeps-whole-storage", text, values, bytes=size, layers=_names(wide), brief=brief)
 
 
@@ -223,7 +223,7 @@ def blocks(inspection: Inspection) -> Iterator[Finding]:
         return
     size, elements = _bytes(tensors), sum(tensor.elements for tensor in tensors)
     brief = "Each weight takes {bits} bits on average, scales included."
-    text = f"{brief} All {{elements}} take {{bytes}}, where float16 takes {{half}}."
+    text = f"{brief} All {{elements}} take {{bytes}}; float16 would take {{half}}."
     values = {"elements": elements, "bits": f"{8 * size / elements:.2f}", **sizes(bytes=size, half=2 * elements)}
     yield Finding("bits-per-weight", text, values, bytes=size, brief=brief)
 
@@ -242,8 +242,8 @@ def prefixed(inspection: Inspection) -> Iterator[Finding]:
         if kinds:
             yield Finding(
                 "module-prefix",
-                "Every name of the {kinds} begins with {prefix}, as {wrapper} leaves it: the plain model's "
-                "load_state_dict does not find them unless the prefix is dropped.",
+                "All names of the {kinds} begin with {prefix}, the prefix of {wrapper}: drop it before the plain "
+                "model's load_state_dict, which does not find them otherwise.",
                 {"kinds": kinds, "prefix": repr(prefix), "wrapper": wrapper},
             )
             return

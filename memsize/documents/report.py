@@ -316,7 +316,8 @@ def layer_table(
         hint="--columns chooses; a file or a pipe gets them all.",
     )
     if others:
-        named = f"{len(others):,} {'not reached' if report.stopped and most is None else 'others'}"
+        word = "not reached" if report.stopped and most is None else "other" if len(others) == 1 else "others"
+        named = f"{len(others):,} {word}"
         table = replace(table, rows=(*table.rows, LAYER_FIELDS.total(Label(named), _added(others), totals)))
     if columns is not None:
         return table.picked(dict.fromkeys(("layer", *columns)))

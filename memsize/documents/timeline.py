@@ -82,11 +82,13 @@ def _of_lengths(rows: Sequence[LengthRow]) -> Iterator[Finding]:
     if not rows:
         return
     usual, fitting = rows[0], [row for row in rows if row.worst is not None]
-    template = "As the lengths of texts vary, batches in a random order "
+    template = "Texts vary in length: in a random order, their batches "
     template += "run out of memory" if usual.expected is None else "reserve {expected}"
-    template += ", in the worst one they run out of memory" if usual.worst is None else ", in the worst one {worst}"
+    template += (
+        "; in the worst order, they run out of memory" if usual.worst is None else "; in the worst order, {worst}"
+    )
     least = min(fitting, key=lambda row: row.worst or 0, default=usual)
-    template += "; {setting}: {least} at most." if least is not usual else "."
+    template += ". With {setting}, they reserve {least} at most." if least is not usual else "."
     sizes = {"expected": usual.expected, "worst": usual.worst, "least": least.worst}
     values = {name: Bytes(size) for name, size in sizes.items() if size is not None}
     yield Finding("lengths", template, {**values, "setting": least.setting}, bytes=usual.worst)

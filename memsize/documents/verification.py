@@ -61,7 +61,7 @@ class VerificationDocument(Document[Verification]):
         worst = max(shared, key=lambda comparison: abs(comparison.share or 0))
         text = "Every measured figure equals the prediction or lies within its bounds."
         if worst.share:
-            text = "{figure} is off the most: {share}, predicted {predicted}, measured {measured}."
+            text = "{figure} has the largest error, {share}: {predicted} predicted, {measured} measured."
         values = {
             "figure": worst.figure.capitalize(),
             "share": f"{worst.share or 0:+.2%}".replace("-", "−"),

@@ -102,7 +102,7 @@ def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) 
         return whole
     ranks = [_rank(section, main) for section in sections]
     reserved = {n: len(whole[n]) if rank == 2 else min(len(whole[n]), _SHORT_TABLE) for n, rank in enumerate(ranks)}
-    room -= 1 + len(_more(sections, screen))
+    room -= len(_more(sections, screen))
     blocks: dict[int, list[Text]] = {}
     for position in sorted(range(len(sections)), key=ranks.__getitem__):
         rank = ranks[position]
@@ -116,6 +116,12 @@ def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) 
             blocks[position] = lines
             room -= len(lines) + (rank > 1)
     left_out = [section for n, section in enumerate(sections) if blocks.get(n) is not whole[n]]
+    spare = height - _BESIDE - len(_more(left_out, screen)) - sum(len(blocks[n]) + (ranks[n] > 1) for n in blocks)
+    for position in (n for n, rank in enumerate(ranks) if rank == 1):
+        # What was reserved and is not needed lengthens the verdict.
+        longer = chain((whole[position],), _shorter(document, sections[position], unit, screen))
+        most = len(blocks[position]) + max(spare, 0)
+        blocks[position] = next((lines for lines in longer if len(lines) <= most), blocks[position])
     drawn = [blocks[n] for n in sorted(blocks)]
     opening = sum(rank < 2 for rank in ranks)
     # Without blank lines between what every screen has.

@@ -222,7 +222,7 @@ def _what_happened(explanation: Explanation) -> Iterator[Finding]:
     values = sizes(requested=explanation.requested, reserved=explanation.reserved_then) | {"line": line}
     if failed is not None:
         text = (
-            "Out of memory{at}: PyTorch requested {bytes}, {free} were free on the GPU. Tensors held {requested} of "
+            "Out of memory{at}: PyTorch requested {bytes} and {free} were free on the GPU. Tensors held {requested} of "
             "the {reserved} that PyTorch had reserved."
         )
         text += " This was the last of {times} failed requests." if failed.times > 1 else ""
@@ -334,7 +334,7 @@ def _other_snapshot(explanation: Explanation) -> Iterator[Finding]:
         return
     off = explanation.requested - other.requested
     widest = next(iter(explanation.places), None)
-    template = "{other} held {there}, this snapshot {here}"
+    template = "{other} held {there}, and this snapshot holds {here}"
     values = {"other": other.model, "there": Bytes(other.requested), "here": Bytes(explanation.requested)}
     if off and other.requested:
         template += " ({share})"

@@ -64,7 +64,7 @@ _ANSWERS: Final[dict[Status, str]] = {
     "endless": "Under {scenario}, any {vary} fits: even {size} needs only {peak} of {budget}",
     "constant": "Under {scenario}, only the input grows with {vary}: {vary} {size} needs {peak} of {budget}",
     "none": "Under {scenario}, nothing fits: {vary} {next} needs {next_peak}, and PyTorch can use {budget}",
-    "fits": "Under {scenario}, {vary} {size} fits: it needs {peak} of {budget}, {beyond} are left",
+    "fits": "Under {scenario}, {vary} {size} fits: it needs {peak} of {budget} and leaves {beyond}",
     "exceeds": "Under {scenario}, {vary} {size} does not fit: it needs {peak}, {beyond} more than PyTorch can use",
 }
 
@@ -118,7 +118,7 @@ def smallest_cards(evidence: FitEvidence) -> Iterator[Finding]:
     for row in evidence.rows if evidence.smallest else ():
         if row.status not in ("fits", "exceeds"):
             continue
-        fits = "the smallest GPU for {vary} {size} is {gpu}: it needs {peak} of {budget}, {beyond} are left"
+        fits = "the smallest GPU for {vary} {size} is {gpu}: it needs {peak} of {budget} and leaves {beyond}"
         exceeds = "no GPU fits {vary} {size}: it needs {peak}, and the largest, {gpu}, has {budget} for PyTorch"
         values = {"scenario": row.name, "gpu": row.gpu, "vary": evidence.vary, "size": row.size or 0}
         values |= sizes(peak=row.peak, budget=row.budget, beyond=abs(row.headroom or 0))
@@ -217,7 +217,7 @@ def _fixed_cost(evidence: FitEvidence) -> Iterator[Finding]:
     standing = sum(row.standing.values())
     fixed = max(row.fixed or 0, standing)
     if fixed > row.budget:
-        besides = ", {total} with the temporaries of the {phase} phase" if standing <= row.budget else ""
+        besides = " ({total} with the temporaries of the {phase} phase)" if standing <= row.budget else ""
         total = fixed if besides else standing
         values: dict[str, object] = {"vary": evidence.vary, "roles": tuple(map(noun, row.standing))}
         values |= sizes(standing=standing, total=total) | {"phase": row.grows_in}
@@ -304,7 +304,7 @@ def _budgets(evidence: FitEvidence) -> Iterator[Finding]:
         taken += ["the allocator may take {fraction}"] if budget.fraction < 1 else []
         taken += ["the server beside it takes {beside}"] if budget.server else []
         taken += ["the margin is {margin}"] if budget.margin else []
-        less = f", of which {' and '.join(taken)}" if taken else ""
+        less = f"; {' and '.join(taken)}" if taken else ""
         values = {"allocator": Bytes(budget.allocator), "name": budget.one}
         values |= sizes(device=budget.device, context=budget.context, margin=budget.margin, beside=budget.beside)
         values |= sizes(fraction=int(budget.fraction * budget.device))

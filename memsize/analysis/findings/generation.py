@@ -58,7 +58,9 @@ def _what_fits(evidence: Evidence) -> Iterator[Finding]:
         values |= {"phase": end.phase} | sizes(request=end.request, free=end.free)
         does = " does" if one else " do"
         text = (
-            what + does + " not fit: {phase} needs another {request}, {free} are free; all of it would reserve {peak}."
+            what
+            + does
+            + " not fit: {phase} needs another {request} where {free} are free; the whole run would reserve {peak}."
         )
         code = "generation-exceeds"
     yield Finding(code, text, values, bytes=peak.reserved, brief=text)
@@ -180,7 +182,7 @@ def _what_is_served(evidence: Served) -> Iterator[Finding]:
         values |= sizes(short=row.shortage, weights=row.weights, rest=taken - row.weights)
         text = (
             "{scenario} does not fit: the server may use {budget} of {card}, but weights take {weights}, and a step "
-            "and memory outside PyTorch {rest}. Nothing is left for the KV cache; {short} are missing."
+            "and memory outside PyTorch take {rest}. Nothing is left for the KV cache; {short} are missing."
         )
         yield Finding("serves-none", text, values, bytes=row.shortage, brief=text)
         return

@@ -69,7 +69,7 @@ def _refused(run: ProgramRun) -> Iterator[Finding]:
             then = f"the rest fits ({steps}{{low}} to {{high}} of {{total}} at the peak)"
             values |= {"steps": after.steps} | sizes(low=after.device.low, high=after.device.high)
         times = "once, at {line}" if len(run.refused) == 1 else "{count} times, first at {line}"
-        brief = f"The program runs out of memory on {{card}}{limit} {times}, and goes on: {then}."
+        brief = f"The script runs out of memory on {{card}}{limit} {times}, and goes on: {then}."
         template = f"{brief} In {{where}}, {needs}."
     values, layers = values | allowed, _layers(first.layer)
     yield Finding("run-out-of-memory", template, values, bytes=first.bytes, layers=layers, brief=brief)
@@ -149,7 +149,7 @@ def _needs(run: ProgramRun) -> Iterator[Finding]:
         "extension": f"The CUDA extension that {{line}} calls needs a real GPU: {fake}.",
         "package": "{line} needs {name}, which is made for a real GPU: {instead}.",
     }
-    values = {"name": needed.name, "line": needed.line or "the program", "instead": needed.instead}
+    values = {"name": needed.name, "line": needed.line or "the script", "instead": needed.instead}
     yield Finding("run-needs-gpu", templates[needed.what], values)
 
 
@@ -166,7 +166,7 @@ def _missing(run: ProgramRun) -> Iterator[Finding]:
 def _needs_launcher(run: ProgramRun) -> Iterator[Finding]:
     missing = next((name for name in environment(ALONE) if run.failure == f"KeyError: '{name}'"), None)
     if missing is not None and run.trace.world == ALONE:
-        template = "The program needs {name}, which torchrun sets: --gpus 8 runs it as one of 8 processes."
+        template = "The script needs {name}, which torchrun sets: --gpus 8 runs it as one of 8 processes."
         yield Finding("run-needs-launcher", template, {"name": missing})
 
 
@@ -230,7 +230,7 @@ def _child_ran_out(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-nothing-on-gpu")
 def _nothing(run: ProgramRun) -> Iterator[Finding]:
     if not (run.trace.events or run.refused or run.failure is not None or run.gpu_children):
-        template = "Nothing was put on the GPU. A program often chooses its device by an option, such as --device cuda "
+        template = "Nothing was put on the GPU. Scripts often choose their device by an option, such as --device cuda "
         yield Finding("run-nothing-on-gpu", f"{template}or --accel.")
 
 
@@ -263,7 +263,7 @@ def _host(run: ProgramRun) -> Iterator[Finding]:
 @RULES.rule("run-no-step")
 def _no_step(run: ProgramRun) -> Iterator[Finding]:
     if run.trace.events and not run.steps and not run.refused and run.failure is None:
-        template = "No optimizer stepped, so the program ran to its end."
+        template = "No optimizer stepped, so the script ran to its end."
         yield Finding("run-no-step", template)
 
 
@@ -284,7 +284,7 @@ def _sends_nothing(run: ProgramRun) -> Iterator[Finding]:
 def _waits(run: ProgramRun) -> Iterator[Finding]:
     if run.waits:
         template = (
-            "The loop at {line} waits for a number that only a real GPU computes, so memsize ended the program there."
+            "The loop at {line} waits for a number that only a real GPU computes, so memsize ended the script there."
         )
         yield Finding("run-waits", template, {"line": run.waits})
 
@@ -377,7 +377,7 @@ def _ranks_refused(runs: RankRuns) -> Iterator[Finding]:
     for group in runs.groups:
         if group.run.refused:
             first = group.run.refused[0]
-            ends = "." if group.run.went_on is None else "; the program goes on."
+            ends = "." if group.run.went_on is None else "; the script goes on."
             template = f"Out of memory on {{card}}{eagerly(group.run)} for {{ranks}} of {{size}} at {{line}}, in "
             template += f"{{where}}: {{op}} needs {{bytes}}, {{free}} are left{ends}"
             values: dict[str, object] = {"card": group.run.card.name, "ranks": runs.named(group), "size": runs.size}

@@ -76,8 +76,8 @@ def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
             size = bytes_of(wide)
             values = {"name": name, "count": sum(tensor.elements for tensor in wide), "bytes": Bytes(size)}
             text = (
-                "{name} stores {count} weights of fewer than 8 bits in 8-bit containers, {bytes} in all, which saves "
-                "nothing beyond int8."
+                "{name} stores {count} weights of fewer than 8 bits in 8-bit containers: {bytes} in all, no less than "
+                "int8 takes."
             )
             yield Finding("low-bits-in-wide-containers", text, values, bytes=size, layers=layers_of(wide))
 
@@ -102,10 +102,7 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
     values |= sizes(**{f"bytes{number}": line_bytes for number, (_, line_bytes) in enumerate(lines)})
     shares = ", ".join(f"{{bytes{number}}} at {{line{number}}}" for number in range(len(lines)))
     rest = f" and the rest at {len(by_line) - _LINES} more lines." if len(by_line) > _LINES else "."
-    text = (
-        "Functions keep {size} of the {all} for backward, which the table counts for the modules that call them, "
-        "{layers}: "
-    )
+    text = "Functions keep {size} of the {all} for backward; the table counts it for their modules, {layers}: "
     yield Finding("kept-by-functions", text + shares + rest, values, bytes=size, layers=layers)
 
 

@@ -33,7 +33,7 @@ def _what_fits(rows: Rows) -> Iterator[Finding]:
             values |= {f"fit{key}": fit, f"all{key}": every}
             fitting.append(f"{{fit{key}}} of {{all{key}}}{on}")
         parts.append(f"on {{gpu{number}}} {', '.join(fitting)}" if is_spread else f"{fitting[0]} on {{gpu{number}}}")
-    text = f"Cells that fit: {('; ' if is_spread else ', ').join(parts)}."
+    text = f"These cells fit: {('; ' if is_spread else ', ').join(parts)}."
     yield Finding("sweep-fits", text, values, brief=text)
 
 

@@ -109,9 +109,9 @@ def activations_stay(roles: Mapping[Role, int], frozen: float, code: str) -> Ite
     if frozen < _FROZEN or grows * 4 < total * 3:
         return
     text = (
-        "Only {trained} % of the parameters are trained, so gradients and optimizer state are {states}; but {share} % "
-        "of the peak, {grows}, grows with the batch, and adapters do not change it. Activation checkpointing, a "
-        "shorter input or a smaller batch does."
+        "Only {trained} % of the parameters are trained, so gradients and optimizer state take {states}; but {share} % "
+        "of the peak ({grows}) grows with the batch, and adapters do not change that. Activation checkpointing, a "
+        "shorter input or a smaller batch reduces it."
     )
     states = sum(roles.get(role, 0) for role in ("gradient", "optimizer state", "master weight"))
     values: dict[str, object] = {"trained": f"{100 * (1 - frozen):.2g}", "share": round(100 * grows / total)}
@@ -136,8 +136,8 @@ def data_parallel(evidence: Evidence) -> Iterator[Finding]:
     copied = bytes_of(tensor for tensor in registered if tensor.name.startswith(below))
     yield Finding(
         "data-parallel-replicas",
-        "The figures are for one GPU; --train adamw --parallel dp=4 simulates four. On n GPUs, DataParallel gives each "
-        "1/n of the batch, and so of the {saved} kept for backward. Every GPU but the first also holds a copy of the "
+        "The figures are for one GPU; --train adamw --parallel dp=4 simulates four. On n GPUs, each gets "
+        "1/n of the batch and keeps 1/n of the {saved} for backward. Every GPU but the first also holds a copy of the "
         "{copied} of parameters and buffers during forward and backward; only the first holds the whole input and "
         "output, the summed gradients and the optimizer state.",
         sizes(saved=evidence.stored.saved_bytes, copied=copied),
