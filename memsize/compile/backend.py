@@ -107,10 +107,9 @@ class Compiler:
 
 def _copied(module: GraphModule) -> GraphModule:
     """The graph as it is now, which compilers change in place."""
-    copied = GraphModule(module, Graph())
-    copied.graph.output(copied.graph.graph_copy(module.graph, {}))
-    copied.recompile()
-    return copied
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return GraphModule(module, graph)
 
 
 def _fakes_moved(move: Move) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.scheduler as inductor_scheduler
 from torch._dynamo import device_interface
+from torch._functorch import partitioners
 from torch._inductor import ir
 from torch._inductor.codecache import CacheBase
 from torch._inductor.codegen import common
@@ -178,7 +179,10 @@ def _here(buffer: Any) -> str:
 
 @contextmanager
 def planning(capability: tuple[int, int]) -> Iterator[None]:
-    """While open, Inductor compiles graphs on `CUDA` for a GPU of this capability, and writes no kernels."""
+    """While open, Inductor compiles graphs on `CUDA` for a GPU of this capability, and writes no kernels.
+
+    What is random and recomputed draws anew: the states of generators, which graphs would save for it, are on the CPU.
+    """
     properties = GpuProperties.of(capability)
     common.init_backend_registration()
     device_interface.get_registered_device_interfaces()  # PyTorch registers its own once: before they are copied
@@ -192,6 +196,7 @@ def planning(capability: tuple[int, int]) -> Iterator[None]:
         (torch.cuda, "get_device_capability", lambda *_: (properties.major, properties.minor)),
         (GraphLowering, "_compile_to_module", _unloaded),
         (ComboKernel, "horizontal_partition", staticmethod(_one_by_one)),
+        (partitioners, "functionalize_rng_ops", lambda _joint, forward, backward, *_: (forward, backward)),
         *without_driver(),
         *padding(capability),
     ]
