@@ -662,6 +662,18 @@ class Single(TwoRegimes):
         return super().forward(x + 0 if len(x) == 1 else x)
 
 
+def test_the_strip_is_of_the_scenario_that_the_verdict_is_about() -> None:
+    # Ten layers of 4,096 x 4,096: 640 MiB in float32, half of that in float16.
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(10)))
+
+    def title(scenarios: str) -> str:
+        fit = memsize.fit(model, (4096,), scenarios=scenarios, batch_size=1, budget=CONTEXT + 500 * MiB, remedies=False)
+        return render(fit, "text", width=200).partition("\n\n")[0]
+
+    assert "→ allocated" in title("fp16")
+    assert "→ allocated" not in title("fp32,fp16") and "does batch 1 fit?" in title("fp32,fp16")
+
+
 def test_where_no_other_run_made_the_same_events_the_same_phase_is_compared() -> None:
     fit = fit_of(Single(), "64,2048", budget=CONTEXT + 90 * MiB)
     row = row_of(fit)

@@ -271,8 +271,8 @@ def _section(request: InitRequest, limits: Mapping[str, object], file: Path, nam
     }
     lines = [f"{name} = {_toml(value)}" for name, value in values.items() if value not in (None, [], {}, "")]
     more = (
-        '# baseline = "memsize-baseline.json"  # written by memsize check --update; then nothing may grow by more than',
-        '# max_growth = "1%"',
+        '# baseline = "memsize-baseline.json"  # memsize check --update writes it',
+        '# max_growth = "1%"  # beyond the baseline',
     )
     return "\n".join((SECTION, *lines, *more, ""))
 

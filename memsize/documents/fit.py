@@ -150,9 +150,13 @@ def fit_title(fit: Fit) -> Title:
 
 
 def _strip(fit: Fit) -> Iterator[Phrase]:
-    """The peak of the first answer in all ways to count."""
+    """The peak of the first answer in all ways to count, unless the size that was asked about does not fit under the
+    first scenario, which the verdict is about.
+    """
     row, peak = fit.first_answer, fit.peak
-    if row is not None and peak is not None:
+    ran = [row for row in fit.fit_rows if row.status != "unavailable"]
+    is_other = fit.asked is not None and len(fit.budgets) == 1 and row is not next(iter(ran), None)
+    if row is not None and peak is not None and not is_other:
         scenario = row.name if len({row.name for row in fit.fit_rows}) > 1 else ""
         of = f"{scenario} on {row.gpu}, ".lstrip() if len(fit.budgets) > 1 else scenario and f"{scenario}, "
         total = next(budget.device for budget in fit.budgets if budget.name == row.gpu)
