@@ -389,6 +389,9 @@ def test_the_verdict_names_what_a_scenario_hardly_quantizes(config: Callable[...
     assert leaves.bytes == 4 * (embeddings + norms + products)
     assert leaves.values["stored"] == leaves.bytes + head
     assert (leaves.values["kind"], leaves.values["most"]) == ("Conv1D", 4 * products)
+    both = memsize.generate(config(**GPT2), **asked | {"scenarios": "int8-weight,fp8-weight"}).findings
+    (text,) = (finding.text() for finding in both if finding.code == "quantization-leaves-most")
+    assert text.startswith("int8-weight and fp8-weight leave ")
     # The cache's figures are those of the verdict's scenario.
     assert findings["generation-fits"].values["scenario"] == "fp16"
     assert findings["kv-cache"].bytes == 2 * 2 * 32 * 2 * (16 + 4 - 1)

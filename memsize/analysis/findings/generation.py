@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -73,6 +74,20 @@ def _what_would_make_it_fit(evidence: Evidence) -> Iterator[Finding]:
 
 @RULES.rule("quantization-leaves-most")
 def _what_stays_unquantized(evidence: Evidence) -> Iterator[Finding]:
+    alike: dict[tuple[object, ...], list[Finding]] = {}
+    for finding in _left_by_scenario(evidence):
+        values = finding.values
+        alike.setdefault((values["size"], values["kind"], values["most"]), []).append(finding)
+    for first, *others in alike.values():
+        if not others:
+            yield first
+            continue
+        text = "{scenarios} leave {size} in {dtypes}: they do not convert {kind} layers ({most})."
+        scenarios = tuple(finding.values["scenario"] for finding in (first, *others))
+        yield replace(first, template=text, brief=text, values={**first.values, "scenarios": scenarios})
+
+
+def _left_by_scenario(evidence: Evidence) -> Iterator[Finding]:
     for name, trace in evidence.quantized.items():
         weights = [tensor for tensor in trace.tensors if tensor.kind in ("parameter", "packed")]
         left = [tensor for tensor in weights if tensor.kind == "parameter" and not tensor.parts and tensor.bytes]

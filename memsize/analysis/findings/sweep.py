@@ -81,7 +81,7 @@ def _what_needs_most(rows: Rows) -> Iterator[Finding]:
     role = max(row.roles, key=lambda cell: row.roles[cell])
     values: dict[str, object] = {"cell": phrase_of(row.settings, varying(cell.settings for cell in rows))}
     values |= sizes(reserved=row.reserved) | {"role": noun(role), "part": Bytes(row.roles[role]), "phase": row.phase}
-    text = "{cell} peaks highest: {reserved} reserved, {part} of it {role}, in {phase}."
+    text = "The highest peak is that of {cell}: {reserved} reserved, {part} of it {role}, in {phase}."
     yield Finding("sweep-largest", text, values, bytes=row.reserved, brief=text)
 
 
