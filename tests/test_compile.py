@@ -582,6 +582,19 @@ loss_of = torch.compile(lambda x: scan(x).sum())
     assert reason.startswith("TorchRuntimeError: There was no fake impl registered for <CustomOpDef(traced::scan)>")
 
 
+@pytest.mark.thorough
+def test_tensors_inside_wrappers_are_traced(tmp_path: Path) -> None:
+    """torchao's optimizer compiles its step; its moments hold a byte per number, and 4 B of scale per 256 of them."""
+    pytest.importorskip("torchao.optim")
+    script = tmp_path / "train.py"
+    with_wrappers = SCRIPT.replace("torch.optim.AdamW", "__import__('torchao.optim').optim.AdamW8bit")
+    script.write_text(with_wrappers.format(lines=""))
+    trace = memsize.run(script, gpu="a100").trace
+    assert any("compiled by the rules" in note for note in trace.notes)
+    assert not [note for note in trace.notes if "could not be" in note]
+    assert {s.dtype for s in trace.storages if s.role == "optimizer state" and s.bytes == 64 * 256} == {"uint8"}
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "cudagraphs"])
 def test_other_backends_of_pytorch_partition_and_do_not_fuse(tmp_path: Path, backend: str) -> None:
     eager, compiled, partitioned = (

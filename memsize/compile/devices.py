@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass, transform_subclass
 
 CUDA: Final = torch.device("cuda", 0)
 META: Final = torch.device("meta")
@@ -30,14 +30,18 @@ class Move:
         """By the id of the original, which is kept alive."""
 
     def value(self, value: Any) -> Any:
-        """Move a tensor, a device, or those inside a container."""
+        """Move a tensor, a device, or those inside a container or a wrapper."""
         if isinstance(value, FakeTensor):
             return self._tensor(value)
+        if is_traceable_wrapper_subclass(value):
+            wrapper: Any = value
+            moved = transform_subclass(wrapper, lambda _, inner: self.value(inner))
+            return moved.requires_grad_(wrapper.requires_grad)
         if isinstance(value, torch.device):
             return self._device
         if isinstance(value, (list, tuple)):
-            moved = [self.value(item) for item in value]
-            return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+            items = [self.value(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return value
 
     def result(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
