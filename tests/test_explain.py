@@ -122,6 +122,7 @@ def test_what_compiled_code_made(tmp_path: Path) -> None:
         "Code compiled by torch.compile made 7.00 MiB of it (47%), 5.00 MiB of them in region 0/0."
     )
     assert compiled.requested == sum(stack.bytes for stack in compiled.places)
+    assert [*compiled.tables()["places"].frame()["region"]][1:] == ["0/0", "1/0"]
     assert "compiled" in render(compiled, "text")
     assert "compiled" not in render(memsize.explain(written(tmp_path / "t.pickle", trained(1))), "text")
 

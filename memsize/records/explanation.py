@@ -203,7 +203,7 @@ PLACE_FIELDS: Final = Fields[Place](
         "function", "in", TEXT, 85, "the function that the line is in; of backward the autograd node", alone="function"
     ),
     field("called_from", "called from", TEXT, 80, "the program's own line, where that is another one"),
-    field("region", "compiled", TEXT, 60, "the region of torch.compile whose code ran", nullable=True),
+    field("region", "compiled", TEXT, 60, "the region of torch.compile whose code ran"),
     field("calls", get=lambda row: "; ".join(row.calls)),
     cell={"category": lambda row, _: noun(row.category), "function": lambda row, _: row.function or None},
 )
