@@ -222,7 +222,12 @@ def test_what_cannot_be_lowered_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("model", [Gelus, Checkpointed])
 def test_what_cannot_be_traced_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
-    import torch._inductor.compile_fx as compile_fx
+    with warnings.catch_warnings(action="ignore"):
+        from torch._higher_order_ops import wrap
+        from torch._inductor import compile_fx
+
+    if model is Checkpointed and not hasattr(wrap, "_always_prefer_recompute"):
+        pytest.skip("up to PyTorch 2.11, a checkpoint of Dynamo's that runs as it is written keeps everything")
 
     def refuses(*args: Any, **options: Any) -> Any:
         raise NotImplementedError("aten.mystery has no fake")

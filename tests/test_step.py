@@ -444,7 +444,7 @@ class Branches(nn.Module):
 def test_gradients_are_summed_in_place_where_the_engine_does_so() -> None:
     """The profiler shows what autograd does with real tensors while no dispatch mode looks on."""
     x = torch.randn(4, 8)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         Branches()(x).sum().backward()
     sums = [
         event.name
