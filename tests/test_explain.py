@@ -119,7 +119,7 @@ def test_what_compiled_code_made(tmp_path: Path) -> None:
     ]
     (told,) = (finding for finding in compiled.findings if finding.code == "snapshot-compiled")
     assert told.text("MiB") == (
-        "Code compiled by torch.compile made 7.00 MiB of it (47%), 5.00 MiB of them in region 0/0."
+        "Code compiled by torch.compile made 7.00 MiB (47%) of what was alive, 5.00 MiB in region 0/0."
     )
     assert compiled.requested == sum(stack.bytes for stack in compiled.places)
     assert [*compiled.tables()["places"].frame()["region"]][1:] == ["0/0", "1/0"]

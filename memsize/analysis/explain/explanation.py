@@ -267,9 +267,11 @@ def _compiled(explanation: Explanation) -> Iterator[Finding]:
     if whole < explanation.requested * _WORTH_TELLING or not whole:
         return
     (region, most), *others = regions.most_common()
-    template = "Code compiled by torch.compile made {bytes} of it ({share:.0%}), all in region {region}."
+    template = "Code compiled by torch.compile made {bytes} ({share:.0%}) of what was alive, in region {region}."
     if others:
-        template = "Code compiled by torch.compile made {bytes} of it ({share:.0%}), {most} of them in region {region}."
+        template = (
+            "Code compiled by torch.compile made {bytes} ({share:.0%}) of what was alive, {most} in region {region}."
+        )
     values = {"bytes": Bytes(whole), "share": whole / explanation.requested, "most": Bytes(most), "region": region}
     yield Finding("snapshot-compiled", template, values, bytes=whole)
 
