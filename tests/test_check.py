@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -307,7 +308,8 @@ def checked() -> Check:
 
 @pytest.mark.parametrize(
     ("name", "format"),
-    [("txt", "text"), ("md", "markdown"), ("html", "html"), ("json", "json"), ("csv", "csv"), ("github.txt", "github")],
+    [("txt", "text"), ("md", "markdown"), ("html", "html"), ("json", "json"), ("csv", "csv"), ("github.txt", "github"),
+     ("junit.xml", "junit")],
 )  # fmt: skip
 def test_golden(name: str, format: str) -> None:
     golden(f"check.{name}", render(checked(), format))
@@ -345,6 +347,23 @@ def test_statuses() -> None:
     assert Check("", found.models[2:]).status("note") == 0
 
 
+def test_junit_is_read_as_tests() -> None:
+    root = ElementTree.fromstring(render(checked(), "junit").encode())
+    assert root.attrib == {"name": "memsize", "tests": "7", "failures": "2", "errors": "1"}
+    suites = {suite.get("name"): suite for suite in root}
+    assert list(suites) == ["nets/net.py:Net", "gone.py:Net", "fine"]
+    cases = {case.get("name"): [child.tag for child in case] for case in suites["nets/net.py:Net"]}
+    assert cases == {
+        "parameters": [],
+        "stored": ["failure"],
+        "stored, growth": ["failure"],
+        "fits_batch": [],
+        "unused-parameters": ["system-out"],
+    }
+    for suite in root:
+        assert int(suite.get("tests", "")) == len(suite)
+
+
 def test_annotations_are_escaped() -> None:
     first, *_ = render(checked(), "github").splitlines()
     assert first == (
@@ -354,7 +373,7 @@ def test_annotations_are_escaped() -> None:
 
 def test_files_of_other_formats(capsys: pytest.CaptureFixture[str]) -> None:
     memsize.check(update=True)
-    for name, begins in (("a.md", "##"), ("a.txt", "All limits hold")):
+    for name, begins in (("a.xml", "<?xml"), ("a.md", "##"), ("a.txt", "All limits hold")):
         assert run(("check", "-o", name)) == 0
         assert Path(name).read_text(encoding="utf-8").startswith(begins)
     assert shown(capsys, "--format", "github") == "\n"

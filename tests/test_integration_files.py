@@ -54,7 +54,7 @@ def test_examples_can_be_read() -> None:
         (12, ".", "", "error", 0),
         (11, ". \n  other/pyproject.toml", "", "error", 1),
         (11, "other", "", "never", 0),
-        (11, ".", "out file.json", "error", 1),
+        (11, ".", "out file.xml", "error", 1),
         (12, "gone", "", "error", 2),
     ],
 )
@@ -80,7 +80,7 @@ def test_the_steps_of_the_action(
         "GITHUB_OUTPUT": str(told),
         "GITHUB_STEP_SUMMARY": str(summary),
         "RUNNER_TEMP": str(tmp_path),
-        **{"PATHS": paths, "FORMAT": "json" if output else "github", "OUTPUT": output, "FAIL_ON": fail_on},
+        **{"PATHS": paths, "FORMAT": "junit" if output else "github", "OUTPUT": output, "FAIL_ON": fail_on},
     }
     script = next(step["run"] for step in read("action.yml")["runs"]["steps"] if step.get("id") == "check")
     command = ("bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script)

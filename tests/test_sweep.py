@@ -160,6 +160,8 @@ def test_a_mistake_is_told_in_one_line_that_names_the_key(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--scheduler", "tcp://x:1"], "a scheduler is that of a cluster: choose the backend dask"),
+        (["--backend", "dask", "--timeout", "3"], "timeout: Dask runs cells in threads"),
         (["--results", "nets.py"], "nets.py:1 is no result of a sweep: name another file with --results"),
         (["--results", "one.json", "--fresh"], "one.json is no result of a sweep"),
         (["--results", "no/where.jsonl"], "cannot write no/where.jsonl: No such file or directory"),

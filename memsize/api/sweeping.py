@@ -50,15 +50,20 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
 
     `results` is a file to which each cell is added when it is done, and from which a sweep goes on: cells are taken
     from there if they were made by this memsize and torch from the same file of code; with `retry` those that failed
-    are run again, with `fresh` all. `jobs` processes run (None: one per core; 1: this process alone). A cell that takes
+    are run again, with `fresh` all. `jobs` processes run (None: one per core; 1: this process alone). `backend` is
+    joblib's: ``"loky"`` for this machine, ``"dask"`` for the cluster at `scheduler`. A cell that takes
     longer than `timeout` seconds fails. One that fails says so in its row. `progress` is called with what is being
     done.
 
     Raises `InputError` for a grid that cannot be meant, `TargetError` for a pattern that matches nothing, and
     `OutputError` where the results cannot be kept.
     """
+    if request.scheduler is not None and request.backend == "loky":
+        raise InputError("a scheduler is that of a cluster: choose the backend dask")
     if (request.retry or request.fresh) and request.results is None:
         raise InputError("retry and fresh are about the file that keeps the results: name it (results)")
+    if request.timeout is not None and request.backend == "dask":
+        raise InputError("timeout: Dask runs cells in threads, which cannot be interrupted")
     grid = grid_of(request.grid) if isinstance(request.grid, Mapping) else read_grid(Path(request.grid))
     report_progress = progress or (lambda _: None)
     with contextlib.chdir(grid.folder):
@@ -187,7 +192,7 @@ def _outcomes(tasks: list[_Task], request: SweepRequest) -> Iterator[tuple[_Task
     """The rows of each task as they come. Where a process died of one with several cells, each is run by itself."""
     while tasks:
         again: list[_Task] = []
-        for task, rows in spread(_run_cells, tasks, request.jobs):
+        for task, rows in spread(_run_cells, tasks, request.jobs, backend=request.backend, scheduler=request.scheduler):
             if not isinstance(rows, Died):
                 yield task, rows
             elif len(task.cells) > 1:

@@ -255,6 +255,7 @@ def timeline(request: TimelineRequest, output: Destination) -> None:
     Examples:
       memsize sweep sweep.toml
       memsize sweep sweep.toml -o sweep.csv
+      memsize sweep sweep.toml --backend dask --scheduler tcp://10.0.0.1:8786
 
     \b
     A sweep.toml:

@@ -15,7 +15,7 @@ from memsize.spec.file_requests import CheckRequest
 from memsize.spec.project import find_project
 from memsize.spec.requests import InitRequest
 
-_FORMATS = {"terminal": (), **FORMATS, "github": ()}
+_FORMATS = {"terminal": (), **FORMATS, "github": (), "junit": (".xml",)}
 """`terminal` is another name of text."""
 
 

@@ -23,14 +23,19 @@ MOST_SHORT_ROWS: Final = 12
 """The most rows of a table that is shortened."""
 
 
-class Annotation(NamedTuple):
-    """A problem at a line of a file, for continuous integration."""
+class Case(NamedTuple):
+    """One check of `group`, at a line of a file. A failed check has a `severity`, a `code` and a `text`;
+    `failed_to_run` means that it could not be carried out.
+    """
 
+    group: str
+    name: str
     file: str
     line: int
-    severity: str
-    code: str
-    text: str
+    severity: str | None = None
+    code: str = ""
+    text: str = ""
+    failed_to_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,8 +150,8 @@ class Document(ABC, Generic[A]):
         """The flat tables by name. Formats that hold a single table get the first one."""
         return self.answer.tables()
 
-    def annotations(self, unit: str) -> tuple[Annotation, ...]:
-        """The problems with their lines, for continuous integration; empty by default."""
+    def cases(self, unit: str) -> tuple[Case, ...]:
+        """The checks, passed and failed, for the formats of continuous integration; empty by default."""
         return ()
 
 

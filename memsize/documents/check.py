@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from memsize.documents import Annotation, Document, values_of
+from memsize.documents import Case, Document, values_of
 from memsize.documents.sections import Bar, Bars, Findings, Limit, Notes, Part, Section, Table, Title
 from memsize.documents.shared import listed
-from memsize.records.check import FIGURE_FIELDS, SEVERITIES, Check, CheckedFigure, CheckedModel
+from memsize.records.check import FIGURE_FIELDS, SEVERITIES, Check, CheckedFigure, CheckedModel, Problem
 from memsize.records.fields import Label
 
 SCHEMA: Final = "memsize.check/1"
@@ -79,8 +79,8 @@ class CheckDocument(Document[Check]):
             "written": check.written,
         }
 
-    def annotations(self, unit: str) -> tuple[Annotation, ...]:
-        return tuple(annotation for model in self.answer.models for annotation in _annotations(model, unit))
+    def cases(self, unit: str) -> tuple[Case, ...]:
+        return tuple(case for model in self.answer.models for case in _cases(model, unit))
 
 
 class _Size(NamedTuple):
@@ -119,13 +119,20 @@ def _model_sections(model: CheckedModel) -> Iterator[Section]:
         yield Findings(model.name, tuple(findings))
 
 
-def _annotations(model: CheckedModel, unit: str) -> Iterator[Annotation]:
-    """One for each kind of problem of a target: a layer that is widened breaks the limits of five figures at once."""
+def _cases(model: CheckedModel, unit: str) -> Iterator[Case]:
+    base = Case(model.name, "", model.file, model.line)
     if model.error is not None:
-        yield Annotation(model.file, model.line, "error", "target", f"{model.name}: {model.error}")
-    kinds: dict[tuple[str, str], list[str]] = {}
+        yield base._replace(name="target", code="target", severity="error", text=model.error, failed_to_run=True)
+
+    def case(name: str, problem: Problem | None) -> Case:
+        if problem is None:
+            return base._replace(name=name)
+        finding = problem.finding
+        return base._replace(name=name, code=finding.code, severity=problem.severity, text=finding.text(unit))
+
+    about = {problem.case: problem for problem in model.problems if problem.case}
+    for figure in model.figures:
+        yield case(figure.case, about.get(figure.case))
     for problem in model.problems:
-        kinds.setdefault((problem.severity, problem.finding.code), []).append(problem.finding.text(unit))
-    for (severity, code), texts in kinds.items():
-        text = texts[0] if len(texts) == 1 else "\n- ".join((f"{len(texts)} figures", *texts))
-        yield Annotation(model.file, model.line, severity, code, f"{model.name}: {text}")
+        if problem.case is None:
+            yield case(problem.finding.code, problem)

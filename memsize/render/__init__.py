@@ -34,7 +34,8 @@ _FORMATS: Final = {
     "notebook": ("memsize.render.html:fragment", ()),
     "line": ("memsize.render.cell_text:one_line", ()),
     "speedscope": ("memsize.render.speedscope:draw", ()),
-    "github": ("memsize.render.github:draw", ()),
+    "github": ("memsize.render.ci_reports:github", ()),
+    "junit": ("memsize.render.ci_reports:junit", ()),
 }
 """What draws each format, imported when it is asked for, and the suffixes of its files (none: it is no file of any
 answer; a command that writes it says how its files end).
