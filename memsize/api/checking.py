@@ -48,10 +48,8 @@ if TYPE_CHECKING:
 def check(request: CheckRequest, *, progress: Callable[[str], None] | None = None) -> Check:
     """Whether a project's models keep the limits and baselines of its pyproject.toml, and what is wrong where not.
 
-    `paths` is that file, or a folder: the file is then looked for from there upwards. `select` names codes of findings
-    that count as errors, `ignore` codes to leave out, in addition to those in the file. `update` writes the baselines
-    instead of comparing with them. `progress` is called with what is being done. The working folder is the project's
-    meanwhile. A target that fails is told in its `error`.
+    `paths` is that file, or a folder: the file is then looked for from there upwards. `select` and `ignore` add to the
+    codes in the file. The working folder is the project's meanwhile. A target that fails is told in its `error`.
 
     Raises `InputError` for a file that is missing or cannot be meant, and `OutputError` for a baseline that cannot be
     written.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Final, TypeVar
@@ -19,7 +19,8 @@ Answer = TypeVar("Answer")
 def takes(request: type[Any]) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
     """Let a function of a `request` be called with the keywords of its options, or with the request itself.
 
-    Its own keyword-only parameters, such as `progress`, stay keywords. `help` and notebooks show all of them.
+    Its own keyword-only parameters, such as `progress`, stay keywords. `help` and notebooks show all of them, with the
+    help of each option behind the function's docstring.
     """
 
     def decorate(function: Callable[..., Answer]) -> Callable[..., Answer]:
@@ -47,9 +48,23 @@ def takes(request: type[Any]) -> Callable[[Callable[..., Answer]], Callable[...,
                 raise
 
         call.__signature__ = plain.replace(parameters=[*keywords_of_request.values(), *own.values()])  # type: ignore[attr-defined]
+        lines = _described(request, tuple(keywords_of_request), own)
+        call.__doc__ = "\n".join((f"{(function.__doc__ or '').rstrip()}\n", "    Keywords:", *lines))
         return call
 
     return decorate
+
+
+_PROGRESS: Final = "A function that is called with what is being done."
+
+
+def _described(request: type, keywords: tuple[str, ...], own: Mapping[str, object]) -> Iterator[str]:
+    """Yield a line for each keyword that is an option with a help text."""
+    for key, choice in options_of(request).items():
+        if key in keywords and choice.help:
+            yield f"        {key}: {_in_python(choice.description, request)}"
+    if "progress" in own:
+        yield f"        progress: {_PROGRESS}"
 
 
 @contextmanager

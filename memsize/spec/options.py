@@ -104,6 +104,12 @@ class Option:
     written: bool = True
 
     @property
+    def description(self) -> str:
+        """The help, with the default where it says something."""
+        default = self.shown or (self.default if self.default not in (None, False, (), {}) else "")
+        return f"{self.help or self.metavar or self.key.upper()}{f' Default: {default}.' if default else ''}"
+
+    @property
     def flag(self) -> str:
         """The flag that messages name."""
         return max(self.flags, key=len).partition("/")[0]
