@@ -78,14 +78,9 @@ def _torch_wanted() -> Iterator[None]:
         raise TorchMissingError from None
 
 
-_PYTHON_NAMES: Final = {"target": "model", "input": "input_size", "inputs": "input_data"}
-
-
 def _in_python(text: str, request: type) -> str:
     """The text of an error with the options of a request by their keywords, but where it quotes a command."""
-    keywords = {
-        flag: _PYTHON_NAMES.get(key, key) for key, choice in options_of(request).items() for flag in choice.flags
-    }
+    keywords = {flag: choice.python or key for key, choice in options_of(request).items() for flag in choice.flags}
 
     def keyword(flag: re.Match[str]) -> str:
         if flag[1] not in keywords or re.search(r"memsize [a-z-]+ [^,;:()]*$", text[: flag.start()]):
