@@ -27,11 +27,10 @@ from memsize.records.check import (
     CheckedModel,
     Figure,
     Problem,
-    Severity,
     read_baselines,
     write_baselines,
 )
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, Severity
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.file_requests import CheckRequest
 from memsize.spec.options import values_of

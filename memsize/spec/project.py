@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from memsize.errors import InputError, UnknownInputError, quoted
-from memsize.records.check import SEVERITIES, Severity
+from memsize.records.finding import SEVERITIES, Severity
 from memsize.spec.options import check_type, options_of, values_of
 from memsize.spec.section import MODEL_KEYS, ModelSection, parsed_toml, refuse_unknown, section_of
 from memsize.units import parse_bytes
