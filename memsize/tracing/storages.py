@@ -6,7 +6,7 @@ A weak reference to each storage records the event of its end. Nothing is added 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Hashable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +84,8 @@ class StorageRecorder(MetaDispatchMode):
         self._numbers: dict[Lines, int] = {}
         """The position in `lines` of each line."""
         self._saved: list[weakref.ref[SavedTensor]] = []
+        self.hooks: set[Hashable] = set()
+        """The behavior of hooks on gradients that were registered during the run."""
         self._compiled: set[int] = set()
         """Storages that compiled code made, whose own layers and lines are known."""
 
