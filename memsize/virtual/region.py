@@ -48,7 +48,7 @@ from memsize.virtual import checkpointing, data_parallel, gpu_tensors, launches,
 from memsize.virtual.compilation import Compilation
 from memsize.virtual.device_assignment import DeviceAssignment
 from memsize.virtual.driver import queries
-from memsize.virtual.driver.allocator_state import DeviceMemory
+from memsize.virtual.driver.caching_allocator import DeviceMemory
 from memsize.virtual.driver.functions import Driver, Event, Stream
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.ledger.stream_order import StreamOrder
