@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from memsize.errors import InputError, MemsizeError, TorchMissingError
 from memsize.spec.options import keywords_of, of_keywords, options_of
-from memsize.spec.project import with_usual_gpu
+from memsize.spec.project import usual_values
 
 Answer = TypeVar("Answer")
 
@@ -40,7 +40,8 @@ def takes(request: type[Any]) -> Callable[[Callable[..., Answer]], Callable[...,
             if twice := next((name for name in named if name in keywords), None):
                 raise InputError(f"{twice} is given twice, by its place and by its name")
             try:
-                parsed, own_values = of_keywords(request, with_usual_gpu(request, named | keywords), own)
+                usual = usual_values(request, {*named, *keywords})
+                parsed, own_values = of_keywords(request, usual | named | keywords, own)
                 with _torch_wanted():
                     return function(parsed, **own_values)
             except MemsizeError as error:

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from memsize.errors import InputError, quoted
 from memsize.spec.options import Option, build, options_of
-from memsize.spec.project import with_usual_gpu
+from memsize.spec.project import usual_values
 
 
 class RequestCommand(click.Command):
@@ -117,9 +117,8 @@ def request_of(request: type, values: Mapping[str, Any]) -> Any:
         for key, value in values.items()
         if is_given(key) or (options[key].positional and value is not None)
     }
-    return build(
-        request, with_usual_gpu(request, chosen), spell=lambda choice: choice.key if choice.positional else choice.flag
-    )
+    usual = usual_values(request, chosen.keys())
+    return build(request, usual | chosen, spell=lambda choice: choice.key if choice.positional else choice.flag)
 
 
 def is_given(name: str) -> bool:

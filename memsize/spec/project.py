@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -166,13 +166,13 @@ def usual_gpu() -> str | None:
     return gpu if isinstance(gpu, str) else None
 
 
-def with_usual_gpu(request: type, values: dict[str, Any]) -> dict[str, Any]:
-    """The `values` of a request with the `usual_gpu` where they name neither a GPU nor a budget in its stead."""
+def usual_values(request: type, keys: Collection[str]) -> dict[str, Any]:
+    """The `usual_gpu` as a value of a request, where its `keys` name neither a GPU nor a budget in its stead."""
     gpu = options_of(request).get("gpu")
-    if gpu is None or gpu.positional or {"gpu", "budget"} & values.keys():
-        return values
+    if gpu is None or gpu.positional or {"gpu", "budget"} & {*keys}:
+        return {}
     usual = usual_gpu()
-    return values if usual is None else values | {"gpu": usual}
+    return {} if usual is None else {"gpu": usual}
 
 
 def read_project(file: Path) -> Project:
