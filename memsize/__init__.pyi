@@ -138,7 +138,7 @@ def fit(
     margin: str | int = "0",
     beside: str | None = None,
     scenarios: str | Iterable[str] | None = None,
-    compile: bool = False,
+    compile: bool | str = False,
     train: Training | str | Callable[[Any], Any] | None = None,
     loss: str | Callable[[Any], Any] | None = None,
     gradient_accumulation_steps: int = 1,
@@ -192,7 +192,7 @@ def generate(
     batch_size: int | str | Iterable[int] = 1,
     step: Callable[..., Any] | str | None = None,
     scenarios: str | Iterable[str] | None = None,
-    compile: bool = False,
+    compile: bool | str = False,
     gpu: Gpu | str | None = None,
     stack: Stack | str | None = None,
     allocator: AllocatorConfig | str | None = None,
@@ -287,7 +287,7 @@ def report(
     allocator: AllocatorConfig | str | None = None,
     execute: bool = False,
     scenarios: str | Iterable[str] | None = None,
-    compile: bool = False,
+    compile: bool | str = False,
     progress: Callable[[str], None] | None = None,
 ) -> Report: ...
 def run(
@@ -382,7 +382,7 @@ def timeline(
     allocator: AllocatorConfig | str | None = None,
     execute: bool = False,
     scenario: str = "as-given",
-    compile: bool = False,
+    compile: bool | str = False,
     progress: Callable[[str], None] | None = None,
 ) -> Timeline: ...
 def trace(
@@ -416,7 +416,7 @@ def trace(
     allocator: AllocatorConfig | str | None = None,
     execute: bool = False,
     scenario: str = "as-given",
-    compile: bool = False,
+    compile: bool | str = False,
     step: Callable[..., Any] | None = None,
     world: World | None = None,
 ) -> StepTrace: ...

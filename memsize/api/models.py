@@ -162,7 +162,7 @@ def step_trace(
     training, gpu = request.training, request.gpu
     where, scenario = card(gpu.name or DEFAULT_GPU), scenario_named(request.scenario)
     allocator = AllocatorConfig.of(gpu.allocator, gpu.releases.release)
-    scenario = compiled_from(scenario) if request.compile and not scenario.compile else scenario
+    scenario = compiled_from(scenario, request.compile) if request.compile and not scenario.compile else scenario
     spread = spread_of(request.parallel, training, loop=loop is not None, execute=request.execute)
     _refuse_run_compiled((scenario,), world, request.execute)
     refuse_resizing(request.model)

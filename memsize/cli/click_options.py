@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,18 @@ class RequestCommand(click.Command):
     """A command whose options make a `request`."""
 
     request: type
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the word after a flag for its value only if it is one of its choices."""
+        options = options_of(self.request).values()
+        choices = {flag: it.choices for it in options if it.kind == "flag" and it.choices for flag in it.flags}
+        texts, remaining = list[str](), deque(args)
+        while remaining:
+            text = remaining.popleft()
+            if values := choices.get(text):
+                text = f"{text}={remaining.popleft() if remaining and remaining[0] in values else values[0]}"
+            texts.append(text)
+        return super().parse_args(ctx, texts)
 
 
 class PathType(click.Path):
@@ -66,7 +79,9 @@ def _option(choice: Option) -> RequestOption:
     settings: dict[str, Any] = {"help": choice.help + shown, "metavar": choice.metavar}
     if choice.default not in (None, False, "", ()) and not choice.shown:
         settings |= {"default": choice.default, "show_default": True}
-    if choice.kind == "flag":
+    if choice.kind == "flag" and choice.choices:
+        settings |= {"type": _type(choice), "default": None}
+    elif choice.kind == "flag":
         settings["is_flag"] = True
         settings.setdefault("default", choice.default)
     elif choice.kind in ("list", "texts", "table"):
@@ -136,6 +151,9 @@ def arguments_of(choice: Option, value: Any) -> Iterator[str]:
         return
     if choice.kind == "flag":
         on, off = (choice.flag, next(iter(choice.flags[0].split("/")[1:]), ""))
+        if value in choice.choices:
+            yield f"{on}={value}"
+            return
         if not isinstance(value, bool):
             raise InputError(f"{choice.key} is {quoted(str(value))}: it should be true or false")
         yield from filter(None, [on if value else off])

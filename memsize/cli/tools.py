@@ -108,7 +108,8 @@ def tools() -> dict[str, Tool]:
 def _property(choice: Option) -> dict[str, Any]:
     schema = {**_TYPES[choice.kind or "text"], "description": choice.description}
     if choice.choices:
-        schema |= {"type": "string", "enum": [*choice.choices]}
+        switch, types = ([True, False], ["boolean", "string"]) if choice.kind == "flag" else ([], "string")
+        schema |= {"type": types, "enum": [*switch, *choice.choices]}
     if choice.least is not None:
         schema["minimum"] = choice.least
     return schema

@@ -83,9 +83,9 @@ class Option:
 
     `python` is the parameter of its part's `keywords` that takes its place in Python, if there is one. `annotation` is
     its type in Python, where that is another than the field's. `shown` is its default in help where the value itself
-    would say nothing. `least` is its smallest value. `read` makes the value of texts and TOML values. A `positional`
-    one is an argument of the command and of the function, a `required` one has no default. One that is not `written`
-    is Python's alone.
+    would say nothing. `least` is its smallest value. A flag that has `choices` stands for the first of them, or is
+    followed by one. `read` makes the value of texts and TOML values. A `positional` one is an argument of the command
+    and of the function, a `required` one has no default. One that is not `written` is Python's alone.
     """
 
     help: str
@@ -129,7 +129,7 @@ class Option:
             check_type(name, value, self.types)
         if self.least is not None and isinstance(value, int | float) and value < self.least:
             raise InputError(f"{name} is {value:g}: it must be at least {self.least:g}")
-        if self.choices and value not in self.choices:
+        if self.choices and not isinstance(value, bool) and value not in self.choices:
             raise UnknownInputError(name.lstrip("-").replace("_", " "), str(value), self.choices)
         return value
 

@@ -219,6 +219,7 @@ class Run:
             phases=tuple(ledger.clock.phases),
             storages=storages,
             events=tuple(ledger.events),
+            emptied=tuple(ledger.emptied),
             assumptions=tuple(ledger.evaluator.assumptions),
             notes=(*setup.notes, *self._notes, *ledger.evaluator.notes, *(convolutions.notes if convolutions else ())),
             cudnn=convolutions.source if convolutions else None,
