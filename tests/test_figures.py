@@ -71,7 +71,7 @@ def test_a_figure_says_what_it_is_about() -> None:
     )
     # The parameters of fp32: 36,895,604 bytes.
     assert figure.data[0].x[0] == 36_895.604
-    assert figure.layout.xaxis.title.text == "held when backward begins, kB"
+    assert figure.layout.xaxis.title.text == "in memory when backward starts, kB"
 
 
 def test_a_limit_is_a_line_where_it_is_near() -> None:

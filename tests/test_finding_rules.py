@@ -702,6 +702,15 @@ def test_an_op_that_loses_the_format_is_told_once_with_what_it_copies(op: str) -
     )
 
 
+def test_the_lines_of_an_op_that_loses_the_format_are_one_finding() -> None:
+    losses = [
+        Loss(layer, "clone", spec("float32", 1), "row-major", f"net.py:{line}")
+        for layer, line in zip("ab", (3, 9), strict=True)
+    ]
+    [finding] = layout.RULES.findings(audit(losses=tuple(losses)))
+    assert finding.text().startswith("Channels last is lost in a and b at net.py:3 and net.py:9: ")
+
+
 def test_other_ops_that_lose_the_format_are_named() -> None:
     [finding] = layout.RULES.findings(audit(losses=(Loss("a", "view", spec("float32", 1), "row-major"),)))
     assert finding.bytes is None

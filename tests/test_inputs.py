@@ -37,6 +37,8 @@ specs = st.builds(InputSpec, st.none() | names, shapes, st.none() | st.sampled_f
         ("()", InputSpec(None, ())),
         ("[3,64,64]", InputSpec(None, (3, 64, 64))),
         ("x=(512, ):int64", InputSpec("x", (512,), "int64")),
+        ("int64[128]", InputSpec(None, (128,), "int64")),
+        ("ids=int64[128]", InputSpec("ids", (128,), "int64")),
     ],
 )
 def test_reads_an_input(text: str, spec: InputSpec) -> None:
@@ -65,6 +67,7 @@ def test_any_text_is_an_input_or_an_input_error(text: str) -> None:
         ("3,,64", "'' is not a size"),
         ("3,64,", "'' is not a size"),
         ("three,64", "'three' is not a size"),
+        ("nets/make.py:inputs", "goes with --inputs nets/make.py:inputs"),
         ("3,0,64", "a size of 0"),
         ("-3,64", "'-3' is not a size"),
         ("inf,64", "'inf' is not a size"),

@@ -53,6 +53,16 @@ def refused(target: str, **arguments: object) -> str:
 # What the text says
 
 
+@pytest.mark.parametrize("text", ["net/config.json", "net"])
+def test_a_config_or_its_folder_is_a_model_of_transformers(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "config.json").write_text("{}")
+    assert parse_target(text) == Target(None, None, text, "hf")
+
+
 @pytest.mark.parametrize(
     ("text", "target"),
     [

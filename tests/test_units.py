@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, strategies as st
+from torch import nn
 
+import memsize
 from memsize.units import (
     AUTO,
     DECIMAL,
@@ -82,3 +86,10 @@ def test_sizes_of_one_sentence_compare() -> None:
     assert format_together([3 * MiB, 5]) == {3 * MiB: "3.00 MiB", 5: "5 B"}
     assert format_together([14_546 * MiB], "MiB") == {14_546 * MiB: "14,546.00 MiB"}
     assert format_together([]) == {}
+
+
+def test_the_ways_to_count_a_peak_share_a_unit_which_the_gpu_need_not() -> None:
+    """Weights of 96 MiB and a cuBLAS workspace of 8.1: the allocator's segments are MiB too, and the T4 has GiB."""
+    report = memsize.report(nn.Linear(1024, 24 * 1024), input_size=(1024,), gpu="t4", scenarios=["fp32"])
+    peak = r"tensors 104 → allocated 104 → reserved \d+ → nvidia-smi \d+–\d+ MiB of 14\.6 GiB"
+    assert re.search(peak, str(report).replace("\n", " "))

@@ -56,6 +56,26 @@ def test_the_batch_that_is_named_fits_and_the_next_does_not(script: Path) -> Non
     assert sentence.endswith("The largest {argument} that fits is {size}.")
 
 
+@pytest.mark.parametrize("declared", ["'-b', '--batch-size'", "'--train_batch_size'"])
+def test_a_batch_that_is_left_at_its_default_is_named(script: Path, declared: str) -> None:
+    parser = f"""\
+import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--eval-batch-size", type=int, default=1000)
+parser.add_argument("--hidden", type=int, default=4096)
+parser.add_argument({declared}, type=int, default=4096, dest="batch")
+batch = parser.parse_args().batch
+"""
+    script.write_text(SCRIPT.replace(SCRIPT.splitlines(keepends=True)[6], parser))
+    run = run_with(script)
+    assert run.ran_out and run.whole is not None and run.whole.batch is not None
+    argument, size, largest = run.whole.batch
+    assert argument == declared.split("'")[-2] and largest
+    assert not run_with(script, argument, str(size)).refused
+    assert run_with(script, argument, str(size + 1)).ran_out
+
+
 def test_the_step_needs_its_tensors_and_more_than_there_is(script: Path) -> None:
     """At the end of the second backward, when its last temporary has gone: four copies of the weights, the input, the
     activations and the gradient of the hidden layer's output."""

@@ -26,11 +26,15 @@ def gpus(request: NamesRequest) -> None:
     from memsize.device.cards import CARDS
 
     rows = [
-        (card.name, ", ".join(card.aliases), f"{card.bytes / GiB:.1f} GiB", card.platform)
+        (
+            card.name,
+            f"{card.bytes / GiB:.1f} GiB",
+            ", ".join(card.aliases) + (f" ({card.platform})" if card.platform != "CUDA" else ""),
+        )
         for card in CARDS.values()
         if any(_matches(request.pattern, name) for name in (card.name, *card.aliases))
     ]
-    _print(rows, ("name", "or", "memory", "platform"), "GPU", request.pattern, CARDS)
+    _print(rows, ("name", "memory", "or"), "GPU", request.pattern, CARDS)
 
 
 @command(NamesRequest, answers=False)

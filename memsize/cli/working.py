@@ -150,11 +150,10 @@ class Progress:
 
     A terminal shows it once it takes longer than `patience` seconds, below the parts of the answer that came before the
     rest where that takes long, and wipes it all at the end. A file or a pipe gets a line every `tick` seconds and for
-    each such part, none for quick work, and so does a terminal that a program writes to meanwhile.
-    `MEMSIZE_PROGRESS=never` silences both.
+    each such part, none for quick work. `MEMSIZE_PROGRESS=never` silences both.
 
-    A program that is running writes to the streams `beside` it: lines that it has not ended, such as a bar of its own,
-    are left alone.
+    A program that is running writes to the streams `beside` it, each time without progress in the way: lines that it
+    has not ended, such as a bar of its own, are left alone.
     """
 
     def __init__(
@@ -165,10 +164,10 @@ class Progress:
         beside: Iterable[TextIO | None] = (),
     ) -> None:
         self._stream = stream or sys.stderr
-        self._beside = [_Lines(lines) for lines in {id(lines): lines for lines in beside}.values() if lines is not None]
-        self._on_terminal = self._stream is not None and self._stream.isatty() and not self._beside
-        if self._on_terminal:
-            self._beside = [_Lines(self._stream, self._make_room)]
+        self._on_terminal = self._stream is not None and self._stream.isatty()
+        before = self._make_room if self._on_terminal else lambda: None
+        streams = {id(lines): lines for lines in (*([self._stream] if self._on_terminal else ()), *beside)}
+        self._beside = [_Lines(lines, before) for lines in streams.values() if lines is not None]
         self._patience = (_PATIENCE if self._on_terminal else _FILE_PATIENCE) if patience is None else patience
         self._tick = (_TICK if self._on_terminal else _FILE_TICK) if tick is None else tick
         self._text = ""

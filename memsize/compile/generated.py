@@ -21,9 +21,8 @@ Call = Callable[[list[Any]], Any]
 _ALLOCATIONS: Final = "cpu cpu_pinned cuda xpu mtia"
 
 
-def loaded(source: str, origins: Origins, constants: dict[str, Any], forward: bool | None) -> tuple[Call, Any]:
-    """Load generated `source`; return its function, which takes a list of arguments and empties it, and what calls the
-    parts of it, if it has any.
+def loaded(source: str, origins: Origins, constants: dict[str, Any], forward: bool | None) -> Call:
+    """Load generated `source`; return its function, which takes a list of arguments and empties it.
 
     `forward` says whether a forward can be differentiated; it is None of a backward.
     """
@@ -34,7 +33,7 @@ def loaded(source: str, origins: Origins, constants: dict[str, Any], forward: bo
     for device in _ALLOCATIONS.split():
         namespace[f"empty_strided_{device}"] = region.allocate
     namespace.update(here=region.here, extern_kernels=_ExternKernels(), **constants)
-    return partial(region.run, namespace["call"]), namespace.get("runner")
+    return partial(region.run, namespace["call"])
 
 
 class _Region:

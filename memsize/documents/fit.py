@@ -291,12 +291,14 @@ def _remarks(fit: Fit) -> Iterator[Remark]:
 
 
 def remedy_tables(remedied: Remedied | None, about: str) -> tuple[Table, ...]:
-    """The remedies `about` a run, the ones that fit first, if any were tried; remarks have why others cannot be."""
+    """The remedies `about` a run, if any were tried: those that fit first, those that change what the model learns
+    behind others. Remarks say why the rest cannot be.
+    """
     if remedied is None:
         return ()
     fields = REMEDY_FIELDS.only("name", "outcome", "peak", "saved", "cost")
     ran = [row for row in remedied.rows if row.outcome != "not here"]
-    ran.sort(key=lambda row: ("fits", "saves", "no help").index(row.outcome))
+    ran.sort(key=lambda row: (("fits", "saves", "no help").index(row.outcome), row.changes == "training"))
     others = (row for row in remedied.rows if row.outcome == "not here")
     remarks = tuple(Remark(row.name, "not here", first_line(row.reason or "")) for row in others)
     caption = f"Remedies for {about}, each run by itself"

@@ -39,6 +39,9 @@ class LayoutDocument(Document[LayoutReport]):
             *listed("Notes", report.notes),
         )
 
+    def main_table(self) -> str:
+        return "copies" if self.answer.audit.last.copies else super().main_table()
+
     def bars(self) -> Bars:
         audit = self.answer.audit
         rows = [("row-major", audit.plain), ("channels last", audit.last)]

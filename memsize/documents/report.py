@@ -104,7 +104,7 @@ class ReportDocument(Document[Report]):
         return tuple(sorted(brief, key=lambda finding: finding.code not in _FIRST))[:MOST_SENTENCES]
 
     def bars(self) -> Bars | None:
-        """The bytes alive at the peaks of training steps, or else those held when backward begins, by scenario.
+        """The bytes alive at the peaks of training steps, or else those in memory when backward starts, by scenario.
 
         Each byte is counted once there: a saved input counts as kept. Of a forward that keeps nothing for backward, as
         that of a pipeline, it is the peak on the GPU.
@@ -125,7 +125,7 @@ class ReportDocument(Document[Report]):
                 sizes |= {"attribute": sums.attribute_bytes, "master weight": sums.master_bytes}
                 sizes |= {"cast copy": sums.cast_bytes, "kept": sums.saved_bytes - sums.saved_cast_bytes}
                 rows.append((result.label, sizes | {"input": sums.input_bytes - sums.saved_input_bytes}))
-        return Bars.of("held when backward begins", _PARTS, rows) if report.scenario_results else None
+        return Bars.of("in memory when backward starts", _PARTS, rows) if report.scenario_results else None
 
     def scenes(self) -> tuple[ScenarioView, ...]:
         report = self.answer

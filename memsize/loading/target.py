@@ -1,5 +1,5 @@
 """Targets as values: ``"nets/model.py:Test"``, ``"package.module:name"``, or a library's own name, ``"timm:resnet18"``;
-a Hub id alone, ``"meta-llama/Llama-3.1-8B"``, is that of transformers.
+a Hub id alone, ``"meta-llama/Llama-3.1-8B"``, is that of transformers, and so is a config or its folder.
 
 Also a git revision of a target, as ``HEAD~1:model.py:Net`` names it: checked out beside, into a folder of its own. The
 user's work tree, index and branches stay as they are: the files come from an index in that folder. Submodules are not
@@ -74,7 +74,8 @@ def _parsed(text: str) -> Target:
     if colon and not all(part.isidentifier() for part in name.split(".")):
         raise TargetError(f"{name!r} in {text!r} is not a name: {_EXAMPLES}")
     path = Path(source)
-    if not colon and is_hub_id(source.partition("?")[0]):
+    is_config = (path.suffix == ".json" and path.is_file()) or (path / "config.json").is_file()
+    if not colon and (is_config or is_hub_id(source.partition("?")[0])):
         return _of_library("hf", source)
     named = source.endswith((".py", *CHECKPOINTS)) or os.sep in source or (os.altsep or os.sep) in source
     is_folder = bool(source) and path.is_dir() and not (path / "__init__.py").is_file()
@@ -123,14 +124,8 @@ def _existing_file(path: Path) -> Path:
     if path.is_file():
         if path.suffix == ".py":
             return path.absolute()
-        hint = ""
-        if path.suffix == ".json":
-            hint = f": for the transformers model of a config write hf:{path}"
-        elif path.suffix in CHECKPOINTS:
-            hint = f": memsize checkpoint {path} shows what it holds"
-        raise TargetError(f"{path} is no Python file{hint}")
-    if (path / "config.json").is_file():
-        raise TargetError(f"{path} is a folder: for the transformers model of its config.json write hf:{path}")
+        hint = f": memsize checkpoint {path} shows what it holds" if path.suffix in CHECKPOINTS else ""
+        raise TargetError(f"{path} is not a Python file{hint}")
     if path.is_dir():
         raise TargetError(f"{path} is a folder: name a Python file in it, such as {path / 'model.py'}:Net")
     if path.suffix != ".py" and path.with_name(f"{path.name}.py").is_file():

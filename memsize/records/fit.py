@@ -147,14 +147,14 @@ class RemedyRow:
     reason: str | None = None
 
 
-OUTCOMES: Final = {"fits": "fits", "saves": "helps", "no help": "no help here", "not here": "not here"}
+OUTCOMES: Final = {"fits": "fits", "saves": "helps", "no help": "no help", "not here": "not here"}
 """Titles of the outcomes of remedies in tables."""
 
 REMEDY_FIELDS: Final = Fields[RemedyRow](
     field("name", "remedy", NAME, 100, "what is done", key="remedy"),
     field("title"),
     field("cost", "costs", TEXT, 96, "what one pays for it"),
-    field("outcome", "at this size", TEXT, 95, "whether it fits with this remedy alone"),
+    field("outcome", "result", TEXT, 95, "whether it fits with this remedy alone"),
     field("peak", "needs then", BYTES, 90, "the least that the allocator needs with it", nullable=True),
     field("saved", "saves", BYTES, 98, "how much less the allocator needs", nullable=True),
     field("reason"),
@@ -167,13 +167,20 @@ REMEDY_FIELDS: Final = Fields[RemedyRow](
 )
 
 
+class SmallerSize(NamedTuple):
+    """A `size` that fits; `largest` if the next one does not."""
+
+    size: int
+    largest: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Remedied:
     """Remedies at one size of one scenario on one GPU, most bytes saved first.
 
     `peak` is the memory needed without any remedy. `combination` names a few remedies that fit when run together,
     `combined` is the memory needed with them. `combination` is empty where one remedy that does not change the training
-    result is enough, or where no combination is.
+    result is enough, or where no combination is. `smaller` is a size that fits without any, where one was searched for.
     """
 
     scenario: str
@@ -184,6 +191,7 @@ class Remedied:
     rows: tuple[RemedyRow, ...]
     combination: tuple[str, ...] = ()
     combined: int | None = None
+    smaller: SmallerSize | None = None
 
 
 class FitRun(NamedTuple):

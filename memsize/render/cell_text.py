@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
 from rich.cells import cell_len, set_cell_size
 
@@ -14,12 +15,14 @@ from memsize.printable import LONGEST, printable, printable_lines
 from memsize.records.fields import Cell, Change, Column, Label, Missing, Path, Share, Signed, Sized, Specs, Words
 from memsize.records.trace import Failure, TensorSpec
 from memsize.render.screen import WHOLE, Screen
-from memsize.units import AUTO, Bytes, Unit, format_bytes, unit_for
+from memsize.units import AUTO, Bytes, GiB, Unit, format_bytes, unit_for
 
 UNKNOWN = "–"
 MINUS = "−"
 MODEL = "(model)"
 """How the model's own path, which is empty, is drawn."""
+
+_CLAUSE: Final = re.compile(r"[;,:]? \(|[;,:] ")
 
 LEFT = ("name", "text", "specs", "words")
 """The kinds of cell that stand at the left of their column; numbers stand at the right."""
@@ -112,14 +115,24 @@ def draw_phrase(phrase: Phrase, unit: str) -> str:
     )
 
 
+_MOST: Final = 10_000
+"""Figures of a strip are smaller than this."""
+
+
 def draw_strip(strip: Strip, unit: str) -> str:
-    """The peak of a run in all ways to count. A unit stands once behind figures that share it."""
+    """The peak of a run in all ways to count. A unit stands once behind figures that share it: those below 1 GiB
+    do, with that of the smallest, unless they would be large numbers of a small unit.
+    """
     steps = [(f"{' → ' if number else ''}{name} ", [*sizes]) for number, (name, sizes) in enumerate(strip.amounts)]
     if strip.card:
         steps.append((" of ", [strip.card]))
+    counted = [max(sizes) for _, sizes in strip.amounts if any(sizes)]
+    most = max(counted, default=0)
+    shared = unit_for(min(counted, default=0), unit, beside=most)
     parts = []
     for name, sizes in steps:
-        own = unit_for(max(sizes), unit, beside=strip.card)
+        is_small = max(sizes) < min(_MOST * shared.bytes, GiB)
+        own = shared if is_small else unit_for(max(sizes), unit, beside=most)
         amounts = dict.fromkeys(_in_three_digits(size, own) for size in sizes)
         parts.append((name, "–".join(amounts), own.name))
     units = [own for _, _, own in parts]
@@ -150,6 +163,14 @@ def draw_failure(failure: Failure) -> tuple[str, ...]:
 def shorten(text: str, width: int) -> str:
     """`text` in at most `width` columns of a terminal, cut at the end."""
     return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…"
+
+
+def shorten_text(text: str, width: int) -> str:
+    """A text in at most `width` columns, cut behind a clause where one ends behind a third of that."""
+    if cell_len(text) <= width:
+        return text
+    clauses = [match.start() for match in _CLAUSE.finditer(text) if width // 3 <= match.start() <= width - 2]
+    return f"{text[: clauses[-1]]} …" if clauses else shorten(text, width)
 
 
 def shorten_path(text: str, width: int) -> str:

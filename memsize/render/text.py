@@ -38,6 +38,7 @@ from memsize.render.cell_text import (
     draw_title,
     shorten,
     shorten_path,
+    shorten_text,
 )
 from memsize.render.screen import WHOLE, Screen, painted
 from memsize.units import Unit
@@ -58,7 +59,7 @@ _GRID: Final = TableFormat(
 )
 """Columns with a gap between them, and rules of hyphens."""
 
-_SIZE: Final = re.compile(r"(?<=\d) (?=[KMG]?i?B\b)|nvidia-smi [\d.,–]+ of [\d.,]+")
+_SIZE: Final = re.compile(r"(?<=\d) (?=[KMG]?i?B\b)|nvidia-smi [\d.,–]+( [KMG]iB)? of [\d.,]+")
 """Spaces at which no line ends: before a unit, and within the figures of nvidia-smi."""
 
 LEAST = {"name": 18, "text": 12, "specs": 20, "words": 14}
@@ -125,11 +126,9 @@ def _screenful(document: Document[Any], unit: str, screen: Screen, height: int) 
     drawn = [blocks[n] for n in sorted(blocks)]
     opening = sum(rank < 2 for rank in ranks)
     # Without blank lines between what every screen has.
-    return [
-        [line for block in drawn[:opening] for line in block],
-        *drawn[opening:-1],
-        [*drawn[-1], *_more(left_out, screen)],
-    ]
+    together = [[line for block in drawn[:opening] for line in block], *drawn[opening:]]
+    together[-1] = [*together[-1], *_more(left_out, screen)]
+    return together
 
 
 def _shorter(document: Document[Any], section: Section, unit: str, screen: Screen) -> Iterator[list[Text]]:
@@ -263,7 +262,7 @@ class _Drawn:
 
     def fitted(self, width: int) -> _Drawn:
         """The column in at most `width` characters: paths lose their middle, other texts their end."""
-        cut = shorten_path if self.column.kind == "name" else shorten
+        cut = {"name": shorten_path, "text": shorten_text}.get(self.column.kind, shorten)
         return _Drawn(self.column, self.title, tuple(cut(text, width) for text in self.body), cut(self.total, width))
 
 

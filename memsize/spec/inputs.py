@@ -39,6 +39,8 @@ _ALIASES = {
 """Torch's second names, and the short ones that scenarios go by."""
 
 _SCALAR = "()"
+_DRAWN = re.compile(r"([a-z][a-z0-9_]+)(\[[^\[\]]*\])")
+"""An input as answers draw it, ``float32[3,64,64]``: the dtype comes first."""
 _BRACKETED = re.compile(r"[\[(]([^\[\]()]+?),?\s*[\])]")
 _SEPARATOR = re.compile(r"\s*[,xX×]\s*")
 _WHOLE = re.compile(r"[0-9]{1,20}")
@@ -96,10 +98,13 @@ class InputSpec:
 def parse_input(text: str) -> InputSpec:
     """The input that ``[name=]sizes[:dtype[:least..greatest]]`` describes; raises `InputError` saying what is wrong.
 
-    Sizes are separated by commas or ``x``, with or without brackets, and leave the batch dimension out. A name or a
+    Sizes are separated by commas or ``x``, with or without brackets, and leave the batch dimension out.
+    ``dtype[sizes]`` will do too. A name or a
     dtype alone (``"label=:int64"``), or ``()``, is one number per sample.
     """
     head, equals, rest = text.rpartition("=")
+    if drawn := _DRAWN.fullmatch(rest.strip()):
+        rest = f"{drawn[2]}:{drawn[1]}"
     sizes, colon, rest = (part.strip() for part in rest.partition(":"))
     dtype, ranged, span = (part.strip() for part in rest.partition(":"))
     if not sizes and not equals and not dtype:
@@ -113,7 +118,10 @@ def parse_input(text: str) -> InputSpec:
         parts = () if bare in ("", _SCALAR) else _SEPARATOR.split(bare.strip())
         for part in parts:
             if not _WHOLE.fullmatch(part):
-                raise InputError(f"{quoted(part)} is not a size: sizes are whole numbers above 0; {_EXAMPLES}")
+                how = f"sizes are whole numbers above 0; {_EXAMPLES}"
+                if part.endswith(".py"):
+                    how = f"a function that returns the inputs goes with --inputs {text}"
+                raise InputError(f"{quoted(part)} is not a size: {how}")
         if colon and not dtype:
             raise InputError("a dtype is missing after ':', such as int64")
         dtype = dtype.removeprefix("torch.")

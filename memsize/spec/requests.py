@@ -13,7 +13,7 @@ from memsize.spec.generation import GENERATED, SERVED, Draft, Generation, Servin
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.options import REQUIRED, option, part
 from memsize.spec.parallel import Parallel
-from memsize.spec.scenario import DEFAULT, CompileMode
+from memsize.spec.scenario import DEFAULT
 from memsize.spec.stack import Gpu
 from memsize.spec.training import Training
 
@@ -44,10 +44,7 @@ _execute: Final = partial(
     option, False, "Run with real values on the CPU: for models with data-dependent control flow."
 )
 _compile: Final = partial(
-    option,
-    False,
-    help="Compile the model with torch.compile, and show it beside the model as it is written.",
-    choices=get_args(CompileMode),
+    option, False, help="Compile the model with torch.compile, and show it beside the model as it is written."
 )
 budget_option: Final = partial(
     option, None, "Memory of the device, instead of the GPU's: 15109MiB, 24GB.", metavar="SIZE"
@@ -96,7 +93,7 @@ class ReportRequest(_ModelRun):
     """A report on each byte of a model."""
 
     scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
-    compile: bool | str = _compile()
+    compile: bool = _compile()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +116,7 @@ class TimelineRequest(_ModelRun):
     """Live memory over training steps, or over one inference."""
 
     scenario: str = _scenario()
-    compile: bool | str = _compile(help="Compile the model with torch.compile.")
+    compile: bool = _compile(help="Compile the model with torch.compile.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +195,7 @@ class FitRequest:
     margin: str | int = margin_option()
     beside: str | None = beside_option()
     scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
-    compile: bool | str = _compile()
+    compile: bool = _compile()
     training: Training | None = part(Training, without=("steps",), **_TRAINING)
     parallel: str | Iterable[str] | None = option(
         None,
@@ -250,7 +247,7 @@ class GenerateRequest:
         None, "A loop in place of generate: file.py:function.", metavar="FUNCTION"
     )
     scenarios: str | Iterable[str] | None = _scenarios(GENERATED)
-    compile: bool | str = _compile()
+    compile: bool = _compile()
     gpu: Gpu = part(Gpu)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Final, NamedTuple
 
@@ -108,8 +109,16 @@ def answer_in_words(row: FitRow, vary: str, *, several: bool) -> Finding:
 
 @RULES.rule(*(f"fit-{status}" for status in _ANSWERS))
 def _what_fits(evidence: FitEvidence) -> Iterator[Finding]:
-    if evidence.first is not None and not evidence.smallest:
-        yield answer_in_words(evidence.first, evidence.vary, several=len(evidence.budgets) > 1)
+    row, remedied = evidence.first, evidence.remedied
+    if row is None or evidence.smallest:
+        return
+    answer = answer_in_words(row, evidence.vary, several=len(evidence.budgets) > 1)
+    is_about = remedied and (remedied.scenario, remedied.gpu) == (row.scenario, row.gpu)
+    if is_about and remedied and (smaller := remedied.smaller) is not None:
+        fits = " The largest {vary} that fits is {smaller}." if smaller.largest else " {vary} {smaller} fits."
+        text, values = f"{answer.template}{fits}", {**answer.values, "smaller": smaller.size}
+        answer = replace(answer, template=text, values=values, brief=text)
+    yield answer
 
 
 @RULES.rule("fit-smallest")

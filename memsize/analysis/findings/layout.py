@@ -55,16 +55,18 @@ def _verdict(audit: Audit) -> Iterator[Finding]:
 
 @RULES.rule("format-lost")
 def _lost(audit: Audit) -> Iterator[Finding]:
-    groups: dict[tuple[str, str], list[Loss]] = {}
+    groups: dict[str, list[Loss]] = {}
     for loss in audit.last.losses:
-        groups.setdefault((loss.op, loss.place), []).append(loss)
-    for (op, line), losses in groups.items():
+        groups.setdefault(loss.op, []).append(loss)
+    for op, losses in groups.items():
         layers = tuple(dict.fromkeys(loss.layer for loss in losses))
+        lines = tuple(dict.fromkeys(loss.place for loss in losses if loss.place))
         what = "a copy to row-major (contiguous, reshape or flatten)" if op in _COPYING else f"{op}, which is row-major"
-        where = f" at {line}" if line else ""
-        text = "Channels last is lost in {layers}{where}: {what}."
-        values = {"layers": layers, "where": where, "what": what}
-        copies = [copy for copy in audit.last.copies if (copy.op, copy.place) == (op, line) and copy.layer in layers]
+        where = " at {lines}" if lines else ""
+        text = f"Channels last is lost in {{layers}}{where}: {{what}}."
+        values = {"layers": layers, "lines": lines, "what": what}
+        places = {(loss.place, loss.layer) for loss in losses}
+        copies = [copy for copy in audit.last.copies if copy.op == op and (copy.place, copy.layer) in places]
         copied = sum(copy.bytes for copy in copies)
         yield Finding("format-lost", text, values, bytes=copied or None, layers=layers)
 

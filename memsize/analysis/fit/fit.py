@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Final
 
 from memsize.analysis.findings.fit import RULES, FitEvidence, answer_in_words
 from memsize.analysis.findings.unfinished_runs import interrupted
@@ -21,7 +22,7 @@ from memsize.processes.ctrl_c import found_kept
 from memsize.processes.patches import collector_paused
 from memsize.processes.workers import Workers
 from memsize.records.finding import Finding, join_names
-from memsize.records.fit import Budget, Fit, FitRow, FitRun, Remedied
+from memsize.records.fit import Budget, Fit, FitRow, FitRun, Remedied, SmallerSize
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
@@ -30,6 +31,9 @@ from memsize.spec.scenario import Scenario
 from memsize.spec.training import Training
 from memsize.tracing.run import stored_only
 from memsize.units import format_bytes
+
+_RUNS_BELOW: Final = 5
+"""Runs that the search for a size may take below one that does not fit."""
 
 RowKey = tuple[str, str]
 """A scenario and a GPU, by their names."""
@@ -283,15 +287,7 @@ class FitWork(RemedyWork):
 
     def _search(self, variant: RunVariant, row: FitRow, start: int | None) -> FitRow:
         runs, linear = self.runs, self.runs.vary.batch
-        search = Search(
-            lambda size: runs.run(variant, size),
-            row.budget,
-            runs=runs.runs_of(variant),
-            refused=runs.refusals_of(variant),
-            most=runs.most,
-            powers=not linear,
-            least=runs.least,
-        )
+        search = _search_of(runs, variant, runs.most)
         try:
             search.run(start or (runs.input_size if runs.input_size > 1 else None), runs.most_runs)
         except KeyboardInterrupt:
@@ -322,7 +318,33 @@ def _remedied(work: FitWork, rows: Sequence[FitRow], workers: Workers) -> Remedi
     scenario = next(scenario for scenario in request.scenarios if scenario.name == row.scenario)
     budget = next(budget for budget in request.budgets if budget.name == row.gpu)
     size = request.size or (2 * row.size if row.size else row.next_size or runs.input_size)
-    return work.remedied(workers, request.variant(scenario, budget), size, budget=budget, splits=runs.vary.batch)
+    variant = request.variant(scenario, budget)
+    remedied = work.remedied(workers, variant, size, budget=budget, splits=runs.vary.batch)
+    smaller = _smaller(runs, variant, size) if row.status == "exceeds" and runs.resizable else None
+    return replace(remedied, smaller=smaller)
+
+
+def _smaller(runs: RunCache, variant: RunVariant, size: int) -> SmallerSize | None:
+    """Search for the largest size that fits below one that does not."""
+    search = _search_of(runs, variant, size - 1)
+    try:
+        search.run(None, _RUNS_BELOW)
+    except (ForwardError, InputError):
+        return None
+    return SmallerSize(search.size, search.closed) if search.size else None
+
+
+def _search_of(runs: RunCache, variant: RunVariant, most: int) -> Search:
+    """The search for the largest size of a variant, up to `most`, which begins with the runs that there are."""
+    return Search(
+        lambda size: runs.run(variant, size),
+        variant.capacity,
+        runs=runs.runs_of(variant),
+        refused=runs.refusals_of(variant),
+        most=most,
+        powers=not runs.vary.batch,
+        least=runs.least,
+    )
 
 
 def _notes(

@@ -47,7 +47,7 @@ Apply = Callable[[RunVariant], RunVariant]
 TEXTS: Final[Mapping[str, tuple[str, str]]] = {
     "bf16 parameters": (
         "model.bfloat16(): weights, gradients, optimizer state and activations",
-        "updates smaller than 1/256 of a weight are lost",
+        "small updates are lost (below 1/256 of a weight)",
     ),
     "int8 weights": (
         "weight-only quantization of the linear layers",
@@ -76,7 +76,7 @@ TEXTS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "activation checkpointing": (
         "torch.utils.checkpoint around each repeated block",
-        "one more forward of these blocks per step, about a third more time",
+        "about a third more time: one more forward of these blocks",
     ),
     "fused optimizer": ("fused=True", "none; usually faster"),
     "foreach=False": ("the optimizer's loop over single parameters", "a slower optimizer step, many small kernels"),
@@ -88,7 +88,7 @@ TEXTS: Final[Mapping[str, tuple[str, str]]] = {
     "set_to_none": ("zero_grad(set_to_none=True)", "none"),
     "chunked cross-entropy": (
         "head and loss over 1,024 tokens at a time",
-        "the head's product is computed twice; no logits to look at",
+        "a second product of the head; no logits to look at",
     ),
     "Liger's fused loss": (
         "LigerFusedLinearCrossEntropyLoss, which use_liger_kernel=True of transformers' Trainer switches on too",
@@ -100,7 +100,7 @@ TEXTS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "selective checkpointing": (
         "create_selective_checkpoint_contexts around each repeated block: products and attention are kept",
-        "what is between the products is computed again, a few percent more time",
+        "a few percent more time: what lies between products is computed again",
     ),
     "activation offload": (
         "torch.autograd.graph.save_on_cpu(pin_memory=True) around the forward",
@@ -114,7 +114,7 @@ TEXTS: Final[Mapping[str, tuple[str, str]]] = {
     "VAE slicing": ("pipeline.vae.enable_slicing()", "images are decoded one by one: hardly slower"),
     "in-place activations": (
         "inplace=True where the backward needs the output only",
-        "wrong results where something else reads an activation's input",
+        "wrong results if anything else reads an activation's input",
     ),
     "freezing": ("all but the last layer frozen", "only the last layer learns"),
     "LoRA": (

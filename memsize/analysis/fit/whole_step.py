@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -21,18 +22,22 @@ _PATIENCE: Final = 30
 """Seconds that a script may have run for it to be run again."""
 _MOST_RUNS: Final = 4
 """Runs that the search for a batch may take."""
+_BATCH_OPTION: Final = re.compile(r"--?(?!.*(eval|val|test))([\w.-]*batch([_-]?size)?|bs|b)")
+"""An option for the batch of training."""
 
 
 def with_whole_steps(
     run: ProgramRun,
     script: UnboundedScript,
     arguments: Sequence[str],
+    defaults: Mapping[str, int],
     started: float,
     progress: Callable[[str], None],
 ) -> ProgramRun:
     """Return `run`, which ran out of memory, with what its steps need on a GPU that has enough.
 
-    The script began at `started` (`time.monotonic`): one that takes long, or fails for another reason, is left alone.
+    `defaults` are the script's own values of options that are not among its `arguments`. It began at `started`
+    (`time.monotonic`): one that takes long, or fails for another reason, is left alone.
     """
 
     def measure(command: Sequence[str], size: int) -> Footprint:
@@ -45,7 +50,7 @@ def with_whole_steps(
         return Footprint(size, trace, config)
 
     try:
-        varied = _varied(run, script, arguments)
+        varied = _varied(script, arguments, defaults)
         footprint = measure(arguments, varied.value if varied else 1)
         phases = map(split_phase, footprint.trace.phases)
         steps = max((step or 0 for phase, step in phases if phase == "optimizer"), default=0)
@@ -58,10 +63,14 @@ def with_whole_steps(
     return replace(run, findings=findings_of(run))
 
 
-def _varied(run: ProgramRun, script: UnboundedScript, arguments: Sequence[str]) -> VariedScript | None:
-    """The script with its argument for the batch, if it has one."""
-    match = BATCH.search(run.program)
-    return VariedScript.of(script.path, tuple(arguments), match[1]) if match else None
+def _varied(script: UnboundedScript, arguments: Sequence[str], defaults: Mapping[str, int]) -> VariedScript | None:
+    """The script with its argument for the batch, if it has one; one that is left at its default is written out."""
+    command = tuple(arguments)
+    match = BATCH.search(" ".join((script.path, *command)))
+    if match:
+        return VariedScript.of(script.path, command, match[1])
+    name = next(filter(_BATCH_OPTION.fullmatch, defaults), None)
+    return VariedScript.of(script.path, (*command, name, str(defaults[name])), name) if name else None
 
 
 def _batch(
