@@ -38,7 +38,7 @@ from memsize.analysis.verify.verification import Experiment, predict
 from memsize.cuda.autocast import autocast_region
 from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.kernels import rules
-from memsize.kernels.cudnn.library import Convolution, Plans
+from memsize.kernels.cudnn.plans import Convolution, Plans
 from memsize.kernels.registry import TEMPORARIES
 from memsize.loading.weightless import Weightless
 from memsize.model.input_tensors import inputs_from_specs

@@ -23,7 +23,7 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.device.replay import replay
 from memsize.kernels.cudnn.installed import installed
-from memsize.kernels.cudnn.library import Convolution, Plans, PlanSource, estimate
+from memsize.kernels.cudnn.plans import Convolution, Plans, PlanSource, estimate
 from memsize.records.measurement import SoftwareStack
 from memsize.records.trace import Trace
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from benchmarks.zoo.operators import declare
-from memsize.kernels.cudnn.library import Library
+from memsize.kernels.cudnn.plans import Library
 from tests import arbitrary as arbitrary  # it registers strategies for records
 
 # The plugin under test, also where the project was not installed anew since it became an entry point.

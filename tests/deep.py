@@ -35,8 +35,8 @@ from memsize.spec.parallel import parse_parallel as parse_parallel
 from memsize.spec.scenario import SCENARIOS
 from memsize.spec.training import Training as Training
 from memsize.workloads import Forward as Forward, Inference as Inference, Workload
-from memsize.workloads.caches import OnGpuWithHost as OnGpuWithHost
 from memsize.workloads.generation import GenerationSteps as GenerationSteps
+from memsize.workloads.kv_caches import OnGpuWithHost as OnGpuWithHost
 from memsize.workloads.parallel import ParallelSteps as ParallelSteps
 from memsize.workloads.training import TrainingSteps as TrainingSteps
 

@@ -470,6 +470,42 @@ def test_a_first_section(text: str | None, capsys: pytest.CaptureFixture[str]) -
     assert [target.name for target in read_project(file).targets] == ["net.py:Net", "net.py:Net 2", "net.py:Net 3"]
 
 
+def test_a_first_section_says_all_that_was_asked_for() -> None:
+    options = (
+        "--input",
+        "64",
+        "--batch-size",
+        "3",
+        "--freeze",
+        "head",
+        "--imbalance",
+        "2",
+        "--whole",
+        "--train",
+        "sgd",
+    )
+    Path("pyproject.toml").unlink()
+    assert run(("init", "net.py:Net", *options, "--ema", "--loss", "sum")) == 0
+    (target,) = read_project(Path("pyproject.toml")).targets
+    model, training = target.run.model, target.run.training
+    assert (model.batch_size, model.freeze, model.imbalance, model.whole) == (3, "head", 2, True)
+    assert training is not None and (training.optimizer, training.ema, training.loss) == ("sgd", True, "sum")
+
+
+def test_settings_of_a_baseline_are_the_options_that_differ_from_their_defaults() -> None:
+    plain = {"batch_size": "1", "mode": "train", "scenario": "as-given", "target": "a.py:A"}
+    assert parse_section({"target": "a.py:A"}).settings == plain
+    section = {"target": "a.py:A", "input": ["3", "x=4:int64"], "arguments": {"b": "c", "a": 1}, "lora": "r=4"}
+    assert parse_section({**section, "train": "sgd", "stack": "torch=2.6", "batch_size": 2}).settings == plain | {
+        "input": "3 x=4:int64",
+        "arguments": "a=1, b='c'",
+        "lora": "r=4",
+        "train": "sgd",
+        "stack": "torch=2.6",
+        "batch_size": "2",
+    }
+
+
 def test_what_no_first_section_can_be_written_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(("check", "--input", "64")) == 2
     assert "No such option" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from memsize.analysis.runner import Runner
 from memsize.errors import InputError
 from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.backend import CudnnError
-from memsize.kernels.cudnn.library import OLDEST, Convolution, Library, Plan, Plans, estimate
+from memsize.kernels.cudnn.plans import OLDEST, Convolution, Library, Plan, Plans, estimate
 from memsize.loading.weightless import Weightless
 from memsize.records.trace import Event
 from memsize.units import dotted_cudnn
@@ -462,7 +462,7 @@ def test_which_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise OSError
 
     # The system's own is looked for by the loader: to ask a compiler would start processes.
-    monkeypatch.setattr("memsize.kernels.cudnn.library.Backend", missing)
+    monkeypatch.setattr("memsize.kernels.cudnn.plans.Backend", missing)
     monkeypatch.delattr("subprocess.Popen")
     assert installed_cudnn() is None and tried == ["libcudnn.so.9"]
 
@@ -565,7 +565,7 @@ def test_a_stack_that_has_another_cudnn(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(version=OLDEST - 1, newest=900)
-    monkeypatch.setattr("memsize.kernels.cudnn.library.Backend", lambda path: old)
+    monkeypatch.setattr("memsize.kernels.cudnn.plans.Backend", lambda path: old)
     with pytest.raises(CudnnError, match=r"cuDNN 9\.10\.99 is older than 9\.11"):
         Library("libcudnn.so.9")
     assert (dotted_cudnn(91_501), dotted_cudnn(8907)) == ("9.15.1", "8.9.7")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -643,11 +644,131 @@ def test_models_that_lie_about_their_layers(model: Callable[[], nn.Module], work
     assert_law(model(), workload)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("model", [GrowsInBackward, MultipliesInBackward])
-def test_sizes_that_no_forward_shows(model: Callable[[], nn.Module]) -> None:
+class HooksABlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.index == 30 and x.requires_grad:
+            x.register_hook(lambda gradient: gradient.exp().sin())
+        return x
+
+
+class HooksEveryBlock(Block):
+    """The hook is the same function for every block, and closes over the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient.exp().sin() if self.index == 30 else gradient)
+        return x
+
+
+class HooksAWeight(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.index == 30 and self.fc.weight.requires_grad:
+            self.fc.weight.register_post_accumulate_grad_hook(partial(copies_gradients))
+        return super().forward(x)
+
+
+def copies_gradients(weight: Tensor) -> None:
+    weight.grad = weight.grad.exp()  # type: ignore[union-attr]
+
+
+class Numbered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: int) -> Tensor:
+        ctx.index = index
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.exp().sin() if ctx.index == 30 else gradient.clone(), None
+
+
+class ComparesInBackward(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return Numbered.apply(super().forward(x), self.index)
+
+
+class FreezesABlock(Deep):
+    """From the second step on, one of the blocks is not trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[30].fc.weight.requires_grad_(not hasattr(self, "has_run"))
+        self.has_run = True
+        return super().forward(x)
+
+
+class CountsInABuffer(Deep):
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return super().forward(x)
+
+    def layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x.exp() if index == 30 and self.steps.item() == 2 else x)
+
+
+class SwitchesModes(Deep):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mode = "warm" if getattr(self, "mode", "") == "cold" else "cold"
+        return super().forward(x)
+
+    def layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x.exp() if index == 30 and self.mode == "warm" else x)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        partial(Deep, 60, HooksABlock),
+        partial(SwitchesModes, 60),
+        *(
+            pytest.param(model, marks=ALL)
+            for model in (
+                GrowsInBackward,
+                MultipliesInBackward,
+                partial(Deep, 60, HooksEveryBlock),
+                partial(Deep, 60, HooksAWeight),
+                partial(Deep, 60, ComparesInBackward),
+                partial(FreezesABlock, 60),
+                partial(CountsInABuffer, 60),
+            )
+        ),
+    ],
+)
+def test_training_that_differs_where_no_first_forward_shows(model: Callable[[], nn.Module]) -> None:
     """A model so deep that a forward proves it, and not its first training step."""
     step, whole = (run_once(model(), STEPS, whole=of_all) for of_all in (False, True))
+    assert_same(step, whole)
+
+
+class HooksAlike(Block):
+    """Has the same hook and the same function of its own in every block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Doubled.apply(super().forward(x), 2)
+        if x.requires_grad:
+            x.register_hook(torch.exp)
+        return x
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return factor * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.factor * gradient, None
+
+
+def test_a_backward_that_is_alike_in_all_blocks_follows_from_short_models() -> None:
+    step, whole = (run_once(Deep(60, HooksAlike), STEPS, whole=of_all) for of_all in (False, True))
+    assert step.extended_from in SHORT
     assert_same(step, whole)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,27 @@ print(json.dumps([torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated
             file.unlink()
     assert runs[0].trace.events == runs[1].trace.events
     assert any("are not on this machine" in note for note in runs[1].trace.notes)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("library", ["transformers", "diffusers"])
+def test_a_model_may_be_larger_than_the_memory_of_this_machine(tmp_path: Path, library: str) -> None:
+    """A layer of 8,192 has 12 · 8,192² float32 weights, 3 GiB. Nobody reads them on the CPU."""
+    width, memory = 8192, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    layers = memory // (12 * width**2 * 4) + 1
+    if library == "transformers":
+        config = transformers.GPT2Config(n_embd=width, n_layer=layers, n_head=64, vocab_size=8, n_positions=8)
+        loading = "from transformers import GPT2Model as Net"
+    else:
+        pytest.importorskip("diffusers")
+        config = {"num_attention_heads": 64, "attention_head_dim": 128, "num_layers": layers, "dropout": 0.0}
+        config |= {"_class_name": "DiTTransformer2DModel", "in_channels": 4, "sample_size": 8}
+        loading = "from diffusers import DiTTransformer2DModel as Net"
+    folder = tmp_path / "net"
+    if isinstance(config, dict):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
+        config.save_pretrained(folder)
+    run = ran(tmp_path, f"{loading}\nmodel = Net.from_pretrained({str(folder)!r})\nnext(model.parameters()).cuda()\n")
+    assert run.failure is None and run.peak.requested

@@ -110,6 +110,10 @@ def test_the_answer_and_the_next_commands(agent: Agent, monkeypatch: pytest.Monk
     options = ["net.py:net", "--input=8", f"--batch-size={2**40}", "--scenario=fp32", "--train=sgd", "--gpu=t4"]
     assert [name for _, name, *_ in commands] == ["timeline", "report"]
     assert all(sorted(rest) == sorted(options) for _, _, *rest in commands)
+    text, _ = agent.call("timeline", target="net.py:net", input=["8"])
+    assert [line.split()[:2] for line in text.partition("Next\n")[2].splitlines()] == [
+        ["memsize", name] for name in ("fit", "report")
+    ]
 
 
 def test_no_resource_of_that_name(agent: Agent) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import memsize
 from memsize import cli
-from memsize.cli.command import request_of
+from memsize.cli.click_options import request_of
 from memsize.errors import InputError, MemsizeError
 from memsize.spec import file_requests, requests
 from memsize.spec.options import Option, keywords_of, options_of
@@ -221,11 +221,19 @@ def test_every_option_says_what_it_does() -> None:
 
 
 def test_python_has_every_option_of_the_command_line() -> None:
-    renamed = {"target": "model", "input": "input_size", "inputs": "input_data"}
     for name, request in REQUESTS.items():
         keywords = keywords_of(request)
-        for key in options_of(request):
-            assert renamed.get(key, key) in keywords, (name, key)
+        for key, choice in options_of(request).items():
+            assert (choice.python or key) in keywords, (name, key)
+
+
+def test_pythons_help_has_every_keyword_in_the_words_of_the_command_line() -> None:
+    for name, request in REQUESTS.items():
+        function = getattr(memsize, re.sub("(?<!^)(?=[A-Z])", "_", name.removesuffix("Request")).lower(), None)
+        for key, choice in options_of(request).items():
+            if function is not None and key in inspect.signature(function).parameters and choice.help:
+                (line,) = re.findall(rf"^ *{key}: (.*)$", function.__doc__ or "", re.MULTILINE)
+                assert line.startswith(choice.help[:30]) or "--" in choice.help
 
 
 def test_every_key_of_a_section_is_an_option_of_report_or_timeline() -> None:

@@ -17,7 +17,7 @@ from memsize.analysis.serving.kv_blocks import FULL, SLIDING, block_layout
 from memsize.cli import run
 from memsize.errors import InputError, ScenarioError, UnknownInputError
 from memsize.units import GiB
-from memsize.workloads.caches import CachedLayer
+from memsize.workloads.kv_caches import CachedLayer
 from tests.gpus import card
 from tests.records import Concurrency, Interval
 

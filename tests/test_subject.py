@@ -14,6 +14,7 @@ import memsize
 from memsize import InputSpec, ModelRequest
 from memsize.errors import InputError
 from memsize.spec.model_request import call_of
+from memsize.spec.options import options_of
 
 ROW = torch.zeros(4, 8)
 ROWS = InputSpec(None, (3, 64, 64))
@@ -129,7 +130,7 @@ def test_args_and_kwargs_together() -> None:
 def test_every_question_takes_the_same(name: str) -> None:
     function: Callable[..., Any] = getattr(memsize, name)
     shown = list(inspect.signature(function).parameters)
-    shared = list(inspect.signature(ModelRequest.of).parameters)[2:]
+    shared = list(inspect.signature(ModelRequest.of).parameters)[2:-1] + list(options_of(ModelRequest))[3:]
     if name in ("verify", "layout"):  # they always run every layer, of the model as it is
         shared = [key for key in shared if key not in ("whole", "lora", "adapter", "base", "freeze", "imbalance")]
     assert shown[:2] == ["model", "input_size"] and shown[2 : 2 + len(shared)] == shared

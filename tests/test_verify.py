@@ -33,7 +33,7 @@ from memsize.analysis.verify.verification import (
 )
 from memsize.cli import run
 from memsize.errors import InputError, OutputError, ScenarioError
-from memsize.kernels.cudnn.library import Convolution, Plans
+from memsize.kernels.cudnn.plans import Convolution, Plans
 from memsize.loading.weightless import Weightless
 from memsize.model.materialize import executable, materialize
 from memsize.records.measurement import (

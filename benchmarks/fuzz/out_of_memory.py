@@ -30,7 +30,7 @@ from memsize.device.cuda_context import cuda_context
 from memsize.records.aggregates import alive
 from memsize.records.program import ProgramRun
 from memsize.records.roles import Role
-from memsize.virtual.driver.allocator_state import DeviceMemory
+from memsize.virtual.driver.caching_allocator import DeviceMemory
 from memsize.virtual.guards.child_processes import Settings
 from memsize.workloads.program import Program
 

@@ -15,7 +15,7 @@ from memsize.device.cards import card
 from memsize.device.cuda_libraries import cublas_workspace, cublaslt_workspace, keeps_cublaslt_workspace
 from memsize.errors import ForwardError
 from memsize.kernels.convolution import ConvolutionWorkspaces
-from memsize.kernels.cudnn.library import Plans
+from memsize.kernels.cudnn.plans import Plans
 from memsize.loading.hubs import checkpoint_config_of
 from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.input_tensors import ModelInputs

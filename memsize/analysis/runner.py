@@ -5,7 +5,7 @@ What one run can spare the next is shared between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Set
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -69,6 +69,8 @@ class Runner(ModelSetups):
         super().__post_init__()
         self.is_counting = False
         """Whether a run changed numbers that the model's code may decide by: one of its calls may be another."""
+        self.backward_code: Set[Hashable] = frozenset()
+        """The behavior of functions that the backward of the last forward calls (`ModuleCallRecorder`)."""
         self.short_runs = ShortRuns(self.model, self.copy)
         self._short_runners: dict[nn.Module, Runner] = {}
         self._stored: dict[StorageKey, tuple[StoredTensor, ...]] = {}
@@ -168,7 +170,10 @@ class Runner(ModelSetups):
                 return False
             if self.late or self.is_counting:
                 return False
+            code = self.backward_code
             refusals[proof.kind] = self.short_runs.refusal(whole, partial(self._run_short, proven), proven.kind)
+            if not first and any(short.backward_code != code for short in self._short_runners.values()):
+                refusals[proof.kind] = refusals[proof.kind] or "the backward calls functions that tell layers apart"
             self._whole.pop(proof.kind, None)
         return not refusals[proof.kind]
 
@@ -193,8 +198,13 @@ class Runner(ModelSetups):
         setup = replace(setup, call=request.resized(setup.call))
         for edit in request.edits:
             setup = setup if isinstance(edit, ModelEdit) else edit(setup)
-        if listener is not None:
-            setup = replace(setup, listener=listener)
+
+        def listen(calls: ModuleCallRecorder) -> None:
+            self.backward_code = calls.backward_code
+            if listener is not None:
+                listener(calls)
+
+        setup = replace(setup, listener=listen)
         if not (request.scenario.name in self.skipped_layers or self.late or before_scenario):
             setup = replace(setup, stored=partial(self._stored_tensors, storage_key(request.scenario)))
         if not self.execute and (self.whole or self.short_runs.blocks is not None):

@@ -27,13 +27,13 @@ from memsize.records.check import (
     CheckedModel,
     Figure,
     Problem,
-    Severity,
     read_baselines,
     write_baselines,
 )
-from memsize.records.finding import Finding
+from memsize.records.finding import Finding, Severity
 from memsize.records.gpu import DEFAULT_GPU
 from memsize.spec.file_requests import CheckRequest
+from memsize.spec.options import values_of
 from memsize.spec.project import NAME, SECTION, CheckedTarget, Project, find_project, parse_section, read_project
 from memsize.spec.requests import FitRequest, InitRequest, ReportRequest
 from memsize.spec.scenario import scenario_named
@@ -48,10 +48,8 @@ if TYPE_CHECKING:
 def check(request: CheckRequest, *, progress: Callable[[str], None] | None = None) -> Check:
     """Whether a project's models keep the limits and baselines of its pyproject.toml, and what is wrong where not.
 
-    `paths` is that file, or a folder: the file is then looked for from there upwards. `select` names codes of findings
-    that count as errors, `ignore` codes to leave out, in addition to those in the file. `update` writes the baselines
-    instead of comparing with them. `progress` is called with what is being done. The working folder is the project's
-    meanwhile. A target that fails is told in its `error`.
+    `paths` is that file, or a folder: the file is then looked for from there upwards. `select` and `ignore` add to the
+    codes in the file. The working folder is the project's meanwhile. A target that fails is told in its `error`.
 
     Raises `InputError` for a file that is missing or cannot be meant, and `OutputError` for a baseline that cannot be
     written.
@@ -247,29 +245,16 @@ def _section(request: InitRequest, limits: Mapping[str, object], file: Path, nam
     """The section as text, with a name of its own where there is one of that target. A path is that from the folder of
     the file.
     """
-    model, train, scenario = request.model, request.training, request.scenario
-    specs = [str(spec) for spec in model.specs]
-    steps = train.gradient_accumulation_steps if train else 1
-    target = _from(file.parent, str(model.model))
-    others = (f"{target} {number}" for number in itertools.count(2))
-    values = {
-        "name": next(name for name in others if name not in names) if target in names else None,
-        "target": target,
-        "input": specs[0] if len(specs) == 1 else specs,
-        "inputs": model.source and _from(file.parent, str(model.source)),
-        "arguments": dict(model.arguments),
-        "batch_size": model.batch_size if model.batch_size != 1 else None,
-        "seq_len": model.seq_len,
-        "mode": "eval" if model.mode == "eval" else None,
-        "train": train.optimizer if train else None,
-        "loss": train.loss if train else None,
-        "gradient_accumulation_steps": steps if steps > 1 else None,
-        "ema": train.ema or None if train else None,
-        "scenario": scenario if scenario != "as-given" else None,
-        "gpu": request.gpu.name,
-        "limits": limits,
-    }
-    lines = [f"{name} = {_toml(value)}" for name, value in values.items() if value not in (None, [], {}, "")]
+    values = values_of(request) | {"limits": limits}
+    values.pop("folder", None)
+    for key in {"target", "inputs"} & values.keys():
+        values[key] = _from(file.parent, str(values[key]))
+    if specs := [str(spec) for spec in values.get("input", ())]:
+        values["input"] = specs[0] if len(specs) == 1 else specs
+    if (target := values["target"]) in names:
+        others = (f"{target} {number}" for number in itertools.count(2))
+        values = {"name": next(name for name in others if name not in names), **values}
+    lines = [f"{name} = {_toml(value)}" for name, value in values.items()]
     more = (
         '# baseline = "memsize-baseline.json"  # memsize check --update writes it',
         '# max_growth = "1%"  # beyond the baseline',

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 def checkpoint(request: CheckpointRequest) -> CheckpointReport:
     """Report what a checkpoint weighs and why: a file, an index of several, or a folder. Only its headers are read.
 
-    `against` is a module, or a target built with `arguments`, whose tensors the file is compared with.
-
     Raises `CheckpointError` for what is not a checkpoint, is damaged, or names what runs code when it is loaded; and
     `TargetError` for the target.
     """
@@ -69,9 +67,7 @@ def explain(request: ExplainRequest) -> Explanation:
     blame.
 
     `snapshot` is a file that `torch.cuda.memory._dump_snapshot` wrote. It is explained at the moment when memory ran
-    out, else at the peak of its history. `against` is another snapshot to compare with, or a prediction: a saved run,
-    or the answer of `run`, `trace` or `report(train=…)`. `device` is the GPU, by default the one that ran out or holds
-    most.
+    out, else at the peak of its history. `against` may also be an answer of `run`, `trace` or `report(train=…)`.
 
     Raises `InputError` for a file that is no snapshot or is damaged, and for a saved run that predicts no peak.
     """

@@ -35,23 +35,14 @@ def fit(
 ) -> Fit:
     """The largest batch that fits a GPU, scenario by scenario; or whether one does, and what would make it fit.
 
-    The model and its input are given as to `report`. `batch_size` asks whether that batch fits and, where it doesn't,
-    for remedies; None finds the largest. `vary` searches for another size at that batch: ``"seq_len"``, ``"image"``, or
-    dimensions such as ``"input_ids:1,attention_mask:1"``, counted with the batch as 0. `train` asks for training steps
-    with that optimizer, None for inference; `mode` is ``"train"`` with it and ``"eval"`` without, unless it is given.
-    `parallel` spreads that over several GPUs (``"fsdp=8"``; ``["fsdp=8", "ddp=8"]`` compares two ways), with that batch
-    on each; `gpus` compares numbers of them, ``"1..128"`` (doubling) or ``[4, 8]``, for a `parallel` without one:
-    ``"fsdp"``, ``"ddp"``, ``"hsdp=x8"``.
-    `gpu` is the name of a GPU, several of them, ``"local"``, or ``"all"``, the smallest on which `batch_size` fits;
-    `budget` is a size of its memory instead, in bytes or as ``"15109MiB"``. The CUDA context and `margin` (bytes, a
-    size, or ``"5%"``) are subtracted from either. `stack` is its PyTorch and CUDA, `allocator` holds the caching
-    allocator's settings. `remedies` tries them in any case (True) or never (False). `progress` is called with what is
-    being done, `found` with what a row says once it is known.
+    The model and its input are given as to `report`. With `batch_size` the question is whether that batch fits, and
+    what would make it fit where it doesn't; with `vary` it is another size at that batch. `parallel` trains with that
+    batch on each of several GPUs. The CUDA context and the `margin` are subtracted from the GPU's memory, or from the
+    `budget` in its place. `found` is called with what a row says once it is known.
 
-    With `prompt`, `max_new_tokens`, `cache_implementation`, `kv_cache_dtype`, `num_beams`, `prefill_chunk_size` or
-    `uneven`, as for `generate`, the question is about generated tokens: how many sequences fit, or, with `vary`
-    ``"context"``, how many tokens of `batch_size` sequences, the new ones included; with ``"context,batch"`` also of
-    twice as many, and so on.
+    With `prompt` or an option of a generation, the question is about generated tokens: how many sequences fit, or, with
+    `vary` ``"context"``, how many tokens of `batch_size` sequences, the new ones included; with ``"context,batch"``
+    also of twice as many, and so on.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """

@@ -27,18 +27,10 @@ def generate(request: GenerateRequest, *, progress: Callable[[str], None] | None
     """Report what a model holds while it generates tokens: reading the prompt, each step after it, and the KV cache.
 
     The model is given as to `report`; its own ``generate`` runs, with an input that is made for each length of
-    `prompt` (of a model that isn't a library's, its first dimension after the batch). `max_new_tokens` tokens are
-    generated after it, for each of `batch_size` sequences; several prompts and batch sizes give a row each.
-    `cache_implementation` is ``"dynamic"``, ``"static"``, ``"quantized"``, ``"offloaded"`` or
-    ``"offloaded_static"`` (None: the model's own), `kv_cache_dtype` that of a quantized one: ``"fp8"``, ``"int4"``,
-    ``"int2"``. `num_beams` is the width of a beam search; the prompt is read `prefill_chunk_size` tokens at a time
-    (None: all at once). With `uneven`, the prompts of a batch are of unequal lengths and padded to the longest.
-    Before each step the `assistant_model`, a smaller model or its target, proposes tokens, or
-    `prompt_lookup_num_tokens` of them are looked up in the prompt; none turns out to be right, which takes the
-    most. `step` is a loop that takes the place of ``generate``, or its name, such as ``"loop.py:generate"``: a
-    function of the model, those of its inputs that it has parameters for, and ``max_new_tokens``. `scenarios` are
-    as for `report` (None: as given, and its weights in int8 and int4), `gpu`, `stack` and `allocator` as for
-    `trace`. Where a row of the first scenario does not fit, what would is tried.
+    `prompt` (of a model that isn't a library's, its first dimension after the batch). Several prompts and batch sizes
+    give a row each. Of the tokens that are proposed before each step, none turns out to be right, which takes the most.
+    `step` is a function of the model, those of its inputs that it has parameters for, and ``max_new_tokens``. Where a
+    row of the first scenario does not fit, what would is tried.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """
@@ -109,18 +101,10 @@ def serve(request: ServeRequest, *, progress: Callable[[str], None] | None = Non
     """Report what a paged server such as vLLM holds: weights, the largest step, and how many tokens its KV cache has
     room for.
 
-    The model is a language model of transformers, given as to `report`. The other keywords are vLLM's: the server may
-    take `gpu_memory_utilization` of the card; a block of its cache is for `block_size` tokens, a step runs
-    `max_num_batched_tokens` tokens of up to `max_num_seqs` sequences, and a request may be `max_model_len` tokens long
-    (None: the model's positions). `tensor_parallel_size` cards share each layer, which takes a target such as
-    ``"hf:config.json"``; all figures are those of one of them. `kv_cache_dtype` is ``"fp8"``, or None for the model's
-    own. `scenarios` are as for `report` (None: as given, and its weights in fp8 and int4), `gpu` and `stack` as for
-    `trace`.
-
-    `server` is a release, such as ``"vllm=0.9.2"`` or ``"sglang=0.5.9"`` (None: the newest vLLM that is known); it
-    gives what is left out here, and PyTorch's release where there is no `stack`. `kv_cache_memory` is the size of the
-    cache in place of what is left, in bytes or as ``"40GiB"``; `enforce_eager` captures no CUDA graphs. Where the
-    model's config says that its checkpoint is quantized, the weights as given are those of the checkpoint.
+    The model is a language model of transformers, given as to `report`. The keywords are vLLM's; the release that
+    `server` names gives what is left out, and PyTorch's release where there is no `stack`. Cards share each layer of a
+    target such as ``"hf:config.json"``; all figures are those of one of them. Where the model's config says that its
+    checkpoint is quantized, the weights as given are those of the checkpoint.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model runs under no scenario.
     """

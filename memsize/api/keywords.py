@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Final, TypeVar
 
 from memsize.errors import InputError, MemsizeError, TorchMissingError
 from memsize.spec.options import keywords_of, of_keywords, options_of
-from memsize.spec.project import with_usual_gpu
+from memsize.spec.project import usual_values
 
 Answer = TypeVar("Answer")
 
@@ -19,7 +19,8 @@ Answer = TypeVar("Answer")
 def takes(request: type[Any]) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
     """Let a function of a `request` be called with the keywords of its options, or with the request itself.
 
-    Its own keyword-only parameters, such as `progress`, stay keywords. `help` and notebooks show all of them.
+    Its own keyword-only parameters, such as `progress`, stay keywords. `help` and notebooks show all of them, with the
+    help of each option behind the function's docstring.
     """
 
     def decorate(function: Callable[..., Answer]) -> Callable[..., Answer]:
@@ -39,7 +40,8 @@ def takes(request: type[Any]) -> Callable[[Callable[..., Answer]], Callable[...,
             if twice := next((name for name in named if name in keywords), None):
                 raise InputError(f"{twice} is given twice, by its place and by its name")
             try:
-                parsed, own_values = of_keywords(request, with_usual_gpu(request, named | keywords), own)
+                usual = usual_values(request, {*named, *keywords})
+                parsed, own_values = of_keywords(request, usual | named | keywords, own)
                 with _torch_wanted():
                     return function(parsed, **own_values)
             except MemsizeError as error:
@@ -47,9 +49,23 @@ def takes(request: type[Any]) -> Callable[[Callable[..., Answer]], Callable[...,
                 raise
 
         call.__signature__ = plain.replace(parameters=[*keywords_of_request.values(), *own.values()])  # type: ignore[attr-defined]
+        lines = _described(request, tuple(keywords_of_request), own)
+        call.__doc__ = "\n".join((f"{(function.__doc__ or '').rstrip()}\n", "    Keywords:", *lines))
         return call
 
     return decorate
+
+
+_PROGRESS: Final = "A function that is called with what is being done."
+
+
+def _described(request: type, keywords: tuple[str, ...], own: Mapping[str, object]) -> Iterator[str]:
+    """Yield a line for each keyword that is an option with a help text."""
+    for key, choice in options_of(request).items():
+        if key in keywords and choice.help:
+            yield f"        {key}: {_in_python(choice.description, request)}"
+    if "progress" in own:
+        yield f"        progress: {_PROGRESS}"
 
 
 @contextmanager
@@ -63,14 +79,9 @@ def _torch_wanted() -> Iterator[None]:
         raise TorchMissingError from None
 
 
-_PYTHON_NAMES: Final = {"target": "model", "input": "input_size", "inputs": "input_data"}
-
-
 def _in_python(text: str, request: type) -> str:
     """The text of an error with the options of a request by their keywords, but where it quotes a command."""
-    keywords = {
-        flag: _PYTHON_NAMES.get(key, key) for key, choice in options_of(request).items() for flag in choice.flags
-    }
+    keywords = {flag: choice.python or key for key, choice in options_of(request).items() for flag in choice.flags}
 
     def keyword(flag: re.Match[str]) -> str:
         if flag[1] not in keywords or re.search(r"memsize [a-z-]+ [^,;:()]*$", text[: flag.start()]):

@@ -52,21 +52,15 @@ def report(request: ReportRequest, *, progress: Callable[[str], None] | None = N
     ``"timm:resnet18"``, which is built with `arguments`. Its input is one of:
 
     - `input_size`, without the batch dimension: ``(3, 64, 64)``, the command line's text such as
-      ``"input_ids=512:int64"``, or several of either; `batch_size` (default 1) comes on top;
+      ``"input_ids=512:int64"``, or several of either; `batch_size` comes on top;
     - `input_data`, real inputs with their batch dimension: a tensor, a tuple of positional arguments, a mapping of
       keyword arguments; or a function that returns one of these, or its name as ``"file.py:make_inputs"``. What is no
       size is also understood in the place of `input_size`;
     - `args` and `kwargs`, real positional and keyword arguments, alone or together; `kwargs` also beside `input_data`;
-    - nothing for a library's model: memsize makes its inputs, texts of `seq_len` tokens. Of any other model without an
-      input, the report shows what it stores.
+    - nothing for a library's model: memsize makes its inputs. Of any other model without an input, the report shows
+      what it stores.
 
-    `scenarios` is a comma list, several names, or ``"all"``; None takes the usual ones. `mode` is ``"train"`` (the
-    default) or ``"eval"``, the training flag that the forward runs under. `train` asks for training steps with that
-    optimizer (``"adamw"``, ``"sgd:momentum=0.9"``, or a `Training`), so that each scenario says what a GPU would show
-    at their peak, and `parallel` spreads those over several (``"fsdp=8"``); `gpu` is the GPU to simulate, `stack` the
-    PyTorch and CUDA that it has (``"torch=2.6,cuda=12.4"``; None: the installed ones), `allocator` the settings of its
-    caching allocator. `execute` really computes, on the CPU, for models with data-dependent control flow. `whole` runs
-    every layer, even if layers repeat. `progress` is called with what is being done.
+    With `train`, each scenario says what a GPU would show at the peak of training steps.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own forward fails.
     """
@@ -124,18 +118,11 @@ def _refuse_options_of_runs(request: ReportRequest) -> None:
 def trace(request: TraceRequest) -> StepTrace:
     """Trace what is alive at every moment of a training step, and what a GPU would show at its peak.
 
-    The model and its input are given as to `report`. It is traced as it is, or under another `scenario`. `optimizer` is
-    a name (``"adamw"``, ``"adamw:fused"``, ``"sgd:momentum=0.9"``), a function from parameters to an optimizer, or None
-    for one inference without gradients. `loss` is a name of `memsize.spec.training.LOSSES`, a function of the model's
-    output, or None for the loss that the output suggests. `steps` steps are run, each with
-    `gradient_accumulation_steps` backwards; `set_to_none` is `zero_grad`'s, `ema` keeps an averaged copy of the
-    parameters, `scaler` uses a GradScaler (None: under float16 autocast). `step` replaces all of that by a loop of your
-    own: ``step(model)`` is called once with a copy of the model and returns the body of the loop, which is called
-    `steps` times with the inputs. With `world` it runs as one process of many: ``step(model)`` shards or wraps the copy
-    by PyTorch's own code (`fully_shard`, `DistributedDataParallel`, `parallelize_module`), in a process group that is
-    there already. `parallel` does that without code: ``"fsdp=8"``, ``"ddp=8"`` and ``"pp=4"`` run the usual loop as one
-    process of many. `gpu` is the GPU to simulate, `stack` its PyTorch and CUDA, `allocator` the settings of its caching
-    allocator, as `PYTORCH_CUDA_ALLOC_CONF` writes them. `execute` really computes, on the CPU.
+    The model and its input are given as to `report`. Without an `optimizer` it is one inference without gradients.
+    `step` is called once with a copy of the model and returns the body of the loop, which is called `steps` times with
+    the inputs. With `world` it runs as one process of many: ``step(model)`` shards or wraps the copy by PyTorch's own
+    code (`fully_shard`, `DistributedDataParallel`, `parallelize_module`), in a process group that is there already.
+    `parallel` does that without code.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
@@ -154,8 +141,8 @@ def trace(request: TraceRequest) -> StepTrace:
 def timeline(request: TimelineRequest, *, progress: Callable[[str], None] | None = None) -> Timeline:
     """Show the live memory of a model over training steps, by role; without `train`, over one inference.
 
-    The model, its input and the other keywords are those of `report`, for one `scenario`; `trace` also runs a loop of
-    your own. The timeline can be drawn, saved as a page, and plotted.
+    The model and its input are given as to `report`; `trace` also runs a loop of your own. The timeline can be drawn,
+    saved as a page, and plotted.
 
     Raises `TargetError`, `InputError`, `ScenarioError`, or `ForwardError` when the model's own code fails.
     """
@@ -175,7 +162,7 @@ def step_trace(
     training, gpu = request.training, request.gpu
     where, scenario = card(gpu.name or DEFAULT_GPU), scenario_named(request.scenario)
     allocator = AllocatorConfig.of(gpu.allocator, gpu.releases.release)
-    scenario = compiled_from(scenario) if request.compile and not scenario.compile else scenario
+    scenario = compiled_from(scenario, request.compile) if request.compile and not scenario.compile else scenario
     spread = spread_of(request.parallel, training, loop=loop is not None, execute=request.execute)
     _refuse_run_compiled((scenario,), world, request.execute)
     refuse_resizing(request.model)
@@ -230,10 +217,8 @@ def _refuse_run_compiled(scenarios: Iterable[Scenario], world: World | None, exe
 def verify(request: VerifyRequest, *, progress: Callable[[str], None] | None = None) -> Verification:
     """Compare a prediction with a real GPU: the same step is run there and measured.
 
-    The model and its input are given as to `report`. It is run as it is, or under another `scenario`. `train` asks for
-    training steps with that optimizer, None for one inference; `mode` is the training flag. The step is run on CUDA
-    device `device` of this machine, by a process that holds nothing there yet; or the prediction is compared with the
-    file `against`, which `Verification.save` wrote and which needs no GPU.
+    The model and its input are given as to `report`. The step is run on this machine, by a process that holds nothing
+    on the device yet; or the prediction is compared with the file `against`, which `Verification.save` wrote.
 
     Raises `InputError` where there is no GPU, or the file is no measurement of this step; and `TargetError`,
     `ScenarioError`, or `ForwardError` when the model's own code fails.
@@ -315,10 +300,9 @@ def guard(request: GuardRequest) -> Guard:
 
     `optimizer` is yours, as it will be used, or None for inference; `batch` is what the model's forward takes: a
     tensor, a tuple of positional inputs, or a mapping of keyword inputs. None of them is run, moved or changed, and
-    random generators stay as they are. `budget` is what PyTorch may reserve, in bytes or as ``"16 GiB"``; None is what
-    is free on the CUDA device plus what PyTorch holds of it, and without CUDA nothing is compared. `on_excess` warns
-    with a `UserWarning` or raises `BudgetError`. `scenario`, `loss`, `gradient_accumulation_steps` and `gpu` are those
-    of `trace`; `gpu` is by default the one of this machine where there is CUDA.
+    random generators stay as they are. Without a `budget` it is what is free on the CUDA device plus what PyTorch holds
+    of it; without CUDA nothing is compared. `on_excess` warns with a `UserWarning` or raises `BudgetError`. The GPU is
+    by default that of this machine where there is CUDA.
 
     Raises `BudgetError`, and what `trace` raises.
     """

@@ -35,22 +35,16 @@ _STEPS = 3
 def run(request: RunRequest, *, progress: Callable[[str], None] | None = None) -> ProgramRun | RankRuns:
     """Report what a script that was written for a GPU would do to one, from a run of it on a GPU that isn't there.
 
-    `script` runs in this process with `arguments` as its command line (with `module`, the module of that name, as
-    ``python -m`` runs it), until its optimizer has made `steps` steps; 0 runs it to its end. Unless it is
-    `training_only`, its epoch ends then, and it goes on to its first evaluation and checkpoint. With a `checkpoint` of
-    ``"stand-in"``, one that it loads and that is not there gets the shapes of what loads it. What it computes on the
-    GPU has no values, and numbers that it reads from there are stand-ins. Files that were there before are left alone
-    unless `allow_writes` is set; with `offline`, it connects to no other machine. `gpu` and `allocator` are as for
-    `trace`; without an `allocator`, its settings are those that ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF``
-    holds when the script first uses it. `stack` is its PyTorch and CUDA, as for `trace`.
+    `script` runs in this process with `arguments` as its command line, until its optimizer has made `steps` steps.
+    Unless it is `training_only`, its epoch ends then, and it goes on to its first evaluation and checkpoint. What it
+    computes on the GPU has no values, and numbers that it reads from there are stand-ins. Files that were there before
+    are left alone unless `allow_writes` is set. Without an `allocator`, its settings are those of the environment when
+    the script first uses it.
 
     `gpus` is for a script that ``torchrun`` starts once for each GPU: how many there are on all `nodes` together. It
-    is run as process `rank` of them. With ``"all"`` each rank is run, in a process of its own where the platform forks,
-    `jobs` side by side (None: one per core); with ``"distinct"`` the first and the last, and those between only where
-    they differ. The answer is then a `RankRuns`. With `one_process` the script is started once and has all `gpus`, and
-    `rank` is that of the GPU that is looked at. A script that runs out of memory is run again, in a process of its own
-    where the platform forks, to learn what its steps need and which batch fits. `progress` is called with what is being
-    done.
+    is run as process `rank` of them; ``"all"`` and ``"distinct"`` run several, each in a process of its own where the
+    platform forks, and the answer is then a `RankRuns`. A script that runs out of memory is run again, in a process of
+    its own where the platform forks, to learn what its steps need and which batch fits.
 
     Raises `InputError` where there is no such script or rank, and `ForwardError` when the script itself fails; of
     several ranks it says in the answer which failed.
@@ -137,9 +131,8 @@ def fit_script(
     """The largest value of a script's own argument that fits a GPU, by running the script with one after another.
 
     `script` runs as by `run`, with `arguments` as its command line, of which `vary` names one with a whole number:
-    ``"batch-size"`` for ``--batch-size 8``, ``"train.batch_size"`` for ``train.batch_size=8``. `gpu`, `budget`,
-    `margin` and `beside` are as for `fit`, `allocator` as for `run`; `steps` training steps are made in each run. Where
-    the platform forks, each run is a process of its own. `progress` and `found` are as for `fit`.
+    ``"batch-size"`` for ``--batch-size 8``, ``"train.batch_size"`` for ``train.batch_size=8``. Where the platform
+    forks, each run is a process of its own. `found` is called with what a row says once it is known.
 
     Raises `InputError` where there is no such script or argument, or where it has no effect on the GPU's memory; and
     `ForwardError` where the script fails with the value that it is given.
@@ -164,9 +157,8 @@ def virtual_gpu(request: VirtualGpuRequest) -> AbstractContextManager[VirtualGpu
         gpu.run, gpu.trace
 
     The block ends after `steps` optimizer steps (0: at its own end). Modules that it moves to the GPU are back on the
-    CPU, with their values, when it is over. `stack` is its PyTorch and CUDA, as for `trace`. With a `world`, such as
-    ``World(8, rank=3)``, the block is that process of a distributed job. Raises `InputError` when one is open already,
-    and for a process that is in a group already.
+    CPU, with their values, when it is over. Raises `InputError` when one is open already, and for a process that is in
+    a group already.
     """
     from memsize.analysis import program
     from memsize.virtual.guards.child_processes import Settings

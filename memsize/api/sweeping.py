@@ -46,14 +46,8 @@ def sweep(request: SweepRequest, *, progress: Callable[[str], None] | None = Non
     ``train``, ``scenario``, ``mode``, ``stack``, ``allocator``, ``seq_len``, ``batch_size`` and ``gpu`` may be lists,
     ``train`` may be ``"none"`` for inference, and a target may be a pattern such as ``"timm:resnet*"``. ``parallel``
     and ``gpus``, which may be lists too, spread trainings over several GPUs, as those of `memsize.fit` do. Files are
-    looked for beside the TOML file, or in the working folder.
-
-    `results` is a file to which each cell is added when it is done, and from which a sweep goes on: cells are taken
-    from there if they were made by this memsize and torch from the same file of code; with `retry` those that failed
-    are run again, with `fresh` all. `jobs` processes run (None: one per core; 1: this process alone). `backend` is
-    joblib's: ``"loky"`` for this machine, ``"dask"`` for the cluster at `scheduler`. A cell that takes
-    longer than `timeout` seconds fails. One that fails says so in its row. `progress` is called with what is being
-    done.
+    looked for beside the TOML file, or in the working folder. Results are taken from a file if this memsize and torch
+    made them from the same file of code. A cell that fails says so in its row.
 
     Raises `InputError` for a grid that cannot be meant, `TargetError` for a pattern that matches nothing, and
     `OutputError` where the results cannot be kept.

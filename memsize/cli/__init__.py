@@ -58,17 +58,15 @@ _QUESTIONS = {
         "mcp": "Serve these commands to an agent, as tools of the Model Context Protocol.",
     },
 }
-"""The commands by the question that they answer, and what each does: the overview of them imports none. Each is in a
-module of its name except those of `_MODULES`.
+"""The commands by the question that they answer, and what each does: the overview of them imports none. Each is in
+`memsize.cli.answers` except those of `_MODULES`.
 """
 _COMMANDS = {name: text for commands in _QUESTIONS.values() for name, text in commands.items()}
 _MODULES = {
     "run": "program",  # `memsize.cli.run` starts them all, below
     "init": "check",
     **dict.fromkeys("gpus models scenarios".split(), "names"),
-    **dict.fromkeys(
-        "checkpoint diff explain fit fit-script generate layout serve sweep timeline verify".split(), "answers"
-    ),
+    **{name: name for name in "check mcp report watch".split()},
 }
 
 
@@ -93,7 +91,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = import_module(f"memsize.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        module = import_module(f"memsize.cli.{_MODULES.get(cmd_name, 'answers')}")
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         command.short_help = _COMMANDS[cmd_name]
         return command

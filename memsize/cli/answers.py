@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from memsize.cli.click_options import is_given
 from memsize.cli.command import (
     WITH_CALLS,
     WITH_PARQUET,
@@ -18,7 +19,7 @@ from memsize.cli.command import (
     asking,
     command,
     depth_option,
-    is_given,
+    followed,
     is_saved,
     jobs_option,
     parts_shown,
@@ -234,7 +235,7 @@ def timeline(request: TimelineRequest, output: Destination) -> None:
         from memsize.device.allocator_config import AllocatorConfig
 
         allocator = request.gpu.allocator
-        if is_saved(request.model.model, "scenario", "allocator"):
+        if saved := is_saved(request.model.model, "scenario", "allocator"):
             step = load_step(str(request.model.model), request.scenario if is_given("scenario") else None)
             step = replace(step, config=AllocatorConfig.of(allocator)) if allocator else step
         else:
@@ -245,7 +246,7 @@ def timeline(request: TimelineRequest, output: Destination) -> None:
             content: Any = pickled(step.trace, step.config)
         else:
             content = output.drawn(step.as_timeline())
-    output.write(content)
+    output.write(content if saved else followed(content, output))
 
 
 @command(

@@ -9,7 +9,8 @@ import click
 from memsize.cli.command import command
 from memsize.cli.output import Destination
 from memsize.cli.working import interrupts_raised, say, working
-from memsize.records.check import SEVERITIES, Check, Severity
+from memsize.records.check import Check
+from memsize.records.finding import SEVERITIES, Severity
 from memsize.render import FORMATS
 from memsize.spec.file_requests import CheckRequest
 from memsize.spec.project import find_project

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from memsize.cli import run
-from memsize.cli.command import parameters, request_of
+from memsize.cli.click_options import parameters, request_of
 from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cards import card
 from memsize.errors import MemsizeError

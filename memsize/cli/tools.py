@@ -19,7 +19,7 @@ from typing import Any, Final
 import click
 
 from memsize.cli import memsize
-from memsize.cli.command import RequestCommand, arguments_of
+from memsize.cli.click_options import RequestCommand, arguments_of
 from memsize.errors import InputError, MemsizeError, UnknownInputError, quoted
 from memsize.loading.target import parse_revision, parse_target
 from memsize.spec.options import Kind, Option, options_of
@@ -106,11 +106,10 @@ def tools() -> dict[str, Tool]:
 
 
 def _property(choice: Option) -> dict[str, Any]:
-    default = f" Default: {choice.shown or choice.default}." if choice.shown or choice.default else ""
-    help = choice.help or choice.metavar or choice.key.upper()
-    schema = {**_TYPES[choice.kind or "text"], "description": f"{help}{default}"}
+    schema = {**_TYPES[choice.kind or "text"], "description": choice.description}
     if choice.choices:
-        schema |= {"type": "string", "enum": [*choice.choices]}
+        switch, types = ([True, False], ["boolean", "string"]) if choice.kind == "flag" else ([], "string")
+        schema |= {"type": types, "enum": [*switch, *choice.choices]}
     if choice.least is not None:
         schema["minimum"] = choice.least
     return schema

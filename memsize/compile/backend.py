@@ -9,7 +9,7 @@ Source: torch/_inductor/compile_fx.py (`compile_fx`, `compile_fx_inner`), torch/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
@@ -19,13 +19,16 @@ from typing import Any, Final
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut
 from torch._inductor import compile_fx, config
+from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter
 
+from memsize.compile.autotuning import LEAST_MULTIPROCESSORS, most_measured
+from memsize.compile.cuda_graphs import CudaGraphs
 from memsize.compile.decompositions import cuda_decompositions
 from memsize.compile.devices import CPU, CUDA, META, Move
 from memsize.compile.generated import running_ledger
-from memsize.compile.gpu import planning
+from memsize.compile.gpu import GpuProperties, planning
 from memsize.kernels.semantics import current, switched_on
 from memsize.processes.patches import Patches, assigned, wrapping
 from memsize.records.aggregates import live_bytes
@@ -44,28 +47,38 @@ class Compiler:
     def __init__(self, capability: tuple[int, int], note: Note) -> None:
         self._capability = capability
         self._note = note
+        self._graphs = CudaGraphs()
         self._unfused: list[range] = []
         """The events of each call of a graph that could not be lowered."""
+        self._measured: list[tuple[int, int]] = []
+        """What measuring the kernels of a graph takes, and after how many events."""
         self._ledger: Ledger | None = None
-        """That of the run, once there was such a call."""
+        """That of the run, once there was such a graph."""
 
     def conclude(self) -> None:
-        """Note where the peak lies, if graphs could not be lowered: fused, fewer of their results are stored."""
+        """Note where the peak lies, if graphs could not be lowered: fused, fewer of their results are stored; and if
+        kernels are measured: their operands are copied.
+        """
         if self._ledger is None:
             return
         live, unfused = live_bytes(self._ledger.events), set(chain.from_iterable(self._unfused))
-        least = max((size for index, size in enumerate(live) if index not in unfused), default=0)
-        self._note(_BETWEEN.format(format_bytes(least), format_bytes(max(live))))
+        peak = max(live, default=0)
+        if unfused:
+            least = max((size for index, size in enumerate(live) if index not in unfused), default=0)
+            self._note(_BETWEEN.format(format_bytes(least), format_bytes(peak)))
+        if self._measured:
+            most = max(size + (live[event - 1] if event else 0) for event, size in self._measured)
+            if most > peak:
+                self._note(_MEASURED.format(format_bytes(peak), format_bytes(most)))
+            self._note(_UNFUSED_PRODUCTS)
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
         """Compile a graph of Dynamo's with these `options` of Inductor."""
-        for name, left_out in _ON_GPU.items():
-            if left_out and options.get(name, attrgetter(name)(config)):
-                self._note(left_out)
+        tunes = any(options.get(name, attrgetter(name)(config)) for name in _TUNING)
         compiling = partial(
             compile_fx.compile_fx,
-            inner_compile=self._lower,
-            config_patches=_without_gpu(options),
+            inner_compile=partial(self._lower, self._measure if tunes else _ignore),
+            config_patches={name: value for name, value in options.items() if name not in _ON_GPU},
             decompositions=cuda_decompositions(),
         )
         return self._traced(compiling, module, inputs)
@@ -78,22 +91,33 @@ class Compiler:
         """Compile a graph with fakes on the CPU; where that fails, run it as it is written."""
         move, as_traced = Move(CPU), _copied(module)
         try:
-            with planning(self._capability), _tracing(), _fakes_moved(move):
+            with planning(self._capability, self._graphs), _tracing(), _fakes_moved(move):
                 moved = [move.value(fake) for fake in _fakes(module, inputs)]
                 return compiling(move.graph(module), moved)
         except Exception as error:
             self._note(_UNTRACED.format(_reason(error)))
             return Interpreter(Move(META).graph(as_traced)).run
 
-    def _lower(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    def _lower(
+        self, lowered: Callable[[GraphLowering], None], module: GraphModule, inputs: Sequence[Any], **options: Any
+    ) -> Any:
         """Lower one graph of the partition."""
         move, as_traced = Move(CUDA), _copied(module)
-        with planning(self._capability), suspended(), _originals():
+        with planning(self._capability, self._graphs, lowered), suspended(), _originals():
             try:
                 return compile_fx.compile_fx_inner(move.graph(module), [move.value(v) for v in inputs], **options)
             except Exception as error:
                 self._note(_UNLOWERED.format(_reason(error)))
                 return _boxed(partial(self._run_unfused, _one_by_one(as_traced)))
+
+    def _measure(self, graph: GraphLowering) -> None:
+        """Note what max-autotune takes for a graph."""
+        gpu, ledger = GpuProperties.of(self._capability), running_ledger()
+        if ledger is None or gpu.multi_processor_count < LEAST_MULTIPROCESSORS:
+            return
+        if most := most_measured(graph, gpu.L2_cache_size):
+            self._ledger = ledger
+            self._measured.append((len(ledger.events), most))
 
     def _run_unfused(self, call: Boxed, args: list[Any]) -> Any:
         if (ledger := running_ledger()) is None:
@@ -129,6 +153,13 @@ _UNLOWERED = (
 )
 
 _BETWEEN = "at the peak tensors hold {} to {}: with none to all of the results in graphs that could not be lowered"
+
+_MEASURED = (
+    "at the peak tensors hold {} to {}: max-autotune copies the operands of products to measure kernels, unless a "
+    "cache has their times"
+)
+
+_UNFUSED_PRODUCTS = "products that max-autotune fuses with what follows them may need less"
 
 _UNTRACED = (
     "a compiled graph could not be traced here ({}): it runs as it is written, and may need less memory, or more"
@@ -175,20 +206,12 @@ def _originals() -> Iterator[None]:
         yield
 
 
-def _without_gpu(options: dict[str, Any]) -> dict[str, Any]:
-    """The options without those that run something on a GPU."""
-    return {name: value for name, value in options.items() if name not in _ON_GPU}
+def _ignore(_graph: GraphLowering) -> None:
+    return None
 
 
 NO_POOL: Final = "the memory pool of torch.compile's CUDA graphs is left out"
-_UNTUNED: Final = (
-    "what torch.compile chooses with max-autotune is left out: products fused with what follows them may need less, "
-    "and measuring takes memory while code is compiled"
-)
-_ON_GPU: Final[Mapping[str, str | None]] = {
-    "triton.cudagraphs": NO_POOL,
-    "max_autotune": _UNTUNED,
-    "max_autotune_gemm": _UNTUNED,
-    "max_autotune_pointwise": None,
-}
-"""Inductor's options that run something on a GPU, and what to note of those that change memory."""
+_TUNING: Final = ("max_autotune", "max_autotune_gemm")
+"""Inductor's options by which it measures products."""
+_ON_GPU: Final = (*_TUNING, "max_autotune_pointwise", "coordinate_descent_tuning")
+"""The options that run something on a GPU, and are left out."""

@@ -21,8 +21,9 @@ Call = Callable[[list[Any]], Any]
 _ALLOCATIONS: Final = "cpu cpu_pinned cuda xpu mtia"
 
 
-def loaded(source: str, origins: Origins, constants: dict[str, Any], forward: bool | None) -> Call:
-    """Load generated `source`; return its function, which takes a list of arguments and empties it.
+def loaded(source: str, origins: Origins, constants: dict[str, Any], forward: bool | None) -> tuple[Call, Any]:
+    """Load generated `source`; return its function, which takes a list of arguments and empties it, and what calls the
+    parts of it, if it has any.
 
     `forward` says whether a forward can be differentiated; it is None of a backward.
     """
@@ -33,7 +34,7 @@ def loaded(source: str, origins: Origins, constants: dict[str, Any], forward: bo
     for device in _ALLOCATIONS.split():
         namespace[f"empty_strided_{device}"] = region.allocate
     namespace.update(here=region.here, extern_kernels=_ExternKernels(), **constants)
-    return partial(region.run, namespace["call"])
+    return partial(region.run, namespace["call"]), namespace.get("runner")
 
 
 class _Region:

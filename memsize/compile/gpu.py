@@ -9,7 +9,7 @@ codegen/triton.py (`TritonKernel.call_kernel`), codegen/wrapper.py, torch/_dynam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -25,18 +25,21 @@ from torch._inductor.codecache import CacheBase
 from torch._inductor.codegen import common
 from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 
 from memsize.compile.bindings import without_driver
+from memsize.compile.cuda_graphs import CudaGraphs
 from memsize.compile.origins import Origins
 from memsize.compile.padding import padding
 from memsize.processes.patches import Patch, Patches
 
 _MULTIPROCESSORS: Final = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 142, (9, 0): 132, (10, 0): 148}
 """By compute capability, of its largest card (NVIDIA's data sheets of V100, T4, A100, A10, L40, H100, B200)."""
+_L2_CACHE: Final = {(7, 0): 6, (7, 5): 4, (8, 0): 40, (8, 6): 6, (8, 9): 96, (9, 0): 50, (10, 0): 126}
+"""MiB, of the same cards."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class GpuProperties:
     major: int
     minor: int
     multi_processor_count: int
+    L2_cache_size: int
     max_threads_per_multi_processor: int = 2048
     max_threads_per_block: int = 1024
     regs_per_multiprocessor: int = 65536
@@ -56,7 +60,7 @@ class GpuProperties:
 
     @classmethod
     def of(cls, capability: tuple[int, int]) -> GpuProperties:
-        return cls(*capability, _MULTIPROCESSORS.get(capability, 108))
+        return cls(*capability, _MULTIPROCESSORS.get(capability, 108), _L2_CACHE.get(capability, 40) * 2**20)
 
 
 def _interface(properties: GpuProperties) -> type[device_interface.CudaInterface]:
@@ -141,10 +145,9 @@ class PlannedWrapper(PythonWrapperCodegen):
     """Inductor's wrapper, which also says of each allocation where it comes from, and asks nothing of a driver."""
 
     @staticmethod
-    def create(*args: Any, **kwargs: Any) -> Any:
-        is_subgraph = args[0] if args else kwargs["is_subgraph"]
-        wrapper: Any = PlannedWrapper
-        return PythonWrapperCodegen.create(*args, **kwargs) if is_subgraph else wrapper()
+    def create(is_subgraph: bool, *args: Any, **kwargs: Any) -> Any:
+        wrapper: Any = PlannedPart if is_subgraph else PlannedWrapper
+        return wrapper(*args, **kwargs) if is_subgraph else wrapper()
 
     def codegen_device_guard_enter(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -168,6 +171,10 @@ class PlannedWrapper(PythonWrapperCodegen):
         super().generate_fallback_kernel(node)
 
 
+class PlannedPart(PlannedWrapper, SubgraphPythonWrapperCodegen):
+    """The same of a graph inside another, or of a part that becomes a CUDA graph."""
+
+
 def _writes(wrapper: Any, node: Any) -> None:
     wrapper.writeline(_here(node))
 
@@ -178,8 +185,11 @@ def _here(buffer: Any) -> str:
 
 
 @contextmanager
-def planning(capability: tuple[int, int]) -> Iterator[None]:
-    """While open, Inductor compiles graphs on `CUDA` for a GPU of this capability, and writes no kernels.
+def planning(
+    capability: tuple[int, int], graphs: CudaGraphs, lowered: Callable[[GraphLowering], None] = lambda graph: None
+) -> Iterator[None]:
+    """While open, Inductor compiles graphs on `CUDA` for a GPU of this capability, and writes no kernels. What it would
+    record becomes one of the CUDA `graphs`. `lowered` is called with each graph.
 
     What is random and recomputed draws anew: the states of generators, which graphs would save for it, are on the CPU.
     """
@@ -194,10 +204,11 @@ def planning(capability: tuple[int, int]) -> Iterator[None]:
         (inductor_scheduler, "has_triton", lambda: True),
         (torch.cuda, "get_device_properties", lambda *_: properties),
         (torch.cuda, "get_device_capability", lambda *_: (properties.major, properties.minor)),
-        (GraphLowering, "_compile_to_module", _unloaded),
+        (GraphLowering, "_compile_to_module", lambda graph: _unloaded(graph, lowered)),
         (ComboKernel, "horizontal_partition", staticmethod(_one_by_one)),
         (partitioners, "functionalize_rng_ops", lambda _joint, forward, backward, *_: (forward, backward)),
         *without_driver(),
+        *graphs.patches(),
         *padding(capability),
     ]
     try:
@@ -224,7 +235,6 @@ _SETTINGS: Final = {
     "alignment_asserts": False,
     "nan_asserts": False,
     "compile_threads": 1,
-    "triton.cudagraphs": False,
 }
 """Compiled code is neither kept on disk nor checked while it runs: it computes nothing."""
 
@@ -233,16 +243,18 @@ class Planned:
     """The plan to run, in the place of the module that Inductor loads."""
 
     __file__ = "<memsize>"
-    runner = None
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, runner: Any) -> None:
         self.call = call
+        self.runner = runner
+        """What calls the parts of a graph of which CUDA graphs are made; None where it has no parts."""
 
 
-def _unloaded(graph: GraphLowering) -> Planned:
+def _unloaded(graph: GraphLowering, lowered: Callable[[GraphLowering], None]) -> Planned:
     """Run Inductor's code generation, and load what it wrote in a namespace of ours."""
     from memsize.compile.generated import loaded
 
     code, _ = graph.codegen()
+    lowered(graph)
     forward = None if graph.is_backward else not graph.is_inference
-    return Planned(loaded(code.value, Origins.of(graph), {**graph.constants, **graph.torchbind_constants}, forward))
+    return Planned(*loaded(code.value, Origins.of(graph), {**graph.constants, **graph.torchbind_constants}, forward))

@@ -12,7 +12,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType
 from typing import Any, Final
@@ -29,6 +29,7 @@ from torch._dynamo.variables import TensorVariable, UnspecializedNNModuleVariabl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.optim import Optimizer
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memsize.compile.backend import Compiler
@@ -126,9 +127,16 @@ class _Transparent(TorchDispatchMode):
 
 
 def _guarding(original: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Guards compare the dispatch keys of tensors, and run where the modes of the run are active."""
-    with _Transparent():  # type: ignore[no-untyped-call]
+    """Guards compare the dispatch keys of tensors, and run where the modes of the run are active: they see the keys of
+    those that were entered before something was compiled.
+    """
+    with _Transparent() if _counts_modes() else nullcontext():  # type: ignore[no-untyped-call]
         original(*args, **options)
+
+
+_counts_modes: Final[Callable[[], bool]] = getattr(
+    _python_dispatch, "is_in_any_mode_without_ignore_compile_internals", lambda: True
+)
 
 
 def _divided(original: Callable[..., Any], *args: Any, **options: Any) -> Any:

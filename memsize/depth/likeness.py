@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from memsize.known_values.values import constant_of
 from memsize.torch_internals.pytree import paths_of
 
 _PLAIN: Final = (type(None), bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, Enum, type, range)
@@ -145,26 +146,40 @@ def counted(blocks: Sequence[Features], period: int, count: int) -> frozenset[Ke
     return frozenset(counting)
 
 
-# -- numbers that the code of a model changes as it runs ---------------------------------------------------------------
+# -- values that the code of a model changes as it runs ----------------------------------------------------------------
 
 _COUNTERS: dict[type, Callable[[Any], object]] = {int: int, float: float, list: len, itertools.count: repr}
 """What can count, and how its number is read."""
+_FLAGS: dict[type, Callable[[Any], object]] = _COUNTERS | {bool: bool, str: str, type(None): lambda _: None}
+"""The same for attributes of a module, which may also switch from one way to another."""
+_SET_BY_RUNS: Final = ("training", "_compiled_call_impl", "num_batches_tracked")
+"""What each run sets, and what a batch norm counts without deciding by it."""
 
-Numbers = Mapping[Hashable, object]
-"""Numbers, and lengths of lists, by where they are."""
+Numbers = Mapping[tuple[Any, ...], object]
+"""Numbers, flags and lengths of lists, by where they are."""
 
 
 def numbers_of(model: nn.Module) -> Numbers:
-    """Return the numbers that modules of `model` have, their classes, and the globals and closures of their methods."""
-    numbers: dict[Hashable, object] = {}
+    """Return the values that the next forward may decide by: the numbers, texts and flags that modules of `model` have,
+    those of single-number buffers where they are known, which parameters are trained, and the numbers of the classes,
+    globals and closures of their methods.
+    """
+    numbers: dict[tuple[Any, ...], object] = {}
     of_kinds: dict[type, dict[str, object]] = {}
     for module, path in paths_of(model).items():
         kind = type(module)
         if kind not in of_kinds:
             of_kinds[kind] = {name: number for of in reversed(_own(kind)) for name, number in _numbers(vars(of))}
         # An attribute of the class stands for that of a module until that is set.
-        for name, number in (*of_kinds[kind].items(), *_numbers(vars(module))):
-            numbers["module", path, name] = number
+        for name, number in (*of_kinds[kind].items(), *_numbers(vars(module), _FLAGS)):
+            if name not in _SET_BY_RUNS:
+                numbers["module", path, name] = number
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                numbers["trained", path, name] = parameter.requires_grad
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.numel() == 1 and name not in _SET_BY_RUNS:
+                numbers["buffer", path, name] = None if (value := constant_of(buffer)) is None else value.item()
     for base in {base for kind in of_kinds for base in _own(kind)}:
         seen: set[int] = set()
         for method in [value for value in vars(base).values() if isinstance(value, types.FunctionType)]:
@@ -178,15 +193,54 @@ def numbers_of(model: nn.Module) -> Numbers:
 
 
 def is_counting(before: Numbers, after: Numbers) -> bool:
-    """Whether a number is another one than it was; one that was none before is no counter."""
-    return any(name in after and after[name] != number for name, number in before.items())
+    """Whether a value is another one than it was, or a module has a new one; one that was None before is no counter."""
+    if any(name[0] == "module" and name not in before for name in after):
+        return True
+    return any(number is not None and after.get(name, number) != number for name, number in before.items())
 
 
 def _own(kind: type) -> list[type]:
     return [kind for kind in kind.__mro__ if not kind.__module__.startswith("torch.") and kind is not object]
 
 
-def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+def _numbers(
+    values: Mapping[str, Any], kinds: Mapping[type, Callable[[Any], object]] = _COUNTERS
+) -> Iterator[tuple[str, object]]:
     for name, value in list(values.items()):
-        if (kind := type(value)) in _COUNTERS:
-            yield name, _COUNTERS[kind](value)
+        if (kind := type(value)) in kinds:
+            yield name, kinds[kind](value)
+
+
+# -- functions that only a backward calls ------------------------------------------------------------------------------
+
+
+def behavior_of(function: Any) -> Hashable:
+    """Return what a function that a backward calls decides by, apart from the tensors: its code, and the plain values
+    that it closes over or that its arguments and its object have. Nothing of it is kept alive.
+    """
+    if isinstance(function, partial):
+        return behavior_of(function.func), plain_values((function.args, *function.keywords.values()))
+    if isinstance(function, types.MethodType):
+        return behavior_of(function.__func__), plain_values(vars(function.__self__))
+    if isinstance(function, types.FunctionType):
+        cells = (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
+        return id(function.__code__), tuple(map(_behavior, (*(function.__defaults__ or ()), *cells)))
+    return type(function), plain_values(getattr(function, "__dict__", {}))
+
+
+def _behavior(value: Any) -> Hashable:
+    if callable(value) and not isinstance(value, type):
+        return behavior_of(value)
+    return plain_values(vars(value) if hasattr(value, "__dict__") else value)
+
+
+def plain_values(value: Any) -> Hashable:
+    """Return the plain values in a value, and the types of others."""
+    if type(value) is float or type(value) in _USUAL or isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, Mapping):
+        return tuple((str(name), plain_values(item)) for name, item in value.items())
+    if type(value) in (list, tuple):
+        return tuple(map(plain_values, value))
+    kind: Hashable = type(value)
+    return kind

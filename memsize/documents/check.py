@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple
 from memsize.documents import Case, Document, values_of
 from memsize.documents.sections import Bar, Bars, Findings, Limit, Notes, Part, Section, Table, Title
 from memsize.documents.shared import listed
-from memsize.records.check import FIGURE_FIELDS, SEVERITIES, Check, CheckedFigure, CheckedModel, Problem
+from memsize.records.check import FIGURE_FIELDS, Check, CheckedFigure, CheckedModel, Problem
 from memsize.records.fields import Label
+from memsize.records.finding import SEVERITIES
 
 SCHEMA: Final = "memsize.check/1"
 MOST_FIGURES: Final = 8

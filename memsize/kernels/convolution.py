@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from memsize.kernels.cudnn.library import WIDTHS, Convolution, Operation, Plans
+from memsize.kernels.cudnn.plans import WIDTHS, Convolution, Operation, Plans
 from memsize.kernels.registry import (
     Copies,
     Temporary,

@@ -18,13 +18,7 @@ from memsize.errors import InputError, OutputError
 from memsize.records.answer import Answer
 from memsize.records.codec import coder
 from memsize.records.fields import CHANGE, NAME, TEXT, Cell, Change, Fields, FlatTable, Label, Sized, field, shown
-from memsize.records.finding import Finding
-
-Severity = Literal["error", "warning", "note"]
-"""How serious a problem is: an error breaks a check."""
-
-SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-"""The most serious first."""
+from memsize.records.finding import SEVERITIES, Finding, Severity
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from memsize.units import AUTO, Bytes, format_together
 
+Severity = Literal["error", "warning", "note"]
+"""How serious a problem is: an error breaks a check."""
+SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")
+"""The most serious first."""
 SHOWN_NAMES = 2
 """The number of names that a sentence spells out from a long list."""
 
@@ -129,22 +133,26 @@ class Rules(Generic[E]):
         @RULES.rule("tied-parameters")
         def tied(evidence: Evidence) -> Iterator[Finding]: ...
 
-    Each declares the codes of its findings. Codes are stable: scripts, tests and the documentation name them.
+    Each declares the codes of its findings, and how serious they are to a check. Codes are stable: scripts, tests and
+    the documentation name them.
     """
 
     def __init__(self) -> None:
         self._rules: list[tuple[tuple[str, ...], Rule[E]]] = []
+        self.severity: dict[str, Severity] = {}
+        """The severity of each code."""
 
     @property
     def codes(self) -> tuple[str, ...]:
         """Every code that a finding may have, once."""
         return tuple(dict.fromkeys(code for codes, _ in self._rules for code in codes))
 
-    def rule(self, *codes: str) -> Callable[[Rule[E]], Rule[E]]:
+    def rule(self, *codes: str, severity: Severity = "note") -> Callable[[Rule[E]], Rule[E]]:
         """A decorator that adds a rule whose findings have one of `codes`."""
 
         def add(rule: Rule[E]) -> Rule[E]:
             self._rules.append((codes, rule))
+            self.severity |= dict.fromkeys(codes, severity)
             return rule
 
         return add
@@ -153,6 +161,7 @@ class Rules(Generic[E]):
         """These rules, then the others."""
         both = Rules[E]()
         both._rules = [*self._rules, *other._rules]
+        both.severity = self.severity | other.severity
         return both
 
     def findings(self, evidence: E) -> tuple[Finding, ...]:

@@ -172,7 +172,7 @@ class DeviceUse:
 
 
 class ConvolutionWorkspace(NamedTuple):
-    """A convolution (`memsize.kernels.cudnn.library.Convolution` as text), and the bytes that cuDNN takes for it."""
+    """A convolution (`memsize.kernels.cudnn.plans.Convolution` as text), and the bytes that cuDNN takes for it."""
 
     convolution: str
     bytes: int

@@ -71,7 +71,7 @@ class RunRequest:
         "Replace a missing checkpoint that the program loads by one with the shapes of the model that loads it.",
         choices=("stand-in",),
     )
-    module: bool = option(False, "PROGRAM is a module, as for python -m.", flags=("-m",))
+    module: bool = option(False, "The program is a module, as for python -m.", flags=("-m",))
     allow_writes: bool = _allow_writes()
     offline: bool = option(False, "Keep the program from connecting to other machines.")
     gpus: int | None = option(None, "Run it as one of the N processes of a job, one per GPU.")
@@ -84,7 +84,7 @@ class RunRequest:
         read=_rank,
         metavar="RANK",
     )
-    jobs: int | None = _jobs(1, "Processes that run scenarios side by side.")
+    jobs: int | None = _jobs(1, "Processes that run ranks side by side.", shown="1")
 
     @property
     def world(self) -> World | None:

@@ -60,11 +60,12 @@ class ModelRequest:
     busiest expert `imbalance` times the mean number of tokens.
     """
 
-    model: nn.Module | str = option("", "", key="target", positional=True)
+    model: nn.Module | str = option("", "", key="target", python="model", positional=True)
     specs: tuple[InputSpec, ...] = option(
         (),
         "Shape of an input without its batch dimension: 3,64,64, ids=512:int64, 3,64,64:float16. Repeatable.",
         key="input",
+        python="input_size",
         flags=("-i", "--input"),
         kind="texts",
         read=_read_inputs,
@@ -76,6 +77,7 @@ class ModelRequest:
         None,
         "Function that returns the inputs: file.py:make_inputs. It receives batch_size if it has that parameter.",
         key="inputs",
+        python="input_data",
         metavar="FUNCTION",
     )
     seq_len: int | None = option(
@@ -94,6 +96,7 @@ class ModelRequest:
     arguments: Mapping[str, object] = option(
         {},
         "Argument for the constructor or function: a Python literal, or a bare word for a string. Repeatable.",
+        annotation="Mapping[str, object] | None",
         flags=("--arg",),
         kind="table",
         factory=dict,
@@ -177,24 +180,15 @@ class ModelRequest:
         input_data: Any = None,
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-        batch_size: int | None = None,
-        seq_len: int | str | None = None,
-        arguments: Mapping[str, object] | None = None,
-        mode: Mode | None = None,
-        whole: bool = False,
-        online: bool = False,
-        lora: str | None = None,
-        adapter: str | None = None,
-        base: str | None = None,
-        freeze: str | Iterable[str] | None = None,
-        imbalance: float = 1.0,
+        **options: Any,
     ) -> ModelRequest:
         """The subject that the arguments of a question describe; one that is there already comes as it is.
 
         `input_size` is a size without the batch dimension, ``(3, 64, 64)`` or ``"ids=512:int64"``, or several. What is
         no size is taken for `input_data`: a mapping of keyword arguments, a tuple or a list of positional ones,
         anything else the only one; a function that returns such, or its name. `args` and `kwargs` are real inputs as
-        well; `kwargs` may come beside the data of `input_data`. All real inputs have their batch dimension.
+        well; `kwargs` may come beside the data of `input_data`. All real inputs have their batch dimension. `options`
+        are the other fields.
 
         Raises `InputError` where the input is given twice, or cannot be read.
         """
@@ -218,11 +212,10 @@ class ModelRequest:
             call = values, keywords | dict(beside or {})
         elif args or kwargs:
             call = tuple(args or ()), dict(kwargs or {})
-        length = parse_lengths(seq_len) if isinstance(seq_len, str) else seq_len
-        rest: dict[str, Any] = {"batch_size": batch_size, "seq_len": length, "mode": mode, "whole": whole}
-        rest |= {"online": online, "lora": lora, "adapter": adapter, "base": base, "freeze": freeze}
-        rest["imbalance"] = imbalance
-        return cls(model, specs, call=call, source=source, arguments=dict(arguments or {}), **rest)  # type: ignore[arg-type]
+        if isinstance(length := options.get("seq_len"), str):
+            options["seq_len"] = parse_lengths(length)
+        options["arguments"] = dict(options.get("arguments") or {})
+        return cls(model, specs, call=call, source=source, **options)  # type: ignore[arg-type]
 
 
 def call_of(data: Any) -> Call:

@@ -81,14 +81,16 @@ class UnknownKeywordError(UnknownInputError, TypeError):
 class Option:
     """One field as people write it: `key` in Python and TOML, `flags` on the command line.
 
-    `annotation` is its type in Python, where that is another than the field's. `shown` is its default in help where the
-    value itself would say nothing. `least` is its smallest value. `read` makes the value of texts and TOML values. A
-    `positional` one is an argument of the command and of the function, a `required` one has no default. One that is not
-    `written` is Python's alone.
+    `python` is the parameter of its part's `keywords` that takes its place in Python, if there is one. `annotation` is
+    its type in Python, where that is another than the field's. `shown` is its default in help where the value itself
+    would say nothing. `least` is its smallest value. A flag that has `choices` stands for the first of them, or is
+    followed by one. `read` makes the value of texts and TOML values. A `positional` one is an argument of the command
+    and of the function, a `required` one has no default. One that is not `written` is Python's alone.
     """
 
     help: str
     key: str = ""
+    python: str = ""
     annotation: str = ""
     flags: tuple[str, ...] = ()
     kind: Kind | None = None
@@ -102,6 +104,12 @@ class Option:
     positional: bool = False
     required: bool = False
     written: bool = True
+
+    @property
+    def description(self) -> str:
+        """The help, with the default where it says something."""
+        default = self.shown or (self.default if self.default not in (None, False, (), {}) else "")
+        return f"{self.help or self.metavar or self.key.upper()}{f' Default: {default}.' if default else ''}"
 
     @property
     def flag(self) -> str:
@@ -121,7 +129,7 @@ class Option:
             check_type(name, value, self.types)
         if self.least is not None and isinstance(value, int | float) and value < self.least:
             raise InputError(f"{name} is {value:g}: it must be at least {self.least:g}")
-        if self.choices and value not in self.choices:
+        if self.choices and not isinstance(value, bool) and value not in self.choices:
             raise UnknownInputError(name.lstrip("-").replace("_", " "), str(value), self.choices)
         return value
 
@@ -141,7 +149,7 @@ class Part:
     """A request that is a field of another: `cls` without some of its fields, others changed.
 
     It is there always, or only `when` ``"any"`` of its options is given, or the one of that key: the others are for
-    `purpose`, and refused without it. `keywords` makes it of Python's keywords where those are not its fields.
+    `purpose`, and refused without it. `keywords` makes it of Python's keywords where those are not all its fields.
     """
 
     cls: type
@@ -206,8 +214,9 @@ class Part:
         """The keywords of a Python function for the part called `name` in its request."""
         if self.keywords is not None:
             omitted = {choice.key for n, choice in _own_options(self.cls).items() if n in self.without}
-            parameters = signature(self.keywords).parameters.items()
-            return {key: _spelled_out(parameter, self.cls) for key, parameter in parameters if key not in omitted}
+            parameters = [p for p in signature(self.keywords).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            same = {choice.key: choice.keyword(self.cls) for choice in self.options().values() if not choice.python}
+            return {p.name: _spelled_out(p, self.cls) for p in parameters if p.name not in omitted} | same
         keywords = {choice.key: choice.keyword(self.cls) for choice in self.options().values()}
         lead = self.lead(name)
         whole = keywords.pop(lead, Parameter(lead, Parameter.KEYWORD_ONLY, default=None, annotation="None"))
@@ -353,6 +362,20 @@ def _check_annotation(key: str, value: object, annotation: str) -> None:
         *others, last = (_WORDS.get(name, f"a {name}") for name in types)
         wanted = f"{', '.join(others)} or {last}" if others else last
         raise InputError(f"{key} is {quoted(str(value))}: it should be {wanted}")
+
+
+def values_of(request: Any) -> dict[str, Any]:
+    """Return the values of a request and its parts by their keys, of options that have another than their default."""
+    values: dict[str, Any] = {}
+    for column in fields(request):
+        value = getattr(request, column.name)
+        if _PART in column.metadata:
+            options = column.metadata[_PART].options() if value is not None else {}
+            own = {choice.key: (choice, getattr(value, name)) for name, choice in options.items()}
+        else:
+            own = {choice.key: (choice, value) for choice in [_named(column)]} if _OPTION in column.metadata else {}
+        values |= {key: member for key, (choice, member) in own.items() if member not in (choice.default, None, (), {})}
+    return values
 
 
 def check_fields(request: Any) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from memsize.errors import InputError, UnknownInputError, quoted
-from memsize.records.check import SEVERITIES, Severity
-from memsize.spec.options import check_type, options_of
+from memsize.records.finding import SEVERITIES, Severity
+from memsize.spec.options import check_type, options_of, values_of
 from memsize.spec.section import MODEL_KEYS, ModelSection, parsed_toml, refuse_unknown, section_of
 from memsize.units import parse_bytes
 
@@ -118,26 +118,15 @@ class CheckedTarget:
     @property
     def settings(self) -> dict[str, str]:
         """Return the settings, as texts, that its figures depend on beside the code; a baseline is for one of them."""
-        model, training, gpu = self.run.model, self.run.training, self.run.gpu
-        settings = {
-            "target": str(model.model),
-            "input": " ".join(map(str, model.specs)),
-            "inputs": model.source or "",
-            "arguments": ", ".join(f"{name}={value!r}" for name, value in sorted(model.arguments.items())),
-            "batch_size": model.batch_size or 1,
-            "seq_len": model.seq_len or "",
-            "mode": model.mode or "train",
-            "scenario": self.run.scenario,
-            "train": training.optimizer if training else "",
-            "loss": (training.loss if training else None) or "",
-            "accumulate": training.gradient_accumulation_steps if training else 1,
-            "ema": training.ema or "" if training else "",
-            "gpu": gpu.name or "",
-            "stack": str(gpu.releases),
-        }
-        if settings["accumulate"] == 1:
-            del settings["accumulate"]
-        return {name: str(value) for name, value in settings.items() if value != ""}
+        values = {"batch_size": 1, "mode": "train", "scenario": self.run.scenario} | values_of(self.run)
+        texts = {key: _setting_text(value) for key, value in values.items()}
+        return {key: text for key, text in texts.items() if text}
+
+
+def _setting_text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={item!r}" for name, item in sorted(value.items()))
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +166,13 @@ def usual_gpu() -> str | None:
     return gpu if isinstance(gpu, str) else None
 
 
-def with_usual_gpu(request: type, values: dict[str, Any]) -> dict[str, Any]:
-    """The `values` of a request with the `usual_gpu` where they name neither a GPU nor a budget in its stead."""
+def usual_values(request: type, keys: Collection[str]) -> dict[str, Any]:
+    """The `usual_gpu` as a value of a request, where its `keys` name neither a GPU nor a budget in its stead."""
     gpu = options_of(request).get("gpu")
-    if gpu is None or gpu.positional or {"gpu", "budget"} & values.keys():
-        return values
+    if gpu is None or gpu.positional or {"gpu", "budget"} & {*keys}:
+        return {}
     usual = usual_gpu()
-    return values if usual is None else values | {"gpu": usual}
+    return {} if usual is None else {"gpu": usual}
 
 
 def read_project(file: Path) -> Project:

@@ -13,7 +13,7 @@ from memsize.spec.generation import GENERATED, SERVED, Draft, Generation, Servin
 from memsize.spec.model_request import ModelRequest
 from memsize.spec.options import REQUIRED, option, part
 from memsize.spec.parallel import Parallel
-from memsize.spec.scenario import DEFAULT
+from memsize.spec.scenario import DEFAULT, CompileMode
 from memsize.spec.stack import Gpu
 from memsize.spec.training import Training
 
@@ -44,7 +44,10 @@ _execute: Final = partial(
     option, False, "Run with real values on the CPU: for models with data-dependent control flow."
 )
 _compile: Final = partial(
-    option, False, help="Compile the model with torch.compile, and show it beside the model as it is written."
+    option,
+    False,
+    help="Compile the model with torch.compile, and show it beside the model as it is written.",
+    choices=get_args(CompileMode),
 )
 budget_option: Final = partial(
     option, None, "Memory of the device, instead of the GPU's: 15109MiB, 24GB.", metavar="SIZE"
@@ -93,7 +96,7 @@ class ReportRequest(_ModelRun):
     """A report on each byte of a model."""
 
     scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
-    compile: bool = _compile()
+    compile: bool | str = _compile()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +119,7 @@ class TimelineRequest(_ModelRun):
     """Live memory over training steps, or over one inference."""
 
     scenario: str = _scenario()
-    compile: bool = _compile(help="Compile the model with torch.compile.")
+    compile: bool | str = _compile(help="Compile the model with torch.compile.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +198,7 @@ class FitRequest:
     margin: str | int = margin_option()
     beside: str | None = beside_option()
     scenarios: str | Iterable[str] | None = _scenarios(DEFAULT)
-    compile: bool = _compile()
+    compile: bool | str = _compile()
     training: Training | None = part(Training, without=("steps",), **_TRAINING)
     parallel: str | Iterable[str] | None = option(
         None,
@@ -247,7 +250,7 @@ class GenerateRequest:
         None, "A loop in place of generate: file.py:function.", metavar="FUNCTION"
     )
     scenarios: str | Iterable[str] | None = _scenarios(GENERATED)
-    compile: bool = _compile()
+    compile: bool | str = _compile()
     gpu: Gpu = part(Gpu)
 
     @property

@@ -9,7 +9,7 @@ from typing import Final, Literal, cast, get_args
 from memsize.errors import ScenarioError, UnknownScenarioError
 
 Recipe = Literal["as-given", "cast", "autocast", "apex", "quantized"]
-CompileMode = Literal["default"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 """The modes of `torch.compile`."""
 
 
@@ -101,7 +101,7 @@ def select(names: str | Iterable[str] | None) -> tuple[Scenario, ...]:
 
 
 def selected(
-    names: str | Iterable[str] | None, compile: bool, usual: str | Iterable[str] | None = None
+    names: str | Iterable[str] | None, compile: bool | str, usual: str | Iterable[str] | None = None
 ) -> tuple[Scenario, ...]:
     """The scenarios that `names` asks for, as `select` does, or else `usual`; with `compile` each is followed by itself
     compiled, and where no names are given the model is shown as it is: each scenario is compiled anew.
@@ -109,7 +109,7 @@ def selected(
     if not compile:
         return select(usual if names is None else names)
     chosen = select("as-given" if names is None else names)
-    return tuple(s for one in chosen for s in ((one,) if one.compile else (one, compiled_from(one))))
+    return tuple(s for one in chosen for s in ((one,) if one.compile else (one, compiled_from(one, compile))))
 
 
 def refuse_compiled(scenarios: Iterable[Scenario], purpose: str) -> None:
@@ -132,8 +132,11 @@ def scenario_named(name: str) -> Scenario:
     raise UnknownScenarioError("scenario", name, SCENARIOS)
 
 
-def compiled_from(scenario: Scenario, mode: str = "default") -> Scenario:
-    """The scenario in which calls of the model are compiled; raises `ScenarioError` for an unknown mode."""
+def compiled_from(scenario: Scenario, mode: bool | str = True) -> Scenario:
+    """The scenario in which calls of the model are compiled, in the usual mode or in that of this name; raises
+    `ScenarioError` for an unknown one.
+    """
+    mode = "default" if isinstance(mode, bool) else mode
     if mode not in get_args(CompileMode):
         raise UnknownScenarioError("compile mode", mode, get_args(CompileMode))
     suffix = COMPILED if mode == "default" else f"{COMPILED}:{mode}"

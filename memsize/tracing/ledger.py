@@ -65,8 +65,9 @@ class Ledger(StorageRecorder):
         self.layer_inside: Callable[[int, str], int] = lambda layer, path: layer
         """The layer of the module at a path below that of another layer."""
         self._compiled_in = -1
-        self._handles: set[bool] = set()
-        self._lt_handles: set[bool] = set()
+        self._handles: dict[bool, tuple[int, int]] = {}
+        """The workspaces that threads have, by whether they run a backward: the storage and its bytes."""
+        self._lt_handles: dict[bool, tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and has_own_dispatch(types):
@@ -145,11 +146,27 @@ class Ledger(StorageRecorder):
         elif size := lt or blas:
             self._keep_workspace(self._lt_handles if lt else self._handles, size, op)
 
-    def _keep_workspace(self, threads: set[bool], size: int, op: str) -> None:
+    def _keep_workspace(self, threads: dict[bool, tuple[int, int]], size: int, op: str) -> None:
         """A thread's first matrix product creates a handle, whose workspace is kept from then on."""
         if self.clock.backward not in threads:
-            self._open("workspace", size, op, torch.uint8, (size,))
-            threads.add(self.clock.backward)
+            threads[self.clock.backward] = self._open("workspace", size, op, torch.uint8, (size,)), size
+
+    def free_workspaces(self) -> None:
+        """Free what `_keep_workspace` has kept, as ``torch._C._cuda_clearCublasWorkspaces()`` does."""
+        for handles in (self._handles, self._lt_handles):
+            self._end_all(handles.values(), "clear_workspaces")
+            handles.clear()
+
+    @contextmanager
+    def workspaces_apart(self) -> Iterator[None]:
+        """While open, matrix products take workspaces anew; these are freed at the end."""
+        before = self._handles, self._lt_handles
+        self._handles, self._lt_handles = {}, {}
+        try:
+            yield
+        finally:
+            self.free_workspaces()
+            self._handles, self._lt_handles = before
 
     def _open_copies(self, op: OpFacts, args: Any, kwargs: Any) -> list[tuple[int, int]]:
         copied = () if op.copies is None else op.copies(args, kwargs)

@@ -9,7 +9,7 @@ makes the ordinary call, and leaves it. Forward hooks would do the same, but a m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memsize.depth.likeness import plain_values
 from memsize.errors import exits_caught
 from memsize.loading.model_defined_step import model_defined_step_of
 from memsize.model.tensor_storage import plain_tensors, spec_of
@@ -30,19 +31,34 @@ from memsize.tracing.ledger import Ledger
 
 def parameters_reached(outputs: Iterable[torch.Tensor]) -> set[int]:
     """The ids of the leaf tensors at the far end of the outputs' autograd graph."""
-    todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    parameters = {id(tensor) for tensor in outputs if tensor.is_leaf and tensor.requires_grad}
+    outputs = tuple(outputs)
+    return _leaves(outputs, _graph_of(outputs))
+
+
+def _graph_of(outputs: Iterable[torch.Tensor]) -> Set[Any]:
+    """The nodes of the outputs' autograd graph."""
+    todo: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(todo)
     while todo:
-        node = todo.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            parameters.add(id(variable))
-        for following, _ in node.next_functions:
+        for following, _ in todo.pop().next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 todo.append(following)
-    return parameters
+    return seen
+
+
+def _leaves(outputs: Iterable[torch.Tensor], graph: Iterable[Any]) -> set[int]:
+    variables = (getattr(node, "variable", None) for node in graph)
+    leaves = {id(tensor) for tensor in outputs if tensor.is_leaf and tensor.requires_grad}
+    return leaves.union(id(variable) for variable in variables if variable is not None)
+
+
+def _functions_in(graph: Iterable[Any]) -> Iterator[Hashable]:
+    """The behavior of each `torch.autograd.Function` in a graph, apart from PyTorch's own."""
+    for node in graph:
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and not function.__module__.startswith("torch."):
+            yield function, plain_values(vars(node))
 
 
 @dataclass(slots=True)
@@ -85,6 +101,8 @@ class ModuleCallRecorder:
         """Whether the model has returned once: tables show its first forward, not those of later steps."""
         self.saved_storages: Set[int] = set()
         self.reached: Set[int] = set()
+        self.backward_code: Set[Hashable] = frozenset()
+        """The behavior of functions outside of PyTorch that the backward of the first forward calls."""
         self.forward: Callable[[], str] = lambda: "forward"
         """Called before each forward of the model itself; returns the name of its phase."""
         self._claimed: set[int] = set()
@@ -166,7 +184,10 @@ class ModuleCallRecorder:
             self.complete = True
             self.ledger.counts = False
             self.saved_storages = {reference.index for reference in self.ledger.live.values()}
-            self.reached = parameters_reached(tensors_in(result))
+            outputs = tuple(tensors_in(result))
+            graph = _graph_of(outputs)
+            self.reached = _leaves(outputs, graph)
+            self.backward_code = frozenset((*self.ledger.hooks, *_functions_in(graph)))
         return result
 
     def _returned(self, index: int, result: Any, start: int, arguments: list[tuple[torch.Tensor, int]]) -> None:

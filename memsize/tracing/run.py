@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memsize.cuda.cuda_semantics import cuda_semantics
+from memsize.depth.likeness import behavior_of
 from memsize.errors import ForwardError, MemsizeError, exits_caught
 from memsize.kernels.semantics import CUDNN, Semantics
 from memsize.model.input_tensors import input_tensors
@@ -70,20 +71,34 @@ class GpuSetup:
 
 
 @contextmanager
-def resizes_seen(ledger: Ledger) -> Iterator[None]:
-    """Record the ``untyped_storage().resize_(n)`` calls of this run in `ledger` while open."""
+def calls_seen(ledger: Ledger) -> Iterator[None]:
+    """Record in `ledger`, while open, the calls of this run that no dispatch shows: ``untyped_storage().resize_(n)``,
+    and hooks that are registered on gradients.
+    """
     with _patches.active() as simulation, simulation.with_part(Ledger, ledger):
         yield
 
 
-def _observed(original: Function, storage: torch.UntypedStorage, size: int) -> Any:
+def _resized(original: Function, storage: torch.UntypedStorage, size: int) -> Any:
     result = original(storage, size)
     if (simulation := current()) and (ledger := simulation.get(Ledger)):
         ledger.resized(storage)
     return result
 
 
-_patches = ThreadPatches(lambda: (Override(torch.UntypedStorage, "resize_", _observed),))
+def _hooked(original: Function, tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    if (simulation := current()) and (ledger := simulation.get(Ledger)):
+        ledger.hooks.add(behavior_of(hook))
+    return original(tensor, hook)
+
+
+_patches = ThreadPatches(
+    lambda: (
+        Override(torch.UntypedStorage, "resize_", _resized),
+        Override(torch.Tensor, "register_hook", _hooked),
+        Override(torch.Tensor, "register_post_accumulate_grad_hook", _hooked),
+    )
+)
 
 
 class RunDevice:
@@ -96,7 +111,7 @@ class RunDevice:
     def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
         """Return the regions in which `ledger` records, the outermost first."""
         hooks = saving(ledger.saved)
-        watches = (resizes_seen(ledger), functional_transforms_allowed(), hooks)
+        watches = (calls_seen(ledger), functional_transforms_allowed(), hooks)
         return (*watches, ledger, setup.gpu.semantics(ledger))
 
 
@@ -204,6 +219,7 @@ class Run:
             phases=tuple(ledger.clock.phases),
             storages=storages,
             events=tuple(ledger.events),
+            emptied=tuple(ledger.emptied),
             assumptions=tuple(ledger.evaluator.assumptions),
             notes=(*setup.notes, *self._notes, *ledger.evaluator.notes, *(convolutions.notes if convolutions else ())),
             cudnn=convolutions.source if convolutions else None,

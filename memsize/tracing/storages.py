@@ -6,9 +6,10 @@ A weak reference to each storage records the event of its end. Nothing is added 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -26,6 +27,10 @@ _UNCLAIMED: frozenset[Role] = frozenset(("temporary", "communication"))
 """Roles that a storage has until an op or a caller shows its purpose."""
 _new: Callable[..., Any] = tuple.__new__
 """Makes a named tuple of its values in order: a third of what its constructor takes, which is a function in Python."""
+
+
+PRIVATE_POOL: Final = 1 << 16
+"""Stands for a stream: the memory of CUDA graphs is reused among themselves only, like that of a stream."""
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
@@ -84,8 +89,15 @@ class StorageRecorder(MetaDispatchMode):
         self._numbers: dict[Lines, int] = {}
         """The position in `lines` of each line."""
         self._saved: list[weakref.ref[SavedTensor]] = []
+        self.hooks: set[Hashable] = set()
+        """The behavior of hooks on gradients that were registered during the run."""
         self._compiled: set[int] = set()
         """Storages that compiled code made, whose own layers and lines are known."""
+        self.streams: dict[int, int] = {}
+        """The stream of each storage that is not on the default one, or `PRIVATE_POOL`."""
+        self.emptied: list[int] = []
+        """The events before which all that the allocator cached is given back."""
+        self._in_pool = False
 
     def _mark_read(self, args: Iterable[Any]) -> None:
         for item in args:
@@ -124,7 +136,37 @@ class StorageRecorder(MetaDispatchMode):
         self.rows.append(Row(size, role, clock.layer, op, dtype, shape, self._line(), size))
         if size:
             self.events.append(_new(Event, (index, size, clock.phase, clock.layer, op)))
+        self._note_stream(index)
         return index
+
+    def _note_stream(self, index: int) -> None:
+        """A storage gets its memory from the private pool while that is in use."""
+        if self._in_pool:
+            self.streams[index] = PRIVATE_POOL
+
+    @contextmanager
+    def private_pool(self) -> Iterator[None]:
+        """Take memory from the pool of CUDA graphs while open."""
+        before, self._in_pool = self._in_pool, True
+        try:
+            yield
+        finally:
+            self._in_pool = before
+
+    def is_pooled(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of `tensor` is of the private pool."""
+        return self.streams.get(self.index_of(tensor)) == PRIVATE_POOL
+
+    def empty_cache(self) -> None:
+        """Give back what the allocator caches, from the next event on."""
+        self.emptied.append(len(self.events))
+
+    def end(self, tensor: torch.Tensor) -> None:
+        """Record the end of a storage that is still referred to."""
+        reference = self.live.get(_address(tensor))
+        if reference is not None:
+            self._leave(reference)
+            self.live[reference.address], self.rows[reference.index].bytes = reference, 0
 
     def _leave(self, reference: Any) -> None:
         del self.live[reference.address]
@@ -222,11 +264,11 @@ class StorageRecorder(MetaDispatchMode):
 
     def storages(self, saved: Set[int]) -> tuple[Storage, ...]:
         """Return every storage that appeared, in order; `saved_by` is set for those in `saved` only."""
-        storages = []
+        storages, streams = [], self.streams
         for index, row in enumerate(self.rows):
             by, at = (row.saved_by, row.saved_at) if row.saved_by >= 0 and index in saved else (-1, -1)
             own = (row.most_bytes, row.role, row.layer, row.op, dtype_name(row.dtype), row.shape)
-            storages.append(_new(Storage, (*own, by, 0, row.line, at)))
+            storages.append(_new(Storage, (*own, by, streams.get(index, 0), row.line, at)))
         return tuple(storages)
 
     @property

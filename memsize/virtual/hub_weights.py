@@ -1,6 +1,6 @@
 """Weights that a program would download: they are stood in for where this machine hasn't got them.
 
-`from_pretrained` of transformers and diffusers reads a sparse file in their place, whose tensors are those of the model
+`from_pretrained` of transformers and diffusers reads sparse files in their place, whose tensors are those of the model
 that the config describes, in the config's dtype. Nothing is downloaded, since weights take gigabytes and no byte of
 theirs reaches the simulated GPU. Other downloads (`torch.hub`, torchvision, timm) are small, and the program may look
 at what they hold: they are made, and stood in for where they fail.
@@ -25,7 +25,7 @@ from memsize.precision.quantization_config import read_quantization_config
 from memsize.processes.patches import LatePatches, Patch, calling, wrapping
 from memsize.virtual.checkpoint_stand_in import StandInLoading
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
-from memsize.virtual.weight_files import FileTensor, file_tensors, write_weights
+from memsize.virtual.weight_files import FileTensor, file_tensors, write_shards
 
 NOTE: Final = "the weights of {} are not on this machine and were not downloaded: their shapes are those of its config"
 _NOT_LOADED: Final = "the weights of {} could not be downloaded: the model keeps the initial ones"
@@ -116,7 +116,7 @@ class HubWeights:
     def _folder_of(self, name: Any, tensors: dict[str, FileTensor], file: str) -> Path:
         self._folders.append(TemporaryDirectory(prefix="memsize-", ignore_cleanup_errors=True))
         folder = Path(self._folders[-1].name)
-        write_weights(folder / file, tensors)
+        write_shards(folder, file, tensors)
         self._ledger.evaluator.notes[NOTE.format(name)] = None
         return folder
 

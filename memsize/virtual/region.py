@@ -42,13 +42,13 @@ from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing import overrides
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.named_devices import Gpus
-from memsize.tracing.run import RunDevice, Setup, gpu_semantics, resizes_seen
+from memsize.tracing.run import RunDevice, Setup, calls_seen, gpu_semantics
 from memsize.tracing.saved_tensors import functional_transforms_allowed, saving
 from memsize.virtual import checkpointing, data_parallel, gpu_tensors, launches, nested_tensors, torchscript
 from memsize.virtual.compilation import Compilation
 from memsize.virtual.device_assignment import DeviceAssignment
 from memsize.virtual.driver import queries
-from memsize.virtual.driver.allocator_state import DeviceMemory
+from memsize.virtual.driver.caching_allocator import DeviceMemory
 from memsize.virtual.driver.functions import Driver, Event, Stream
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.ledger.stream_order import StreamOrder
@@ -105,7 +105,7 @@ def virtual_gpu(
             regions.enter_context(simulation.with_part(kind, part))
         _forget_answers()
         hooks = saving(ledger.saved)
-        for region in (resizes_seen(ledger), functional_transforms_allowed(), hooks, ledger):
+        for region in (calls_seen(ledger), functional_transforms_allowed(), hooks, ledger):
             regions.enter_context(region)
         kernels = gpu_semantics(ledger, capability=driver.card.capability, release=driver.stack.release)
         semantics = regions.enter_context(kernels)

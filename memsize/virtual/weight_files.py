@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -33,6 +34,8 @@ _OF_STATE: Final = {
 }
 """The ends of the names that bitsandbytes gives the parts of a weight."""
 _NESTED_BLOCK: Final = 256
+_SHARD: Final = 5 * 10**9
+"""Bytes after which another file begins, as on the Hub."""
 
 
 class FileTensor(NamedTuple):
@@ -113,6 +116,27 @@ def _quant_state(kind: str, shape: tuple[int, ...], dtype: torch.dtype, *, neste
     if nested:
         state |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": 0.0}
     return state
+
+
+def write_shards(folder: Path, file: str, tensors: Mapping[str, FileTensor]) -> None:
+    """Write `tensors` to `folder` as `file`, or as several with an index, since each is mapped as a whole: Linux
+    refuses to map a file that is larger than the machine's memory.
+    """
+    ends = accumulate(tensor.bytes for tensor in tensors.values())
+    shards: dict[int, dict[str, FileTensor]] = {}
+    for (key, tensor), end in zip(tensors.items(), ends, strict=True):
+        shards.setdefault((end - tensor.bytes) // _SHARD, {})[key] = tensor
+    if len(shards) <= 1:
+        write_weights(folder / file, tensors)
+        return
+    stem, suffix = file.split(".", 1)
+    names = [f"{stem}-{number:05}-of-{len(shards):05}.{suffix}" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards.values(), strict=True):
+        write_weights(folder / name, shard)
+    weight_map = {key: name for name, shard in zip(names, shards.values(), strict=True) for key in shard}
+    total = sum(tensor.bytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / f"{file}.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def write_weights(path: Path, tensors: Mapping[str, FileTensor]) -> None:

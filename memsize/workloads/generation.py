@@ -29,7 +29,7 @@ from memsize.spec.model_request import ModelRequest
 from memsize.spec.vary import parse_vary
 from memsize.tracing.run import Run, Setup
 from memsize.workloads import Proof, Workload
-from memsize.workloads.caches import CachedLayer, cache_of, cached_layers, offloading_watched
+from memsize.workloads.kv_caches import CachedLayer, cache_of, cached_layers, offloading_watched
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"

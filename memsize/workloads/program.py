@@ -31,7 +31,7 @@ from memsize.tracing.run import layer_rows
 from memsize.virtual import saved_weights
 from memsize.virtual.checkpoint_stand_in import StandInLoading
 from memsize.virtual.checkpointing import CheckpointingCalls, switched_on
-from memsize.virtual.driver.allocator_state import DeviceMemory
+from memsize.virtual.driver.caching_allocator import DeviceMemory
 from memsize.virtual.driver.functions import Driver
 from memsize.virtual.guards.child_processes import ChildProcesses, Settings
 from memsize.virtual.guards.file_guard import NetworkGuard

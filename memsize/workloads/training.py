@@ -312,6 +312,7 @@ class StepRepetition:
         roles = {later: ledger.rows[earlier].role for earlier, later in follows.items()}
         copies = {index: ledger.count + number for number, index in enumerate(range(before.storages, last.storages))}
         ledger.rows += [replace(ledger.rows[index]) for index in copies]
+        ledger.streams |= {copy: ledger.streams[index] for index, copy in copies.items() if index in ledger.streams}
         for later, role in roles.items():
             ledger.rows[later].role = role
         phases = ledger.clock.of_this_step()

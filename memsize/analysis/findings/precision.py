@@ -36,7 +36,7 @@ def mixed_dtypes(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(code, text, values, bytes=bytes_of(floats[widest]), layers=layers, brief=brief)
 
 
-@RULES.rule("wrapper-misreports")
+@RULES.rule("wrapper-misreports", severity="warning")
 def wrappers_that_misreport(evidence: Evidence) -> Iterator[Finding]:
     wrong = [t for t in evidence.parameters if t.parts and t.bytes and t.bytes != t.reported_bytes]
     if not wrong:

@@ -14,8 +14,7 @@ from typing import Final
 from memsize.analysis.findings import precision, training
 from memsize.analysis.findings.evidence import Evidence, bytes_of, layers_of
 from memsize.records.aggregates import stored_dtypes
-from memsize.records.check import Severity
-from memsize.records.finding import Finding, join_names, sizes
+from memsize.records.finding import Finding, Severity, join_names, sizes
 from memsize.records.trace import StoredTensor
 from memsize.units import Bytes
 
@@ -62,7 +61,7 @@ def quantized_weights_unpacked(evidence: Evidence) -> Iterator[Finding]:
             yield Finding("quantized-weights-unpacked", text, values, bytes=size, layers=layers)
 
 
-@RULES.rule("low-bits-in-wide-containers")
+@RULES.rule("low-bits-in-wide-containers", severity="warning")
 def low_bits_in_wide_containers(evidence: Evidence) -> Iterator[Finding]:
     for name in ("as-given", *evidence.skipped_layers):
         trace = evidence.as_given if name == "as-given" else evidence.runs.get(name)
@@ -106,7 +105,7 @@ def kept_by_functions(evidence: Evidence) -> Iterator[Finding]:
     yield Finding("kept-by-functions", text + shares + rest, values, bytes=size, layers=layers)
 
 
-@RULES.rule("unregistered-tensors")
+@RULES.rule("unregistered-tensors", severity="warning")
 def unregistered(evidence: Evidence) -> Iterator[Finding]:
     hidden = [t for t in evidence.as_given.tensors if t.kind == "attribute" and t.bytes and not _computed(t, evidence)]
     text = "{names} ({bytes}) are not registered: parameters(), state_dict(), .to() and .half() do not see them. "
@@ -114,7 +113,7 @@ def unregistered(evidence: Evidence) -> Iterator[Finding]:
     yield from _about(hidden, "unregistered-tensors", text)
 
 
-@RULES.rule("pruned-parameters-grow")
+@RULES.rule("pruned-parameters-grow", severity="warning")
 def pruned(evidence: Evidence) -> Iterator[Finding]:
     names = {tensor.name for tensor in evidence.as_given.tensors}
     masked = {name.removesuffix("_orig") + "_mask" for name in names if name.endswith("_orig")}
@@ -136,7 +135,7 @@ def _computed(tensor: StoredTensor, evidence: Evidence) -> bool:
     return tensor.kind == "attribute" and bool({f"{tensor.name}_orig", f"{tensor.name}_v"} & names)
 
 
-@RULES.rule("no-gradient-flows")
+@RULES.rule("no-gradient-flows", severity="warning")
 def without_gradient(evidence: Evidence) -> Iterator[Finding]:
     cut = [t for t in evidence.parameters if t.trainable and t.used and t.differentiable is False and t.tied_to is None]
     if any(t.differentiable for t in evidence.parameters):
@@ -158,7 +157,7 @@ def tied(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("tied-parameters", text, values, bytes=saved, layers=layers_of(ties))
 
 
-@RULES.rule("unused-parameters")
+@RULES.rule("unused-parameters", severity="warning")
 def unused(evidence: Evidence) -> Iterator[Finding]:
     idle = [t for t in evidence.parameters if t.used is False and t.tied_to is None and t.bytes]
     text = "The forward never reads {names}: {bytes} are stored, cast and saved with the model, and get no gradient."
@@ -232,17 +231,6 @@ OWN: Final[Mapping[str, Severity]] = {
 }
 """What a check itself finds."""
 
-_SERIOUS: Final[Mapping[str, Severity]] = {
-    "out-of-memory": "error",
-    "wrapper-misreports": "warning",
-    "data-parallel-replicas": "warning",
-    "low-bits-in-wide-containers": "warning",
-    "unregistered-tensors": "warning",
-    "pruned-parameters-grow": "warning",
-    "no-gradient-flows": "warning",
-    "unused-parameters": "warning",
-}
-
-SEVERITY: Final[Mapping[str, Severity]] = {**OWN, **{code: _SERIOUS.get(code, "note") for code in RULES.codes}}
+SEVERITY: Final[Mapping[str, Severity]] = {**OWN, **RULES.severity}
 """The severity of every code that a check may name. A report's notes explain and are no problem: a check that is not
 asked for them leaves them out."""

@@ -17,7 +17,7 @@ from memsize.units import Bytes
 RULES = Rules[Evidence]()
 
 
-@RULES.rule("out-of-memory")
+@RULES.rule("out-of-memory", severity="error")
 def does_not_fit(evidence: Evidence) -> Iterator[Finding]:
     for run, peaks in (("training", evidence.peaks), ("inference", evidence.inference)):
         short = {name: peak.shortage for name, peak in peaks.items() if peak.shortage}
@@ -126,7 +126,7 @@ def _not_trained(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("no-training-step", text, {"reason": reason}, brief=text)
 
 
-@RULES.rule("data-parallel-replicas")
+@RULES.rule("data-parallel-replicas", severity="warning")
 def data_parallel(evidence: Evidence) -> Iterator[Finding]:
     paths = tuple(layer.path for layer in evidence.as_given.layers if layer.type == "DataParallel")
     if not paths:

@@ -26,8 +26,8 @@ from memsize.records.generation import CachedLayers, GenerationReport, Generatio
 from memsize.records.trace import Trace
 from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
-from memsize.workloads.caches import CachedLayer
 from memsize.workloads.generation import ASSISTANT, DECODE, PREFILL, Prompts, positions
+from memsize.workloads.kv_caches import CachedLayer
 
 _WEIGHTS = ("parameter", "buffer")
 _NONE_RIGHT = "none of the tokens that are proposed is right: no step needs more than those that are taken then"

@@ -32,8 +32,8 @@ from memsize.spec.generation import Generation
 from memsize.spec.scenario import Scenario
 from memsize.tracing.run import Setup
 from memsize.virtual.host_memory import pinned_block
-from memsize.workloads.caches import CachedLayer, OnGpuWithHost, refuse_missing_cache
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
+from memsize.workloads.kv_caches import CachedLayer, OnGpuWithHost, refuse_missing_cache
 
 _FIRST_STEPS = 4
 """The decode steps that are traced after the prompt of a generation."""

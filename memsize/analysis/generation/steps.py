@@ -16,8 +16,8 @@ from memsize.records.aggregates import split_phase
 from memsize.records.columns import Coded, Columns, Shapes, rows_at
 from memsize.records.roles import Role
 from memsize.records.trace import Event, Storage, Trace
-from memsize.workloads.caches import CachedLayer
 from memsize.workloads.generation import DECODE, PREFILL
+from memsize.workloads.kv_caches import CachedLayer
 
 if TYPE_CHECKING:
     import numpy as np

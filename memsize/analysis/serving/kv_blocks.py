@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from memsize.errors import InputError
 from memsize.records.gpu import Interval
 from memsize.records.serving import Concurrency, LayerGroup, Paged
-from memsize.workloads.caches import CachedLayer
+from memsize.workloads.kv_caches import CachedLayer
 
 FULL, SLIDING, LATENT, STATE = "full attention", "sliding window", "latent attention", "state"
 _KINDS = (FULL, SLIDING, LATENT, STATE)

@@ -37,8 +37,8 @@ from memsize.spec.scenario import Scenario
 from memsize.spec.servers import GRAPHS, Rules
 from memsize.spec.stack import Stack
 from memsize.units import GiB
-from memsize.workloads.caches import CachedLayer
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
+from memsize.workloads.kv_caches import CachedLayer
 from memsize.workloads.serving import (
     ImageRun,
     ProfileRun,

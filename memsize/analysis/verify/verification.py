@@ -22,7 +22,7 @@ from memsize.device.cuda_context import cuda_context
 from memsize.device.replay import replay_within
 from memsize.errors import InputError
 from memsize.kernels.cudnn.installed import installed
-from memsize.kernels.cudnn.library import Convolution, Plans
+from memsize.kernels.cudnn.plans import Convolution, Plans
 from memsize.kernels.semantics import CUDNN
 from memsize.model.input_tensors import ModelInputs, input_tensors
 from memsize.processes.patches import collector_paused

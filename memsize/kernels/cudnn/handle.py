@@ -23,7 +23,7 @@ from math import prod
 from typing import Final
 
 from memsize.kernels.cudnn.backend import Attribute, Backend, CudnnError, Descriptors, Handle, Kind, Type
-from memsize.kernels.cudnn.library import (
+from memsize.kernels.cudnn.plans import (
     WIDTHS,
     Convolution,
     Library,

@@ -15,7 +15,7 @@ from typing import IO, Any, Final
 
 from memsize.kernels.cudnn.backend import CudnnError
 from memsize.kernels.cudnn.handle import HANDLED, HandleLibrary
-from memsize.kernels.cudnn.library import Convolution, Library, Plan, is_release
+from memsize.kernels.cudnn.plans import Convolution, Library, Plan, is_release
 
 _FILE: Final = "libcudnn.so.9"
 _PACKAGES: Final = ("nvidia/cudnn", "torch")

@@ -24,7 +24,7 @@ from memsize.processes.simulation import running
 from memsize.records.gpu import Card
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.virtual.device_assignment import DeviceAssignment, devices
-from memsize.virtual.driver.allocator_state import DeviceMemory
+from memsize.virtual.driver.caching_allocator import DeviceMemory
 from memsize.virtual.driver.nvidia_smi import Gpu
 from memsize.virtual.ledger.stream_order import Moment, Queue, StreamOrder
 

@@ -20,7 +20,7 @@ import torch
 
 from memsize.processes.patches import Patch, assign, wrapping
 from memsize.virtual.device_assignment import devices
-from memsize.virtual.driver.allocator_state import DeviceMemory
+from memsize.virtual.driver.caching_allocator import DeviceMemory
 from memsize.virtual.driver.functions import Driver
 from memsize.virtual.driver.nvidia_smi import DRIVER, Gpu, uuid
 

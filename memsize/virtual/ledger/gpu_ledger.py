@@ -157,6 +157,9 @@ class VirtualLedger(GpuStorages):
             super().allocated(tensor, op)
         self._observer()
 
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
     def launched(self, func: Any, args: Any, kwargs: Any) -> None:
         with self._turn:
             super().launched(func, args, kwargs)

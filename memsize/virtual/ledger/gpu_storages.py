@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import FrameType
@@ -31,12 +31,12 @@ from memsize.processes.user_code import Lines, variables
 from memsize.records.aggregates import split_phase
 from memsize.records.roles import Role
 from memsize.records.timeline import AROUND
-from memsize.records.trace import Storage
 from memsize.records.world import Collective, CollectiveKind
 from memsize.torch_internals.meta import is_meta
 from memsize.tracing.ledger import Ledger, Workspaces
 from memsize.tracing.run_position import RunPosition
 from memsize.tracing.saved_tensors import SavedTensor, without_graph
+from memsize.tracing.storages import PRIVATE_POOL
 from memsize.virtual.device_assignment import HOST, DeviceAssignment
 from memsize.virtual.host_memory import HostMemory
 from memsize.virtual.ledger.stream_order import StreamOrder
@@ -182,8 +182,6 @@ class GpuStorages(Ledger):
         """One op at a time is recorded, whichever thread runs it."""
         self.current_stream: Callable[[], int] = lambda: 0
         self.devices = DeviceAssignment()
-        self.streams: dict[int, int] = {}
-        """The stream of each storage that is not on the default one."""
         self.order = StreamOrder(lambda: len(self.events))
         self.collectives: list[Collective] = []
         self.host_memory = HostMemory()
@@ -322,14 +320,13 @@ class GpuStorages(Ledger):
 
     def _open(self, role: Role, size: int, op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
         index = super()._open(self._likely_role(op) if role == "temporary" else role, size, op, dtype, shape)
-        self._note_stream(index)
         if size:
             self._allocate(index, size)
         return index
 
     def _note_stream(self, index: int) -> None:
         """A storage gets its memory from the stream that this thread works on."""
-        if stream := self.current_stream():
+        if stream := PRIVATE_POOL if self._in_pool else self.current_stream():
             self.streams[index] = stream
         else:
             self.streams.pop(index, None)
@@ -408,13 +405,6 @@ class GpuStorages(Ledger):
     def made_at(self, storage: int, lines: Lines) -> None:
         """`lines` of the program made `storage`."""
         self.rows[storage].line = self._numbers.setdefault(lines, len(self._numbers))
-
-    def storages(self, saved: Set[int]) -> tuple[Storage, ...]:
-        """As the base class has them, with their streams."""
-        storages = list(super().storages(saved))
-        for index, stream in self.streams.items():
-            storages[index] = storages[index]._replace(stream=stream)
-        return tuple(storages)
 
 
 def _is_gradient_of_own_forward(func: Any, args: Any, result: Any) -> bool:

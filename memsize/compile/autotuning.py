@@ -1,0 +1,43 @@
+"""What Inductor's max-autotune takes while it measures kernels: copies of a product's operands, its result, a buffer.
+
+A product is measured when its graph is compiled: each kind once, and not at all where a cache on disk has its times.
+
+Source: torch/_inductor/select_algorithm.py (`AlgorithmSelectorCache.get_inputs`), torch/_inductor/runtime/
+benchmarking.py (`InductorBenchmarker.benchmark_gpu`), torch/_inductor/utils.py (`is_big_gpu`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch._inductor import ir
+from torch._inductor.graph import GraphLowering
+
+_MEASURED: Final = frozenset(f"extern_kernels.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
+"""The products for which Triton has templates too."""
+LEAST_MULTIPROCESSORS: Final = 68
+"""A GPU with fewer is not measured."""
+
+
+def most_measured(graph: GraphLowering, l2_cache: int) -> int:
+    """The most bytes that measuring one product of `graph` takes, on a GPU with an L2 cache of so many bytes, which is
+    flushed by writing a buffer of its size; 0 where no product is measured.
+    """
+    products = [op for op in graph.operations if getattr(op, "python_kernel_name", None) in _MEASURED]
+    return max((l2_cache + _operands(product) for product in products), default=0)
+
+
+def _operands(product: Any) -> int:
+    inputs = {node.get_name(): _base(node) for node in product.inputs}
+    return sum(map(_bytes, (*inputs.values(), product)))
+
+
+def _base(node: Any) -> Any:
+    """The buffer that a view is of: a copy is made of all of it."""
+    return node.unwrap_view() if isinstance(node, ir.BaseView) else node
+
+
+def _bytes(buffer: Any) -> int:
+    elements = buffer.get_layout().storage_size()
+    is_known = isinstance(elements, int) or elements.is_Integer
+    return int(elements) * buffer.get_dtype().itemsize if is_known else 0

@@ -1,0 +1,175 @@
+"""The modes of torch.compile: the pool of CUDA graphs and what measuring kernels takes, by arithmetic."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+import memsize
+from memsize.cli import memsize as command_line
+from memsize.records.trace import Trace
+from memsize.tracing.storages import PRIVATE_POOL
+from memsize.units import format_bytes
+from tests.records import live_bytes
+
+MIB = 2**20
+BLAS = 8_519_680
+"""cuBLAS's workspace on an A100."""
+
+
+def ran(tmp_path: Path, code: str) -> Any:
+    script = tmp_path / "script.py"
+    script.write_text(f"import torch\nfrom torch import nn\n{code}")
+    return memsize.run(script, gpu="a100")
+
+
+KEPT = """
+def function(x):
+    return x.sin() + 1
+
+function = torch.compile(function{mode})
+x = torch.randn(4 * 2**20, device="cuda")
+results = [function(x) for _ in range(4)]
+"""
+
+
+def test_a_new_iteration_overwrites_the_results_of_graphs(tmp_path: Path) -> None:
+    """x and each of four results have 16 MiB. With CUDA graphs the pool has room for a copy of x and one result: each
+    iteration overwrites that of the one before, although the list still refers to it."""
+    assert ran(tmp_path, KEPT.format(mode="")).peak.reserved == (1 + 4) * 16 * MIB
+    run = ran(tmp_path, KEPT.format(mode=', mode="reduce-overhead"'))
+    assert run.peak.reserved == (1 + 2) * 16 * MIB
+    assert [s.op for s in run.trace.storages if s.stream == PRIVATE_POOL and s.bytes == 16 * MIB] == [
+        "add",  # the first call warms up and reads x where it is
+        *("copy_", "add") * 3,  # the second is recorded, and the others replayed
+    ]
+
+
+def test_what_other_code_frees_is_not_for_graphs(tmp_path: Path) -> None:
+    """24 MiB that were freed serve a result of 16, but not where that is of the pool; a recording empties the cache."""
+    code = """
+        x = torch.randn(2, device="cuda")
+        torch.empty(24 * 2**20, dtype=torch.uint8, device="cuda")
+        function = torch.compile(lambda x: x.new_ones(4 * 2**20) * x[0]{mode})
+        for _ in range(3):
+            function(x)
+        assert torch.cuda.memory_reserved() == {reserved} * 2**20
+    """.replace("\n        ", "\n")
+    # A small segment for x, and the freed one of 24. The latter goes when the pool is made, in which there are 16 MiB
+    # for the result, and a small segment for a copy of x.
+    ran(tmp_path, code.format(mode="", reserved=2 + 24))
+    assert len(ran(tmp_path, code.format(mode=", mode='reduce-overhead'", reserved=2 + 16 + 2)).trace.emptied) == 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def trained(mode: str, **options: Any) -> Trace:
+    options = {"input_size": (512, 256), "batch_size": 8, "optimizer": "sgd", "gpu": "a100", "steps": 3} | options
+    return memsize.trace(Net(), scenario=f"fp32+compile:{mode}", **options).trace
+
+
+def of_phase(trace: Trace, phase: str) -> list[tuple[str, int, int]]:
+    """What a phase allocates: op, bytes and stream."""
+    number = trace.phases.index(phase)
+    events = [(trace.storages[e.storage], e.delta) for e in trace.events if e.phase == number and e.delta > 0]
+    return [(storage.op, delta, storage.stream) for storage, delta in events if delta > 4096]
+
+
+def test_a_training_step_is_warmed_up_and_then_recorded() -> None:
+    trace = trained("reduce-overhead")
+    hidden, out, weights = 4096 * 1024 * 4, 4096 * 256 * 4, 1024 * 256 * 4
+    forward = [("addmm", hidden), ("addmm", BLAS), ("reshape", hidden), ("addmm", out)]
+    backward = [("mm", hidden), ("mm", BLAS), ("mm", weights), ("sum", 256 * 32 * 4), ("mm", weights)]
+    for step, copies in enumerate(([], [("copy_", out)], [("copy_", out)]), 1):  # x, and the loss's gradient
+        for phase, ops in (("forward", forward), ("backward", backward)):
+            pooled = [(op, size) for op, size, stream in of_phase(trace, f"{phase} {step}") if stream == PRIVATE_POOL]
+            assert pooled[: len(copies + ops)] == [*copies, *ops]
+    # Parameters, the input and the loss are outside; the workspace is gone when a graph has ended.
+    assert {s.stream for s in trace.storages if s.role in ("parameter", "input")} == {0}
+    live = dict.fromkeys(range(len(trace.storages)), 0)
+    for event in trace.events:
+        live[event.storage] += event.delta
+    assert not [s for s, size in live.items() if size and trace.storages[s].role == "workspace"]
+    assert len(trace.emptied) == 3  # for the pool, for the forward, for the backward
+
+
+def test_the_usual_mode_has_no_pool() -> None:
+    assert not trained("default").streams
+
+
+def test_a_graph_that_changes_its_input_is_not_captured(tmp_path: Path) -> None:
+    run = ran(
+        tmp_path,
+        """
+def function(x):
+    x.add_(1)
+    return x.sin()
+
+function = torch.compile(function, mode="reduce-overhead")
+x = torch.randn(4096, device="cuda")
+for _ in range(3):
+    function(x)
+""",
+    )
+    assert not run.trace.streams
+
+
+def test_measuring_kernels_widens_the_peak_to_an_interval() -> None:
+    """A product of x, 16 rows, with 256 MiB of weights: measuring it copies both, makes a result, and flushes 40 MiB of
+    cache, on top of the model and its input."""
+    model = nn.Linear(8192, 8192, bias=False)
+    trace = memsize.trace(
+        model,
+        input_size=(8192,),
+        batch_size=16,
+        scenario="fp32+compile:max-autotune-no-cudagraphs",
+        optimizer=None,
+        gpu="a100",
+    ).trace
+    row = 16 * 8192 * 4
+    weights, copied = 8192 * 8192 * 4, 8192 * 8192 * 4 + 2 * row + 40 * MIB
+    (note,) = [note for note in trace.notes if "measure kernels" in note]
+    least, most = re.findall(r"[\d.,]+ [KMG]iB", note)[:2]
+    assert least == format_bytes(max(live_bytes(trace.events)))
+    assert most == format_bytes(weights + row + copied)
+
+
+def test_a_gpu_with_few_multiprocessors_measures_nothing() -> None:
+    trace = memsize.trace(
+        Net(), input_size=(256,), batch_size=8, scenario="fp32+compile:max-autotune-no-cudagraphs", gpu="t4"
+    ).trace
+    assert not [note for note in trace.notes if "max-autotune" in note]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--compile"], "fp32+compile"),
+        (["--compile", "reduce-overhead"], "fp32+compile:reduce-overhead"),
+        (["--compile=max-autotune"], "fp32+compile:max-autotune"),
+    ],
+)
+def test_the_mode_may_follow_the_flag(tmp_path: Path, words: list[str], name: str) -> None:
+    """What else follows it is an argument of its own."""
+    (tmp_path / "net.py").write_text("import torch\nNet = torch.nn.Tanh\n")
+    command = ["report", "--scenario", "fp32", *words, f"{tmp_path / 'net.py'}:Net", "--input", "8", "-f", "json"]
+    result = CliRunner().invoke(command_line, command, catch_exceptions=False)
+    assert result.exit_code == 0 and f'"{name}"' in result.output
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(memsize.MemsizeError, match="compile"):
+        memsize.report(Net(), input_size=(256,), compile="fastest")
