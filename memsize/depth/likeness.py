@@ -242,5 +242,4 @@ def plain_values(value: Any) -> Hashable:
         return tuple((str(name), plain_values(item)) for name, item in value.items())
     if type(value) in (list, tuple):
         return tuple(map(plain_values, value))
-    kind: Hashable = type(value)
-    return kind
+    return (type(value),)

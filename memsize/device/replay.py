@@ -245,6 +245,9 @@ class _Run:
                         break
                     if not block:
                         continue
+                    if reserved > most_reserved:
+                        most_reserved, at_reserved = reserved, event
+                        idle = reserved - allocated - (block >> SHIFT)
                 live[storage] = (request, block, pool)
                 requested += request
                 allocated += block >> SHIFT
@@ -252,8 +255,6 @@ class _Run:
                     most_requested, at_requested = requested, event
                 if allocated > most_allocated:
                     most_allocated, at_allocated = allocated, event
-                if reserved > most_reserved:
-                    most_reserved, at_reserved, idle = reserved, event, reserved - allocated
             elif before is not None and not request:
                 block = live.pop(storage)[1]
             elif storage == OMITTED[0]:
@@ -263,7 +264,7 @@ class _Run:
             if before is not None:
                 requested -= before[0]
                 allocated -= before[1] >> SHIFT
-                if event in deferred:
+                if deferred and event in deferred:
                     allocator.defer(deferred[event], before)
                 else:
                     before[2].give(before[1])

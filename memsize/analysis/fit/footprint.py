@@ -112,7 +112,7 @@ class Footprint:
         """Replay with `capacity` bytes available: cached blocks are given back before it fails."""
         if capacity not in self.replays:
             equal = None
-            if capacity is not None and not self.config.depends_on_card:
+            if not self.config.depends_on_card:
                 equal = next((replay for replay in self.replays.values() if replay.holds_with(capacity)), None)
             self.replays[capacity] = equal or replay_with_capacity(self.flow, self.config, capacity, self._prefixes)
         return self.replays[capacity]
@@ -125,10 +125,11 @@ class Footprint:
         """Return the most bytes reserved with `capacity` bytes available; None where the run runs out of memory."""
         if self.requested > capacity:
             return None
-        if self.unbounded.reserved.bytes <= capacity:
-            return self.unbounded.reserved.bytes
-        if self.unbounded.allocated.bytes > capacity:
-            return None
+        if None in self.replays or self.config.depends_on_card:
+            if self.unbounded.reserved.bytes <= capacity:
+                return self.unbounded.reserved.bytes
+            if self.unbounded.allocated.bytes > capacity:
+                return None
         replayed = self.bounded(capacity)
         return None if replayed.out_of_memory else replayed.reserved.bytes
 
