@@ -13,7 +13,6 @@ from memsize.device.budget import ALL, budgets, spread_over
 from memsize.errors import InputError
 from memsize.spec import requests
 from memsize.spec.generation import GENERATED, searched_generation
-from memsize.spec.model_request import ModelRequest
 from memsize.spec.parallel import on_each, spread_of
 from memsize.spec.scenario import refuse_compiled, selected
 from memsize.spec.vary import parse_vary
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from memsize.analysis.fit.fit import FitRequest
     from memsize.records.finding import Finding
     from memsize.records.fit import Fit
-    from memsize.spec.stack import Stack
     from memsize.spec.vary import Vary
 
 
@@ -50,8 +48,31 @@ def fit(
     model = replace(request.model, mode=request.model.mode or ("train" if request.training else "eval"))
     search = _search_of(request, vary)
     report_progress, show, stack = progress or (lambda _: None), found or (lambda _: None), request.gpu.releases
-    fit_of = _fit_of_generations if search.generation else _fit_of_steps
-    return fit_of(model, search, vary, stack=stack, report_progress=report_progress, show=show)
+    gpu = None if search.smallest else search.budgets[0].card.name
+    from memsize.analysis.fit.fit import find_fit
+    from memsize.analysis.fit.run_cache import GenerationRunCache, RunCache
+
+    if search.generation is None:
+        own = search.training is not None and search.training.is_own
+        with opened(model, report_progress, gpu, own=own) as loaded:
+            runs = RunCache(*loaded.run, vary, report_progress, stack=stack, whole=model.whole)
+            return find_fit(runs, search, loaded.notes, tell=show)
+    with model_of(model, report_progress, gpu) as loaded:
+        from memsize.workloads.generation import generate_of
+
+        generate_of(loaded.model, loaded.name)
+        runs = GenerationRunCache(
+            loaded.name,
+            loaded.model,
+            prompts=prompts_of(model, loaded),
+            generation=search.generation,
+            batch=model.batch_size or 1,
+            vary=vary,
+            progress=report_progress,
+            stack=stack,
+            whole=model.whole,
+        )
+        return find_fit(runs, search, loaded.notes, tell=show)
 
 
 def _search_of(request: requests.FitRequest, vary: Vary) -> FitRequest:
@@ -96,51 +117,3 @@ def _check_question(request: requests.FitRequest, vary: Vary, generates: bool) -
         raise InputError(f"{about_steps} is about a step of the model's own, not about tokens that it generates")
     if request.gpu.name == ALL and (request.model.batch_size is None or not vary.batch or generates):
         raise InputError("--gpu all finds the smallest GPU for a batch: give one, as in --batch-size 8")
-
-
-def _fit_of_steps(
-    model: ModelRequest,
-    search: FitRequest,
-    vary: Vary,
-    stack: Stack,
-    report_progress: Callable[[str], None],
-    show: Callable[[Finding], None],
-) -> Fit:
-    from memsize.analysis.fit.fit import find_fit
-    from memsize.analysis.fit.run_cache import RunCache
-
-    gpu = None if search.smallest else search.budgets[0].card.name
-    own = search.training is not None and search.training.is_own
-    with opened(model, report_progress, gpu, own=own) as loaded:
-        runs = RunCache(*loaded.run, vary, report_progress, stack=stack, whole=model.whole)
-        return find_fit(runs, search, loaded.notes, tell=show)
-
-
-def _fit_of_generations(
-    subject: ModelRequest,
-    request: FitRequest,
-    vary: Vary,
-    stack: Stack,
-    report_progress: Callable[[str], None],
-    show: Callable[[Finding], None],
-) -> Fit:
-    assert request.generation is not None
-    with model_of(subject, report_progress, request.budgets[0].card.name) as loaded:
-        from memsize.analysis.fit.fit import find_fit
-        from memsize.analysis.fit.run_cache import GenerationRunCache
-        from memsize.workloads.generation import generate_of
-
-        generate_of(loaded.model, loaded.name)
-        prompts = prompts_of(subject, loaded)
-        runs = GenerationRunCache(
-            loaded.name,
-            loaded.model,
-            prompts=prompts,
-            generation=request.generation,
-            batch=subject.batch_size or 1,
-            vary=vary,
-            progress=report_progress,
-            stack=stack,
-            whole=subject.whole,
-        )
-        return find_fit(runs, request, loaded.notes, tell=show)
