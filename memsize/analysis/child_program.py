@@ -13,16 +13,13 @@ import pickle
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from memsize.errors import InputError, in_one_line
+from memsize.processes.import_hook import Execute, ImportHook
 from memsize.records.world import World
 from memsize.virtual.guards.child_processes import NO_GPU_USE, ChildProcesses, Settings, is_launcher
 from memsize.virtual.guards.file_guard import FileGuard, NetworkGuard
@@ -68,33 +65,18 @@ def start(folder: str) -> None:
             if result is not None:
                 processes.report(result)
 
+    def execute(original: Execute, module: ModuleType) -> None:
+        sys.meta_path.remove(hook)
+        original(module)
+        simulate()
+
     atexit.register(end)
-    sys.meta_path.insert(0, _AfterTorch(simulate))
+    hook = ImportHook("torch".__eq__, execute)
+    sys.meta_path.insert(0, hook)
 
 
 _LONGEST: Final = 200
 """Characters of an error, of which a launcher's lists all of its processes."""
-
-
-@dataclass(eq=False)
-class _AfterTorch(MetaPathFinder):
-    then: Callable[[], None]
-
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            original = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                original(module)
-                self.then()
-
-            loader.exec_module = exec_module
-        return spec
 
 
 def _command() -> str:

@@ -24,8 +24,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -33,6 +31,7 @@ from typing import Any, Final
 import torch
 from torch._compile import _disable_dynamo
 
+from memsize.processes.import_hook import Execute, ImportHook
 from memsize.processes.simulation import Function, Override, ThreadPatches
 
 _COMPILER = "torch._dynamo"
@@ -61,38 +60,15 @@ def compiler_late() -> Iterator[None]:
             finder.make_way()
 
 
-class _Finder:
-    """Runs `_execute` when a package is really imported, and not when code only checks that it is installed."""
-
-    def __init__(self, package: str) -> None:
-        self.package = package
-        self._looking = False
-
-    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
-        if fullname != self.package or self._looking:
-            return None
-        self._looking = True
-        try:
-            spec = find_spec(fullname)
-        finally:
-            self._looking = False
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = functools.partial(self._execute, spec.loader.exec_module)  # type: ignore[method-assign]
-        return spec
-
-    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-        execute(module)
-
-
-class _StandIns(_Finder):
+class _StandIns(ImportHook):
     """Stand-ins for modules of a package. When the package is imported after all, they give way to its own modules."""
 
     def __init__(self, package: str) -> None:
-        super().__init__(package)
+        super().__init__(package.__eq__, self._give_way)
         self._modules = {name: _StandIn(package, name, called) for name, called in _LATE[package].items()}
         sys.modules.update(self._modules)
 
-    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    def _give_way(self, execute: Execute, module: ModuleType) -> None:
         self.make_way()
         execute(module)
 
@@ -140,11 +116,11 @@ def _marked_late(note: Callable[[Function], None], mark: Function, fn: Any) -> A
     return fn
 
 
-class _Allowed(_Finder):
+class _Allowed(ImportHook):
     """Functions marked with `allow_in_graph`. The compiler gets them when it is imported."""
 
     def __init__(self) -> None:
-        super().__init__(_COMPILER)
+        super().__init__(_COMPILER.__eq__, self._hand_over)
         self._functions: list[Function] = []
 
     def add(self, function: Function) -> None:
@@ -152,7 +128,7 @@ class _Allowed(_Finder):
             sys.meta_path.insert(0, self)
         self._functions.append(function)
 
-    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    def _hand_over(self, execute: Execute, module: ModuleType) -> None:
         sys.meta_path.remove(self)
         execute(module)
         for function in self._functions:

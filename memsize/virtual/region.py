@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import MappingProxyType, ModuleType
 from typing import Any, Self
 
@@ -32,6 +30,7 @@ from memsize.device.allocator_config import AllocatorConfig
 from memsize.device.cuda_context import cuda_context
 from memsize.errors import InputError
 from memsize.kernels.semantics import Semantics, switched_on
+from memsize.processes.import_hook import Execute, ImportHook
 from memsize.processes.patches import MISSING, LatePatches, Patch, SuspendablePatches, assign, calling
 from memsize.processes.rank_processes import RankConnection, connected
 from memsize.processes.simulation import open_simulation, running
@@ -222,46 +221,24 @@ class _Silent:
 
 @contextmanager
 def _patched(patches: SuspendablePatches) -> Iterator[None]:
-    finder = _Finder(patches)
-    sys.meta_path.insert(0, finder)
+    # Parts of PyTorch are imported among the originals; importing them ahead would cost each region a second.
+    def execute(original: Execute, module: ModuleType) -> None:
+        with ExitStack() as regions:
+            if module.__name__ in _APART:
+                regions.enter_context(patches.suspended())
+                regions.enter_context(overrides.suspended_overrides())  # the last to be applied is restored first
+            original(module)
+        if patches.awaits(module.__name__):
+            patches.imported(module)
+
+    hook = ImportHook(lambda name: name in _APART or patches.awaits(name), execute)
+    sys.meta_path.insert(0, hook)
     try:
         patches.apply()
         yield
     finally:
-        sys.meta_path.remove(finder)
+        sys.meta_path.remove(hook)
         patches.restore()
-
-
-class _Finder(MetaPathFinder):
-    """Lets parts of PyTorch be imported among the originals; importing them ahead would cost each region a second.
-
-    Modules that have patches of their own get them as soon as they are executed.
-    """
-
-    def __init__(self, patches: SuspendablePatches) -> None:
-        self._patches = patches
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        is_patched = name in _APART or self._patches.awaits(name)
-        spec = PathFinder.find_spec(name, path, target) if is_patched else None
-        if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path, self._patches)
-        return spec
-
-
-class _Loader(SourceFileLoader):
-    def __init__(self, name: str, path: str, patches: SuspendablePatches) -> None:
-        super().__init__(name, path)
-        self._patches = patches
-
-    def exec_module(self, module: ModuleType) -> None:
-        with ExitStack() as regions:
-            if self.name in _APART:
-                regions.enter_context(self._patches.suspended())
-                regions.enter_context(overrides.suspended_overrides())  # the last to be applied is restored first
-            super().exec_module(module)
-        if self._patches.awaits(self.name):
-            self._patches.imported(module)
 
 
 # -- one rank of a job -------------------------------------------------------------------------------------------------
