@@ -22,10 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Spent(NamedTuple):
-    """What one process took: seconds of wall time, and its peak resident memory in bytes."""
+    """What one process took: seconds of wall time, its peak resident memory in bytes, and seconds of CPU time, those of
+    its own processes included.
+    """
 
     seconds: float
     memory: int
+    cpu: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,16 @@ def megabytes(count: int) -> str:
     return f"{count / 1e6:,.0f} MB"
 
 
-def in_turn(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+def in_turn(
+    calls: Sequence[Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
     """The median seconds of each of `calls`, called in turn `rounds` times, so that all see the same weather."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for call, taken in zip(calls, times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             call()
-            taken.append(time.perf_counter() - start)
+            taken.append(clock() - start)
     return [median(taken) for taken in times]
 
 
@@ -76,7 +81,8 @@ def processes_in_turn(commands: Sequence[Sequence[str]], rounds: int, folder: Pa
     for _ in range(rounds):
         for command, runs in zip(commands, spent, strict=True):
             runs.append(_measured_elsewhere(command, folder))
-    return [Spent(median(one.seconds for one in runs), round(median(one.memory for one in runs))) for runs in spent]
+    medians = (map(median, zip(*runs, strict=True)) for runs in spent)
+    return [Spent(wall, round(memory), cpu) for wall, memory, cpu in medians]
 
 
 def _measured_elsewhere(arguments: Sequence[str], folder: Path) -> Spent:
@@ -101,7 +107,8 @@ def process(arguments: Sequence[str]) -> Spent:
             errors.seek(0)
             sys.stderr.write(errors.read())
             sys.exit(child.returncode)
-    return Spent(taken, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+    memory = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Spent(taken, memory, usage.ru_utime + usage.ru_stime)
 
 
 if __name__ == "__main__":

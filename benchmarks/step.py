@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import memsize
-from benchmarks.measure import ROOT, Line, in_turn, megabytes, processes_in_turn, seconds
+from benchmarks.measure import ROOT, Line, compared, in_turn, megabytes, processes_in_turn, seconds
 from benchmarks.resnet import SIZE, ResNet50
 from benchmarks.zoo.operators import declare
 
@@ -74,8 +74,9 @@ def lines(quick: bool) -> Iterator[Line]:
     sizes, layers, tokens = (SMALL, 4, 16) if quick else (LARGE, 80, 2048)
     large = llama(layers, sizes)
     traced(llama(2, sizes), tokens)
-    (step,) = in_turn([lambda: traced(large, tokens)], 1 if quick else 3)
-    yield Line("Llama 70B, one training step", seconds(step), "the limit", "2.50 s", step / 2.5, 1.0)
+    (step,) = in_turn([lambda: traced(large, tokens)], 1 if quick else 3, time.process_time)
+    (imported,) = processes_in_turn([("-c", "import torch")], 1 if quick else 3)
+    yield compared("Llama 70B, one training step, CPU", step, "import torch", imported.cpu, 0.5)
     memory = _memory(layers, quick)
     yield Line(
         "Llama 70B, peak memory of the trace", megabytes(memory), "the limit", megabytes(LIMIT), memory / LIMIT, 1.0
