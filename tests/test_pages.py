@@ -476,6 +476,32 @@ def test_a_timeline_zooms_and_pans(chromium: Any, tmp_path: Path) -> None:
         assert page.locator("svg.chart").get_attribute("aria-valuenow") in ("0", "1")
 
 
+def test_a_stretch_that_the_mouse_is_dragged_over_is_shown_alone(chromium: Any, tmp_path: Path) -> None:
+    """The second and third fifth of the plot, whose edges are 76 pixels from the left and 12 from the right."""
+    lit = "e => [e.lastChild, e.firstChild].map(part => part.getBBox()).flatMap(box => [box.x, box.width])"
+    with opened(chromium, tmp_path, timeline(two_steps())) as page:
+        box = page.locator("svg.chart").bounding_box()
+        fifth = (box["width"] - 76 - 12) / 5
+        page.mouse.move(box["x"] + 76 + fifth + 2, box["y"] + 200)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 76 + 3 * fifth - 2, box["y"] + 220, steps=3)
+        wait_until(page, "document.querySelector('svg.chart .selection')")
+        page.mouse.up()
+        wait_until(page, "!document.querySelector('svg.overview').hasAttribute('hidden')")
+        x, width, left, whole = page.locator("svg.overview").evaluate(lit)
+        event = whole / len(timeline(two_steps()))
+        assert x - left == pytest.approx(whole / 5, abs=event) and width == pytest.approx(2 * whole / 5, abs=2 * event)
+
+
+def test_the_run_before_a_change_is_a_line_over_the_run_after_it(chromium: Any, tmp_path: Path) -> None:
+    sizes = (64, 16)
+    models = [nn.Sequential(nn.Linear(64, size), nn.Linear(size, 64)) for size in sizes]
+    before, after = (memsize.report(model, input_size=(64,), batch_size=256, train="sgd") for model in models)
+    with opened(chromium, tmp_path, memsize.diff(before, after)) as page:
+        assert page.locator("svg.chart path.other").count() == 1
+        assert "before: at most" in page.locator(".keys:has(i.other)").inner_text()
+
+
 def test_the_theme_can_be_chosen(chromium: Any, tmp_path: Path) -> None:
     paper = "getComputedStyle(document.querySelector('main')).backgroundColor"
     with opened(chromium, tmp_path, records.toy_report()) as page:

@@ -6,8 +6,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from memsize.analysis.timeline import timeline
 from memsize.documents import Document, findings_data
-from memsize.documents.sections import Bars, Findings, Notes, Part, Phrase, Remark, Section, Table, Title
+from memsize.documents.sections import (
+    Bars,
+    Chart,
+    Findings,
+    Notes,
+    Overlay,
+    Part,
+    Phrase,
+    Remark,
+    ScenarioView,
+    Section,
+    Table,
+    Title,
+)
 from memsize.documents.shared import listed, role_part
 from memsize.records.aggregates import stored_dtypes, totals
 from memsize.records.answer import FindingList
@@ -72,6 +86,19 @@ class ComparisonDocument(Document[Comparison]):
             *([Findings("Resolved findings", comparison.gone)] if comparison.gone else []),
             *listed("Notes", comparison.notes),
         )
+
+    def scenes(self) -> tuple[ScenarioView, ...]:
+        before, after = self.answer.before, self.answer.after
+        if not (before.events and after.events):
+            return ()
+
+        def sections() -> tuple[Chart, Table]:
+            runs = timeline(before), timeline(after)
+            overlay = Overlay("before", runs[1].overlaid(runs[0]))
+            title = f"Live bytes after the change{', and before as a line' if any(overlay.levels) else ''}"
+            return Chart(runs[1], title, other=overlay if any(overlay.levels) else None), model_table(before, after)
+
+        return (ScenarioView("runs", "the runs of both", sections),)
 
     def bars(self) -> Bars:
         rows = []

@@ -233,18 +233,26 @@ class Notes:
     lines: tuple[str, ...]
 
 
+class Overlay(NamedTuple):
+    """Another run in the picture of one: its name, and its live bytes at each event of that."""
+
+    name: str
+    levels: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Chart:
     """The live bytes of a run that has events, over its events; `title` says what ran.
 
     `stacks` are the calls that led to each of the timeline's lines, outermost first, where they are known; `moment` is
-    the event to begin with, where that is not the peak.
+    the event to begin with, where that is not the peak. `other` is a run to compare with.
     """
 
     timeline: Timeline
     title: str = "Live bytes over the run"
     stacks: tuple[tuple[str, ...], ...] = ()
     moment: int | None = None
+    other: Overlay | None = None
 
 
 class Line(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -174,6 +175,22 @@ class Timeline(Renderable):
         bounds = [position * events // count for position in range(count + 1)] if events > count else range(events + 1)
         return [max(range(start, stop), key=self.total.__getitem__) for start, stop in pairwise(bounds)]
 
+    def overlaid(self, other: Timeline) -> tuple[int, ...]:
+        """Return the live bytes of `other` at each event of this run, stretched phase by phase to the length of these:
+        of the events that share one here, the most. 0 in phases that `other` lacks.
+        """
+        levels = [0] * len(self)
+        theirs = _occurrences(other.phases)
+        for key, phase in _occurrences(self.phases).items():
+            if (match := theirs.get(key)) is None:
+                continue
+            events, length = phase.stop - phase.start, match.stop - match.start
+            for event in range(events):
+                start = match.start + event * length // events
+                stop = max(match.start + (event + 1) * length // events, start + 1)
+                levels[phase.start + event] = max(other.total[start:stop])
+        return tuple(levels)
+
     def stretches(self, most: int) -> tuple[Stretch, ...]:
         """Split the run into stretches of one layer each, at the greatest depth that gives at most `most` of them.
 
@@ -227,6 +244,17 @@ class Timeline(Renderable):
     def _path(self, event: int) -> str | None:
         index = self.layer[event]
         return self.layers[index] if index >= 0 else None
+
+
+def _occurrences(phases: Iterable[Phase]) -> dict[tuple[str, int, int], Phase]:
+    """Phases by name, step, and how often the step had one of that name before."""
+    counts: Counter[tuple[str, int]] = Counter()
+    numbered: dict[tuple[str, int, int], Phase] = {}
+    for phase in phases:
+        key = phase.name, phase.step
+        numbered[*key, counts[key]] = phase
+        counts[key] += 1
+    return numbered
 
 
 class PhaseSummary(NamedTuple):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from memsize.documents.sections import Curve, Limit, Line
-from memsize.render.cell_text import draw_bytes
-from memsize.render.plot import Frame, round_ticks
+from memsize.render.plot import Frame, round_ticks, ticks
 from memsize.units import format_bytes, unit_for
 
 COLOURS: Final = ("parameter", "activation", "gradient", "optimizer state", "gathered parameter", "KV cache", "input")
@@ -30,7 +29,7 @@ def picture(curve: Curve, unit: str) -> dict[str, Any]:
     return {
         "frame": frame,
         "unit": scale.name,
-        "ticks": [(frame.y(size), draw_bytes(size, scale)) for size in round_ticks(frame.most, scale.bytes)],
+        "ticks": ticks(frame, scale),
         "sizes": [(frame.x(size), f"{size:,}") for size in round_ticks(frame.events - 1, 1)],
         "lines": drawn,
         # Numbers stand at the left of their lines, where the next line leaves room.

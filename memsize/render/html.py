@@ -160,7 +160,8 @@ def _timeline_json(chart: Chart) -> str:
     Storages are columns; levels and indices are differences from the event before.
     """
     timeline = chart.timeline
-    data = to_data(timeline) | {"stacks": chart.stacks, "moment": chart.moment}
+    other = chart.other and chart.other._asdict()
+    data = to_data(timeline) | {"stacks": chart.stacks, "moment": chart.moment, "other": other}
     del data["live"], data["streams"]
     data["roles"] = tuple(timeline.live)
     data["storages"] = dict(zip(Storage._fields, zip(*timeline.storages, strict=True), strict=True))

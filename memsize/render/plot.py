@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
+from memsize.documents.sections import Overlay
 from memsize.records.roles import Role, noun
 from memsize.records.timeline import Timeline
 from memsize.render.cell_text import MODEL, draw_bytes, shorten_path
-from memsize.units import format_bytes, unit_for
+from memsize.units import Unit, format_bytes, unit_for
 
 POINTS: Final = 900
 """How many moments are drawn: about one for each pixel."""
@@ -50,14 +51,16 @@ class Frame(NamedTuple):
         return round(self.bottom - (self.bottom - self.top) * size / self.most, 1)
 
 
-def picture(timeline: Timeline, unit: str) -> dict[str, Any]:
+def picture(timeline: Timeline, unit: str, other: Overlay | None = None) -> dict[str, Any]:
     """Everything that the template draws of a timeline that has events, in the picture's units."""
     card = timeline.card if timeline.card and timeline.card.bytes <= NEAR * max(timeline.reserved) else None
-    frame = Frame(len(timeline), max((*timeline.reserved, card.bytes if card else 0)))
+    frame = Frame(len(timeline), max((*timeline.reserved, *(other.levels if other else ()), card.bytes if card else 0)))
     scale = unit_for(frame.most, unit)
     moments = timeline.columns(POINTS)
     edges = [frame.x(position * len(timeline) / len(moments)) for position in range(len(moments) + 1)]
     lines = {"allocated": timeline.allocated, "reserved": timeline.reserved}
+    if other:
+        lines = {"other": other.levels, **lines}
     return {
         "frame": frame,
         "areas": list(_areas(timeline, frame, moments, edges, unit)),
@@ -65,8 +68,9 @@ def picture(timeline: Timeline, unit: str) -> dict[str, Any]:
             name: _points(_outline(edges, [frame.y(column[event]) for event in moments]))
             for name, column in lines.items()
         },
-        "ticks": [(frame.y(size), draw_bytes(size, scale)) for size in round_ticks(frame.most, scale.bytes)],
+        "ticks": ticks(frame, scale),
         "unit": scale.name,
+        "other": other and f"{other.name}: at most {format_bytes(max(other.levels), unit)}",
         "steps": [_box(frame, step.start, step.stop, str(step), str(step)) for step in timeline.steps],
         "phases": list(_phases(timeline, frame, unit)),
         "layers": list(_layers(timeline, frame, unit, MARKS)),
@@ -106,6 +110,12 @@ def _outline(edges: Sequence[float], heights: Sequence[float]) -> list[tuple[flo
 
 def _points(corners: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:g},{y:g}" for x, y in corners)
+
+
+def ticks(frame: Frame, scale: Unit) -> list[tuple[float, str]]:
+    """The heights of round sizes, and what stands beside them: without decimals that say nothing."""
+    sizes = {size: draw_bytes(size, scale) for size in round_ticks(frame.most, scale.bytes)}
+    return [(frame.y(size), text.rstrip("0").rstrip(".") if "." in text else text) for size, text in sizes.items()]
 
 
 def round_ticks(most: int, scale: int) -> list[int]:

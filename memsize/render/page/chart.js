@@ -7,18 +7,20 @@ const NEAR = 2.5;
 
 /** The picture of `run`; `choose` is told the event that is looked at. */
 function touchableChart(run, choose) {
-  const chart = { run, choose, width: 0, from: 0, to: run.events, event: run.moment ?? summit(run), most: run.reserved.reduce((most, level) => Math.max(most, level), 1) };
+  const chart = { run, choose, width: 0, from: 0, to: run.events, event: run.moment ?? summit(run), most: [...run.reserved, ...(run.other?.levels ?? [])].reduce((most, level) => Math.max(most, level), 1) };
   // A card whose memory is near is part of the picture.
   if (run.card?.bytes <= NEAR * chart.most) [chart.most, chart.limit] = [Math.max(chart.most, run.card.bytes), run.card.bytes];
   chart.svg = draw("svg", {
     class: "chart", tabindex: 0, role: "slider", "aria-label": "Moment of the run", "aria-valuemin": 0,
     "aria-valuemax": run.events - 1, onkeydown: (event) => moveByKey(chart, event),
     onpointermove: (event) => point(chart, event), onpointerleave: () => hint.hide(),
-    onclick: (event) => chooseEvent(chart, eventAt(chart, event)),
+    onpointerdown: (event) => startSelection(chart, event),
+    onpointerup: (event) => endSelection(chart, event),
+    onclick: (event) => { if (!chart.wasSelecting) chooseEvent(chart, eventAt(chart, event)); },
   });
   chart.zoom = d3.zoom()
-    // A wheel that only scrolls the page leaves the picture alone.
-    .filter((event) => !event.button && (event.type !== "wheel" || event.ctrlKey || event.metaKey))
+    // A wheel that only scrolls the page leaves the picture alone, and a mouse that is dragged selects.
+    .filter((event) => !event.button && (event.type === "wheel" ? event.ctrlKey || event.metaKey : event.type !== "mousedown" || event.shiftKey))
     .on("zoom", ({ transform }) => follow(chart, transform));
   const zoomBy = (factor) => () => d3.select(chart.svg).call(chart.zoom.scaleBy, factor);
   chart.tools = make("div", { class: "tools" },
@@ -26,7 +28,7 @@ function touchableChart(run, choose) {
     make("button", { type: "button", "aria-label": "Zoom in", onclick: zoomBy(2) }, "+"),
     make("button", { type: "button", "aria-label": "Zoom out", onclick: zoomBy(0.5) }, "−"),
     make("button", { type: "button", onclick: () => showAll(chart) }, "Whole run"),
-    make("span", { class: "remark" }, "Press a moment to see what is alive then. Drag to pan, Ctrl and scroll or double-click to zoom; ← → move by one event, Page Up and Page Down by a phase."));
+    make("span", { class: "remark" }, "Press a moment to see what is alive then. Drag over a stretch or double-click to zoom, also Ctrl and scroll; Shift and drag to pan; ← → move by one event, Page Up and Page Down by a phase."));
   chart.overview = overview(chart);
   chart.element = make("div", { class: "timeline" }, chart.tools, chart.svg, chart.overview);
   const redrawn = oncePerFrame(() => redrawChart(chart));
@@ -126,11 +128,39 @@ function moveByKey(chart, key) {
   }
 }
 
+/** A stretch that the mouse is dragged over is shown alone. */
+function startSelection(chart, pointer) {
+  chart.wasSelecting = false;
+  chart.selected = pointer.pointerType === "mouse" && !pointer.button && !pointer.shiftKey ? [pointer.clientX, pointer.clientX] : null;
+}
+
+function select(chart, pointer) {
+  chart.selected[1] = pointer.clientX;
+  chart.wasSelecting ||= Math.abs(chart.selected[1] - chart.selected[0]) > 4;
+  if (chart.wasSelecting && !chart.svg.hasPointerCapture(pointer.pointerId)) chart.svg.setPointerCapture(pointer.pointerId);
+  chart.redraw();
+}
+
+function endSelection(chart) {
+  const [from, to] = (chart.selected ?? []).map((clientX) => eventAt(chart, { clientX })).sort((a, b) => a - b);
+  chart.selected = null;
+  if (chart.wasSelecting) showStretch(chart, from, to + 1);
+}
+
+function showStretch(chart, start, stop) {
+  const { left, right } = sides(chart), { events } = chart.run;
+  const scale = Math.min(events / (stop - start), chart.zoom.scaleExtent()[1]);
+  const first = Math.min(Math.max((start + stop - events / scale) / 2, 0), events - events / scale);
+  const transform = d3.zoomIdentity.translate(left - scale * (left + (right - left) * first / events), 0).scale(scale);
+  d3.select(chart.svg).call(chart.zoom.transform, transform);
+}
+
 function point(chart, pointer) {
+  if (pointer.buttons && chart.selected) select(chart, pointer);
   if (pointer.buttons) return hint.hide();
   const { run } = chart, event = eventAt(chart, pointer);
   const roles = run.roles.filter((role) => run.live[role][event]).map((role) => `${role}: ${size(run.live[role][event])}`);
-  hint.show([placeOf(run, event), `live ${size(run.total[event])} · allocated ${size(run.allocated[event])} · reserved ${size(run.reserved[event])}`, ...roles], pointer.clientX, pointer.clientY);
+  hint.show([placeOf(run, event), `live ${size(run.total[event])}${run.other ? ` (${run.other.name} ${size(run.other.levels[event])})` : ""} · allocated ${size(run.allocated[event])} · reserved ${size(run.reserved[event])}`, ...roles], pointer.clientX, pointer.clientY);
 }
 
 // Drawing
@@ -144,7 +174,8 @@ function redrawChart(chart) {
   const { left, right } = sides(chart);
   const clip = draw("svg", { x: left, y: 0, width: right - left, height: EDGES.top + PLOT + EDGES.bottom, viewBox: `${left} 0 ${right - left} ${EDGES.top + PLOT + EDGES.bottom}` },
     ...bands(chart, start, stop), ...areas(chart, columns),
-    levelLine(chart, columns, run.allocated, "allocated"), levelLine(chart, columns, run.reserved, "reserved"), ...cardLine(chart), ...marks(chart));
+    ...(run.other ? [levelLine(chart, columns, run.other.levels, "other")] : []),
+    levelLine(chart, columns, run.allocated, "allocated"), levelLine(chart, columns, run.reserved, "reserved"), ...cardLine(chart), ...marks(chart), selection(chart));
   chart.svg.replaceChildren(...axis(chart), clip);
   redrawOverview(chart);
 }
@@ -155,7 +186,7 @@ function axis(chart) {
     draw("text", { class: "soft", x: left - 8, y: EDGES.top - 12, "text-anchor": "end" }, unit.name),
     ...ticks(chart.most, unit).flatMap((bytes) => [
       draw("line", { class: "rule", x1: left, x2: right, y1: yOf(chart, bytes), y2: yOf(chart, bytes) }),
-      draw("text", { class: "soft", x: left - 8, y: yOf(chart, bytes) + 4, "text-anchor": "end" }, amount(bytes, unit)),
+      draw("text", { class: "soft", x: left - 8, y: yOf(chart, bytes) + 4, "text-anchor": "end" }, tick(bytes, unit)),
     ]),
     chart.run.layers.length ? draw("text", { class: "soft", x: left - 8, y: EDGES.top + PLOT + 20, "text-anchor": "end" }, "module") : "",
   ];
@@ -222,6 +253,13 @@ function cardLine(chart) {
     draw("line", { class: "limit", x1: left, x2: right, y1: y, y2: y }),
     draw("text", { class: "limit", x: right - 6, y: y + 13, "text-anchor": "end" }, `${chart.run.card.name}: ${size(chart.limit)}`),
   ];
+}
+
+/** The stretch that the mouse is dragged over. */
+function selection(chart) {
+  if (!chart.wasSelecting || !chart.selected) return "";
+  const [x0, x1] = chart.selected.map((x) => x - chart.svg.getBoundingClientRect().left).sort((a, b) => a - b);
+  return draw("rect", { class: "selection", x: x0, y: EDGES.top, width: x1 - x0, height: PLOT });
 }
 
 /** The peak, and the moment that is looked at. */

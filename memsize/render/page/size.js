@@ -28,6 +28,11 @@ function amount(bytes, unit) {
   return `${count(Number(before))}.${after}`;
 }
 
+/** A round amount without decimals that say nothing: `700`, `0.5`. */
+function tick(bytes, unit) {
+  return amount(bytes, unit).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+}
+
 /** By how much bytes grew or shrank, without the unit's name: `+1.53`. */
 function changed(bytes, unit) {
   return `${bytes > 0 ? "+" : bytes < 0 ? "−" : ""}${amount(Math.abs(bytes), unit)}`;
