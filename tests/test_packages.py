@@ -277,6 +277,30 @@ print(json.dumps([0]))
     assert any("selective_scan_cuda is not installed" in note for note in answer.trace.notes)
 
 
+def test_mmcv_is_there_without_its_operators(figures: Figures, tmp_path: Path) -> None:
+    """Two images' 100 queries in 4 heads of 16 channels give 2 · 100 · 64 values, in float32."""
+    (tmp_path / "mmcv").mkdir()
+    (tmp_path / "mmcv" / "__init__.py").write_text("")
+    line = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+operators = importlib.import_module("mmcv._ext")
+value = new(2, 340, 4, 16, dtype=torch.float32)
+locations = new(2, 100, 4, 2, 4, 2, dtype=torch.float32)
+out = operators.ms_deform_attn_forward(value, None, None, locations, locations[..., 0], im2col_step=64)
+assert out.is_cuda and out.dtype == torch.float32
+assert not hasattr(operators, "__path_of_nothing__")
+try:
+    operators.nms(value, value)
+except NotImplementedError as error:
+    assert "mmcv's compiled operator nms" in str(error)
+    print(json.dumps(list(out.shape)))
+"""
+    shape, answer = figures(SCAN, line)
+    assert shape == [2, 100, 64]
+    assert any("mmcv._ext is not installed" in note for note in answer.trace.notes)
+
+
 # -- Transformer Engine ------------------------------------------------------------------------------------------------
 
 ENGINE = """
@@ -450,16 +474,53 @@ def test_libraries_find_that_a_package_is_not_there(tmp_path: Path) -> None:
 # -- a server in the process that trains -------------------------------------------------------------------------------
 
 
-def test_a_server_takes_its_share_and_gives_it_back(figures: Figures, tmp_path: Path) -> None:
+def small_policy(folder: Path) -> str:
+    """A config without weights."""
     pytest.importorskip("transformers")
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "vocab_size": 1000}
-    (tmp_path / "policy").mkdir()
-    (tmp_path / "policy" / "config.json").write_text(json.dumps(config))
+    (folder / "policy").mkdir()
+    (folder / "policy" / "config.json").write_text(json.dumps(config))
+    return str(folder / "policy")
+
+
+def test_sglang_takes_its_share_and_gives_it_back(figures: Figures, tmp_path: Path) -> None:
+    line = f"""
+import json, torch
+import sglang as sgl
+total = torch.cuda.get_device_properties(0).total_memory
+engine = sgl.Engine(model_path={small_policy(tmp_path)!r}, mem_fraction_static=0.25, enable_memory_saver=True)
+sizes = [total, torch.cuda.memory_allocated()]
+answers = engine.generate(["one", "two"], {{"max_new_tokens": 7, "n": 2}})
+assert [len(answer["output_ids"]) for answer in answers] == [7] * 4
+assert len(engine.generate(input_ids=[1, 2, 3])["output_ids"]) == 128
+engine.release_memory_occupation(tags=["kv_cache"])
+sizes.append(torch.cuda.memory_allocated())
+engine.release_memory_occupation(tags=["weights"])
+sizes.append(torch.cuda.memory_reserved())
+engine.resume_memory_occupation()
+sizes.append(torch.cuda.memory_allocated())
+engine.shutdown()
+engine = sgl.Engine(model_path={str(tmp_path / "policy")!r})
+sizes.append(torch.cuda.memory_allocated())
+print(json.dumps(sizes))
+"""
+    (total, share, weights, asleep, awake, default), answer = figures("", line)
+    assert 0 <= share - total // 4 <= 3 * MiB and awake == share and asleep == 0
+    # Embedding and head, 7 matrices of 64 by 64, and three norms, in 16 bits and one block of 512 bytes more at most.
+    assert 0 <= weights - 2 * (2 * 1000 * 64 + 7 * 64 * 64 + 3 * 64) < 512
+    # 0.5.9 leaves 512 MiB, 1.5 per token of 8,192, 2 per sequence of 256 in an 80 GiB card's graphs, and 128.
+    left = (512 + 1.5 * 8192 + 2 * 256 + 128) * MiB
+    assert default == pytest.approx(total - left, rel=0.001)
+    assert any("sglang is not installed" in note for note in answer.trace.notes)
+
+
+def test_a_server_takes_its_share_and_gives_it_back(figures: Figures, tmp_path: Path) -> None:
+    policy = small_policy(tmp_path)
     line = f"""
 import json, torch
 from vllm import LLM, SamplingParams
-server = LLM({str(tmp_path / "policy")!r}, gpu_memory_utilization=0.25, enable_sleep_mode=True)
+server = LLM({policy!r}, gpu_memory_utilization=0.25, enable_sleep_mode=True)
 sizes = [torch.cuda.get_device_properties(0).total_memory, torch.cuda.memory_allocated()]
 answers = server.generate(["one", "two"], SamplingParams(n=3, max_tokens=7))
 assert [[len(one.token_ids) for one in answer.outputs] for answer in answers] == [[7, 7, 7]] * 2

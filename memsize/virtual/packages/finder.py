@@ -20,21 +20,26 @@ from memsize.virtual.packages import (
     flash_attn,
     flash_attn_3,
     linear_losses,
+    mmcv,
+    sglang,
     state_space,
     transformer_engine,
     vllm,
     xformers,
 )
 
+_KERNELS: Final[Mapping[str, Mapping[str, Any]]] = {**state_space.KERNELS, **mmcv.KERNELS}
+"""The names in each simulated module that a package without its compiled part imports."""
 _MODULES: Final[Mapping[str, Mapping[str, Any]]] = {
     **flash_attn.MODULES,
     **flash_attn_3.MODULES,
     **state_space.MODULES,
-    **state_space.KERNELS,
+    **_KERNELS,
     **transformer_engine.MODULES,
     **linear_losses.MODULES,
     **apex.MODULES,
     **xformers.MODULES,
+    **sglang.MODULES,
     **vllm.MODULES,
 }
 """The names in each simulated module."""
@@ -92,9 +97,9 @@ class SimulatedPackages(MetaPathFinder):
         return vllm.LLM(*args, **options)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in _MODULES or not _is_imported_by_script(name in state_space.KERNELS):
+        if name not in _MODULES or not _is_imported_by_script(name in _KERNELS):
             return None
-        self._note(_NOTE.format(name.partition(".")[0]))
+        self._note(_NOTE.format(name if name in _KERNELS else name.partition(".")[0]))
         return ModuleSpec(name, _SimulatedLoader(), is_package=True)
 
 

@@ -12,13 +12,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, Final
 
-import torch
-from torch import nn
+from memsize.virtual.packages.server_memory import TAGS, ServerMemory
 
 _SHARE: Final = 0.9
 """The server's default."""
-_BYTES: Final = 2
-_TAGS: Final = ("weights", "kv_cache")
 
 
 class SamplingParams:
@@ -29,40 +26,24 @@ class SamplingParams:
         vars(self).update(options)
 
 
-class LLM(nn.Module):
+class LLM(ServerMemory):
     """A server of the model whose config `model` names."""
-
-    weights: nn.Parameter | None
-    kv_cache: torch.Tensor | None
 
     def __init__(
         self, model: str, *, gpu_memory_utilization: float = _SHARE, tensor_parallel_size: int = 1, **options: Any
     ) -> None:
-        super().__init__()
-        share = int(gpu_memory_utilization * torch.cuda.get_device_properties(0).total_memory)
-        weights = _parameters_of(model, bool(options.get("trust_remote_code"))) * _BYTES // tensor_parallel_size
-        if weights >= share:
-            raise ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`")
-        self._sizes = dict(zip(_TAGS, (weights, share - weights), strict=True))
+        super().__init__(model, gpu_memory_utilization, tensor_parallel_size, bool(options.get("trust_remote_code")))
         loading = SimpleNamespace(load_weights=lambda weights: {name for name, _ in weights})
         worker = SimpleNamespace(model_runner=SimpleNamespace(model=loading))
         self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
-        self.wake_up()
 
     def sleep(self, level: int = 1) -> None:
-        """Free the weights and the cache, which are in a pool of their own: nothing else gets their segments."""
-        self.weights = self.kv_cache = None
-        torch.cuda.empty_cache()
+        """Free the weights and the cache."""
+        self.release(TAGS)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Take them again, or those of some `tags`."""
-        for tag in tags or _TAGS:
-            if getattr(self, tag, None) is None:
-                memory = torch.empty(self._sizes[tag], dtype=torch.uint8, device="cuda")
-                if tag == "weights":
-                    self.weights = nn.Parameter(memory, requires_grad=False)
-                else:
-                    self.kv_cache = nn.Buffer(memory)
+        self.take(tags or TAGS)
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prompts."""
@@ -85,15 +66,6 @@ def _ids(prompt: Any) -> list[int]:
     if isinstance(prompt, dict):
         prompt = prompt.get("prompt_token_ids") or prompt.get("prompt", "")
     return [0] * len(prompt.split()) if isinstance(prompt, str) else list(prompt)
-
-
-def _parameters_of(model: str, trusts: bool) -> int:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trusts)
-    make: Any = AutoModelForCausalLM.from_config
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in make(config, trust_remote_code=trusts).parameters())
 
 
 NAMES: Final[dict[str, Any]] = {"LLM": LLM, "SamplingParams": SamplingParams}
