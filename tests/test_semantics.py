@@ -265,6 +265,15 @@ def test_plain_and_cpu_autocast_runs_are_untouched_afterwards() -> None:
         assert torch.equal(x @ x, torch.full((2, 2), 2.0))
 
 
+def test_dropout_allocates_its_mask_before_its_result() -> None:
+    """Dropout.cu, `dropout_cuda`: one byte for each element, then the result, which may take a block that is free."""
+    x, ledger = meta(3, 512, grad=True), Ledger()
+    with cuda_semantics(), ledger:
+        F.dropout(x, 0.5).sum().backward()
+    made = [(event.op, event.delta) for event in ledger.events if event.delta > 0]
+    assert made[:2] == [("native_dropout", 3 * 512), ("native_dropout", 4 * 3 * 512)]
+
+
 def test_other_threads_are_untouched() -> None:
     results: list[Any] = []
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memsize.kernels import strides as layout
-from memsize.kernels.registry import Rule, Temporary, overloads, shape_rule, temporaries_of
+from memsize.kernels.registry import LAST_FIRST, Rule, Temporary, overloads, shape_rule, temporaries_of
 from memsize.kernels.tensors import (
     META,
     Tensor,
@@ -307,9 +307,12 @@ def _glu_backward(grad: Any, tensor: Any, _dim: int) -> Any:
 # -- dropout ----------------------------------------------------------------------------------------------------------
 
 
+LAST_FIRST.add(torch.ops.aten.native_dropout.default)
+
+
 @shape_rule("aten::native_dropout")
 def _dropout(tensor: Any, _probability: float, _train: bool | None) -> Any:
-    """The result and a mask of one byte per element (cuda/Dropout.cu)."""
+    """The result and a mask of one byte per element, which is allocated first (cuda/Dropout.cu, `dropout_cuda`)."""
     return (like(tensor), like(tensor, torch.bool)) if are_floating(tensor) else NotImplemented
 
 

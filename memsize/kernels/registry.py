@@ -118,6 +118,8 @@ Copies: TypeAlias = "Iterator[tuple[torch.Tensor, Format]]"
 COPIES: dict[Any, Callable[[Any, Any], Copies]] = {}
 RESULT_FIRST: set[Any] = set()
 """Ops whose kernels allocate their result before they copy anything."""
+LAST_FIRST: set[Any] = set()
+"""Ops whose kernels allocate their last result first."""
 
 
 def copies_of(*ops: Any) -> Callable[[_F], _F]:

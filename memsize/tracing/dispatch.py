@@ -29,7 +29,7 @@ from memsize.kernels import rules, sparse_rules
 from memsize.kernels.convolution import BACKWARD, FORWARD
 from memsize.kernels.matmul import CUBLAS, CUBLASLT
 from memsize.kernels.multiply_adds import formula_of
-from memsize.kernels.registry import COPIES, RESULT_FIRST, SAME_DTYPE, TEMPORARIES, refuse_mixed
+from memsize.kernels.registry import COPIES, LAST_FIRST, RESULT_FIRST, SAME_DTYPE, TEMPORARIES, refuse_mixed
 from memsize.kernels.strides import is_dense
 from memsize.known_values.evaluation import SPECIAL, Evaluator
 from memsize.known_values.op_traits import traits_of
@@ -74,11 +74,12 @@ class OpFacts:
         self.is_cublas = func in CUBLAS
         self.is_cublaslt = func in CUBLASLT
         self.result_first = func in RESULT_FIRST
+        self.last_first = func in LAST_FIRST
         self.is_forward = func is FORWARD
         self.is_backward = func is BACKWARD
         is_convolution = self.is_forward or self.is_backward
-        has_more = is_convolution or self.is_cublaslt or self.copies is not None or self.temporaries is not None
-        self.allocates_result_alone = not has_more
+        has_more = self.copies is not None or self.temporaries is not None
+        self.allocates_result_alone = not (is_convolution or self.is_cublaslt or self.last_first or has_more)
 
 
 class _OpTable(dict[Any, OpFacts]):

@@ -130,7 +130,7 @@ class Ledger(StorageRecorder):
         if op.is_forward or op.is_backward:
             self._note_convolution(op, args, result)
         else:
-            self._note(result, op.name)
+            self._note(result[::-1] if op.last_first else result, op.name)
         if op.result_first:
             copies = self._open_copies(op, args, kwargs)
         if op.is_cublaslt and takes_cublaslt(args, kwargs):
