@@ -98,8 +98,8 @@ def changed(**fields: Any) -> dict[str, Any]:
         (changed(batch_size=True), "expected int, found True"),
         (changed(layers=3), "expected a list, found 3"),
         (changed(extra=1), "expected the fields of Trace"),
-        (changed(storages=[[1, 2]]), "expected 10 values of Storage, found [1, 2]"),
-        (changed(storages=[[1, "input", 0, "", "float32", [], -1, 0, 0, 0, 0]]), "expected 10 values of Storage"),
+        (changed(storages=[[1, 2]]), "expected 11 values of Storage, found [1, 2]"),
+        (changed(storages=[[1, "input", 0, "", "float32", [], -1, 0, 0, 0, 0, 0]]), "expected 11 values of Storage"),
         (changed(storages=[[1, "cake", 0, "", "float32", [], -1]]), "found 'cake'"),
     ],
 )

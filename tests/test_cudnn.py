@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +90,9 @@ class Asked:
     def workspace(self, convolution: Convolution) -> int:
         self.convolutions.append(convolution)
         return 1000 * len(self.convolutions)
+
+    def doubt(self, convolution: Convolution) -> int:
+        return 0
 
 
 def asked(
@@ -378,11 +382,12 @@ def test_estimates(change: dict[str, Any], gpu: tuple[int, int], expected: int) 
 class Answering:
     """A library that has two plans for everything on the cards that it knows."""
 
-    def __init__(self) -> None:
+    def __init__(self, release: str = "9.99.0") -> None:
         self.asked = 0
+        self.release = release
 
     def __str__(self) -> str:
-        return "9.99.0"
+        return self.release
 
     def plan(self, convolution: Convolution, gpu: tuple[int, int]) -> Plan | None:
         self.asked += 1
@@ -561,6 +566,47 @@ def test_a_stack_that_has_another_cudnn(monkeypatch: pytest.MonkeyPatch) -> None
     assert any("cuDNN 9.99.0 is asked, the stack has 9.1.0" in note for note in trace.notes)
     trace = conv_trace(gpu="a100", stack="torch=2.6,cudnn=9.99")
     assert trace.cudnn == "9.99.0" and not is_estimated(trace)
+
+
+POINTWISE = PLAIN._replace(w=(128, 64, 1, 1), padding=(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("convolution", "expected"),
+    [
+        (PLAIN, 0),
+        (PLAIN._replace(operation="filter"), 0),
+        (PLAIN._replace(w=(128, 64, 1, 3), operation="filter"), 0),  # one pixel high alone
+        (POINTWISE, 1),
+        (POINTWISE._replace(operation="data"), 1),
+        (POINTWISE._replace(operation="filter"), 2),
+        (POINTWISE._replace(operation="filter", stride=(2, 2)), 1),
+        (PLAIN._replace(stride=(1, 2)), 1),
+    ],
+)
+def test_which_plans_are_in_doubt(convolution: Convolution, expected: int) -> None:
+    """Only those of a release that was asked by a handle, and not those that a real run recorded."""
+    for release, doubt in (("9.1.0", expected), ("9.10.2", expected), ("9.11.0", 0), ("9.24.0", 0)):
+        plans = Plans(A100, partial(Answering, release))  # type: ignore[arg-type]
+        assert plans.workspace(convolution) == 700 and plans.doubt(convolution) == doubt
+    recorded = Plans(A100, recorded={convolution: 5}, release="9.1.0")
+    assert recorded.workspace(convolution) == 5 and recorded.doubt(convolution) == 0
+
+
+def test_the_peaks_of_plans_in_doubt_are_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weight's gradient (2), the others of a 1×1 kernel (1): without and twice as much, of both or of the first."""
+    monkeypatch.setattr("memsize.kernels.cudnn.installed.installed", lambda wanted: Answering("9.1.0"))
+    layers = nn.Conv2d(8, 8, 3, bias=False), nn.Conv2d(8, 8, 1, bias=False)
+    trace = memsize.trace(nn.Sequential(*layers), (8, 9, 9), optimizer="sgd", gpu="a100", stack="torch=2.6").trace
+    doubts = [
+        storage.doubt for storage in trace.storages if storage.op.startswith("convolution") and storage.bytes == 700
+    ]
+    assert doubts[:5] == [0, 1, 1, 2, 0] and not is_estimated(trace) and trace.cudnn == "9.1.0"
+    assert any("for 1×1 kernels and strides it may take none, or twice as much" in note for note in trace.notes)
+    expected = [(1, 0), (0, 1), (2, 1), (0, 2), (2, 2)]
+    assert list(map(list, variants(trace))) == [list(requests(trace, *change)) for change in expected]
+    taken = [sum(size == change * 700 for _, size in requests(trace, change, 2)) for change in (1, 2)]
+    assert taken == [len(doubts), doubts.count(2)]
 
 
 def test_an_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class _Numbers:
 
 
 # The parts of a storage's key; the last is its bytes and its shape, None where they grow with the depth.
-_ROLE, _OP, _DTYPE, _RANK, _STREAM, _LINE, _SAVED_AT, _PATH, _SAVED_PATH, _SIZE = range(10)
+_ROLE, _OP, _DTYPE, _RANK, _STREAM, _LINE, _SAVED_AT, _DOUBT, _PATH, _SAVED_PATH, _SIZE = range(11)
 # The parts of an event's key: the key of its storage; the bytes, or their sign alone where they grow with the depth;
 # the phase, the path of the layer, and the op; and whether it is the first of its storage, or ends it.
 _STORAGE, _DELTA, _PHASE, _EVENT_PATH, _EVENT_OP, _FIRST, _LAST = range(7)
@@ -216,7 +216,9 @@ class _Folding:
     def _storages(self) -> Table:
         if not self.trace.storages:
             return _table((), 3 + _MOST_DIMENSIONS)
-        size, role, layer, op, dtype, shape, saved_by, stream, line, saved_at = zip(*self.trace.storages, strict=True)
+        size, role, layer, op, dtype, shape, saved_by, stream, line, saved_at, doubt = zip(
+            *self.trace.storages, strict=True
+        )
         ranks = list(map(len, shape))
         if max(ranks) > _MOST_DIMENSIONS:
             raise NotRepeatedError(f"a tensor has {max(ranks)} dimensions")
@@ -228,7 +230,7 @@ class _Folding:
                 for path, role, shape in zip(path, role, shape, strict=True)
             )
             sizes = (None if grows else size for grows, size in zip(grow, sizes, strict=True))
-        keys = zip(role, op, dtype, ranks, stream, line, saved_at, path, saved_path, sizes, strict=True)
+        keys = zip(role, op, dtype, ranks, stream, line, saved_at, doubt, path, saved_path, sizes, strict=True)
         self.storage_keys = self.keys.storages.all(keys)
         padding = [(0,) * (_MOST_DIMENSIONS - rank) for rank in range(_MOST_DIMENSIONS + 1)]
         dimensions = np.array([dims + padding[rank] for dims, rank in zip(shape, ranks, strict=True)], dtype=np.int64)

@@ -88,14 +88,17 @@ def flow_of(trace: Trace) -> AllocationEvents:
     )
 
 
-def requests(trace: Trace, factor: int = 1) -> AllocationEvents:
-    """The events of a trace, with the workspaces of its convolutions `factor` times as large; 0 leaves them out."""
+def requests(trace: Trace, factor: int = 1, doubt: int = 0) -> AllocationEvents:
+    """The events of a trace, with the workspaces of its convolutions `factor` times as large, as far as `Storage.doubt`
+    is at least `doubt`; 0 leaves them out.
+    """
     import numpy as np
 
     flow = flow_of(trace)
     if factor == 1:
         return flow
-    scaled = np.isin(flow.storages, list(dispensable(trace)))
+    doubts = numbers(trace.storages, "doubt")
+    scaled = np.isin(flow.storages, [index for index in dispensable(trace) if doubts[index] >= doubt])
     storages = flow.storages if factor else np.where(scaled, OMITTED[0], flow.storages)
     return replace(flow, storages=storages, deltas=np.where(scaled, factor * flow.deltas, flow.deltas))
 
@@ -107,8 +110,12 @@ def is_estimated(trace: Trace) -> bool:
 
 
 def variants(trace: Trace) -> list[AllocationEvents]:
-    """The events as they are; where workspaces are estimates, also without those and with twice as much (`DOUBLED`)."""
-    return [requests(trace, factor) for factor in ((1, 0, DOUBLED) if is_estimated(trace) else (1,))]
+    """The events as they are; where workspaces are estimates, or in doubt, also without those and with twice as much
+    (`DOUBLED`).
+    """
+    in_doubt = {trace.storages[index].doubt for index in dispensable(trace)} - {0}
+    doubts = [0] if is_estimated(trace) else sorted(in_doubt)
+    return [requests(trace), *(requests(trace, factor, doubt) for doubt in doubts for factor in (0, DOUBLED))]
 
 
 def dispensable(trace: Trace) -> frozenset[int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -174,6 +174,10 @@ def _misfits(operands: tuple[torch.Tensor, ...], last: bool) -> Copies:
 # -- workspaces -------------------------------------------------------------------------------------------------------
 
 _ASKED = "the workspaces of convolutions are those that cuDNN {} takes"
+_DOUBTED = (
+    f"{_ASKED}, which was asked without a GPU: for 1×1 kernels and strides it may take none, or twice as much, and "
+    "device has room for either"
+)
 _OTHER = (
     "the workspaces of convolutions are estimates: cuDNN {} is asked, the stack has {}. Others choose other plans; "
     "MEMSIZE_CUDNN names the folder of a release"
@@ -181,6 +185,16 @@ _OTHER = (
 _ESTIMATED = (
     "the workspaces of convolutions are estimates: where nvidia-cudnn-cu13 is installed, cuDNN itself is asked for them"
 )
+
+
+class Workspace(NamedTuple):
+    """The bytes of a convolution's workspace, and the `doubt` about its plan."""
+
+    bytes: int
+    doubt: int = 0
+
+
+NONE: Final = Workspace(0)
 
 
 class Operands(NamedTuple):
@@ -227,7 +241,8 @@ class ConvolutionWorkspaces:
         if not any(self.met.values()):
             return ()
         if self.source is not None:
-            return (_ASKED.format(self.source),)
+            is_doubted = any(size and self.plans.doubt(convolution) for convolution, size in self.met.items())
+            return ((_DOUBTED if is_doubted else _ASKED).format(self.source),)
         other = self.plans.release
         return (_OTHER.format(other, self.plans.wanted) if other and self.plans.wanted else _ESTIMATED,)
 
@@ -242,20 +257,20 @@ class ConvolutionWorkspaces:
         call = Operands(x, w, *rest[1:7])
         return None if self._runs_on_cudnn(call) else _columns(call, args[0].shape if backward else result.shape)
 
-    def forward(self, args: Sequence[Any], output: torch.Tensor) -> int:
-        """Return the bytes of the workspace that cuDNN takes for `aten::convolution`."""
+    def forward(self, args: Sequence[Any], output: torch.Tensor) -> Workspace:
+        """Return the workspace that cuDNN takes for `aten::convolution`."""
         x, w, _, *settings = args
         call = Operands(x, w, *settings)
         return self._workspace("data" if call.transposed else "forward", call, output.shape)
 
-    def backward(self, args: Sequence[Any]) -> tuple[int, int]:
+    def backward(self, args: Sequence[Any]) -> tuple[Workspace, Workspace]:
         """Return those for `aten::convolution_backward`: for the gradient of the input, then for the weight's."""
         grad, x, w, _, *settings, mask = args
         call = Operands(x, w, *settings)
-        data = self._workspace("forward" if call.transposed else "data", call, grad.shape) if mask[0] else 0
-        return data, self._workspace("filter", call, grad.shape) if mask[1] else 0
+        data = self._workspace("forward" if call.transposed else "data", call, grad.shape) if mask[0] else NONE
+        return data, self._workspace("filter", call, grad.shape) if mask[1] else NONE
 
-    def _workspace(self, operation: Operation, call: Operands, other: Sequence[int]) -> int:
+    def _workspace(self, operation: Operation, call: Operands, other: Sequence[int]) -> Workspace:
         """`other` is the shape of the forward's output. A transposed convolution is one from that to its input."""
         x, y = _as_image(call.x.shape), _as_image(other)
         rank = call.x.dim() - 2
@@ -278,7 +293,7 @@ class ConvolutionWorkspaces:
             self.benchmarked.add(convolution)
             size = max(size, self.plans.benchmarked(convolution))
         self.met[convolution] = max(size, self.met.get(convolution, 0))
-        return size
+        return Workspace(size, self.plans.doubt(convolution))
 
     def _runs_on_cudnn(self, call: Operands) -> bool:
         """Whether PyTorch gives a forward, and so its backward, to cuDNN."""

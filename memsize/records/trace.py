@@ -153,7 +153,8 @@ class Storage(NamedTuple):
 
     `stream` is the CUDA stream that it is allocated on: the caching allocator reuses a block on its own stream only.
     `line` and `saved_at` index `Trace.lines`: the line of a forward that made it, and the one whose op keeps it for
-    backward. A backward itself runs no lines.
+    backward. A backward itself runs no lines. `doubt` is above 0 for the workspace of a convolution of a class for
+    which cuDNN, asked without a GPU, may name another plan than it runs: the less sure, the higher.
     """
 
     bytes: Size
@@ -166,6 +167,7 @@ class Storage(NamedTuple):
     stream: int = 0
     line: OptionalLine = -1
     saved_at: OptionalLine = -1
+    doubt: int = 0
 
 
 class Event(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memsize.kernels.convolution import FORWARD, TRACED, TRACED_AS, ConvolutionWorkspaces
+from memsize.kernels.convolution import FORWARD, NONE, TRACED, TRACED_AS, ConvolutionWorkspaces
 from memsize.kernels.matmul import takes_cublas, takes_cublaslt
 from memsize.kernels.multiply_adds import FLOPS_OF_ONE
 from memsize.kernels.registry import Temporary
@@ -142,7 +142,7 @@ class Ledger(StorageRecorder):
     def _note_cublaslt(self, op: str) -> None:
         blas, lt, _, keeps_lt = self.workspaces
         if lt and not keeps_lt:
-            self._borrow(lt, op)
+            self._borrow(lt, 0, op)
         elif size := lt or blas:
             self._keep_workspace(self._lt_handles if lt else self._handles, size, op)
 
@@ -186,11 +186,11 @@ class Ledger(StorageRecorder):
             self._note_own_convolution(columns, result, name)
         elif op.is_forward:
             self._note(result, name)
-            self._borrow(convolutions.forward(args, result), name)
+            self._borrow(*convolutions.forward(args, result), name)
         else:
-            for gradient, size in zip(result, (*convolutions.backward(args), 0), strict=True):
+            for gradient, workspace in zip(result, (*convolutions.backward(args), NONE), strict=True):
                 self._note(gradient, name)
-                self._borrow(size, name)
+                self._borrow(*workspace, name)
 
     def _note_own_convolution(self, columns: Temporary, result: Any, op: str) -> None:
         """PyTorch's own kernel multiplies `columns`. One buffer serves both gradients, and that of the weight comes
@@ -204,10 +204,12 @@ class Ledger(StorageRecorder):
         self._note(rest[::-1], op)
         self._end_all(opened, op)
 
-    def _borrow(self, size: int, op: str) -> None:
+    def _borrow(self, size: int, doubt: int, op: str) -> None:
         """Record a workspace that an op takes and gives back."""
         if size:
-            self._end_all([(self._open("workspace", size, op, torch.uint8, (size,)), size)], op)
+            index = self._open("workspace", size, op, torch.uint8, (size,))
+            self.rows[index].doubt = doubt
+            self._end_all([(index, size)], op)
 
     # -- compiled code (`memsize.compile`) ----------------------------------------------------------------------------
 

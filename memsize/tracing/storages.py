@@ -64,6 +64,7 @@ class Row:
     """The most that the storage has taken."""
     saved_by: int = field(default=-1, compare=False)
     saved_at: int = field(default=-1, compare=False)
+    doubt: int = 0
 
 
 class StorageRecorder(MetaDispatchMode):
@@ -268,7 +269,7 @@ class StorageRecorder(MetaDispatchMode):
         for index, row in enumerate(self.rows):
             by, at = (row.saved_by, row.saved_at) if row.saved_by >= 0 and index in saved else (-1, -1)
             own = (row.most_bytes, row.role, row.layer, row.op, dtype_name(row.dtype), row.shape)
-            storages.append(_new(Storage, (*own, by, streams.get(index, 0), row.line, at)))
+            storages.append(_new(Storage, (*own, by, streams.get(index, 0), row.line, at, row.doubt)))
         return tuple(storages)
 
     @property
