@@ -21,6 +21,8 @@ RECIPES = {
     "generation": "book_generation",
     "torchao": "torchao",
     "parameter-golf": "parameter_golf",
+    "compiled-book": "compiled_scripts",
+    "compiled-torchao": "compiled_scripts",
     "video": "video_checkpoints",
     "pipelines": "quantized_pipelines",
     "peft": "image_adapters",

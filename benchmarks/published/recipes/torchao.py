@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 from unittest.mock import patch
@@ -48,10 +48,13 @@ def predict(row: Row) -> int:
 
 
 def _file(row: Row, path: str) -> ModuleType:
-    """A module of the repository, apart from the package that it belongs to."""
     assert row.source.environment is not None
-    folder = ready(ENVIRONMENTS[row.source.environment])
-    specification = importlib.util.spec_from_file_location(os.path.basename(path)[:-3], folder / path)
+    return module_of(ready(ENVIRONMENTS[row.source.environment]) / path)
+
+
+def module_of(path: Path) -> ModuleType:
+    """A module of the repository, apart from the package that it belongs to."""
+    specification = importlib.util.spec_from_file_location(path.stem, path)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     for package, name in _MISSED:
