@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from tqdm import tqdm
+from rich.progress import track
 
 from benchmarks.zoo import results
 from benchmarks.zoo.case import Case, Outcome
@@ -38,7 +38,7 @@ def _run(wanted: Sequence[Case], file: Path, workers: int, limits: Limits) -> li
     by_target = {outcome.case.target: outcome for outcome in results.resumed(file)}
     left = [case for case in wanted if case.target not in by_target]
     while left:
-        for outcome in tqdm(outcomes(left, workers, limits), total=len(left), unit="model"):
+        for outcome in track(outcomes(left, workers, limits), "models", total=len(left)):
             results.append(file, outcome)
             by_target[outcome.case.target] = outcome
         # What does not run with fewer layers is tried as it is.
