@@ -18,11 +18,11 @@ from memsize.analysis.findings.precision import mixed_dtypes, wrappers_that_misr
 from memsize.analysis.matching import matched
 from memsize.records.aggregates import stored_dtypes, totals
 from memsize.records.comparison import Change, Comparison, FigureChange, stored_as
+from memsize.records.dtypes import is_float
 from memsize.records.finding import Finding, Rules
 from memsize.records.trace import Trace
 from memsize.units import Bytes, signed_share
 
-_FLOATING = ("float64", "float32", "float16", "bfloat16")
 _STRUCTURAL = {"added", "removed", "resized"}
 """Changes of a layer that no conversion makes."""
 
@@ -131,7 +131,7 @@ def _unchanged(models: Models) -> Iterator[Finding]:
             cause = "nothing cast them (autocast never does, and a recipe may skip their layers)"
             if pair.before.kind == "attribute":
                 cause = "they are not registered, so no conversion sees them"
-            elif pair.before.spec.dtype not in _FLOATING:
+            elif not is_float(pair.before.spec.dtype):
                 cause = "they are integers"
             groups.setdefault(cause, []).append(pair)
     for cause, members in groups.items():

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
-from memsize.checkpoints.contents import BITS, KINDS, Contents, Group, Part, PartKind, Tensor, View, is_float
+from memsize.checkpoints.contents import KINDS, Contents, Group, Part, PartKind, Tensor, View
+from memsize.records.dtypes import BITS, is_float
 
 MOST_ROWS = 30
 """Rows of modules that are shown by default."""

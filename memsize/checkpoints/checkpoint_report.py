@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from memsize.checkpoints.breakdown import halved
-from memsize.checkpoints.contents import BITS, Difference, FileRecord, Group, PartKind, Storage, Tensor, Use, View
+from memsize.checkpoints.contents import Difference, FileRecord, Group, PartKind, Storage, Tensor, Use, View
 from memsize.checkpoints.findings import Inspection
 from memsize.records.answer import Answer
+from memsize.records.dtypes import BITS
 from memsize.records.fields import (
     BYTES,
     COUNT,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from memsize.checkpoints.breakdown import Breakdown, halved
-from memsize.checkpoints.contents import PROBLEMS, Contents, Match, Tensor, is_float
+from memsize.checkpoints.contents import PROBLEMS, Contents, Match, Tensor
+from memsize.records.dtypes import is_float
 from memsize.records.finding import Finding, Rules, sizes
 from memsize.units import Bytes
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from memsize.checkpoints.contents import GGML, Contents, Storage
+from memsize.checkpoints.contents import Contents, Storage
 from memsize.checkpoints.source import (
     MOST_GGML_DIMENSIONS,
     MOST_KEYS,
@@ -30,6 +30,32 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _CHUNK = 1 << 20
 _SHOWN_ARRAY = 8
+
+
+class Block(NamedTuple):
+    """`bytes` hold `elements`: 18 bytes for 32 elements of Q4_0."""
+
+    name: str
+    elements: int
+    bytes: int
+
+
+_GGML = """
+0 float32 1 4       1 float16 1 2       2 Q4_0 32 18        3 Q4_1 32 20        4 Q4_2 16 10        5 Q4_3 16 12
+6 Q5_0 32 22        7 Q5_1 32 24        8 Q8_0 32 34        9 Q8_1 32 40        10 Q2_K 256 84      11 Q3_K 256 110
+12 Q4_K 256 144     13 Q5_K 256 176     14 Q6_K 256 210     15 Q8_K 256 292     16 IQ2_XXS 256 66   17 IQ2_XS 256 74
+18 IQ3_XXS 256 98   19 IQ1_S 256 50     20 IQ4_NL 32 18     21 IQ3_S 256 110    22 IQ2_S 256 82     23 IQ4_XS 256 136
+24 int8 1 1         25 int16 1 2        26 int32 1 4        27 int64 1 8        28 float64 1 8      29 IQ1_M 256 56
+30 bfloat16 1 2     31 Q4_0_4_4 32 18   32 Q4_0_4_8 32 18   33 Q4_0_8_8 32 18   34 TQ1_0 256 54     35 TQ2_0 256 66
+36 IQ4_NL_4_4 32 18 37 IQ4_NL_4_8 32 18 38 IQ4_NL_8_8 32 18 39 MXFP4 32 17      40 NVFP4 64 36      41 Q1_0 128 18
+"""
+_FIELDS = _GGML.split()
+
+GGML: dict[int, Block] = {
+    int(number): Block(name, int(elements), int(size))
+    for number, name, elements, size in zip(*(_FIELDS[start::4] for start in range(4)), strict=True)
+}
+"""ggml's types by number (ggml.h `enum ggml_type` and ggml.c `type_traits`), with those it has since removed."""
 
 
 @dataclass(slots=True)

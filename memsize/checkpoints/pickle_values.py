@@ -22,12 +22,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from memsize.checkpoints.contents import STORAGES, torch_dtype
 from memsize.checkpoints.source import MOST_DIMENSIONS
+from memsize.records.dtypes import torch_dtype
 
 Args = tuple[Any, ...]
 _SEQUENCES = (tuple, list)
 _LARGEST = 2**63
+
+STORAGES: dict[str, str] = {
+    "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64", "QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4", "UntypedStorage": "uint8",
+}  # fmt: skip
+"""The dtype of torch's storage classes (`torch.storage._dtype_to_storage_type_map`)."""
 
 
 class Global(NamedTuple):

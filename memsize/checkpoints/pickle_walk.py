@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from memsize.checkpoints.contents import BITS, Mark, PartKind
+from memsize.checkpoints.contents import Mark, PartKind
 from memsize.checkpoints.pickle_values import Blob, Composite, Dict, Global, Object, StorageValue, TensorValue
 from memsize.checkpoints.source import DEEPEST, LONGEST_KEY, MOST_VALUES_SHOWN, Piece, Source, printable
 from memsize.errors import CheckpointError
 from memsize.records.byte_ownership import strided_extent
+from memsize.records.dtypes import BITS
 from memsize.records.trace import TensorSpec
 
 Keys = tuple[str, ...]

@@ -19,7 +19,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from memsize.checkpoints.contents import BITS, Contents, Mark, Storage, Use
+from memsize.checkpoints.contents import Contents, Mark, Storage, Use
 from memsize.checkpoints.pickle_values import Dict, StorageValue, is_allowed
 from memsize.checkpoints.pickle_walk import PickleContents, walk
 from memsize.checkpoints.source import (
@@ -32,6 +32,7 @@ from memsize.checkpoints.source import (
     printable,
 )
 from memsize.checkpoints.unpickler import Unpickler
+from memsize.records.dtypes import BITS
 
 _LOCAL, _END, _DESCRIPTOR = b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08"
 _END_SIZE, _LOCAL_SIZE, _LONGEST_COMMENT = 22, 30, 0xFFFF

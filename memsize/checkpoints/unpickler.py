@@ -16,8 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, BinaryIO, ClassVar
 
-from memsize.checkpoints.contents import STORAGES
 from memsize.checkpoints.pickle_values import (
+    STORAGES,
     Blob,
     Composite,
     Dict,

@@ -12,30 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from memsize.errors import InputError, UnknownInputError, quoted
+from memsize.records.dtypes import ALIASES, BITS
 
 _USUAL = tuple(
     "float32 float16 bfloat16 float64 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
     "complex32 complex64 complex128 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool".split()
 )
-_BITS = ("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
-_SHORT = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
-DTYPES = (*_USUAL, "float4_e2m1fn_x2", *_SHORT, *_BITS)
+DTYPES = tuple(name for name in BITS if not name.startswith(("q", "bc")))
 """The dtypes an input can have, by torch's own names; quantized ones need scales, which no shape gives."""
 
-_ALIASES = {
-    "float": "float32",
-    "half": "float16",
-    "double": "float64",
-    "fp32": "float32",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "long": "int64",
-    "int": "int32",
-    "short": "int16",
-    "chalf": "complex32",
-    "cfloat": "complex64",
-    "cdouble": "complex128",
-}
+_ALIASES = {**ALIASES, "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Torch's second names, and the short ones that scenarios go by."""
 
 _SCALAR = "()"

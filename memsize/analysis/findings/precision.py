@@ -6,24 +6,23 @@ from collections.abc import Iterator
 
 from memsize.analysis.findings.evidence import Crossover, Evidence, bytes_of, layers_of
 from memsize.records.aggregates import stored_dtypes
+from memsize.records.dtypes import FLOATS
 from memsize.records.finding import Finding, Rules, sizes
 from memsize.records.trace import StoredTensor
 from memsize.units import Bytes
 
 RULES = Rules[Evidence]()
 
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
-
 
 @RULES.rule("mixed-dtypes", "batch-norm-kept-fp32")
 def mixed_dtypes(evidence: Evidence) -> Iterator[Finding]:
     floats: dict[str, list[StoredTensor]] = {}
     for tensor in evidence.parameters:
-        if tensor.spec.dtype in _FLOATS and not tensor.parts:
+        if tensor.spec.dtype in FLOATS and not tensor.parts:
             floats.setdefault(tensor.spec.dtype, []).append(tensor)
     if len(floats) < 2:
         return
-    widest = max(floats, key=_FLOATS.index)
+    widest = max(floats, key=FLOATS.index)
     layers = layers_of(floats[widest])
     types = {layer.path: layer.type for layer in evidence.as_given.layers}
     shares = ", ".join(f"{dtype} {{{dtype}}}" for dtype in floats)
