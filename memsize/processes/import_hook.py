@@ -26,8 +26,8 @@ class ImportHook(MetaPathFinder):
         if not self._about(name):
             return None
         _, *others = dropwhile(lambda finder: finder is not self, [*sys.meta_path])
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
