@@ -1,4 +1,4 @@
-"""What Inductor's max-autotune takes while it measures kernels: copies of a product's operands, its result, a buffer.
+"""The memory in which Inductor's max-autotune measures kernels: copies of a product's operands, its result, a buffer.
 
 A product is measured when its graph is compiled: each kind once, and not at all where a cache on disk has its times.
 
