@@ -23,6 +23,7 @@ from tests.records import Concurrency, Interval
 
 OUTSIDE = Interval(2**30 // 100, 2**30 * 16 // 100)
 """0.01 to 0.16 GiB that a server takes beside the allocator and the context, as vLLM logs them."""
+MIB = 2**20
 
 pytest.importorskip("transformers")
 
@@ -102,8 +103,13 @@ def test_the_largest_step_has_the_tokens_and_the_logits_that_were_asked_for(conf
     # their values twice and three times pairs of 32-bit numbers, from 128 on places, and values and places again.
     assert of_a_row("vllm=0.9.2", 60, 120) == pytest.approx(2 + 4 + 4 + 8 + (2 * 4 + 3 * 8), rel=0.01)
     assert of_a_row("vllm=0.9.2", 128, 256) == pytest.approx(2 + 4 + 4 + 8 + (8 + 4 + 8), rel=0.01)
-    # Later releases sort nothing: logits in float32, shares, and random numbers.
+    # Later releases sort nothing: logits in float32, shares, and random numbers. The second model runner only copies.
     assert of_a_row("vllm=0.19.0", 128, 256) == pytest.approx(2 + 4 + 4 + 4, rel=0.01)
+    assert of_a_row("vllm=0.24.0", 128, 256) == pytest.approx(2 + 4, rel=0.01)
+    # From 0.27 on it counts generated tokens in 32 bits, and those of the prompt in one.
+    counts = 4 + 4 / 32
+    assert of_a_row("vllm=0.27.0", 128, 256) == pytest.approx(2 + 4 + counts, rel=0.01)
+    assert of_a_row("vllm=0.33.0", 128, 256) == pytest.approx(2 + 4 + 4 + 4 + counts, rel=0.01)
     most = profile("vllm=0.19.0", max_num_batched_tokens=60_000, max_num_seqs=1)
     # the residual stream, a layer's input and its result before the MLP; gate and up in one product, and their result;
     # sines and cosines, tokens and positions, and the workspace of cuBLAS
@@ -436,6 +442,98 @@ def test_defaults_are_those_of_the_release_on_the_card(config: Callable[..., str
     size = card("h100").bytes / 2**20
     share = round((size - (512 + 8192 * 1.5 + 256 * 2 + 128)) / size, 3)
     assert chosen("sglang=0.5.9", "h100") == (8192, 1, share, 1)
+
+
+def test_cards_before_ampere_are_left_to_engine_v0(config: Callable[..., str]) -> None:
+    """`_is_v1_supported_oracle`: V1 needs a compute capability of 8.0 in vLLM 0.8.0 to 0.10.1."""
+    target = config(**SMALL | {"max_position_embeddings": 20_000})
+
+    def of_step(release: str, gpu: str) -> tuple[Any, Any]:
+        report = memsize.serve(target, server=f"vllm={release}", gpu=gpu, scenarios="as-given")
+        assert report.asked["server"] == f"vLLM {release}"
+        return report.asked["batched_tokens"], report.asked["seqs"]
+
+    assert of_step("0.8.5", "t4") == (20_000, 256)  # a whole prompt
+    assert of_step("0.8.5", "l40s") == (2048, 256)
+    assert of_step("0.10.1", "t4") == (20_000, 256)
+    assert of_step("0.10.2", "t4") == (2048, 256)
+
+
+def test_the_sum_of_cards_is_a_tensor_of_its_own(config: Callable[..., str]) -> None:
+    """The result of an MLP, 4,096 tokens × 1,024 numbers of 2 bytes, and the sum of all cards' are there at once
+    (`GroupCoordinator.all_reduce` in distributed/parallel_state.py).
+    """
+    wide = SMALL | {"hidden_size": 1024, "num_attention_heads": 2, "head_dim": 16, "intermediate_size": 128}
+    before, after = (
+        memsize.serve(
+            config(**wide | {"vocab_size": 128}),
+            server=f"vllm={release}",
+            scenarios="as-given",
+            tensor_parallel_size=2,
+            max_model_len=1000,
+            max_num_batched_tokens=4096,
+            max_num_seqs=4,
+        )
+        .ran[0]
+        .profile
+        for release in ("0.6.4", "0.6.5")
+    )
+    assert after - before == 4096 * 1024 * 2
+
+
+def test_what_is_free_beside_the_weights_is_in_use_where_a_release_counts_segments(
+    config: Callable[..., str],
+) -> None:
+    """Weights of a small model lie in one segment of 2 MiB; vLLM 0.6.6 takes what is in use on the card less what is
+    allocated, vLLM 0.7.0 less what is reserved.
+    """
+    free, none = (
+        memsize.serve(config(**SMALL), server=f"vllm={release}", scenarios="as-given").ran[0]
+        for release in ("0.6.6", "0.7.0")
+    )
+    tables = 1000 * 16 * 2
+    padding = 2 * 28 * 64 * 2  # of 100 tokens to 128
+    assert free.weights == none.weights
+    assert free.non_torch.low - none.non_torch.low == 2 * MIB - (free.weights - tables - padding)
+
+
+@pytest.mark.parametrize(("release", "counts_of_llama"), [("0.22.0", True), ("0.24.0", False), ("0.29.0", True)])
+def test_the_second_model_runner_estimates_graphs_later(
+    release: str, counts_of_llama: bool, config: Callable[..., str]
+) -> None:
+    """It serves Llama from 0.23 on, but no quantized one, and mixtures of experts from 0.29 on."""
+    quantized = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    mixture = SMALL | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16}
+
+    def has_graphs(**entries: Any) -> bool:
+        row = memsize.serve(config(**entries), server=f"vllm={release}", scenarios="as-given").ran[0]
+        return row.graphs.high > 0
+
+    assert has_graphs(**SMALL) == counts_of_llama
+    assert has_graphs(**mixture)
+    assert has_graphs(**SMALL | quantized) == (release != "0.24.0")
+
+
+def test_cards_with_links_take_more_for_their_exchange(config: Callable[..., str]) -> None:
+    """0.93 to 2.15 GiB in logs of cards with NVLink, 0.20 to 0.36 over PCI Express."""
+    linked, unlinked = (
+        memsize.serve(config(**SMALL | {"vocab_size": 128}), gpu=gpu, tensor_parallel_size=2, **PLAIN).ran[0].non_torch
+        for gpu in ("h100", "l40s")
+    )
+    assert linked == (GiB * 93 // 100, GiB * 215 // 100)
+    assert unlinked == (GiB * 20 // 100, GiB * 36 // 100)
+
+
+def test_latent_attention_absorbs_its_projections(config: Callable[..., str]) -> None:
+    """vLLM 0.7.1 keeps products of them (attention/backends/mla/utils.py): of the queries with the keys, 16 × 4 heads
+    × 32, of the values with the output, 4 × 32 × 64, and the turned part of the queries, 16 × 4 × 8; in two layers.
+    """
+    entries = SMALL | KINDS["MLA"][0]
+    before, after = (
+        memsize.serve(config(**entries), server=f"vllm={release}", scenarios="as-given").ran[0].weights
+        for release in ("0.7.0", "0.7.1")
+    )
+    assert after - before == 2 * 4 * (16 * 32 + 32 * 64 + 16 * 8) * 2
 
 
 def test_a_release_between_two_that_were_read_says_so(config: Callable[..., str]) -> None:

@@ -134,7 +134,7 @@ def _one_of(gpus: int, model: ModelRequest, report_progress: Callable[[str], Non
     if not (isinstance(model.model, str) and model.model.startswith("hf:")):
         raise InputError("only a target such as hf:config.json can be divided among cards: its config says how")
     with model_of(model, report_progress) as loaded:
-        from memsize.workloads.serving import divided
+        from memsize.workloads.served_parts import divided
 
         entries = divided(loaded.model, gpus, loaded.name)
     return replace(model, arguments={**model.arguments, **entries})

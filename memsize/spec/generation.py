@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 from memsize.errors import InputError
 from memsize.records.gpu import Card
 from memsize.spec.options import check_fields, option
-from memsize.spec.servers import Rules, Setting, rules_of
+from memsize.spec.server_rules import PLAIN, Rules, ServedKind, Setting
+from memsize.spec.servers import engine_on, rules_of
 from memsize.spec.vary import Vary
 from memsize.units import parse_bytes
 
@@ -265,9 +266,9 @@ class Serving:
         """The rules of the server."""
         return rules_of(self.server)
 
-    def chosen(self, card: Card, context: int, *, images: bool = False) -> ServerArguments:
-        """Fill in what the server chooses on `card`, for requests of `context` tokens."""
-        rules = self.rules
+    def chosen(self, card: Card, context: int, *, images: bool = False, kind: ServedKind = PLAIN) -> ServerArguments:
+        """Fill in what the server chooses on `card`, for requests of `context` tokens to a model of a `kind`."""
+        rules = engine_on(self.rules.serving(kind), card)
         defaults = rules.choose(card, Setting(context, self.tensor_parallel_size, images))
         tokens = self.max_num_batched_tokens or defaults.tokens
         utilization = self.gpu_memory_utilization or defaults.utilization

@@ -4,129 +4,26 @@ Each `Change` was read in the source of the release that it names, as PyPI has i
 it is known, the pull request. A release between two that were read follows the earlier one, which `Rules.assumed` says.
 
 Known limits: defaults are those of the API server (`vllm serve`); an `LLM` in Python takes steps of twice as many
-tokens or more. vLLM's engine is V0 up to 0.7, and V1 from 0.8 on; its other engine, where a variable asked for it, is
-not covered. SGLang's releases after 0.5.9 size the cache after they captured CUDA graphs, which is not covered either.
+tokens or more. vLLM's engine is V0 up to 0.7, and V1 from 0.8 on, but for cards that it leaves to V0 (`engine_on`); the
+other engine, where a variable asked for it, is not covered. SGLang's releases after 0.5.9 size the cache after they
+captured CUDA graphs, which is not covered either.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 from memsize.errors import InputError, UnknownInputError, quoted
 from memsize.records.gpu import Card
+from memsize.spec.server_rules import Change, Choice, Defaults, Rules, ServedKind, Setting, Version
 from memsize.units import GiB, MiB
 
-Version = tuple[int, ...]
-Counted = Literal["all", "growth"]
-Sampler = Literal["sorts", "sorts in float32", "searches"]
-Products = Literal["unpacks", "copies", "reads"]
-Held = Literal["always", "but in Llama", "never"]
-
-
-class Defaults(NamedTuple):
-    """The arguments that a server chooses where they aren't given."""
-
-    utilization: float
-    tokens: int
-    seqs: int
-
-
-class Setting(NamedTuple):
-    """The base of defaults: the length of a request, the GPUs that share a layer, whether it reads images."""
-
-    context: int
-    tp: int = 1
-    images: bool = False
-
-
-Choice = Callable[[Card, Setting], Defaults]
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """One release of a server.
-
-    `choose` gives its defaults, `torch` is the PyTorch that it pins. It profiles its largest step, or (`profiles`
-    False) leaves the rest of the memory for it. Beside weights it counts what is allocated, or (`reserved`) the
-    segments; and of what lies outside PyTorch all there is on the card, or its growth since the CUDA context was there.
-    The sampler sorts logits (in the model's dtype, or in float32), or searches for thresholds. Products with packed
-    weights unpack them, copy their input, or do neither (`products`). An MLP has the result of its first product
-    (`gate`) until its end in each model or in those that do not share Llama's code; never where the model is compiled.
-    Images are encoded in the step itself, one for each sequence, or before it (`encodes_first`), as many as the tokens
-    of a step may stand for.
-
-    Layers with a window have blocks of their own where `windows`; layers of two kinds are padded to equally many where
-    one has less than `padding` times as many as the other. `in_flight` are the steps whose tokens a window waits for.
-    The cache's size in tokens is that of as many whole requests as it holds where `by_requests`. An estimate of the
-    memory of CUDA graphs is taken off where `graphs`. Blocks are for `block` tokens by default.
-    """
-
-    server: str
-    version: Version
-    choose: Choice
-    torch: str
-    block: int = 16
-    profiles: bool = True
-    reserved: bool = False
-    outside: Counted = "growth"
-    sampler: Sampler = "sorts in float32"
-    products: Products = "reads"
-    gate: Held = "never"
-    encodes_first: bool = False
-    windows: bool = False
-    padding: float = 1
-    in_flight: int = 1
-    by_requests: bool = False
-    graphs: bool = False
-    unread: tuple[str, str] | None = None
-
-    @property
-    def name(self) -> str:
-        """``vLLM 0.9.2``."""
-        return f"{self.server} {'.'.join(map(str, self.version))}"
-
-    def holds_gate(self, model_type: str) -> bool:
-        """Whether an MLP of such a model has the result of its first product until its end."""
-        return self.gate == "always" or (self.gate == "but in Llama" and model_type not in ("llama", "mistral"))
-
-    @property
-    def assumed(self) -> Iterator[str]:
-        """Assumptions for the report."""
-        if self.unread:
-            earlier, later = self.unread
-            yield (
-                f"{self.name} was not read: it follows {self.server} {earlier}, and what changed up to {later} may "
-                "be in it already"
-            )
-        if self.graphs:
-            yield (
-                f"{self.name} takes its estimate of the CUDA graphs' memory off the cache: of 0.26 to 4.38 GiB in "
-                "public logs (vllm-project/vllm#30515, #37296); nothing with --enforce-eager"
-            )
-        else:
-            yield f"CUDA graphs come on top of what {self.name} may take"
-        if not self.profiles:
-            yield f"{self.name} measures no step: it leaves the rest of the memory for steps and CUDA graphs"
-        if self.by_requests:
-            yield f"{self.name} gives the cache's size as the tokens of as many whole requests as it holds"
-
-
-GRAPHS: Final = (round(0.26 * GiB), round(4.38 * GiB))
-"""The least and the most that vLLM's logs call the estimated memory of CUDA graphs (vllm-project/vllm#30515, 0.26 GiB;
-0.36 in gpustack/runner#251; 1.10; 4.38 in vllm-project/vllm#37296).
-"""
-
-
-class Change(NamedTuple):
-    """A release that changed some entries of `Rules`."""
-
-    since: Version
-    source: str
-    rules: dict[str, Any]
-
+_V1: Final = (0, 8, 0)
+_BEFORE_V1: Final = (0, 7, 3)
+_LAST_V0: Final = (0, 10, 1)
 
 # -- vLLM's defaults ---------------------------------------------------------------------------------------------------
 
@@ -169,12 +66,24 @@ def _by_size(utilization: float = 0.9, *, a100: bool = False, largest: int = 819
     return choose
 
 
+_DENSE: Final = ("Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
+_ALSO: Final = ("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM")
+
+
+def _as_given(architectures: Sequence[str]) -> Callable[[ServedKind], bool]:
+    return lambda kind: kind.architecture in architectures and not kind.is_quantized
+
+
+def _dense(kind: ServedKind) -> bool:
+    return not kind.has_states and (not kind.has_experts or kind.architecture in _ALSO)
+
+
 _ENDLESS: Final = 10**12
 _VLLM: Final = (
     Change(
         (0, 4, 1),
         "worker/worker.py, worker/model_runner.py, model_executor/layers/sampler.py, config.py",
-        {"choose": _prompts(_ENDLESS, 0), "torch": "2.2", "reserved": True, "sampler": "sorts"}
+        {"choose": _prompts(_ENDLESS, 0), "torch": "2.2", "reserved": True, "sampler": "sorts", "sums_beside": False}
         | {"products": "unpacks", "gate": "always"},
     ),
     Change((0, 4, 3), "layers/quantization/gptq_marlin.py; requirements", {"products": "copies", "torch": "2.3"}),
@@ -186,14 +95,24 @@ _VLLM: Final = (
     Change(
         (0, 6, 4),
         "worker/worker.py: peaks as allocated, and the whole card's use beside them; models/llama.py; requirements",
-        {"reserved": False, "outside": "all", "gate": "but in Llama", "torch": "2.5"},
+        {"reserved": False, "outside": "all", "slack": True, "gate": "but in Llama", "torch": "2.5"},
     ),
-    Change((0, 6, 6), "worker/worker.py, utils.py `memory_profiling` (pull request 10511)", {"outside": "growth"}),
-    Change((0, 7, 0), "config.py: chunks of 2,048 tokens", {"choose": _prompts(32_768, 2048)}),
+    Change(
+        (0, 6, 5),
+        "worker/worker.py, utils.py `memory_profiling` (pull request 10511); distributed/parallel_state.py",
+        {"outside": "growth", "sums_beside": True},
+    ),
+    Change(
+        (0, 7, 0),
+        "config.py: chunks of 2,048 tokens; utils.py: less `memory_reserved` (pull request 12126)",
+        {"choose": _prompts(32_768, 2048), "slack": False},
+    ),
+    Change((0, 7, 1), "attention/backends/mla/utils.py", {"absorbs": True}),
     Change(
         (0, 8, 0),
         "envs.py: V1, whose models are compiled; v1/worker/gpu_worker.py; engine/arg_utils.py; requirements",
-        {"outside": "all", "gate": "never", "encodes_first": True, "choose": _by_name(1024), "torch": "2.6"},
+        {"outside": "all", "slack": True, "gate": "never", "absorbs": False, "encodes_first": True}
+        | {"choose": _by_name(1024), "torch": "2.6"},
     ),
     Change((0, 8, 4), "engine/arg_utils.py: 256 sequences but on H100 and H200", {"choose": _by_name(256)}),
     Change(
@@ -205,7 +124,7 @@ _VLLM: Final = (
     Change(
         (0, 9, 1),
         "v1/worker/gpu_worker.py (pull request 19312); v1/core/kv_cache_utils.py: groups of layers",
-        {"outside": "growth", "windows": True},
+        {"outside": "growth", "slack": False, "windows": True},
     ),
     Change((0, 10, 2), "requirements", {"torch": "2.8"}),
     Change((0, 12, 0), "v1/core/kv_cache_utils.py: 1.25 times; requirements", {"padding": 1.25, "torch": "2.9"}),
@@ -217,22 +136,31 @@ _VLLM: Final = (
         {"graphs": True, "choose": _by_size(0.92), "torch": "2.11"},
     ),
     Change((0, 21, 0), "v1/core/kv_cache_utils.py: concurrency times length (issue 43308)", {"by_requests": True}),
+    Change((0, 22, 0), "config/vllm.py `_is_default_v2_model_runner_model`", {"second": _as_given(_DENSE[:1])}),
+    Change((0, 23, 0), "the same: Llama and Mistral", {"second": _as_given(_DENSE)}),
+    Change((0, 24, 0), "the same", {"second": lambda kind: kind.architecture in (*_DENSE, *_ALSO)}),
+    Change((0, 25, 1), "the same: each dense model", {"second": _dense}),
     Change(
         (0, 26, 0),
         "config/vllm.py `max_in_flight_tokens`, v1/kv_cache_interface.py (issue 49878): two steps are in flight",
         {"in_flight": 2},
     ),
-    Change((0, 27, 0), "utils/mem_utils.py `total_consumed`; requirements", {"torch": "2.13"}),
+    Change(
+        (0, 27, 0),
+        "utils/mem_utils.py `total_consumed`: all that is in use; v1/worker/gpu/sample/penalties.py; requirements",
+        {"slack": True, "counts": True, "torch": "2.13"},
+    ),
     Change((0, 28, 0), "engine/arg_utils.py: cards of 160 GiB", {"choose": _by_size(0.92, largest=16_384)}),
+    Change((0, 29, 0), "config/vllm.py `use_v2_model_runner`: each model", {"second": lambda _: True}),
     Change((0, 33, 0), "requirements", {"torch": "2.14"}),
 )
 _VLLM_READ: Final = (
-    "0.4.1 0.4.3 0.5.0 0.5.5 0.6.0 0.6.4 0.6.6 0.7.0 0.7.3 0.8.0 0.8.4 0.8.5 0.9.0 0.9.1 0.9.2 0.10.0 0.10.1 0.10.2 "
-    "0.11.0 0.12.0 0.13.0 0.14.0 0.16.0 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0 0.22.0 0.23.0 0.24.0 0.25.1 0.26.0 0.27.0 "
-    "0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0"
+    "0.4.1 0.4.3 0.5.0 0.5.5 0.6.0 0.6.4 0.6.5 0.6.6 0.7.0 0.7.1 0.7.3 0.8.0 0.8.4 0.8.5 0.9.0 0.9.1 0.9.2 0.10.0 "
+    "0.10.1 0.10.2 0.11.0 0.12.0 0.13.0 0.14.0 0.16.0 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0 0.22.0 0.23.0 0.24.0 0.25.1 "
+    "0.26.0 0.27.0 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0"
 )
 _VLLM_UNREAD: Final = (
-    "0.4.2 0.5.1 0.5.2 0.5.3 0.5.4 0.6.1 0.6.2 0.6.3 0.6.5 0.7.1 0.7.2 0.8.1 0.8.2 0.8.3 0.11.1 0.11.2 0.14.1 "
+    "0.4.2 0.5.1 0.5.2 0.5.3 0.5.4 0.6.1 0.6.2 0.6.3 0.7.2 0.8.1 0.8.2 0.8.3 0.11.1 0.11.2 0.14.1 "
     "0.15.0 0.15.1 0.17.1 0.18.1 0.19.1 0.20.1 0.20.2 0.22.1 0.25.0 0.27.1"
 )
 
@@ -291,7 +219,7 @@ def _by_tokens(graphs_of_small: int) -> Callable[[float, int, int], float]:
 
 
 _CHUNKS: Final[_Tiers] = ((35, 2048), (60, 4096), (160, 8192))
-_SGLANG_RULES: Final = {"profiles": False, "block": 1, "windows": False}
+_SGLANG_RULES: Final = {"profiles": False, "slack": True, "block": 1, "windows": False}
 _SGLANG: Final = (
     Change((0, 4, 2), "srt/server_args.py", {"choose": _by_gpus(), "torch": "2.5", **_SGLANG_RULES}),
     Change((0, 4, 6), "the same: large cards; pyproject.toml", {"choose": _by_gpus(large=True), "torch": "2.6"}),
@@ -352,6 +280,16 @@ def rules_of(text: str | None) -> Rules:
         if any(earlier < change.since <= later for change in server.changes):
             entries["unread"] = (".".join(map(str, earlier)), ".".join(map(str, later)))
     return Rules(server.title, version, **entries)
+
+
+def engine_on(rules: Rules, card: Card) -> Rules:
+    """The rules of vLLM on `card`: those of its engine V0 where that still runs on cards before Ampere
+    (`_is_v1_supported_oracle` in engine/arg_utils.py).
+    """
+    if rules.server != "vLLM" or not _V1 <= rules.version <= _LAST_V0 or card.capability >= (8, 0):
+        return rules
+    engine = rules_of(f"vllm={'.'.join(map(str, _BEFORE_V1))}")
+    return replace(engine, version=rules.version, torch=rules.torch, products=rules.products, unread=rules.unread)
 
 
 def _version(text: str) -> Version:

@@ -1,10 +1,11 @@
-"""The largest step of a server, and the part of a model that each of its GPUs stores.
+"""The largest step of a server.
 
 The step is what vLLM runs to find out how much memory is left for the cache (`profile_run` of its model runners): a
 forward, without a cache, of all the tokens that a step may have; the head on one row of each sequence; and a sampling
 by top-k and top-p. That sorts the logits (`vllm/model_executor/layers/sampler.py` in V0, `vllm/v1/sample/ops/
 topk_topp_sampler.py` in V1), or searches for thresholds (`topk_topp_triton.py`, FlashInfer's
-`top_k_top_p_sampling_from_logits`), which makes two copies of them.
+`top_k_top_p_sampling_from_logits`), which makes two copies of them. The second model runner makes one
+(`vllm/v1/worker/gpu/sample/sampler.py`).
 
 The forward is transformers' own, but for what vLLM has one kernel for: a norm makes nothing beside its result
 (`vllm/model_executor/layers/layernorm.py`), the gate of an MLP is one product with what it is multiplied by
@@ -14,9 +15,6 @@ The forward is transformers' own, but for what vLLM has one kernel for: a norm m
 
 from __future__ import annotations
 
-import copy
-import inspect
-import sys
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +28,7 @@ from memsize.known_values.values import set_filled
 from memsize.model.input_tensors import ModelInputs
 from memsize.records.trace import Trace
 from memsize.spec.model_request import Call
-from memsize.spec.servers import Products, Sampler
+from memsize.spec.server_rules import Products, Sampler
 from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Run, Setup
 from memsize.workloads import Inference, Proof, Workload
@@ -50,7 +48,8 @@ _TOKEN = 3
 class ProfileRun(Workload):
     """One step without a cache: the last tokens of `seqs` texts are sampled by `sampler`; `tp` cards share the
     vocabulary. `products` is how packed weights are multiplied by; `holds_gate` says that a gated MLP has the result of
-    its first product to its end. Images that are among the inputs are read too where it runs `with_images`.
+    its first product to its end. Images that are among the inputs are read too where it runs `with_images`. The sum
+    of what the cards computed of a layer is a tensor of its own where it `sums_beside`.
     """
 
     seqs: int
@@ -59,6 +58,7 @@ class ProfileRun(Workload):
     products: Products = "reads"
     holds_gate: bool = False
     with_images: bool = False
+    sums_beside: bool = False
 
     @property
     def proof(self) -> Proof:
@@ -146,6 +146,8 @@ def text_model(model: nn.Module, name: str) -> tuple[Any, nn.Module]:
 def _sampled(logits: torch.Tensor, sampler: Sampler) -> torch.Tensor:
     if sampler != "sorts":
         logits = logits.float()
+    if sampler == "copies":
+        return logits.argmax(dim=-1)
     if sampler != "searches":
         ordered, places = logits.sort(dim=-1)
         ordered.masked_fill_(ordered < ordered[:, :1], -torch.inf)
@@ -164,7 +166,7 @@ def _fuse(body: nn.Module, run: ProfileRun, packed: Set[str]) -> None:
     for path, module in body.named_modules():
         experts = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
         if all(isinstance(weight, torch.Tensor) and weight.dim() == 3 for weight in experts):
-            vars(module)["forward"] = partial(_experts, module)
+            vars(module)["forward"] = partial(_experts, module, run.sums_beside)
         elif type(module).__name__.endswith("RMSNorm"):
             vars(module)["forward"] = _norm
         elif path in packed and isinstance(module, nn.Linear):
@@ -253,7 +255,7 @@ def _gated(module: Any, run: ProfileRun, is_packed: bool, states: torch.Tensor) 
     if not run.holds_gate:
         del both
     result: torch.Tensor = module.down_proj(activated)
-    return result
+    return torch.empty_like(result) if run.sums_beside else result
 
 
 def _product(module: nn.Linear, products: Products, states: torch.Tensor) -> torch.Tensor:
@@ -281,7 +283,9 @@ def _norm(states: torch.Tensor, *_: Any, **_options: Any) -> torch.Tensor:
     return torch.empty_like(states)
 
 
-def _experts(module: Any, states: torch.Tensor, chosen: torch.Tensor, *_: Any, **_options: Any) -> torch.Tensor:
+def _experts(
+    module: Any, sums_beside: bool, states: torch.Tensor, chosen: torch.Tensor, *_: Any, **_options: Any
+) -> torch.Tensor:
     """The experts' products, in place: one buffer for what goes in and out of the activation, one for its result."""
     width = states.shape[-1]
     inner = module.down_proj[0].numel() // width
@@ -289,106 +293,4 @@ def _experts(module: Any, states: torch.Tensor, chosen: torch.Tensor, *_: Any, *
     products = states.new_empty(rows * max(2 * inner, width))
     activated = states.new_empty(rows, inner)
     del products, activated
-    return states
-
-
-# -- what only a server stores -----------------------------------------------------------------------------------------
-
-
-def rotary_tables(model: Any) -> int:
-    """Bytes of vLLM's tables of sines and cosines, one for each kind of rotary embedding: all positions times the width
-    that is turned, in the dtype of the model (`vllm/model_executor/layers/rotary_embedding`, `get_rope`).
-    """
-    config = text_config(model)
-    rope = getattr(config, "rope_parameters", None)
-    if not rope:
-        return 0
-    layers = list(getattr(config, "layer_types", None) or ())
-    tables: dict[tuple[object, ...], int] = {}
-    for kind, entries in ({kind: own for kind, own in rope.items() if isinstance(own, dict)} or {"": rope}).items():
-        own = config
-        if getattr(config, "per_layer_config", None) and kind in layers:
-            own = config.per_layer_config[layers.index(kind)]
-        of_head = getattr(own, "qk_rope_head_dim", None) or getattr(own, "head_dim", None)
-        of_head = int(of_head or own.hidden_size // own.num_attention_heads)
-        width = int(of_head * entries.get("partial_rotary_factor", 1))
-        key = *sorted((name, str(entry)) for name, entry in entries.items()), width
-        tables[key] = _positions(config, entries) * width
-    return sum(tables.values()) * int(model.dtype.itemsize)
-
-
-def _positions(config: Any, rope: dict[str, Any]) -> int:
-    kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1
-    positions = config.max_position_embeddings
-    if kind == "yarn":
-        positions = rope.get("original_max_position_embeddings") or positions
-    return int(positions * factor) if kind in ("yarn", "linear", "dynamic") else int(positions)
-
-
-def vocabulary_padding(model: Any) -> int:
-    """Bytes of the rows that vLLM adds to embedding and head, so that they are a multiple of 64
-    (`vllm/model_executor/layers/vocab_parallel_embedding.py`).
-    """
-    weights = {
-        id(layer.weight): layer.weight
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings())
-        if isinstance(getattr(layer, "weight", None), torch.Tensor)
-    }
-    return sum(-len(weight) % _PADDED * weight[0].numel() * weight.itemsize for weight in weights.values())
-
-
-# -- one GPU's part ---------------------------------------------------------------------------------------------------
-
-
-def divided(model: Any, tp: int, name: str) -> dict[str, object]:
-    """Compute the config entries of one GPU's part of a model of transformers, as vLLM divides it.
-
-    Heads, the width between the layers of an MLP and the vocabulary are divided; fewer key-value heads than GPUs are
-    repeated (`vllm/model_executor/models/llama.py`). The vocabulary is first padded to a multiple of 64
-    (`vllm/model_executor/layers/vocab_parallel_embedding.py`). Raises `InputError` where `tp` GPUs cannot share the
-    model.
-    """
-    config = getattr(model, "config", None)
-    if config is None:
-        raise InputError(f"{name} has no config: without it memsize cannot divide it among cards")
-    entries = vars(config)
-    missing = [entry for entry in ("num_attention_heads", "num_key_value_heads", "vocab_size") if entry not in entries]
-    if missing or not (hasattr(config, "head_dim") or _reads_head_dim(model)):
-        entry = (missing or ["head_dim"])[0]
-        raise InputError(f"{name} has no {entry} in its config: without it memsize cannot divide it among cards")
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    _whole(heads, tp, "attention heads", name)
-    if groups % tp and tp % groups:
-        raise InputError(f"{name} has {groups} heads of keys and values: {tp} cards can neither divide nor repeat them")
-    part: dict[str, object] = {
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "num_attention_heads": heads // tp,
-        "num_key_value_heads": max(groups // tp, 1),
-        "vocab_size": _whole(-(-config.vocab_size // _PADDED) * _PADDED, tp, "padded tokens in its vocabulary", name),
-        "pad_token_id": None,  # it may be in another card's part
-    }
-    widths = {entry: entries[entry] for entry in _WIDTHS if entries.get(entry)}
-    return part | {entry: _whole(width, tp, f"as its {entry}", name) for entry, width in widths.items()}
-
-
-def part_of(model: Any, tp: int, name: str) -> nn.Module:
-    """Build, on meta, the part of a model of transformers that one of `tp` GPUs stores. Raises as `divided` does."""
-    entries = divided(model, tp, name)
-    config = copy.deepcopy(model.config)
-    for entry, value in entries.items():
-        setattr(config, entry, value)
-    with torch.device("meta"):
-        part: nn.Module = type(model)._from_config(config, dtype=model.dtype)
-    part.generation_config = model.generation_config
-    return part.eval()
-
-
-def _reads_head_dim(model: Any) -> bool:
-    """Whether a model whose config has no width of heads, such as Qwen2, takes one that is set."""
-    return 'getattr(config, "head_dim"' in inspect.getsource(sys.modules[type(model).__module__])
-
-
-def _whole(count: int, tp: int, what: str, name: str) -> int:
-    if count % tp:
-        raise InputError(f"{name} has {count:,} {what}: tp {tp} does not divide them")
-    return count // tp
+    return torch.empty_like(states) if sums_beside else states

@@ -31,7 +31,7 @@ from memsize.torch_internals.pytree import tensors_in
 from memsize.tracing.run import Setup
 from memsize.virtual.region import VirtualMachine
 from memsize.workloads.optimizers import make_optimizer
-from memsize.workloads.serving import part_of
+from memsize.workloads.served_parts import part_of
 
 TOKENS = 1024
 """Tokens per part."""

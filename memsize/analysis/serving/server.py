@@ -19,9 +19,8 @@ from memsize.analysis.runner import Runner
 from memsize.analysis.serving.kv_blocks import STATE, BlockLayout, block_layout, state_bytes
 from memsize.analysis.serving.server_remedies import ServedModel, arguments_of, remedies_for_server
 from memsize.device.cuda_context import code_of_libraries, cuda_context
-from memsize.device.cuda_libraries import COMMUNICATOR
 from memsize.device.gpu_estimate import estimate_gpu
-from memsize.device.replay import replay
+from memsize.device.replay import Levels, replay
 from memsize.errors import ForwardError, InputError, ScenarioError
 from memsize.loading.hubs import checkpoint_config_of
 from memsize.model.input_tensors import ModelInputs
@@ -34,21 +33,20 @@ from memsize.records.serving import ServingReport, ServingRow
 from memsize.records.trace import Trace
 from memsize.spec.generation import KV_BYTES, Generation, ServerArguments, Serving
 from memsize.spec.scenario import Scenario
-from memsize.spec.servers import GRAPHS, Rules
+from memsize.spec.server_rules import GRAPHS, Rules
 from memsize.spec.stack import Stack
 from memsize.units import GiB
 from memsize.workloads.generation import GenerationSteps, Prompts, positions
 from memsize.workloads.kv_caches import CachedLayer
+from memsize.workloads.served_parts import has_states, latent_copies, rotary_tables, vocabulary_padding
 from memsize.workloads.serving import (
     ImageRun,
     ProfileRun,
     image_encoder,
     reads_images,
-    rotary_tables,
     text_config,
     text_model,
     text_only,
-    vocabulary_padding,
 )
 
 OUTSIDE: Final = Interval(GiB // 100, GiB * 16 // 100)
@@ -56,8 +54,17 @@ OUTSIDE: Final = Interval(GiB // 100, GiB * 16 // 100)
 its CUDA context: 0.01 to 0.08 GiB, 0.12 and 0.16 on H100s (vllm-project/vllm#12126). It is the code of PyTorch's
 libraries and of vLLM's own kernels, of which only the former is counted by `memsize.device.cuda_context`.
 """
-_COMMUNICATORS: Final = 2
-"""NCCL's communicators of cards that share layers: PyTorch's and vLLM's own (`distributed/device_communicators`)."""
+LINKED: Final = Interval(GiB * 93 // 100, GiB * 215 // 100)
+"""The same on each of several cards with NVLink that share layers: 0.93 to 2.15 GiB on sixteen A100s, 2.10 on eight,
+1.38 on two H200s, 0.95 on four cards of 184 GiB. It is the buffers of NCCL's communicators, PyTorch's and vLLM's own
+(`distributed/device_communicators`), and those of vLLM's all-reduce.
+"""
+UNLINKED: Final = Interval(GiB * 20 // 100, GiB * 36 // 100)
+"""The same where cards exchange over PCI Express: 0.20 GiB on four RTX 2080 Ti and on sixteen RTX 3090
+(vllm-project/vllm#14447), 0.24 on sixteen RTX 4090, 0.30 on two L40S (#15815), 0.36 on four cards of 44.4 GiB.
+"""
+_NVLINK: Final = ("V100", "A100", "H100 80GB", "GH200", "H200", "B200", "B300")
+"""Cards that have NVLink in most servers; an H100 NVL or an RTX 3090 has it where a bridge was added."""
 _WEIGHTS = ("parameter", "buffer")
 _PRODUCTS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that vLLM and SGLang compute in one product (`QKVParallelLinear` and `MergedColumnParallelLinear` in vLLM's
@@ -77,8 +84,6 @@ _ENCODER = (
     "so that the cache has at least these blocks"
 )
 _ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lets it"
-_STATEFUL = ("linear", "mamba", "recurrent", "conv")
-"""Words in the names of layers that keep a state."""
 _PLAIN = (
     "layers with a state run transformers' plain PyTorch code, which needs far more for a moment than a server's "
     "kernels: the cache has at least these blocks"
@@ -86,11 +91,12 @@ _PLAIN = (
 
 
 class Profile(NamedTuple):
-    """A largest step: the bytes of the weights, those that it needs beyond them, those that are free in its segments,
-    and the ops that it runs.
+    """A largest step: the bytes of the weights, those that are free in their segments, those that the step needs beyond
+    them, those that are free in its segments, and the ops that it runs.
     """
 
     weights: int
+    slack: int
     step: int
     free: int
     ops: frozenset[str]
@@ -238,22 +244,23 @@ class Server:
 
     def _outside(self, profile: Profile, served: ServerArguments) -> Interval:
         """Memory taken beside tensors, as the release counts it: outside PyTorch, and where it counts segments also
-        what is free in them, which depends on the order of all allocations.
+        what is free in them; in those of a step that depends on the order of all allocations.
         """
-        stack = self._stack(served)
-        if served.rules.outside == "all":
-            outside = cuda_context(self.runner.gpu, stack, profile.ops)
-        else:
-            code = code_of_libraries(self.runner.gpu, stack, profile.ops)
-            outside = Interval(max(code.low, OUTSIDE.low), max(code.high, OUTSIDE.high))
-        if served.rules.profiles or served.kv_bytes is not None:
-            context = Interval(0, 0)
-        else:  # its share of memory is that of what was free beside the CUDA context
-            whole = cuda_context(self.runner.gpu, stack, ())
+        gpu, stack = self.runner.gpu, self._stack(served)
+        logged = OUTSIDE
+        if served.tp > 1:
+            logged = LINKED if any(name in gpu.name for name in _NVLINK) else UNLINKED
+        code = code_of_libraries(gpu, stack, profile.ops)
+        outside = Interval(max(code.low, logged.low), max(code.high, logged.high))
+        free = Interval(profile.slack, profile.slack + profile.free)
+        context = Interval(0, 0)
+        if not served.rules.profiles and served.kv_bytes is None:
+            # Its share of memory is that of what was free beside the CUDA context.
+            whole = cuda_context(gpu, stack, ())
             context = Interval(*(round(end * served.utilization) for end in whole))
-        groups = _COMMUNICATORS * COMMUNICATOR.high if served.tp > 1 else 0
-        beside = Interval(0, groups + profile.free)
-        return Interval(*(sum(ends) for ends in zip(outside, context, beside, strict=True)))
+        elif served.rules.outside == "all":
+            context = cuda_context(gpu, stack, ())
+        return Interval(*(sum(ends) for ends in zip(outside, context, free, strict=True)))
 
     def _stack(self, served: ServerArguments) -> Stack:
         """The stack of the request; where it names no PyTorch, the one that the server pins."""
@@ -269,13 +276,15 @@ class Server:
         seqs = served.seqs
         if in_step and image.tokens:  # each sequence has an image, whose tokens are those of a decoder too
             seqs = max(1, min(seqs, served.tokens // image.tokens))
-        length = served.tokens // seqs
+        length = served.tokens // seqs  # fewer than `seqs` tokens are left over
         inputs = self.prompts(length) if in_step else self._texts(length)
         holds_gate = rules.holds_gate(str(text_config(runner.model).model_type))
-        run = ProfileRun(seqs, served.tp, rules.sampler, rules.products, holds_gate, in_step)
-        trace = self._on(inputs, -(-served.tokens // length), served).run(run, scenario)
+        run = ProfileRun(
+            seqs, served.tp, rules.sampler, rules.products, holds_gate, in_step, served.tp > 1 and rules.sums_beside
+        )
+        trace = self._on(inputs, served.tokens // length, served).run(run, scenario)
         estimate = estimate_gpu(trace, runner.gpu)
-        step, free = estimate.allocated - weights_in(trace), estimate.reserved - estimate.allocated
+        step, free = estimate.allocated - weights_in(trace).allocated, estimate.reserved - estimate.allocated
         if has_images and rules.encodes_first:
             if image.tokens:  # as many images as the tokens of a step may stand for
                 images = max(1, min(max(served.tokens, image.tokens) // image.tokens, served.seqs))
@@ -283,14 +292,23 @@ class Server:
                 image = self._images(scenario, served, images)
             step = max(image.step, image.result + step)
         padding = vocabulary_padding(runner.model) if served.tp == 1 else 0  # a part of it is padded already
-        tables = rotary_tables(runner.model) + padding
+        quantized = checkpoint_config_of(runner.model) is not None
+        copies = latent_copies(runner.model, absorbed=rules.absorbs, quantized=quantized)
+        tables = rotary_tables(runner.model) + padding + copies
         ops = frozenset(distinct(trace.events, "op") - {""})
-        weights = weights_in(trace, _PRODUCTS) + tables
-        return Profile(weights, step if rules.profiles else 0, free if rules.reserved else 0, ops)
+        weights = weights_in(trace, _PRODUCTS)
+        slack = weights.reserved - weights.allocated if rules.slack else 0
+        if rules.counts:  # of each token of the vocabulary, in what was generated and (as bits) in the prompt
+            vocabulary = text_config(runner.model).vocab_size * served.tp
+            step += served.seqs * (vocabulary + -(-vocabulary // 32)) * 4
+        step, free = step if rules.profiles else 0, free if rules.reserved else 0
+        return Profile(weights.allocated + tables, slack, step, free, ops)
 
     def _on(self, inputs: ModelInputs, batch: int, served: ServerArguments) -> Runner:
         runner = self.runner.with_inputs(inputs, batch)
         runner.stack = self._stack(served)
+        # Before Ampere, servers have kernels of their own for attention, which need no scores either (XFormers).
+        runner.gpu = replace(runner.gpu, capability=max(runner.gpu.capability, (8, 0)))
         return runner
 
     def _texts(self, length: int) -> ModelInputs:
@@ -301,7 +319,7 @@ class Server:
             return Encoded(0, 0, 0)
         encoder = ImageRun()
         trace = self._on(self.prompts(MIXED), images, served).run(encoder, scenario)
-        step = estimate_gpu(trace, self.runner.gpu).allocated - weights_in(trace)
+        step = estimate_gpu(trace, self.runner.gpu).allocated - weights_in(trace).allocated
         return Encoded(encoder.tokens // images, step, encoder.bytes)
 
 
@@ -313,8 +331,8 @@ class Encoded(NamedTuple):
     result: int
 
 
-def weights_in(trace: Trace, products: Sequence[Sequence[str]] = ()) -> int:
-    """Bytes of the blocks of parameters and buffers, as they are when the model is loaded; those of layers that are
+def weights_in(trace: Trace, products: Sequence[Sequence[str]] = ()) -> Levels:
+    """Bytes of the blocks and segments of parameters and buffers when the model is loaded; those of layers that are
     computed in one of `products` are one tensor.
     """
     sizes: dict[object, int] = {}
@@ -327,7 +345,7 @@ def weights_in(trace: Trace, products: Sequence[Sequence[str]] = ()) -> int:
             tensor = (parent, product, met[storage.layer]) if product else event.storage
             met[storage.layer] += 1
             sizes[tensor] = sizes.get(tensor, 0) + event.delta
-    return replay(enumerate(sizes.values())).allocated.bytes
+    return replay(enumerate(sizes.values())).final
 
 
 def served_scenarios(scenarios: Sequence[Scenario], model: Any, rules: Rules) -> tuple[Scenario, ...]:
@@ -352,8 +370,6 @@ def served_scenarios(scenarios: Sequence[Scenario], model: Any, rules: Rules) ->
 
 
 def _check_states(config: Any, layers: Sequence[CachedLayer], name: str) -> None:
-    kinds = getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ()
-    is_stateful = any(word in str(kind) for kind in kinds for word in _STATEFUL)
-    hidden = is_stateful and not any(layer.states for layer in layers)
+    hidden = has_states(config) and not any(layer.states for layer in layers)
     if hidden or any(layer.kind == STATE and not layer.states for layer in layers):
         raise InputError(f"{name} keeps states in a form of its own: of those a paged server's blocks are not known")

@@ -10,12 +10,14 @@ from memsize.analysis.remedies import Ladder, Need, Remedy, RemedySearch, try_re
 from memsize.analysis.runner import Runner
 from memsize.device.cards import CARDS
 from memsize.errors import InputError
+from memsize.loading.hubs import checkpoint_config_of
 from memsize.records.fit import Remedied
 from memsize.records.gpu import Card
 from memsize.spec.generation import ServerArguments, Serving
 from memsize.spec.scenario import Scenario, quantized_from
 from memsize.units import format_bytes
-from memsize.workloads.serving import part_of, reads_images
+from memsize.workloads.served_parts import part_of, served_kind
+from memsize.workloads.serving import reads_images
 
 _UTILIZATION: Final = 0.95
 """The largest part of a GPU's memory that is tried."""
@@ -24,7 +26,8 @@ _CARDS: Final = (2, 4, 8)
 
 def arguments_of(runner: Runner, serving: Serving, context: int) -> ServerArguments:
     """The arguments of a server, with what it chooses for a model on its GPU."""
-    return serving.chosen(runner.gpu, context, images=reads_images(runner.model))
+    kind = served_kind(runner.model, is_quantized=checkpoint_config_of(runner.model) is not None)
+    return serving.chosen(runner.gpu, context, images=reads_images(runner.model), kind=kind)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,157 @@
+"""What a release of a server counts when it sizes its cache, and how its defaults are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NamedTuple
+
+from memsize.records.gpu import Card
+from memsize.units import GiB
+
+Version = tuple[int, ...]
+Counted = Literal["all", "growth"]
+Sampler = Literal["sorts", "sorts in float32", "searches", "copies"]
+Products = Literal["unpacks", "copies", "reads"]
+Held = Literal["always", "but in Llama", "never"]
+
+
+class Defaults(NamedTuple):
+    """The arguments that a server chooses where they aren't given."""
+
+    utilization: float
+    tokens: int
+    seqs: int
+
+
+class Setting(NamedTuple):
+    """The base of defaults: the length of a request, the GPUs that share a layer, whether it reads images."""
+
+    context: int
+    tp: int = 1
+    images: bool = False
+
+
+class ServedKind(NamedTuple):
+    """What decides by which of its model runners vLLM serves a model; `has_states` of layers such as Mamba's."""
+
+    architecture: str = ""
+    has_experts: bool = False
+    has_states: bool = False
+    is_quantized: bool = False
+
+
+PLAIN: Final = ServedKind()
+"""A dense model in the dtype of its config."""
+Choice = Callable[[Card, Setting], Defaults]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """One release of a server.
+
+    `choose` gives its defaults, `torch` is the PyTorch that it pins. It profiles its largest step, or (`profiles`
+    False) leaves the rest of the memory for it. Beside weights it counts what is allocated, or (`reserved`) the
+    segments; and of what lies outside PyTorch all there is on the card, or its growth since the CUDA context was there.
+    That is what is in use less what is allocated, or (`slack` False) less the segments. The sum of what cards computed
+    that share a layer is a tensor of its own where `sums_beside`.
+    The sampler sorts logits (in the model's dtype, or in float32), or searches for thresholds. Products with packed
+    weights unpack them, copy their input, or do neither (`products`). An MLP has the result of its first product
+    (`gate`) until its end in each model or in those that do not share Llama's code; never where the model is compiled.
+    Latent attention multiplies its projections beforehand where it `absorbs` them.
+    Images are encoded in the step itself, one for each sequence, or before it (`encodes_first`), as many as the tokens
+    of a step may stand for.
+
+    Layers with a window have blocks of their own where `windows`; layers of two kinds are padded to equally many where
+    one has less than `padding` times as many as the other. `in_flight` are the steps whose tokens a window waits for.
+    The cache's size in tokens is that of as many whole requests as it holds where `by_requests`. An estimate of the
+    memory of CUDA graphs is taken off where `graphs`. Blocks are for `block` tokens by default. `second` tells which
+    models the second model runner serves, whose counts of tokens are part of what is measured where `counts`.
+    """
+
+    server: str
+    version: Version
+    choose: Choice
+    torch: str
+    block: int = 16
+    profiles: bool = True
+    reserved: bool = False
+    outside: Counted = "growth"
+    slack: bool = False
+    sums_beside: bool = True
+    sampler: Sampler = "sorts in float32"
+    products: Products = "reads"
+    gate: Held = "never"
+    absorbs: bool = False
+    encodes_first: bool = False
+    windows: bool = False
+    padding: float = 1
+    in_flight: int = 1
+    by_requests: bool = False
+    graphs: bool = False
+    second: Callable[[ServedKind], bool] = lambda _: False
+    counts: bool = False
+    unread: tuple[str, str] | None = None
+
+    @property
+    def name(self) -> str:
+        """``vLLM 0.9.2``."""
+        return f"{self.server} {'.'.join(map(str, self.version))}"
+
+    def holds_gate(self, model_type: str) -> bool:
+        """Whether an MLP of such a model has the result of its first product until its end."""
+        return self.gate == "always" or (self.gate == "but in Llama" and model_type not in ("llama", "mistral"))
+
+    def serving(self, kind: ServedKind) -> Rules:
+        """The rules of the model runner that serves such a model. The second one samples from a copy of the logits in
+        float32, and at first did not estimate the memory of CUDA graphs (`profile_run` and `profile_cudagraph_memory`
+        in v1/worker/gpu/model_runner.py). It has two counts of each token of the vocabulary for each sequence.
+        """
+        if not self.second(kind):
+            return replace(self, counts=False)
+        sampler: Sampler = self.sampler if self.version >= _SAMPLES_IN_FULL else "copies"
+        return replace(self, sampler=sampler, graphs=self.graphs and self.version >= _ESTIMATES_GRAPHS)
+
+    @property
+    def assumed(self) -> Iterator[str]:
+        """Assumptions for the report."""
+        if self.unread:
+            earlier, later = self.unread
+            yield (
+                f"{self.name} was not read: it follows {self.server} {earlier}, and what changed up to {later} may "
+                "be in it already"
+            )
+        if self.graphs:
+            yield (
+                f"{self.name} takes its estimate of the CUDA graphs' memory off the cache: of 0.07 to 4.99 GiB in "
+                "public logs (vllm-project/vllm#30515, #37296); nothing with --enforce-eager"
+            )
+        else:
+            yield f"CUDA graphs come on top of what {self.name} may take"
+        if self.profiles and self.gate == "never":
+            yield (
+                "a first start also compiles the model, which may leave the cache less until the next start: in logs "
+                "up to 1.8 GiB (vllm-project/vllm#54122, #54383)"
+            )
+        if not self.profiles:
+            yield f"{self.name} measures no step: it leaves the rest of the memory for steps and CUDA graphs"
+        if self.by_requests:
+            yield f"{self.name} gives the cache's size as the tokens of as many whole requests as it holds"
+
+
+GRAPHS: Final = (round(0.07 * GiB), round(4.99 * GiB))
+"""The least and the most that vLLM's logs in public repositories call the estimated memory of CUDA graphs: 0.07 GiB for
+a model of 1.4 GiB, 0.53 and about 1.8 for Qwen2.5-7B on two cards, 1.10, 4.38 (vllm-project/vllm#37296) and 4.99 on
+four B300s. It measures two captures with `mem_get_info` and counts each other graph as the second of them, or 1 MiB
+(`profile_cudagraph_memory` in v1/worker/gpu_model_runner.py).
+"""
+_ESTIMATES_GRAPHS: Final = (0, 29, 0)
+_SAMPLES_IN_FULL: Final = (0, 33, 0)
+
+
+class Change(NamedTuple):
+    """A release that changed some entries of `Rules`."""
+
+    since: Version
+    source: str
+    rules: dict[str, Any]

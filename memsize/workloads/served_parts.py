@@ -1,0 +1,158 @@
+"""What one GPU of a server stores: its part of a model, and what only a server keeps beside the weights."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from memsize.errors import InputError
+from memsize.spec.server_rules import ServedKind
+from memsize.workloads.serving import text_config
+
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_STATEFUL = ("linear", "mamba", "recurrent", "conv")
+"""Words in the names of layers that keep a state."""
+_PADDED = 64
+
+
+def served_kind(model: Any, *, is_quantized: bool) -> ServedKind:
+    """The kind of a model of transformers."""
+    config = text_config(model)
+    architectures = getattr(model.config, "architectures", None) or [type(model).__name__]
+    has_experts = any(getattr(config, name, None) for name in _EXPERTS)
+    return ServedKind(architectures[0], has_experts, has_states(config), is_quantized)
+
+
+def has_states(config: Any) -> bool:
+    """Whether some layers keep a state, by their names in the config."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ()
+    return any(word in str(kind) for kind in kinds for word in _STATEFUL)
+
+
+# -- what only a server stores -----------------------------------------------------------------------------------------
+
+
+def rotary_tables(model: Any) -> int:
+    """Bytes of vLLM's tables of sines and cosines, one for each kind of rotary embedding: all positions times the width
+    that is turned, in the dtype of the model (`vllm/model_executor/layers/rotary_embedding`, `get_rope`).
+    """
+    config = text_config(model)
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return 0
+    layers = list(getattr(config, "layer_types", None) or ())
+    tables: dict[tuple[object, ...], int] = {}
+    for kind, entries in ({kind: own for kind, own in rope.items() if isinstance(own, dict)} or {"": rope}).items():
+        own = config
+        if getattr(config, "per_layer_config", None) and kind in layers:
+            own = config.per_layer_config[layers.index(kind)]
+        of_head = getattr(own, "qk_rope_head_dim", None) or getattr(own, "head_dim", None)
+        of_head = int(of_head or own.hidden_size // own.num_attention_heads)
+        width = int(of_head * entries.get("partial_rotary_factor", 1))
+        key = *sorted((name, str(entry)) for name, entry in entries.items()), width
+        tables[key] = _positions(config, entries) * width
+    return sum(tables.values()) * int(model.dtype.itemsize)
+
+
+def _positions(config: Any, rope: dict[str, Any]) -> int:
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1
+    positions = config.max_position_embeddings
+    if kind == "yarn":
+        positions = rope.get("original_max_position_embeddings") or positions
+    return int(positions * factor) if kind in ("yarn", "linear", "dynamic") else int(positions)
+
+
+def latent_copies(model: Any, *, absorbed: bool, quantized: bool) -> int:
+    """Bytes of what vLLM makes of the projections of latent attention beside them: their products where `absorbed`
+    (`W_Q_UK`, `W_UV_O` and `W_QR` in `vllm/attention/backends/mla/utils.py`), else a copy of the second one of keys and
+    values in the model's dtype where it is `quantized` (`process_weights_after_loading` of `mla/common.py`).
+
+    Known limit: products of fp8 weights, which are fp8 again, are counted in the model's dtype.
+    """
+    config = text_config(model)
+    rank = getattr(config, "kv_lora_rank", None)
+    if not rank:
+        return 0
+    if absorbed:
+        queries = config.q_lora_rank or config.hidden_size
+        of_head = rank * (queries + config.hidden_size) + queries * config.qk_rope_head_dim
+    elif quantized:
+        of_head = rank * (config.qk_nope_head_dim + config.v_head_dim)
+    else:
+        return 0
+    return int(config.num_hidden_layers * config.num_attention_heads * of_head * model.dtype.itemsize)
+
+
+def vocabulary_padding(model: Any) -> int:
+    """Bytes of the rows that vLLM adds to embedding and head, so that they are a multiple of 64
+    (`vllm/model_executor/layers/vocab_parallel_embedding.py`).
+    """
+    weights = {
+        id(layer.weight): layer.weight
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings())
+        if isinstance(getattr(layer, "weight", None), torch.Tensor)
+    }
+    return sum(-len(weight) % _PADDED * weight[0].numel() * weight.itemsize for weight in weights.values())
+
+
+# -- one GPU's part ---------------------------------------------------------------------------------------------------
+
+
+def divided(model: Any, tp: int, name: str) -> dict[str, object]:
+    """Compute the config entries of one GPU's part of a model of transformers, as vLLM divides it.
+
+    Heads, the width between the layers of an MLP and the vocabulary are divided; fewer key-value heads than GPUs are
+    repeated (`vllm/model_executor/models/llama.py`). The vocabulary is first padded to a multiple of 64
+    (`vllm/model_executor/layers/vocab_parallel_embedding.py`). Raises `InputError` where `tp` GPUs cannot share the
+    model.
+    """
+    config = getattr(model, "config", None)
+    if config is None:
+        raise InputError(f"{name} has no config: without it memsize cannot divide it among cards")
+    entries = vars(config)
+    missing = [entry for entry in ("num_attention_heads", "num_key_value_heads", "vocab_size") if entry not in entries]
+    if missing or not (hasattr(config, "head_dim") or _reads_head_dim(model)):
+        entry = (missing or ["head_dim"])[0]
+        raise InputError(f"{name} has no {entry} in its config: without it memsize cannot divide it among cards")
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    _whole(heads, tp, "attention heads", name)
+    if groups % tp and tp % groups:
+        raise InputError(f"{name} has {groups} heads of keys and values: {tp} cards can neither divide nor repeat them")
+    part: dict[str, object] = {
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "num_attention_heads": heads // tp,
+        "num_key_value_heads": max(groups // tp, 1),
+        "vocab_size": _whole(-(-config.vocab_size // _PADDED) * _PADDED, tp, "padded tokens in its vocabulary", name),
+        "pad_token_id": None,  # it may be in another card's part
+    }
+    widths = {entry: entries[entry] for entry in _WIDTHS if entries.get(entry)}
+    return part | {entry: _whole(width, tp, f"as its {entry}", name) for entry, width in widths.items()}
+
+
+def part_of(model: Any, tp: int, name: str) -> nn.Module:
+    """Build, on meta, the part of a model of transformers that one of `tp` GPUs stores. Raises as `divided` does."""
+    entries = divided(model, tp, name)
+    config = copy.deepcopy(model.config)
+    for entry, value in entries.items():
+        setattr(config, entry, value)
+    with torch.device("meta"):
+        part: nn.Module = type(model)._from_config(config, dtype=model.dtype)
+    part.generation_config = model.generation_config
+    return part.eval()
+
+
+def _reads_head_dim(model: Any) -> bool:
+    """Whether a model whose config has no width of heads, such as Qwen2, takes one that is set."""
+    return 'getattr(config, "head_dim"' in inspect.getsource(sys.modules[type(model).__module__])
+
+
+def _whole(count: int, tp: int, what: str, name: str) -> int:
+    if count % tp:
+        raise InputError(f"{name} has {count:,} {what}: tp {tp} does not divide them")
+    return count // tp
