@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,11 +17,14 @@ from benchmarks.published.rows import COUNTS, FOLDER, Compared, compared
 from benchmarks.published.shared import Gap
 from benchmarks.published.sources import NOT_COUNTED, SOURCES, Kind, MiB
 
+RANKS: Final = FOLDER.parents[1] / "docs" / "ranks_published.csv"
+"""What was compared of ranks of several GPUs."""
 GAPS: Final = FOLDER / "gaps.csv"
 """The errors of the rows whose figures are not part of the project."""
 LOW: Final = 0.01
 """From this share on, a prediction below the measurement counts as too low."""
 
+_OUTSIDE: Final = ("device", "outside")
 _ORDER: Final = get_args(Kind)
 _ELSEWHERE: Final = {
     "gpumemnet": ("200 perceptrons of the GPUMemNet data set", "device", "A100 40GB", "medium"),
@@ -60,7 +63,7 @@ class Group:
         sizes = sorted(abs(error.error) for error in errors)
         return cls(
             len(errors),
-            len({error.source.partition("/")[0] for error in errors}),
+            len({_published(error.source) for error in errors}),
             median(sizes),
             sizes[math.ceil(0.95 * len(sizes)) - 1],
             max((error.error for error in errors), key=abs),
@@ -69,15 +72,37 @@ class Group:
         )
 
 
+def _published(source: str) -> str:
+    """Where a source was published: the first part of its name, but for servers, whose logs have a source each."""
+    return source if source.startswith("server/") else source.partition("/")[0]
+
+
 def errors() -> list[Error]:
     """Every predicted row: those of the figures here, and those whose errors alone are kept."""
     own = [Error(row.row.source.kind, _figure(row), row.row.source.name, row.error, row.outside) for row in compared()]
     return [*own, *(Error(gap.kind, _ELSEWHERE[gap.source][1], gap.source, gap.error, gap.outside) for gap in gaps())]
 
 
+def measured() -> list[Error]:
+    """What PyTorch or a server measured, without what lies outside PyTorch: the rows here, and of the ranks of
+    docs/ranks_published.csv those that no setting was chosen to match.
+    """
+    own = [error for error in errors() if error.figure not in _OUTSIDE]
+    with RANKS.open(newline="", encoding="utf-8") as file:
+        lines = [line for line in csv.DictReader(file) if line["error"] or " to " in line["memsize"]]
+    return [*own, *(_of_ranks(line) for line in lines)]
+
+
+def _of_ranks(line: Mapping[str, str]) -> Error:
+    published = float(line["published"])
+    ends = [float(end) / published - 1 for end in line["memsize"].split(" to ")]
+    outside = 0.0 if ends[0] <= 0 <= ends[-1] else min(ends, key=abs)
+    return Error("one rank of several GPUs", line["figure"], line["program"], sum(ends) / len(ends), outside)
+
+
 def _figure(row: Compared) -> str:
     """The figure of a line: a server's are its cache, in any unit, and the parts of what it takes beside it."""
-    if row.row.source.kind != "servers":
+    if row.row.source.kind != "servers" or row.row.figure in _OUTSIDE:
         return row.row.figure
     return "cache" if row.row.figure in ("cache", *COUNTS) else "parts"
 
@@ -98,9 +123,8 @@ def keep(stored: Iterable[Gap]) -> None:
 
 
 def grouped() -> dict[tuple[str, str], Group]:
-    """The lines of the first table by kind and figure: what PyTorch measured, without what `nvidia-smi` shows."""
-    measured = [error for error in errors() if error.figure != "device"]
-    ordered = sorted(measured, key=lambda error: (_ORDER.index(error.kind), error.figure))
+    """The lines of the first table by kind and figure."""
+    ordered = sorted(measured(), key=lambda error: (_ORDER.index(error.kind), error.figure))
     return {key: Group.of(list(rows)) for key, rows in groupby(ordered, key=lambda error: (error.kind, error.figure))}
 
 
@@ -124,29 +148,25 @@ def summary() -> str:
 
 
 _GROUPS: Final = {
-    "encoders, forward and backward": "language models",
-    "decoders, forward and backward": "language models",
-    "transformers, whole steps": "language models",
-    "transformers, inference": "language models",
-    "LoRA and adapters": "language models",
-    "gated MLPs": "layers and losses of language models",
-    "mixtures of experts": "layers and losses of language models",
-    "norms and rotary embeddings": "layers and losses of language models",
-    "losses of language models": "layers and losses of language models",
-    "diffusion transformers, adapters": "diffusion and vision transformers",
-    "diffusion transformers, forward and backward": "diffusion and vision transformers",
-    "diffusion pipelines": "diffusion and vision transformers",
-    "vision transformers": "diffusion and vision transformers",
+    "transformers, whole steps": "language models, whole steps",
+    "transformers, inference": "generation and inference",
+    "LoRA and adapters": "fine-tuning with adapters",
+    "diffusion transformers, adapters": "fine-tuning with adapters",
+    "diffusion transformers, forward and backward": "diffusion pipelines and steps",
+    "diffusion pipelines": "diffusion pipelines and steps",
+    "gated MLPs": "gated MLPs and experts",
+    "mixtures of experts": "gated MLPs and experts",
+    "norms and rotary embeddings": "norms, rotary embeddings, losses",
+    "losses of language models": "norms, rotary embeddings, losses",
 }
-"""The README's names for kinds of workload that are alike; others have a line of their own."""
+"""The README's names for kinds of workload: those that are alike share a line."""
 
 
 def short() -> str:
     """The README's table: a line for each group of workloads, whichever figure was measured."""
     groups: dict[str, list[Error]] = {}
-    for error in sorted(errors(), key=lambda error: _ORDER.index(error.kind)):
-        if error.figure != "device":
-            groups.setdefault(_GROUPS.get(error.kind, error.kind), []).append(error)
+    for error in sorted(measured(), key=lambda error: _ORDER.index(error.kind)):
+        groups.setdefault(_GROUPS.get(error.kind, error.kind), []).append(error)
     head = ["workloads", "rows", "sources", "median error", "95 % within", "worst", "too low by more than 1 %"]
     lines = []
     for name, of_group in groups.items():

@@ -1,7 +1,9 @@
 """Logs of servers: what vLLM and SGLang said of the parts of a card's memory, and of the cache that was left.
 
-A row's words are the server's arguments, `model` (a config below), `gib` (the card's memory as the log has it) and the
-`figure`: GiB of the weights, the step, both at once (``peak``) or the cache, and the cache in blocks or tokens.
+A row's words are the server's arguments, `model` (a config below), `gib` (the card's memory as the log has it), `start`
+(where one that compiles and one that has what was compiled differ) and the
+`figure`: GiB of the weights, the step, both at once (``peak``), what is outside PyTorch or the cache, and the cache in
+blocks or tokens.
 """
 
 from __future__ import annotations
@@ -35,6 +37,20 @@ _QWEN_1B: Final = _QWEN | {
     "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
     "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
 }  # fmt: skip
+_QWEN_7B: Final = _QWEN | {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+_QWEN_3: Final = _QWEN_1B | {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "dtype": "bfloat16",
+}  # fmt: skip
+_QWEN_3_8B: Final = _QWEN_3 | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+}
 _GEMMA: Final = {
     "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "dtype": "bfloat16", "vocab_size": 262144,
     "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32,
@@ -49,6 +65,16 @@ _GEMMA_MOE: Final = _GEMMA | {
 }  # fmt: skip
 _GPTQ: Final = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
 _PACKED: Final = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+_OF_CHANNELS: Final = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+_FP4: Final = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+
+
+def _compressed(name: str, weights: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a checkpoint in one of the formats of compressed-tensors."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    of_checkpoint = {"quant_method": "compressed-tensors", "format": name, "ignore": ["lm_head"]}
+    return {"quantization_config": of_checkpoint | {"config_groups": groups}}
+
 
 _CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
     "llama-3.1-8b": _LLAMA | {"max_position_embeddings": 131072},
@@ -61,6 +87,39 @@ _CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
     | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}},
     "qwen2.5-1.5b": _QWEN_1B | {"dtype": "bfloat16"},
     "qwen2.5-1.5b-fp16": _QWEN_1B | {"dtype": "float16"},
+    "qwen2.5-0.5b": _QWEN_1B
+    | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    | {"dtype": "bfloat16"},
+    "qwen2.5-7b": _QWEN_7B,
+    "qwen2.5-7b-fp16": _QWEN_7B | {"dtype": "float16"},
+    "qwen2.5-7b-fp8": _QWEN_7B | _compressed("float-quantized", _OF_CHANNELS),
+    "qwen2.5-7b-gptq": _QWEN_7B | {"dtype": "float16", "quantization_config": _GPTQ | {"desc_act": False}},
+    "r1-distill-qwen-7b": _QWEN_7B | {"max_position_embeddings": 131072},
+    "phi-4-gptq": {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 5120, "intermediate_size": 17920,
+        "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352,
+        "max_position_embeddings": 16384, "original_max_position_embeddings": 16384, "dtype": "float16",
+        "pad_token_id": 0, "quantization_config": _GPTQ | {"desc_act": False},
+    },
+    "qwen3-4b-fp16": _QWEN_3
+    | {"hidden_size": 2560, "intermediate_size": 9728, "dtype": "float16", "max_position_embeddings": 40960},
+    "qwen3-8b": _QWEN_3_8B,
+    "qwen3-8b-fp8": _QWEN_3_8B | _compressed("float-quantized", _OF_CHANNELS),
+    "qwen3-8b-nvfp4": _QWEN_3_8B | _compressed("nvfp4-pack-quantized", _FP4),
+    "qwen3-14b": _QWEN_3_8B
+    | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "qwen3-30b-a3b-fp16": _QWEN_3_8B
+    | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "num_experts": 128}
+    | {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "num_hidden_layers": 48}
+    | {"num_key_value_heads": 4, "dtype": "float16"},
+    "deepseek-coder-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 102400, "max_position_embeddings": 163840,
+        "topk_method": "greedy", "n_group": 1, "topk_group": 1, "tie_word_embeddings": False, "dtype": "float16",
+    },
     "qwen2.5-32b": _QWEN
     | {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "vocab_size": 152064, "dtype": "bfloat16", "tie_word_embeddings": False},
@@ -102,7 +161,7 @@ _CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
         },
     },
 }  # fmt: skip
-_ABOUT: Final = ("model", "figure", "gib")
+_ABOUT: Final = ("model", "figure", "gib", "start")
 
 
 def predict(row: Row) -> tuple[float, float, float]:
@@ -115,9 +174,12 @@ def predict(row: Row) -> tuple[float, float, float]:
     if row.figure in sizes:
         size = sizes[row.figure] / GiB
         return size, size, size
-    assert served.paged is not None
-    low, high = getattr(served.paged, {"cache": "available"}.get(row.figure, row.figure))
-    scale = GiB if row.figure == "cache" else 1
+    if row.figure == "outside":
+        low, high = served.non_torch
+    else:
+        assert served.paged is not None
+        low, high = getattr(served.paged, {"cache": "available"}.get(row.figure, row.figure))
+    scale = GiB if row.figure in ("cache", "outside") else 1
     return (low + high) / 2 / scale, low / scale, high / scale
 
 
