@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import memsize
+from tests.conftest import Python
 
 MiB = 1 << 20
 TOKENS, WIDTH, WORDS = 4096, 1024, 32_768
@@ -537,3 +538,19 @@ print(json.dumps(sizes))
     assert asleep == reserved == 0 and awake == share
     # Embedding and head, 7 matrices of 64 by 64, and three norms, in 16 bits and one block of 512 bytes more at most.
     assert 0 <= weights - 2 * (2 * 1000 * 64 + 7 * 64 * 64 + 3 * 64) < 512
+
+
+def test_a_transformers_without_a_table_of_flash_attentions_is_left_alone(warm_python: Python, tmp_path: Path) -> None:
+    """As 4.50 is, whose models could not be imported."""
+    (tmp_path / "transformers").mkdir()
+    for name in ("__init__.py", "modeling_flash_attention_utils.py"):
+        (tmp_path / "transformers" / name).write_text("")
+    code = """
+import memsize, sys
+sys.path.insert(0, "")
+with memsize.virtual_gpu("t4"):
+    import transformers.modeling_flash_attention_utils as module
+print(module.__file__)
+"""
+    expected = tmp_path / "transformers" / "modeling_flash_attention_utils.py"
+    assert Path(warm_python("-c", code).stdout.strip()).resolve() == expected

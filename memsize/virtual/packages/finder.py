@@ -74,14 +74,14 @@ class SimulatedPackages(MetaPathFinder):
         """Let transformers run the attention of flash_attn, and TRL generate by vLLM, where they are asked to."""
 
         def installed(module: Any) -> Iterator[tuple[Any, str, Any]]:
-            matrix = {**module.FLASH_ATTENTION_COMPATIBILITY_MATRIX}
+            matrix = {**getattr(module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {})}  # none in older releases
             for version in {2, 3} & matrix.keys():
                 # Its answer for version 3 stays: where no version is asked for, it would be taken as the newest.
                 if version == 2 and not module.is_flash_attn_2_available():
                     yield module, "is_flash_attn_2_available", lambda *_, **__: True
                 matrix[version] = {**matrix[version], "general_availability_check": lambda *_, **__: True}
             for owner in (module, sys.modules.get("transformers.modeling_utils")):
-                if owner is not None:
+                if matrix and owner is not None:
                     yield owner, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", matrix
 
         def serving(module: Any) -> Iterator[tuple[Any, str, Any]]:
