@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memsize
-from benchmarks.published.recipes import liger_kernels, liger_losses, liger_routing
+from benchmarks.published.recipes import liger_experts, liger_kernels, liger_losses
 from benchmarks.published.rows import Row, rows
 
 Call = Callable[[], object]
@@ -38,6 +38,8 @@ def _run(source: str, operator: str, swept: tuple[str, ...]) -> Mapping[str, int
     """
     measured = [row for row in rows([source]) if row.values["op"] == operator and tuple(_config(row)) == swept]
     with memsize.virtual_gpu(measured[0].source.gpu, stack=measured[0].source.stack):
+        if operator == "experts":
+            return liger_experts.peaks(measured)
         for row in measured:
             call = _operator(row)
             buffer = torch.empty(2**26, dtype=torch.int32, device="cuda")
@@ -256,12 +258,7 @@ def _rotary(*, complex_turns: bool) -> Callable[..., Call]:
     return setup
 
 
-def _experts(config: Mapping[str, int], mode: str) -> Call:
-    return _passes(liger_routing.experts(config.get("T", 8192), config.get("E", 128)), mode)
-
-
 OPERATORS: Final[Mapping[str, Callable[[Mapping[str, int], str], Call]]] = {
-    "experts": _experts,
     "geglu": _gated(8, 4096, 11008, _tanh_gelu),
     "tiled-geglu": _gated(2, 2048, 4096, _tanh_gelu),
     "swiglu": _gated(4, 4096, 11008, functional.silu),

@@ -1,18 +1,14 @@
-"""A mixture of experts, token by token: which expert gets how many, as the benchmark's random numbers have it.
+"""How many tokens each expert of Liger-Kernel's benchmark gets, as its random numbers have it.
 
-The benchmark seeds PyTorch's generator of the GPU and draws the logits of the router, so that its routing can be
+It seeds PyTorch's generator of the GPU and draws the logits of the router, so that its routing can be
 computed: Philox4x32-10 by thread, turned normal by Box and Muller in fours, as `normal_` of ATen/native/cuda does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy
-import torch
-from torch import Tensor
-from torch.nn import functional
 
 SEED: Final = 42
 HIDDEN: Final = 2048
@@ -23,39 +19,6 @@ _THREADS: Final = 132 * 2048
 """Threads of the H100 at once: 2,048 on each of its 132 multiprocessors."""
 _IN_BLOCK: Final = 256
 _FOUR: Final = 4
-
-
-def experts(tokens: int, count: int) -> Callable[[], Tensor]:
-    """The forward of `count` experts, called one after the other, as the eager Mixtral of transformers has it."""
-    kind = {"dtype": torch.bfloat16, "device": "cuda", "requires_grad": True}
-    x = torch.randn(tokens, HIDDEN, **kind)  # type: ignore[call-overload]
-    gates_and_ups = torch.randn(count, 2 * INNER, HIDDEN, **kind) * 0.02  # type: ignore[call-overload]
-    downs = torch.randn(count, HIDDEN, INNER, **kind) * 0.02  # type: ignore[call-overload]
-    index = torch.empty(tokens, CHOSEN, dtype=torch.int32, device="cuda")
-    weights = torch.empty(tokens, CHOSEN, dtype=torch.bfloat16, device="cuda").requires_grad_(True)
-    loads = routed(tokens, count)
-    return lambda: _forward(x, gates_and_ups, downs, index, weights, loads)
-
-
-def _forward(
-    x: Tensor, gates_and_ups: Tensor, downs: Tensor, index: Tensor, weights: Tensor, loads: Sequence[int]
-) -> Tensor:
-    result = torch.zeros_like(x)
-    with torch.no_grad():
-        mask = functional.one_hot(index.long(), num_classes=len(loads)).permute(2, 1, 0)
-        hit = torch.greater(mask.sum(dim=(-1, -2)), 0)
-    for expert, load in enumerate(loads):
-        if load:
-            position, token = torch.zeros(load, 2, dtype=torch.int64, device="cuda").unbind(1)
-            gate, up = functional.linear(x[token], gates_and_ups[expert]).chunk(2, dim=-1)
-            current = functional.linear(functional.silu(gate) * up, downs[expert])
-            current = current * weights[token, position, None]
-            result.index_add_(0, token, current.to(result.dtype))
-    del hit
-    return result
-
-
-# -- the benchmark's random numbers ------------------------------------------------------------------------------------
 
 
 def routed(tokens: int, count: int) -> list[int]:

@@ -1,0 +1,230 @@
+"""Liger-Kernel's benchmark of experts, in the order of its script, ``benchmark_fused_moe.py``.
+
+The eager experts of transformers and Liger's own, fused ones run in one process: a probe, whose memory is given back;
+Liger's once for each number of experts, when triton tries its configurations; then each mode, each of the two and each
+size, first for speed and then for memory. Blocks of more than 1 MiB are filled the better or worse for what all these
+left in the caching allocator. Of Liger's function its allocations are here (``ops/fused_moe.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.published.recipes.liger_routing import CHOSEN, HIDDEN, INNER, routed
+from benchmarks.published.rows import Row
+
+Forward = Callable[[], Tensor]
+MODES: Final = ("full", "forward", "backward")
+TOKENS, EXPERTS = 8192, 128
+"""Where the other is swept."""
+_TILE: Final = 64
+"""Tokens of a tile of products."""
+_COUNTED: Final = 128
+"""Tokens of a block of the routing's histogram."""
+_loads = cache(routed)
+
+
+def peaks(measured: Sequence[Row]) -> Mapping[str, int]:
+    """The peak of each row of one run of the script, in bytes, by the row's setting."""
+    swept = "T" if "T" in measured[0].values else "E"
+    values = list(dict.fromkeys(int(row.values[swept]) for row in measured))
+    sizes = {value: (value, EXPERTS) if swept == "T" else (TOKENS, value) for value in values}
+    triton = _Triton()
+    _probe()
+    for count in [EXPERTS] if swept == "T" else values:
+        forward, _ = _fused(TOKENS, count, triton)
+        forward().sum().backward()
+        del forward, _
+    for mode, setup, value in _order(values):
+        _time(mode, *setup(*sizes[value], triton))
+    taken = {
+        (mode, value): _peak(mode, setup(*sizes[value], triton)[0])
+        for mode, setup, value in _order(values)
+        if setup is _eager
+    }
+    return {row.setting: taken[row.values["mode"], int(row.values[swept])] for row in measured}
+
+
+def _order(values: Sequence[int]) -> Iterator[tuple[str, Any, int]]:
+    return ((mode, setup, value) for mode in MODES for setup in (_fused, _eager) for value in values)
+
+
+class _Triton:
+    """What triton allocates: a buffer that it clears between two calls that it times."""
+
+    def __init__(self) -> None:
+        self._tuned: set[str] = set()
+
+    @staticmethod
+    def buffer() -> Tensor:
+        """256 MiB."""
+        return torch.empty(2**26, dtype=torch.int32, device="cuda")
+
+    def tune(self, kernel: str) -> None:
+        """The first launch of a kernel times its configurations."""
+        if kernel not in self._tuned:
+            self._tuned.add(kernel)
+            self.buffer()
+
+
+def _probe() -> None:
+    forward, _ = _eager(TOKENS, EXPERTS)
+    output = forward()
+    output.backward(torch.randn_like(output))
+    del forward, _, output
+    torch.cuda.empty_cache()
+
+
+def _call(mode: str, forward: Forward) -> Callable[[], object]:
+    """What is timed or measured in a mode; the graph stays."""
+    if mode == "forward":
+        return forward
+    if mode == "backward":
+        output = forward()
+        gradient = torch.randn_like(output)
+        return lambda: output.backward(gradient, retain_graph=True)
+
+    def full() -> None:
+        result = forward()
+        result.backward(torch.randn_like(result), retain_graph=True)
+
+    return full
+
+
+def _time(mode: str, forward: Forward, leaves: Sequence[Tensor]) -> None:
+    """As ``triton.testing.do_bench``: a call, the buffer, calls that add to the gradients, and calls without any."""
+    call = _call(mode, forward)
+    call()
+    buffer = _Triton.buffer()
+    call()
+    for _ in range(2):
+        for leaf in leaves:
+            leaf.grad = None
+        call()
+    del buffer
+
+
+def _peak(mode: str, forward: Forward) -> int:
+    """That of the second of ten calls, and of all that follow."""
+    call = _call(mode, forward)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        call()
+    return torch.cuda.max_memory_allocated()
+
+
+# -- the two ways to compute experts -----------------------------------------------------------------------------------
+
+
+def _inputs(tokens: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    kind: Any = {"dtype": torch.bfloat16, "device": "cuda", "requires_grad": True}
+    x = torch.randn(tokens, HIDDEN, **kind)
+    gates_and_ups = torch.randn(count, 2 * INNER, HIDDEN, **kind) * 0.02
+    downs = torch.randn(count, HIDDEN, INNER, **kind) * 0.02
+    logits = torch.randn(tokens, count, device="cuda")
+    index = torch.topk(logits, CHOSEN, dim=-1).indices.to(torch.int32)
+    weights = torch.softmax(torch.gather(logits, 1, index.long()), dim=-1).to(torch.bfloat16).requires_grad_(True)
+    return x, gates_and_ups, downs, index, weights
+
+
+def _eager(tokens: int, count: int, _: object = None) -> tuple[Forward, Sequence[Tensor]]:
+    x, gates_and_ups, downs, index, weights = _inputs(tokens, count)
+    loads = _loads(tokens, count)
+    return lambda: _one_by_one(x, gates_and_ups, downs, index, weights, loads), (x, gates_and_ups, downs, weights)
+
+
+def _one_by_one(
+    x: Tensor, gates_and_ups: Tensor, downs: Tensor, index: Tensor, weights: Tensor, loads: Sequence[int]
+) -> Tensor:
+    """As in transformers' Mixtral; how many tokens an expert gets, which the mask tells it, is known."""
+    result = torch.zeros_like(x)
+    with torch.no_grad():
+        mask = functional.one_hot(index.long(), num_classes=len(loads)).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0)
+    for expert, load in enumerate(loads):
+        if load:
+            position, token = torch.zeros(load, 2, dtype=torch.int64, device="cuda").unbind(1)
+            current = x[token]
+            gate, up = functional.linear(current, gates_and_ups[expert]).chunk(2, dim=-1)
+            current = functional.silu(gate) * up
+            current = functional.linear(current, downs[expert])
+            current = current * weights[token, position, None]
+            result.index_add_(0, token, current.to(result.dtype))
+    del hit
+    return result
+
+
+def _fused(tokens: int, count: int, triton: _Triton) -> tuple[Forward, Sequence[Tensor]]:
+    x, gates_and_ups, downs, index, weights = _inputs(tokens, count)
+    tiles = sum(-(-load // _TILE) for load in _loads(tokens, count))
+
+    def forward() -> Tensor:
+        result: Tensor = _FusedExperts.apply(x, gates_and_ups, downs, weights, tiles, triton)
+        return result
+
+    del index
+    return forward, (x, gates_and_ups, downs, weights)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+class _FusedExperts(torch.autograd.Function):
+    """The allocations of ``LigerFusedMoEFunction``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gates_and_ups: Tensor, downs: Tensor, weights: Tensor, tiles: int, triton: _Triton
+    ) -> Tensor:
+        """The routing, both products and the weighted sum."""
+        ctx.triton = triton
+        (tokens, count), total = (len(x), len(gates_and_ups)), x.shape[0] * CHOSEN
+        routing = _routing(tokens, count, total, tiles)
+        before, after = _empty(total, 2 * INNER), _empty(total, INNER)
+        triton.tune("up")
+        expanded = _empty(total, HIDDEN)
+        triton.tune("down")
+        flat = weights.flatten().contiguous()
+        result = _empty(tokens, HIDDEN)
+        triton.tune("sum")
+        ctx.save_for_backward(x, gates_and_ups, downs, before, flat, *routing)
+        del after, expanded
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Without the expanded outputs, which are not saved."""
+        gradient = gradient.contiguous()
+        x, gates_and_ups, downs, *_ = ctx.saved_tensors
+        tokens, total, tune = len(x), x.shape[0] * CHOSEN, ctx.triton.tune
+        before, weighted = _empty(total, 2 * INNER), _empty(total, INNER)
+        of_weights = torch.zeros(total, dtype=torch.bfloat16, device="cuda")
+        tune("down, backward")
+        of_downs = torch.zeros_like(downs)
+        tune("downs")
+        expanded = _empty(total, HIDDEN)
+        tune("expanded")
+        of_x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        tune("sum without weights")
+        of_gates_and_ups = torch.zeros_like(gates_and_ups)
+        tune("gates and ups")
+        del before, weighted, expanded
+        return of_x, of_gates_and_ups, of_downs, of_weights.view(tokens, CHOSEN), None, None
+
+
+def _routing(tokens: int, count: int, total: int, tiles: int) -> tuple[Tensor, ...]:
+    """Where each expert's tokens begin, which they are, and the tiles that they are computed in."""
+    counts = _empty(count, -(-tokens // _COUNTED), dtype=torch.int32)
+    of_experts = counts.sum(dim=1, dtype=torch.int32)
+    starts, offsets = (_empty(count + 1, dtype=torch.int32) for _ in range(2))
+    in_tiles = (_empty(tiles, dtype=torch.int32) for _ in range(2))
+    kept = (starts, *in_tiles, *(_empty(total, dtype=torch.int32) for _ in range(3)))
+    del counts, of_experts, offsets
+    return kept
