@@ -88,6 +88,24 @@ def test_weights_that_cannot_be_downloaded_are_stood_in_for(tmp_path: Path) -> N
     assert not (tmp_path / "cache" / "net-0123.pth").exists()
 
 
+def test_mamba_loads_what_stands_for_its_weights(tmp_path: Path) -> None:
+    """What it loads in 16 bits it reads to the CPU: the GPU has the model's own four weights of 256² alone."""
+    package = tmp_path / "mamba_ssm" / "utils"
+    package.mkdir(parents=True)
+    (package / "hf.py").write_text("def load_state_dict_hf(name, device=None, dtype=None): raise OSError(name)")
+    run = ran(
+        tmp_path,
+        """
+        import torch
+        from mamba_ssm.utils.hf import load_state_dict_hf
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(4))).cuda().bfloat16()
+        model.load_state_dict(load_state_dict_hf("state-spaces/mamba-9b", "cuda", torch.bfloat16))
+        """,
+    )
+    assert run.failure is None and [storage.bytes for storage in run.trace.storages].count(2 * 256**2) == 4
+    assert any("state-spaces/mamba-9b are not on this machine" in note for note in run.trace.notes)
+
+
 def test_a_timm_model_whose_weights_cannot_be_downloaded_keeps_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

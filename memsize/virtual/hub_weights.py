@@ -23,7 +23,7 @@ import torch
 
 from memsize.precision.quantization_config import read_quantization_config
 from memsize.processes.patches import LatePatches, Patch, calling, wrapping
-from memsize.virtual.checkpoint_stand_in import StandInLoading
+from memsize.virtual.checkpoint_stand_in import CheckpointStandIn, StandInLoading
 from memsize.virtual.ledger.gpu_ledger import VirtualLedger
 from memsize.virtual.weight_files import FileTensor, file_tensors, write_shards
 
@@ -66,6 +66,7 @@ class HubWeights:
             "diffusers.pipelines.pipeline_utils": lambda module: (
                 wrapping(module, "snapshot_download", _without_weights),
             ),
+            "mamba_ssm.utils.hf": lambda module: (wrapping(module, "load_state_dict_hf", self._load_mamba),),
             "timm.models._builder": lambda module: (wrapping(module, "load_pretrained", self._load_timm),),
         }
 
@@ -112,6 +113,15 @@ class HubWeights:
         folder = self._folder_of(name, tensors, _FILES_OF_DIFFUSERS[0])
         model.save_config(folder)
         return original(cls, folder, **{key: value for key, value in options.items() if key not in _PLACE})
+
+    def _load_mamba(
+        self, original: Callable[..., Any], name: str, device: Any = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        if _has_weights(name, {}, _FILES[1:]):
+            return original(name, device, dtype)
+        self._ledger.evaluator.notes[NOTE.format(name)] = None
+        read_to = device if dtype in (torch.float32, None) else "cpu"
+        return CheckpointStandIn(None if read_to is None else torch.device(read_to))
 
     def _folder_of(self, name: Any, tensors: dict[str, FileTensor], file: str) -> Path:
         self._folders.append(TemporaryDirectory(prefix="memsize-", ignore_cleanup_errors=True))
