@@ -167,3 +167,30 @@ def test_nothing_is_left_behind() -> None:
     with memsize.virtual_gpu("t4"):
         assert torch._C._nested.nested_tensor is not before[0]  # type: ignore[attr-defined]
     assert before == (torch._C._nested.nested_tensor, torch.nested._internal.sdpa._select_sdp_backend)  # type: ignore[attr-defined]
+
+
+def test_compiled_attention_over_a_jagged_tensor_has_no_scores(tmp_path: Path) -> None:
+    """Scores of 4 heads would take 4 · (1,024² + 3,072²) · 4 B, 160 MiB."""
+    run = ran(
+        tmp_path,
+        """
+        class Attention(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inputs, self.output = nn.Linear(256, 768), nn.Linear(256, 256)
+            def forward(self, x):
+                query, key, value = (heads(part) for part in self.inputs(x).chunk(3, -1))
+                attended = scaled_dot_product_attention(query, key, value, is_causal=True)
+                return self.output(attended.transpose(1, 2).flatten(-2))
+        model = Attention().cuda()
+        optimizer, net = torch.optim.SGD(model.parameters()), torch.compile(model)
+        for _ in range(2):
+            net(batch(device="cuda")).values().sum().backward()
+            assert model.inputs.weight.grad.shape == (768, 256)
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    )
+    assert run.steps == 2 and not any("as written" in note for note in run.trace.notes)
+    largest = max(storage.bytes for storage in run.trace.storages)
+    assert largest == 4096 * 768 * 4  # query, key and value, or their gradients

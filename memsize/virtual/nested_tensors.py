@@ -36,9 +36,13 @@ _BACKENDS: Final[dict[Backend, SDPBackend]] = {
 
 
 def replacements() -> Iterator[Patch]:
-    """Patch the constructor of strided ones, and the choice of an attention kernel for jagged ones."""
+    """Patch the constructor of strided ones."""
     nested: Any = torch._C._nested  # type: ignore[attr-defined]
     yield wrapping(nested, "nested_tensor", _strided)
+
+
+def of_driver() -> Iterator[Patch]:
+    """Patch the choice of an attention kernel for jagged ones, which compiled code makes too while it is traced."""
     yield wrapping(_sdpa, "_select_sdp_backend", _selected)
 
 

@@ -170,6 +170,7 @@ def _of_driver(driver: Driver) -> Iterator[Patch]:
     """Patch the functions of the driver, and the questions whether there is one."""
     cuda: Any = torch.cuda
     yield from ((torch._C, name, function) for name, function in driver.functions().items())
+    yield from nested_tensors.of_driver()
     yield cuda, "_lazy_init", lambda: None
     yield cuda, "_initialized", True
     yield cuda, "_cached_device_count", None
