@@ -1,6 +1,7 @@
 """`python -m benchmarks.zoo.depth TARGET …`: models at their real depth, extended from short ones and run whole.
 
-The two have to be the same in every record of their traces. Library models are named as for memsize: ``timm:vit_*``.
+A forward alone proves that short runs extend. The two have to be the same in every record of their traces. Library
+models are named as for memsize: ``timm:vit_*``.
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ def compared(case: Case) -> Comparison:
             runner = Runner(*model.run)
             if runner.short_runs.blocks is None:
                 return Comparison(case.target, "whole", "nothing repeats")
-            whole = runner.run(_STEPS, SCENARIOS["as-given"])
-            runner.short_runs.whole_runs.update(dict.fromkeys(runner.short_runs.whole_runs, _MANY))
+            assert _STEPS.proof is not None
+            runner.short_runs.whole_runs[_STEPS.proof.kind] = _MANY
             usual = runner.run(_STEPS, SCENARIOS["as-given"])
+            if not usual.extended_from:
+                reasons = ("the model counts its calls",) if runner.is_counting else runner.short_runs.reasons
+                return Comparison(case.target, "whole", "; ".join(reasons))
+            whole = Runner(*model.run, whole=True).run(_STEPS, SCENARIOS["as-given"])
     except MemsizeError as error:
         return Comparison(case.target, "failed", str(error).partition("\n")[0])
-    if not usual.extended_from:
-        reasons = ("the model counts its calls",) if runner.is_counting else runner.short_runs.reasons
-        return Comparison(case.target, "whole", "; ".join(reasons))
     part = different_part(replace(usual, notes=whole.notes), whole)
     return Comparison(case.target, "different" if part else "equal", part or f"{len(whole.events):,} events")
 

@@ -207,7 +207,7 @@ class Runner(ModelSetups):
         setup = replace(setup, listener=listen)
         if not (request.scenario.name in self.skipped_layers or self.late or before_scenario):
             setup = replace(setup, stored=partial(self._stored_tensors, storage_key(request.scenario)))
-        if not self.execute and (self.whole or self.short_runs.blocks is not None):
+        if self._shows_counting(request):
             numbers = numbers_of(setup.model)
 
             def note_counting(model: nn.Module) -> None:
@@ -227,6 +227,14 @@ class Runner(ModelSetups):
         if failed is not None:
             raise failed
         return trace
+
+    def _shows_counting(self, request: _RunRequest) -> bool:
+        """Whether to look for counters that a run changes: in that of a short model, and the first of each kind."""
+        if self.execute or self.whole:
+            return not self.execute
+        kind = request.workload.proof and request.workload.proof.kind
+        is_open = kind is not None and kind not in self._whole and kind not in self.short_runs.refusals
+        return is_open and self.short_runs.blocks is not None
 
     def with_inputs(self, inputs: ModelInputs, batch_size: int) -> Runner:
         """A runner of the same model with other inputs, of which it makes `batch_size`."""

@@ -212,7 +212,7 @@ class StorageRecorder(MetaDispatchMode):
             pieces = map(self.index_of, plain_tensors(tensor)) if is_wrapper(tensor) else ()
             storages = [piece for piece in pieces if piece >= 0 and self.rows[piece].role not in _NOT_SAVED]
         layer, line = self.clock.layer, self._line() if storages else -1
-        if not self._compiled.isdisjoint(storages):  # compiled code saves everything at its end
+        if self._compiled and not self._compiled.isdisjoint(storages):  # compiled code saves everything at its end
             layer, line = self.rows[storages[0]].layer, self.rows[storages[0]].line
         saved = SavedTensor(without_graph(tensor), storages, layer, line)
         if storages:
