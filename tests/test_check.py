@@ -215,7 +215,7 @@ def test_one_target_that_fails_does_not_hide_the_others(capsys: pytest.CaptureFi
         '[[tool.memsize.target]]\ntarget = "net.py:Net"\nlimits = { parameters = 1 }\n'
     )
     text = shown(capsys, status=2)
-    assert "1 error, 1 target could not be checked in 2 targets" in text
+    assert "1 error; 1 of 2 targets could not be checked" in text
     assert "error: no such file: gone.py" in text and "over-limit" in text
 
 

@@ -55,7 +55,7 @@ def test_casting_does_shrink_what_is_stored(scenario: str) -> None:
     assert finding.bytes == 2**20
     assert finding.text().startswith("Casting to fp16 or bf16 halves the parameters, 2.00 MiB → 1.00 MiB;")
     assert (
-        "prints 2.00 MB assumes 4 bytes per parameter. torchsummary does so for each of the 524,288 parameters"
+        "prints 2.00 MB assumes 4 bytes per parameter. torchsummary counts 4 bytes for each of the 524,288 parameters"
         in finding.text()
     )
 

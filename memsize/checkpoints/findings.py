@@ -124,9 +124,10 @@ def optimizer(inspection: Inspection) -> Iterator[Finding]:
     size, model = _bytes(tensors), _bytes(inspection.breakdown.of("model"))
     if inspection.matters(size):
         brief = "The optimizer's state takes {bytes}, {share} of the file; it is only needed to resume training."
+        more = " The state is {times} times as large as the model's own weights." if size >= 2 * model > 0 else ""
         yield Finding(
             "optimizer-dominates" if size >= model else "optimizer-state",
-            brief + (" That is {times} times the model's own weights." if size >= 2 * model > 0 else ""),
+            brief + more,
             {"bytes": Bytes(size), "share": inspection.share(size), "times": f"{size / model:.1f}" if model else ""},
             bytes=size,
             brief=brief,
@@ -140,7 +141,7 @@ def ema(inspection: Inspection) -> Iterator[Finding]:
     size = _bytes(copies)
     if model and inspection.matters(size):
         brief = "An averaged copy of the weights takes {bytes}, {share} of the file."
-        text = f"{brief} The model's own take {{model}}; inference needs one of the two."
+        text = f"{brief} The model's own weights take {{model}}; inference needs one of the two."
         values = {"bytes": Bytes(size), "share": inspection.share(size), "model": Bytes(_bytes(model))}
         yield Finding("duplicate-weights-ema", text, values, bytes=size, brief=brief)
 

@@ -19,6 +19,8 @@ from memsize.records.kinds import KINDS
 A = TypeVar("A", bound=Renderable)
 MOST_SENTENCES: Final = 4
 """The most findings in a verdict: few enough to read without scrolling."""
+WHY: Final = "Why"
+"""The title of the findings behind a verdict."""
 MOST_SHORT_ROWS: Final = 12
 """The most rows of a table that is shortened."""
 
@@ -99,7 +101,7 @@ class Document(ABC, Generic[A]):
         """The first `MOST_SENTENCES` findings; of some documents only those that have a brief form."""
         return tuple(finding for finding in self.findings if finding.brief or not self.only_brief)[:MOST_SENTENCES]
 
-    def reasons(self, title: str = "Why") -> tuple[Section, ...]:
+    def reasons(self, title: str = WHY) -> tuple[Section, ...]:
         """A section with all findings in full; nothing if the verdict already shows each of them in full."""
         codes = {finding.code for finding in self.verdict() if not finding.brief}
         return () if all(finding.code in codes for finding in self.findings) else (Findings(title, self.findings),)

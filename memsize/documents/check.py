@@ -31,9 +31,10 @@ class CheckDocument(Document[Check]):
         counts = [(sum(model.count(severity) for model in check.models), severity) for severity in SEVERITIES]
         parts = [_counted(count, word) for count, word in counts if count]
         failed = sum(model.error is not None for model in check.models)
-        parts += [_counted(failed, "target") + " could not be checked"] if failed else []
         targets = _counted(len(check.models), "target")
-        verdict = f"{', '.join(parts)} in {targets}" if parts else f"All limits hold ({targets})"
+        verdict = f"{', '.join(parts)} in {targets}" if parts else "" if failed else f"All limits hold ({targets})"
+        if failed:
+            verdict = "; ".join(filter(None, (", ".join(parts), f"{failed:,} of {targets} could not be checked")))
         rows = [CheckedFigure(model, figure) for model in check.models for figure in model.figures]
         table = Table.of("figures", "Figures", FIGURE_FIELDS, rows).without_empty("limit", "baseline", "change")
         return (

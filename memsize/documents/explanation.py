@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from memsize.documents import Document, findings_data, plain, values_of
 from memsize.documents.sections import Bars, Chart, ScenarioView, Section, Table, Title
-from memsize.documents.shared import listed
+from memsize.documents.shared import listed, role_part
 from memsize.records.explanation import ALIVE_FIELDS, PLACE_FIELDS, RESERVED_FIELDS, BlockHistory, Explanation
 from memsize.records.fields import Share, Signed
 from memsize.records.roles import ROLES, UNKNOWN
@@ -48,8 +48,13 @@ class ExplanationDocument(Document[Explanation]):
             return ()
         return (ScenarioView("history", "what the snapshot recorded", lambda: (chart, self._alive_table)),)
 
+    def bars(self) -> Bars | None:
+        """The bytes of each category that was alive."""
+        rows = [(role_part(entry.category), entry.bytes) for entry in self.answer.alive if entry.bytes]
+        return Bars.of_whole(f"alive {_MOMENTS[self.answer.moment]}", rows) if rows else None
+
     def picture(self) -> Bars | Chart | None:
-        return self._chart
+        return self._chart or self.bars()
 
     @cached_property
     def _alive_table(self) -> Table:

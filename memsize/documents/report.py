@@ -375,7 +375,7 @@ _PEAK_FIELDS: Final = Fields[_PeakRow](
     shown("estimate.requested", "requested", BYTES, 95, "what tensors ask for", key="requested"),
     shown("estimate.allocated", "allocated", BYTES, 90, "the caching allocator's blocks", key="allocated"),
     shown("estimate.reserved", "reserved", BYTES, 92, "the caching allocator's segments", key="reserved"),
-    shown("estimate.device.low", "device from", BYTES, 80, f"{_DEVICE}, at least", key="device_low"),
+    shown("estimate.device.low", "nvidia-smi from", BYTES, 80, f"{_DEVICE}, at least", key="device_low"),
     shown("estimate.device.high", "to", BYTES, 80, f"{_DEVICE}, at most", key="device_high", beside="device_low"),
     shown("estimate.peak_phase", "in", TEXT, 85, "the phase that the peak falls in", key="phase", alone="phase"),
     shown("layer", "at", NAME, 70, "the layer that the peak falls in", alone="layer"),

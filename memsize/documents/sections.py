@@ -117,8 +117,7 @@ class Bars:
         pairs = sorted(rows, key=lambda row: -row[1])
         rest = [size for _, size in pairs if size * 100 < sum(size for _, size in pairs)]
         if len(rest) > 1:
-            first, _ = pairs[-len(rest)]
-            pairs = [*pairs[: -len(rest)], (Part("other", "other", first.role), sum(rest))]
+            pairs = [*pairs[: -len(rest)], (Part("other", "other", "elsewhere"), sum(rest))]
         parts, sizes = zip(*pairs, strict=True)
         places = range(len(parts))
         bars = (Bar((Label(parts[n].title),), tuple(sizes[n] if n == m else 0 for m in places)) for n in places)

@@ -107,7 +107,7 @@ class VerificationDocument(Document[Verification]):
 
 _PARTS: Final = (
     Part("predicted", "predicted", "parameter"),
-    Part("most", "perhaps more", "workspace"),
+    Part("most", "upper bound", "workspace"),
     Part("measured", "measured", "activation"),
 )
 
@@ -133,11 +133,11 @@ def _notes(verification: Verification) -> Iterator[str]:
         if seen.error:
             yield f"the run{when} ended: {seen.error}"
         if seen.skipped:
-            yield f"the GradScaler left out {seen.skipped} steps{when}, which were run again"
+            yield f"the GradScaler skipped {seen.skipped} steps{when}; they were run again"
         if seen.untracked:
             yield f"MemTracker could not follow the step: {seen.untracked}"
         if seen.device is not None:
-            yield f"the device's use{when} is told by {seen.device.source}"
+            yield f"memory of the device{when} as reported by {seen.device.source}"
         yield from run.prediction.notes
     alignment = verification.alignment
     if alignment is not None:

@@ -169,7 +169,9 @@ LAYER_FIELDS: Final = Fields[AuditRow](
     field("inputs", "given", WORDS, 85, "how the images lie that it is given", alone="inputs given"),
     field("outputs", "returned", WORDS, 95, "how the images lie that it returns"),
     field("lost_at", "lost at", WORDS, 94, "the op in it that loses channels last", key="lost"),
-    field("copied_bytes", "copied", BYTES, 96, "bytes that it copies to rearrange tensors", key="copied"),
+    field(
+        "copied_bytes", "copied", BYTES, 96, "bytes that it copies to rearrange tensors", key="copied", role="cast copy"
+    ),
     field("row_major_copied_bytes", "if row-major", BYTES, 80, "the same when nothing is converted", key="before"),
     get={
         "output": lambda row: ", ".join(map(str, row.layer.specs)),

@@ -150,7 +150,7 @@ SERVING_FIELDS: Final = Fields[ServingRow](
 )
 
 GROUP_FIELDS: Final = Fields[LayerGroup](
-    field("kind", "layers of", TEXT, 100, "what a layer keeps of past tokens"),
+    field("kind", "attention", TEXT, 100, "what a layer keeps of past tokens"),
     field("layers", "layers", COUNT, 99, "how many share a table of blocks"),
     field("window", "window", COUNT, 98, "the tokens that a sliding window keeps"),
 )

@@ -10,7 +10,7 @@ import base64
 import gzip
 import hashlib
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from importlib.resources import files
 from itertools import pairwise
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from markupsafe import Markup, escape
 
-from memsize.documents import Document
+from memsize.documents import WHY, Document
 from memsize.documents.sections import (
     Bar,
     Bars,
@@ -64,7 +64,9 @@ def fragment(document: Document[Any], unit: str, screen: Screen = WHOLE) -> str:
 
 def _drawn(document: Document[Any], unit: str, *, standalone: bool) -> str:
     sections = without_repeats(document.sections())
-    if not standalone:
+    if standalone:
+        sections = _reasons_second(sections)
+    else:
         sections = tuple(section.usual() if isinstance(section, Table) else section for section in sections)
     first = sections[0]
     context = _shared(unit, standalone) | {
@@ -89,6 +91,14 @@ def _drawn(document: Document[Any], unit: str, *, standalone: bool) -> str:
         shown = (*sections, *(section for _, section in context["first_scene"]))
         context["has_run"] = any(isinstance(section, Chart) for section in shown)
     return _template().render(context)
+
+
+def _reasons_second(sections: Sequence[Section]) -> tuple[Section, ...]:
+    """`sections` with the reasons behind the verdict and its bars, before all tables."""
+    tables = [position for position, section in enumerate(sections) if isinstance(section, Table)]
+    start = tables[0] if tables else len(sections)
+    reasons = [section for section in sections[start:] if isinstance(section, Findings) and section.title == WHY]
+    return (*sections[:start], *reasons, *(section for section in sections[start:] if section not in reasons))
 
 
 def _scenes(document: Document[Any], unit: str) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def summary_assumes_four_bytes(evidence: Evidence) -> Iterator[Finding]:
         brief += "{printed} MB"
         size -= half.parameter_bytes
     brief += " assumes 4 bytes per parameter."
-    text = f"{brief} torchsummary does so for each of the {{parameters}} parameters, whatever their dtype{{others}}."
+    counts = "torchsummary counts 4 bytes for each of the {parameters} parameters, whatever their dtype{others}."
+    text = f"{brief} {counts}"
     yield Finding("summary-assumes-4-bytes", text, values, bytes=size, brief=brief)
 
 

@@ -38,7 +38,7 @@ def quantization_leaves_layers(evidence: Evidence) -> Iterator[Finding]:
         values |= {"left": tuple(skipped), "reason": "; ".join(dict.fromkeys(skipped.values()))}
         values |= {"size": Bytes(size), "dtypes": stored_dtypes(unquantized)}
         brief = "{name} does not convert {left}: {size} stay in {dtypes}."
-        text = f"{brief} It shrinks {{done}} to {{small}} and leaves the others as they are ({{reason}})."
+        text = f"{brief} {{name}} shrinks {{done}} to {{small}} and leaves the others as they are ({{reason}})."
         yield Finding("quantization-leaves-layers", text, values, bytes=size, layers=tuple(skipped), brief=brief)
 
 
