@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Final
@@ -22,7 +22,7 @@ from memsize.depth.alignment import extended_values
 from memsize.errors import InputError
 from memsize.known_values.values import MAX_INTEGER_ELEMENTS, set_constant, set_filled
 from memsize.model.input_tensors import ModelInputs, input_tensors, resized_call
-from memsize.processes.patches import assigned
+from memsize.processes.patches import Patches, assigned, wrapping
 from memsize.records.trace import Trace
 from memsize.spec.generation import Draft, Generation
 from memsize.spec.model_request import ModelRequest
@@ -210,24 +210,19 @@ def _begun(model: nn.Module, tokens: int, batch: int) -> torch.Tensor:
     return set_constant(ids, torch.full((batch, tokens), first, device="cpu"))
 
 
-@contextmanager
-def _without_end(model: nn.Module, drafted: Callable[[Any], Any]) -> Iterator[None]:
+def _without_end(model: nn.Module, drafted: Callable[[Any], Any]) -> AbstractContextManager[None]:
     """While open, `generate` makes static caches for a token less, ends no beam search, and proposes by `drafted`."""
-    own: dict[str, Callable[..., Any]] = {}
-    if prepare := getattr(model, "_prepare_static_cache", None):
-        own["_prepare_static_cache"] = lambda *args, max_cache_len, **kwargs: prepare(
-            *args, max_cache_len=max_cache_len - 1, **kwargs
-        )
-    if looks := getattr(model, "_beam_search_has_unfinished_sequences", None):
-        own["_beam_search_has_unfinished_sequences"] = lambda *args, **kwargs: looks(*args, **kwargs) is not None
-    if proposing := getattr(model, "_get_candidate_generator", None):
-        own["_get_candidate_generator"] = lambda *args, **kwargs: drafted(proposing(*args, **kwargs))
-    vars(model).update(own)
-    try:
-        yield
-    finally:
-        for name in own:
-            del vars(model)[name]
+
+    def shorter(prepare: Callable[..., Any], *args: Any, max_cache_len: int, **kwargs: Any) -> Any:
+        return prepare(*args, max_cache_len=max_cache_len - 1, **kwargs)
+
+    functions: dict[str, Callable[..., Any]] = {
+        "_prepare_static_cache": shorter,
+        "_beam_search_has_unfinished_sequences": lambda looks, *args, **kwargs: looks(*args, **kwargs) is not None,
+        "_get_candidate_generator": lambda propose, *args, **kwargs: drafted(propose(*args, **kwargs)),
+    }
+    own = [wrapping(model, name, function) for name, function in functions.items() if hasattr(model, name)]
+    return Patches().applied(own)
 
 
 class _Steps:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from memsize.errors import InputError
+from memsize.processes.patches import Patches
 from memsize.ranks.strategies import Blocks
 from memsize.spec.model_request import Call
 from memsize.torch_internals.pytree import arguments_in, tensors_in
@@ -93,7 +93,8 @@ def line_of(model: nn.Module, blocks: Blocks, call: Call) -> Line:
     """The `blocks` of `model` as one forward calls them. Raises `InputError` where it calls one more than once."""
     parameters = set(map(id, model.parameters()))
     walk = _Walk(parameters)
-    with _forwards(blocks.modules, walk.called), walk:
+    forwards = [(block, "forward", partial(walk.called, block, block.forward)) for block in blocks.modules]
+    with Patches().applied(forwards), walk:
         result = model(*call[0], **call[1])
         walk.ended(result)
     read = tuple(walk.reads[position] & parameters for position in range(len(walk.blocks) + 1))
@@ -139,21 +140,6 @@ class _Walk(TorchDispatchMode):
         before = {id(tensor) for tensor in self.returned[-1].tensors} if self.returned else set()
         beyond = parameters_reached(arguments_in((value,))) - read - before
         self.needs.append(min((self._origins.get(parameter, position) for parameter in beyond), default=position))
-
-
-@contextmanager
-def _forwards(blocks: Iterable[nn.Module], called: Callable[..., Any]) -> Iterator[None]:
-    """While open, `called` gets each call of a block's forward, after the block and its own forward."""
-    before = {block: vars(block).get("forward") for block in blocks}
-    for block in before:
-        vars(block)["forward"] = partial(called, block, block.forward)
-    try:
-        yield
-    finally:
-        for block, own in before.items():
-            del vars(block)["forward"]
-            if own is not None:
-                vars(block)["forward"] = own
 
 
 class Stage(nn.Module):
