@@ -30,6 +30,7 @@ STORAGES = st.lists(
         stream=st.integers(0, 2),
         line=st.integers(-1, 9),
         saved_at=st.just(-1),
+        doubt=st.integers(-(2**63), 2**63 - 1),
     )
 )
 

@@ -63,6 +63,8 @@ class Columns(Sequence[Row]):
     """A sequence of one class of named tuples, a column for each of its fields."""
 
     def __init__(self, row: type[Row], *columns: Integers | Coded | Shapes) -> None:
+        if len(columns) != len(row._fields):  # type: ignore[attr-defined]
+            raise TypeError(f"{len(columns)} columns of {row.__name__}")
         self.row = row
         self.columns = columns
 
@@ -128,7 +130,8 @@ def _integers(values: Sequence[int]) -> Integers:
     import numpy as np
 
     column = np.array(values, dtype=np.int64)
-    return column.astype(np.int32) if np.abs(column).max(initial=0) < 2**31 else column
+    is_small = column.min(initial=0) >= -(2**31) and column.max(initial=0) < 2**31
+    return column.astype(np.int32) if is_small else column
 
 
 def numbers(rows: Sequence[Row], field: str) -> Integers:

@@ -192,10 +192,10 @@ def columns_of(steps: Iterable[tuple[Step, Sequence[int] | None]]) -> dict[str, 
     roles, ops, dtypes, lines = map(tuple, codes.values())
     shape = Shapes(dimensions, np.cumsum(rank) - rank, rank)
     described = Coded(role, roles), layer, Coded(op, ops), Coded(dtype, dtypes), shape
-    unsaved = np.full(count, -1, dtype=np.int32)
+    unsaved, doubt = np.full(count, -1, dtype=np.int32), np.zeros(count, dtype=np.int32)
     return {
         "phases": tuple(phases),
-        "storages": Columns(Storage, size, *described, unsaved, stream, line, unsaved),
+        "storages": Columns(Storage, size, *described, unsaved, stream, line, unsaved, doubt),
         "events": Columns(Event, storage, delta, phase, event_layer, Coded(event_op, ops)),
         "lines": lines,
     }
