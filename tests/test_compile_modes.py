@@ -67,6 +67,21 @@ def test_what_other_code_frees_is_not_for_graphs(tmp_path: Path) -> None:
     assert len(ran(tmp_path, code.format(mode=", mode='reduce-overhead'", reserved=2 + 16 + 2)).trace.emptied) == 2
 
 
+def test_each_size_of_a_dynamic_graph_is_recorded(tmp_path: Path) -> None:
+    """The second size is compiled for any. Each warms up where x is, and has a copy of it from its second call on."""
+    code = """
+def function(x):
+    return x.sin() + 1
+
+function = torch.compile(function, mode="reduce-overhead")
+for size in (4, 8, 8, 8, 12, 12):
+    function(torch.randn(size * 1024, device="cuda"))
+"""
+    pooled = [s for s in ran(tmp_path, code).trace.storages if s.stream == PRIVATE_POOL]
+    of_size = {4: ["add"], 8: ["add", "copy_", "add", "copy_", "add"], 12: ["add", "copy_", "add"]}
+    assert [(s.bytes // 4096, s.op) for s in pooled] == [(size, op) for size, ops in of_size.items() for op in ops]
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ torch/cuda/graphs.py (`graph.__enter__`), torch/_inductor/output_code.py (`cudag
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -59,8 +59,9 @@ class CudaGraphs:
         mutated_input_idxs: Sequence[int] = (),
         **_: Any,
     ) -> Call:
-        """Return `model` with its memory in the pool."""
-        static, mutated, calls = frozenset(static_input_idxs), frozenset(mutated_input_idxs), Counter[str]()
+        """Return `model` with its memory in the pool. Each size of a dynamic graph is one of its own."""
+        static, mutated = frozenset(static_input_idxs), frozenset(mutated_input_idxs)
+        calls = defaultdict[tuple[int, ...], Counter[str]](Counter)
 
         def run(args: list[Any]) -> Any:
             ledger = running_ledger()
@@ -70,8 +71,9 @@ class CudaGraphs:
             copied = [i for i, arg in enumerate(args) if i not in static and _is_outside(ledger, arg)]
             if not mutated.isdisjoint(copied):
                 return model(args)  # a graph would change the copy
-            state = self._next_state(calls)
-            calls[state] += 1
+            calls_of_size = calls[tuple(arg for arg in args if isinstance(arg, int))]
+            state = self._next_state(calls_of_size)
+            calls_of_size[state] += 1
             with self._capturing(ledger, state):
                 if state != "warm up":
                     _copy_into_pool(ledger, args, copied)
