@@ -188,3 +188,38 @@ def test_the_mode_may_follow_the_flag(tmp_path: Path, words: list[str], name: st
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(memsize.MemsizeError, match="compile"):
         memsize.report(Net(), input_size=(256,), compile="fastest")
+
+
+DDP = """
+import torch.distributed as dist
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(1024, 8192), nn.Linear(8192, 1024)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+"""
+TRAINED = """
+dist.init_process_group("nccl")
+model = torch.compile(nn.parallel.DistributedDataParallel(Net().cuda()))
+optimizer = torch.optim.SGD(model.parameters())
+x, labels = torch.randn(512, 1024, device="cuda"), torch.zeros(512, dtype=torch.int64, device="cuda")
+for _ in range(2):
+    output = model(x)
+    torch.nn.functional.cross_entropy(output, labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del output
+"""
+
+
+def test_ddp_is_compiled_as_in_a_script(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(f"import torch\nfrom torch import nn\n{DDP}")
+    options: dict[str, Any] = {"input_size": (1024,), "batch_size": 512, "gpu": "a100", "scenario": "fp32+compile"}
+    shown = memsize.timeline(f"{tmp_path / 'net.py'}:Net", train="sgd", parallel="ddp=2", **options)
+    (tmp_path / "train.py").write_text(f"import torch\nfrom torch import nn\n{DDP}{TRAINED}")
+    run = memsize.run(tmp_path / "train.py", gpu="a100", gpus=2)
+    assert isinstance(run, memsize.ProgramRun)
+    assert shown.peak.bytes == run.peak.requested

@@ -37,6 +37,7 @@ from memsize.processes.simulation import open_simulation, running
 from memsize.ranks import collectives, group, peers, sharding
 from memsize.records.gpu import Card
 from memsize.records.world import World
+from memsize.spec.scenario import scenario_named
 from memsize.spec.stack import INSTALLED, Stack
 from memsize.tracing import overrides
 from memsize.tracing.ledger import Ledger, Workspaces
@@ -285,14 +286,17 @@ class VirtualMachine(RunDevice):
 
     def regions(self, setup: Setup, ledger: Ledger) -> Iterable[AbstractContextManager[Any]]:
         assert isinstance(ledger, VirtualLedger)
-        return (self._gpu(ledger, setup.gpu.stack),)
+        # The figures of other scenarios are eager, also where transformers would compile a step of its own accord.
+        compiles = scenario_named(setup.scenario).compile is not None
+        return (self._gpu(ledger, setup.gpu.stack, compiles),)
 
-    def _gpu(self, ledger: VirtualLedger, stack: Stack = INSTALLED) -> AbstractContextManager[None]:
+    def _gpu(
+        self, ledger: VirtualLedger, stack: Stack = INSTALLED, compiles: bool = False
+    ) -> AbstractContextManager[None]:
         memory = DeviceMemory(
             self.card.bytes, cuda_context(self.card).low, AllocatorConfig, ledger.events, ledger.streams, bounded=False
         )
-        # The figures of a scenario are eager, also where transformers would compile a step of its own accord.
-        return virtual_gpu(Driver(self.card, memory, stack=stack), ledger, world=self.world, compiles=False)
+        return virtual_gpu(Driver(self.card, memory, stack=stack), ledger, world=self.world, compiles=compiles)
 
 
 @contextmanager

@@ -174,6 +174,8 @@ class ParallelSteps(Workload):
         def make(run: Run) -> Callable[[], None]:
             assert isinstance(run.ledger, VirtualLedger)
             model = spread(run.setup.model, parallel, scenario, run.ledger.absently, apart=self.own_buckets)
+            if scenario.compile:
+                model = torch.compile(model, mode=scenario.compile)  # type: ignore[assignment]
             loop = Loop(replace(run.setup, model=model), run.ledger, parallel.trained(self.options))
 
             def step() -> None:
@@ -201,7 +203,8 @@ def spread_setup(setup: Setup, parallel: Parallel) -> Setup:
         count_all_experts(model, parallel.experts)
         setup.ended(model)
 
-    spread = replace(setup, model=wrapped(setup.model, parallel), buckets=None, stored=stored_tensors, ended=ended)
+    model = wrapped(setup.model, parallel)
+    spread = replace(setup, model=model, buckets=None, stored=stored_tensors, ended=ended, compiled=None)
     if not parallel.shards_parameters:
         return spread
     # its mixed precision takes the place of autocast, except in the loss
