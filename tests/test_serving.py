@@ -828,6 +828,6 @@ def test_the_parts_of_a_log(log: str, config: Callable[..., str]) -> None:
     assert row.profile == pytest.approx(step * GiB, rel=0.01)
     low, high = row.paged.available
     assert low <= (cache + 0.005) * GiB and (cache - 0.005) * GiB <= high
-    assert high - low < 0.07 * cache * GiB
+    assert high - low < GiB // 4  # a context, and what comes on top of it
     if blocks is not None:
         assert row.paged.blocks.low <= blocks <= row.paged.blocks.high
