@@ -339,6 +339,22 @@ _SERVERS: Final = tuple(
             "the part of the memory: the release's default",
         ),
         (
+            "qwen3-8b-4090-steps",
+            "Qwen3-8B, steps of two sizes",
+            f"{_PULLS}/48322",
+            "RTX 4090",
+            "vllm=0.24.0",
+            "the release, that of the month; tokens of a request",
+        ),
+        (
+            "qwen3-32b-awq",
+            "Qwen3-32B AWQ, two GPUs",
+            f"{_PULLS}/54479",
+            "RTX 4090",
+            "vllm=0.28.0",
+            "expandable segments, which are not predicted",
+        ),
+        (
             "qwen2.5-4090",
             "Qwen2.5-0.5B and 7B",
             "https://github.com/hzk-123/llm-infra-learning-lab",

@@ -64,6 +64,7 @@ _GEMMA_MOE: Final = _GEMMA | {
     "top_k_experts": 8, "moe_intermediate_size": 704,
 }  # fmt: skip
 _GPTQ: Final = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+_AWQ: Final = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 _PACKED: Final = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 _OF_CHANNELS: Final = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 _FP4: Final = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
@@ -84,7 +85,7 @@ _CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
     "zephyr-7b-awq": _LLAMA_2
     | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "intermediate_size": 14336}
     | {"num_key_value_heads": 8, "max_position_embeddings": 32768, "sliding_window": 4096}
-    | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}},
+    | {"quantization_config": _AWQ},
     "qwen2.5-1.5b": _QWEN_1B | {"dtype": "bfloat16"},
     "qwen2.5-1.5b-fp16": _QWEN_1B | {"dtype": "float16"},
     "qwen2.5-0.5b": _QWEN_1B
@@ -108,6 +109,9 @@ _CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
     "qwen3-8b-nvfp4": _QWEN_3_8B | _compressed("nvfp4-pack-quantized", _FP4),
     "qwen3-14b": _QWEN_3_8B
     | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "qwen3-32b-awq": _QWEN_3_8B
+    | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
+    | {"max_window_layers": 64, "dtype": "float16", "quantization_config": _AWQ},
     "qwen3-30b-a3b-fp16": _QWEN_3_8B
     | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "num_experts": 128}
     | {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "num_hidden_layers": 48}
