@@ -9,6 +9,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from memsize.checkpoints import pickle_values as pickle_values, read as read
+from memsize.checkpoints.breakdown import Breakdown as Breakdown, halved as halved
+from memsize.checkpoints.contents import (
+    USES as USES,
+    Contents as Contents,
+    FileRecord as FileRecord,
+    Mark as Mark,
+    Match as Match,
+    Storage as Storage,
+    Tensor as Tensor,
+    View as View,
+)
+from memsize.checkpoints.gguf import GGML as GGML
+from memsize.checkpoints.pickle_values import (
+    STORAGES as STORAGES,
+    Blob as Blob,
+    Dict as Dict,
+    Object as Object,
+    is_allowed as is_allowed,
+    is_refused as is_refused,
+)
+from memsize.checkpoints.safetensors import SAFETENSORS as SAFETENSORS
+from memsize.checkpoints.source import Claims as Claims, Piece as Piece, Source as Source, share_out as share_out
+from memsize.checkpoints.state_dict_diff import (
+    Expected as Expected,
+    compared as compared,
+    expected_from as expected_from,
+)
+from memsize.checkpoints.unpickler import Unpickler as Unpickler
+
 _STRING, _ARRAY, _UINT32 = 8, 9, 4
 
 

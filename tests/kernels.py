@@ -4,8 +4,40 @@ from __future__ import annotations
 
 from typing import Any
 
-from memsize.kernels import rules
-from memsize.kernels.registry import TEMPORARIES, Temporary
+from memsize.cuda import autocast as autocast
+from memsize.cuda.autocast import autocast_region as autocast_region
+from memsize.cuda.cuda_semantics import cuda_semantics as cuda_semantics
+from memsize.kernels import (
+    convolution as convolution,
+    kernel_copies as kernel_copies,
+    registry as registry,
+    rules,
+    strides as strides,
+)
+from memsize.kernels.convolution import ConvolutionWorkspaces as ConvolutionWorkspaces
+from memsize.kernels.cudnn.plans import (
+    OLDEST as OLDEST,
+    Convolution as Convolution,
+    Library as Library,
+    Plan as Plan,
+    Plans as Plans,
+    estimate as estimate,
+)
+from memsize.kernels.registry import (
+    SPARSE_RULES as SPARSE_RULES,
+    SPARSE_TABLE as SPARSE_TABLE,
+    TABLE as TABLE,
+    TEMPORARIES,
+    Temporary,
+    shape_rule as shape_rule,
+    sparse_rule as sparse_rule,
+)
+from memsize.kernels.strides import permuted as permuted
+from memsize.torch_internals.meta import MetaMemo as MetaMemo
+from memsize.torch_internals.sparse_tensors import (
+    in_coordinates as in_coordinates,
+    zeros_in_coordinates as zeros_in_coordinates,
+)
 
 
 def kernel_temporaries(op: Any, args: Any) -> list[Temporary]:

@@ -8,6 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memsize.loading import (
+    LoadedModel as LoadedModel,
+    Target as Target,
+    load as load,
+    load_inputs as load_inputs,
+    load_loop as load_loop,
+    parse_target as parse_target,
+    targets_of as targets_of,
+)
 from memsize.model.input_tensors import (
     cast_floating as cast_floating,
     inputs_from_data as inputs_from_data,
@@ -22,6 +31,19 @@ from memsize.model.tensor_storage import (
     tensor_bytes as tensor_bytes,
     wrapper_name as wrapper_name,
 )
+from memsize.precision.layouts import GROUP as GROUP, LAYOUTS as LAYOUTS, Kernel as Kernel, part as part
+from memsize.precision.quantized import (
+    Quantized as Quantized,
+    apply_layout as apply_layout,
+    apply_torchao as apply_torchao,
+    run_as as run_as,
+    stored_under as stored_under,
+)
+from memsize.precision.recipes import (
+    Recipe as Recipe,
+    apply_scenario as apply_scenario,
+    floating_dtype as floating_dtype,
+)
 from memsize.spec.inputs import (
     DTYPES as DTYPES,
     InputRequest as InputRequest,
@@ -29,8 +51,22 @@ from memsize.spec.inputs import (
     parse_input as parse_input,
     parse_inputs as parse_inputs,
 )
+from memsize.spec.model_request import call_of as call_of, parse_arguments as parse_arguments
+from memsize.spec.options import Option as Option, keywords_of as keywords_of, options_of as options_of
+from memsize.spec.project import (
+    LIMITS as LIMITS,
+    Bound as Bound,
+    Growth as Growth,
+    find_project as find_project,
+    parse_limits as parse_limits,
+    parse_section as parse_section,
+    read_project as read_project,
+    usual_gpu as usual_gpu,
+)
 from memsize.spec.scenario import DEFAULT as DEFAULT, SCENARIOS as SCENARIOS, scenario_named as scenario_named
+from memsize.spec.sweep import grid_of as grid_of
 from memsize.spec.training import OPTIMIZERS as OPTIMIZERS, parse_optimizer as parse_optimizer
+from memsize.torch_internals.pytree import map_tensors as map_tensors, tensors_in as tensors_in
 from memsize.tracing.dispatch import MetaDispatchMode as MetaDispatchMode
 from memsize.tracing.ledger import Ledger as Ledger, Workspaces as Workspaces
 

@@ -21,6 +21,17 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
+from memsize.cli.working import (
+    Progress as Progress,
+    Session as Session,
+    interrupts_raised as interrupts_raised,
+    remaining as remaining,
+    stdout_to_stderr as stdout_to_stderr,
+)
+from memsize.processes.simulation import current as current, open_simulation as open_simulation, running as running
+from memsize.processes.workers import Workers as Workers, can_fork as can_fork, side_by_side as side_by_side
+from memsize.torch_internals.isolation import isolated as isolated, settings_kept as settings_kept
+
 _PATCHED = (
     *(torch, torch._C._nn, torch._VF, nn.functional, torch.Tensor, torch.UntypedStorage, nn.Module, nn.init),
     *(nn.LSTM, nn.MultiheadAttention, nn.DataParallel, torch.autograd, torch.autograd.graph, torch.cuda, torch.amp),

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any
 
+from memsize.records import run_file as run_file
 from memsize.records.aggregates import (
     Row as Row,
     Totals as Totals,
@@ -19,7 +20,14 @@ from memsize.records.aggregates import (
     traffic as traffic,
     visible as visible,
 )
+from memsize.records.byte_ownership import (
+    Extent as Extent,
+    Ownership as Ownership,
+    own_bytes as own_bytes,
+    strided_extent as strided_extent,
+)
 from memsize.records.check import CheckedModel as CheckedModel, Figure as Figure, Problem as Problem
+from memsize.records.codec import SCHEMA as SCHEMA, coder as coder, decode as decode, encode as encode
 from memsize.records.comparison import Change as Change, Comparison, LayerChange as LayerChange
 from memsize.records.fields import (
     Cell as Cell,
@@ -94,6 +102,13 @@ from memsize.records.roles import (
     in_order as in_order,
     noun as noun,
 )
+from memsize.records.run_file import (
+    NEWEST as NEWEST,
+    is_run_file as is_run_file,
+    read_data as read_data,
+    read_run as read_run,
+    write_run as write_run,
+)
 from memsize.records.serving import Concurrency as Concurrency
 from memsize.records.sweep import Outcome as Outcome, SweepRow as SweepRow
 from memsize.records.timeline import (
@@ -118,6 +133,14 @@ from memsize.records.verification import (
     read_measurements as read_measurements,
 )
 from memsize.records.world import Collective as Collective, Traffic as Traffic, World
+from memsize.render.cell_text import (
+    draw_cell as draw_cell,
+    draw_specs as draw_specs,
+    shorten as shorten,
+    shorten_path as shorten_path,
+)
+from memsize.render.data import draw_csv as draw_csv, draw_json as draw_json
+from memsize.render.text import _table as _table, draw as draw
 from memsize.units import Bytes
 
 _IN_TIMELINES = {

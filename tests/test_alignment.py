@@ -8,8 +8,19 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from memsize.analysis.verify.alignment import Window, _shortest_edit, align, gaps, matched
-from memsize.records.measurement import NO_LOCATION, AllocationLog, LogEntry, OpLocation, allocations, log_of
+from tests.measurements import (
+    NO_LOCATION,
+    AllocationLog,
+    LogEntry,
+    OpLocation,
+    Window,
+    _shortest_edit,
+    align,
+    allocations,
+    gaps,
+    log_of,
+    matched,
+)
 from tests.records import AllocationDifference, DifferenceKind
 
 FC, ACT, HEAD = (

@@ -14,19 +14,24 @@ import torch
 from torch import nn
 
 import memsize
-import memsize.analysis.generation.generator as generators
 from memsize import Generation, GenerationReport, ModelRequest
-from memsize.analysis.generation.generator import Generator, Sample
-from memsize.analysis.runner import Runner
-from memsize.api.opened import assisted, model_of, prompts_of
 from memsize.cli import run
 from memsize.errors import InputError
-from memsize.known_values.values import set_constant, set_filled
 from memsize.spec.generation import Draft
-from memsize.workloads import generation
 from tests.gpus import card
+from tests.known_values import set_constant, set_filled
 from tests.models import scenario_named
 from tests.test_generation import HEAD, SMALL, TOKEN, traced_whole
+from tests.workloads import (
+    Generator,
+    Runner,
+    Sample,
+    assisted,
+    generation,
+    generator as generators,
+    model_of,
+    prompts_of,
+)
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.zoo import operators
-from memsize.cuda import autocast
-from memsize.cuda.autocast import autocast_region
-from memsize.cuda.cuda_semantics import cuda_semantics
+from tests.kernels import autocast, autocast_region, cuda_semantics
 
 aten = torch.ops.aten
 LOWER = (torch.float16, torch.bfloat16)

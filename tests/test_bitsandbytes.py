@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import memsize
-from memsize.kernels import rules
-from memsize.kernels.registry import TABLE, TEMPORARIES
+from tests.kernels import TABLE, TEMPORARIES, rules
 
 HALF = torch.float16
 

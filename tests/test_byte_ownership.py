@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from memsize.records.byte_ownership import Extent, Ownership, own_bytes, strided_extent
 from tests.models import stored_tensors
+from tests.records import Extent, Ownership, own_bytes, strided_extent
 
 TOTAL = 60
 

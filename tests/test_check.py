@@ -18,8 +18,8 @@ from memsize.documents import document
 from memsize.errors import InputError, MemsizeError, OutputError
 from memsize.records.check import Baseline, LayerFigures, read_baselines, write_baselines
 from memsize.render import render
-from memsize.spec.project import LIMITS, Bound, Growth, find_project, parse_limits, parse_section, read_project
 from memsize.units import Bytes
+from tests.models import LIMITS, Bound, Growth, find_project, parse_limits, parse_section, read_project
 from tests.records import CheckedModel, Figure, Problem
 from tests.test_render import check as golden
 

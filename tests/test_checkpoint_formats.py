@@ -24,14 +24,20 @@ from torch import nn
 
 from memsize import CheckpointReport
 from memsize.checkpoints import read
-from memsize.checkpoints.contents import Contents, Tensor
-from memsize.checkpoints.gguf import GGML
-from memsize.checkpoints.pickle_values import STORAGES
-from memsize.checkpoints.safetensors import SAFETENSORS
 from memsize.errors import CheckpointError
 from memsize.records.dtypes import BITS
 from memsize.render import render
-from tests.checkpoints import entry, gguf_bytes, write_safetensors, write_zip
+from tests.checkpoints import (
+    GGML,
+    SAFETENSORS,
+    STORAGES,
+    Contents,
+    Tensor,
+    entry,
+    gguf_bytes,
+    write_safetensors,
+    write_zip,
+)
 
 BOTH = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 

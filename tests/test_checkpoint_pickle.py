@@ -26,12 +26,24 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 from memsize import CheckpointReport
-from memsize.checkpoints import pickle_values, read
-from memsize.checkpoints.pickle_values import Blob, Dict, Object, is_allowed, is_refused
-from memsize.checkpoints.source import Source
-from memsize.checkpoints.unpickler import Unpickler
 from memsize.errors import CheckpointError
-from tests.checkpoints import entry, gguf_bytes, text, write_legacy, write_safetensors, write_zip
+from tests.checkpoints import (
+    Blob,
+    Dict,
+    Object,
+    Source,
+    Unpickler,
+    entry,
+    gguf_bytes,
+    is_allowed,
+    is_refused,
+    pickle_values,
+    read,
+    text,
+    write_legacy,
+    write_safetensors,
+    write_zip,
+)
 
 COMMAND = "touch was_run"
 

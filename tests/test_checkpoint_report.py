@@ -18,20 +18,34 @@ from torch import nn
 
 import memsize
 from memsize import CheckpointReport
-from memsize.checkpoints import read
-from memsize.checkpoints.breakdown import Breakdown, halved
-from memsize.checkpoints.contents import USES, Contents, FileRecord, Mark, Match, Storage, Tensor, View
-from memsize.checkpoints.source import Claims, Piece, share_out
-from memsize.checkpoints.state_dict_diff import Expected, compared, expected_from
 from memsize.cli import run
 from memsize.documents.checkpoint import module_table, parts_table
 from memsize.errors import CheckpointError, MemsizeError
-from memsize.records.byte_ownership import strided_extent
 from memsize.records.trace import TensorSpec
 from memsize.render import FORMATS, render
 from memsize.units import Bytes
-from tests.checkpoints import gguf_bytes
+from tests.checkpoints import (
+    USES,
+    Breakdown,
+    Claims,
+    Contents,
+    Expected,
+    FileRecord,
+    Mark,
+    Match,
+    Piece,
+    Storage,
+    Tensor,
+    View,
+    compared,
+    expected_from,
+    gguf_bytes,
+    halved,
+    read,
+    share_out,
+)
 from tests.pages import check_golden as check
+from tests.records import strided_extent
 
 
 def tensor(name: str, shape: tuple[int, ...] = (4,), dtype: str = "float32", **facts: Any) -> Tensor:

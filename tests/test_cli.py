@@ -18,13 +18,13 @@ import pytest
 
 from memsize import Gpu, InputSpec, ModelRequest, Report, Trace
 from memsize.cli import main, memsize as cli, run
-from memsize.cli.working import Progress, remaining
 from memsize.errors import ForwardError, InputError
 from memsize.records.trace import Failure, Layer
-from memsize.spec.model_request import parse_arguments
-from memsize.spec.requests import ReportRequest
 from tests.conftest import Python
+from tests.fits import ReportRequest
 from tests.gpus import CARDS, card
+from tests.models import parse_arguments
+from tests.process import Progress, remaining
 
 ROOT = Path(__file__).resolve().parent.parent
 

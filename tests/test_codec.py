@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 from memsize import StepTrace, Trace
 from memsize.errors import InputError
-from memsize.records.codec import SCHEMA, decode, encode
 from memsize.records.trace import StoredPart, StoredTensor, TensorSpec, World
 from tests import records
+from tests.records import SCHEMA, decode, encode
 
 KEPT = Path(__file__).parent / "traces"
 ALL = pytest.mark.parametrize("trace", [records.toy(), records.structures(), records.failing()])

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from memsize.records.codec import decode, encode
 from memsize.records.columns import Columns, in_columns, numbers, places
 from memsize.records.trace import Event, Storage
 from tests.gpus import flow_of
-from tests.records import alive, toy
+from tests.records import alive, decode, encode, toy
 
 OPS = ("cat", "mm", "add")
 EVENTS = st.lists(

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize import ForwardError
-from memsize.processes.simulation import open_simulation
 from memsize.records.trace import Trace
 from memsize.units import format_bytes, parse_bytes
 from tests.models import Ledger
+from tests.process import open_simulation
 from tests.records import alive, live_bytes, totals
 
 COMPILED = "+compile"

@@ -20,9 +20,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import memsize
-from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.errors import DataDependentError
-from memsize.known_values.data_dependent import (
+from tests.conftest import Python
+from tests.kernels import cuda_semantics
+from tests.known_values import (
     ALL_FINITE,
     ALL_SELECTED,
     BALANCED,
@@ -34,12 +35,13 @@ from memsize.known_values.data_dependent import (
     ITEM_IS_ONE,
     MASKS_COVER_IMAGE,
     NOT_EQUAL,
+    constant_of,
+    diagonals_of,
+    filled,
     first_assumption,
     spread_choices,
+    state_of,
 )
-from memsize.known_values.toeplitz import diagonals_of, filled
-from memsize.known_values.values import constant_of, state_of
-from tests.conftest import Python
 from tests.models import Ledger, MetaDispatchMode
 
 META, CPU = torch.device("meta"), torch.device("cpu")

@@ -28,10 +28,9 @@ from benchmarks.cpu_truth import (
 )
 from benchmarks.truth.suite import NETS
 from memsize import Training
-from memsize.analysis.verify.verification import Experiment
-from memsize.known_values.values import constant_of
-from memsize.records.measurement import OpLocation
 from tests.conftest import Python
+from tests.known_values import constant_of
+from tests.measurements import Experiment, OpLocation
 from tests.models import MetaDispatchMode, inputs_from_specs, parse_inputs, scenario_named
 from tests.records import Alignment, AllocationDifference
 

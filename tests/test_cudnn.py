@@ -19,18 +19,16 @@ from torch import Tensor, nn
 
 import memsize
 from memsize import AllocatorConfig, Trace
-from memsize.analysis.runner import Runner
 from memsize.errors import InputError
-from memsize.kernels.convolution import ConvolutionWorkspaces
 from memsize.kernels.cudnn.backend import CudnnError
-from memsize.kernels.cudnn.plans import OLDEST, Convolution, Library, Plan, Plans, estimate
-from memsize.loading.weightless import Weightless
 from memsize.records.trace import Event
 from memsize.units import dotted_cudnn
-from memsize.workloads import Forward
 from tests.deep import cudnn_handle, cudnn_releases, installed_cudnn
 from tests.gpus import card, cuda_context, estimate_gpu, is_estimated, replay, requests, variants
+from tests.kernels import OLDEST, Convolution, ConvolutionWorkspaces, Library, Plan, Plans, estimate
+from tests.measurements import Weightless
 from tests.models import SCENARIOS, Ledger, Workspaces, inputs_from_data
+from tests.workloads import Forward, Runner
 
 A100, H100, T4, V100 = (8, 0), (9, 0), (7, 5), (7, 0)
 MIB = 2**20

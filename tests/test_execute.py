@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import memsize
-from memsize.model.materialize import executable
+from tests.measurements import executable
 
 
 def pruned() -> nn.Module:

@@ -11,8 +11,7 @@ from torch import nn
 
 import memsize
 from memsize import InputError, Trace
-from memsize.known_values.data_dependent import BALANCED, Routing, imbalanced, spread_choices
-from memsize.known_values.values import constant_of
+from tests.known_values import BALANCED, Routing, constant_of, imbalanced, spread_choices
 
 LAYERS, WIDTH, INNER, EXPERTS, CHOSEN, VOCABULARY = 2, 64, 128, 8, 2, 256
 TOKENS = 4 * 64

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fft
 
-from memsize.kernels import rules
-from memsize.kernels.strides import permuted
+from tests.kernels import permuted, rules
 from tests.models import Ledger
 
 RULES = rules()

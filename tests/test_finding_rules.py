@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from memsize import Finding, Trace
-from memsize.analysis.findings import layout, precision, report_rules, training
-from memsize.analysis.findings.evidence import Crossover, Evidence
 from memsize.records.trace import InputTensor, Layer, Storage, StoredPart, StoredTensor, TensorSpec, ToolReport
 from tests.records import Audit, Copy, GpuEstimate, Interval, LayerFormats, Loss, Run, Shortage, layer, spec, stored
+from tests.rules import Crossover, Evidence, layout, precision, report_rules, training
 
 Rule = Callable[[Evidence], Iterator[Finding]]
 

@@ -12,13 +12,13 @@ from torch.nn.utils import prune
 
 import memsize
 from memsize import Finding
-from memsize.analysis.findings.evidence import find_crossover
 from memsize.records.answer import FindingList
 from memsize.render import render
 from memsize.units import Bytes
 from tests import models, records
 from tests.pages import check_golden as check
 from tests.records import Rules
+from tests.rules import find_crossover
 
 
 def found(model: nn.Module, size: object, **options: object) -> dict[str, Finding]:

@@ -25,18 +25,31 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize import AllocatorConfig, Finding, Fit, Gpu, ModelRequest, Trace, Training
-from memsize.analysis.findings.fit import FitEvidence, what_binds, what_fits_on_the_others
-from memsize.analysis.fit.footprint import Footprint, Forecast, limit_of, replay_with_capacity
-from memsize.analysis.fit.run_cache import GenerationRunCache, RunCache, RunVariant
-from memsize.analysis.fit.search import LIMIT, MOST_RUNS, Search
 from memsize.cli import run
 from memsize.errors import ForwardError, InputError
 from memsize.records.trace import Event, InputTensor, Storage, TensorSpec
 from memsize.render import render
-from memsize.spec.requests import FitRequest
-from memsize.spec.vary import Dimension, Vary, parse_vary
 from tests import models
 from tests.conftest import Python
+from tests.fits import (
+    LIMIT,
+    MOST_RUNS,
+    Dimension,
+    FitEvidence,
+    FitRequest,
+    Footprint,
+    Forecast,
+    GenerationRunCache,
+    RunCache,
+    RunVariant,
+    Search,
+    Vary,
+    limit_of,
+    parse_vary,
+    replay_with_capacity,
+    what_binds,
+    what_fits_on_the_others,
+)
 from tests.gpus import budgets, card, cuda_context, larger_budgets
 from tests.models import SCENARIOS, inputs_from_data, inputs_from_specs, parse_input
 from tests.pages import check_golden as check

@@ -11,14 +11,13 @@ import torch
 
 import memsize
 from memsize import AllocatorConfig, Fit, Generation
-from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.optimized_models import Share, keep_the_last_logits
-from memsize.analysis.generation.generator import Generator, Sample, Traced
 from memsize.cli import run
 from memsize.errors import InputError
+from tests.fits import Footprint, Share, keep_the_last_logits
 from tests.gpus import cuda_context
 from tests.records import FitRow
 from tests.test_generation import SMALL, generated, generator_of
+from tests.workloads import Generator, Sample, Traced
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ import pytest
 import memsize
 from memsize.cli import run as command
 from memsize.errors import ForwardError, InputError
-from memsize.spec.vary import VariedScript
+from tests.fits import VariedScript
 from tests.gpus import card, cuda_context
 
 MiB = 2**20

@@ -18,21 +18,16 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import memsize
-import memsize.analysis.generation.generator as generators
 from memsize import Generation, ModelRequest
-from memsize.analysis.generation.generator import Generated, Generator
 from memsize.analysis.generation.step_polynomials import Curve, Polynomials, weighted
 from memsize.analysis.generation.steps import Step, Structure
-from memsize.analysis.runner import Runner
-from memsize.api.opened import model_of, prompts_of
 from memsize.cli import run
 from memsize.errors import InputError, UnknownInputError
-from memsize.loading import load_loop
-from memsize.processes.workers import side_by_side
-from memsize.workloads.generation import GenerationSteps
 from tests.gpus import card, estimate_gpu, flow_of
-from tests.models import scenario_named
+from tests.models import load_loop, scenario_named
+from tests.process import side_by_side
 from tests.records import split_phase
+from tests.workloads import Generated, GenerationSteps, Generator, Runner, generator as generators, model_of, prompts_of
 
 transformers = pytest.importorskip("transformers")
 

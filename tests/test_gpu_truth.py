@@ -34,11 +34,18 @@ from benchmarks.truth.lanes import LaneError, Lanes
 from benchmarks.truth.outcomes import FOLDER, Outcome, Truth, outcome_of, path_of, paths, read, write
 from benchmarks.truth.suite import NETS, SUITE
 from benchmarks.truth.table import NOT_YET, table
-from memsize.analysis.verify.verification import predict
 from memsize.errors import InputError
-from memsize.loading.weightless import Weightless
-from memsize.records.measurement import AllocationLog, DeviceUse, MeasuredWorkload, Measurement, Peaks, SoftwareStack
 from tests.conftest import ROOT
+from tests.measurements import (
+    AllocationLog,
+    DeviceUse,
+    MeasuredWorkload,
+    Measurement,
+    Peaks,
+    SoftwareStack,
+    Weightless,
+    predict,
+)
 from tests.records import Interval, Prediction, VerifiedRun
 from tests.standin import STACK
 

@@ -22,13 +22,10 @@ from torch import Tensor, nn
 import memsize
 import memsize.processes.ctrl_c as ctrl_c
 from memsize import interrupt
-from memsize.analysis.report import _Parts
 from memsize.cli import run
-from memsize.cli.working import interrupts_raised
-from memsize.processes.workers import side_by_side
-from memsize.torch_internals.isolation import isolated
 from tests.conftest import ROOT, Write
-from tests.process import changes, process_state
+from tests.process import changes, interrupts_raised, isolated, process_state, side_by_side
+from tests.workloads import _Parts
 
 MOMENTS = {
     "import": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n",

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import memsize
 from memsize import LayoutReport, layout
-from memsize.analysis.findings.layout import RULES
 from memsize.analysis.layout import format_of
 from memsize.cli import run
 from memsize.documents import document
@@ -24,6 +23,7 @@ from memsize.records.trace import InputTensor, TensorSpec
 from memsize.render import FORMATS, render
 from tests.pages import check_golden as check
 from tests.records import Audit, Copy, Format, LayerFormats, Loss, Run
+from tests.rules import LAYOUT_RULES
 
 Write = Callable[[str, str], Path]
 
@@ -348,7 +348,7 @@ def made_by_hand() -> LayoutReport:
         converted=2,
         converted_inputs=1,
     )
-    return LayoutReport(audit, ("a note with <markup> | in it",), RULES.findings(audit))
+    return LayoutReport(audit, ("a note with <markup> | in it",), LAYOUT_RULES.findings(audit))
 
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if name != "markdown"])

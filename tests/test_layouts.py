@@ -15,11 +15,9 @@ from torch.nn.utils import prune
 
 import memsize
 from memsize.errors import ScenarioError
-from memsize.precision.layouts import GROUP, LAYOUTS
-from memsize.precision.quantized import Quantized, apply_layout, apply_torchao, stored_under
 from memsize.records.trace import StoredTensor
 from tests.conftest import Python
-from tests.models import SCENARIOS, stored_tensors
+from tests.models import GROUP, LAYOUTS, SCENARIOS, Quantized, apply_layout, apply_torchao, stored_tensors, stored_under
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from memsize.errors import DataDependentError, TargetError
-from memsize.loading import LoadedModel, Target, load, parse_target
-from memsize.loading.weightless import SMALLEST, Weightless
+from tests.measurements import SMALLEST, Weightless
+from tests.models import LoadedModel, Target, load, parse_target
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[[str, str], Path]

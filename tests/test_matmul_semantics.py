@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memsize.cuda.cuda_semantics import cuda_semantics
-from memsize.kernels import kernel_copies
 from memsize.kernels.matmul import CUBLAS, CUBLASLT, takes_cublaslt
+from tests.kernels import cuda_semantics, kernel_copies
 from tests.models import Ledger, Workspaces
 
 F32, C64 = torch.float32, torch.complex64

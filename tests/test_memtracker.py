@@ -18,10 +18,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from memsize import Trace, Training
 from memsize.tracing.run import Setup
-from memsize.workloads.training import TrainingSteps
 from tests.models import inputs_from_data, meta_copy
 from tests.records import peak
 from tests.test_step import OPTIMIZERS, Block
+from tests.workloads import TrainingSteps
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "perceptron": (

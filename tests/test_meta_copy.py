@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import memsize
-from memsize.known_values.toeplitz import diagonals_of, filled
-from memsize.known_values.values import constant_of
+from tests.known_values import constant_of, diagonals_of, filled
 from tests.models import MetaDispatchMode, meta_copy, resized, stored_tensors
 
 

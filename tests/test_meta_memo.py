@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsize.torch_internals.meta import MetaMemo
+from tests.kernels import MetaMemo
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -18,8 +18,15 @@ from torch.nn.utils.rnn import pack_sequence
 
 import memsize
 from memsize.errors import InputError
-from memsize.torch_internals.pytree import map_tensors, tensors_in
-from tests.models import cast_floating, inputs_from_data, inputs_from_specs, parse_inputs, tensor_bytes
+from tests.models import (
+    cast_floating,
+    inputs_from_data,
+    inputs_from_specs,
+    map_tensors,
+    parse_inputs,
+    tensor_bytes,
+    tensors_in,
+)
 
 Pair = namedtuple("Pair", "left right")
 

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize import Trace
-from memsize.known_values.data_dependent import ALL_SELECTED, BALANCED, MIXED_DEVICES
 from memsize.tracing.run import Setup
-from memsize.workloads import Forward
+from tests.known_values import ALL_SELECTED, BALANCED, MIXED_DEVICES
 from tests.models import inputs_from_data, meta_copy
 from tests.records import totals, visible
+from tests.workloads import Forward
 
 Compute = Callable[..., Any]
 

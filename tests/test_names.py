@@ -9,8 +9,7 @@ import pytest
 
 from memsize.cli import run
 from memsize.errors import TargetError
-from memsize.loading import load
-from tests.models import SCENARIOS, scenario_named
+from tests.models import SCENARIOS, load, scenario_named
 
 
 def listed(capsys: pytest.CaptureFixture[str], *command: str) -> str:

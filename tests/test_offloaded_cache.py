@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 import memsize
-import memsize.analysis.generation.generator as generators
 from memsize import Generation
 from memsize.errors import InputError
-from memsize.workloads.kv_caches import OnGpuWithHost
 from tests.gpus import card
 from tests.test_generation import HEAD, SMALL, T5, WINDOW, generator_of, traced_whole
+from tests.workloads import OnGpuWithHost, generator as generators
 
 pytest.importorskip("transformers")
 

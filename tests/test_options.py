@@ -17,9 +17,10 @@ import memsize
 from memsize import cli
 from memsize.cli.click_options import request_of
 from memsize.errors import InputError, MemsizeError
-from memsize.spec import file_requests, requests
-from memsize.spec.options import Option, keywords_of, options_of
+from memsize.spec import file_requests
 from memsize.spec.section import MODEL_KEYS
+from tests.fits import requests
+from tests.models import Option, keywords_of, options_of
 
 REQUESTS = {
     name: value

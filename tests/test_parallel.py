@@ -13,20 +13,18 @@ from torch import nn
 
 import memsize
 from memsize import Parallel, Trace, World
-from memsize.analysis.findings.fit import FitEvidence, gpus_needed
-from memsize.analysis.fit.results import likely_size
 from memsize.cli import run
 from memsize.documents import document
 from memsize.documents.fit import overview_table, size_bars
 from memsize.documents.sections import Table
 from memsize.errors import InputError, ScenarioError
-from memsize.ranks.strategies import blocks_of
-from memsize.spec.parallel import on_each, parse_parallel
 from memsize.units import MiB, format_bytes
 from tests.conftest import Python, Write
+from tests.fits import FitEvidence, gpus_needed, likely_size
 from tests.gpus import budget_of, card, cuda_context, spread_over
 from tests.records import FitRow
 from tests.test_ranks import BLOCK, IDS, LAYERS, PARAMETERS, WIDTH, Block, Model, at_the_end, most
+from tests.workloads import blocks_of, on_each, parse_parallel
 
 ROOT = Path(__file__).parent.parent
 TWO = Parallel("fsdp", shards=2)

@@ -17,20 +17,18 @@ from hypothesis import given, strategies as st
 
 import memsize
 from memsize import CheckpointReport, Finding, cli
-from memsize.checkpoints import read
 from memsize.cli import run
-from memsize.cli.working import Progress
 from memsize.documents import Document
 from memsize.errors import CheckpointError, ForwardError, MemsizeError, UnknownInputError
 from memsize.printable import LONGEST, printable, printable_lines
 from memsize.records.answer import FindingList, Renderable
 from memsize.render import FORMATS, render
-from memsize.render.data import draw_csv
 from tests import records
-from tests.checkpoints import text, write_zip
+from tests.checkpoints import read, text, write_zip
 from tests.gpus import timeline
 from tests.pages import content
-from tests.records import FlatTable
+from tests.process import Progress
+from tests.records import FlatTable, draw_csv
 
 # ESC starts a sequence (here a window's title), CSI and OSC do so in one character, BEL ends one; NUL, backspace,
 # carriage return and tab; what turns the direction of text; a line separator; and a half of a character.

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 from memsize import ProgramRun, Trace
-from memsize.analysis.findings.program import RULES
 from memsize.documents import document
 from memsize.documents.sections import Findings
-from memsize.known_values.data_dependent import UNCOMPILED
 from memsize.records.trace import Event, Storage
 from memsize.render import render
 from tests import records
 from tests.gpus import card, timeline
+from tests.known_values import UNCOMPILED
 from tests.pages import check_golden as check
 from tests.records import (
     Assumed,
@@ -35,6 +34,7 @@ from tests.records import (
     peak_by_module,
     step_courses,
 )
+from tests.rules import PROGRAM_RULES
 
 MiB = 2**20
 
@@ -96,11 +96,11 @@ def program() -> ProgramRun:
         assumed=(Assumed("a number read out of an activation (.item()) is taken to be 1.0", ("train.py:20",)),),
         unwritten=("3.00 MiB to last.pt",),
     )
-    return replace(found, findings=RULES.findings(found))
+    return replace(found, findings=PROGRAM_RULES.findings(found))
 
 
 def codes(run: ProgramRun) -> list[str]:
-    return [finding.code for finding in RULES.findings(run)]
+    return [finding.code for finding in PROGRAM_RULES.findings(run)]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_memory_ran_out_for(op: str, gpu: str, dtype: str, purpose: str) ->
     storages = tuple(storage._replace(dtype=dtype) for storage in run.trace.storages)
     refused = Refused(20 * MiB, 5 * MiB, 0, op, "body", "forward 1", "net.py:12")
     run = replace(run, trace=replace(run.trace, storages=storages), refused=(refused,))
-    assert purpose in RULES.findings(run)[0].in_brief()
+    assert purpose in PROGRAM_RULES.findings(run)[0].in_brief()
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def test_the_argument_of_the_batch_is_named(program_line: str, argument: str | N
     refused = Refused(20 * MiB, 5 * MiB, 0, "relu", "body", "forward 1", "net.py:12")
     run = replace(program(), program=program_line, refused=(refused,), failure="OutOfMemoryError: …")
     advice = f"memsize fit-script --vary-argument {argument} finds the largest that fits."
-    assert RULES.findings(run)[0].in_brief().endswith(advice if argument else "are left.")
+    assert PROGRAM_RULES.findings(run)[0].in_brief().endswith(advice if argument else "are left.")
 
 
 def test_a_program_that_fails_at_once_is_not_told_to_choose_a_device() -> None:
     run = replace(program(), trace=replace(program().trace, events=()), failure="KeyError: 'x'")
-    (finding,) = RULES.findings(replace(run, failed_at="train.py:87", growth=None, kept_gradients=None))
+    (finding,) = PROGRAM_RULES.findings(replace(run, failed_at="train.py:87", growth=None, kept_gradients=None))
     assert finding.text() == "The script failed at train.py:87: KeyError: 'x'. Nothing was on the GPU yet."
-    assert "--device" in RULES.findings(replace(run, failure=None))[0].text()
+    assert "--device" in PROGRAM_RULES.findings(replace(run, failure=None))[0].text()
     refused = Refused(20 * MiB, 5 * MiB, 0, "empty", None, "setup", "train.py:2")
     assert codes(replace(run, refused=(refused,), failure="OutOfMemoryError: …")) == ["run-out-of-memory"]
 
@@ -150,14 +150,18 @@ def test_a_program_that_fails_at_once_is_not_told_to_choose_a_device() -> None:
 def test_a_script_that_failed_is_said_to_have_failed_first() -> None:
     run = program()
     run = replace(run, failure="KeyError: 'x'", failed_at="train.py:87")
-    failed = RULES.findings(run)[0]
+    failed = PROGRAM_RULES.findings(run)[0]
     assert failed.code == "run-failed" and "run-fits" not in codes(run)
     assert failed.in_brief().startswith("The script failed at train.py:87: KeyError: 'x'. Until then it took ")
     assert failed.bytes == run.peak.device.high
-    assert document(replace(run, findings=RULES.findings(run))).verdict()[0] == failed
-    assert RULES.findings(replace(run, failed_at=None))[0].text().startswith("The script failed: KeyError: 'x'. Until")
+    assert document(replace(run, findings=PROGRAM_RULES.findings(run))).verdict()[0] == failed
+    assert (
+        PROGRAM_RULES.findings(replace(run, failed_at=None))[0]
+        .text()
+        .startswith("The script failed: KeyError: 'x'. Until")
+    )
     interrupted = replace(run, failure="KeyboardInterrupt: ", failed_at="train.py:9")
-    assert RULES.findings(interrupted)[0].text().startswith("The script was interrupted at train.py:9. Until")
+    assert PROGRAM_RULES.findings(interrupted)[0].text().startswith("The script was interrupted at train.py:9. Until")
 
 
 def test_what_fits_is_said_with_its_largest_tensor() -> None:
@@ -169,11 +173,11 @@ def test_what_does_not_fit_is_said_with_its_line() -> None:
     refused = Refused(20 * MiB, 5 * MiB, 100 * MiB, "relu", "body", "forward 2", "net.py:12")
     run = replace(program(), refused=(refused, refused), failure="OutOfMemoryError")
     assert codes(run) == ["run-out-of-memory"]
-    (found,) = RULES.findings(run)
+    (found,) = PROGRAM_RULES.findings(run)
     where = "at net.py:12, in forward 2 of body: relu needs 20.00 MiB, 5.00 MiB are left"
     assert found.in_brief() == f"Out of memory on Tesla T4 {where}."
     assert found.text() == f"Out of memory on Tesla T4 {where}. PyTorch raises OutOfMemoryError 2 times."
-    (found,) = RULES.findings(replace(run, trace=replace(run.trace, notes=(UNCOMPILED,))))
+    (found,) = PROGRAM_RULES.findings(replace(run, trace=replace(run.trace, notes=(UNCOMPILED,))))
     assert found.in_brief() == f"Out of memory on Tesla T4 without torch.compile {where}."
 
 
@@ -190,7 +194,7 @@ def test_what_does_not_fit_is_said_with_its_line() -> None:
 def test_a_program_that_goes_on_is_told_whether_the_rest_fits(count: int, steps: int, after: WentOn, told: str) -> None:
     refused = Refused(20 * MiB, 5 * MiB, 100 * MiB, "relu", "body", "forward 2", "net.py:12")
     run = replace(program(), refused=(refused,) * count, steps=steps, went_on=after)
-    (found,) = (each for each in RULES.findings(run) if each.code == "run-out-of-memory")
+    (found,) = (each for each in PROGRAM_RULES.findings(run) if each.code == "run-out-of-memory")
     told = told.format(peak="0.33 GiB to 0.67 GiB of 14.6 GiB at the peak")
     times = "once, at net.py:12" if count == 1 else "2 times, first at net.py:12"
     assert found.in_brief() == f"The script runs out of memory on Tesla T4 {times}, and goes on: {told}."
@@ -200,13 +204,13 @@ def test_a_program_that_goes_on_is_told_whether_the_rest_fits(count: int, steps:
 def test_a_layer_that_is_a_number_does_not_read_as_a_count() -> None:
     run = program()
     numbered = replace(run, peak=replace(run.peak, peak_layer="1", peak_step=6))
-    assert ", in backward 6 of layer 1." in RULES.findings(numbered)[0].in_brief()
+    assert ", in backward 6 of layer 1." in PROGRAM_RULES.findings(numbered)[0].in_brief()
 
 
 def test_the_verdict_is_short_and_why_says_all() -> None:
     found = program()
     run = replace(found, growth=Growth(MiB, "net.py:12", None), kept_gradients=KeptGradients(MiB, "late", "train.py:9"))
-    told = document(replace(run, findings=RULES.findings(run)))
+    told = document(replace(run, findings=PROGRAM_RULES.findings(run)))
     assert [finding.in_brief() for finding in told.verdict()] == [
         "It fits on Tesla T4: 0.33 GiB to 0.67 GiB of 14.6 GiB at the peak, in backward 1 of body.",
         "Every step leaves 1.00 MiB behind, made at net.py:12.",
@@ -214,7 +218,7 @@ def test_the_verdict_is_short_and_why_says_all() -> None:
         "before.",
     ]
     (reasons,) = told.reasons()
-    assert isinstance(reasons, Findings) and reasons.findings == RULES.findings(run)
+    assert isinstance(reasons, Findings) and reasons.findings == PROGRAM_RULES.findings(run)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +243,7 @@ def test_the_verdict_is_short_and_why_says_all() -> None:
 )
 def test_what_grows_is_said_with_what_keeps_it(holder: Holder | None, text: str) -> None:
     run = replace(program(), growth=Growth(MiB, "net.py:12", holder))
-    told = next(finding for finding in RULES.findings(run) if finding.code == "run-grows").text()
+    told = next(finding for finding in PROGRAM_RULES.findings(run) if finding.code == "run-grows").text()
     assert told.startswith("Every step leaves 1.00 MiB behind, made at net.py:12") and told.endswith(text)
 
 
@@ -253,7 +257,7 @@ def test_what_grows_is_said_with_what_keeps_it(holder: Holder | None, text: str)
 )
 def test_gradients_that_stay_are_said_with_their_line(reason: Any, text: str) -> None:
     run = replace(program(), kept_gradients=KeptGradients(MiB, reason, "train.py:9"))
-    assert text in next(f for f in RULES.findings(run) if f.code == "run-gradients-kept").text()
+    assert text in next(f for f in PROGRAM_RULES.findings(run) if f.code == "run-gradients-kept").text()
 
 
 def test_modules_share_the_peak() -> None:

@@ -17,16 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import memsize
 from memsize import ProgramRun, RankRuns, World
-from memsize.analysis.findings.program import RANK_RULES
 from memsize.analysis.ranks import run_ranks
 from memsize.cli import run as command
 from memsize.documents import document
-from memsize.known_values.data_dependent import UNCOMPILED
-from memsize.processes.workers import can_fork
 from memsize.render import render
 from tests.conftest import Python
+from tests.known_values import UNCOMPILED
 from tests.pages import check_golden as check
+from tests.process import can_fork
 from tests.records import Collective, Interval, RankGroup, Refused, WentOn, spans, traffic
+from tests.rules import RANK_RULES
 from tests.test_program_document import program
 
 MiB = 2**20

@@ -18,17 +18,15 @@ from torch import nn
 
 import memsize
 from memsize import ProgramRun, Trace, World
-from memsize.analysis.findings.unfinished_runs import out_of_memory
 from memsize.cli import run
 from memsize.errors import ForwardError, InputError, MemsizeError
-from memsize.known_values.data_dependent import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
-from memsize.processes.workers import can_fork
 from memsize.ranks.peers import LonelyStore
-from memsize.ranks.sharding import _chunked
 from memsize.render import render
 from memsize.units import MiB, format_bytes
 from memsize.virtual.host_memory import HostMemory
 from tests.gpus import card, cuda_context, timeline
+from tests.known_values import EXCHANGED_ARE_ALIKE, ITEM_IS_ONE, REDUCED_IS_ONE
+from tests.process import can_fork
 from tests.programs import run_script
 from tests.ranks import (
     BLOCK,
@@ -47,6 +45,8 @@ from tests.ranks import (
     tensor_parallel,
 )
 from tests.records import Traffic, alive, from_data
+from tests.rules import out_of_memory
+from tests.workloads import _chunked
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available():

@@ -30,15 +30,16 @@ import pytest
 import torch
 
 from memsize import Report, Trace, cli
-from memsize.analysis.findings import fit, generation, program, report_rules
-from memsize.cli.working import Session
 from memsize.documents import document
 from memsize.documents.sections import Table
 from memsize.records.trace import Role
 from tests import agents, sentences
 from tests.conftest import ROOT
+from tests.fits import fit
 from tests.models import DEFAULT, SCENARIOS, Toy
+from tests.process import Session
 from tests.records import COLUMNS
+from tests.rules import generation, program, report_rules
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-import memsize.analysis.generation.generator as generators
 from memsize import Generation
-from memsize.torch_internals.pytree import tensors_in
+from tests.models import tensors_in
 from tests.test_generation import SMALL, T5, WINDOW, generator_of
+from tests.workloads import generator as generators
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.errors import ScenarioError
-from memsize.precision.layouts import Kernel
-from memsize.precision.quantized import run_as
-from memsize.precision.recipes import Recipe, apply_scenario, floating_dtype
-from tests.models import SCENARIOS
+from tests.kernels import cuda_semantics
+from tests.models import SCENARIOS, Kernel, Recipe, apply_scenario, floating_dtype, run_as
 
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

@@ -12,9 +12,10 @@ import pytest
 from memsize import Comparison, Fit, LayoutReport, Timeline, Verification
 from memsize.documents.sections import Table
 from memsize.errors import InputError
-from memsize.precision.layouts import LAYOUTS, part
-from memsize.precision.recipes import apply_scenario
-from memsize.records.measurement import (
+from memsize.records.trace import Event, StoredPart, StoredTensor
+from memsize.units import Bytes
+from tests import records
+from tests.measurements import (
     AllocationLog,
     LogEntry,
     MeasuredWorkload,
@@ -25,11 +26,7 @@ from memsize.records.measurement import (
     allocations,
     read,
 )
-from memsize.records.trace import Event, StoredPart, StoredTensor
-from memsize.render.text import draw
-from memsize.units import Bytes
-from tests import records
-from tests.models import SCENARIOS
+from tests.models import LAYOUTS, SCENARIOS, apply_scenario, part
 from tests.records import (
     FIXED,
     PER_PARAMETER,
@@ -62,6 +59,7 @@ from tests.records import (
     Words,
     alive,
     courses,
+    draw,
     figures,
     in_order,
     layer,

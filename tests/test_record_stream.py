@@ -15,7 +15,6 @@ from hypothesis import given, settings, strategies as st
 
 import memsize
 from memsize import AllocatorConfig, ProgramRun, Trace
-from memsize.analysis.findings.unfinished_runs import lagging
 from memsize.documents import document
 from memsize.records.trace import DeferredFree
 from memsize.virtual.ledger.stream_order import StreamOrder
@@ -23,6 +22,7 @@ from tests.gpus import replay, timeline
 from tests.programs import gpu, record_of
 from tests.ranks import Model, flat
 from tests.records import RecordStreamCost
+from tests.rules import lagging
 
 MiB = 2**20
 FIRST, SECOND, THIRD = (0, 1), (0, 2), (0, 3)

@@ -15,15 +15,27 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import memsize
 from memsize import AllocatorConfig, Fit, Trace, Training
-from memsize.analysis.fit.footprint import Footprint
-from memsize.analysis.fit.optimized_models import Adam8bit, StepInBackward, repeated_blocks
-from memsize.analysis.fit.remedy_trials import SEGMENT, remedies_of
-from memsize.analysis.fit.run_cache import RunCache, RunVariant
-from memsize.analysis.fit.step_remedies import RANK, STEP_REMEDIES, accumulation, fewer_checkpoints
-from memsize.analysis.remedies import Need, NotApplicable, RemedySearch, try_remedies
 from memsize.records.trace import Event, Storage
-from memsize.spec.vary import Vary
 from tests.deep import TrainingSteps, assert_same
+from tests.fits import (
+    RANK,
+    SEGMENT,
+    STEP_REMEDIES,
+    Adam8bit,
+    Footprint,
+    Need,
+    NotApplicable,
+    RemedySearch,
+    RunCache,
+    RunVariant,
+    StepInBackward,
+    Vary,
+    accumulation,
+    fewer_checkpoints,
+    remedies_of,
+    repeated_blocks,
+    try_remedies,
+)
 from tests.gpus import card, cuda_context
 from tests.models import SCENARIOS, inputs_from_specs, parse_input
 from tests.records import RemedyRow

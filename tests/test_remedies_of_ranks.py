@@ -9,14 +9,11 @@ from torch import nn
 
 import memsize
 from memsize import Fit, Training
-from memsize.analysis.fit.remedy_trials import remedies_of
-from memsize.analysis.fit.run_cache import RunVariant
-from memsize.analysis.fit.step_remedies import STEP_REMEDIES, more_gpus
-from memsize.analysis.remedies import NotApplicable
-from memsize.spec.parallel import parse_parallel
+from tests.fits import STEP_REMEDIES, NotApplicable, RunVariant, more_gpus, remedies_of
 from tests.gpus import card, cuda_context
 from tests.models import SCENARIOS
 from tests.ranks import Block
+from tests.workloads import parse_parallel
 
 MiB = 1 << 20
 CONTEXT = cuda_context().high

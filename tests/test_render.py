@@ -22,11 +22,9 @@ from memsize.documents.sections import Section
 from memsize.errors import OutputError
 from memsize.records.trace import TensorSpec
 from memsize.render import FORMATS, format_of, pieces, render
-from memsize.render.cell_text import draw_specs, shorten_path
-from memsize.render.data import draw_json
 from tests import records
 from tests.pages import check_golden as check, check_page, content
-from tests.records import LAYER_FIELDS, FlatTable, role_fields, totals
+from tests.records import LAYER_FIELDS, FlatTable, draw_json, draw_specs, role_fields, shorten_path, totals
 
 REPORTS: dict[str, Callable[[], Report]] = {
     "toy": records.toy_report,

@@ -12,7 +12,7 @@ from torch import nn
 
 import memsize
 from memsize import Trace
-from memsize.workloads.training import StepRepetition
+from tests.workloads import StepRepetition
 
 
 def convolutional() -> nn.Module:

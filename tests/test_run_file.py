@@ -18,15 +18,26 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import memsize
-import memsize.records.run_file as run_file
 from memsize import Finding, Fit, Report, Trace
 from memsize.errors import InputError, OutputError
-from memsize.records.codec import coder
-from memsize.records.run_file import NEWEST, is_run_file, read_data, read_run, write_run
 from memsize.records.trace import InputTensor, TensorSpec
 from memsize.units import Bytes
 from tests import records
-from tests.records import Audit, Budget, FitRow, FitRun, Remedied, VerifiedRun
+from tests.records import (
+    NEWEST,
+    Audit,
+    Budget,
+    FitRow,
+    FitRun,
+    Remedied,
+    VerifiedRun,
+    coder,
+    is_run_file,
+    read_data,
+    read_run,
+    run_file,
+    write_run,
+)
 
 
 def round_trip(record: Any) -> Any:

@@ -15,10 +15,10 @@ import torch
 import memsize
 from memsize.cli import run
 from memsize.records.answer import Renderable
-from memsize.records.run_file import NEWEST, read_data
 from memsize.render import render
 from tests import records
 from tests.conftest import Python
+from tests.records import NEWEST, read_data
 
 SAVED = Path(__file__).parent / "saved"
 NET = """from torch import nn

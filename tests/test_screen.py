@@ -16,12 +16,10 @@ from memsize.cli.output import Color, destination
 from memsize.documents import document
 from memsize.documents.sections import Findings, Table, Verdict, without_repeats
 from memsize.render import render
-from memsize.render.cell_text import draw_cell, shorten
-from memsize.render.text import _table
 from memsize.units import Bytes, unit_for
 from tests import records
 from tests.pages import GOLDEN
-from tests.records import Column, Label, Path, Signed
+from tests.records import Column, Label, Path, Signed, _table, draw_cell, shorten
 
 
 def shown(report: Report, height: int, width: int = 80) -> list[str]:

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memsize.cuda.attention_backend import Attention, choose_backend
-from memsize.cuda.autocast import autocast_region
-from memsize.cuda.cuda_semantics import cuda_semantics
 from memsize.kernels.efficient_attention import accumulators
 from memsize.kernels.semantics import current
 from memsize.torch_internals.dispatch_key import KEY, suspended
 from tests.conftest import Python
-from tests.kernels import kernel_temporaries
+from tests.kernels import autocast_region, cuda_semantics, kernel_temporaries
 from tests.models import Ledger
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

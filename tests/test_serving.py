@@ -17,9 +17,9 @@ from memsize.analysis.serving.kv_blocks import FULL, SLIDING, block_layout
 from memsize.cli import run
 from memsize.errors import InputError, ScenarioError, UnknownInputError
 from memsize.units import GiB
-from memsize.workloads.kv_caches import CachedLayer
 from tests.gpus import card
 from tests.records import Concurrency, Interval
+from tests.workloads import CachedLayer
 
 OUTSIDE = Interval(2**30 // 100, 2**30 * 16 // 100)
 """0.01 to 0.16 GiB that a server takes beside the allocator and the context, as vLLM logs them."""

@@ -13,12 +13,21 @@ import torch
 from hypothesis import given, strategies as st
 from torch._ops import OpOverload
 
-from memsize.kernels import convolution, kernel_copies, rules, strides
-from memsize.kernels.registry import SPARSE_RULES, SPARSE_TABLE, TABLE, shape_rule, sparse_rule
-from memsize.torch_internals.meta import MetaMemo
-from memsize.torch_internals.sparse_tensors import in_coordinates
 from tests.conftest import Python
-from tests.kernels import kernel_temporaries
+from tests.kernels import (
+    SPARSE_RULES,
+    SPARSE_TABLE,
+    TABLE,
+    MetaMemo,
+    convolution,
+    in_coordinates,
+    kernel_copies,
+    kernel_temporaries,
+    rules,
+    shape_rule,
+    sparse_rule,
+    strides,
+)
 from tests.models import Ledger, MetaDispatchMode
 
 Tensor = torch.Tensor

@@ -14,16 +14,23 @@ from torch.nn.utils import prune
 
 import memsize
 from memsize import Training
-from memsize.analysis.report import ReportBuilder, counts_without_running, torchinfo_reading
-from memsize.analysis.runner import Runner
-from memsize.known_values.values import constant_of
-from memsize.precision.recipes import apply_scenario
 from memsize.tracing.module_calls import ModuleCallRecorder
 from memsize.tracing.run import Setup
-from memsize.workloads import Forward, kept_for_backward
 from tests import test_torchinfo_cases as structures
-from tests.models import SCENARIOS, MetaCopier, Small, Tied, in_mode, inputs_from_data, meta_copy, stored_tensors
+from tests.known_values import constant_of
+from tests.models import (
+    SCENARIOS,
+    MetaCopier,
+    Small,
+    Tied,
+    apply_scenario,
+    in_mode,
+    inputs_from_data,
+    meta_copy,
+    stored_tensors,
+)
 from tests.records import totals
+from tests.workloads import Forward, ReportBuilder, Runner, counts_without_running, kept_for_backward, torchinfo_reading
 
 ROW, IMAGE, IDS = torch.zeros(4, 8), torch.zeros(2, 3, 32, 32), torch.zeros(1, 6, dtype=torch.int64)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import memsize
 from memsize.cli import run
-from memsize.spec.project import read_project, usual_gpu
+from tests.models import read_project, usual_gpu
 
 
 def small() -> nn.Module:

@@ -15,7 +15,7 @@ import torch
 
 import memsize
 from memsize.processes.patches import Patches, SuspendablePatches
-from memsize.processes.simulation import current, open_simulation, running
+from tests.process import current, open_simulation, running
 
 PACKAGE = Path(memsize.__file__).parent
 PATCHES = PACKAGE / "processes" / "patches.py"

@@ -16,11 +16,8 @@ from torch.optim import SGD, Adagrad, SparseAdam
 
 import memsize
 from memsize.errors import MemsizeError
-from memsize.kernels import rules
-from memsize.kernels.registry import TEMPORARIES
-from memsize.known_values.data_dependent import ALL_DISTINCT, ALL_SELECTED
-from memsize.torch_internals.sparse_tensors import in_coordinates, zeros_in_coordinates
-from tests.kernels import kernel_temporaries
+from tests.kernels import TEMPORARIES, in_coordinates, kernel_temporaries, rules, zeros_in_coordinates
+from tests.known_values import ALL_DISTINCT, ALL_SELECTED
 from tests.models import Ledger, MetaDispatchMode
 
 aten = torch.ops.aten

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from memsize.cli.working import stdout_to_stderr
 from tests.conftest import ROOT, Write
+from tests.process import stdout_to_stderr
 
 TARGET = """
 import atexit, ctypes, os, subprocess, sys, threading, time

@@ -18,16 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 import memsize
 from memsize import Trace, Training
-from memsize.analysis.runner import Runner
 from memsize.records.trace import Event, Storage
 from memsize.tracing.run import Run, Setup
-from memsize.workloads import Inference, Workload
-from memsize.workloads.training import OwnLoop, TrainingSteps
 from tests import models
 from tests.conftest import Python
 from tests.gpus import estimate_gpu, replay
 from tests.models import OPTIMIZERS as NAMED, SCENARIOS, inputs_from_data, meta_copy, parse_optimizer
 from tests.records import alive, live_bytes, peak
+from tests.workloads import Inference, OwnLoop, Runner, TrainingSteps, Workload
 
 
 class Checkpointed(nn.Module):

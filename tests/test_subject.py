@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import memsize
 from memsize import InputSpec, ModelRequest
 from memsize.errors import InputError
-from memsize.spec.model_request import call_of
-from memsize.spec.options import options_of
+from tests.models import call_of, options_of
 
 ROW = torch.zeros(4, 8)
 ROWS = InputSpec(None, (3, 64, 64))

@@ -14,21 +14,20 @@ from hypothesis import given, strategies as st
 
 import memsize
 from memsize import Sweep
-from memsize.analysis.findings.sweep import RULES
 from memsize.cli import run
 from memsize.documents import document
 from memsize.documents.sweep import cell_table, load_table
 from memsize.errors import OutputError, TargetError
-from memsize.loading import targets_of
 from memsize.processes.spread import Died, spread
 from memsize.records.sweep import results_file
 from memsize.render import FORMATS, render
-from memsize.spec.sweep import grid_of
 from memsize.units import GiB, MiB
 from tests.conftest import Python
 from tests.gpus import card
+from tests.models import grid_of, targets_of
 from tests.pages import check_golden
 from tests.records import Interval, Outcome, SweepRow
+from tests.rules import SWEEP_RULES
 
 NETS = """
 import os, time
@@ -432,7 +431,7 @@ def made_by_hand() -> Sweep:
                         seconds=0.25,
                     )
                 )
-    return Sweep("sweep.toml", tuple(rows), RULES.findings(tuple(rows)), 3)
+    return Sweep("sweep.toml", tuple(rows), SWEEP_RULES.findings(tuple(rows)), 3)
 
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if name != "markdown"])
@@ -466,7 +465,7 @@ def test_the_chart_and_the_verdict_mean_the_same_peak() -> None:
         )
         for n in range(1, 41)
     ]
-    sweep = Sweep("x.toml", tuple(rows), RULES.findings(tuple(rows)))
+    sweep = Sweep("x.toml", tuple(rows), SWEEP_RULES.findings(tuple(rows)))
     bars = document(sweep).bars()
     largest = next(finding for finding in sweep.findings if finding.code == "sweep-largest")
     assert largest.values["cell"] == "m:N1" and bars is not None and bars.bars[0].labels[0].text == "m:N1"
@@ -504,7 +503,7 @@ def test_what_follows_from_the_cells() -> None:
 def test_no_card_for_all() -> None:
     rows = [row for row in made_by_hand().sweep_rows if row.settings["gpu"] == "Tesla T4"]
     more = [SweepRow({**row.settings, "gpu": "A10G"}, row.outcome, gpu_bytes=22 * GiB, roles=row.roles) for row in rows]
-    assert "sweep-no-card" in {finding.code for finding in RULES.findings([*rows, *more])}
+    assert "sweep-no-card" in {finding.code for finding in SWEEP_RULES.findings([*rows, *more])}
 
 
 def test_only_what_was_asked_for_all_cells_may_be_the_smallest() -> None:
@@ -514,9 +513,9 @@ def test_only_what_was_asked_for_all_cells_may_be_the_smallest() -> None:
         SweepRow({"target": "a:A", "parallel": f"fsdp={n}", "gpu": "T4"}, "fits", gpus=n, **options) for n in (2, 4)
     ]
     alone = SweepRow({"target": "b:B", "gpu": "T4"}, "fits", **options)
-    codes = {finding.code for finding in RULES.findings([*spread, alone])}
+    codes = {finding.code for finding in SWEEP_RULES.findings([*spread, alone])}
     assert not codes & {"sweep-smallest-card", "sweep-no-card"}
-    (found,) = (each for each in RULES.findings(spread) if each.code == "sweep-smallest-card")
+    (found,) = (each for each in SWEEP_RULES.findings(spread) if each.code == "sweep-smallest-card")
     assert found.text() == "The fewest GPUs that fit every cell are 2 x T4."
 
 
@@ -538,7 +537,7 @@ def test_what_fits_is_told_card_by_card_by_their_number() -> None:
         for count, found in counts.items()
         for batch, outcome in zip((8, 64), found, strict=True)
     ]
-    told = {finding.code: finding.text() for finding in RULES.findings(rows)}
+    told = {finding.code: finding.text() for finding in SWEEP_RULES.findings(rows)}
     assert told["sweep-fits"] == (
         "These cells fit: on T4 0 of 2 with 1 GPU, 1 of 2 each with 2 and 4 GPUs, 2 of 2 with 8 GPUs; "
         "on A100 1 of 2 with 1 GPU, 2 of 2 each with 2 to 8 GPUs."

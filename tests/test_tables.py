@@ -12,8 +12,8 @@ from torch import nn
 
 import memsize
 from benchmarks import tables
-from memsize.spec.sweep import grid_of
 from tests.browser import Opened, browser, wait_until
+from tests.models import grid_of
 from tests.records import Interval, SweepRow
 
 GiB = 2**30

@@ -23,11 +23,21 @@ from benchmarks.zoo.operators import declare
 from memsize import InputSpec
 from memsize.cli import run
 from memsize.errors import InputError, TargetError
-from memsize.known_values.values import constant_of
-from memsize.loading import Target, hubs, load, load_inputs, parse_target
-from memsize.torch_internals.pytree import tensors_in
+from memsize.loading import hubs
 from tests.conftest import Python, Write
-from tests.models import InputRequest, inputs_from_data, inputs_from_maker, inputs_from_specs, parse_input
+from tests.known_values import constant_of
+from tests.models import (
+    InputRequest,
+    Target,
+    inputs_from_data,
+    inputs_from_maker,
+    inputs_from_specs,
+    load,
+    load_inputs,
+    parse_input,
+    parse_target,
+    tensors_in,
+)
 
 TINY = {
     "model_type": "llama",

@@ -15,7 +15,7 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memsize.ranks.sharding import each_once
+from tests.workloads import each_once
 
 ORIGINAL: Any = ShardingPropagator.propagate_op_sharding_non_cached
 aten = torch.ops.aten

@@ -13,13 +13,13 @@ from torch.utils import checkpoint
 import memsize
 from memsize import Trace
 from memsize.errors import ForwardError
-from memsize.kernels import registry
 from memsize.tracing.run import Setup
 from memsize.tracing.saved_tensors import saving
-from memsize.workloads import Forward
 from tests import models
+from tests.kernels import registry
 from tests.models import Ledger, inputs_from_data, meta_copy
 from tests.records import live_bytes, split_phase, totals, visible
+from tests.workloads import Forward
 
 ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "small": (models.Small, lambda: torch.randn(2, 3, 32, 32)),

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import memsize
-from memsize.torch_internals.isolation import settings_kept
 from tests import models
 from tests.conftest import Python, Write
 from tests.misbehaving import MODELS, fuse, globals_of_modules
-from tests.process import changes, process_state
+from tests.process import changes, process_state, settings_kept
 
 Question = Callable[[nn.Module, Any], object]
 QUESTIONS: dict[str, Question] = {

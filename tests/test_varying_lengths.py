@@ -14,8 +14,8 @@ from torch import nn
 import memsize
 from memsize import AllocatorConfig, InputError, Trace
 from memsize.cli import run
-from memsize.spec.vary import Lengths, parse_lengths
 from memsize.units import GiB, MiB
+from tests.fits import Lengths, parse_lengths
 from tests.gpus import joined, replay, rows_of, training_of
 
 # -- how they are drawn -----------------------------------------------------------------------------------------------

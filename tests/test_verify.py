@@ -18,43 +18,46 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memsize
-import memsize.analysis.verify.cuda_memory as cuda_memory
 from memsize import Training, Verification
-from memsize.analysis.verify.cuda_memory import AllocationEvent, CudaMemory, allocation_events
-from memsize.analysis.verify.measure import OpSpan, located, measure
-from memsize.analysis.verify.verification import (
+from memsize.cli import run
+from memsize.errors import InputError, OutputError, ScenarioError
+from memsize.render import FORMATS, render
+from tests import records
+from tests.conftest import Python
+from tests.gpus import snapshot
+from tests.kernels import Convolution, Plans
+from tests.measurements import (
+    NO_LOCATION,
+    AllocationEvent,
+    ConvolutionWorkspace,
+    CudaMemory,
+    DeviceUse,
     Experiment,
+    MeasuredWorkload,
+    Measurement,
+    OpLocation,
+    OpSpan,
+    Peaks,
+    SavedMeasurements,
+    SoftwareStack,
+    Weightless,
+    allocation_events,
     convolves,
+    cuda_memory,
+    decode,
+    encode,
+    executable,
+    located,
+    log_of,
+    materialize,
+    measure,
     predict,
+    read,
     verification_of,
     verify_measurements,
     verify_step,
     workspaces,
 )
-from memsize.cli import run
-from memsize.errors import InputError, OutputError, ScenarioError
-from memsize.kernels.cudnn.plans import Convolution, Plans
-from memsize.loading.weightless import Weightless
-from memsize.model.materialize import executable, materialize
-from memsize.records.measurement import (
-    NO_LOCATION,
-    ConvolutionWorkspace,
-    DeviceUse,
-    MeasuredWorkload,
-    Measurement,
-    OpLocation,
-    Peaks,
-    SavedMeasurements,
-    SoftwareStack,
-    decode,
-    encode,
-    log_of,
-    read,
-)
-from memsize.render import FORMATS, render
-from tests import records
-from tests.conftest import Python
-from tests.gpus import snapshot
 from tests.models import inputs_from_data, inputs_from_specs, parse_inputs, scenario_named
 from tests.pages import check_golden as check
 from tests.records import AllocationDifference, Interval, Prediction, VerifiedRun, off_by, read_measurements

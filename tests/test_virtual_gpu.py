@@ -32,12 +32,12 @@ from memsize.cli import run as command
 from memsize.documents import document
 from memsize.documents.sections import Table
 from memsize.errors import ForwardError, InputError
-from memsize.known_values.data_dependent import ALL_DISTINCT
 from memsize.records.trace import Event
 from memsize.render import render
 from memsize.units import format_bytes
 from tests.conftest import Python
 from tests.gpus import card, cuda_context, replay
+from tests.known_values import ALL_DISTINCT
 from tests.models import Ledger, Small
 from tests.programs import gpu, program as program_on, record_of, run_module, run_script as ran
 from tests.records import Holder, Interval, KeptGradients, WentOn, split_phase

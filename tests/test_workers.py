@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from memsize.cli import run
-from memsize.processes.workers import Workers, can_fork, side_by_side
+from tests.process import Workers, can_fork, side_by_side
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="this platform does not fork")
 

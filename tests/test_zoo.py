@@ -20,7 +20,7 @@ from benchmarks.zoo.inputs import inputs
 from benchmarks.zoo.runner import Limits, outcomes
 from benchmarks.zoo.trial import parts
 from memsize.errors import InputError
-from memsize.loading import InputRequest, load
+from tests.models import InputRequest, load
 
 FEW = {"num_hidden_layers": 2}
 SAMPLE = (
