@@ -11,8 +11,7 @@
 TORCH ?=
 VENV := $(if $(TORCH),build/torch-$(TORCH),.venv)
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
-CUDNN_STAMP := $(VENV)/.cudnn
+STAMP = $(VENV)/.installed$(CUDNN)
 PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 TORCH_INDEX ?=
@@ -20,12 +19,13 @@ CUDNN ?=
 THOROUGH ?=
 LOG := $(VENV)/pip.log
 MYPY_LOG := $(VENV)/mypy.log
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 PINNED := ^(torch|torchvision)==
 # Another release brings its own libraries of CUDA.
 OWN := ^(torch|torchvision|triton|nvidia-[a-z0-9-]+)==
 BUILDS := $(if $(TORCH),torch==$(TORCH) torchvision,$(shell grep -E '$(PINNED)' constraints.txt))
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+EXTRAS := test dev quant $(if $(CUDNN),cudnn)
 
 # What pip says is shown where it fails.
 OR_EXPLAIN = 2>$(LOG) || { cat $(LOG) >&2; exit 1; }
@@ -40,7 +40,7 @@ demo: $(STAMP)
 # process of their own, which would compile it each time where Python may not write what it compiles; nor could pytest keep
 # the test files that it rewrites, half of the time that it takes to find the tests. mypy runs beside the
 # tests, since it takes half a minute of one core where it has no cache; what it says comes last.
-test: $(STAMP) $(if $(CUDNN),$(CUDNN_STAMP))
+test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
@@ -110,7 +110,8 @@ release:
 
 # torch and torchvision come first and in one step, since only builds of one index match; once they are there, nothing
 # that depends on torch asks for another. An index without that torchvision leaves it to the next step: memsize runs the
-# models of timm and transformers beside one that doesn't match.
+# models of timm and transformers beside one that doesn't match. pip compiles seven million lines of Python on one core:
+# here it is done on all, but for files that packages carry for other releases of Python.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "memsize needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Setting up $(VENV) with PyTorch and all that memsize is tested with: this takes a few minutes"
@@ -119,11 +120,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@for builds in "$(BUILDS)" "$(firstword $(BUILDS))"; do \
 		$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$builds 2>$(LOG) && exit; \
 	done; cat $(LOG) >&2; exit 1
-	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[test,dev,quant]' $(OR_EXPLAIN)
-	@touch $@
-
-$(CUDNN_STAMP): $(STAMP)
-	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[cudnn]' $(OR_EXPLAIN)
+	@$(PIP) --constraint $(CONSTRAINTS) --editable ".[$$(echo $(EXTRAS) | tr ' ' ,)]" $(OR_EXPLAIN)
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 clean:
