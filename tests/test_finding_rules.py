@@ -312,7 +312,7 @@ def test_integer_buffers_are_told_from_1024_bytes(elements: int, told: bool) -> 
     assert bool(found) == told
     if told:
         assert (found[0].bytes, found[0].layers) == (1024, ("a",))
-        assert found[0].text("B") == "Halving cannot halve integer buffers (1,024 B)."
+        assert found[0].text("B") == "Half precision does not shrink integer buffers (1,024 B)."
 
 
 def test_halving_leaves_integer_inputs() -> None:
@@ -324,7 +324,7 @@ def test_halving_leaves_integer_inputs() -> None:
     finding = one(report_rules.what_halving_cannot_halve, Evidence(trace(table, floating, weight, inputs=(ids, image))))
     assert finding.bytes == 1024 + 40
     assert finding.text("B") == (
-        "Halving cannot halve integer buffers (1,024 B) and inputs of integers (40 B: ids int64[1,5])."
+        "Half precision does not shrink integer buffers (1,024 B) and inputs of integers (40 B: ids int64[1,5])."
     )
     assert not list(report_rules.what_halving_cannot_halve(Evidence(trace(floating, inputs=(image,)))))
 

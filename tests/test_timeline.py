@@ -98,6 +98,13 @@ class Script:
         )
 
 
+def test_a_timeline_shows_itself_in_a_line() -> None:
+    run = timeline(two_steps())
+    assert (
+        repr(run) == f"<memsize.Timeline {run.model}: {len(run)} events, peak 16.00 MiB>"
+    )  # 4 + 2 + 1 + 3 + 2 + 4, the seed of 4 B aside
+
+
 def test_another_run_is_stretched_phase_by_phase() -> None:
     """Three events, of which the second has the most, over two: the first stands for one, the other for two of them."""
     run = timeline(two_steps())

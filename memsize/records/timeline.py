@@ -15,6 +15,7 @@ from memsize.records.gpu import Card, StreamShare
 from memsize.records.roles import Role
 from memsize.records.trace import Storage
 from memsize.records.world import ALONE, Traffic, World
+from memsize.units import format_bytes
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -83,7 +84,7 @@ LENGTH_FIELDS: Final = Fields[LengthRow](
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline(Renderable):
     """One value per event in each of its columns; `live` has a column for each role that occurs, in order of `ROLES`.
 
@@ -132,6 +133,9 @@ class Timeline(Renderable):
 
     def __len__(self) -> int:
         return len(self.delta)
+
+    def __repr__(self) -> str:
+        return f"<memsize.Timeline {self.model}: {len(self):,} events, peak {format_bytes(self.peak.bytes)}>"
 
     @cached_property
     def total(self) -> tuple[int, ...]:

@@ -291,7 +291,7 @@ def what_is_enough(remedied: Remedied | None, vary: str) -> Iterator[Finding]:
         values |= {"together": together, "peak": Bytes(remedied.combined or 0)}
         so_far = "Each of these changes what the model learns"
         so_far = so_far if alone else "No single remedy makes {vary} {size} fit under {scenario}"
-        text = f"{so_far}; with {{together}} together, it needs {{peak}}."
+        text = f"{so_far}; {{together}} together bring it to {{peak}}."
         yield Finding("remedy-combination", text, values, bytes=remedied.combined, brief=text)
     elif not alone:
         text = "No remedy makes {vary} {size} fit, nor does any combination that was tried."

@@ -61,7 +61,7 @@ def _what_fits(evidence: Evidence) -> Iterator[Finding]:
         text = (
             what
             + does
-            + " not fit: {phase} needs another {request} where {free} are free; the whole run would reserve {peak}."
+            + " not fit: {phase} needs another {request} and {free} are free; the whole run would reserve {peak}."
         )
         code = "generation-exceeds"
     yield Finding(code, text, values, bytes=peak.reserved, brief=text)

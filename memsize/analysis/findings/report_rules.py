@@ -174,7 +174,7 @@ def what_halving_cannot_halve(evidence: Evidence) -> Iterator[Finding]:
     if parts:
         of_buffers, of_inputs = bytes_of(fixed), sum(i.bytes for i in inputs)
         values = sizes(buffers=of_buffers, inputs=of_inputs) | {"names": tuple(f"{i.name} {i.spec}" for i in inputs)}
-        text = f"Halving cannot halve {' and '.join(parts)}."
+        text = f"Half precision does not shrink {' and '.join(parts)}."
         yield Finding("halving-leaves-integers", text, values, bytes=of_buffers + of_inputs, layers=layers_of(fixed))
 
 
