@@ -27,10 +27,11 @@ from memsize.depth.blocks import (
     find_blocks as find_blocks,
     shorten as shorten,
 )
+from memsize.depth.trace_extension import NotRepeatedError as NotRepeatedError
 from memsize.kernels.cudnn import handle, installed
-from memsize.records.trace import Trace
+from memsize.records.trace import Trace as Trace
 from memsize.spec.generation import Generation as Generation
-from memsize.spec.model_request import ModelRequest
+from memsize.spec.model_request import ModelRequest as ModelRequest
 from memsize.spec.parallel import parse_parallel as parse_parallel
 from memsize.spec.scenario import SCENARIOS
 from memsize.spec.training import Training as Training

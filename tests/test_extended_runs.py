@@ -24,13 +24,18 @@ from tests.deep import (
     Generation,
     GenerationSteps,
     Inference,
+    ModelRequest,
+    NotRepeatedError,
     OnGpuWithHost,
     ParallelSteps,
+    Runner,
+    Trace,
     Training,
     TrainingSteps,
     assert_law,
     assert_same,
     first_and_next,
+    opened,
     parse_parallel,
     reasons_after,
     run_once,
@@ -788,6 +793,16 @@ def test_why_a_model_is_run_whole(blocks: int, reason: str) -> None:
 
 def test_a_model_that_counts_is_run_whole() -> None:
     assert traced(Deep(16, CountsOnItsClass), STEPS).extended_from == ()
+
+
+def test_short_models_that_count_after_a_proof_do_not_tell() -> None:
+    def counts(_: nn.Module) -> Trace:
+        raise NotRepeatedError("the model counts its calls")
+
+    with opened(ModelRequest.of(Deep(16), args=(torch.zeros(5, 3),))) as request:
+        short_runs = Runner(*request.run).short_runs
+        assert short_runs.extended(counts, "steps") is None
+        assert short_runs.reasons == ("the model counts its calls",)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

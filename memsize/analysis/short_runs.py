@@ -109,6 +109,9 @@ class ShortRuns:
                     self._lengths = (length, *(other for other in _LENGTHS if other != length))
                     host = self._host(traced, length) if shorter.host != UNUSED else UNUSED
                     return replace(plan.applied(shorter), extended_from=(length, length + 1), host=host)
+        except NotRepeatedError as error:  # the short model itself, whatever its length
+            self._refused[kind] = str(error)
+            return None
         except MemsizeError:  # the whole model says why it fails
             return None
         self._refused.setdefault(kind, "the model is too short")

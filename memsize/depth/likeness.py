@@ -152,8 +152,11 @@ _COUNTERS: dict[type, Callable[[Any], object]] = {int: int, float: float, list: 
 """What can count, and how its number is read."""
 _FLAGS: dict[type, Callable[[Any], object]] = _COUNTERS | {bool: bool, str: str, type(None): lambda _: None}
 """The same for attributes of a module, which may also switch from one way to another."""
-_SET_BY_RUNS: Final = ("training", "_compiled_call_impl", "num_batches_tracked")
-"""What each run sets, and what a batch norm counts without deciding by it."""
+_SET_BY_RUNS: Final = (
+    *("training", "_compiled_call_impl", "num_batches_tracked"),
+    *("_is_fsdp_managed_module", "_fsdp_use_orig_params"),
+)
+"""What each run sets, FSDP's marks of its modules, and what a batch norm counts without deciding by it."""
 
 Numbers = Mapping[tuple[Any, ...], object]
 """Numbers, flags and lengths of lists, by where they are."""
