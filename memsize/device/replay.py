@@ -99,8 +99,8 @@ class Replay:
     of_streams: Mapping[int, int] = field(default_factory=dict)
     """The bytes of each stream's segments when `reserved` peaked first: they add up to it."""
 
-    def holds_with(self, capacity: int) -> bool:
-        """Whether a replay with `capacity` bytes would be the same: CUDA would grant and refuse the same requests.
+    def holds_with(self, capacity: int | None) -> bool:
+        """Whether a replay with `capacity` bytes (None: any number) would be the same: CUDA grants and refuses as much.
 
         Valid only if nothing else depends on the capacity (`AllocatorConfig.depends_on_card`).
         """

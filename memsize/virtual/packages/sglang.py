@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 
 from memsize.records.gpu import Card
-from memsize.spec.servers import Setting, rules_of
+from memsize.spec.server_rules import Setting
+from memsize.spec.servers import rules_of
 from memsize.virtual.packages.server_memory import TAGS, ServerMemory
 
 _TOKENS: Final = 128
