@@ -1,4 +1,4 @@
-"""What a release of a server counts when it sizes its cache, and how its defaults are chosen."""
+"""The memory that a release of a server counts when it sizes its cache, and how its defaults are chosen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Setting(NamedTuple):
 
 
 class ServedKind(NamedTuple):
-    """What decides by which of its model runners vLLM serves a model; `has_states` of layers such as Mamba's."""
+    """Facts by which vLLM chooses the model runner that serves a model; `has_states` of layers such as Mamba's."""
 
     architecture: str = ""
     has_experts: bool = False

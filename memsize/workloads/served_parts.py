@@ -1,4 +1,4 @@
-"""What one GPU of a server stores: its part of a model, and what only a server keeps beside the weights."""
+"""The part of a server on one GPU: its part of a model, and what only a server keeps beside the weights."""
 
 from __future__ import annotations
 
