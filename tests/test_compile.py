@@ -204,7 +204,8 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("scenario", [pytest.param("bf16", marks=pytest.mark.thorough), "fp32"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("scenario", ["bf16", "fp32"])
 def test_random_operations_are_recomputed_under_a_checkpoint(scenario: str) -> None:
     """What is kept for backward is the input of each of two blocks: 8 · 32 · 64 values."""
     compiled = traced(Checkpointed, scenario + COMPILED)
@@ -345,7 +346,7 @@ def estimates() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("scenario", ["fp32", "amp-bf16"])
-@pytest.mark.parametrize("model", [Gelus, Attention])
+@pytest.mark.parametrize("model", [Gelus, pytest.param(Attention, marks=pytest.mark.thorough)])
 def test_the_forward_peaks_where_inductor_says(model: Any, scenario: str) -> None:
     """The estimate knows no buffer that is written in place."""
     import torch._inductor.config as config
