@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,11 +23,19 @@ _aten = torch.ops.aten
 def cuda_decompositions() -> dict[Any, Callable[..., Any]]:
     """Inductor's decompositions with those of CUDA."""
     table = dict(select_decomp_table())
-    norms = (_aten.native_layer_norm.default, _aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
-    table.update({norm: partial(_in_float32, table[norm]) for norm in norms if norm in table})
+    table.update({norm: partial(_in_float32, table[norm]) for norm in _NORMS if norm in table})
     table.update({_aten.mm.default: _mm, _aten.addmm.default: _addmm})
     table.pop(_aten.bmm.default, None)
     return table
+
+
+_NORMS: Final = (
+    _aten.native_layer_norm.default,
+    _aten.native_batch_norm.default,
+    _aten._native_batch_norm_legit.default,
+    _aten._native_batch_norm_legit.no_stats,
+    _aten._native_batch_norm_legit_functional.default,
+)
 
 
 def _in_float32(norm: Callable[..., Any], tensor: Tensor, *args: Any) -> tuple[Tensor, ...]:
