@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -297,3 +298,29 @@ def test_programs_are_found_from_the_folder_that_they_are_started_in(folder: Pat
     (folder / "sub" / "remove.sh").chmod(0o755)
     run(folder, "assert subprocess.call(['./remove.sh'], cwd='sub') == 1\n")
     assert (folder / "old.txt").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.thorough
+def test_a_process_may_outlive_the_script(folder: Path) -> None:
+    """It waits until the folder of the run is gone, and then ends without an error."""
+    (folder / "child.py").write_text(
+        "import os, sys, time, torch\n"
+        "run = os.environ['PYTHONPATH'].split(os.pathsep)[0]\n"
+        "print('started', flush=True)\n"
+        "while os.path.isdir(run):\n    time.sleep(0.05)\n"
+        "print('waited', flush=True)\n",
+        encoding="utf-8",
+    )
+    run(
+        folder,
+        "import pathlib, time\n"
+        "with open('out.txt', 'w') as out:\n"
+        "    child = subprocess.Popen([sys.executable, 'child.py'], stdout=out, stderr=out, start_new_session=True)\n"
+        "child.returncode = 0  # nobody waits for it\n"
+        "while 'started' not in pathlib.Path('out.txt').read_text():\n    time.sleep(0.05)\n",
+    )
+    deadline = time.monotonic() + 20
+    while "waited" not in (text := Path("out.txt").read_text("utf-8")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)
+    assert "waited" in text and "Error" not in Path("out.txt").read_text("utf-8")

@@ -97,6 +97,13 @@ def test_options_of_a_generation(folder: Path) -> None:
         memsize.report(f"diffusers:{folder}?guidance_scal=1")
 
 
+def test_generating_tokens_names_the_report(folder: Path) -> None:
+    target = f"diffusers:{folder}"
+    with pytest.raises(memsize.MemsizeError, match=r"no tokens: memsize report 'diffusers:.*height=1024") as raised:
+        memsize.generate(target)
+    assert f"'{target}?height=1024&steps=2'" in str(raised.value)
+
+
 def largest_of_decoder(target: str) -> int:
     trace = memsize.report(target, batch_size=1, scenarios="as-given").trace
     layers = [layer.path.startswith("vae.decoder") for layer in trace.layers]

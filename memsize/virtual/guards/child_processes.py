@@ -183,15 +183,17 @@ class ChildProcesses:
 
     def announce(self) -> None:
         """Write down what this process has made, and what it takes on the GPU, for those that it starts."""
-        (self._folder / "new" / f"{os.getpid()}.json").write_text(json.dumps(sorted(self._guard.new)), "utf-8")
         gpu = self.gpu()
-        if gpu is not None:
-            (self._folder / "gpu.json").write_text(json.dumps(gpu._asdict()), "utf-8")
+        with suppress(FileNotFoundError):  # the run has ended before this process
+            (self._folder / "new" / f"{os.getpid()}.json").write_text(json.dumps(sorted(self._guard.new)), "utf-8")
+            if gpu is not None:
+                (self._folder / "gpu.json").write_text(json.dumps(gpu._asdict()), "utf-8")
 
     def report(self, result: dict[str, Any]) -> None:
         """Write down what this process took on the GPU, for the process that started it."""
-        number = len([*(self._folder / "results").iterdir()])
-        (self._folder / "results" / f"{number:06d}-{os.getpid()}.json").write_text(json.dumps(result), "utf-8")
+        with suppress(FileNotFoundError):
+            number = len([*(self._folder / "results").iterdir()])
+            (self._folder / "results" / f"{number:06d}-{os.getpid()}.json").write_text(json.dumps(result), "utf-8")
 
     def _read(self, folder: str) -> Iterator[tuple[Path, Any]]:
         """Yield what the processes of the run have written down, each with its file."""
