@@ -113,6 +113,11 @@ def chat(random: Random) -> list[dict[str, str]]:
     return [{"role": role, "content": sentence(random)} for role in ("user", "assistant")]
 
 
+def share(random: Random) -> float:
+    """A column of `rows`: a number from 0 to 1."""
+    return random.random()
+
+
 def label(random: Random) -> int:
     """A column of `rows`: one of two classes."""
     return random.randint(0, 1)
@@ -135,7 +140,9 @@ def pictures(*folders: str, count: int = 64, size: tuple[int, int] = (256, 320),
     return make
 
 
-def masks(folder: str, count: int = 64, size: tuple[int, int] = (256, 320), classes: int = 2) -> Maker:
+def masks(
+    folder: str, count: int = 64, size: tuple[int, int] = (256, 320), classes: int = 2, name: str = "{}.png"
+) -> Maker:
     """Images of one channel whose values are classes."""
 
     def make(here: Path) -> None:
@@ -146,7 +153,7 @@ def masks(folder: str, count: int = 64, size: tuple[int, int] = (256, 320), clas
         for number in range(count):
             image = Image.fromarray(random.integers(0, classes, size, dtype=numpy.uint8))
             image.putpalette([value for value in range(256) for _ in range(3)])
-            image.save(here / folder / f"{number}.png")
+            image.save(here / folder / name.format(number))
 
     return make
 
@@ -267,6 +274,17 @@ def config(folder: str, kind: str, **values: Any) -> Maker:
     return make
 
 
+def preset(id: str, folder: str = "") -> Maker:
+    """The configuration of a model of the Hub whose sizes memsize has, in a folder of its name, without weights."""
+
+    def make(here: Path) -> None:
+        from memsize.loading.presets import presets
+
+        file(f"{folder or id}/config.json", json.dumps(dict(presets()[id].config)))(here)
+
+    return make
+
+
 def model(folder: str, auto: str, kind: str, **values: Any) -> Maker:
     """A model of transformers with random weights, saved as `from_pretrained` reads it."""
 
@@ -322,6 +340,9 @@ def stable_diffusion(folder: str) -> Maker:
     return make
 
 
+_CLIP = {"model_max_length": 77, "tokenizer_class": "CLIPTokenizer"}
+
+
 def clip_tokenizer(folder: Path) -> None:
     """Write a tokenizer of letters as CLIP's is stored."""
     special = ("<|startoftext|>", "<|endoftext|>")
@@ -330,7 +351,36 @@ def clip_tokenizer(folder: Path) -> None:
     _write(folder / "vocab.json", json.dumps({token: at for at, token in enumerate(tokens)}))
     _write(folder / "merges.txt", "#version: 0.2\n")
     names = {"bos_token": special[0], "eos_token": special[1], "unk_token": special[1], "pad_token": special[1]}
-    _write(folder / "tokenizer_config.json", json.dumps({**names, "model_max_length": 77}))
+    _write(folder / "tokenizer_config.json", json.dumps({**names, **_CLIP}))
+
+
+def t5_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of words as T5's is stored."""
+    from transformers import T5TokenizerFast
+
+    pieces = dict.fromkeys(("<pad>", "</s>", "<unk>", *(f"▁{word}" for word in WORDS)))
+    T5TokenizerFast(vocab=[(piece, 0.0) for piece in pieces]).save_pretrained(folder)
+
+
+def clips(folder: str, count: int = 4, frames: int = 49, size: tuple[int, int] = (480, 720)) -> Maker:
+    """Noise as videos, with lists of their names and of their prompts."""
+
+    def make(here: Path) -> None:
+        import cv2
+
+        random, height, width = numpy.random.default_rng(0), *size
+        names = [f"{number}.mp4" for number in range(count)]
+        (here / folder).mkdir(parents=True, exist_ok=True)
+        for name in names:
+            video = cv2.VideoWriter(str(here / folder / name), cv2.VideoWriter.fourcc(*"mp4v"), 8, (width, height))
+            for _ in range(frames):
+                video.write(random.integers(0, 256, (height, width, 3), dtype=numpy.uint8))
+            video.release()
+        words = Random(0)
+        _write(here / folder / "videos.txt", "".join(f"{name}\n" for name in names))
+        _write(here / folder / "prompts.txt", "".join(f"{sentence(words)}\n" for _ in names))
+
+    return make
 
 
 def captions(folder: str, count: int) -> Maker:

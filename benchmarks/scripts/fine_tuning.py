@@ -1,11 +1,8 @@
-"""Scripts that fine-tune: adapters, quantized bases, preferences and rewards, diffusion, float8."""
+"""Scripts that fine-tune: adapters, quantized bases, preferences and rewards, float8."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from benchmarks.scripts import data
-from benchmarks.scripts.data import Maker
 from benchmarks.scripts.recipe import Recipe
 
 _LLAMA = (
@@ -27,46 +24,6 @@ _REWARD = """
 def length(completions, **_):
     return [float(len(completion)) for completion in completions]
 """
-
-
-def _stable_diffusion_3(folder: str) -> Maker:
-    """A small pipeline of three text encoders and a transformer."""
-
-    def make(here: Path) -> None:
-        from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
-        from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel, T5TokenizerFast
-
-        heads = {"num_attention_heads": 4}
-        clip = CLIPTextConfig(
-            vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=2, projection_dim=64, **heads
-        )
-        width = {"joint_attention_dim": 128, "caption_projection_dim": 128, "pooled_projection_dim": 128}
-        parts = {
-            "transformer": SD3Transformer2DModel(sample_size=32, num_layers=2, attention_head_dim=32, **heads, **width),
-            "vae": AutoencoderKL(
-                block_out_channels=(64, 128),
-                latent_channels=16,
-                down_block_types=("DownEncoderBlock2D",) * 2,
-                up_block_types=("UpDecoderBlock2D",) * 2,
-                shift_factor=0.0,
-                use_quant_conv=False,
-                use_post_quant_conv=False,
-            ),
-            "text_encoder": CLIPTextModelWithProjection(clip),
-            "text_encoder_2": CLIPTextModelWithProjection(clip),
-            "text_encoder_3": T5EncoderModel(
-                T5Config(vocab_size=1000, d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4)
-            ),
-            "scheduler": FlowMatchEulerDiscreteScheduler(),
-        }
-        for name, part in parts.items():
-            part.save_pretrained(here / folder / name)
-        for name in ("tokenizer", "tokenizer_2"):
-            data.clip_tokenizer(here / folder / name)
-        pieces = dict.fromkeys(("<pad>", "</s>", "<unk>", *(f"▁{word}" for word in data.WORDS)))
-        T5TokenizerFast(vocab=[(piece, 0.0) for piece in pieces]).save_pretrained(here / folder / "tokenizer_3")
-
-    return make
 
 
 RECIPES = (
@@ -107,24 +64,6 @@ RECIPES = (
         needs=("trl", "transformers", "datasets", "peft"),
     ),
     Recipe(
-        "diffusers unconditional",
-        "huggingface/diffusers",
-        "examples/unconditional_image_generation",
-        "train_unconditional.py --train_data_dir images/train --resolution 64 --train_batch_size 4 --output_dir out "
-        "--mixed_precision fp16 --use_ema",
-        (_PICTURES,),
-        needs=("diffusers", "accelerate", "datasets"),
-    ),
-    Recipe(
-        "diffusers text_to_image_lora",
-        "huggingface/diffusers",
-        "examples/text_to_image",
-        "train_text_to_image_lora.py --pretrained_model_name_or_path sd --train_data_dir captioned --resolution 256 "
-        "--train_batch_size 2 --output_dir out --mixed_precision fp16",
-        (data.stable_diffusion("sd"), data.pictures("captioned", count=16), data.captions("captioned", count=16)),
-        needs=("diffusers", "accelerate", "datasets", "peft"),
-    ),
-    Recipe(
         "trl sft qlora",
         "huggingface/trl",
         ".",
@@ -144,22 +83,70 @@ RECIPES = (
         needs=("trl", "transformers", "datasets"),
     ),
     Recipe(
-        "diffusers dreambooth_lora_sd3",
-        "huggingface/diffusers",
-        "examples/dreambooth",
-        "train_dreambooth_lora_sd3.py --pretrained_model_name_or_path sd3 --instance_data_dir photos "
-        "--instance_prompt 'the of' --resolution 256 --train_batch_size 1 --output_dir out --mixed_precision fp16 "
-        "--max_train_steps 4",
-        (_stable_diffusion_3("sd3"), data.pictures("photos", count=8)),
-        needs=("diffusers", "accelerate", "peft"),
-    ),
-    Recipe(
         "transformer_engine mnist",
         "NVIDIA/TransformerEngine",
         "examples/pytorch/mnist",
         "main.py --use-fp8 --epochs 1",
         (data.digits("../data/MNIST"),),
         needs=("torchvision",),
+        options="--gpu h100",
+    ),
+    Recipe(
+        "llama-factory lora_sft",
+        "hiyouga/LLaMA-Factory",
+        ".",
+        "src/train.py examples/train_lora/qwen3_lora_sft.yaml gradient_accumulation_steps=1",
+        (
+            data.preset("Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Instruct-2507"),
+            data.tokenizer("Qwen/Qwen3-4B-Instruct-2507", chat=True),
+        ),
+        needs=("llamafactory", "transformers", "peft", "trl"),
+        environment={"DISABLE_VERSION_CHECK": "1"},
+    ),
+    Recipe(
+        "axolotl qlora",
+        "axolotl-ai-cloud/axolotl",
+        "examples",
+        "-m axolotl.cli.train llama-3/qlora-1b.yml --attn_implementation=sdpa",
+        (
+            data.preset("meta-llama/Llama-3.2-1B", "NousResearch/Llama-3.2-1B"),
+            data.tokenizer("NousResearch/Llama-3.2-1B"),
+            data.rows("teknium/GPT4-LLM-Cleaned/train.json", instruction=data.sentence, input="", output=data.sentence),
+        ),
+        needs=("axolotl", "bitsandbytes", "peft", "trl"),
+        environment={"AXOLOTL_DO_NOT_TRACK": "1"},
+    ),
+    Recipe(
+        "sentence-transformers cross_encoder",
+        "huggingface/sentence-transformers",
+        "examples/cross_encoder/training/sts",
+        "training_stsbenchmark.py",
+        (
+            data.config("distilbert/distilroberta-base", "roberta", num_hidden_layers=6, vocab_size=50265),
+            data.tokenizer("distilbert/distilroberta-base"),
+            *(
+                data.rows(
+                    f"sentence-transformers/stsb/{part}.json",
+                    sentence1=data.sentence,
+                    sentence2=data.sentence,
+                    score=data.share,
+                )
+                for part in ("train", "validation", "test")
+            ),
+        ),
+        needs=("sentence_transformers", "datasets", "scipy", "sklearn"),
+    ),
+    Recipe(
+        "mamba-chat",
+        "havenhq/mamba-chat",
+        ".",
+        "train_mamba.py --batch_size 2",
+        (
+            data.file("state-spaces/mamba-2.8b/config.json", '{"d_model": 2560, "n_layer": 64, "vocab_size": 50277}'),
+            data.tokenizer("EleutherAI/gpt-neox-20b"),
+            data.tokenizer("HuggingFaceH4/zephyr-7b-beta", chat=True),
+        ),
+        needs=("transformers",),
         options="--gpu h100",
     ),
 )

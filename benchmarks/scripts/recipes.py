@@ -1,8 +1,8 @@
-"""The scripts of libraries and of their examples, and with those of `fine_tuning` and `research` all of them."""
+"""The scripts of libraries and of their examples, and after them those of the other modules."""
 
 from __future__ import annotations
 
-from benchmarks.scripts import data, fine_tuning, research
+from benchmarks.scripts import data, diffusion, fine_tuning, research
 from benchmarks.scripts.data import Maker
 from benchmarks.scripts.recipe import Recipe
 
@@ -260,6 +260,36 @@ RECIPES = (
         (data.digits("../../data/mnist/MNIST"),),
         needs=_VISION,
     ),
+    Recipe(
+        "mmsegmentation pspnet",
+        "open-mmlab/mmsegmentation",
+        ".",
+        "tools/train.py configs/pspnet/pspnet_r50-d8_4xb2-40k_cityscapes-512x1024.py --amp "
+        "--cfg-options model.pretrained=None",
+        tuple(
+            maker
+            for part in ("train", "val")
+            for maker in (
+                data.pictures(
+                    f"data/cityscapes/leftImg8bit/{part}", count=8, size=(1024, 2048), name="{}_leftImg8bit.png"
+                ),
+                data.masks(
+                    f"data/cityscapes/gtFine/{part}",
+                    count=8,
+                    size=(1024, 2048),
+                    classes=19,
+                    name="{}_gtFine_labelTrainIds.png",
+                ),
+            )
+        ),
+        needs=("mmseg", "mmcv", "mmengine"),
+    ),
+    Recipe(
+        "pytorch nested tensors",
+        "pytorch/tutorials",
+        "intermediate_source",
+        "transformer_building_blocks.py",
+    ),
     Recipe("cleanrl ppo", "vwxyzjn/cleanrl", ".", "cleanrl/ppo.py", needs=("gymnasium", "tyro", "tensorboard")),
     Recipe(
         "cleanrl sac",
@@ -285,5 +315,6 @@ RECIPES = (
         needs=("torch_geometric", "scipy"),
     ),
     *fine_tuning.RECIPES,
+    *diffusion.RECIPES,
     *research.RECIPES,
 )

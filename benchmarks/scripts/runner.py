@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class Outcome:
     assumed: tuple[str, ...] = ()
     seconds: float = 0.0
     """Processor time of the whole process and of its workers."""
+    torch: str = ""
+    """The release of PyTorch."""
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Outcome:
@@ -52,6 +55,7 @@ def outcome(recipe: Recipe, sources: Path, scratch: Path, limit: float) -> Outco
     `scratch` takes the copy, the data and the program's output; `limit` is the most seconds that it may take.
     """
     about = {"name": recipe.name, "repository": recipe.repository, "command": recipe.command}
+    about["torch"] = version("torch").partition("+")[0]
     if missing := [name for name in recipe.needs if find_spec(name) is None]:
         return Outcome(**about, failure=f"not installed: {', '.join(missing)}")
     source = sources / recipe.repository.partition("/")[2] / recipe.folder

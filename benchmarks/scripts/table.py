@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from tabulate import tabulate
 
@@ -30,12 +29,12 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 def page(outcomes: Sequence[Outcome]) -> str:
     """The page with one row for each script."""
-    where = f"With torch {version('torch')} and Python {platform.python_version()}: {summary(outcomes)}"
+    where = f"With Python {platform.python_version()}: {summary(outcomes)}"
     return "\n".join((_TITLE, f"{where}\n", _ran(outcomes), _failed(outcomes), _commands(outcomes)))
 
 
 def _ran(outcomes: Sequence[Outcome]) -> str:
-    titles = ("script", "steps", "reserved at the peak", "in", "CPU time")
+    titles = ("script", "steps", "reserved at the peak", "in", "CPU time", "torch")
     rows = [
         (
             outcome.name,
@@ -43,6 +42,7 @@ def _ran(outcomes: Sequence[Outcome]) -> str:
             format_bytes(outcome.reserved),
             outcome.where,
             f"{outcome.seconds:.0f} s" if outcome.seconds else "not taken",
+            outcome.torch,
         )
         for outcome in outcomes
         if not outcome.failure

@@ -1,0 +1,162 @@
+"""Scripts that train diffusion models. Pipelines of full size are configs without weights, which memsize makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.scripts import data
+from benchmarks.scripts.data import Maker
+from benchmarks.scripts.recipe import Recipe
+
+_PICTURES = data.pictures("images/train/a", count=16)
+_LORA = ("diffusers", "accelerate", "peft")
+
+
+def _stable_diffusion_3(folder: str) -> Maker:
+    """A small pipeline of three text encoders and a transformer."""
+
+    def make(here: Path) -> None:
+        from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+        from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+
+        heads = {"num_attention_heads": 4}
+        clip = CLIPTextConfig(
+            vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=2, projection_dim=64, **heads
+        )
+        width = {"joint_attention_dim": 128, "caption_projection_dim": 128, "pooled_projection_dim": 128}
+        parts = {
+            "transformer": SD3Transformer2DModel(sample_size=32, num_layers=2, attention_head_dim=32, **heads, **width),
+            "vae": AutoencoderKL(
+                block_out_channels=(64, 128),
+                latent_channels=16,
+                down_block_types=("DownEncoderBlock2D",) * 2,
+                up_block_types=("UpDecoderBlock2D",) * 2,
+                shift_factor=0.0,
+                use_quant_conv=False,
+                use_post_quant_conv=False,
+            ),
+            "text_encoder": CLIPTextModelWithProjection(clip),
+            "text_encoder_2": CLIPTextModelWithProjection(clip),
+            "text_encoder_3": T5EncoderModel(
+                T5Config(vocab_size=1000, d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4)
+            ),
+            "scheduler": FlowMatchEulerDiscreteScheduler(),
+        }
+        for name, part in parts.items():
+            part.save_pretrained(here / folder / name)
+        for name in ("tokenizer", "tokenizer_2"):
+            data.clip_tokenizer(here / folder / name)
+        data.t5_tokenizer(here / folder / "tokenizer_3")
+
+    return make
+
+
+def _preset(folder: str, id: str) -> Maker:
+    """The configs of a pipeline whose sizes are published, with small tokenizers and no weights."""
+
+    def make(here: Path) -> None:
+        from memsize.loading.presets import presets
+
+        preset = presets()[id]
+        data.file(f"{folder}/model_index.json", json.dumps(dict(preset.config)))(here)
+        for part, config in preset.parts.items():
+            name = "scheduler_config" if part == "scheduler" else "config"
+            architecture = {"architectures": preset.config[part][1:]}
+            data.file(f"{folder}/{part}/{name}.json", json.dumps({**architecture, **config}))(here)
+        tokenizers = {"CLIPTokenizer": data.clip_tokenizer, "T5TokenizerFast": data.t5_tokenizer}
+        for part, value in preset.config.items():
+            if part.startswith("tokenizer"):
+                tokenizers[value[1]](here / folder / part)
+
+    return make
+
+
+def _cogvideox(folder: str) -> Maker:
+    """CogVideoX-2b: a transformer of 30 blocks and an autoencoder of clips, whose other sizes are their defaults.
+
+    Source: the tables of CogVideo's README; the defaults of diffusers' classes, which are those of this model.
+    """
+
+    def make(here: Path) -> None:
+        from memsize.loading.presets import presets
+
+        configs = {
+            "transformer": {"_class_name": "CogVideoXTransformer3DModel"},
+            "vae": {"_class_name": "AutoencoderKLCogVideoX"},
+            "text_encoder": presets()["black-forest-labs/FLUX.1-dev"].parts["text_encoder_2"],  # T5's largest
+        }
+        for part, config in configs.items():
+            data.file(f"{folder}/{part}/config.json", json.dumps(dict(config)))(here)
+        scheduler = {"_class_name": "CogVideoXDPMScheduler"}
+        data.file(f"{folder}/scheduler/scheduler_config.json", json.dumps(scheduler))(here)
+        data.t5_tokenizer(here / folder / "tokenizer")
+
+    return make
+
+
+RECIPES = (
+    Recipe(
+        "diffusers unconditional",
+        "huggingface/diffusers",
+        "examples/unconditional_image_generation",
+        "train_unconditional.py --train_data_dir images/train --resolution 64 --train_batch_size 4 --output_dir out "
+        "--mixed_precision fp16 --use_ema",
+        (_PICTURES,),
+        needs=("diffusers", "accelerate", "datasets"),
+    ),
+    Recipe(
+        "diffusers text_to_image_lora",
+        "huggingface/diffusers",
+        "examples/text_to_image",
+        "train_text_to_image_lora.py --pretrained_model_name_or_path sd --train_data_dir captioned --resolution 256 "
+        "--train_batch_size 2 --output_dir out --mixed_precision fp16",
+        (data.stable_diffusion("sd"), data.pictures("captioned", count=16), data.captions("captioned", count=16)),
+        needs=("diffusers", "accelerate", "datasets", "peft"),
+    ),
+    Recipe(
+        "diffusers dreambooth_lora_sd3",
+        "huggingface/diffusers",
+        "examples/dreambooth",
+        "train_dreambooth_lora_sd3.py --pretrained_model_name_or_path sd3 --instance_data_dir photos "
+        "--instance_prompt 'the of' --resolution 256 --train_batch_size 1 --output_dir out --mixed_precision fp16 "
+        "--max_train_steps 4",
+        (_stable_diffusion_3("sd3"), data.pictures("photos", count=8)),
+        needs=("diffusers", "accelerate", "peft"),
+    ),
+    Recipe(
+        "diffusers dreambooth_lora_flux",
+        "huggingface/diffusers",
+        "examples/dreambooth",
+        "train_dreambooth_lora_flux.py --pretrained_model_name_or_path flux --instance_data_dir photos "
+        "--instance_prompt 'the of' --resolution 512 --train_batch_size 1 --guidance_scale 1 --output_dir out "
+        "--mixed_precision bf16 --gradient_checkpointing --max_train_steps 4",
+        (_preset("flux", "black-forest-labs/FLUX.1-dev"), data.pictures("photos", count=8)),
+        needs=_LORA,
+        options="--gpu h100",
+    ),
+    Recipe(
+        "diffusers text_to_image_lora_sdxl",
+        "huggingface/diffusers",
+        "examples/text_to_image",
+        "train_text_to_image_lora_sdxl.py --pretrained_model_name_or_path sdxl --train_data_dir captioned "
+        "--resolution 1024 --train_batch_size 1 --mixed_precision fp16 --output_dir out",
+        (
+            _preset("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
+            data.pictures("captioned", count=16),
+            data.captions("captioned", count=16),
+        ),
+        needs=(*_LORA, "datasets"),
+    ),
+    Recipe(
+        "diffusers cogvideox_lora",
+        "huggingface/diffusers",
+        "examples/cogvideo",
+        "train_cogvideox_lora.py --pretrained_model_name_or_path cogvideox --instance_data_root clips "
+        "--caption_column prompts.txt --video_column videos.txt --height 480 --width 720 --max_num_frames 49 "
+        "--train_batch_size 1 --mixed_precision fp16 --gradient_checkpointing --output_dir out --max_train_steps 4",
+        (_cogvideox("cogvideox"), data.clips("clips")),
+        needs=(*_LORA, "decord", "cv2"),
+        options="--gpu h100",
+    ),
+)
