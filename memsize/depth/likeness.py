@@ -155,8 +155,11 @@ _FLAGS: dict[type, Callable[[Any], object]] = _COUNTERS | {bool: bool, str: str,
 _SET_BY_RUNS: Final = (
     *("training", "_compiled_call_impl", "num_batches_tracked"),
     *("_is_fsdp_managed_module", "_fsdp_use_orig_params"),
+    "_previous_max_cache_length",
 )
-"""What each run sets, FSDP's marks of its modules, and what a batch norm counts without deciding by it."""
+"""What each run sets, what a batch norm counts without deciding by it, FSDP's marks of its modules, and the length of
+the static cache that transformers' generate has made.
+"""
 
 Numbers = Mapping[tuple[Any, ...], object]
 """Numbers, flags and lengths of lists, by where they are."""
