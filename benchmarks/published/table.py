@@ -15,7 +15,7 @@ from typing import Final, get_args
 
 from benchmarks.published.rows import COUNTS, FOLDER, Compared, compared
 from benchmarks.published.shared import Gap
-from benchmarks.published.sources import NOT_COUNTED, SOURCES, Kind, MiB
+from benchmarks.published.sources import NOT_COUNTED, SOURCES, Kind
 
 RANKS: Final = FOLDER.parents[1] / "docs" / "ranks_published.csv"
 """What was compared of ranks of several GPUs."""
@@ -197,20 +197,6 @@ def _position(name: str) -> int:
     return list(SOURCES).index(name) if name in SOURCES else len(SOURCES)
 
 
-def of_compiled() -> str:
-    """A line for each figure of compiled code."""
-    head = ["workload", "setting", "PyTorch", "figure", "published, MiB", "predicted, MiB", "error"]
-    lines = []
-    for row in compared():
-        source = row.row.source
-        if source.kind == "compiled code":
-            setting = row.row.setting.replace(f" figure={row.row.figure}", "")
-            release = source.stack.partition(",")[0].removeprefix("torch=")
-            sizes = (f"{round(size / MiB):,}" for size in (row.row.measured, row.predicted))
-            lines.append([source.title, f"`{setting}`", release, row.row.figure, *sizes, _signed(row.error)])
-    return _markdown(head, lines, "llllrrr")
-
-
 def left_out() -> str:
     """Published figures that are not counted, and why."""
     return _values(["figures", "published", "why they are left out"], NOT_COUNTED)
@@ -255,8 +241,6 @@ def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]], sides: str) -
 # -- the pages ---------------------------------------------------------------------------------------------------------
 
 _SUMMARY: Final = re.compile(r"(<!-- published: summary -->\n).*?(<!-- /published: summary -->)", re.DOTALL)
-_COMPILED: Final = re.compile(r"^\| workload \| setting \|.*\n(?:\|.*\n)+", re.MULTILINE)
-"""The table of docs/compile.md, which stands without marks."""
 _TABLE: Final = re.compile(r"^\| workloads \|.*\n(?:\|.*\n)+", re.MULTILINE)
 """The README's table, which stands without marks."""
 
@@ -264,13 +248,12 @@ _TABLE: Final = re.compile(r"^\| workloads \|.*\n(?:\|.*\n)+", re.MULTILINE)
 def written(root: Path) -> dict[Path, str]:
     """Each page and file with its tables as the stored predictions have them."""
     readme, page, docs = root / "README.md", root / "docs" / "accuracy.md", root / "docs"
-    text, of_compiler = page.read_text(encoding="utf-8"), docs / "compile.md"
+    text = page.read_text(encoding="utf-8")
     if not _SUMMARY.search(text):
         raise ValueError("docs/accuracy.md has no place for the summary")
     return {
         readme: _TABLE.sub(lambda _: short(), readme.read_text(encoding="utf-8")),
         page: _SUMMARY.sub(lambda match: f"{match[1]}\n{summary()}\n{match[2]}", text),
-        of_compiler: _COMPILED.sub(lambda _: of_compiled(), of_compiler.read_text(encoding="utf-8")),
         docs / "measurements.csv": every_row(),
         docs / "measurement_sources.csv": by_source(),
         docs / "measurements_left_out.csv": left_out(),

@@ -20,8 +20,8 @@ Measured = tuple[Truth, Sequence[Replayed]]
 
 
 def table(files: Sequence[Measured]) -> str:
-    """The promises and what is reached, as Markdown; without a measurement it says so."""
-    return "\n".join(_block(truth, rows) for truth, rows in files) if files else _rows(figures([]))
+    """The targets and what is reached, as Markdown; without a measurement one sentence."""
+    return "\n".join(_block(truth, rows) for truth, rows in files) if files else f"The suite is {NOT_YET}.\n"
 
 
 def _block(truth: Truth, rows: Sequence[Replayed]) -> str:
