@@ -240,7 +240,9 @@ class Serving:
     )
     max_num_seqs: int | None = option(None, "Sequences of one step at most.", shown="the server's", least=1)
     max_model_len: int | None = option(None, "Tokens of a request.", shown="the model's positions", least=1)
-    tensor_parallel_size: int = option(1, "Cards that share a layer.", least=1)
+    tensor_parallel_size: int = option(
+        1, "Cards that share a layer.", flags=("--tp", "--tensor-parallel-size"), least=1
+    )
     kv_cache_dtype: str | None = option(None, "Keep the cache in this dtype.", choices=tuple(KV_BYTES))
     kv_cache_memory: str | int | None = option(
         None, "Size of the cache, in place of what is left: 40GiB.", metavar="SIZE"
